@@ -1,4 +1,4 @@
-"""The gateway against a bare relay, interleaved, before the same model server; imports benchmarks.harness.
+"""The gateway against a bare relay, interleaved, before the same model server.
 
     make bench-gateway                              everything, a few minutes
     make bench-gateway ARGS=--quick                 about two minutes, as `make bench-check` runs it
@@ -23,15 +23,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from benchmarks.harness import census, exchanges, gateways, rows
-from benchmarks.harness.exchanges import Answer, Served, WrongAnswer
-from benchmarks.harness.rawhttp import Client
-from benchmarks.harness.rawsocket import SocketClient
-from benchmarks.harness.rows import Row, Samples
+from benchmarks.harness import gateway_client, gateway_processes, process_resources, result_table
+from benchmarks.harness.gateway_client import BenchmarkTarget, TimedAnswer, UnexpectedAnswer
+from benchmarks.harness.raw_http_client import RawHttpClient
+from benchmarks.harness.raw_websocket_client import RawWebSocketClient
+from benchmarks.harness.result_table import ResultRow, SampleSet
 
 RESULTS = Path(__file__).parent / "results" / "gateway.json"
-CHUNKS = 200
-TEXT = f"burst-{CHUNKS}"
+CHUNK_COUNT = 200
+TEXT_MODEL = f"burst-{CHUNK_COUNT}"
 LENGTHS = (200, 1100, 2000)  # of code and of texts, to tell what a delta costs from what a turn costs
 TOOL_FRAGMENTS = 20
 EARLY, LATE = 3, 100  # turns of a conversation
@@ -58,8 +58,8 @@ class Scale:
     balances: int  # of each pair
 
 
-FULL = Scale(25, 48, 8, 100, 5, CHUNKS, 300, 7, 10, 8, 20, 6, 2)
-QUICK = Scale(9, 24, 8, 100, 4, CHUNKS // 2, 100, 3, 4, 4, 8, 2, 2)
+FULL = Scale(25, 48, 8, 100, 5, CHUNK_COUNT, 300, 7, 10, 8, 20, 6, 2)
+QUICK = Scale(9, 24, 8, 100, 4, CHUNK_COUNT // 2, 100, 3, 4, 4, 8, 2, 2)
 
 
 @dataclass(frozen=True)
@@ -69,27 +69,29 @@ class Bench:
     observed: one that sends telemetry and one that does not; they are started when they are needed.
     """
 
-    ours: Served
-    relay: Served
-    model: Client
+    ours: BenchmarkTarget
+    relay: BenchmarkTarget
+    model: RawHttpClient
     scale: Scale
     database: Path | None
-    observed: Callable[[], contextlib.AbstractAsyncContextManager[tuple[Served, Served]]] | None = None
+    observed: (
+        Callable[[], contextlib.AbstractAsyncContextManager[tuple[BenchmarkTarget, BenchmarkTarget]]] | None
+    ) = None
 
     @property
-    def joined(self) -> Served:
+    def joined(self) -> BenchmarkTarget:
         return replace(self.relay, name="relay, events joined", path=f"/joined{self.relay.path}")
 
 
-type Work = Callable[[Served], Awaitable[object]]
+type Work = Callable[[BenchmarkTarget], Awaitable[object]]
 type Clock = Callable[[], float]
 
 
-def clock_of(served: Served) -> Clock:
-    return lambda: census.cpu_clock(served.pid)
+def cpu_clock_of(target: BenchmarkTarget) -> Clock:
+    return lambda: process_resources.cpu_clock(target.pid)
 
 
-async def spent[T](clock: Clock, work: Awaitable[T]) -> tuple[float, T]:
+async def measure_cpu[T](clock: Clock, work: Awaitable[T]) -> tuple[float, T]:
     """CPU seconds that work takes, and its result; what a server does after an answer is part of it."""
     before = clock()
     result = await work
@@ -97,19 +99,21 @@ async def spent[T](clock: Clock, work: Awaitable[T]) -> tuple[float, T]:
     return clock() - before, result
 
 
-async def in_turns(sides: Sequence[Served], rounds: int, work: Work, share: float) -> list[Samples]:
+async def measure_interleaved(
+    sides: Sequence[BenchmarkTarget], rounds: int, work: Work, share: float
+) -> list[SampleSet]:
     """CPU time of each side for the same work, `share` of it, in turns; a round before the first is not counted."""
-    found = [Samples(one.name, []) for one in sides]
+    found = [SampleSet(one.name, []) for one in sides]
     order = list(zip(sides, found, strict=True))
     for number in range(rounds + 1):
         for one, samples in order if number % 2 else reversed(order):
-            taken, _ = await spent(clock_of(one), work(one))
+            taken, _ = await measure_cpu(cpu_clock_of(one), work(one))
             if number:
                 samples.values.append(taken * share)
     return found
 
 
-async def at_once(number: int, works: Sequence[Callable[[], Awaitable[object]]]) -> None:
+async def run_concurrently(number: int, works: Sequence[Callable[[], Awaitable[object]]]) -> None:
     """All of them, so many at the same time."""
     waiting = iter(works)
 
@@ -120,141 +124,159 @@ async def at_once(number: int, works: Sequence[Callable[[], Awaitable[object]]])
     await asyncio.gather(*(worker() for _ in range(number)))
 
 
-async def per_turn(clock: Clock, turns: int, work: Callable[[], Awaitable[object]]) -> float:
+async def measure_per_turn(clock: Clock, turns: int, work: Callable[[], Awaitable[object]]) -> float:
     """CPU seconds of a turn, the mean of so many, one after the other."""
-    taken, _ = await spent(clock, at_once(1, [work] * turns))
+    taken, _ = await measure_cpu(clock, run_concurrently(1, [work] * turns))
     return taken / turns
 
 
-async def texts(served: Served, scale: Scale, *, stream: bool, model: str = TEXT) -> None:
-    async def one() -> Answer:
-        return await served.text(model, stream=stream)
+async def request_texts(
+    target: BenchmarkTarget, scale: Scale, *, stream: bool, model: str = TEXT_MODEL
+) -> None:
+    async def one() -> TimedAnswer:
+        return await target.ask_for_text(model, stream=stream)
 
-    await at_once(scale.at_once, [one] * scale.requests)
+    await run_concurrently(scale.at_once, [one] * scale.requests)
 
 
-async def paced(served: Served, streams: int, chunks: int) -> None:
+async def request_paced_streams(target: BenchmarkTarget, streams: int, chunks: int) -> None:
     """Streams that began at different moments and go on side by side."""
 
     async def one(number: int) -> None:
         await asyncio.sleep(0.2 * number / streams)
-        await served.text(f"paced-{chunks}", stream=True)
+        await target.ask_for_text(f"paced-{chunks}", stream=True)
 
     await asyncio.gather(*(one(number) for number in range(streams)))
 
 
-async def burst_rows(bench: Bench) -> list[Row]:
+async def burst_rows(bench: Bench) -> list[ResultRow]:
     """What an event costs when they come as fast as they can."""
     scale, sides = bench.scale, (bench.ours, bench.relay, bench.joined)
 
-    async def work(served: Served) -> None:
-        await texts(served, scale, stream=True)
+    async def work(served: BenchmarkTarget) -> None:
+        await request_texts(served, scale, stream=True)
 
-    ours, relay, joined = await in_turns(sides, scale.rounds, work, US / scale.requests / CHUNKS)
-    title = f"CPU per streamed event, {CHUNKS} in a burst"
+    ours, relay, joined = await measure_interleaved(
+        sides, scale.rounds, work, US / scale.requests / CHUNK_COUNT
+    )
+    title = f"CPU per streamed event, {CHUNK_COUNT} in a burst"
     return [
-        Row("burst", title, "µs", ours, relay, {"p50": 1 / 2}, measures=("p50",), note="next goal: 0.83x"),
-        Row("burst_joined", title, "µs", ours, joined, measures=("p50",)),
+        ResultRow(
+            "burst", title, "µs", ours, relay, {"p50": 1 / 2}, measures=("p50",), note="next goal: 0.83x"
+        ),
+        ResultRow("burst_joined", title, "µs", ours, joined, measures=("p50",)),
     ]
 
 
-async def paced_rows(bench: Bench) -> list[Row]:
+async def paced_rows(bench: Bench) -> list[ResultRow]:
     """What an event costs when each comes by itself."""
     scale = bench.scale
 
-    async def work(served: Served) -> None:
-        await paced(served, scale.streams, scale.paced_chunks)
+    async def work(served: BenchmarkTarget) -> None:
+        await request_paced_streams(served, scale.streams, scale.paced_chunks)
 
     share = US / scale.streams / scale.paced_chunks
-    ours, relay = await in_turns((bench.ours, bench.relay), scale.paced_rounds, work, share)
+    ours, relay = await measure_interleaved((bench.ours, bench.relay), scale.paced_rounds, work, share)
     title = f"CPU per streamed event, 50/s × {scale.streams} streams"
     goals = {"p50": 1 / 1.3}
-    return [Row("paced", title, "µs", ours, relay, goals, measures=("p50",), note="next goal: 1x")]
+    return [ResultRow("paced", title, "µs", ours, relay, goals, measures=("p50",), note="next goal: 1x")]
 
 
-async def socket_rows(bench: Bench) -> list[Row]:
+async def websocket_rows(bench: Bench) -> list[ResultRow]:
     """What an event costs over WebSocket, beside what it costs as a stream."""
     scale = bench.scale
     streamed = replace(bench.ours, name="gateway, streamed")
-    with contextlib.closing(SocketClient(bench.ours.client.port)) as client:
+    with contextlib.closing(RawWebSocketClient(bench.ours.client.port)) as client:
         sides = (replace(bench.ours, name="gateway, WebSocket", client=client), streamed)
 
-        async def burst(served: Served) -> None:
-            await texts(served, scale, stream=True)
+        async def burst(served: BenchmarkTarget) -> None:
+            await request_texts(served, scale, stream=True)
 
-        async def one_by_one(served: Served) -> None:
-            await paced(served, scale.streams, scale.paced_chunks)
+        async def one_by_one(served: BenchmarkTarget) -> None:
+            await request_paced_streams(served, scale.streams, scale.paced_chunks)
 
-        share = US / scale.requests / CHUNKS
-        bursts = await in_turns(sides, scale.rounds, burst, share)
+        share = US / scale.requests / CHUNK_COUNT
+        bursts = await measure_interleaved(sides, scale.rounds, burst, share)
         share = US / scale.streams / scale.paced_chunks
-        pacing = await in_turns(sides, scale.paced_rounds, one_by_one, share)
+        pacing = await measure_interleaved(sides, scale.paced_rounds, one_by_one, share)
     titles = (
-        f"CPU per event over WebSocket, {CHUNKS} in a burst",
+        f"CPU per event over WebSocket, {CHUNK_COUNT} in a burst",
         f"CPU per event over WebSocket, 50/s × {scale.streams} connections",
     )
     return [
-        Row(key, title, "µs", ours, reference, {"p50": 1 / 1.5}, measures=("p50",))
+        ResultRow(key, title, "µs", ours, reference, {"p50": 1 / 1.5}, measures=("p50",))
         for key, title, (ours, reference) in zip(
             ("socket_burst", "socket_paced"), titles, (bursts, pacing), strict=True
         )
     ]
 
 
-async def blocking_rows(bench: Bench) -> list[Row]:
+async def blocking_rows(bench: Bench) -> list[ResultRow]:
     """What a request without a stream costs; ours is on the disk when it is answered."""
     scale, sides = bench.scale, (bench.ours, bench.relay)
     rounds = 4 * scale.rounds  # they are short
-    found: list[Row] = []
-    for key, model, goals in (("blocking", TEXT, {"p50": 1 / 3.5}), ("blocking_short", "burst-10", {})):
+    found: list[ResultRow] = []
+    for key, model, goals in (("blocking", TEXT_MODEL, {"p50": 1 / 3.5}), ("blocking_short", "burst-10", {})):
 
-        async def work(served: Served, model: str = model) -> None:
-            await texts(served, scale, stream=False, model=model)
+        async def work(served: BenchmarkTarget, model: str = model) -> None:
+            await request_texts(served, scale, stream=False, model=model)
 
-        ours, relay = await in_turns(sides, rounds, work, MS / scale.requests)
+        ours, relay = await measure_interleaved(sides, rounds, work, MS / scale.requests)
         title = f"CPU per blocking request, stored, answer of {model.partition('-')[2]} tokens"
         note = "next goal: 0.57x" if goals else ""
-        found.append(Row(key, title, "ms", ours, relay, goals, measures=("p50",), note=note))
+        found.append(ResultRow(key, title, "ms", ours, relay, goals, measures=("p50",), note=note))
     return found
 
 
-async def latency_rows(bench: Bench) -> list[Row]:
+async def latency_rows(bench: Bench) -> list[ResultRow]:
     """What is added to the model server's own times when nobody else asks: one request after the other."""
-    kinds = (("first_delta", "first delta", "paced-2"), ("whole_answer", f"{CHUNKS} chunks, whole", TEXT))
-    found: list[Row] = []
+    kinds = (
+        ("first_delta", "first delta", "paced-2"),
+        ("whole_answer", f"{CHUNK_COUNT} chunks, whole", TEXT_MODEL),
+    )
+    found: list[ResultRow] = []
     for key, what, model in kinds:
         bare: list[float] = []
         sides = (bench.ours, bench.relay)
         taken = {one: list[float]() for one in sides}
         for number in range(bench.scale.latencies):
-            bare.append((await exchanges.completion_times(bench.model, model))[model == TEXT])
+            bare.append((await gateway_client.time_completion(bench.model, model))[model == TEXT_MODEL])
             for one in sides if number % 2 else reversed(sides):
-                answer = await one.text(model, stream=True)
-                taken[one].append(answer.whole if model == TEXT else answer.first_delta)
+                answer = await one.ask_for_text(model, stream=True)
+                taken[one].append(answer.whole if model == TEXT_MODEL else answer.first_delta)
         base = statistics.median(bare)
-        ours, relay = (Samples(one.name, [value - base for value in taken[one]]) for one in sides)
+        ours, relay = (SampleSet(one.name, [value - base for value in taken[one]]) for one in sides)
         note = f"over {base:.2f} ms of the model server alone"
         goals = {"p50": 1 / 2, "p99": 1 / 2}
-        found.append(Row(key, f"added latency, one at a time: {what}", "ms", ours, relay, goals, note=note))
+        found.append(
+            ResultRow(key, f"added latency, one at a time: {what}", "ms", ours, relay, goals, note=note)
+        )
     return found
 
 
-async def memory_rows(bench: Bench) -> list[Row]:
+async def memory_rows(bench: Bench) -> list[ResultRow]:
     """Resident memory after the start and one request, and the most of it under load."""
-    idle, loaded = list[Samples](), list[Samples]()
+    idle, loaded = list[SampleSet](), list[SampleSet]()
     for one in (bench.ours, bench.relay):
-        await one.text(TEXT, stream=False)
-        idle.append(Samples(one.name, [census.resident(one.pid) / MB]))
-        census.forget_peak(one.pid)
-        await paced(one, bench.scale.streams, bench.scale.paced_chunks)
-        await texts(one, bench.scale, stream=True)
-        loaded.append(Samples(one.name, [census.peak_resident(one.pid) / MB]))
-    below = sum(census.pss(pid) for pid in census.tree(bench.ours.pid) if pid != bench.ours.pid) / MB
+        await one.ask_for_text(TEXT_MODEL, stream=False)
+        idle.append(SampleSet(one.name, [process_resources.resident_bytes(one.pid) / MB]))
+        process_resources.reset_peak(one.pid)
+        await request_paced_streams(one, bench.scale.streams, bench.scale.paced_chunks)
+        await request_texts(one, bench.scale, stream=True)
+        loaded.append(SampleSet(one.name, [process_resources.peak_resident_bytes(one.pid) / MB]))
+    below = (
+        sum(
+            process_resources.pss_bytes(pid)
+            for pid in process_resources.process_tree(bench.ours.pid)
+            if pid != bench.ours.pid
+        )
+        / MB
+    )
     note = f"below it, PSS of the sandbox server and its sandboxes: {below:.0f} MB" if below else ""
     title, kept = "resident memory of the gateway", ("mean",)
     load = f"{title}, at most, {bench.scale.streams} streams"
     return [
-        Row(
+        ResultRow(
             "memory_idle",
             f"{title}, idle",
             "MB",
@@ -264,81 +286,83 @@ async def memory_rows(bench: Bench) -> list[Row]:
             measures=kept,
             note=note,
         ),
-        Row("memory_loaded", load, "MB", loaded[0], loaded[1], limits={"mean": 120}, measures=kept),
+        ResultRow("memory_loaded", load, "MB", loaded[0], loaded[1], limits={"mean": 120}, measures=kept),
     ]
 
 
-async def code_rows(bench: Bench) -> list[Row]:
+async def code_rows(bench: Bench) -> list[ResultRow]:
     """What a delta of code costs, apart from the turn it is in: by the difference between lengths."""
     served, scale = bench.ours, bench.scale
-    container = (await served.interpreted(8)).response.item("code_interpreter_call").container_id
-    clock = clock_of(served)
+    container = (await served.ask_with_code(8)).response.item("code_interpreter_call").container_id
+    clock = cpu_clock_of(served)
     code, text = list[list[float]](), list[list[float]]()
     for number in range(scale.tool_rounds + 1):
         codes, words = list[float](), list[float]()
         for length in LENGTHS:
-            writing = partial(served.interpreted, length, container)
-            saying = partial(served.text, f"burst-{length}", stream=True)
-            codes.append(await per_turn(clock, scale.tool_turns, writing) * US)
-            words.append(await per_turn(clock, scale.tool_turns, saying) * US)
+            writing = partial(served.ask_with_code, length, container)
+            saying = partial(served.ask_for_text, f"burst-{length}", stream=True)
+            codes.append(await measure_per_turn(clock, scale.tool_turns, writing) * US)
+            words.append(await measure_per_turn(clock, scale.tool_turns, saying) * US)
         if number:
             code.append(codes)
             text.append(words)
     return code_table(code, text)
 
 
-def code_table(code: Sequence[Sequence[float]], text: Sequence[Sequence[float]]) -> list[Row]:
+def code_table(code: Sequence[Sequence[float]], text: Sequence[Sequence[float]]) -> list[ResultRow]:
     """Rows of rounds, each round µs per turn by LENGTHS."""
 
     def slopes(rounds: Sequence[Sequence[float]], low: int, high: int) -> list[float]:
         return [(one[high] - one[low]) / (LENGTHS[high] - LENGTHS[low]) for one in rounds]
 
     whole = statistics.median(one[-1] for one in code) / LENGTHS[-1]
-    delta = Row(
+    delta = ResultRow(
         "code_delta",
         "CPU per streamed code delta, in a burst",
         "µs",
-        Samples("code", slopes(code, 0, 2)),
-        Samples("a text delta of ours", slopes(text, 0, 2)),
+        SampleSet("code", slopes(code, 0, 2)),
+        SampleSet("a text delta of ours", slopes(text, 0, 2)),
         {"p50": 1 / 1.5},
         measures=("p50",),
         note=f"with the whole turn of {LENGTHS[-1]} deltas and its execution {whole:.1f} µs",
     )
     low, middle, high = LENGTHS
-    flat = Row(
+    flat = ResultRow(
         "code_flat",
         f"CPU per code delta between the {middle}th and the {high}th",
         "µs",
-        Samples("late", slopes(code, 1, 2)),
-        Samples(f"between the {low}th and the {middle}th", slopes(code, 0, 1)),
+        SampleSet("late", slopes(code, 1, 2)),
+        SampleSet(f"between the {low}th and the {middle}th", slopes(code, 0, 1)),
         {"p50": 1 / 1.3},
         measures=("p50",),
     )
     return [delta, flat]
 
 
-async def tool_rows(bench: Bench) -> list[Row]:
+async def tool_rows(bench: Bench) -> list[ResultRow]:
     """A turn with code in it against one with a function that the client runs."""
     served, scale = bench.ours, bench.scale
-    container = (await served.interpreted(8)).response.item("code_interpreter_call").container_id
-    outside = [pid for pid in census.tree(served.pid) if _beside(pid, served.pid)]
+    container = (await served.ask_with_code(8)).response.item("code_interpreter_call").container_id
+    outside = [
+        pid for pid in process_resources.process_tree(served.pid) if _is_outside_sandbox(pid, served.pid)
+    ]
 
     def clock() -> float:
-        return sum(map(census.cpu_clock, outside))
+        return sum(map(process_resources.cpu_clock, outside))
 
     code, function = list[float](), list[float]()
     kinds = (
-        (partial(served.interpreted, TOOL_FRAGMENTS, container), code),
-        (partial(served.looked_up, TOOL_FRAGMENTS), function),
+        (partial(served.ask_with_code, TOOL_FRAGMENTS, container), code),
+        (partial(served.ask_with_function, TOOL_FRAGMENTS), function),
     )
     for number in range(scale.tool_rounds + 1):
         for work, taken in kinds:
-            cost = await per_turn(clock, scale.tool_turns, work) * MS
+            cost = await measure_per_turn(clock, scale.tool_turns, work) * MS
             if number:
                 taken.append(cost)
-    reference = Samples("two turns with a function", function)
-    ours = Samples("gateway and sandbox server", code)
-    row = Row(
+    reference = SampleSet("two turns with a function", function)
+    ours = SampleSet("gateway and sandbox server", code)
+    row = ResultRow(
         "code_turn",
         "CPU of a code-interpreter turn, beyond model and code",
         "ms",
@@ -351,82 +375,82 @@ async def tool_rows(bench: Bench) -> list[Row]:
     return [row, *await fresh_container_row(bench, reference)]
 
 
-def _beside(pid: int, root: int) -> bool:
+def _is_outside_sandbox(pid: int, root: int) -> bool:
     """Whether it is out here with the gateway, not in a sandbox or in what sandboxes are made from."""
-    return census.pid_namespace(pid) == census.pid_namespace(root)
+    return process_resources.pid_namespace(pid) == process_resources.pid_namespace(root)
 
 
-async def fresh_container_row(bench: Bench, reference: Samples) -> list[Row]:
+async def fresh_container_row(bench: Bench, reference: SampleSet) -> list[ResultRow]:
     """The same with everything that making a container takes, and with the code."""
     try:
-        meter = census.CpuMeter(bench.ours.pid)
-    except census.CannotMeasure as error:
+        meter = process_resources.CpuMeter(bench.ours.pid)
+    except process_resources.MeasurementUnavailable as error:
         print(f"A turn with a fresh container is left out: {error}", file=sys.stderr)
         return []
     try:
-        meter.adopt(census.tree(bench.ours.pid))
+        meter.adopt(process_resources.process_tree(bench.ours.pid))
         taken = list[float]()
         for _ in range(bench.scale.fresh_containers):
-            before = meter.read()
-            await bench.ours.interpreted(TOOL_FRAGMENTS)
+            before = meter.cpu_seconds()
+            await bench.ours.ask_with_code(TOOL_FRAGMENTS)
             await asyncio.sleep(0.2)  # until another sandbox waits in the pool
-            taken.append((meter.read() - before) * MS)
+            taken.append((meter.cpu_seconds() - before) * MS)
     finally:
         meter.close()
     title = "the same in a fresh container, all processes, the code too"
-    return [Row("code_turn_fresh", title, "ms", Samples("all", taken), reference, measures=("p50",))]
+    return [ResultRow("code_turn_fresh", title, "ms", SampleSet("all", taken), reference, measures=("p50",))]
 
 
-async def growth_rows(bench: Bench) -> list[Row]:
+async def growth_rows(bench: Bench) -> list[ResultRow]:
     """What a late turn of a conversation costs against an early one, in CPU time and in bytes on the disk."""
     served, number = bench.ours, bench.scale.conversations
-    tips, sizes = await conversations(bench, number, LATE - 1)
-    clock = clock_of(served)
+    tips, sizes = await database_growth(bench, number, LATE - 1)
+    clock = cpu_clock_of(served)
     early, late = ([], []), ([], [])
     for old in tips:
-        young = (await grown(served, [None], EARLY - 1))[0]
+        young = (await grow_conversations(served, [None], EARLY - 1))[0]
         for tip, kinds in ((young, early), (old, late)):
             for stream, values in zip((True, False), kinds, strict=True):
-                turn = served.text(TEXT, stream=stream, previous_response_id=tip)
-                taken, answer = await spent(clock, turn)
+                turn = served.ask_for_text(TEXT_MODEL, stream=stream, previous_response_id=tip)
+                taken, answer = await measure_cpu(clock, turn)
                 values.append(taken * MS)
                 tip = answer.response.id
-    found: list[Row] = []
+    found: list[ResultRow] = []
     kinds = (("growth", "streamed", {"p50": 1 / 1.3}), ("growth_blocking", "blocking", {}))
     for (key, how, goals), then, now in zip(kinds, early, late, strict=True):
         turn = int(how == "blocking")
         title = f"CPU of turn {LATE + turn} of a conversation, {how}"
-        reference = Samples(f"turn {EARLY + turn}", then)
-        found.append(Row(key, title, "ms", Samples("late", now), reference, goals, measures=("p50",)))
+        reference = SampleSet(f"turn {EARLY + turn}", then)
+        found.append(ResultRow(key, title, "ms", SampleSet("late", now), reference, goals, measures=("p50",)))
     return found + stored_row(sizes, number)
 
 
-async def grown(served: Served, tips: Sequence[str | None], turns: int) -> list[str]:
+async def grow_conversations(target: BenchmarkTarget, tips: Sequence[str | None], turns: int) -> list[str]:
     """Conversations so many turns longer, side by side; their last responses."""
     found = list(tips)
 
     async def one(index: int) -> None:
         tip = found[index]
         more = {} if tip is None else {"previous_response_id": tip}
-        found[index] = (await served.text(TEXT, stream=False, **more)).response.id
+        found[index] = (await target.ask_for_text(TEXT_MODEL, stream=False, **more)).response.id
 
     for _ in range(turns):
-        await at_once(8, [lambda index=index: one(index) for index in range(len(found))])
+        await run_concurrently(8, [lambda index=index: one(index) for index in range(len(found))])
     return [tip for tip in found if tip is not None]
 
 
-async def conversations(bench: Bench, number: int, turns: int) -> tuple[list[str], dict[int, int]]:
+async def database_growth(bench: Bench, number: int, turns: int) -> tuple[list[str], dict[int, int]]:
     """The last responses of so many conversations, and the bytes in the database after every ten turns."""
     tips: Sequence[str | None] = [None] * number
     sizes: dict[int, int] = {}
     for done in range(0, turns, 10):
-        tips = await grown(bench.ours, tips, min(10, turns - done))
+        tips = await grow_conversations(bench.ours, tips, min(10, turns - done))
         if bench.database is not None:
-            sizes[done + 10] = bytes_in(bench.database)
+            sizes[done + 10] = file_sizes(bench.database)
     return [tip for tip in tips if tip is not None], sizes
 
 
-def bytes_in(database: Path) -> int:
+def file_sizes(database: Path) -> int:
     """Of pages in use, also those still in the write-ahead log."""
     with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
         pages, free, size = (
@@ -436,7 +460,7 @@ def bytes_in(database: Path) -> int:
     return (pages - free) * size
 
 
-def stored_row(sizes: dict[int, int], number: int) -> list[Row]:
+def stored_row(sizes: dict[int, int], number: int) -> list[ResultRow]:
     """Bytes a turn has added, late against early; each ten turns of all conversations are one sample."""
     steps = [
         (end, (sizes[end] - sizes[begin]) / 10 / number)
@@ -447,35 +471,37 @@ def stored_row(sizes: dict[int, int], number: int) -> list[Row]:
         return []
     late, early = [size for _, size in steps[-3:]], [size for _, size in steps[:3]]
     title = f"bytes stored per turn, turns {steps[-4][0] + 1} to {steps[-1][0]}"
-    reference = Samples(f"turns 11 to {steps[2][0]}", early)
+    reference = SampleSet(f"turns 11 to {steps[2][0]}", early)
     goals = {"mean": 1 / 1.1}
-    return [Row("growth_bytes", title, "B", Samples("late", late), reference, goals, measures=("mean",))]
+    return [
+        ResultRow("growth_bytes", title, "B", SampleSet("late", late), reference, goals, measures=("mean",))
+    ]
 
 
-async def telemetry_rows(bench: Bench) -> list[Row]:
+async def telemetry_rows(bench: Bench) -> list[ResultRow]:
     """What a gateway costs that sends telemetry, without content, against one that sends none. Two processes of the
     same program differ by some percent, whatever they do: so there are several of both.
     """
     if bench.observed is None:
         return []
     scale = bench.scale
-    events, streams = scale.requests * CHUNKS, scale.streams
+    events, streams = scale.requests * CHUNK_COUNT, scale.streams
 
-    async def burst(served: Served) -> None:
-        await texts(served, scale, stream=True)
+    async def burst(served: BenchmarkTarget) -> None:
+        await request_texts(served, scale, stream=True)
 
-    async def one_by_one(served: Served) -> None:
-        await paced(served, streams, scale.paced_chunks)
+    async def one_by_one(served: BenchmarkTarget) -> None:
+        await request_paced_streams(served, streams, scale.paced_chunks)
 
-    async def short(served: Served) -> None:
-        await texts(served, scale, stream=False, model="burst-10")
+    async def short(served: BenchmarkTarget) -> None:
+        await request_texts(served, scale, stream=False, model="burst-10")
 
-    async def code(served: Served) -> None:
-        await at_once(1, [partial(served.interpreted, TOOL_FRAGMENTS)] * scale.tool_turns)
+    async def code(served: BenchmarkTarget) -> None:
+        await run_concurrently(1, [partial(served.ask_with_code, TOOL_FRAGMENTS)] * scale.tool_turns)
 
     a_tenth, none = {"mean": 1 / 1.1}, dict[str, float]()
     kinds = (
-        ("burst", f"streamed event, {CHUNKS} in a burst", "µs", burst, 6, US / events, a_tenth),
+        ("burst", f"streamed event, {CHUNK_COUNT} in a burst", "µs", burst, 6, US / events, a_tenth),
         (
             *("paced", f"streamed event, 50/s × {streams} streams", "µs"),
             *(one_by_one, 1, US / streams / scale.paced_chunks, a_tenth),
@@ -489,32 +515,32 @@ async def telemetry_rows(bench: Bench) -> list[Row]:
         # Two pairs at a time: while one side works, the others idle, and what they do then is part of their samples.
         async with bench.observed() as first, bench.observed() as second:
             for number, (*_, work, rounds, share, _) in enumerate(kinds):
-                taken = await on_balance([*first, *second], scale.balances, rounds, work, share)
+                taken = await measure_paired([*first, *second], scale.balances, rounds, work, share)
                 told[number] += taken[0] + taken[2]
                 untold[number] += taken[1] + taken[3]
-    found: list[Row] = []
+    found: list[ResultRow] = []
     for (key, what, unit, *_, goals), on, off in zip(kinds, told, untold, strict=True):
-        both = Samples("with telemetry", on), Samples("without telemetry", off)
+        both = SampleSet("with telemetry", on), SampleSet("without telemetry", off)
         title = f"CPU per {what}, with telemetry"
-        found.append(Row(f"telemetry_{key}", title, unit, *both, goals, measures=("mean",)))
+        found.append(ResultRow(f"telemetry_{key}", title, unit, *both, goals, measures=("mean",)))
     return found
 
 
-async def on_balance(
-    sides: Sequence[Served], balances: int, rounds: int, work: Work, share: float
+async def measure_paired(
+    sides: Sequence[BenchmarkTarget], balances: int, rounds: int, work: Work, share: float
 ) -> list[list[float]]:
     """CPU time of each side for so many rounds of the same work in a row, `share` of each; the sides take turns.
     Whatever a side does until its next sample begins is in it: what is sent by the batch has no round of its own.
     """
     found: list[list[float]] = [[] for _ in sides]
-    clocks = [clock_of(one) for one in sides]
+    clocks = [cpu_clock_of(one) for one in sides]
     before: list[float] = []
     for number in range(balances + 1):
         for one in sides if number % 2 else reversed(sides):
             for _ in range(rounds):
                 await work(one)
         if number in (0, balances):
-            await asyncio.sleep(gateways.SENT_AFTER)
+            await asyncio.sleep(gateway_processes.EXPORT_SECONDS)
         now = [clock() for clock in clocks]
         for samples, then, taken in zip(found, before, now, strict=False):  # the first has nothing before it
             samples.append((taken - then) * share / rounds)
@@ -523,44 +549,52 @@ async def on_balance(
 
 
 # What is idle is measured first: everything after it has had load.
-GROUPS: dict[str, Callable[[Bench], Awaitable[list[Row]]]] = {
+GROUPS: dict[str, Callable[[Bench], Awaitable[list[ResultRow]]]] = {
     "memory": memory_rows,
     "latency": latency_rows,
     "burst": burst_rows,
     "paced": paced_rows,
-    "socket": socket_rows,
+    "socket": websocket_rows,
     "blocking": blocking_rows,
     "code": code_rows,
     "tools": tool_rows,
     "telemetry": telemetry_rows,
     "growth": growth_rows,
 }
-REHEARSED = ("memory", "latency", "burst", "paced", "blocking")  # a relay has no tools and remembers nothing
+REHEARSAL_GROUPS = (
+    "memory",
+    "latency",
+    "burst",
+    "paced",
+    "blocking",
+)  # a relay has no tools and remembers nothing
 
 
-async def measure(scale: Scale, groups: Sequence[str], *, rehearse: bool) -> list[Row]:
-    found: list[Row] = []
+async def measure(scale: Scale, groups: Sequence[str], *, rehearse: bool) -> list[ResultRow]:
+    found: list[ResultRow] = []
     async with contextlib.AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fumehood-bench-")))
-        url, model = await stack.enter_async_context(gateways.model_server(directory))
-        relay = await stack.enter_async_context(gateways.relay(directory, url))
+        url, model = await stack.enter_async_context(gateway_processes.run_model_server(directory))
+        relay = await stack.enter_async_context(gateway_processes.run_relay(directory, url))
         if rehearse:
-            ours = await stack.enter_async_context(gateways.relay(directory, url))
+            ours = await stack.enter_async_context(gateway_processes.run_relay(directory, url))
             bench = Bench(replace(ours, name="relay again"), relay, model, scale, None)
         else:
-            ours = await stack.enter_async_context(gateways.gateway(directory, url))
-            observed = partial(gateways.observed, directory, url)
-            bench = Bench(ours, relay, model, scale, gateways.database(directory), observed)
+            ours = await stack.enter_async_context(gateway_processes.run_gateway(directory, url))
+            observed = partial(gateway_processes.telemetry_pair, directory, url)
+            bench = Bench(ours, relay, model, scale, gateway_processes.database_path(directory), observed)
         try:
             for name in groups:
                 began = time.perf_counter()
                 found += await GROUPS[name](bench)
                 print(f"{name}: {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
-        except WrongAnswer as error:
+        except UnexpectedAnswer as error:
             said = (
-                "" if rehearse else f" The gateway said:\n{gateways.last_words(gateways.log_of(directory))}"
+                ""
+                if rehearse
+                else f" The gateway said:\n{gateway_processes.read_log_tail(gateway_processes.log_path(directory))}"
             )
-            raise WrongAnswer(f"A wrong answer: {error}.{said}") from error
+            raise UnexpectedAnswer(f"A wrong answer: {error}.{said}") from error
     return found
 
 
@@ -568,9 +602,9 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("uvicorn", "aiohttp", "msgspec", "uvloop")}
 
 
-def chosen_groups(told: str, *, rehearse: bool) -> list[str]:
-    able = list(REHEARSED if rehearse else GROUPS)
-    wanted = told.split(",") if told else able
+def parse_groups(names: str, *, rehearse: bool) -> list[str]:
+    able = list(REHEARSAL_GROUPS if rehearse else GROUPS)
+    wanted = names.split(",") if names else able
     if unknown := [name for name in wanted if name not in able]:
         raise SystemExit(f"There are no rows {', '.join(unknown)}; there are {', '.join(able)}.")
     return [name for name in able if name in wanted]
@@ -583,16 +617,16 @@ def main() -> None:
     parser.add_argument("--rows", default="", metavar="NAMES", help=f"some of {','.join(GROUPS)}")
     parser.add_argument("--rehearse", action="store_true", help="the relay in the gateway's place")
     chosen = parser.parse_args()
-    groups = chosen_groups(chosen.rows, rehearse=chosen.rehearse)
+    groups = parse_groups(chosen.rows, rehearse=chosen.rehearse)
     scale = QUICK if chosen.quick else FULL
     try:
         found = asyncio.run(measure(scale, groups, rehearse=chosen.rehearse))
-    except (gateways.CannotStart, WrongAnswer) as error:
+    except (gateway_processes.StartError, UnexpectedAnswer) as error:
         sys.exit(str(error))
-    facts = rows.machine(versions())
-    rows.show("gateway", facts, found)
+    facts = result_table.describe_machine(versions())
+    result_table.print_results("gateway", facts, found)
     if chosen.json is not None or not (chosen.quick or chosen.rehearse or chosen.rows):
-        rows.write_json(chosen.json or RESULTS, "gateway", facts, found)
+        result_table.write_json(chosen.json or RESULTS, "gateway", facts, found)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A conversation with a gateway of one's own, streamed: code, output, picture, files; imports fumehood, openai, rich.
+"""A conversation with a gateway of one's own, streamed: code, output, picture, files.
 
 Run it with `make demo`. It starts `fumehood serve` with nothing configured, so the model is the built-in `direct`,
 which runs the Python it is sent, and talks to it through the OpenAI SDK. It leaves what was made in `demo-output/`,
@@ -23,8 +23,8 @@ from rich.padding import Padding
 from rich.syntax import Syntax
 from rich.text import Text
 
-from fumehood.cli.folders import Folder
-from fumehood.cli.output import neutral
+from fumehood.cli.exec.exec_output import escape_control_sequences
+from fumehood.cli.output_directory import OutputDirectory
 
 OUTPUT = Path(__file__).resolve().parent.parent / "demo-output"
 LAX = "FUMEHOOD_PROVIDERS__CODE_INTERPRETER__SETTINGS__SANDBOX_LIMITS"
@@ -79,7 +79,7 @@ print(f"{len(measurements)} measurements, the highest of {highest}")
 
 
 class Demo:
-    def __init__(self, console: Console, folder: Folder, client: OpenAI) -> None:
+    def __init__(self, console: Console, folder: OutputDirectory, client: OpenAI) -> None:
         self._console = console
         self._folder = folder
         self._client = client
@@ -94,7 +94,7 @@ class Demo:
             self._problems.append("There should be a chart and a table.")
         self._console.print()
         for name in self._left:
-            place = neutral(str(self._folder.path / name))
+            place = escape_control_sequences(str(self._folder.path / name))
             self._console.print(f"What was made lies in {place}", soft_wrap=True, highlight=False)
         for problem in self._problems:
             self._console.print(Text(problem, style="red"))
@@ -135,7 +135,7 @@ class Demo:
         for output in call.outputs or []:
             if output.type == "logs":
                 said += output.logs
-                for line in neutral(output.logs).splitlines():
+                for line in escape_control_sequences(output.logs).splitlines():
                     self._console.print(Text(f"  | {line}"), soft_wrap=True)
             else:
                 content = base64.b64decode(output.url.partition(",")[2])
@@ -192,12 +192,12 @@ def gateway(directory: Path, limits: str) -> Iterator[str]:
         raise NotServed(said.strip(), process.wait())
 
 
-def output_folder() -> Folder:
+def output_folder() -> OutputDirectory:
     with contextlib.suppress(OSError):
         OUTPUT.mkdir(exist_ok=True)
         if os.access(OUTPUT, os.W_OK | os.X_OK):
-            return Folder(OUTPUT)
-    return Folder(Path(tempfile.mkdtemp(prefix="fumehood-demo-")))
+            return OutputDirectory(OUTPUT)
+    return OutputDirectory(Path(tempfile.mkdtemp(prefix="fumehood-demo-")))
 
 
 def talk(console: Console, directory: Path, limits: str) -> bool:

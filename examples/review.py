@@ -1,4 +1,4 @@
-"""Reviews a directory: the model reads it in a container and answers with a type; imports `fumehood.client`.
+"""Reviews a directory: the model reads it in a container and answers with a type.
 
     OPENAI_BASE_URL=http://127.0.0.1:8080/v1 OPENAI_API_KEY=none python examples/review.py src --model my-model
 

@@ -1,4 +1,4 @@
-"""Settings for all tests; imports pytest and hypothesis."""
+"""Settings for all tests."""
 
 import os
 import tempfile
@@ -14,16 +14,16 @@ settings.load_profile("fumehood")
 
 # The kits are tests too, though they are shipped.
 pytest.register_assert_rewrite(
-    "fumehood.testing.blob_kit",
-    "fumehood.testing.containers_kit",
-    "fumehood.testing.model_kit",
-    "fumehood.testing.sandbox_kit",
-    "fumehood.testing.sandbox_kit_files",
-    "fumehood.testing.sealer_kit",
-    "fumehood.testing.store_kit",
-    "fumehood.testing.store_kit_leases",
-    "fumehood.testing.tool_kit",
-    "fumehood.testing.turns",
+    "fumehood.testing.kits.blob_store_kit",
+    "fumehood.testing.kits.container_service_kit",
+    "fumehood.testing.kits.model_backend_kit",
+    "fumehood.testing.kits.sandbox_kit",
+    "fumehood.testing.kits.sandbox_files_kit",
+    "fumehood.testing.kits.sealer_kit",
+    "fumehood.testing.kits.store_kit",
+    "fumehood.testing.kits.lease_kit",
+    "fumehood.testing.kits.hosted_tool_kit",
+    "fumehood.testing.kits.store_fixtures",
 )
 
 

@@ -1,4 +1,4 @@
-"""The names in docs/architecture.md are names of the code; imports the package that the page tells of."""
+"""The names in docs/architecture.md are names of the code."""
 
 import importlib
 import re

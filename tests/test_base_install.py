@@ -1,4 +1,4 @@
-"""What `pip install fumehood` without an extra answers; imports pytest and msgspec.
+"""What `pip install fumehood` without an extra answers.
 
 `tests/wheel` tests the same with a real installation; here the base install is a directory with fumehood and msgspec
 alone, and an interpreter that knows no other packages.

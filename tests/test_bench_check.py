@@ -1,4 +1,4 @@
-"""When a benchmark counts as a step back, and how the ratchet rises; imports tools.bench_check and pytest."""
+"""When a benchmark counts as a step back, and how the ratchet rises."""
 
 from pathlib import Path
 

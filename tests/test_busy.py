@@ -1,4 +1,4 @@
-"""`make test-busy`: the processes that keep the machine busy end with the command; imports pytest and tools.busy."""
+"""`make test-busy`: the processes that keep the machine busy end with the command."""
 
 import os
 import signal

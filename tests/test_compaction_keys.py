@@ -1,4 +1,4 @@
-"""Where the keys of compactions come from, and that they outlive a restart; imports `fumehood.wiring`."""
+"""Where the keys of compactions come from, and that they outlive a restart."""
 
 import base64
 import stat
@@ -9,41 +9,43 @@ from typing import Any
 import msgspec
 import pytest
 
-from fumehood.config import Config, Misconfigured, load
+from fumehood.config import ConfigError, GatewayConfig, load_config
 from fumehood.interfaces import Caller
-from fumehood.protocol.errors import InvalidRequest
-from fumehood.protocol.responses import CreateResponse
-from fumehood.wiring import assembled
+from fumehood.protocol.openai.api_errors import InvalidRequest
+from fumehood.protocol.openai.responses import CreateResponse
+from fumehood.wiring import assemble_gateway
 
 SEALED = "input[0].encrypted_content"
 OLD, NEW = (base64.b64encode(letter * 32).decode() for letter in (b"o", b"n"))
 
 
-def config(directory: Path, **compaction: str) -> Config:
+def config(directory: Path, **compaction: str) -> GatewayConfig:
     given: dict[str, object] = {
         "storage.url": f"sqlite:///{directory}/gateway.db",
         "storage.blobs": str(directory / "blobs"),
         "providers.code_interpreter.enabled": False,
     }
-    return load(None, {}, given | {f"compaction.{name}": value for name, value in compaction.items()})
+    return load_config(None, {}, given | {f"compaction.{name}": value for name, value in compaction.items()})
 
 
 def request(window: object) -> CreateResponse:
     return msgspec.json.decode(msgspec.json.encode({"model": "direct", "input": window}), type=CreateResponse)
 
 
-async def compacted(config: Config, environ: Mapping[str, str] | None = None) -> list[Any]:
+async def compacted(config: GatewayConfig, environ: Mapping[str, str] | None = None) -> list[Any]:
     """A window that a gateway of its own has made; the model `direct` has the same summary for everything."""
-    async with assembled(config, environ or {}) as parts:
+    async with assemble_gateway(config, environ or {}) as parts:
         answer = await parts.runs.compact(request("Hi"), Caller())
     return msgspec.json.decode(msgspec.json.encode(answer.output))
 
 
-async def refusal(window: object, config: Config, environ: Mapping[str, str] | None = None) -> str | None:
+async def refusal(
+    window: object, config: GatewayConfig, environ: Mapping[str, str] | None = None
+) -> str | None:
     """What a gateway of its own finds wrong; None if it opens the window."""
-    async with assembled(config, environ or {}) as parts:
+    async with assemble_gateway(config, environ or {}) as parts:
         try:
-            await parts.runs.count(request(window), Caller())
+            await parts.runs.count_tokens(request(window), Caller())
         except InvalidRequest as error:
             return error.param
     return None
@@ -71,10 +73,10 @@ async def test_keys_are_changed_by_putting_the_new_one_first(tmp_path: Path) -> 
 
 
 async def test_a_window_is_worth_nothing_to_another_tenant(tmp_path: Path) -> None:
-    async with assembled(config(tmp_path), {}) as parts:
+    async with assemble_gateway(config(tmp_path), {}) as parts:
         answer = await parts.runs.compact(request("Hi"), Caller("one"))
         window = msgspec.json.decode(msgspec.json.encode(answer.output))
-        assert (await parts.runs.count(request(window), Caller("one"))).input_tokens > 0
+        assert (await parts.runs.count_tokens(request(window), Caller("one"))).input_tokens > 0
         with pytest.raises(InvalidRequest) as refused:
             await parts.runs.start(request(window), Caller("two"))
         assert refused.value.param == SEALED
@@ -82,11 +84,11 @@ async def test_a_window_is_worth_nothing_to_another_tenant(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("keys", ["", "short", f"{OLD} not!base64"])
 async def test_wrong_keys_are_refused_before_anything_is_served(tmp_path: Path, keys: str) -> None:
-    with pytest.raises(Misconfigured, match="KEYS") as refused:
+    with pytest.raises(ConfigError, match="KEYS") as refused:
         await compacted(config(tmp_path, keys_env="KEYS"), {"KEYS": keys})
     assert OLD not in str(refused.value)
 
 
 def test_one_place_for_keys_is_enough(tmp_path: Path) -> None:
-    with pytest.raises(Misconfigured, match="leave one or the other out"):
+    with pytest.raises(ConfigError, match="leave one or the other out"):
         config(tmp_path, keys_env="KEYS", keys_file="keys")

@@ -1,4 +1,4 @@
-"""Settings: file, variables, options, refusals, and the example that has all of them; imports `fumehood.config`."""
+"""Settings: file, variables, options, refusals, and the example that has all of them."""
 
 import re
 from pathlib import Path
@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import yaml
 
-from fumehood.config import Config, Misconfigured, load, secret
-from fumehood.models.settings import ModelSettings
+from fumehood.config import ConfigError, GatewayConfig, load_config, resolve_secret
+from fumehood.models.model_settings import ModelSettings
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "config.example.yaml"
 INTERPRETER = "FUMEHOOD_PROVIDERS__CODE_INTERPRETER__SETTINGS__"
@@ -50,13 +50,13 @@ def leaves(tree: Any, path: str = "") -> dict[str, Any]:
 def test_the_example_has_every_setting_and_no_other() -> None:
     written = leaves(yaml.safe_load(EXAMPLE.read_text()))
     written.pop("providers.file_search.settings")  # a section without settings yet
-    assert sorted(written) == sorted(settings_of(Config))
+    assert sorted(written) == sorted(settings_of(GatewayConfig))
 
 
 def test_the_example_shows_the_defaults() -> None:
-    loaded = load(EXAMPLE, {})
+    loaded = load_config(EXAMPLE, {})
     assert loaded.models == (ModelSettings(base_url="http://127.0.0.1:8000/v1"),)
-    assert msgspec.structs.replace(loaded, models=()) == Config()
+    assert msgspec.structs.replace(loaded, models=()) == GatewayConfig()
 
 
 def test_the_example_says_what_each_setting_means() -> None:
@@ -69,16 +69,18 @@ def test_the_example_says_what_each_setting_means() -> None:
 
 def test_options_come_before_variables_and_those_before_the_file(file: Path) -> None:
     file.write_text("server: {host: localhost, port: 1, grace: 5}\nlimits:\nmodels:\n")
-    config = load(file, {"FUMEHOOD_SERVER__PORT": "2", "FUMEHOOD_SERVER__GRACE": "7.5"}, {"server.port": 3})
-    assert (config.server.host, config.server.port, config.server.grace) == ("localhost", 3, 7.5)
-    assert config.limits == Config().limits
+    config = load_config(
+        file, {"FUMEHOOD_SERVER__PORT": "2", "FUMEHOOD_SERVER__SHUTDOWN_GRACE": "7.5"}, {"server.port": 3}
+    )
+    assert (config.server.host, config.server.port, config.server.shutdown_grace) == ("localhost", 3, 7.5)
+    assert config.limits == GatewayConfig().limits
 
 
 @pytest.mark.parametrize(
     ("variable", "text", "found"),
     [
-        ("FUMEHOOD_SERVER__HOSTS", "a.example, b.example", ("a.example", "b.example")),
-        ("FUMEHOOD_SERVER__HOSTS", '["a.example"]', ("a.example",)),
+        ("FUMEHOOD_SERVER__ALLOWED_HOSTS", "a.example, b.example", ("a.example", "b.example")),
+        ("FUMEHOOD_SERVER__ALLOWED_HOSTS", '["a.example"]', ("a.example",)),
         ("FUMEHOOD_SERVER__HOST", "0", "0"),
         ("FUMEHOOD_AUTH__REQUIRED", "false", False),
         ("FUMEHOOD_TELEMETRY__LOG_FORMAT", "json", "json"),
@@ -88,14 +90,14 @@ def test_options_come_before_variables_and_those_before_the_file(file: Path) -> 
     ],
 )
 def test_variables_by_type(variable: str, text: str, found: object) -> None:
-    value: Any = load(None, {variable: text})
+    value: Any = load_config(None, {variable: text})
     for name in variable.removeprefix("FUMEHOOD_").lower().split("__"):
         value = getattr(value, name)
     assert value == found
 
 
 def test_models_in_a_variable() -> None:
-    config = load(None, {"FUMEHOOD_MODELS": '[{"match": "a*", "base_url": "http://h/v1"}]'})
+    config = load_config(None, {"FUMEHOOD_MODELS": '[{"match": "a*", "base_url": "http://h/v1"}]'})
     assert [model.match for model in config.models] == ["a*"]
 
 
@@ -105,7 +107,7 @@ def test_variables_of_others_are_left_alone() -> None:
         "FUMEHOOD_SANDBOX_TOKEN": "x",
         "FUMEHOOD_PORT": "tcp://1.2.3.4:5",
     }
-    assert load(None, others) == Config()
+    assert load_config(None, others) == GatewayConfig()
 
 
 # --- what is refused ----------------------------------------------------------------------------------
@@ -138,8 +140,8 @@ def test_variables_of_others_are_left_alone() -> None:
 )  # fmt: skip
 def test_what_cannot_be_meant_is_refused(file: Path, text: str, said: str) -> None:
     file.write_text(text)
-    with pytest.raises(Misconfigured) as refused:
-        load(file, {})
+    with pytest.raises(ConfigError) as refused:
+        load_config(file, {})
     assert said in str(refused.value)
     assert str(file) in str(refused.value)
     assert "s3cret" not in str(refused.value)
@@ -162,8 +164,8 @@ def test_what_cannot_be_meant_is_refused(file: Path, text: str, said: str) -> No
 )
 def test_sandboxes_that_cannot_be_had(file: Path, settings: str, said: str) -> None:
     file.write_text(f"providers: {{code_interpreter: {{settings: {settings}}}}}")
-    with pytest.raises(Misconfigured) as refused:
-        load(file, {})
+    with pytest.raises(ConfigError) as refused:
+        load_config(file, {})
     assert f"providers.code_interpreter.settings.{said}" in str(refused.value)
     assert "s3cret" not in str(refused.value)
 
@@ -171,7 +173,7 @@ def test_sandboxes_that_cannot_be_had(file: Path, settings: str, said: str) -> N
 @pytest.mark.parametrize("url", ["http://h:1", "https://h/x", "unix:/run/sandboxes"])
 def test_sandbox_servers_that_can_be_reached(file: Path, url: str) -> None:
     file.write_text(f"providers: {{code_interpreter: {{settings: {{sandbox_url: '{url}'}}}}}}")
-    assert load(file, {}).providers.code_interpreter.settings.sandbox_url == url
+    assert load_config(file, {}).providers.code_interpreter.settings.sandbox_url == url
 
 
 @pytest.mark.parametrize(
@@ -185,28 +187,28 @@ def test_sandbox_servers_that_can_be_reached(file: Path, url: str) -> None:
     ],
 )  # fmt: skip
 def test_variables_that_cannot_be_meant_are_refused(variable: str, text: str, said: str) -> None:
-    with pytest.raises(Misconfigured) as refused:
-        load(None, {variable: text})
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, {variable: text})
     assert said in str(refused.value)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(Misconfigured, match="No such file"):
-        load(tmp_path / "none", {})
-    with pytest.raises(Misconfigured, match="Is a directory"):
-        load(tmp_path, {})
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(tmp_path / "none", {})
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load_config(tmp_path, {})
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
-    with pytest.raises(Misconfigured, match="not UTF-8"):
-        load(tmp_path / "binary", {})
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load_config(tmp_path / "binary", {})
 
 
 # --- secrets ------------------------------------------------------------------------------------------
 
 
 def test_a_secret_is_in_its_variable_or_nothing_starts() -> None:
-    assert secret({}, None, "s") is None
-    assert secret({"KEY": " abc \n"}, "KEY", "s") == "abc"
+    assert resolve_secret({}, None, "s") is None
+    assert resolve_secret({"KEY": " abc \n"}, "KEY", "s") == "abc"
     for environ in ({}, {"KEY": ""}, {"KEY": "a\nb"}, {"KEY": "schlüssel"}):
-        with pytest.raises(Misconfigured, match="s names the variable KEY, which holds nothing") as refused:
-            secret(environ, "KEY", "s")
+        with pytest.raises(ConfigError, match="s names the variable KEY, which holds nothing") as refused:
+            resolve_secret(environ, "KEY", "s")
         assert "schl" not in str(refused.value)

@@ -1,4 +1,4 @@
-"""The demonstration that `make demo` runs; imports only the standard library and the tests' support."""
+"""The demonstration that `make demo` runs."""
 
 import shutil
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.sandboxes import has_cgroups
+from tests.support.sandbox_runs import has_cgroups
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -40,7 +40,7 @@ def test_demo_goes_as_it_should() -> None:
 @pytest.mark.root
 @pytest.mark.slow
 def test_demo_of_a_user_who_may_neither_bound_memory_nor_write_here() -> None:
-    helper = ROOT / "tests/support/ordinary_user.py"
+    helper = ROOT / "tests/support/unprivileged_user.py"
     printed = run(sys.executable, helper, "--", sys.executable, ROOT / "examples/demo.py")
     check(printed, bounded=False)
     assert f"lies in {ROOT}" not in printed

@@ -1,4 +1,4 @@
-"""The contract types of tools/import_contracts.py, on made-up graphs; imports grimp and the contracts."""
+"""The contract types of tools/import_contracts.py, on made-up graphs."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""docs/sandbox-protocol.md says what the server does: routes, codes, fields, limits; imports `fumehood.sandboxd`."""
+"""docs/sandbox-protocol.md says what the server does: routes, codes, fields, limits."""
 
 import re
 from pathlib import Path
@@ -7,12 +7,12 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from fumehood.protocol import sandbox, sandbox_errors
-from fumehood.sandboxd.app import App
-from fumehood.sandboxd.http_exchange import MethodNotAllowed, TookTooLong
-from fumehood.sandboxd.openapi import document
-from fumehood.sandboxd.operations import OPERATIONS
-from fumehood.sandboxd.settings import Settings
+from fumehood.protocol.sandbox import sandbox_errors, sandbox_messages
+from fumehood.sandbox_server.api.app import SandboxServerApp
+from fumehood.sandbox_server.api.openapi import build_document
+from fumehood.sandbox_server.api.operations import OPERATIONS
+from fumehood.sandbox_server.api.sandbox_request_context import RequestTimeout, UnsupportedMethod
+from fumehood.sandbox_server.settings import Settings
 
 TEXT = (Path(__file__).parent.parent / "docs" / "sandbox-protocol.md").read_text(encoding="utf-8")
 
@@ -27,11 +27,11 @@ def test_every_route_is_documented_and_every_documented_route_is_there() -> None
 
 
 def test_every_operation_has_a_handler_and_is_in_the_description() -> None:
-    paths = document(Settings(), protected=True)["paths"]
+    paths = build_document(Settings(), protected=True)["paths"]
     for operation in OPERATIONS:
-        assert callable(getattr(App, operation.handler))
+        assert callable(getattr(SandboxServerApp, operation.handler))
         described = paths[operation.path][operation.method.lower()]
-        assert {str(status) for status in operation.answers} <= set(described["responses"])
+        assert {str(status) for status in operation.responses} <= set(described["responses"])
         assert "400" in described["responses"]
         assert ("401" in described["responses"]) == operation.protected
         named = {parameter["name"] for parameter in described["parameters"] if parameter["in"] == "path"}
@@ -45,7 +45,7 @@ def test_every_query_parameter_is_documented() -> None:
             line for line in calls.splitlines() if line.startswith(f"| `{operation.method} {operation.path}`")
         ]
         for parameter in operation.parameters:
-            if parameter.place == "query":
+            if parameter.location == "query":
                 assert re.search(rf"[?&]{parameter.name}=", line), (operation.path, parameter.name)
 
 
@@ -62,25 +62,25 @@ def test_every_error_code_is_documented_with_its_status() -> None:
     wire = {
         kind for kind in _kinds(sandbox_errors.SandboxError) if kind.__module__ == sandbox_errors.__name__
     }
-    assert documented == {(kind.status, kind.code) for kind in wire | {MethodNotAllowed, TookTooLong}}
+    assert documented == {(kind.status, kind.code) for kind in wire | {UnsupportedMethod, RequestTimeout}}
 
 
 @pytest.mark.parametrize(
     ("title", "kind"),
     [
-        ("Sandboxes", sandbox.SandboxSpec),
-        ("Sandboxes", sandbox.SandboxInfo),
-        ("Executions", sandbox.ExecuteRequest),
-        ("Executions", sandbox.End),
-        ("Executions", sandbox.Raised),
-        ("Files", sandbox.FileEntry),
-        ("Files", sandbox.FileListing),
-        ("Files", sandbox.Unpacked),
-        ("Files", sandbox.Written),
-        ("Files", sandbox.ReadRequest),
-        ("One shot", sandbox.OneShotRequest),
-        ("One shot", sandbox.OneShotResponse),
-        ("Health and shutdown", sandbox.Health),
+        ("Sandboxes", sandbox_messages.SandboxSpec),
+        ("Sandboxes", sandbox_messages.SandboxInfo),
+        ("Executions", sandbox_messages.ExecuteRequest),
+        ("Executions", sandbox_messages.ExecutionEnd),
+        ("Executions", sandbox_messages.ExceptionRaised),
+        ("Files", sandbox_messages.FileEntry),
+        ("Files", sandbox_messages.FileListing),
+        ("Files", sandbox_messages.UnpackSummary),
+        ("Files", sandbox_messages.WriteSummary),
+        ("Files", sandbox_messages.ReadFilesRequest),
+        ("One shot", sandbox_messages.OneShotRequest),
+        ("One shot", sandbox_messages.OneShotResponse),
+        ("Health and shutdown", sandbox_messages.ServerHealth),
     ],
 )
 def test_every_field_is_documented(title: str, kind: Any) -> None:
@@ -92,9 +92,9 @@ def test_every_field_is_documented(title: str, kind: Any) -> None:
 
 def test_every_event_and_status_is_documented() -> None:
     text = section("Executions")
-    events = [str(kind.__struct_config__.tag) for kind in get_args(sandbox.AnyOutput.__value__)]
+    events = [str(kind.__struct_config__.tag) for kind in get_args(sandbox_messages.ExecutionEvent.__value__)]
     assert len(events) == 7
-    for name in [*events, *get_args(sandbox.EndStatus.__value__)]:
+    for name in [*events, *get_args(sandbox_messages.ExecutionEndStatus.__value__)]:
         assert re.search(rf"^\| [^|]*`{name}`", text, re.MULTILINE), name
 
 
@@ -114,6 +114,6 @@ def test_the_limits_are_those_of_the_settings() -> None:
 
 
 def test_version_and_names_are_those_of_the_types() -> None:
-    assert f"fumehood-sandbox-protocol: {sandbox.PROTOCOL_VERSION}`" in TEXT
-    for tier in sandbox.MEMORY_TIERS:
+    assert f"fumehood-sandbox-protocol: {sandbox_messages.PROTOCOL_VERSION}`" in TEXT
+    for tier in sandbox_messages.MEMORY_TIERS:
         assert f"`{tier}`" in TEXT

@@ -1,4 +1,4 @@
-"""tools/setup.sh: which uv and which Python it uses, what it says without; imports pytest and tests.support."""
+"""tools/setup.sh: which uv and which Python it uses, what it says without."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.index import File, Index, Member, wheel
+from tests.support.package_index import FakePackageIndex, IndexFile, WheelMember, wheel
 
 ROOT = Path(__file__).resolve().parent.parent
 PINS = ROOT / "tools" / "uv-requirements.txt"
@@ -59,8 +59,8 @@ def _setup(tree: Path, *arguments: str, **environment: str) -> subprocess.Comple
     )
 
 
-def _fake_uv(version: str = PINNED) -> File:
-    script = Member(FAKE_UV.format(version=version).encode(), stat.S_IFREG | 0o755)
+def _fake_uv(version: str = PINNED) -> IndexFile:
+    script = WheelMember(FAKE_UV.format(version=version).encode(), stat.S_IFREG | 0o755)
     return wheel("uv", version, {f"uv-{version}.data/scripts/uv": script})
 
 
@@ -79,7 +79,7 @@ def test_the_pinned_uv_is_that_of_the_lock_file() -> None:
 
 def test_a_uv_with_another_hash_is_not_installed(tree: Path) -> None:
     _link_python(tree)
-    with Index() as index:
+    with FakePackageIndex() as index:
         index.add(_fake_uv())
         done = _setup(tree, "uv", "anything", PIP_INDEX_URL=index.url)
     assert done.returncode == 1
@@ -93,11 +93,11 @@ def test_the_pinned_uv_is_installed_once_and_again_when_the_pin_changes(tree: Pa
     _link_python(tree)
     pins = tree / "tools" / "uv-requirements.txt"
 
-    def pin(file: File, version: str) -> None:
+    def pin(file: IndexFile, version: str) -> None:
         digest = hashlib.sha256(file.content).hexdigest()
         pins.write_text(f"uv=={version} \\\n    --hash=sha256:{digest}\n")
 
-    with Index() as index:
+    with FakePackageIndex() as index:
         first, second = _fake_uv("0.90.1"), _fake_uv("0.90.2")
         index.add(first, second)
         for file, version in ((first, "0.90.1"), (second, "0.90.2")):

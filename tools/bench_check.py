@@ -1,4 +1,4 @@
-"""Compares a benchmark's ratios with the best so far, within a margin; imports msgspec and the standard library.
+"""Compares a benchmark's ratios with the best so far, within a margin.
 
     python -m tools.bench_check RESULT.json … [--ratchet benchmarks/ratchet.json] [--update]
 

@@ -1,4 +1,4 @@
-"""Writes deploy/grafana/fumehood.json from the short list here; imports the standard library.
+"""Writes deploy/grafana/fumehood.json from the short list here.
 
 Run `python -m tools.build_dashboard` after a change; tests compare what is committed.
 """
@@ -75,22 +75,22 @@ ROWS: dict[str, list[Panel]] = {
             "Time of requests",
             "To the end of the answer, without WebSockets.",
             "s",
-            quantiles("fumehood_request_seconds", where='route!~".*websocket.*"'),
+            quantiles("fumehood_request_duration_seconds", where='route!~".*websocket.*"'),
         ),
         Panel(
             "Streams",
             "Answers being streamed, and open WebSockets.",
             "short",
-            [(gauge("fumehood_streams"), "streams"), (gauge("fumehood_websockets"), "WebSockets")],
+            [(gauge("fumehood_open_streams"), "streams"), (gauge("fumehood_open_websockets"), "WebSockets")],
         ),
         Panel(
             "Refused",
             "Beyond a limit, without a key, or left because they read nothing.",
             "reqps",
             [
-                (rate("fumehood_limited_total", "limit"), "limit {{limit}}"),
-                (rate("fumehood_not_allowed_total", "reason"), "not allowed: {{reason}}"),
-                (rate("fumehood_readers_cut_total", "reason"), "reader {{reason}}"),
+                (rate("fumehood_limit_rejections_total", "limit"), "limit {{limit}}"),
+                (rate("fumehood_auth_rejections_total", "reason"), "not allowed: {{reason}}"),
+                (rate("fumehood_dropped_readers_total", "reason"), "reader {{reason}}"),
             ],
         ),
         Panel(
@@ -109,18 +109,21 @@ ROWS: dict[str, list[Panel]] = {
             "By outcome, and how many run.",
             "ops",
             [
-                (rate("fumehood_turns_total", "model", "outcome"), "{{model}} {{outcome}}"),
-                (gauge("fumehood_turns_running", "model"), "{{model}} running now"),
+                (rate("fumehood_model_turns_total", "model", "outcome"), "{{model}} {{outcome}}"),
+                (gauge("fumehood_model_turns_running", "model"), "{{model}} running now"),
             ],
         ),
         Panel(
             "First piece",
             "From asking for a turn until something comes, retries included.",
             "s",
-            quantiles("fumehood_turn_first_piece_seconds", "model", of=(0.5, 0.95)),
+            quantiles("fumehood_model_turn_first_event_seconds", "model", of=(0.5, 0.95)),
         ),
         Panel(
-            "Time of turns", "To their end.", "s", quantiles("fumehood_turn_seconds", "model", of=(0.5, 0.95))
+            "Time of turns",
+            "To their end.",
+            "s",
+            quantiles("fumehood_model_turn_duration_seconds", "model", of=(0.5, 0.95)),
         ),
         Panel(
             "Tokens",
@@ -132,7 +135,7 @@ ROWS: dict[str, list[Panel]] = {
             "Events",
             "Streamed to clients.",
             "short",
-            [(rate("fumehood_events_total"), "events/s")],
+            [(rate("fumehood_stream_events_total"), "events/s")],
         ),
         Panel(
             "Errors of model servers",
@@ -140,7 +143,7 @@ ROWS: dict[str, list[Panel]] = {
             "ops",
             [
                 (rate("fumehood_model_errors_total", "model", "kind"), "{{model}} {{kind}}"),
-                (rate("fumehood_turn_retries_total", "model"), "{{model}} retries"),
+                (rate("fumehood_model_turn_retries_total", "model"), "{{model}} retries"),
             ],
         ),
     ],
@@ -164,25 +167,25 @@ ROWS: dict[str, list[Panel]] = {
             "Phases of calls",
             "Until a sandbox is had, of the code, of its files.",
             "s",
-            quantiles("fumehood_container_phase_seconds", "phase", of=(0.5, 0.95)),
+            quantiles("fumehood_container_phase_duration_seconds", "phase", of=(0.5, 0.95)),
         ),
-        Panel("Containers", "That run.", "short", [(gauge("fumehood_containers"), "containers")]),
+        Panel("Containers", "That run.", "short", [(gauge("fumehood_live_containers"), "containers")]),
         Panel(
             "Containers begin and end",
             "And those that could not begin.",
             "ops",
             [
-                (rate("fumehood_containers_begun_total"), "begun"),
+                (rate("fumehood_containers_started_total"), "begun"),
                 (rate("fumehood_containers_ended_total", "end"), "{{end}}"),
-                (rate("fumehood_containers_refused_total"), "refused"),
-                (rate("fumehood_containers_trimmed_total"), "files let go of"),
+                (rate("fumehood_containers_rejected_total"), "refused"),
+                (rate("fumehood_containers_purged_total"), "files let go of"),
             ],
         ),
         Panel(
             "Sandboxes had by containers",
             "Warm or cold.",
             "ops",
-            [(rate("fumehood_container_starts_total", "start"), "{{start}}")],
+            [(rate("fumehood_container_sandbox_starts_total", "start"), "{{start}}")],
         ),
     ],
     "Sandboxes": [
@@ -191,12 +194,12 @@ ROWS: dict[str, list[Panel]] = {
             "That exist, wait for a caller, may exist; and callers that wait for one.",
             "short",
             [
-                (gauge("fumehood_sandbox_live"), "live"),
-                (gauge("fumehood_sandbox_parked"), "parked"),
+                (gauge("fumehood_sandbox_instances"), "live"),
+                (gauge("fumehood_sandbox_pool_available"), "parked"),
                 (gauge("fumehood_sandbox_pool_size"), "to be parked"),
                 (gauge("fumehood_sandbox_capacity"), "capacity"),
-                (gauge("fumehood_sandbox_waiting"), "callers waiting"),
-                (gauge("fumehood_sandbox_running"), "executions running"),
+                (gauge("fumehood_sandbox_pending_creations"), "callers waiting"),
+                (gauge("fumehood_sandbox_running_executions"), "executions running"),
             ],
         ),
         Panel(
@@ -210,7 +213,10 @@ ROWS: dict[str, list[Panel]] = {
             "By how it was made.",
             "s",
             quantiles(
-                "fumehood_sandbox_phase_seconds", "phase", where='phase=~"create_.*|install"', of=(0.5, 0.95)
+                "fumehood_sandbox_phase_duration_seconds",
+                "phase",
+                where='phase=~"create_.*|install"',
+                of=(0.5, 0.95),
             ),
         ),
         Panel(
@@ -225,7 +231,7 @@ ROWS: dict[str, list[Panel]] = {
             "short",
             [
                 (last_hour("fumehood_sandbox_executions_total", "status", where=_BADLY), "{{status}}"),
-                (last_hour("fumehood_sandbox_lost_total"), "sandboxes lost"),
+                (last_hour("fumehood_sandbox_unexpected_exits_total"), "sandboxes lost"),
             ],
         ),
         Panel(
@@ -233,7 +239,7 @@ ROWS: dict[str, list[Panel]] = {
             "Of the code, and until its first output.",
             "s",
             quantiles(
-                "fumehood_sandbox_phase_seconds",
+                "fumehood_sandbox_phase_duration_seconds",
                 "phase",
                 where='phase=~"execute|first_output"',
                 of=(0.5, 0.95),
@@ -245,9 +251,9 @@ ROWS: dict[str, list[Panel]] = {
             "ops",
             [
                 (rate("fumehood_sandbox_pool_refills_total"), "refills"),
-                (rate("fumehood_sandbox_pool_failures_total"), "failures"),
+                (rate("fumehood_sandbox_pool_refill_failures_total"), "failures"),
                 (rate("fumehood_sandbox_zygote_restarts_total"), "zygotes restarted"),
-                (rate("fumehood_sandbox_refusals_total", "code"), "refused: {{code}}"),
+                (rate("fumehood_sandbox_errors_total", "code"), "refused: {{code}}"),
             ],
         ),
         Panel(
@@ -262,7 +268,7 @@ ROWS: dict[str, list[Panel]] = {
             "ops",
             [
                 (rate("fumehood_sandbox_egress_requests_total", "verdict"), "request {{verdict}}"),
-                (rate("fumehood_sandbox_installs_total", "outcome"), "package {{outcome}}"),
+                (rate("fumehood_sandbox_package_installs_total", "outcome"), "package {{outcome}}"),
             ],
         ),
     ],
@@ -273,7 +279,7 @@ ROWS: dict[str, list[Panel]] = {
             "Bps",
             [
                 (rate("fumehood_file_bytes_total", "direction"), "gateway {{direction}}"),
-                (rate("fumehood_sandbox_file_bytes_total", "direction"), "sandboxes {{direction}}"),
+                (rate("fumehood_sandbox_file_transfer_bytes_total", "direction"), "sandboxes {{direction}}"),
             ],
         ),
         Panel("Uploads", "Files.", "ops", [(rate("fumehood_uploads_total"), "uploads")]),
@@ -292,21 +298,21 @@ ROWS: dict[str, list[Panel]] = {
             "Writes to the database",
             "Until they are on the disk.",
             "s",
-            quantiles("fumehood_store_write_seconds"),
+            quantiles("fumehood_store_write_duration_seconds"),
         ),
         Panel(
             "Writes that share one",
             "Grows with load.",
             "short",
-            quantiles("fumehood_store_group_size", of=(0.5, 0.95)),
+            quantiles("fumehood_store_batch_size", of=(0.5, 0.95)),
         ),
         Panel(
             "Event loop",
             "How late it is; and whether the sandbox server answers (1).",
             "s",
             [
-                *quantiles("fumehood_loop_lag_seconds", "instance", of=(0.5, 0.99)),
-                (_chosen("fumehood_sandboxd_up"), "{{instance}} sandbox server up"),
+                *quantiles("fumehood_event_loop_lag_seconds", "instance", of=(0.5, 0.99)),
+                (_chosen("fumehood_local_sandbox_server_up"), "{{instance}} sandbox server up"),
             ],
         ),
     ],
@@ -382,7 +388,7 @@ def _datasource() -> dict[str, object]:
 
 def _instances() -> dict[str, object]:
     """Gateways, and sandbox servers that are scraped by themselves."""
-    query = 'label_values({__name__=~"fumehood_streams|fumehood_sandbox_live"}, instance)'
+    query = 'label_values({__name__=~"fumehood_open_streams|fumehood_sandbox_instances"}, instance)'
     return {
         "name": "instance",
         "label": "Instance",

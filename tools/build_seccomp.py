@@ -1,4 +1,4 @@
-"""Compiles the seccomp policy with libseccomp into the committed programs; imports only the policy.
+"""Compiles the seccomp policy with libseccomp into the committed programs.
 
 Run after every change of `policy.py`; `--check` compares instead of writing. Exit status: 0 done or equal,
 1 different, 3 cannot tell (no libseccomp here, or another version than the manifest's).
@@ -23,9 +23,9 @@ from typing import NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from fumehood.sandboxd.seccomp import policy as p  # noqa: E402
+from fumehood.sandbox_server.seccomp import syscall_policy as p  # noqa: E402
 
-TARGET = ROOT / "src/fumehood/sandboxd/seccomp"
+TARGET = ROOT / "src/fumehood/sandbox_server/seccomp"
 MANIFEST = "manifest.json"
 CANNOT_TELL = 3
 
@@ -90,7 +90,7 @@ class Libseccomp:
             raise SystemExit(f"policy.NUMBERS is wrong about {name}: it is {found}")
         return found if found >= 0 else None
 
-    def compile(self, policy: p.Policy, numbers: dict[str, int]) -> bytes:
+    def compile(self, policy: p.SeccompPolicy, numbers: dict[str, int]) -> bytes:
         """The program for x86_64 with the given numbers."""
         context = self._lib.seccomp_init(p.DEFAULT)
         if not context:
@@ -109,9 +109,9 @@ class Libseccomp:
         if self._lib.seccomp_attr_set(context, attribute, value) != 0:
             raise SystemExit(f"libseccomp refuses attribute {attribute}")
 
-    def _add(self, context: int, number: int, rule: p.Rule, name: str) -> None:
-        tests = (_Comparison * len(rule.when))(
-            *[_Comparison(test.index, _MASKED_EQ, test.mask, test.value) for test in rule.when]
+    def _add(self, context: int, number: int, rule: p.SyscallRule, name: str) -> None:
+        tests = (_Comparison * len(rule.tests))(
+            *[_Comparison(test.index, _MASKED_EQ, test.mask, test.value) for test in rule.tests]
         )
         result = self._lib.seccomp_rule_add_exact_array(context, rule.action, number, len(tests), tests)
         if result != 0:
@@ -126,15 +126,15 @@ class Libseccomp:
             return file.read()
 
 
-def rules_of(policy: p.Policy, name: str) -> tuple[p.Rule, ...]:
+def rules_of(policy: p.SeccompPolicy, name: str) -> tuple[p.SyscallRule, ...]:
     if name in policy.allowed:
-        return (p.Rule((), p.ALLOW),)
+        return (p.SyscallRule((), p.ALLOW),)
     if name in policy.refused:
-        return (p.Rule((), policy.refused[name]),)
+        return (p.SyscallRule((), policy.refused[name]),)
     return policy.by_argument[name]
 
 
-def names_of(policy: p.Policy) -> list[str]:
+def names_of(policy: p.SeccompPolicy) -> list[str]:
     groups = (set(policy.allowed), set(policy.refused), set(policy.by_argument))
     names = set[str]().union(*groups)
     if len(names) != sum(len(group) for group in groups):

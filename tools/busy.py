@@ -1,4 +1,4 @@
-"""Runs a command while processes beside it keep the processors busy; imports only the standard library.
+"""Runs a command while processes beside it keep the processors busy.
 
     python -m tools.busy [--processes N] [--seconds N] COMMAND ARGUMENT…
 

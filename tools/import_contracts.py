@@ -1,4 +1,4 @@
-"""Contract types for import-linter that tolerate modules not written yet; imports import-linter and grimp."""
+"""Contract types for import-linter that tolerate modules not written yet."""
 
 from collections.abc import Iterable
 from typing import Any

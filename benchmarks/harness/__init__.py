@@ -1,1 +1,1 @@
-"""What benchmarks share: samples and rows, references, our own server, a light client, a census; imports nothing."""
+"""What benchmarks share: samples and rows, references, our own server, a light client, a census."""

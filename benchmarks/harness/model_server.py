@@ -1,4 +1,4 @@
-"""A model server that answers at once and at next to no cost; imports msgspec, uvloop and the standard library.
+"""A model server that answers at once and at next to no cost.
 
 `POST /v1/chat/completions`, streamed or not. The name of the model says what it does:
 
@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-CHUNKS_A_SECOND = 50
-AFTER_THE_TOOL = 20  # chunks of the text that follows a tool's result
+CHUNKS_PER_SECOND = 50
+TEXT_AFTER_TOOL = 20  # chunks of the text that follows a tool's result
 FUNCTION = "lookup"
 INTERPRETER = "code_interpreter"
-PRINTS = "1"  # what the code of code-… prints
-_CHUNKS_A_WRITE = 25
+EXPECTED_OUTPUT = "1"  # what the code of code-… prints
+_CHUNKS_PER_WRITE = 25
 _DONE = b"data: [DONE]\n\n"
 _STREAM_HEAD = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -34,19 +34,19 @@ _STREAM_HEAD = (
 _NAMES = ("model", "total", "value", "count", "state", "index")
 
 
-def words(chunks: int) -> list[str]:
+def make_text(chunks: int) -> list[str]:
     """The text of an answer as it is streamed, in pieces about as long as tokens are."""
     return [f"{_NAMES[number % len(_NAMES)]}{number % 10} " for number in range(chunks)]
 
 
-def code(fragments: int) -> list[str]:
+def make_code(fragments: int) -> list[str]:
     """A program in as many pieces as wanted (a multiple of four, at least eight), a line every four; prints 1."""
     if fragments < 8 or fragments % 4:
         raise ValueError(f"code comes in fours and in no less than eight fragments, not in {fragments}")
     return ["total", " =", " 1", "\n"] * (fragments // 4 - 1) + ["print", "(", "total", ")"]
 
 
-def query(fragments: int) -> list[str]:
+def make_query(fragments: int) -> list[str]:
     """What a function is asked for."""
     return [f"term {number % 10} " for number in range(fragments)]
 
@@ -66,14 +66,14 @@ class _Request(msgspec.Struct):
     stream_options: _StreamOptions | None = None
 
 
-class Behaviour(NamedTuple):
+class ModelBehaviour(NamedTuple):
     """What the name of a model says."""
 
     kind: str
     chunks: int
 
     @classmethod
-    def of(cls, model: str) -> "Behaviour":
+    def parse(cls, model: str) -> "ModelBehaviour":
         kind, _, number = model.partition("-")
         if kind not in ("burst", "paced", "code", "function") or not number.isdigit():
             raise ValueError(
@@ -81,13 +81,13 @@ class Behaviour(NamedTuple):
             )
         return cls(kind, int(number))
 
-    def in_turn(self, last_role: str) -> "Behaviour":
+    def for_turn(self, last_role: str) -> "ModelBehaviour":
         """With a tool's result in hand the model has only to say something."""
         calls = self.kind in ("code", "function")
-        return Behaviour("burst", AFTER_THE_TOOL) if calls and last_role == "tool" else self
+        return ModelBehaviour("burst", TEXT_AFTER_TOOL) if calls and last_role == "tool" else self
 
 
-class Tool(NamedTuple):
+class ScriptedToolCall(NamedTuple):
     """The call of a tool: its arguments are one string, in fragments."""
 
     name: str
@@ -95,12 +95,12 @@ class Tool(NamedTuple):
     fragments: Sequence[str]
 
     @classmethod
-    def of(cls, behaviour: Behaviour) -> "Tool | None":
+    def for_behaviour(cls, behaviour: ModelBehaviour) -> "ScriptedToolCall | None":
         match behaviour.kind:
             case "code":
-                return cls(INTERPRETER, "code", code(behaviour.chunks))
+                return cls(INTERPRETER, "code", make_code(behaviour.chunks))
             case "function":
-                return cls(FUNCTION, "query", query(behaviour.chunks))
+                return cls(FUNCTION, "query", make_query(behaviour.chunks))
             case _:
                 return None
 
@@ -134,16 +134,16 @@ def _http_chunk(content: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(content), content)
 
 
-def _call(call_id: str, tool: Tool, arguments: str) -> dict[str, Any]:
+def _call(call_id: str, tool: ScriptedToolCall, arguments: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": tool.name, "arguments": arguments}}
 
 
 @functools.cache
-def _streamed(model: str, behaviour: Behaviour, *, usage: bool) -> list[bytes]:
+def _streamed(model: str, behaviour: ModelBehaviour, *, usage: bool) -> list[bytes]:
     """All that is streamed but for the first chunk, each chunk apart; the end is with the last."""
-    tool = Tool.of(behaviour)
+    tool = ScriptedToolCall.for_behaviour(behaviour)
     if tool is None:
-        deltas: list[Any] = [{"content": word} for word in words(behaviour.chunks)]
+        deltas: list[Any] = [{"content": word} for word in make_text(behaviour.chunks)]
     else:
         parts = tool.arguments()
         deltas = [{"tool_calls": [{"index": 0, "function": {"arguments": part}}]} for part in parts]
@@ -154,10 +154,10 @@ def _streamed(model: str, behaviour: Behaviour, *, usage: bool) -> list[bytes]:
     return [*told, last + _http_chunk(_DONE) + b"0\r\n\r\n"]
 
 
-def _opening(model: str, behaviour: Behaviour, call_id: str) -> bytes:
+def _opening(model: str, behaviour: ModelBehaviour, call_id: str) -> bytes:
     """The first chunk; that of a call has an id of its own."""
     delta: dict[str, Any] = {"role": "assistant", "content": ""}
-    if (tool := Tool.of(behaviour)) is not None:
+    if (tool := ScriptedToolCall.for_behaviour(behaviour)) is not None:
         delta = {
             "role": "assistant",
             "content": None,
@@ -168,12 +168,12 @@ def _opening(model: str, behaviour: Behaviour, call_id: str) -> bytes:
 
 @functools.cache
 def _text_opening(model: str) -> bytes:
-    return _opening(model, Behaviour("burst", 0), "")
+    return _opening(model, ModelBehaviour("burst", 0), "")
 
 
-def _whole(model: str, behaviour: Behaviour, call_id: str) -> bytes:
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(words(behaviour.chunks))}
-    if (tool := Tool.of(behaviour)) is not None:
+def _whole(model: str, behaviour: ModelBehaviour, call_id: str) -> bytes:
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(make_text(behaviour.chunks))}
+    if (tool := ScriptedToolCall.for_behaviour(behaviour)) is not None:
         call = _call(call_id, tool, "".join(tool.arguments()))
         message = {"role": "assistant", "content": None, "tool_calls": [call]}
     finish = "stop" if tool is None else "tool_calls"
@@ -182,7 +182,7 @@ def _whole(model: str, behaviour: Behaviour, call_id: str) -> bytes:
 
 
 @functools.cache
-def _whole_text(model: str, behaviour: Behaviour) -> bytes:
+def _whole_text(model: str, behaviour: ModelBehaviour) -> bytes:
     return _whole(model, behaviour, "")
 
 
@@ -193,7 +193,7 @@ _call_ids = (f"call_{number:016x}" for number in itertools.count())
 class ModelConnection(asyncio.Protocol):
     """One connection that is kept open; a request is answered before the next is read."""
 
-    def __init__(self, *, chunks_a_second: float = CHUNKS_A_SECOND) -> None:
+    def __init__(self, *, chunks_a_second: float = CHUNKS_PER_SECOND) -> None:
         self._interval = 1 / chunks_a_second
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.WriteTransport | None = None
@@ -224,7 +224,7 @@ class ModelConnection(asyncio.Protocol):
         else:
             try:
                 request = _decode(body)
-                behaviour = Behaviour.of(request.model).in_turn(request.messages[-1].role)
+                behaviour = ModelBehaviour.parse(request.model).for_turn(request.messages[-1].role)
             except (ValueError, IndexError) as error:
                 self._send(400, json.dumps({"error": {"message": str(error)}}).encode())
             else:
@@ -238,7 +238,7 @@ class ModelConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.write(data)
 
-    def _complete(self, request: _Request, behaviour: Behaviour) -> None:
+    def _complete(self, request: _Request, behaviour: ModelBehaviour) -> None:
         text = behaviour.kind in ("burst", "paced")
         if not request.stream:
             whole = _whole_text(request.model, behaviour) if text else None
@@ -257,9 +257,9 @@ class ModelConnection(asyncio.Protocol):
 
     def _burst(self, chunks: list[bytes], first: int) -> None:
         """A few writes, each in a turn of the loop of its own, or they would become one."""
-        self._write(b"".join(chunks[first : first + _CHUNKS_A_WRITE]))
-        if first + _CHUNKS_A_WRITE < len(chunks) and self._transport is not None:
-            self._loop.call_soon(self._burst, chunks, first + _CHUNKS_A_WRITE)
+        self._write(b"".join(chunks[first : first + _CHUNKS_PER_WRITE]))
+        if first + _CHUNKS_PER_WRITE < len(chunks) and self._transport is not None:
+            self._loop.call_soon(self._burst, chunks, first + _CHUNKS_PER_WRITE)
 
     def _pace(self, chunks: list[bytes], number: int, due: float) -> None:
         """On a schedule of its own for every stream: who comes late does not delay the rest."""

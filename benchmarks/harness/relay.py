@@ -1,4 +1,4 @@
-"""The least that turns chat completions into responses; imports aiohttp, msgspec, uvicorn and the standard library.
+"""The least that turns chat completions into responses.
 
 No authentication, no storage, no metrics, no tools. Streamed, an event is decoded once and encoded once and sent by
 itself; under `/joined` the events that came with one read are sent together. Asked without a stream it asks without
@@ -133,7 +133,7 @@ class _Writer:
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), _encode(event))
 
 
-class Relay:
+class ReferenceRelay:
     """The ASGI application."""
 
     def __init__(self, upstream: str) -> None:
@@ -142,7 +142,7 @@ class Relay:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
-            await self._live(receive, send)
+            await self._serve_lifespan(receive, send)
         elif scope["type"] == "http" and scope["path"] in _PATHS:
             request = _decode_request(await _body(receive))
             if request.stream:
@@ -152,7 +152,7 @@ class Relay:
         else:
             await _answer(send, 404, b'{"error":{"message":"there is only /v1/responses"}}')
 
-    async def _live(self, receive: Any, send: Any) -> None:
+    async def _serve_lifespan(self, receive: Any, send: Any) -> None:
         while (message := await receive())["type"] == "lifespan.startup":
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout())
@@ -235,7 +235,7 @@ def main() -> None:
 
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
     config = uvicorn.Config(
-        Relay(sys.argv[1]),
+        ReferenceRelay(sys.argv[1]),
         loop="uvloop",
         http="httptools",
         access_log=False,

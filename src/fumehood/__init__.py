@@ -1,3 +1,3 @@
-"""Fumehood, the open, self-hosted code interpreter; imports nothing."""
+"""Fumehood, the open, self-hosted code interpreter."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Starts the command line, or says which extra is missing; imports only the standard library until it does."""
+"""Starts the command line, or says which extra is missing."""
 
 import importlib.metadata
 import re
@@ -6,7 +6,7 @@ import sys
 
 from fumehood import __version__
 
-_UNAVAILABLE = 125  # as every command ends that could not be carried out on this machine
+_EXIT_UNAVAILABLE = 125  # as every command ends that could not be carried out on this machine
 _EXTRAS = {
     "all": "everything: the command line, the servers, sandboxes with the usual packages",
     "server": "the command line, the gateway and the sandbox server",
@@ -26,36 +26,36 @@ def main() -> None:
         module = (error.name or "").partition(".")[0]
         if module in ("", "fumehood"):
             raise  # a mistake of ours
-        sys.exit(_answer_without(module, sys.argv[1:]))
+        sys.exit(_run_without(module, sys.argv[1:]))
 
 
-def _answer_without(module: str, arguments: list[str]) -> int:
+def _run_without(module: str, arguments: list[str]) -> int:
     """Answer what can be answered without `module`; the exit code."""
     if module in sys.stdlib_module_names:
-        _say(f"This Python was built without its module {module}: {sys.executable}. Use another one.")
-        return _UNAVAILABLE
+        _print_error(f"This Python was built without its module {module}: {sys.executable}. Use another one.")
+        return _EXIT_UNAVAILABLE
     if arguments == ["--version"]:
         sys.stdout.write(f"fumehood {__version__}\n")
         return 0
     if arguments and arguments[0] in ("-h", "--help"):
-        sys.stdout.write(_help())
+        sys.stdout.write(_format_help())
         return 0
     if not arguments:
-        sys.stderr.write(_help())
+        sys.stderr.write(_format_help())
         return 2
-    _say(
+    _print_error(
         f"`fumehood {arguments[0]}` needs {module}, which is not installed beside fumehood {__version__}. "
         f"The extra `all` brings everything: pip install 'fumehood[all]', or uv tool install 'fumehood[all]'. "
         f"`fumehood --help` lists the extras."
     )
-    return _UNAVAILABLE
+    return _EXIT_UNAVAILABLE
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     sys.stderr.write(f"fumehood: {text}\n")
 
 
-def _help() -> str:
+def _format_help() -> str:
     installed = [extra for extra in _EXTRAS if _is_installed(extra)]
     have = "the client library (`import fumehood.client`)"
     if installed:

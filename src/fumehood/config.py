@@ -1,4 +1,4 @@
-"""Every setting of the gateway in one checked tree: file, then environment; imports pyyaml and `models.settings`.
+"""Every setting of the gateway in one checked tree: file, then environment.
 
 A setting is a field of one of these Structs and is described in config.example.yaml. Secrets are not settings: a
 setting whose name ends in `_env` names the variable that holds one.
@@ -15,20 +15,20 @@ from typing import Annotated, Any, Literal, TypeAliasType, cast, get_args, get_o
 import msgspec
 from msgspec import Meta
 
-from fumehood.models.settings import ModelSettings, check_url, read_secret
+from fumehood.models import ModelSettings, check_url, read_secret
 
 type Positive = Annotated[int, Meta(ge=1)]
 type Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 type Port = Annotated[int, Meta(ge=0, le=65_535)]
 type LogLevel = Literal["debug", "info", "warning", "error"]
 
-PREFIX = "FUMEHOOD_"
+ENV_PREFIX = "FUMEHOOD_"
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SQLITE = "sqlite:///"
+_SQLITE_PREFIX = "sqlite:///"
 _ORIGIN = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
 
 
-class Misconfigured(ValueError):
+class ConfigError(ValueError):
     """One sentence: where, which setting, and what to do; never a value that could be a secret."""
 
 
@@ -46,12 +46,12 @@ class ServerSettings(_Section, frozen=True):
 
     host: str = "127.0.0.1"
     port: Port = 8080
-    hosts: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
-    grace: Annotated[float, Meta(ge=0, le=3600)] = 30.0
+    shutdown_grace: Annotated[float, Meta(ge=0, le=3600)] = 30.0
 
     @property
-    def private(self) -> bool:
+    def is_loopback(self) -> bool:
         """Whether only this machine can reach it."""
         if self.host == "localhost":
             return True
@@ -66,16 +66,16 @@ class StorageSettings(_Section, frozen=True):
 
     url: sqlite:///FILE; four slashes make the file's path absolute.
     blobs: the directory of files that were uploaded or produced; no two databases may share one.
-    spare_bytes: of its disk, that no file may take.
+    min_free_bytes: of its disk, that no file may take.
     """
 
     url: str = "sqlite:///fumehood.db"
     blobs: str = "./blobs"
-    spare_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
+    min_free_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
 
     @property
-    def file(self) -> Path:
-        return Path(self.url.removeprefix(_SQLITE))
+    def database_path(self) -> Path:
+        return Path(self.url.removeprefix(_SQLITE_PREFIX))
 
 
 class CompactionSettings(_Section, frozen=True):
@@ -91,18 +91,18 @@ class CompactionSettings(_Section, frozen=True):
 class InputSettings(_Section, frozen=True):
     """What of the files and pictures in requests the models are shown.
 
-    picture_bytes: the largest picture; file_bytes: the largest other file, for models that take such.
-    fetch_urls: whether those that are given by their address are fetched; fetch_bytes, fetch_seconds: how large they
-        may be, and how long that may take. fetch_networks: private networks that may be reached for it.
+    image_bytes: the largest picture; file_bytes: the largest other file, for models that take such.
+    fetch_urls: whether those that are given by their address are fetched; fetch_bytes, fetch_timeout: how large they
+        may be, and how long that may take. fetch_private_networks: private networks that may be reached for it.
     pass_urls: whether addresses that are not fetched are passed on to the model's server, which may fetch them itself.
     """
 
-    picture_bytes: Positive = 20 << 20
+    image_bytes: Positive = 20 << 20
     file_bytes: Positive = 32 << 20
     fetch_urls: bool = False
     fetch_bytes: Positive = 20 << 20
-    fetch_seconds: Seconds = 20.0
-    fetch_networks: tuple[str, ...] = ()
+    fetch_timeout: Seconds = 20.0
+    fetch_private_networks: tuple[str, ...] = ()
     pass_urls: bool = False
 
 
@@ -123,11 +123,11 @@ class CodeInterpreterSettings(_Section, frozen=True):
     always_include_outputs: show outputs also to clients that did not ask for them.
     inline_bytes: files up to this size are sent in the item: pictures as data: URLs, others on request in base64.
     inline_total_bytes: of all contents that `fumehood:execution` holds of one call.
-    model_characters, kept_characters: how much of what code prints the model is told, and how much the item holds.
+    model_output_characters, stored_output_characters: how much of what code prints the model is told, and how much the item holds.
     file_bytes, container_bytes, container_files: what is kept of the files that code writes, and, the last two, how
         much a user may put into a container.
-    idle_minutes, longest_idle_minutes: how long a container lives that nobody uses, and what a client may choose.
-    life_hours: how long a container lives at most.
+    idle_minutes, max_idle_minutes: how long a container lives that nobody uses, and what a client may choose.
+    max_lifetime_hours: how long a container lives at most.
     retention_hours, retained_bytes: how long an expired container and the files that users put there are remembered,
         and how many bytes of such files for one tenant.
     """
@@ -148,19 +148,19 @@ class CodeInterpreterSettings(_Section, frozen=True):
     always_include_outputs: bool = False
     inline_bytes: Annotated[int, Meta(ge=0)] = 1 << 20
     inline_total_bytes: Annotated[int, Meta(ge=0)] = 4 << 20
-    model_characters: Annotated[int, Meta(ge=100)] = 20_000
-    kept_characters: Annotated[int, Meta(ge=100)] = 1 << 18
+    model_output_characters: Annotated[int, Meta(ge=100)] = 20_000
+    stored_output_characters: Annotated[int, Meta(ge=100)] = 1 << 18
     file_bytes: Positive = 64 << 20
     container_bytes: Positive = 2 << 30
     container_files: Positive = 10_000
     idle_minutes: Positive = 20
-    longest_idle_minutes: Positive = 60
-    life_hours: Annotated[float, Meta(gt=0, le=8760)] = 24.0
+    max_idle_minutes: Positive = 60
+    max_lifetime_hours: Annotated[float, Meta(gt=0, le=8760)] = 24.0
     retention_hours: Annotated[float, Meta(ge=0, le=8760)] = 168.0
     retained_bytes: Annotated[int, Meta(ge=0)] = 2 << 30
 
 
-class CodeInterpreter(_Section, frozen=True):
+class CodeInterpreterSection(_Section, frozen=True):
     enabled: bool = True
     settings: CodeInterpreterSettings = CodeInterpreterSettings()
 
@@ -169,16 +169,16 @@ class ShellSettings(_Section, frozen=True):
     """How the shell runs commands.
 
     execution_timeout: seconds that one command may run.
-    model_characters, kept_characters: how much of what the commands of a call say the model is told, and how much the
+    model_output_characters, stored_output_characters: how much of what the commands of a call say the model is told, and how much the
         item holds.
     """
 
     execution_timeout: Seconds = 60.0
-    model_characters: Annotated[int, Meta(ge=100)] = 20_000
-    kept_characters: Annotated[int, Meta(ge=100)] = 1 << 18
+    model_output_characters: Annotated[int, Meta(ge=100)] = 20_000
+    stored_output_characters: Annotated[int, Meta(ge=100)] = 1 << 18
 
 
-class Shell(_Section, frozen=True):
+class ShellSection(_Section, frozen=True):
     """Runs in the containers of the code interpreter, and only where that is enabled."""
 
     enabled: bool = True
@@ -189,7 +189,7 @@ class FileSearchSettings(_Section, frozen=True):
     pass
 
 
-class FileSearch(_Section, frozen=True):
+class FileSearchSection(_Section, frozen=True):
     enabled: bool = False
     settings: FileSearchSettings = FileSearchSettings()
 
@@ -199,16 +199,16 @@ class WebSearchSettings(_Section, frozen=True):
     url: str | None = None
 
 
-class WebSearch(_Section, frozen=True):
+class WebSearchSection(_Section, frozen=True):
     enabled: bool = False
     settings: WebSearchSettings = WebSearchSettings()
 
 
-class Providers(_Section, frozen=True):
-    code_interpreter: CodeInterpreter = CodeInterpreter()
-    shell: Shell = Shell()
-    file_search: FileSearch = FileSearch()
-    web_search: WebSearch = WebSearch()
+class ProvidersSection(_Section, frozen=True):
+    code_interpreter: CodeInterpreterSection = CodeInterpreterSection()
+    shell: ShellSection = ShellSection()
+    file_search: FileSearchSection = FileSearchSection()
+    web_search: WebSearchSection = WebSearchSection()
 
 
 class FileSettings(_Section, frozen=True):
@@ -216,15 +216,15 @@ class FileSettings(_Section, frozen=True):
 
     file_bytes: the largest file.
     tenant_bytes, tenant_files: all that one tenant may have at a time.
-    uploads_at_once: how many of them may be on their way.
+    concurrent_uploads: how many of them may be on their way.
     types: extensions that are accepted besides the usual ones; `*` accepts everything.
     """
 
     file_bytes: Positive = 2 << 30
     tenant_bytes: Positive = 64 << 30
     tenant_files: Positive = 10_000
-    uploads_at_once: Positive = 16
-    types: tuple[str, ...] = ()
+    concurrent_uploads: Positive = 16
+    extra_types: tuple[str, ...] = ()
 
 
 class LimitSettings(_Section, frozen=True):
@@ -235,10 +235,10 @@ class LimitSettings(_Section, frozen=True):
     concurrent_total: the same of everybody together.
     body_bytes_total: the bodies of all requests that are worked on, and the files and large conversations that they
         refer to, together.
-    body_bytes_per_second: that a body, an upload or a message has to come with, on the whole; 0 lets it drip.
+    min_body_bytes_per_second: that a body, an upload or a message has to come with, on the whole; 0 lets it drip.
     turns, response_seconds: how often the model may be asked for one response, and how long that may take.
-    turn_characters: that the model may write each time.
-    behind_events, behind_seconds: how far a reader of a stream may fall behind, and for how long.
+    max_turn_characters: that the model may write each time.
+    max_reader_lag_events, max_reader_lag_seconds: how far a reader of a stream may fall behind, and for how long.
     """
 
     requests_per_minute: Positive | None = None
@@ -247,12 +247,12 @@ class LimitSettings(_Section, frozen=True):
     containers_per_tenant: Positive = 50
     body_bytes: Positive = 32 << 20
     body_bytes_total: Positive = 512 << 20
-    body_bytes_per_second: Annotated[int, Meta(ge=0)] = 1024
+    min_body_bytes_per_second: Annotated[int, Meta(ge=0)] = 1024
     turns: Positive = 64
     response_seconds: Seconds = 1800.0
-    turn_characters: Annotated[int, Meta(ge=1000)] = 1 << 22
-    behind_events: Positive = 10_000
-    behind_seconds: Seconds = 30.0
+    max_turn_characters: Annotated[int, Meta(ge=1000)] = 1 << 22
+    max_reader_lag_events: Positive = 10_000
+    max_reader_lag_seconds: Seconds = 30.0
 
 
 class TelemetrySettings(_Section, frozen=True):
@@ -273,7 +273,7 @@ class TelemetrySettings(_Section, frozen=True):
     log_level: LogLevel = "info"
 
 
-class Config(_Section, frozen=True):
+class GatewayConfig(_Section, frozen=True):
     """With no model named, the built-in `direct` one serves: it runs the code that it is sent."""
 
     server: ServerSettings = ServerSettings()
@@ -282,7 +282,7 @@ class Config(_Section, frozen=True):
     compaction: CompactionSettings = CompactionSettings()
     inputs: InputSettings = InputSettings()
     auth: AuthSettings = AuthSettings()
-    providers: Providers = Providers()
+    providers: ProvidersSection = ProvidersSection()
     files: FileSettings = FileSettings()
     limits: LimitSettings = LimitSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
@@ -291,72 +291,74 @@ class Config(_Section, frozen=True):
 # ---- reading ----------------------------------------------------------------------------------------------------
 
 
-def load(file: Path | None, environ: Mapping[str, str], given: Mapping[str, object] | None = None) -> Config:
+def load_config(
+    file: Path | None, environ: Mapping[str, str], overrides: Mapping[str, object] | None = None
+) -> GatewayConfig:
     """The file's settings, the environment's on top of them, and `given` (by dotted path) on top of both.
 
     Raises Misconfigured.
     """
-    tree = {} if file is None else _read(file)
+    tree = {} if file is None else _read_yaml(file)
     where = "the configuration" if file is None else str(file)
     for variable, text in sorted(environ.items()):
-        path = _path_of(variable)
+        path = _parse_variable_name(variable)
         if path is not None:
-            _put(tree, path, _from_text(_field_at(path, variable), text, variable))
-    for dotted, value in (given or {}).items():
-        _put(tree, dotted.split("."), value)
-    _check_names(tree, Config, where, "")
+            _set_at_path(tree, path, _parse_variable(_find_setting_type(path, variable), text, variable))
+    for dotted, value in (overrides or {}).items():
+        _set_at_path(tree, dotted.split("."), value)
+    _check_names(tree, GatewayConfig, where, "")
     try:
-        config = msgspec.convert(tree, Config)
+        config = msgspec.convert(tree, GatewayConfig)
     except msgspec.ValidationError as error:
-        raise Misconfigured(f"{where}: {_readable(str(error))}") from None
-    for problem in _problems(config):
-        raise Misconfigured(f"{where}: {problem}")
+        raise ConfigError(f"{where}: {_format_validation_error(str(error))}") from None
+    for problem in _find_problems(config):
+        raise ConfigError(f"{where}: {problem}")
     return config
 
 
-def secret(environ: Mapping[str, str], variable: str | None, setting: str) -> str | None:
+def resolve_secret(environ: Mapping[str, str], variable: str | None, setting: str) -> str | None:
     """What the variable that a setting names holds; raises Misconfigured if there is none."""
     if variable is None:
         return None
     try:
         return read_secret(environ, variable)
     except (KeyError, ValueError):
-        raise Misconfigured(
+        raise ConfigError(
             f"{setting} names the variable {variable}, which holds nothing that could be a key."
         ) from None
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read_yaml(file: Path) -> dict[str, Any]:
     import yaml
 
     try:
         written: object = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise Misconfigured(f"{file}: {error.strerror}.") from None
+        raise ConfigError(f"{file}: {error.strerror}.") from None
     except UnicodeError:
-        raise Misconfigured(f"{file} is not UTF-8 text.") from None
+        raise ConfigError(f"{file} is not UTF-8 text.") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = "" if mark is None else f" at line {mark.line + 1}"
-        raise Misconfigured(
+        raise ConfigError(
             f"{file} is not YAML{line}: {getattr(error, 'problem', 'it cannot be read')}."
         ) from None
     if written is None:
         return {}
     if not isinstance(written, dict):
-        raise Misconfigured(f"{file} should hold sections such as `server:` and `models:`.")
+        raise ConfigError(f"{file} should hold sections such as `server:` and `models:`.")
     return cast("dict[str, Any]", written)
 
 
-def _path_of(variable: str) -> list[str] | None:
+def _parse_variable_name(variable: str) -> list[str] | None:
     """The setting that a variable names; None for one that is not about settings."""
-    rest = variable.removeprefix(PREFIX)
+    rest = variable.removeprefix(ENV_PREFIX)
     if rest == variable or ("__" not in rest and rest != "MODELS"):
         return None
     return rest.lower().split("__")
 
 
-def _put(tree: dict[str, Any], path: Sequence[str], value: object) -> None:
+def _set_at_path(tree: dict[str, Any], path: Sequence[str], value: object) -> None:
     for name in path[:-1]:
         below: object = tree.get(name)
         if not isinstance(below, dict):
@@ -365,65 +367,65 @@ def _put(tree: dict[str, Any], path: Sequence[str], value: object) -> None:
     tree[path[-1]] = value
 
 
-def _field_at(path: Sequence[str], variable: str) -> Any:
+def _find_setting_type(path: Sequence[str], variable: str) -> Any:
     """The type of the setting at a path."""
-    kind: Any = Config
+    kind: Any = GatewayConfig
     for depth, name in enumerate(path):
         if not _is_section(kind):
-            raise Misconfigured(f"{variable}: {'.'.join(path[:depth])} has no settings below it.")
+            raise ConfigError(f"{variable}: {'.'.join(path[:depth])} has no settings below it.")
         hints = get_type_hints(kind, include_extras=True)
         if name not in hints:
-            raise Misconfigured(f"{variable}: {_unknown(name, hints, '.'.join(path[:depth]))}")
+            raise ConfigError(f"{variable}: {_describe_unknown_setting(name, hints, '.'.join(path[:depth]))}")
         kind = hints[name]
     return kind
 
 
-def _from_text(kind: Any, text: str, variable: str) -> object:
+def _parse_variable(kind: Any, text: str, variable: str) -> object:
     """What a variable says, as the file would say it."""
-    plain, optional = _without_none(kind)
+    plain, optional = _unwrap_optional(kind)
     if optional and text.strip().lower() in ("", "null", "none"):
         return None
     if get_origin(plain) is tuple or _is_section(plain):
-        return _structured(plain, text, variable)
+        return _parse_structured_variable(plain, text, variable)
     if plain is str or get_origin(plain) is Literal:
         return text
     try:
         return msgspec.convert(text.strip(), plain, strict=False)
     except msgspec.ValidationError as error:
-        raise Misconfigured(f"{variable}: {_readable(str(error))}") from None
+        raise ConfigError(f"{variable}: {_format_validation_error(str(error))}") from None
 
 
-def _structured(kind: Any, text: str, variable: str) -> object:
+def _parse_structured_variable(kind: Any, text: str, variable: str) -> object:
     if get_origin(kind) is tuple and get_args(kind)[0] is str and not text.lstrip().startswith("["):
         return [part.strip() for part in text.split(",") if part.strip()]
     try:
         return msgspec.json.decode(text)
     except msgspec.DecodeError:
-        raise Misconfigured(f"{variable} should hold JSON.") from None
+        raise ConfigError(f"{variable} should hold JSON.") from None
 
 
 # ---- what cannot be served --------------------------------------------------------------------------------------
 
 
-def _problems(config: Config) -> Iterator[str]:
+def _find_problems(config: GatewayConfig) -> Iterator[str]:
     """What is wrong although every single setting is well formed."""
     for number, model in enumerate(config.models):
-        for problem in _variable_problems("api_key_env", model.api_key_env):
+        for problem in _find_variable_problems("api_key_env", model.api_key_env):
             yield f"models[{number}].{problem}"
     for origin in config.server.cors_origins:
         if origin != "*" and _ORIGIN.fullmatch(origin) is None:
             yield "server.cors_origins: an origin is written as browsers do, e.g. https://app.example; or *."
     interpreter = config.providers.code_interpreter
     if interpreter.enabled:
-        for problem in _interpreter_problems(interpreter.settings):
+        for problem in _find_interpreter_problems(interpreter.settings):
             yield f"providers.code_interpreter.settings.{problem}"
-    yield from _input_problems(config.inputs)
-    yield from _telemetry_problems(config.telemetry)
-    for problem in _variable_problems("keys_env", config.compaction.keys_env):
+    yield from _find_input_problems(config.inputs)
+    yield from _find_telemetry_problems(config.telemetry)
+    for problem in _find_variable_problems("keys_env", config.compaction.keys_env):
         yield f"compaction.{problem}"
     if config.compaction.keys_env is not None and config.compaction.keys_file is not None:
         yield "compaction.keys_env: it excludes keys_file; leave one or the other out."
-    if not config.storage.url.startswith(_SQLITE) or config.storage.url == _SQLITE:
+    if not config.storage.url.startswith(_SQLITE_PREFIX) or config.storage.url == _SQLITE_PREFIX:
         yield "storage.url: only sqlite:///FILE is there."
     for name, asked in (
         ("providers.file_search.enabled", config.providers.file_search.enabled),
@@ -433,35 +435,35 @@ def _problems(config: Config) -> Iterator[str]:
             yield f"{name}: this version cannot do that yet; leave it out."
 
 
-def _telemetry_problems(settings: TelemetrySettings) -> Iterator[str]:
+def _find_telemetry_problems(settings: TelemetrySettings) -> Iterator[str]:
     if settings.otlp is not None and not settings.otlp.startswith(("http://", "https://")):
         yield "telemetry.otlp: an address is written as http://HOST:4318."
 
 
-def _input_problems(settings: InputSettings) -> Iterator[str]:
-    for network in settings.fetch_networks:
+def _find_input_problems(settings: InputSettings) -> Iterator[str]:
+    for network in settings.fetch_private_networks:
         try:
             ipaddress.ip_network(network)
         except ValueError:
-            yield "inputs.fetch_networks: a network is written as 10.1.0.0/16."
+            yield "inputs.fetch_private_networks: a network is written as 10.1.0.0/16."
 
 
-def _interpreter_problems(settings: CodeInterpreterSettings) -> Iterator[str]:
+def _find_interpreter_problems(settings: CodeInterpreterSettings) -> Iterator[str]:
     claims = settings.sandbox_template is not None or settings.sandbox_warm_pool is not None
     if settings.sandbox_url is not None and claims:
         yield "sandbox_url: it excludes sandbox_template and sandbox_warm_pool; leave one or the other out."
     if claims:
         yield "sandbox_template: this version claims no pods yet; give a sandbox_url, or neither."
     if settings.sandbox_url is not None:
-        yield from _url_problems("sandbox_url", settings.sandbox_url)
+        yield from _find_url_problems("sandbox_url", settings.sandbox_url)
     elif settings.sandbox_token_env is not None:
         yield "sandbox_token_env: a token goes with a sandbox_url; the embedded server needs none."
-    yield from _variable_problems("sandbox_token_env", settings.sandbox_token_env)
-    if settings.idle_minutes > settings.longest_idle_minutes:
-        yield "idle_minutes: it is more than longest_idle_minutes, which is the most that anybody may have."
+    yield from _find_variable_problems("sandbox_token_env", settings.sandbox_token_env)
+    if settings.idle_minutes > settings.max_idle_minutes:
+        yield "idle_minutes: it is more than max_idle_minutes, which is the most that anybody may have."
 
 
-def _url_problems(setting: str, url: str) -> Iterator[str]:
+def _find_url_problems(setting: str, url: str) -> Iterator[str]:
     if url.startswith("unix:/"):
         return
     try:
@@ -470,7 +472,7 @@ def _url_problems(setting: str, url: str) -> Iterator[str]:
         yield f"{error}."
 
 
-def _variable_problems(setting: str, variable: str | None) -> Iterator[str]:
+def _find_variable_problems(setting: str, variable: str | None) -> Iterator[str]:
     if variable is not None and _VARIABLE_NAME.fullmatch(variable) is None:
         yield f"{setting}: give the name of a variable, not what it holds."
 
@@ -478,7 +480,7 @@ def _variable_problems(setting: str, variable: str | None) -> Iterator[str]:
 # ---- names and types --------------------------------------------------------------------------------------------
 
 
-def _resolved(kind: Any) -> Any:
+def _resolve_alias(kind: Any) -> Any:
     while True:
         if isinstance(kind, TypeAliasType):
             kind = kind.__value__
@@ -488,10 +490,10 @@ def _resolved(kind: Any) -> Any:
             return kind
 
 
-def _without_none(kind: Any) -> tuple[Any, bool]:
-    kind = _resolved(kind)
+def _unwrap_optional(kind: Any) -> tuple[Any, bool]:
+    kind = _resolve_alias(kind)
     if isinstance(kind, UnionType) and NoneType in get_args(kind):
-        return _resolved(next(part for part in get_args(kind) if part is not NoneType)), True
+        return _resolve_alias(next(part for part in get_args(kind) if part is not NoneType)), True
     return kind, False
 
 
@@ -502,7 +504,7 @@ def _is_section(kind: Any) -> bool:
 def _check_names(tree: object, kind: Any, where: str, path: str) -> None:
     """Refuse what no setting is called, with what was probably meant, and what no choice is called."""
     if get_origin(kind) is Literal and isinstance(tree, str) and tree not in get_args(kind):
-        raise Misconfigured(f"{where}: {path}: {tree[:200]!r} is not one of {', '.join(get_args(kind))}.")
+        raise ConfigError(f"{where}: {path}: {tree[:200]!r} is not one of {', '.join(get_args(kind))}.")
     if get_origin(kind) is tuple and isinstance(tree, list):
         for number, element in enumerate(cast("list[object]", tree)):
             _check_names(element, get_args(kind)[0], where, f"{path}[{number}]")
@@ -512,15 +514,15 @@ def _check_names(tree: object, kind: Any, where: str, path: str) -> None:
     section = cast("dict[str, object]", tree)
     for name, value in [*section.items()]:
         if name not in hints:
-            raise Misconfigured(f"{where}: {_unknown(str(name), hints, path)}")
-        below, _ = _without_none(hints[name])
+            raise ConfigError(f"{where}: {_describe_unknown_setting(str(name), hints, path)}")
+        below, _ = _unwrap_optional(hints[name])
         if value is None and (_is_section(below) or get_origin(below) is tuple):
             del section[name]  # a heading with nothing below it
         else:
             _check_names(value, below, where, f"{path}.{name}" if path else name)
 
 
-def _unknown(name: str, known: Mapping[str, Any], path: str) -> str:
+def _describe_unknown_setting(name: str, known: Mapping[str, Any], path: str) -> str:
     full = f"{path}.{name}" if path else name
     if f"{name}_env" in known:
         return f"{full} is not written down: put it into a variable, and name that with {name}_env."
@@ -529,7 +531,7 @@ def _unknown(name: str, known: Mapping[str, Any], path: str) -> str:
     return f"there is no setting {full[:200]}; {advice}"
 
 
-def _readable(text: str) -> str:
+def _format_validation_error(text: str) -> str:
     """msgspec's words, with the setting first."""
     said, _, place = text.partition(" - at ")
     setting = place.strip("`").removeprefix("$").removeprefix(".")

@@ -1,4 +1,4 @@
-"""Attacks by archives that are uploaded, and by code on what unpacks them; imports pytest and `tests.support`."""
+"""Attacks by archives that are uploaded, and by code on what unpacks them."""
 
 import gzip
 import tarfile
@@ -7,9 +7,18 @@ from textwrap import dedent
 
 import pytest
 
-from fumehood.sandboxd.settings import Settings
+from fumehood.sandbox_server.settings import Settings
 from tests.attacks.conftest import Host
-from tests.support.archives import END_OF_TAR, ForgedZip, padded, special, tar, tar_header, tar_of, zipped
+from tests.support.archives import (
+    END_OF_TAR,
+    ForgedZip,
+    make_tar,
+    make_tar_of,
+    make_zip,
+    pad_block,
+    special_member,
+    tar_header,
+)
 from tests.support.client import DriverError, SandboxClient
 
 # What is in all the places that code can write, and what the helper left of itself there.
@@ -43,9 +52,9 @@ SLIPS = [
 def test_archive_slip(box: SandboxClient) -> None:
     for name in SLIPS:
         for kind, body in (
-            ("tar", tar(("first", b"x"), (name, b"slipped"))),
-            ("tar.gz", gzip.compress(tar(("first", b"x"), (name, b"slipped")))),
-            ("zip", zipped(("first", b"x"), (name, b"slipped"))),
+            ("tar", make_tar(("first", b"x"), (name, b"slipped"))),
+            ("tar.gz", gzip.compress(make_tar(("first", b"x"), (name, b"slipped")))),
+            ("zip", make_zip(("first", b"x"), (name, b"slipped"))),
         ):
             with pytest.raises(DriverError) as refusal:
                 box.unpack(body, kind)
@@ -59,28 +68,30 @@ def test_archive_slip(box: SandboxClient) -> None:
 
 def test_slip_through_a_link(box: SandboxClient) -> None:
     """A link of the archive's own is skipped; one of the code's is refused."""
-    chain = tar_of(special("d", tarfile.SYMTYPE, "/tmp"), special("h", tarfile.LNKTYPE, "/etc/passwd"))[:1024]
-    chain += tar_header(b"d/f", 1) + padded(b"x") + END_OF_TAR
+    chain = make_tar_of(
+        special_member("d", tarfile.SYMTYPE, "/tmp"), special_member("h", tarfile.LNKTYPE, "/etc/passwd")
+    )[:1024]
+    chain += tar_header(b"d/f", 1) + pad_block(b"x") + END_OF_TAR
     unpacked = box.unpack(chain, "tar")
     assert (unpacked["files"], unpacked["bytes"], unpacked["skipped"]) == (1, 1, 2)
     link = ForgedZip()
     link.add(b"e", b"/tmp", mode=0o120777)
     link.add(b"e/f", b"x")
-    assert box.unpack(link.done(), "zip")["skipped"] == 1
+    assert box.unpack(link.finish(), "zip")["skipped"] == 1
     box.run("os.symlink('/tmp', '/mnt/data/mine')")
     for into, name in (("", "mine/f"), ("mine", "f")):
         with pytest.raises(DriverError, match="FileRefused"):
-            box.unpack(tar((name, b"x")), "tar", into)
+            box.unpack(make_tar((name, b"x")), "tar", into)
     found = box.ask(EVERYTHING)
     assert sorted(found) == [f"/mnt/data/{path}" for path in ("d", "d/f", "e", "e/f", "mine")]
 
 
 def test_rights_of_what_is_unpacked(box: SandboxClient) -> None:
-    program = special("s", tarfile.REGTYPE)
+    program = special_member("s", tarfile.REGTYPE)
     program.mode, program.uid, program.gid = 0o7777, 0, 0
     kinds = (tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)
-    devices = [special(f"dev{number}", kind) for number, kind in enumerate(kinds)]
-    assert box.unpack(tar_of(program, *devices), "tar")["skipped"] == 3
+    devices = [special_member(f"dev{number}", kind) for number, kind in enumerate(kinds)]
+    assert box.unpack(make_tar_of(program, *devices), "tar")["skipped"] == 3
     about = box.ask(
         "s = os.stat('/mnt/data/s'); report([s.st_uid, s.st_gid, oct(s.st_mode), len(os.listdir('/mnt/data'))])"
     )
@@ -93,7 +104,9 @@ def test_bombs_end_at_the_quota(host: Host, box: SandboxClient, kind: str) -> No
     fill = "file = os.open('/dev/shm/fill', os.O_CREAT | os.O_RDWR); os.posix_fallocate(file, 0, 470 << 20)"
     assert box.run(f"kept = 'kept'; open('/mnt/data/f', 'w').write('old'); {fill}").end.status == "ok"
     zeros = bytes(64 << 20)
-    body = gzip.compress(tar(("g", b"x"), ("f", zeros)), 1) if kind == "tar.gz" else zipped(("f", zeros))
+    body = (
+        gzip.compress(make_tar(("g", b"x"), ("f", zeros)), 1) if kind == "tar.gz" else make_zip(("f", zeros))
+    )
     with pytest.raises(DriverError) as refusal:
         box.unpack(body, kind)
     assert refusal.value.kind == "FileRefused"
@@ -103,10 +116,12 @@ def test_bombs_end_at_the_quota(host: Host, box: SandboxClient, kind: str) -> No
 
 
 def test_an_archive_of_many_files(host: Host, box: SandboxClient) -> None:
-    body = tar(*((f"d{number % 50}/{number}", b"") for number in range(3_000)))
+    body = make_tar(*((f"d{number % 50}/{number}", b"") for number in range(3_000)))
     assert box.unpack(body, "tar")["files"] == 3_000
     with pytest.raises(DriverError, match="TooLarge"):
-        box.unpack(tar(*((str(number), b"") for number in range(Settings().unpacked_members + 1))), "tar")
+        box.unpack(
+            make_tar(*((str(number), b"") for number in range(Settings().unpacked_members + 1))), "tar"
+        )
     assert len(box.list_files()[0]) == 3_000
 
 
@@ -151,7 +166,7 @@ def test_code_that_fights_the_unpacking(host: Host, box: SandboxClient, fight: s
     """
     running = box.start(dedent(fight) + dedent(loop), timeout=60)
     running.until_stdout("on")
-    body = tar(*((f"d/{number}", b"x" * 5000) for number in range(40)))
+    body = make_tar(*((f"d/{number}", b"x" * 5000) for number in range(40)))
     began = time.monotonic()
     refusals: set[str] = set()
     for number in range(12):
@@ -179,4 +194,4 @@ def test_unpacking_for_a_sandbox_at_its_process_limit(host: Host, box: SandboxCl
         report(children)
     """
     assert box.ask(dedent(program)) > 100
-    assert box.unpack(zipped(("a", b"x")), "zip")["files"] == 1
+    assert box.unpack(make_zip(("a", b"x")), "zip")["files"] == 1

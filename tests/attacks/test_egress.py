@@ -1,4 +1,4 @@
-"""Attacks on and through the egress proxy, as root's and as an ordinary user's sandbox; imports `tests.support`."""
+"""Attacks on and through the egress proxy, as root's and as an ordinary user's sandbox."""
 
 import http.server
 import secrets
@@ -59,7 +59,7 @@ def outside(who: Who) -> Iterator[Outside]:
             preload=[],
             egress="allowlist",
             egress_hosts={"site.test": "127.0.0.1", "metadata.test": "169.254.169.254"},
-            egress_private=["127.0.0.1/32"],
+            egress_private_networks=["127.0.0.1/32"],
             egress_ports=[port],
         ) as driver:
             yield Outside(driver, port, requests)

@@ -1,4 +1,4 @@
-"""Attacks on those who read, list and write a sandbox's files from outside; imports pytest and `tests.support`."""
+"""Attacks on those who read, list and write a sandbox's files from outside."""
 
 import os
 import threading
@@ -8,7 +8,7 @@ from textwrap import dedent
 
 import pytest
 
-from fumehood.sandboxd.inside.files import MAX_ENTRIES
+from fumehood.sandbox_server.inside.files.data_directory import MAX_ENTRIES
 from tests.attacks.conftest import Host
 from tests.support.client import DriverError, SandboxClient
 

@@ -1,4 +1,4 @@
-"""Attacks on what the host keeps to itself: files, memory, paths, writes; imports pytest and `tests.support`."""
+"""Attacks on what the host keeps to itself: files, memory, paths, writes."""
 
 import os
 import pwd
@@ -10,8 +10,8 @@ from textwrap import dedent
 
 import pytest
 
-from fumehood.sandboxd.inside import layout
-from fumehood.sandboxd.runtime import discover_runtime
+from fumehood.sandbox_server.host.python_runtime import discover_runtime
+from fumehood.sandbox_server.inside import layout
 from tests.attacks.conftest import Host
 from tests.support.client import PROJECT, SandboxClient
 
@@ -150,7 +150,7 @@ def test_proc_shows_no_path_of_the_host(box: SandboxClient) -> None:
 
 def test_a_new_process_finds_no_package_of_the_host(box: SandboxClient) -> None:
     """What is installed beside the sandbox's packages is there for no interpreter that code can start."""
-    ours = {path for directory in discover_runtime().packages for path in directory.keep}
+    ours = {path for directory in discover_runtime().packages for path in directory.visible_names}
     beside = {path.name for path in Path(sysconfig.get_path("platlib")).iterdir() if path.is_dir()}
     names = sorted(
         name
@@ -178,7 +178,7 @@ def test_a_new_process_finds_no_package_of_the_host(box: SandboxClient) -> None:
     assert {text for text in found.values() if "error while loading" not in text} == {"[]"}, found
     inner = [path for path in places if "-packages/" in path or f"/{_LIBRARY}/" in path]  # of other packages
     assert set(places) - set(inner) == {"/opt/fumehood", "/opt/fumehood/guest/fumehood"}
-    top = f"{layout.ENVIRONMENT}/lib/{_LIBRARY}/site-packages"
+    top = f"{layout.VIRTUALENV}/lib/{_LIBRARY}/site-packages"
     assert not [path for path in inner if os.path.dirname(path) == top]
 
 
@@ -231,7 +231,7 @@ def test_only_the_four_places_can_be_written(box: SandboxClient) -> None:
     assert seen > 200
     # The last is said of the program that is init, before it is looked at whether it may be written: it may not.
     assert set(refusals) <= {"EROFS", "EACCES", "EPERM", "EXDEV", "ENOENT", "ETXTBSY"}
-    assert set(busy) <= {layout.FIRST}
+    assert set(busy) <= {layout.INIT_PROGRAM}
     assert {answer for answers in busy.values() for answer in answers} <= {"EROFS", "EACCES", "EPERM"}
 
 

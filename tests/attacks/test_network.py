@@ -1,4 +1,4 @@
-"""Attacks over sockets: services of the host are out of reach; imports pytest and `tests.support`."""
+"""Attacks over sockets: services of the host are out of reach."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Attacks on other processes, and privileges that must not be had; imports pytest and `tests.support`."""
+"""Attacks on other processes, and privileges that must not be had."""
 
 from textwrap import dedent
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from tests.attacks.conftest import Host, children_of, wait_for
-from tests.support.census import roles
 from tests.support.client import SandboxClient
+from tests.support.host_census import find_processes_by_role
 
 SETUID = ["su", "mount", "umount", "passwd", "chsh", "chfn", "newgrp", "gpasswd", "sudo", "pkexec"]
 
@@ -253,7 +253,7 @@ def test_daemons_belong_to_no_later_call_and_die_with_the_sandbox(host: Host) ->
 
 
 def _alone(host: Host) -> int:
-    found = roles(host.driver.started["supervisor"])
+    found = find_processes_by_role(host.driver.started["supervisor"])
     return len(found["init"]) - len(found["interpreter"])
 
 

@@ -1,4 +1,4 @@
-"""Attacks that use something up: only the sandbox itself notices; imports pytest and `tests.support`."""
+"""Attacks that use something up: only the sandbox itself notices."""
 
 from textwrap import dedent
 

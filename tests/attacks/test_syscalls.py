@@ -1,4 +1,4 @@
-"""Attacks through the system-call table: each call is made for real; imports pytest and `tests.support`."""
+"""Attacks through the system-call table: each call is made for real."""
 
 import os
 from textwrap import dedent

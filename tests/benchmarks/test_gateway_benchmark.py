@@ -1,4 +1,4 @@
-"""The relay, the checks of its answers, and the figures of the gateway benchmark; imports benchmarks, fumehood."""
+"""The relay, the checks of its answers, and the figures of the gateway benchmark."""
 
 import asyncio
 import json
@@ -15,11 +15,11 @@ import pytest
 
 from benchmarks import gateway
 from benchmarks.gateway import Bench, Scale
-from benchmarks.harness import census, exchanges, gateways
-from benchmarks.harness.exchanges import TEXT, Answer, Item, Response, WrongAnswer, read_events
-from benchmarks.harness.gateways import CannotStart, Program
-from benchmarks.harness.model_server import words
-from benchmarks.harness.rawhttp import Client
+from benchmarks.harness import gateway_client, gateway_processes, process_resources
+from benchmarks.harness.gateway_client import TEXT, Item, Response, TimedAnswer, UnexpectedAnswer, read_events
+from benchmarks.harness.gateway_processes import BenchmarkProcess, StartError
+from benchmarks.harness.model_server import make_text
+from benchmarks.harness.raw_http_client import RawHttpClient
 from fumehood import config
 
 LEAST = Scale(
@@ -42,28 +42,28 @@ LEAST = Scale(
 @asynccontextmanager
 async def _rehearsing(directory: Path) -> AsyncGenerator[Bench]:
     async with (
-        gateways.model_server(directory) as (url, model),
-        gateways.relay(directory, url) as relay,
+        gateway_processes.run_model_server(directory) as (url, model),
+        gateway_processes.run_relay(directory, url) as relay,
     ):
         yield Bench(relay, relay, model, LEAST, None)
 
 
 async def test_the_relay_gives_a_delta_for_each_chunk_and_the_whole_at_the_end(tmp_path: Path) -> None:
     async with _rehearsing(tmp_path) as bench:
-        streamed = await bench.relay.text("burst-200", stream=True)
-        joined = await bench.joined.text("burst-200", stream=True)
-        whole = await bench.relay.text("burst-200", stream=False)
-        first, ended = await exchanges.completion_times(bench.model, "burst-200")
-    assert streamed.deltas[TEXT] == joined.deltas[TEXT] == words(200)
+        streamed = await bench.relay.ask_for_text("burst-200", stream=True)
+        joined = await bench.joined.ask_for_text("burst-200", stream=True)
+        whole = await bench.relay.ask_for_text("burst-200", stream=False)
+        first, ended = await gateway_client.time_completion(bench.model, "burst-200")
+    assert streamed.deltas[TEXT] == joined.deltas[TEXT] == make_text(200)
     assert streamed.response.output == joined.response.output
-    assert streamed.response.text() == whole.response.text() == "".join(words(200))
+    assert streamed.response.text() == whole.response.text() == "".join(make_text(200))
     assert 0 < streamed.first_delta <= streamed.whole
     assert 0 < first <= ended
 
 
 async def test_every_row_that_can_be_rehearsed_gets_its_samples(tmp_path: Path) -> None:
     async with _rehearsing(tmp_path) as bench:
-        found = [row for name in gateway.REHEARSED for row in await gateway.GROUPS[name](bench)]
+        found = [row for name in gateway.REHEARSAL_GROUPS for row in await gateway.GROUPS[name](bench)]
     assert [row.key for row in found] == [
         "memory_idle",
         "memory_loaded",
@@ -107,7 +107,7 @@ def test_a_stream_is_read_past_comments() -> None:
     ],
 )
 def test_a_wrong_stream_is_an_error(stream: bytes, complaint: str) -> None:
-    with pytest.raises(WrongAnswer, match=complaint):
+    with pytest.raises(UnexpectedAnswer, match=complaint):
         read_events(stream)
 
 
@@ -122,33 +122,33 @@ def test_a_wrong_stream_is_an_error(stream: bytes, complaint: str) -> None:
 def test_deltas_that_were_joined_changed_or_lost_are_an_error(
     came: list[str], folded: str, complaint: str
 ) -> None:
-    answer = Answer(Response("resp_1", "completed", [Item("message")]), 1.0, 2.0, {TEXT: came})
-    with pytest.raises(WrongAnswer, match=complaint):
+    answer = TimedAnswer(Response("resp_1", "completed", [Item("message")]), 1.0, 2.0, {TEXT: came})
+    with pytest.raises(UnexpectedAnswer, match=complaint):
         answer.expect(TEXT, ["a", "b"], folded)
 
 
 async def test_an_error_of_a_server_is_told(tmp_path: Path) -> None:
     async with _rehearsing(tmp_path) as bench:
         elsewhere = replace(bench.relay, path="/v2/responses")
-        with pytest.raises(WrongAnswer, match=r"relay answered 404: .*there is only /v1/responses"):
-            await elsewhere.text("burst-1", stream=True)
+        with pytest.raises(UnexpectedAnswer, match=r"relay answered 404: .*there is only /v1/responses"):
+            await elsewhere.ask_for_text("burst-1", stream=True)
 
 
 def test_the_configuration_is_one_that_the_gateway_takes(tmp_path: Path) -> None:
     file = tmp_path / "fumehood.yaml"
-    file.write_text(json.dumps(gateways.configuration(tmp_path, "http://127.0.0.1:9", 8080)))
-    taken = config.load(file, {})
-    assert taken.storage.url.removeprefix("sqlite:///") == str(gateways.database(tmp_path))
+    file.write_text(json.dumps(gateway_processes.write_configuration(tmp_path, "http://127.0.0.1:9", 8080)))
+    taken = config.load_config(file, {})
+    assert taken.storage.url.removeprefix("sqlite:///") == str(gateway_processes.database_path(tmp_path))
     assert taken.limits.concurrent_total > gateway.FULL.streams
 
 
 async def test_a_server_that_does_not_start_is_told_with_its_last_words(tmp_path: Path) -> None:
     argv = (sys.executable, "-c", "import sys; sys.exit('The port is taken.')")
-    program = Program("The gateway", argv, tmp_path / "log")
+    program = BenchmarkProcess("The gateway", argv, tmp_path / "log")
     async with program.running({}) as process:
-        assert not await gateways.ready(process, Client(port=1))
+        assert not await gateway_processes.wait_until_ready(process, RawHttpClient(port=1))
         failure = program.failure(process)
-    assert isinstance(failure, CannotStart)
+    assert isinstance(failure, StartError)
     assert str(failure).startswith("The gateway could not be started. `")
     assert str(failure).endswith("ended with status 1 and said:\nThe port is taken.")
 
@@ -162,7 +162,7 @@ def test_cpu_time_is_that_of_the_process_to_the_millisecond() -> None:
     ) as process:
         assert process.stdout is not None
         told = float(process.stdout.readline())
-        counted = census.cpu_clock(process.pid)
+        counted = process_resources.cpu_clock(process.pid)
         process.communicate(b"\n")
     assert counted == pytest.approx(told, abs=0.02)
 
@@ -174,7 +174,7 @@ async def test_work_costs_a_process_what_it_spends_meanwhile() -> None:
             await asyncio.sleep(0)
         return "done"
 
-    taken, result = await gateway.spent(time.process_time, work())
+    taken, result = await gateway.measure_cpu(time.process_time, work())
     assert (taken >= 0.05, result) == (True, "done")
 
 
@@ -185,9 +185,15 @@ def test_memory_at_its_peak_is_forgotten_on_request() -> None:
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        assert census.peak_resident(process.pid) - census.resident(process.pid) > 32 << 20
-        census.forget_peak(process.pid)
-        assert census.peak_resident(process.pid) - census.resident(process.pid) < 32 << 20
+        assert (
+            process_resources.peak_resident_bytes(process.pid) - process_resources.resident_bytes(process.pid)
+            > 32 << 20
+        )
+        process_resources.reset_peak(process.pid)
+        assert (
+            process_resources.peak_resident_bytes(process.pid) - process_resources.resident_bytes(process.pid)
+            < 32 << 20
+        )
         process.communicate(b"\n")
 
 
@@ -198,7 +204,7 @@ def test_a_code_delta_is_told_from_its_turn() -> None:
     assert (delta.ours.values, delta.ratio("p50"), level.ratio("p50")) == ([8.0], 0.5, 1.0)
     squared = [[0.01 * length * length for length in gateway.LENGTHS]]
     _, steep = gateway.code_table(squared, text)
-    assert steep.reached() == {"p50": False}
+    assert steep.meets_goals() == {"p50": False}
 
 
 def test_bytes_per_turn_are_compared_late_with_early() -> None:
@@ -207,7 +213,7 @@ def test_bytes_per_turn_are_compared_late_with_early() -> None:
     assert (row.ours.values, row.ratio("mean")) == ([1000.0] * 3, 1.0)
     assert row.title == "bytes stored per turn, turns 61 to 90"
     (steep,) = gateway.stored_row({turn: 10 * turn * turn for turn in flat}, 2)
-    assert steep.reached() == {"mean": False}
+    assert steep.meets_goals() == {"mean": False}
     assert gateway.stored_row({}, 2) == []
 
 
@@ -217,14 +223,14 @@ def test_bytes_in_a_database_include_its_log(tmp_path: Path) -> None:
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("CREATE TABLE kept (content BLOB)")
         connection.commit()
-        before = gateway.bytes_in(path)
+        before = gateway.file_sizes(path)
         connection.execute("INSERT INTO kept VALUES (zeroblob(1000000))")
         connection.commit()
-        assert 990_000 < gateway.bytes_in(path) - before < 1_100_000
+        assert 990_000 < gateway.file_sizes(path) - before < 1_100_000
 
 
 def test_rows_are_chosen_by_name() -> None:
-    assert gateway.chosen_groups("paced,burst", rehearse=False) == ["burst", "paced"]
-    assert gateway.chosen_groups("", rehearse=True) == list(gateway.REHEARSED)
+    assert gateway.parse_groups("paced,burst", rehearse=False) == ["burst", "paced"]
+    assert gateway.parse_groups("", rehearse=True) == list(gateway.REHEARSAL_GROUPS)
     with pytest.raises(SystemExit, match="There are no rows code; there are memory, latency"):
-        gateway.chosen_groups("code", rehearse=True)
+        gateway.parse_groups("code", rehearse=True)

@@ -1,4 +1,4 @@
-"""Rows that need tools and memory, against a gateway that only plays its part; imports benchmarks and pytest."""
+"""Rows that need tools and memory, against a gateway that only plays its part."""
 
 import asyncio
 import itertools
@@ -14,10 +14,10 @@ import pytest
 
 from benchmarks import gateway
 from benchmarks.gateway import Bench, Scale
-from benchmarks.harness import census
-from benchmarks.harness.exchanges import ARGUMENTS, CODE, TEXT, Served, WrongAnswer
-from benchmarks.harness.model_server import AFTER_THE_TOOL, code, query, words
-from benchmarks.harness.rawhttp import Client
+from benchmarks.harness import process_resources
+from benchmarks.harness.gateway_client import ARGUMENTS, CODE, TEXT, BenchmarkTarget, UnexpectedAnswer
+from benchmarks.harness.model_server import TEXT_AFTER_TOOL, make_code, make_query, make_text
+from benchmarks.harness.raw_http_client import RawHttpClient
 
 LEAST = Scale(
     1, 1, 1, 1, 1, 1, 1, tool_rounds=1, tool_turns=1, fresh_containers=1, conversations=2, pairs=1, balances=1
@@ -41,14 +41,14 @@ class Actor:
         before = asked.get("previous_response_id")
         self.turns[identity] = 1 if before is None else self.turns[before] + 1
         if kind == "function" and before is None:
-            arguments = ['{"query":"', *query(int(number)), '"}']
+            arguments = ['{"query":"', *make_query(int(number)), '"}']
             call = {"type": "function_call", "call_id": "call_1", "arguments": "".join(arguments)}
             return self._told(identity, asked, [call], [(ARGUMENTS, arguments)])
-        spoken = words(int(number) if kind == "burst" else AFTER_THE_TOOL)
+        spoken = make_text(int(number) if kind == "burst" else TEXT_AFTER_TOOL)
         message = {"type": "message", "content": [{"type": "output_text", "text": "".join(spoken)}]}
         if kind != "code":
             return self._told(identity, asked, [message], [(TEXT, spoken)])
-        written = code(int(number))
+        written = make_code(int(number))
         return self._told(
             identity, asked, [self._call(asked, written), message], [(CODE, written), (TEXT, spoken)]
         )
@@ -102,8 +102,8 @@ async def _on_stage(directory: Path) -> AsyncGenerator[tuple[Bench, Actor]]:
         task.add_done_callback(lambda _: writer.close())
 
     server = await asyncio.start_server(connected, "127.0.0.1", 0)
-    client = Client(port=server.sockets[0].getsockname()[1])
-    served = Served("actor", os.getpid(), client)
+    client = RawHttpClient(port=server.sockets[0].getsockname()[1])
+    served = BenchmarkTarget("actor", os.getpid(), client)
     try:
         yield Bench(served, served, client, LEAST, directory / "said.db"), actor
     finally:
@@ -121,9 +121,9 @@ async def test_code_is_measured_in_one_container(tmp_path: Path) -> None:
 
 async def test_turns_with_tools_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def cannot(_: int) -> None:
-        raise census.CannotMeasure("nobody counts.")
+        raise process_resources.MeasurementUnavailable("nobody counts.")
 
-    monkeypatch.setattr(census, "CpuMeter", cannot)
+    monkeypatch.setattr(process_resources, "CpuMeter", cannot)
     async with _on_stage(tmp_path) as (bench, actor):
         (row,) = await gateway.tool_rows(bench)
     assert row.key == "code_turn"
@@ -132,8 +132,8 @@ async def test_turns_with_tools_are_measured(tmp_path: Path, monkeypatch: pytest
 
 async def test_code_that_was_not_run_is_an_error(tmp_path: Path) -> None:
     async with _on_stage(tmp_path) as (bench, _):
-        with pytest.raises(WrongAnswer, match="the code was not run"):
-            await bench.ours.interpreted(8, "cntr_unknown")
+        with pytest.raises(UnexpectedAnswer, match="the code was not run"):
+            await bench.ours.ask_with_code(8, "cntr_unknown")
 
 
 async def test_conversations_grow_to_their_hundredth_turn(tmp_path: Path) -> None:
@@ -143,5 +143,5 @@ async def test_conversations_grow_to_their_hundredth_turn(tmp_path: Path) -> Non
     turns = list(actor.turns.values())
     assert [turns.count(turn) for turn in (3, 4, 5, 99, 100, 101, 102)] == [4, 4, 2, 2, 2, 2, 0]
     bytes_row = rows[2]
-    assert bytes_row.ours.of("mean") > len("".join(words(gateway.CHUNKS)))
-    assert bytes_row.reached() == {"mean": True}
+    assert bytes_row.ours.statistic("mean") > len("".join(make_text(gateway.CHUNK_COUNT)))
+    assert bytes_row.meets_goals() == {"mean": True}

@@ -1,4 +1,4 @@
-"""What the benchmark's model server sends is what a model server would send; imports benchmarks.harness and pytest."""
+"""What the benchmark's model server sends is what a model server would send."""
 
 import asyncio
 import json
@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from benchmarks.harness.model_server import AFTER_THE_TOOL, ModelConnection, code, query, words
-from benchmarks.harness.rawhttp import Client
+from benchmarks.harness.model_server import TEXT_AFTER_TOOL, ModelConnection, make_code, make_query, make_text
+from benchmarks.harness.raw_http_client import RawHttpClient
 
 ASKED = {"role": "user", "content": "Go on."}
 CALLED = {"role": "tool", "tool_call_id": "call_1", "content": "1"}
 
 
 @asynccontextmanager
-async def _serving() -> AsyncGenerator[Client]:
+async def _serving() -> AsyncGenerator[RawHttpClient]:
     loop = asyncio.get_running_loop()
     server = await loop.create_server(lambda: ModelConnection(chunks_a_second=500), "127.0.0.1", 0)
-    client = Client(port=server.sockets[0].getsockname()[1])
+    client = RawHttpClient(port=server.sockets[0].getsockname()[1])
     async with server:
         try:
             yield client
@@ -31,7 +31,7 @@ def _body(model: str, messages: list[dict[str, str]], **more: Any) -> bytes:
     return json.dumps({"model": model, "messages": messages, **more}).encode()
 
 
-async def _streamed(client: Client, model: str, *messages: dict[str, str]) -> list[dict[str, Any]]:
+async def _streamed(client: RawHttpClient, model: str, *messages: dict[str, str]) -> list[dict[str, Any]]:
     """The chunks of a stream that ends as it should; every one came as an HTTP chunk of its own."""
     options = {"stream": True, "stream_options": {"include_usage": True}}
     pieces: list[bytes] = []
@@ -43,7 +43,7 @@ async def _streamed(client: Client, model: str, *messages: dict[str, str]) -> li
     return [json.loads(piece.removeprefix(b"data: ")) for piece in pieces]
 
 
-async def _whole(client: Client, model: str, *messages: dict[str, str]) -> dict[str, Any]:
+async def _whole(client: RawHttpClient, model: str, *messages: dict[str, str]) -> dict[str, Any]:
     response = await client.request("POST", "/v1/chat/completions", _body(model, list(messages) or [ASKED]))
     assert response.status == 200
     return json.loads(response.body)["choices"][0]
@@ -60,11 +60,11 @@ async def test_a_text_comes_in_as_many_chunks_as_the_model_is_called_after(model
         whole = await _whole(client, model)
     opening, *deltas, closing = _deltas(chunks)
     assert opening == {"role": "assistant", "content": ""}
-    assert [delta["content"] for delta in deltas] == words(60)
+    assert [delta["content"] for delta in deltas] == make_text(60)
     assert closing == {}
     assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
     assert chunks[-1]["usage"] == {"prompt_tokens": 20, "completion_tokens": 60, "total_tokens": 80}
-    assert whole["message"] == {"role": "assistant", "content": "".join(words(60))}
+    assert whole["message"] == {"role": "assistant", "content": "".join(make_text(60))}
 
 
 async def test_usage_comes_only_to_who_asks_for_it() -> None:
@@ -78,8 +78,8 @@ async def test_usage_comes_only_to_who_asks_for_it() -> None:
 @pytest.mark.parametrize(
     ("model", "name", "arguments"),
     [
-        ("code-8", "code_interpreter", {"code": "".join(code(8))}),
-        ("function-8", "lookup", {"query": "".join(query(8))}),
+        ("code-8", "code_interpreter", {"code": "".join(make_code(8))}),
+        ("function-8", "lookup", {"query": "".join(make_query(8))}),
     ],
 )
 async def test_a_call_streams_its_arguments_and_a_result_gets_a_text(
@@ -99,14 +99,14 @@ async def test_a_call_streams_its_arguments_and_a_result_gets_a_text(
     assert json.loads("".join(fragments)) == arguments
     assert chunks[-2]["choices"][0]["finish_reason"] == whole["finish_reason"] == "tool_calls"
     assert json.loads(whole["message"]["tool_calls"][0]["function"]["arguments"]) == arguments
-    assert [delta["content"] for delta in _deltas(after)[1:-1]] == words(AFTER_THE_TOOL)
+    assert [delta["content"] for delta in _deltas(after)[1:-1]] == make_text(TEXT_AFTER_TOOL)
 
 
 def test_the_code_that_is_streamed_is_a_program() -> None:
-    assert code(8) == ["total", " =", " 1", "\n", "print", "(", "total", ")"]
-    compile("".join(code(400)), "streamed", "exec")
+    assert make_code(8) == ["total", " =", " 1", "\n", "print", "(", "total", ")"]
+    compile("".join(make_code(400)), "streamed", "exec")
     with pytest.raises(ValueError, match="fours"):
-        code(10)
+        make_code(10)
 
 
 async def test_a_paced_stream_comes_bit_by_bit() -> None:

@@ -1,4 +1,4 @@
-"""One gateway with real sandboxes, and one server that is not ours, for the client's tests; imports the support."""
+"""One gateway with real sandboxes, and one server that is not ours, for the client's tests."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,17 +9,17 @@ from openai import OpenAI
 
 from fumehood.client.adapters.openai import OpenAIAdapter
 from tests.e2e.conftest import client_of, settings_for, settings_without_code
-from tests.support import openai_server, served
+from tests.support import gateway_process, openai_server
+from tests.support.gateway_process import GatewayProcess, ScriptedModelServer
 from tests.support.openai_server import OpenAIServer
-from tests.support.served import Model, Served
 
 
 @dataclass(frozen=True)
-class House:
+class GatewayServer:
     """A gateway, the model behind it, and the SDK in front of it."""
 
-    served: Served
-    model: Model
+    served: GatewayProcess
+    model: ScriptedModelServer
     client: OpenAI
 
     def adapter(self, **settings: object) -> OpenAIAdapter:
@@ -28,26 +28,28 @@ class House:
 
 
 @pytest.fixture(scope="session")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    with Model() as model:
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayServer]:
+    with ScriptedModelServer() as model:
         yield from _served(tmp_path_factory.mktemp("gateway"), model, settings_for(model))
 
 
 @pytest.fixture(scope="session")
-def house_without_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def house_without_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayServer]:
     """Starts much faster."""
-    with Model() as model:
+    with ScriptedModelServer() as model:
         yield from _served(tmp_path_factory.mktemp("gateway"), model, settings_without_code(model))
 
 
-def _served(directory: Path, model: Model, settings: dict[str, object]) -> Iterator[House]:
+def _served(
+    directory: Path, model: ScriptedModelServer, settings: dict[str, object]
+) -> Iterator[GatewayServer]:
     settings["models"] = [{"match": "*", "base_url": model.url}]
-    with served.serving(directory, settings) as running, client_of(running) as client:
-        yield House(running, model, client)
+    with gateway_process.run_gateway(directory, settings) as running, client_of(running) as client:
+        yield GatewayServer(running, model, client)
 
 
 @dataclass(frozen=True)
-class Elsewhere:
+class OpenAIStandIn:
     """A server that is not ours, as OpenAI's would be, and the SDK in front of it."""
 
     server: OpenAIServer
@@ -59,13 +61,13 @@ class Elsewhere:
 
 
 @pytest.fixture(scope="session")
-def one_elsewhere() -> Iterator[Elsewhere]:
+def one_elsewhere() -> Iterator[OpenAIStandIn]:
     with openai_server.serving() as server, openai_server.client_of(server) as client:
-        yield Elsewhere(server, client)
+        yield OpenAIStandIn(server, client)
 
 
 @pytest.fixture
-def elsewhere(one_elsewhere: Elsewhere) -> Elsewhere:
+def elsewhere(one_elsewhere: OpenAIStandIn) -> OpenAIStandIn:
     one_elsewhere.server.script()
     one_elsewhere.server.no_more_containers = False
     one_elsewhere.server.broken = None

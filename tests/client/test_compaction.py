@@ -1,4 +1,4 @@
-"""Conversations that outlive a context window, through the adapter and by hand; imports the support."""
+"""Conversations that outlive a context window, through the adapter and by hand."""
 
 import pickle
 import threading
@@ -23,19 +23,19 @@ from fumehood.client.adapters.openai import (
     CompactionState,
     OpenAIHostedToolsConfig,
 )
-from fumehood.client.adapters.openai.compaction import ModelUsed, Transcript
+from fumehood.client.adapters.openai.compaction import LastModel, Transcript
 from fumehood.client.errors import DeadlineExceededError
 from fumehood.client.prompt import AnyTool, NoParams
-from tests.client.conftest import Elsewhere, House
+from tests.client.conftest import GatewayServer, OpenAIStandIn
+from tests.support.code_word_model_server import CodeWordModel
+from tests.support.gateway_process import code_call, text_answer
 from tests.support.openai_server import Reply, error, message, response
-from tests.support.served import answer, runs
-from tests.support.thinking import Thinker
 
 THRESHOLD = 2500
 TURNS = 60
 
 
-def asks(text: str, *tools: AnyTool) -> Prompt[None]:
+def create_prompt(text: str, *tools: AnyTool) -> Prompt[None]:
     return Prompt(
         ns="tests",
         key="talk",
@@ -43,16 +43,16 @@ def asks(text: str, *tools: AnyTool) -> Prompt[None]:
     )
 
 
-def test_sixty_turns_through_compactions_and_the_model_still_knows(house_without_code: House) -> None:
+def test_sixty_turns_through_compactions_and_the_model_still_knows(house_without_code: GatewayServer) -> None:
     house = house_without_code
-    thinker = Thinker()
+    thinker = CodeWordModel()
     house.model.script(*[thinker.answer] * 400)
     adapter = house.adapter(compaction=CompactionConfig(threshold_tokens=THRESHOLD))
     session = Session()
-    adapter.evaluate(asks("Remember: the code word is heliotrope."), session=session)
+    adapter.evaluate(create_prompt("Remember: the code word is heliotrope."), session=session)
     for number in range(TURNS - 1):
-        adapter.evaluate(asks(f"{number}. " + "something else entirely " * 12), session=session)
-    last = adapter.evaluate(asks("Which word did I tell you first?"), session=session)
+        adapter.evaluate(create_prompt(f"{number}. " + "something else entirely " * 12), session=session)
+    last = adapter.evaluate(create_prompt("Which word did I tell you first?"), session=session)
     assert last.text == "heliotrope"
     state = session[CompactionState].latest()
     assert state is not None
@@ -62,17 +62,20 @@ def test_sixty_turns_through_compactions_and_the_model_still_knows(house_without
     assert max(thinker.turns) < 2 * THRESHOLD
 
 
-def test_without_compaction_every_evaluation_starts_afresh(house_without_code: House) -> None:
+def test_without_compaction_every_evaluation_starts_afresh(house_without_code: GatewayServer) -> None:
     house = house_without_code
-    thinker = Thinker()
+    thinker = CodeWordModel()
     house.model.script(*[thinker.answer] * 3)
     session = Session()
-    house.adapter().evaluate(asks("Remember: the code word is heliotrope."), session=session)
-    assert house.adapter().evaluate(asks("Which word was it?"), session=session).text == "I do not know."
+    house.adapter().evaluate(create_prompt("Remember: the code word is heliotrope."), session=session)
+    assert (
+        house.adapter().evaluate(create_prompt("Which word was it?"), session=session).text
+        == "I do not know."
+    )
     kept = house.adapter(compaction=CompactionConfig(enabled=False))
     for text in ("Remember: the code word is heliotrope.", "Which word was it?"):
         house.model.script(*[thinker.answer] * 3)
-        found = kept.evaluate(asks(text), session=session)
+        found = kept.evaluate(create_prompt(text), session=session)
     assert found.text == "heliotrope"
 
 
@@ -82,16 +85,22 @@ WINDOW: list[dict[str, Any]] = [
 ]
 
 
-def big(text: str, tokens: int = 999) -> Any:
+def large_response(text: str, tokens: int = 999) -> Any:
     return response(message(text), usage={"input_tokens": tokens, "output_tokens": 0, "total_tokens": tokens})
 
 
-def test_the_whole_window_is_replayed_before_what_comes_later(elsewhere: Elsewhere) -> None:
+def test_the_whole_window_is_replayed_before_what_comes_later(elsewhere: OpenAIStandIn) -> None:
     adapter = elsewhere.adapter(compaction=CompactionConfig(threshold_tokens=100))
     session = Session()
-    elsewhere.server.script(big("one", 50), big("two"), response(*WINDOW), big("three", 50), big("four", 50))
+    elsewhere.server.script(
+        large_response("one", 50),
+        large_response("two"),
+        response(*WINDOW),
+        large_response("three", 50),
+        large_response("four", 50),
+    )
     for text in ("1", "2", "3", "4"):
-        adapter.evaluate(asks(text), session=session)
+        adapter.evaluate(create_prompt(text), session=session)
     first, second, compact, third, fourth = elsewhere.server.asked
     assert len(second["input"]) == 3
     assert compact == {"model": "gpt-4.1", "input": [*second["input"], message("two")]}
@@ -103,30 +112,32 @@ def test_the_whole_window_is_replayed_before_what_comes_later(elsewhere: Elsewhe
     assert state == CompactionState(tuple(WINDOW), 999, 1)
 
 
-def test_a_session_goes_on_in_another_process(elsewhere: Elsewhere) -> None:
+def test_a_session_goes_on_in_another_process(elsewhere: OpenAIStandIn) -> None:
     config = CompactionConfig(threshold_tokens=100)
     session = Session()
-    elsewhere.server.script(big("one"), response(*WINDOW), big("two", 50), big("three", 50))
+    elsewhere.server.script(
+        large_response("one"), response(*WINDOW), large_response("two", 50), large_response("three", 50)
+    )
     for text in ("1", "2"):
-        elsewhere.adapter(compaction=config).evaluate(asks(text), session=session)
+        elsewhere.adapter(compaction=config).evaluate(create_prompt(text), session=session)
     other = Session()
     other.restore(pickle.loads(pickle.dumps(session.snapshot())))
-    elsewhere.adapter(compaction=config).evaluate(asks("3"), session=other)
+    elsewhere.adapter(compaction=config).evaluate(create_prompt("3"), session=other)
     before, after = elsewhere.server.asked[2:]
     assert after["input"][:-1] == [*before["input"], message("two")]
     assert other[CompactionState].all() == session[CompactionState].all()
 
 
-def test_a_long_turn_is_compacted_on_its_way_and_keeps_its_task(elsewhere: Elsewhere) -> None:
+def test_a_long_turn_is_compacted_on_its_way_and_keeps_its_task(elsewhere: OpenAIStandIn) -> None:
     def look(params: NoParams, *, context: ToolContext) -> ToolResult[NoParams]:
         return ToolResult.ok(params)
 
     tool = Tool[NoParams, NoParams](name="look", description="Look.", handler=look)
     call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
     used = {"input_tokens": 999, "output_tokens": 0, "total_tokens": 999}
-    elsewhere.server.script(response(call, usage=used), response(*WINDOW), big("done", 5))
+    elsewhere.server.script(response(call, usage=used), response(*WINDOW), large_response("done", 5))
     adapter = elsewhere.adapter(compaction=CompactionConfig(threshold_tokens=100))
-    found = adapter.evaluate(asks("Look.", tool), session=Session())
+    found = adapter.evaluate(create_prompt("Look.", tool), session=Session())
     _, compact, after = elsewhere.server.asked
     assert compact["input"][-1]["type"] == "function_call_output"
     assert after["input"] == [*WINDOW, {"role": "system", "content": "## 1. Turn\n\nLook."}]
@@ -138,12 +149,12 @@ def test_a_long_turn_is_compacted_on_its_way_and_keeps_its_task(elsewhere: Elsew
     ]
 
 
-def test_a_failed_compaction_leaves_everything_as_it_was(elsewhere: Elsewhere) -> None:
+def test_a_failed_compaction_leaves_everything_as_it_was(elsewhere: OpenAIStandIn) -> None:
     adapter = elsewhere.adapter(compaction=CompactionConfig(threshold_tokens=100))
     session = Session()
-    elsewhere.server.script(big("one"), error(400, "Too long"))
+    elsewhere.server.script(large_response("one"), error(400, "Too long"))
     with pytest.raises(CompactionError, match=r"999 tokens could not be compacted: .*Too long") as failed:
-        adapter.evaluate(asks("1"), session=session)
+        adapter.evaluate(create_prompt("1"), session=session)
     assert failed.value.token_count == 999
     assert isinstance(failed.value.original_error, Exception)
     answer: Any = failed.value.response
@@ -152,13 +163,13 @@ def test_a_failed_compaction_leaves_everything_as_it_was(elsewhere: Elsewhere) -
     kept = session[Transcript].latest()
     assert kept is not None
     assert len(kept.items) == 2
-    elsewhere.server.script(big("two", 5))
-    adapter.evaluate(asks("2"), session=session)
+    elsewhere.server.script(large_response("two", 5))
+    adapter.evaluate(create_prompt("2"), session=session)
     assert len(elsewhere.server.asked[0]["input"]) == 3
 
 
 @pytest.mark.parametrize("on_the_way", [False, True])
-def test_a_compaction_ends_by_the_deadline(elsewhere: Elsewhere, on_the_way: bool) -> None:
+def test_a_compaction_ends_by_the_deadline(elsewhere: OpenAIStandIn, on_the_way: bool) -> None:
     """Which costs an answer that is there already nothing."""
 
     def look(params: NoParams, *, context: ToolContext) -> ToolResult[NoParams]:
@@ -171,39 +182,39 @@ def test_a_compaction_ends_by_the_deadline(elsewhere: Elsewhere, on_the_way: boo
     over = threading.Event()
     call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
     used = {"input_tokens": 999, "output_tokens": 0, "total_tokens": 999}
-    elsewhere.server.script(response(call, usage=used) if on_the_way else big("one"), hang)
+    elsewhere.server.script(response(call, usage=used) if on_the_way else large_response("one"), hang)
     adapter = elsewhere.adapter(compaction=CompactionConfig(threshold_tokens=100))
     tool = Tool[NoParams, NoParams](name="look", description="Look.", handler=look)
     session, soon = Session(), Deadline.after(1)
     if on_the_way:
         with pytest.raises(DeadlineExceededError):
-            adapter.evaluate(asks("Look.", tool), session=session, deadline=soon)
+            adapter.evaluate(create_prompt("Look.", tool), session=session, deadline=soon)
     else:
-        assert adapter.evaluate(asks("Look."), session=session, deadline=soon).text == "one"
+        assert adapter.evaluate(create_prompt("Look."), session=session, deadline=soon).text == "one"
     over.set()
     kept = session[Transcript].latest()
     assert (0 if kept is None else len(kept.items)) == (0 if on_the_way else 2)
     assert session[CompactionState].all() == ()
 
 
-def test_a_failed_evaluation_is_not_part_of_the_conversation(elsewhere: Elsewhere) -> None:
+def test_a_failed_evaluation_is_not_part_of_the_conversation(elsewhere: OpenAIStandIn) -> None:
     adapter = elsewhere.adapter(compaction=CompactionConfig())
     session = Session()
-    elsewhere.server.script(error(400, "No"), big("fine", 5))
+    elsewhere.server.script(error(400, "No"), large_response("fine", 5))
     with pytest.raises(Exception, match="No"):
-        adapter.evaluate(asks("1"), session=session)
-    adapter.evaluate(asks("2"), session=session)
+        adapter.evaluate(create_prompt("1"), session=session)
+    adapter.evaluate(create_prompt("2"), session=session)
     assert len(elsewhere.server.asked[1]["input"]) == 1
 
 
-def test_nothing_is_kept_there_in_zdr_mode(elsewhere: Elsewhere) -> None:
+def test_nothing_is_kept_there_in_zdr_mode(elsewhere: OpenAIStandIn) -> None:
     config = CompactionConfig(threshold_tokens=100, zdr_mode=True)
     hosted = OpenAIHostedToolsConfig(code_interpreter=True)
     adapter = elsewhere.adapter(model="gpt-5.2", compaction=config, hosted_tools=hosted)
     session = Session()
-    elsewhere.server.script(big("one"), response(*WINDOW), big("two", 5))
-    adapter.evaluate(asks("1"), session=session)
-    adapter.evaluate(asks("2"), session=session)
+    elsewhere.server.script(large_response("one"), response(*WINDOW), large_response("two", 5))
+    adapter.evaluate(create_prompt("1"), session=session)
+    adapter.evaluate(create_prompt("2"), session=session)
     one, compact, two = elsewhere.server.asked
     for request in (one, two):
         assert request["store"] is False
@@ -211,13 +222,13 @@ def test_nothing_is_kept_there_in_zdr_mode(elsewhere: Elsewhere) -> None:
         assert "previous_response_id" not in request
     assert "store" not in compact
     assert two["input"][:2] == WINDOW
-    elsewhere.server.script(big("three", 5))
-    elsewhere.adapter(model="gpt-4.1", compaction=config).evaluate(asks("3"))
+    elsewhere.server.script(large_response("three", 5))
+    elsewhere.adapter(model="gpt-4.1", compaction=config).evaluate(create_prompt("3"))
     (plain,) = elsewhere.server.asked
     assert (plain["store"], plain["include"]) == (False, [])  # it does not reason, and would refuse
 
 
-def test_a_gateway_keeps_nothing_of_what_was_said_in_zdr_mode(house: House) -> None:
+def test_a_gateway_keeps_nothing_of_what_was_said_in_zdr_mode(house: GatewayServer) -> None:
     def kept(word: str) -> bool:
         """Whether it is in any file of the gateway, or in what it logs."""
         files = [path for path in house.served.directory.rglob("*") if path.is_file()]
@@ -232,27 +243,34 @@ def test_a_gateway_keeps_nothing_of_what_was_said_in_zdr_mode(house: House) -> N
         )
         session = Session()
         for _ in range(2):
-            house.model.script(runs(f"print('{word}')"), answer(f"{word}, too"), answer(f"In short: {word}."))
-            assert adapter.evaluate(asks(f"Say {word}."), session=session).text == f"{word}, too"
+            house.model.script(
+                code_call(f"print('{word}')"), text_answer(f"{word}, too"), text_answer(f"In short: {word}.")
+            )
+            assert adapter.evaluate(create_prompt(f"Say {word}."), session=session).text == f"{word}, too"
         assert session[CompactionState].all()[0].compaction_count == 2
         assert kept(word) is not zdr_mode
 
 
 def test_the_first_turn_of_a_session_is_the_systems_and_later_ones_are_the_users(
-    elsewhere: Elsewhere,
+    elsewhere: OpenAIStandIn,
 ) -> None:
     config = CompactionConfig(threshold_tokens=100)
     adapter, session = elsewhere.adapter(compaction=config), Session()
     elsewhere.server.script(
-        error(400, "No"), big("one", 50), big("two"), response(*WINDOW), big("three", 50), big("four", 50)
+        error(400, "No"),
+        large_response("one", 50),
+        large_response("two"),
+        response(*WINDOW),
+        large_response("three", 50),
+        large_response("four", 50),
     )
     with pytest.raises(Exception, match="No"):
-        adapter.evaluate(asks("0"), session=session)  # is not part of the conversation
+        adapter.evaluate(create_prompt("0"), session=session)  # is not part of the conversation
     for text in ("1", "2", "3"):
-        adapter.evaluate(asks(text), session=session)
+        adapter.evaluate(create_prompt(text), session=session)
     other = Session()
     other.restore(pickle.loads(pickle.dumps(session.snapshot())))
-    adapter.evaluate(asks("4"), session=other)
+    adapter.evaluate(create_prompt("4"), session=other)
     failed, first, second, compact, third, fourth = elsewhere.server.asked
     assert [item["role"] for item in failed["input"]] == ["system"]
     assert [item["role"] for item in first["input"]] == ["system"]
@@ -261,23 +279,25 @@ def test_the_first_turn_of_a_session_is_the_systems_and_later_ones_are_the_users
     assert third["input"][-1] == {"role": "user", "content": "## 1. Turn\n\n3"}
     assert [item["role"] for item in fourth["input"][2:]] == ["user", "assistant", "user"]
     # Without a conversation, every evaluation is the first turn.
-    elsewhere.server.script(big("five", 5), big("six", 5))
+    elsewhere.server.script(large_response("five", 5), large_response("six", 5))
     for _ in range(2):
-        elsewhere.adapter().evaluate(asks("5"), session=session)
+        elsewhere.adapter().evaluate(create_prompt("5"), session=session)
     assert [asked["input"][0]["role"] for asked in elsewhere.server.asked] == ["system", "system"]
 
 
 def test_a_gateway_is_told_the_threshold_and_others_are_not(
-    elsewhere: Elsewhere, house_without_code: House
+    elsewhere: OpenAIStandIn, house_without_code: GatewayServer
 ) -> None:
     """Thirty turns of 1,130 tokens at a threshold of 5,000: a window of 34,016 tokens, once."""
-    house, thinker, session = house_without_code, Thinker(), Session()
+    house, thinker, session = house_without_code, CodeWordModel(), Session()
     house.model.script(*[thinker.answer] * 100)
     adapter = house.adapter(compaction=CompactionConfig(threshold_tokens=5000))
-    adapter.evaluate(asks("Remember: the code word is heliotrope. " + "more " * 890), session=session)
+    adapter.evaluate(
+        create_prompt("Remember: the code word is heliotrope. " + "more " * 890), session=session
+    )
     for number in range(28):
-        adapter.evaluate(asks(f"{number}. " + "something else " * 296), session=session)
-    assert adapter.evaluate(asks("Which word was it?"), session=session).text == "heliotrope"
+        adapter.evaluate(create_prompt(f"{number}. " + "something else " * 296), session=session)
+    assert adapter.evaluate(create_prompt("Which word was it?"), session=session).text == "heliotrope"
     assert max(thinker.turns) <= 5000 + 1250
     assert len(thinker.summaries) <= 28 * 1250 // 2500
     manager = CompactionManager(
@@ -290,15 +310,15 @@ def test_a_gateway_is_told_the_threshold_and_others_are_not(
 
 @pytest.mark.parametrize("place", [0, 5])
 def test_a_prompt_larger_than_half_the_threshold_causes_no_loop_and_one_line(
-    house_without_code: House, place: int, caplog: pytest.LogCaptureFixture
+    house_without_code: GatewayServer, place: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    house, thinker, session = house_without_code, Thinker(), Session()
+    house, thinker, session = house_without_code, CodeWordModel(), Session()
     house.model.script(*[thinker.answer] * 200)
     adapter = house.adapter(compaction=CompactionConfig(threshold_tokens=THRESHOLD))
     compacted: list[int] = []
     for number in range(30):
         large = 1.5 if number == place else 0.02
-        adapter.evaluate(asks(f"{number}. " + "x" * int(4 * THRESHOLD * large)), session=session)
+        adapter.evaluate(create_prompt(f"{number}. " + "x" * int(4 * THRESHOLD * large)), session=session)
         state = session[CompactionState].latest()
         if state is not None and state.compaction_count > len(compacted):
             compacted.append(number)
@@ -310,14 +330,14 @@ def test_a_prompt_larger_than_half_the_threshold_causes_no_loop_and_one_line(
 
 
 def test_a_window_that_cannot_become_smaller_is_not_compacted_every_time(
-    elsewhere: Elsewhere, caplog: pytest.LogCaptureFixture
+    elsewhere: OpenAIStandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A provider that returns nearly everything: compacting again gains nothing, until there is more to compact."""
     adapter, session = elsewhere.adapter(compaction=CompactionConfig(threshold_tokens=1000)), Session()
     turns, compactions = 24, 0
     for number in range(turns):
-        elsewhere.server.script(big(f"{number}", 1500 + 50 * number), response(*WINDOW))
-        adapter.evaluate(asks("x" * 200), session=session)
+        elsewhere.server.script(large_response(f"{number}", 1500 + 50 * number), response(*WINDOW))
+        adapter.evaluate(create_prompt("x" * 200), session=session)
         compactions += len(elsewhere.server.asked) - 1
     assert 2 <= compactions <= turns // 5 + 1
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -325,19 +345,19 @@ def test_a_window_that_cannot_become_smaller_is_not_compacted_every_time(
     assert all("right after its compaction, more than threshold_tokens (1000)" in line for line in lines)
 
 
-def test_the_calls_of_a_turn_are_not_counted_as_so_many_windows(house: House) -> None:
+def test_the_calls_of_a_turn_are_not_counted_as_so_many_windows(house: GatewayServer) -> None:
     """The usage of a response is that of all turns of the model; the conversation is only the last of them."""
-    thinker, session = Thinker(), Session()
+    thinker, session = CodeWordModel(), Session()
     adapter = house.adapter(
         compaction=CompactionConfig(threshold_tokens=4000),
         hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True),
     )
     for number in range(4):
-        called = [runs(f"print({number})", prompt_tokens=1500) for _ in range(5)]
+        called = [code_call(f"print({number})", prompt_tokens=1500) for _ in range(5)]
         house.model.script(*called, thinker.answer)
-        found = adapter.evaluate(asks(f"{number}"), session=session)
+        found = adapter.evaluate(create_prompt(f"{number}"), session=session)
         assert found.usage.total_tokens > 4000
-        assert house.model.unasked == 0
+        assert house.model.unused_answers == 0
     assert session[CompactionState].latest() is None
     assert thinker.summaries == []
 
@@ -345,7 +365,7 @@ def test_the_calls_of_a_turn_are_not_counted_as_so_many_windows(house: House) ->
 # --- by hand ------------------------------------------------------------------------------------------
 
 
-def test_a_manager_alone(elsewhere: Elsewhere) -> None:
+def test_a_manager_alone(elsewhere: OpenAIStandIn) -> None:
     session = Session()
     manager = CompactionManager(elsewhere.client, CompactionConfig(threshold_tokens=100), session)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
@@ -354,7 +374,7 @@ def test_a_manager_alone(elsewhere: Elsewhere) -> None:
     assert manager.should_compact(101)
     with pytest.raises(CompactionError, match="no model is known: pass model="):
         manager.compact(messages)
-    session[ModelUsed].append(ModelUsed("gpt-4o"))
+    session[LastModel].append(LastModel("gpt-4o"))
     elsewhere.server.script(response(*WINDOW), response(*WINDOW))
     compacted = manager.compact(messages)
     assert compacted == WINDOW
@@ -366,7 +386,7 @@ def test_a_manager_alone(elsewhere: Elsewhere) -> None:
     assert manager.state.compaction_count == 2
 
 
-def test_compaction_can_be_off(elsewhere: Elsewhere) -> None:
+def test_compaction_can_be_off(elsewhere: OpenAIStandIn) -> None:
     manager = CompactionManager(elsewhere.client, CompactionConfig(enabled=False), Session(), model="m")
     assert not manager.should_compact(10**9)
     elsewhere.server.script(response())

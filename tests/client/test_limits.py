@@ -1,4 +1,4 @@
-"""Deadlines, budgets, patience, resources and contracts; imports `fumehood.client`."""
+"""Deadlines, budgets, patience, resources and contracts."""
 
 import math
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from fumehood.client.errors import (
     ResourceError,
     ThrottleError,
 )
-from fumehood.client.throttle import Transient, retry
+from fumehood.client.throttle import TransientFailure, retry
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -46,7 +46,7 @@ def test_a_budget_is_for_all_turns_together() -> None:
     tracker.record(TokenUsage(20, 10, 0, 30))
     tracker.check("a request")
     tracker.record(TokenUsage(20, 20, 5, 40))
-    assert tracker.used == TokenUsage(40, 30, 5, 70)
+    assert tracker.usage == TokenUsage(40, 30, 5, 70)
     with pytest.raises(BudgetExceededError, match="30 of 30 output tokens"):
         tracker.check("a request")
     for wrong in (0, -1, 1.5, "many", True):
@@ -54,7 +54,7 @@ def test_a_budget_is_for_all_turns_together() -> None:
             Budget(max_input_tokens=cast("int", wrong))
 
 
-class Line:
+class FlakyCall:
     """A provider that is busy so many times."""
 
     def __init__(self, busy: int, retry_after: float | None = None) -> None:
@@ -62,19 +62,21 @@ class Line:
         self.retry_after = retry_after
         self.waits: list[float] = []
 
-    def ask(self) -> str | Transient:
+    def ask(self) -> str | TransientFailure:
         self.busy -= 1
-        return Transient(OSError("busy"), self.retry_after) if self.busy >= 0 else "there"
+        return TransientFailure(OSError("busy"), self.retry_after) if self.busy >= 0 else "there"
 
     def retry(self, policy: ThrottlePolicy, deadline: Deadline | None = None, chance: float = 1.0) -> str:
-        return retry(self.ask, policy, deadline=deadline, sleep=self.waits.append, chance=lambda: chance)
+        return retry(
+            self.ask, policy, deadline=deadline, sleep=self.waits.append, random_fraction=lambda: chance
+        )
 
 
 def test_waits_double_and_what_the_provider_asks_for_is_the_least() -> None:
-    line = Line(4)
+    line = FlakyCall(4)
     assert line.retry(ThrottlePolicy(base_delay=1, max_delay=3)) == "there"
     assert line.waits == [1, 2, 3, 3]
-    polite = Line(2, retry_after=7)
+    polite = FlakyCall(2, retry_after=7)
     assert polite.retry(ThrottlePolicy(base_delay=1)) == "there"
     assert polite.waits == [7, 7]
 
@@ -100,7 +102,7 @@ def test_waits_double_and_what_the_provider_asks_for_is_the_least() -> None:
 def test_patience_ends(
     policy: ThrottlePolicy, deadline: Deadline | None, waits: list[float], said: str
 ) -> None:
-    line = Line(99)
+    line = FlakyCall(99)
     with pytest.raises(ThrottleError, match=said) as gave_up:
         line.retry(policy, deadline)
     assert line.waits == waits
@@ -162,7 +164,7 @@ def test_a_missing_resource_is_named() -> None:
 def test_joined_registries_are_closed_by_their_owners() -> None:
     owners = ResourceRegistry.build({Database: Database})
     maker: Callable[[], Cache] = Cache
-    with ResourceRegistry.joined([owners, {Cache: maker}]) as joined:
+    with ResourceRegistry.combine([owners, {Cache: maker}]) as joined:
         mine = joined.get(Database)
         assert isinstance(joined.get(Cache), Cache)
         assert owners.get(Database) is mine
@@ -170,7 +172,7 @@ def test_joined_registries_are_closed_by_their_owners() -> None:
     owners.close()
     assert mine.closed == 1
     scoped = Database()
-    with ResourceRegistry.joined([owners, {Database: lambda: scoped}]) as joined:
+    with ResourceRegistry.combine([owners, {Database: lambda: scoped}]) as joined:
         assert joined.get(Database) is scoped
     assert scoped.closed == 1
 

@@ -1,4 +1,4 @@
-"""Two hundred evaluations in one session: the context stays bounded, nothing is forgotten; imports the support."""
+"""Two hundred evaluations in one session: the context stays bounded, nothing is forgotten."""
 
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from fumehood.client.adapters.openai import (
     OpenAIContainerWorkspaceSection,
     OpenAIHostedToolsConfig,
 )
-from tests.client.conftest import House
-from tests.support.long_sessions import (
+from tests.client.conftest import GatewayServer
+from tests.support.long_conversations import (
     FACT,
     KNOWN,
     PRINTED,
@@ -21,16 +21,16 @@ from tests.support.long_sessions import (
     READ,
     WRITE,
     Analyst,
-    Record,
-    count,
-    words,
+    ConversationRecord,
+    count_tokens,
+    make_text,
 )
 
 HOSTED = OpenAIHostedToolsConfig(code_interpreter=True)
 MOUNTED = "RUN:print(open('data/mounted.txt').read()):END"
 
 
-def asks(text: str, *sections: PromptSection) -> Prompt[None]:
+def create_prompt(text: str, *sections: PromptSection) -> Prompt[None]:
     turn = MarkdownSection(title="Turn", key="turn", template=text)
     return Prompt(ns="tests", key="talk", sections=[*sections, turn])
 
@@ -38,35 +38,35 @@ def asks(text: str, *sections: PromptSection) -> Prompt[None]:
 class LongSession:
     """A session of the client's, and what comes of it. sections: what every prompt has besides its text."""
 
-    def __init__(self, house: House, threshold: int, *, zdr_mode: bool) -> None:
+    def __init__(self, house: GatewayServer, threshold: int, *, zdr_mode: bool) -> None:
         self.analyst = Analyst()
-        self.record = Record(threshold, turn=0)
+        self.record = ConversationRecord(threshold, turn=0)
         self.session = Session()
         self.sections: list[PromptSection] = []
         self.printed: list[str] = []
         self.overhead = 0  # tokens that the other sections have
         config = CompactionConfig(threshold_tokens=threshold, zdr_mode=zdr_mode)
         self._adapter = house.adapter(compaction=config, hosted_tools=HOSTED)
-        self.session.bus.subscribe(ToolInvoked, self._heard)
+        self.session.bus.subscribe(ToolInvoked, self._on_tool_invoked)
         house.model.script(*[self.analyst.answer] * 1000)
 
-    def _heard(self, event: ToolInvoked) -> None:
+    def _on_tool_invoked(self, event: ToolInvoked) -> None:
         result: Any = event.result.value
         self.printed.append(result.stdout)
 
     def say(self, number: int, text: str) -> str:
-        response = self._adapter.evaluate(asks(text, *self.sections), session=self.session)
+        response = self._adapter.evaluate(create_prompt(text, *self.sections), session=self.session)
         state = self.session[CompactionState].latest()
         if state is not None and state.compaction_count > len(self.record.compactions):
             self.record.compactions.append(number)
             self.record.sealed.append(sum(len(item["encrypted_content"]) for item in state.encrypted_items))
         asked = str(response.transcript[0]["content"])
-        self.overhead = count(asked) - count(text)
-        self.record.turn = max(self.record.turn, count(asked) + count(response.text or "") + 8)
+        self.overhead = count_tokens(asked) - count_tokens(text)
+        self.record.turn = max(self.record.turn, count_tokens(asked) + count_tokens(response.text or "") + 8)
         return response.text or ""
 
 
-def converse(house: House, threshold: int, turns: int, *, zdr_mode: bool, mount: Path | None) -> None:
+def converse(house: GatewayServer, threshold: int, turns: int, *, zdr_mode: bool, mount: Path | None) -> None:
     long = LongSession(house, threshold, zdr_mode=zdr_mode)
     if mount is None:
         _converse(long, threshold, turns, mounted=False)
@@ -84,10 +84,10 @@ def converse(house: House, threshold: int, turns: int, *, zdr_mode: bool, mount:
 
 def _converse(long: LongSession, threshold: int, turns: int, *, mounted: bool) -> None:
     # The first turn is kept word for word; what only later turns say is in summaries of summaries.
-    long.say(0, words(threshold // 20, WRITE))
-    long.say(1, words(threshold // 20 - long.overhead, FACT))
+    long.say(0, make_text(threshold // 20, WRITE))
+    long.say(1, make_text(threshold // 20 - long.overhead, FACT))
     for number in range(2, turns - 3):
-        long.say(number, words(threshold // 20 - long.overhead, f"{number}."))
+        long.say(number, make_text(threshold // 20 - long.overhead, f"{number}."))
     long.say(turns - 3, READ)
     if mounted:
         long.say(turns - 2, MOUNTED)
@@ -107,7 +107,7 @@ CASES = [
 
 @pytest.mark.parametrize(("zdr_mode", "mounted"), CASES)
 def test_fifty_evaluations_stay_within_the_threshold(
-    house: House, tmp_path: Path, zdr_mode: bool, mounted: bool
+    house: GatewayServer, tmp_path: Path, zdr_mode: bool, mounted: bool
 ) -> None:
     converse(house, 2000, 50, zdr_mode=zdr_mode, mount=tmp_path if mounted else None)
 
@@ -116,6 +116,6 @@ def test_fifty_evaluations_stay_within_the_threshold(
 @pytest.mark.parametrize("threshold", [2000, 5000, 100_000])
 @pytest.mark.parametrize(("zdr_mode", "mounted"), CASES)
 def test_two_hundred_evaluations_stay_within_the_threshold(
-    house: House, tmp_path: Path, zdr_mode: bool, mounted: bool, threshold: int
+    house: GatewayServer, tmp_path: Path, zdr_mode: bool, mounted: bool, threshold: int
 ) -> None:
     converse(house, threshold, 200, zdr_mode=zdr_mode, mount=tmp_path if mounted else None)

@@ -1,4 +1,4 @@
-"""Sections, templates, prompts and tools, before anything is sent; imports `fumehood.client`."""
+"""Sections, templates, prompts and tools, before anything is sent."""
 
 import string
 import time
@@ -53,15 +53,15 @@ def say(params: Topic, *, context: ToolContext) -> ToolResult[Topic]:
     return ToolResult.ok(params, "said")
 
 
-def say_nothing(params: Any, *, context: Any) -> None:
+def invalid_handler(params: Any, *, context: Any) -> None:
     """Its types are not known."""
 
 
-def say_alone(params: Topic) -> ToolResult[Topic]:
+def handler_without_context(params: Topic) -> ToolResult[Topic]:
     return ToolResult.ok(params)
 
 
-async def say_later(params: Topic, *, context: ToolContext) -> ToolResult[Topic]:
+async def async_handler(params: Topic, *, context: ToolContext) -> ToolResult[Topic]:
     return say(params, context=context)
 
 
@@ -269,10 +269,10 @@ def test_generic_classes_of_ones_own_know_their_types() -> None:
         ({"name": "t\n"}, "is not 1 to 64"),
         ({"description": " "}, "has 0 characters"),
         ({"description": "x" * 1025}, "has 1025 characters"),
-        ({"handler": say_nothing}, "are no dataclass"),
+        ({"handler": invalid_handler}, "are no dataclass"),
         ({"handler": 5}, r"'t' is not a function \(params, \*, context\)"),
-        ({"handler": say_alone}, r"'t' is not a function \(params, \*, context\)"),
-        ({"handler": say_later}, "that blocks"),
+        ({"handler": handler_without_context}, r"'t' is not a function \(params, \*, context\)"),
+        ({"handler": async_handler}, "that blocks"),
     ],
 )
 def test_malformed_tools_are_refused(settings: dict[str, Any], said: str) -> None:

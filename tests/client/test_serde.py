@@ -1,4 +1,4 @@
-"""Dataclasses as JSON and as schemas; imports `fumehood.client.serde` and hypothesis."""
+"""Dataclasses as JSON and as schemas."""
 
 import copy
 from collections.abc import Iterator
@@ -62,10 +62,10 @@ def test_what_is_encoded_is_decoded(tree: Tree) -> None:
 @settings(max_examples=40)
 @given(st.builds(Plain, st.text(), st.integers(-(2**53), 2**53), leaves))
 def test_what_is_encoded_fits_the_strict_schema(plain: Plain) -> None:
-    schema = serde.schema_of(Plain)
+    schema = serde.build_schema(Plain)
     assert schema.strict
     validator = validator_for(schema.body)
-    assert validator.is_valid(serde.builtins(plain))
+    assert validator.is_valid(serde.to_builtins(plain))
     assert validator.is_valid({"text": "x", "count": None, "leaf": None})
     assert not validator.is_valid({"text": "x"})
     assert not validator.is_valid({"text": "x", "count": 1, "leaf": None, "more": 1})
@@ -80,8 +80,11 @@ def test_a_null_stands_for_the_default_unless_the_type_has_one() -> None:
 
 
 def test_descriptions_come_from_metadata_and_from_meta() -> None:
-    assert serde.schema_of(Plain).body["properties"]["text"] == {"type": "string", "description": "Anything."}
-    tree = serde.schema_of(Tree)
+    assert serde.build_schema(Plain).body["properties"]["text"] == {
+        "type": "string",
+        "description": "Anything.",
+    }
+    tree = serde.build_schema(Tree)
     age = tree.body["properties"]["age"]
     assert age == {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "null"}], "description": "In years."}
     assert tree.body["properties"]["inner"] == {"anyOf": [{"$ref": "#/$defs/Tree"}, {"type": "null"}]}
@@ -89,13 +92,13 @@ def test_descriptions_come_from_metadata_and_from_meta() -> None:
 
 
 def test_what_cannot_be_strict_says_so() -> None:
-    assert not serde.schema_of(Tree).strict  # it has a mapping
+    assert not serde.build_schema(Tree).strict  # it has a mapping
 
     @dataclass
     class Loose:
         anything: Any
 
-    assert not serde.schema_of(Loose).strict
+    assert not serde.build_schema(Loose).strict
 
     @dataclass
     class Odd:
@@ -103,14 +106,14 @@ def test_what_cannot_be_strict_says_so() -> None:
         stream: type[Leaf]
 
     with pytest.raises(PromptValidationError, match=r"Odd.* cannot be described to a model"):
-        serde.schema_of(Odd)
+        serde.build_schema(Odd)
 
     @dataclass
     class Ahead:
         thing: "NotYet"  # pyright: ignore[reportUndefinedVariable] # noqa: F821 - that is the mistake
 
     with pytest.raises(PromptValidationError, match="'NotYet' is not defined"):
-        serde.schema_of(Ahead)
+        serde.build_schema(Ahead)
 
 
 class Colour(Enum):
@@ -141,7 +144,7 @@ def nodes(schema: Any) -> Iterator[dict[str, Any]]:
 
 def test_a_strict_schema_is_one_that_openai_takes() -> None:
     """Every node says its type, and a reference stands alone; the SDK's own pass over it finds nothing to do."""
-    schema = serde.schema_of(Choices)
+    schema = serde.build_schema(Choices)
     assert schema.strict
     for node in nodes(schema.body):
         assert node.keys() & {"type", "anyOf", "$ref"}
@@ -164,7 +167,7 @@ def test_a_strict_schema_is_one_that_openai_takes() -> None:
 )
 def test_what_strict_mode_has_no_word_for_is_not_called_strict(kind: Any) -> None:
     made = make_dataclass("Made", [("value", kind)])
-    assert not serde.schema_of(made).strict
+    assert not serde.build_schema(made).strict
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Tools, choices, messages and items as the Responses API has them; imports `fumehood.client`."""
+"""Tools, choices, messages and items as the Responses API has them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +9,16 @@ from inline_snapshot import snapshot
 from fumehood.client import FilteredOutputError, PromptEvaluationError, Tool, ToolContext, ToolResult
 from fumehood.client.adapters.openai import (
     AutoContainerConfig,
+    CodeInterpreterFile,
     CodeInterpreterResult,
-    ExecutionFile,
     ExistingContainerRef,
     OpenAICodeInterpreterTool,
     wire,
 )
-from fumehood.client.adapters.openai.code_interpreter import code_interpreter_output, container_spec
+from fumehood.client.adapters.openai.code_interpreter import (
+    build_code_interpreter_result,
+    build_container_spec,
+)
 from fumehood.client.adapters.shared import parse_tool_arguments, serialize_tool_message, tool_to_spec
 
 CITATION: dict[str, Any] = {
@@ -218,7 +221,7 @@ def test_every_item_is_looked_at_and_later_citations_belong_to_a_call() -> None:
         {"type": "web_search_call", "id": "ws_1", "call_id": "call_9", "status": "completed"},
         message({"type": "output_text", "text": "Here.", "annotations": [CITATION]}),
     ]
-    first, second = wire.provider_calls(output)
+    first, second = wire.find_provider_calls(output)
     assert (first.name, first.type, first.id, first.call_id, first.code) == (
         "code_interpreter",
         "code_interpreter_call",
@@ -229,10 +232,10 @@ def test_every_item_is_looked_at_and_later_citations_belong_to_a_call() -> None:
     assert first.annotations == (CITATION,)
     assert first.raw is output[1]
     assert (second.name, second.call_id) == ("web_search", "call_9")
-    assert wire.text_of(output) == "Here."
-    (file,) = wire.citations([CITATION, CITATION, {"type": "url_citation"}])
+    assert wire.read_last_message(output) == "Here."
+    (file,) = wire.find_cited_files([CITATION, CITATION, {"type": "url_citation"}])
     assert (file.file_id, file.filename, file.start_index, file.end_index) == ("cfile_1", "plot.png", 3, 9)
-    assert wire.citations([CITATION], "cntr_2") == ()
+    assert wire.find_cited_files([CITATION], "cntr_2") == ()
 
 
 @pytest.mark.parametrize("part", ["output_text", "input_text"])
@@ -252,7 +255,7 @@ def test_calls_within_the_parts_of_a_message_are_found(part: str) -> None:
         "tool_calls": [nested, {"type": "function"}],
         "annotations": [CITATION],
     }
-    (found,) = wire.provider_calls([message(inner)])
+    (found,) = wire.find_provider_calls([message(inner)])
     assert (found.name, found.code, found.container_id, found.call_id) == (
         "code_interpreter",
         "1+1",
@@ -274,7 +277,7 @@ def test_calls_within_the_parts_of_a_message_are_found(part: str) -> None:
     ],
 )
 def test_how_a_response_ended(fields: dict[str, Any], end: str) -> None:
-    assert wire.WireResponse(**fields).end == end
+    assert wire.WireResponse(**fields).finish_reason == end
 
 
 def test_a_filtered_answer_is_an_assertion_error_too() -> None:
@@ -285,7 +288,9 @@ def test_a_filtered_answer_is_an_assertion_error_too() -> None:
 # --- the code interpreter -----------------------------------------------------------------------------
 
 
-def ran(logs: str = "", status: str = "completed", **execution: Any) -> ToolResult[CodeInterpreterResult]:
+def build_result(
+    logs: str = "", status: str = "completed", **execution: Any
+) -> ToolResult[CodeInterpreterResult]:
     item: dict[str, Any] = {
         "type": "code_interpreter_call",
         "id": "ci_1",
@@ -295,9 +300,9 @@ def ran(logs: str = "", status: str = "completed", **execution: Any) -> ToolResu
         "outputs": [{"type": "logs", "logs": logs}, {"type": "image", "url": "data:1"}],
         **({"fumehood:execution": execution} if execution else {}),
     }
-    (data,) = wire.provider_calls([item, message({"type": "output_text", "annotations": [CITATION]})])
+    (data,) = wire.find_provider_calls([item, message({"type": "output_text", "annotations": [CITATION]})])
     context: Any = None
-    return code_interpreter_output(data, context, CodeInterpreterResult)
+    return build_code_interpreter_result(data, context, CodeInterpreterResult)
 
 
 def test_a_result_has_what_our_gateway_tells_of_files() -> None:
@@ -311,7 +316,7 @@ def test_a_result_has_what_our_gateway_tells_of_files() -> None:
         "sha256": "ab" * 32,
         "content": "MSwy",
     }
-    found = ran(
+    found = build_result(
         stdout="1\n",
         stderr="2\n",
         exit_code=0,
@@ -321,18 +326,18 @@ def test_a_result_has_what_our_gateway_tells_of_files() -> None:
     ).value
     assert found is not None
     assert (found.stdout, found.stderr, found.exit_code) == ("1\n", "2\n", 0)
-    assert found.produced[0] == ExecutionFile(
+    assert found.produced_files[0] == CodeInterpreterFile(
         "cntr_1", "cfile_1", "t.csv", "/mnt/data/t.csv", 3, "text/csv", "ab" * 32, b"1,2"
     )
-    assert [one.content for one in found.produced] == [b"1,2", None, None]
-    assert found.missing == ("/mnt/data/gone",)
+    assert [one.content for one in found.produced_files] == [b"1,2", None, None]
+    assert found.missing_files == ("/mnt/data/gone",)
 
 
 TRACEBACK = "before\nTraceback (most recent call last):\n  File x\nValueError: no\n"
 
 
 def test_a_result_has_message_output_images_and_files() -> None:
-    found = ran("42\n")
+    found = build_result("42\n")
     assert found.success
     assert found.message == "42\n"
     assert found.value is not None
@@ -345,15 +350,15 @@ def test_a_result_has_message_output_images_and_files() -> None:
 @pytest.mark.parametrize(
     ("found", "success"),
     [
-        (ran("fine"), True),
-        (ran(TRACEBACK), False),
-        (ran(TRACEBACK + "and it went on\n"), True),
-        (ran("KeyboardInterrupt"), True),
-        (ran("Traceback (most recent call last):\nKeyboardInterrupt\n"), False),
-        (ran(status="failed"), False),
-        (ran(status="incomplete"), False),
-        (ran("x", stdout="x", stderr="", exit_code=3), False),
-        (ran(TRACEBACK, stdout="x", stderr="", exit_code=0), True),
+        (build_result("fine"), True),
+        (build_result(TRACEBACK), False),
+        (build_result(TRACEBACK + "and it went on\n"), True),
+        (build_result("KeyboardInterrupt"), True),
+        (build_result("Traceback (most recent call last):\nKeyboardInterrupt\n"), False),
+        (build_result(status="failed"), False),
+        (build_result(status="incomplete"), False),
+        (build_result("x", stdout="x", stderr="", exit_code=3), False),
+        (build_result(TRACEBACK, stdout="x", stderr="", exit_code=0), True),
     ],
 )
 def test_what_is_a_failure(found: ToolResult[CodeInterpreterResult], success: bool) -> None:
@@ -361,24 +366,24 @@ def test_what_is_a_failure(found: ToolResult[CodeInterpreterResult], success: bo
 
 
 def test_a_failure_has_its_traceback_and_still_its_files() -> None:
-    found = ran(TRACEBACK)
+    found = build_result(TRACEBACK)
     assert found.value is not None
     assert found.value.stderr.startswith("Traceback")
     assert found.value.files
-    assert ran(status="failed").message == "The call of the code interpreter is failed."
-    long = ran("Traceback (most recent call last):\n" + "x" * 9000 + "\nE: x")
+    assert build_result(status="failed").message == "The call of the code interpreter is failed."
+    long = build_result("Traceback (most recent call last):\n" + "x" * 9000 + "\nE: x")
     assert long.value is not None
     assert len(long.value.stderr) == 4000
 
 
 def test_containers_are_sent_as_the_wire_has_them() -> None:
-    assert container_spec(AutoContainerConfig()) == {"type": "auto", "memory_limit": "1g"}
-    assert container_spec(AutoContainerConfig(memory_limit="64g").attach("file-1", "file-2")) == {
+    assert build_container_spec(AutoContainerConfig()) == {"type": "auto", "memory_limit": "1g"}
+    assert build_container_spec(AutoContainerConfig(memory_limit="64g").attach("file-1", "file-2")) == {
         "type": "auto",
         "memory_limit": "64g",
         "file_ids": ["file-1", "file-2"],
     }
-    assert container_spec(ExistingContainerRef("cntr_1", "4g")) == "cntr_1"
+    assert build_container_spec(ExistingContainerRef("cntr_1", "4g")) == "cntr_1"
 
 
 def test_a_container_of_its_own_is_auto_and_its_files_are_named() -> None:

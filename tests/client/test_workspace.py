@@ -1,4 +1,4 @@
-"""Host files in workspaces: what is copied, what is refused, what is shown; imports `fumehood.client`."""
+"""Host files in workspaces: what is copied, what is refused, what is shown."""
 
 import errno
 import os

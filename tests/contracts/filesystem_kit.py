@@ -1,4 +1,4 @@
-"""What every `Filesystem` of the client must do; imports `fumehood.client` and pytest."""
+"""What every `Filesystem` of the client must do."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The conformance kit on real sandboxes, by every way to them; imports pytest and fumehood.
+"""The conformance kit on real sandboxes, by every way to them.
 
 Each class has one server for all of its tests: what they share, they may not notice.
 """
@@ -13,18 +13,18 @@ import pytest
 import pytest_asyncio
 
 from fumehood.interfaces import SandboxProvider
-from fumehood.sandbox.local import LocalSandboxes, LocalSettings
-from fumehood.sandbox.remote import RemoteSandboxes
-from fumehood.sandboxd.service import Service
-from fumehood.testing.sandbox_kit import SandboxKit, Subject
-from tests.support.sandboxes import has_cgroups, settings
-from tests.support.server import serving
+from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings
+from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
+from fumehood.sandbox_server.api.sandbox_service import SandboxService
+from fumehood.testing.kits.sandbox_kit import SandboxKit, SandboxSubject
+from tests.support.sandbox_runs import has_cgroups, settings
+from tests.support.sandbox_server import run_server
 
 TOKEN = "a-token-of-some-length"
 
 
 @pytest_asyncio.fixture(loop_scope="class", scope="class")
-async def subject(request: pytest.FixtureRequest) -> AsyncGenerator[Subject]:
+async def subject(request: pytest.FixtureRequest) -> AsyncGenerator[SandboxSubject]:
     kit = cast("type[Any]", request.cls)  # pyright: ignore[reportUnknownMemberType]
     async with kit.opened() as made:
         yield made
@@ -34,30 +34,30 @@ async def subject(request: pytest.FixtureRequest) -> AsyncGenerator[Subject]:
 class TestInProcess(SandboxKit):
     @staticmethod
     @asynccontextmanager
-    async def opened() -> AsyncGenerator[Subject]:
+    async def opened() -> AsyncGenerator[SandboxSubject]:
         async def another() -> SandboxProvider:
-            service = Service(settings(preload=()))
+            service = SandboxService(settings(preload=()))
             await service.start()
             return cast("SandboxProvider", service)
 
-        async with Service(settings(preload=())) as service:
+        async with SandboxService(settings(preload=())) as service:
             # What it gives for references are the sandboxes themselves, since it knows nothing of the seams.
-            yield Subject(cast("SandboxProvider", service), another=another)
+            yield SandboxSubject(cast("SandboxProvider", service), make_provider=another)
 
 
 @pytest.mark.asyncio(loop_scope="class")
 class TestOverTcpWithToken(SandboxKit):
     @staticmethod
     @asynccontextmanager
-    async def opened() -> AsyncGenerator[Subject]:
+    async def opened() -> AsyncGenerator[SandboxSubject]:
         async def another() -> SandboxProvider:
-            return RemoteSandboxes(server.where, TOKEN)
+            return RemoteSandboxProvider(server.where, TOKEN)
 
         async with (
-            serving(settings(preload=()), token=TOKEN) as server,
-            RemoteSandboxes(server.where, TOKEN) as remote,
+            run_server(settings(preload=()), token=TOKEN) as server,
+            RemoteSandboxProvider(server.where, TOKEN) as remote,
         ):
-            yield Subject(remote, another=another)
+            yield SandboxSubject(remote, make_provider=another)
 
 
 @pytest.mark.slow  # a server in a process of its own, further down, listens on a unix socket as well
@@ -65,28 +65,28 @@ class TestOverTcpWithToken(SandboxKit):
 class TestOverUnixSocket(SandboxKit):
     @staticmethod
     @asynccontextmanager
-    async def opened() -> AsyncGenerator[Subject]:
+    async def opened() -> AsyncGenerator[SandboxSubject]:
         async def another() -> SandboxProvider:
-            return RemoteSandboxes(server.where)
+            return RemoteSandboxProvider(server.where)
 
         with tempfile.TemporaryDirectory(prefix="fh", dir="/tmp") as directory:
             async with (
-                serving(settings(preload=()), path=Path(directory) / "socket") as server,
-                RemoteSandboxes(server.where) as remote,
+                run_server(settings(preload=()), path=Path(directory) / "socket") as server,
+                RemoteSandboxProvider(server.where) as remote,
             ):
-                yield Subject(remote, another=another)
+                yield SandboxSubject(remote, make_provider=another)
 
 
 @pytest.mark.asyncio(loop_scope="class")
 class TestOnThisHost(SandboxKit):
     @staticmethod
     @asynccontextmanager
-    async def opened() -> AsyncGenerator[Subject]:
+    async def opened() -> AsyncGenerator[SandboxSubject]:
         limits = "enforced" if has_cgroups() else "best-effort"
-        chosen = LocalSettings(limits=limits, pool=1, options=("--preload", ""))
+        chosen = LocalServerSettings(limits=limits, pool=1, options=("--preload", ""))
 
         async def another() -> SandboxProvider:
-            return LocalSandboxes(chosen)
+            return LocalSandboxProvider(chosen)
 
-        async with LocalSandboxes(chosen) as provider:
-            yield Subject(provider, another=another)
+        async with LocalSandboxProvider(chosen) as provider:
+            yield SandboxSubject(provider, make_provider=another)

@@ -1,25 +1,25 @@
-"""The conformance kit on the client of the sandbox protocol, with a double behind it; imports pytest, fumehood."""
+"""The conformance kit on the client of the sandbox protocol, with a double behind it."""
 
 from collections.abc import AsyncGenerator
 
 import pytest
 
 from fumehood.interfaces import SandboxProvider
-from fumehood.sandbox.remote import RemoteSandboxes
-from fumehood.testing.sandbox_kit import SandboxKit, Subject
-from tests.support.behaviours import scripted
+from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
+from fumehood.testing.kits.sandbox_kit import SandboxKit, SandboxSubject
 from tests.support.sandbox_http import Manners, served
+from tests.support.scripted_sandbox_programs import make_scripted_sandboxes
 
 
 class TestWithScriptedSandboxes(SandboxKit):
     @pytest.fixture
-    async def subject(self) -> AsyncGenerator[Subject]:
+    async def subject(self) -> AsyncGenerator[SandboxSubject]:
         async def another() -> SandboxProvider:
-            return RemoteSandboxes(server.url, "a-token")
+            return RemoteSandboxProvider(server.url, "a-token")
 
         async with (
-            scripted() as provider,
+            make_scripted_sandboxes() as provider,
             served(provider, Manners(token="a-token")) as server,
-            RemoteSandboxes(server.url, "a-token") as remote,
+            RemoteSandboxProvider(server.url, "a-token") as remote,
         ):
-            yield Subject(remote, another=another)
+            yield SandboxSubject(remote, make_provider=another)

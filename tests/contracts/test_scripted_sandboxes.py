@@ -1,21 +1,21 @@
-"""The conformance kit on the scripted double; imports pytest and fumehood."""
+"""The conformance kit on the scripted double."""
 
 from collections.abc import AsyncGenerator
 
 import pytest
 
 from fumehood.interfaces import SandboxProvider
-from fumehood.testing import ScriptedSandboxes
-from fumehood.testing.sandbox_kit import SandboxKit, Subject
-from tests.support.behaviours import scripted
+from fumehood.testing import ScriptedSandboxProvider
+from fumehood.testing.kits.sandbox_kit import SandboxKit, SandboxSubject
+from tests.support.scripted_sandbox_programs import make_scripted_sandboxes
 
 
 async def _another() -> SandboxProvider:
-    return ScriptedSandboxes()
+    return ScriptedSandboxProvider()
 
 
 class TestScriptedSandboxes(SandboxKit):
     @pytest.fixture
-    async def subject(self) -> AsyncGenerator[Subject]:
-        async with scripted() as provider:
-            yield Subject(provider, another=_another)
+    async def subject(self) -> AsyncGenerator[SandboxSubject]:
+        async with make_scripted_sandboxes() as provider:
+            yield SandboxSubject(provider, make_provider=_another)

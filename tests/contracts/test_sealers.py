@@ -1,11 +1,11 @@
-"""The conformance kit on every sealer; imports pytest and fumehood."""
+"""The conformance kit on every sealer."""
 
 import pytest
 
 from fumehood.interfaces import Sealer
-from fumehood.store.sealing import KeyedSealer
+from fumehood.store.aes_gcm_sealer import AesGcmSealer
 from fumehood.testing import PlainSealer
-from fumehood.testing.sealer_kit import SealerKit
+from fumehood.testing.kits.sealer_kit import SealerKit
 
 
 class TestPlainSealer(SealerKit):
@@ -17,4 +17,4 @@ class TestPlainSealer(SealerKit):
 class TestKeyedSealer(SealerKit):
     @pytest.fixture
     def sealer(self) -> Sealer:
-        return KeyedSealer([b"k" * 32, b"o" * 32])
+        return AesGcmSealer([b"k" * 32, b"o" * 32])

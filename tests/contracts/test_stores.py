@@ -1,4 +1,4 @@
-"""The conformance kit on every store; imports pytest and fumehood."""
+"""The conformance kit on every store."""
 
 import sqlite3
 from collections.abc import AsyncGenerator
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from fumehood.store.sqlite import SqliteStore
+from fumehood.store.sqlite_store import SqliteStore
 from fumehood.testing import FakeClock, MemoryStore
-from fumehood.testing.store_kit import CachingKit, StoreKit
-from fumehood.testing.store_kit_leases import SharedKit
-from fumehood.testing.turns import StoreSubject
+from fumehood.testing.kits.lease_kit import SharedStoreKit
+from fumehood.testing.kits.store_fixtures import StoreSubject
+from fumehood.testing.kits.store_kit import SegmentCacheKit, StoreKit
 
 
-class TestMemoryStore(StoreKit, SharedKit, CachingKit):
+class TestMemoryStore(StoreKit, SharedStoreKit, SegmentCacheKit):
     @pytest.fixture
     async def subject(self) -> StoreSubject:
         clock = FakeClock()
@@ -23,30 +23,30 @@ class TestMemoryStore(StoreKit, SharedKit, CachingKit):
             clock.advance(31)
 
         store = MemoryStore(clock, lease_seconds=30)
-        return StoreSubject(store, lapse, store.another())
+        return StoreSubject(store, lapse, store.open_second())
 
 
-class TestSqliteStore(StoreKit, CachingKit):
+class TestSqliteStore(StoreKit, SegmentCacheKit):
     @pytest.fixture
     async def subject(self, tmp_path: Path) -> AsyncGenerator[StoreSubject]:
         store = await SqliteStore.open(tmp_path / "store.db")
-        yield StoreSubject(store, lambda: _lapse(tmp_path / "store.db", store))
+        yield StoreSubject(store, lambda: _expire_leases(tmp_path / "store.db", store))
         await store.close()
 
 
-class TestSharedSqliteStore(StoreKit, SharedKit):
+class TestSharedSqliteStore(StoreKit, SharedStoreKit):
     """Two of them on one file, as if they were two processes: nothing but leases between them."""
 
     @pytest.fixture
     async def subject(self, tmp_path: Path) -> AsyncGenerator[StoreSubject]:
         stores = [await SqliteStore.open(tmp_path / "store.db", shared=True) for _ in range(2)]
-        yield StoreSubject(stores[0], lambda: _lapse(tmp_path / "store.db", *stores), stores[1])
+        yield StoreSubject(stores[0], lambda: _expire_leases(tmp_path / "store.db", *stores), stores[1])
         for store in stores:
             await store.close()
 
 
-async def _lapse(path: Path, *stores: SqliteStore) -> None:
+async def _expire_leases(path: Path, *stores: SqliteStore) -> None:
     for store in stores:
-        await store.recover()  # writes what has begun
+        await store.fail_orphaned_responses()  # writes what has begun
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("UPDATE leases SET expires = expires - 1")

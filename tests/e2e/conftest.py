@@ -1,4 +1,4 @@
-"""One gateway with real sandboxes before a scripted model, for all tests that do not kill it; imports the support."""
+"""One gateway with real sandboxes before a scripted model, for all tests that do not kill it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import pytest
 from openai import OpenAI
 
-from tests.support import served
-from tests.support.sandboxes import has_cgroups
-from tests.support.served import Model, Served
+from tests.support import gateway_process
+from tests.support.gateway_process import GatewayProcess, ScriptedModelServer
+from tests.support.sandbox_runs import has_cgroups
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,8 @@ class House:
     The model is `scripted`; `far` and `far-direct` are models of another gateway, which asks the same scripted one.
     """
 
-    served: Served
-    model: Model
+    served: GatewayProcess
+    model: ScriptedModelServer
     strict: OpenAI
     client: OpenAI
 
@@ -28,16 +28,16 @@ class House:
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     directory, elsewhere = tmp_path_factory.mktemp("gateway"), tmp_path_factory.mktemp("far")
     with (
-        Model() as model,
-        served.serving(elsewhere, settings_without_code(model)) as far,
-        served.serving(directory, settings_before(far, model), loaded=True) as running,
+        ScriptedModelServer() as model,
+        gateway_process.run_gateway(elsewhere, settings_without_code(model)) as far,
+        gateway_process.run_gateway(directory, settings_before(far, model), loaded=True) as running,
         client_of(running, strict=True) as strict,
         client_of(running) as client,
     ):
         yield House(running, model, strict, client)
 
 
-def client_of(running: Served, *, strict: bool = False) -> OpenAI:
+def client_of(running: GatewayProcess, *, strict: bool = False) -> OpenAI:
     return OpenAI(
         base_url=running.url,
         api_key="none",
@@ -47,7 +47,7 @@ def client_of(running: Served, *, strict: bool = False) -> OpenAI:
     )
 
 
-def settings_for(model: Model, **interpreter: object) -> dict[str, object]:
+def settings_for(model: ScriptedModelServer, **interpreter: object) -> dict[str, object]:
     limits = "enforced" if has_cgroups() else "best-effort"
     return {
         "models": models_of(model),
@@ -55,11 +55,11 @@ def settings_for(model: Model, **interpreter: object) -> dict[str, object]:
     }
 
 
-def models_of(model: Model) -> list[dict[str, str]]:
+def models_of(model: ScriptedModelServer) -> list[dict[str, str]]:
     return [{"match": "scripted*", "base_url": model.url}, {"match": "direct", "backend": "direct"}]
 
 
-def settings_before(far: Served, model: Model) -> dict[str, object]:
+def settings_before(far: GatewayProcess, model: ScriptedModelServer) -> dict[str, object]:
     """With the models of another gateway too."""
     behind = {"backend": "responses", "base_url": far.url}
     further = [
@@ -69,6 +69,6 @@ def settings_before(far: Served, model: Model) -> dict[str, object]:
     return {**settings_for(model), "models": [*models_of(model), *further]}
 
 
-def settings_without_code(model: Model) -> dict[str, object]:
+def settings_without_code(model: ScriptedModelServer) -> dict[str, object]:
     """For what needs no sandboxes: the gateway starts much faster."""
     return {**settings_for(model), "providers": {"code_interpreter": {"enabled": False}}}

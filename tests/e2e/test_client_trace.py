@@ -1,4 +1,4 @@
-"""The client before a gateway, both telling one receiver of OTLP: one trace; imports the SDKs and the support."""
+"""The client before a gateway, both telling one receiver of OTLP: one trace."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,15 +14,15 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from fumehood.client.adapters.openai import OpenAIAdapter
-from fumehood.telemetry.client import ClientTelemetry
+from fumehood.telemetry.client_telemetry import ClientTelemetry
 from tests.e2e.conftest import client_of, settings_for, settings_without_code
-from tests.support import served
+from tests.support import gateway_process
 from tests.support.client_prompts import HOSTED, prompt, query_tool
-from tests.support.otlp import AT_ONCE, Receiver
-from tests.support.served import Model, answer, call, calls, runs
+from tests.support.gateway_process import ScriptedModelServer, code_call, text_answer, tool_call, tool_calls
+from tests.support.otlp_receiver import FAST_EXPORT_ENVIRONMENT, OtlpReceiver
 
 
-def evaluated(receiver: Receiver, client: OpenAI, **settings: Any) -> bytes:
+def evaluated(receiver: OtlpReceiver, client: OpenAI, **settings: Any) -> bytes:
     """One prompt, in a span of the user's own, all of it told to the receiver; the id of its trace."""
     tracers = TracerProvider(resource=Resource({"service.name": "mine"}), shutdown_on_exit=False)
     exporter = OTLPSpanExporter(endpoint=f"{receiver.address}/v1/traces")
@@ -45,10 +45,13 @@ def tree(told: Sequence[tuple[str, Span]], parent: bytes = b"", depth: int = 0) 
 
 
 def test_client_and_gateway_are_one_trace(tmp_path: Path) -> None:
-    with Receiver() as receiver, Model() as model:
+    with OtlpReceiver() as receiver, ScriptedModelServer() as model:
         settings = settings_without_code(model) | {"telemetry": {"otlp": receiver.address}}
-        model.script(calls(call("run_query", {"sql": "x"}, call_id="c1")), answer("Done."))
-        with served.serving(tmp_path, settings, AT_ONCE) as running, client_of(running) as client:
+        model.script(tool_calls(tool_call("run_query", {"sql": "x"}, call_id="c1")), text_answer("Done."))
+        with (
+            gateway_process.run_gateway(tmp_path, settings, FAST_EXPORT_ENVIRONMENT) as running,
+            client_of(running) as client,
+        ):
             trace = evaluated(receiver, client)
             assert running.stop() == 0
         told = receiver.trace(trace, 9)
@@ -69,10 +72,13 @@ def test_client_and_gateway_are_one_trace(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_client_gateway_and_sandbox_are_one_trace(tmp_path: Path) -> None:
-    with Receiver() as receiver, Model() as model:
+    with OtlpReceiver() as receiver, ScriptedModelServer() as model:
         settings = settings_for(model) | {"telemetry": {"otlp": receiver.address}}
-        model.script(runs("print(6 * 7)"), answer("It is 42."))
-        with served.serving(tmp_path, settings, AT_ONCE) as running, client_of(running) as client:
+        model.script(code_call("print(6 * 7)"), text_answer("It is 42."))
+        with (
+            gateway_process.run_gateway(tmp_path, settings, FAST_EXPORT_ENVIRONMENT) as running,
+            client_of(running) as client,
+        ):
             trace = evaluated(receiver, client, hosted_tools=HOSTED)
             assert running.stop() == 0
         told = receiver.trace(trace, 8)

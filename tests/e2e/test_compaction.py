@@ -1,4 +1,4 @@
-"""Long conversations over a socket with the OpenAI SDK: counted, compacted, continued; imports the support."""
+"""Long conversations over a socket with the OpenAI SDK: counted, compacted, continued."""
 
 import sqlite3
 from typing import Any
@@ -7,8 +7,8 @@ import openai
 import pytest
 
 from tests.e2e.conftest import House
-from tests.support.served import answer, runs
-from tests.support.thinking import Thinker, shown
+from tests.support.code_word_model_server import CodeWordModel, extract_texts
+from tests.support.gateway_process import code_call, text_answer
 
 INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
 THRESHOLD = 2000
@@ -31,13 +31,13 @@ def kept(house: House) -> int:
 
 
 @pytest.fixture
-def thinker(house: House) -> Thinker:
-    thinker = Thinker()
+def thinker(house: House) -> CodeWordModel:
+    thinker = CodeWordModel()
     house.model.script(*[thinker.answer] * 400)
     return thinker
 
 
-def test_sixty_turns_by_previous_response_id(house: House, thinker: Thinker) -> None:
+def test_sixty_turns_by_previous_response_id(house: House, thinker: CodeWordModel) -> None:
     previous: str | None = None
     sizes: list[int] = []
     first = kept(house)
@@ -60,7 +60,7 @@ def test_sixty_turns_by_previous_response_id(house: House, thinker: Thinker) -> 
     assert [item.type for item in listed].count("compaction") == len(thinker.summaries)
 
 
-def test_sixty_turns_by_giving_everything_back(house: House, thinker: Thinker) -> None:
+def test_sixty_turns_by_giving_everything_back(house: House, thinker: CodeWordModel) -> None:
     window: list[Any] = []
     for number in range(TURNS):
         window.append({"role": "user", "content": talk(number)})
@@ -78,7 +78,7 @@ def test_sixty_turns_by_giving_everything_back(house: House, thinker: Thinker) -
     assert 2 <= len(thinker.summaries) <= TURNS // 4
 
 
-def test_a_conversation_is_counted_and_compacted_on_demand(house: House, thinker: Thinker) -> None:
+def test_a_conversation_is_counted_and_compacted_on_demand(house: House, thinker: CodeWordModel) -> None:
     client = house.strict
     first = client.responses.create(model="scripted", input=FACT)
     counted = client.responses.input_tokens.count(
@@ -107,7 +107,7 @@ def test_a_conversation_is_counted_and_compacted_on_demand(house: House, thinker
         assert refused.value.param == f"input[{len(window) - 1}].encrypted_content"
 
 
-def test_a_stream_tells_of_the_compaction_after_the_message(house: House, thinker: Thinker) -> None:
+def test_a_stream_tells_of_the_compaction_after_the_message(house: House, thinker: CodeWordModel) -> None:
     with house.strict.responses.create(
         model="scripted", input="x" * 9000, context_management=MANAGED, stream=True
     ) as stream:
@@ -127,13 +127,13 @@ def test_a_stream_tells_of_the_compaction_after_the_message(house: House, thinke
 
 
 def test_the_container_and_its_files_outlive_the_items_that_named_them(house: House) -> None:
-    client, thinker = house.strict, Thinker()
-    house.model.script(runs("x = 41; open('notes.txt', 'w').write('seven')"), answer("Done."))
+    client, thinker = house.strict, CodeWordModel()
+    house.model.script(code_call("x = 41; open('notes.txt', 'w').write('seven')"), text_answer("Done."))
     first = client.responses.create(model="scripted", input="Run it", tools=[INTERPRETER])
     house.model.script(thinker.answer)
     compacted = client.responses.compact(model="scripted", previous_response_id=first.id)
     window: list[Any] = [item.model_dump(exclude_none=True) for item in compacted.output]
-    house.model.script(runs("print(x + 1, open('notes.txt').read())"), answer("42"))
+    house.model.script(code_call("print(x + 1, open('notes.txt').read())"), text_answer("42"))
     second = client.responses.create(
         model="scripted",
         input=[*window, {"role": "user", "content": "And now?"}],
@@ -146,5 +146,5 @@ def test_the_container_and_its_files_outlive_the_items_that_named_them(house: Ho
     assert before.type == after.type == "code_interpreter_call"
     assert after.container_id == before.container_id
     assert after.outputs[0].logs == "42 seven\n"
-    told = shown(house.model.asked[0].json["messages"])
+    told = extract_texts(house.model.requests[0].json["messages"])
     assert any("/mnt/data/notes.txt (5 bytes)" in text for text in told)

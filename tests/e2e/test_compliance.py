@@ -1,4 +1,4 @@
-"""What an independent suite asks of every Responses server, one case each and all at once; imports the support.
+"""What an independent suite asks of every Responses server, one case each and all at once.
 
 A case is an async function of a `Wire`; `@case` puts it into the table. The model tells what it was shown, so that a
 case also sees what the gateway passed on.
@@ -15,19 +15,19 @@ import pytest_asyncio
 from pydantic import ValidationError
 
 from tests.e2e.conftest import House
-from tests.support.compliance import (
+from tests.support.compliance_client import (
     DOCUMENT,
-    Wire,
+    ComplianceClient,
     check_compaction,
     check_event,
     check_response,
     check_stream,
+    connect,
     mirror,
     text_of,
-    wire_to,
 )
 
-type Case = Callable[[Wire], Awaitable[None]]
+type Case = Callable[[ComplianceClient], Awaitable[None]]
 
 PATIENCE = 30
 PICTURE = "data:image/png;base64,iVBORw0KGgo="
@@ -57,7 +57,7 @@ def case(name: str) -> Callable[[Case], Case]:
 
 
 def socket_case(name: str) -> Callable[[Case], Case]:
-    served = importlib.util.find_spec("fumehood.gateway.websocket") is not None
+    served = importlib.util.find_spec("fumehood.gateway.routes.websocket_routes") is not None
     return case(f"WebSocket: {name}") if served else lambda function: function
 
 
@@ -74,14 +74,14 @@ def inline(name: str, kind: str, content: bytes) -> dict[str, Any]:
 
 
 @case("basic")
-async def basic(wire: Wire) -> None:
+async def basic(wire: ComplianceClient) -> None:
     response = await wire.create(input=[said("user", "Say hello.")])
     assert response["status"] == "completed"
     assert text_of(response) == "user: Say hello."
 
 
 @case("streaming")
-async def streaming(wire: Wire) -> None:
+async def streaming(wire: ComplianceClient) -> None:
     events = await wire.stream(input=[said("user", "Count from 1 to 5.")])
     kinds = [event["type"].removeprefix("response.") for event in events]
     deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
@@ -101,7 +101,7 @@ async def streaming(wire: Wire) -> None:
 
 
 @case("system prompt")
-async def system_prompt(wire: Wire) -> None:
+async def system_prompt(wire: ComplianceClient) -> None:
     response = await wire.create(
         instructions="Be brief.",
         input=[said("system", "Talk like a pirate."), said("developer", "No swearing."), said("user", "Hi.")],
@@ -113,7 +113,7 @@ async def system_prompt(wire: Wire) -> None:
 
 
 @case("multi-turn")
-async def multi_turn(wire: Wire) -> None:
+async def multi_turn(wire: ComplianceClient) -> None:
     response = await wire.create(
         input=[
             said("user", "My name is Alice."),
@@ -139,12 +139,12 @@ def check_call(response: Any) -> Any:
 
 
 @case("tool calling")
-async def tool_calling(wire: Wire) -> None:
+async def tool_calling(wire: ComplianceClient) -> None:
     check_call(await wire.create(input=[said("user", "The weather?")], tools=[WEATHER]))
 
 
 @case("tool calling, streamed")
-async def tool_calling_streamed(wire: Wire) -> None:
+async def tool_calling_streamed(wire: ComplianceClient) -> None:
     events = await wire.stream(input=[said("user", "The weather?")], tools=[WEATHER], tool_choice="required")
     found = check_call(events[-1]["response"])
     kinds = [event["type"].removeprefix("response.") for event in events]
@@ -164,7 +164,7 @@ async def tool_calling_streamed(wire: Wire) -> None:
 
 
 @case("tool calling, round trip")
-async def round_trip(wire: Wire) -> None:
+async def round_trip(wire: ComplianceClient) -> None:
     question = said("user", "The weather?")
     first = await wire.create(input=[question], tools=[WEATHER])
     found = check_call(first)
@@ -180,14 +180,14 @@ async def round_trip(wire: Wire) -> None:
 
 
 @case("image input")
-async def image_input(wire: Wire) -> None:
+async def image_input(wire: ComplianceClient) -> None:
     parts = [{"type": "input_text", "text": "What is it?"}, {"type": "input_image", "image_url": PICTURE}]
     response = await wire.create(input=[said("user", parts)])
     assert text_of(response) == f'user: What is it? + {{"url": "{PICTURE}"}}'
 
 
 @case("file input")
-async def file_input(wire: Wire) -> None:
+async def file_input(wire: ComplianceClient) -> None:
     """What is text is shown as text; anything else is the model server's affair."""
     table = inline("table.csv", "text/csv", b"a,b\n1,2\n")
     response = await wire.create(input=[said("user", [table, {"type": "input_text", "text": "Add."}])])
@@ -206,7 +206,7 @@ async def file_input(wire: Wire) -> None:
 
 
 @case("assistant phase")
-async def assistant_phase(wire: Wire) -> None:
+async def assistant_phase(wire: ComplianceClient) -> None:
     thinking = said("assistant", "Let me see.", phase="commentary")
     parts: Any = [{"type": "output_text", "text": "42", "annotations": []}]
     final = said("assistant", parts, phase="final_answer", status="completed", id="msg_phase")
@@ -218,7 +218,7 @@ async def assistant_phase(wire: Wire) -> None:
 
 
 @case("previous_response_id")
-async def previous_response_id(wire: Wire) -> None:
+async def previous_response_id(wire: ComplianceClient) -> None:
     first = await wire.create(input=[said("user", "My name is Alice.")], instructions="Be kind.")
     second = await wire.create(input="And mine is Bob.", previous_response_id=first["id"])
     assert second["previous_response_id"] == first["id"]
@@ -228,7 +228,7 @@ async def previous_response_id(wire: Wire) -> None:
 
 
 @case("previous_response_id of nothing")
-async def unknown_previous_response_id(wire: Wire) -> None:
+async def unknown_previous_response_id(wire: ComplianceClient) -> None:
     for stream in (False, True):
         check_not_found(await wire.refused(input="x", previous_response_id="resp_nothing", stream=stream))
 
@@ -243,7 +243,7 @@ def check_not_found(refused: tuple[int, Any]) -> None:
 
 
 @case("compact")
-async def compact(wire: Wire) -> None:
+async def compact(wire: ComplianceClient) -> None:
     past = [said("user", "My name is Alice."), said("assistant", "Hello Alice!")]
     status, body = await wire.ask("POST", "/responses/compact", {"model": "scripted", "input": past})
     assert status == 200, body
@@ -256,7 +256,7 @@ async def compact(wire: Wire) -> None:
 
 
 @case("compact without a model")
-async def compact_without_model(wire: Wire) -> None:
+async def compact_without_model(wire: ComplianceClient) -> None:
     status, body = await wire.ask("POST", "/responses/compact", {"input": "x"})
     assert status in (400, 422)
     assert body["error"]["param"] == "model"
@@ -266,7 +266,7 @@ async def compact_without_model(wire: Wire) -> None:
 
 
 @socket_case("response")
-async def socket_response(wire: Wire) -> None:
+async def socket_response(wire: ComplianceClient) -> None:
     async with wire.socket() as socket:
         response = await socket.create(input=[said("user", "Say hello.")])
     assert response["status"] == "completed"
@@ -274,14 +274,14 @@ async def socket_response(wire: Wire) -> None:
 
 
 @socket_case("several in sequence")
-async def socket_sequence(wire: Wire) -> None:
+async def socket_sequence(wire: ComplianceClient) -> None:
     async with wire.socket() as socket:
         for text in ("One.", "Two.", "Three."):
             assert text_of(await socket.create(input=text, store=False)) == f"user: {text}"
 
 
 @socket_case("continuation")
-async def socket_continuation(wire: Wire) -> None:
+async def socket_continuation(wire: ComplianceClient) -> None:
     async with wire.socket() as socket:
         first = await socket.create(input="My name is Alice.", store=False)
         second = await socket.create(input="And mine?", store=False, previous_response_id=first["id"])
@@ -289,7 +289,7 @@ async def socket_continuation(wire: Wire) -> None:
 
 
 @socket_case("reconnect with store: false")
-async def socket_reconnect(wire: Wire) -> None:
+async def socket_reconnect(wire: ComplianceClient) -> None:
     async with wire.socket() as socket:
         first = await socket.create(input="My name is Alice.", store=False)
     async with wire.socket() as socket:
@@ -299,14 +299,14 @@ async def socket_reconnect(wire: Wire) -> None:
 
 
 @socket_case("unknown previous id")
-async def socket_unknown_previous(wire: Wire) -> None:
+async def socket_unknown_previous(wire: ComplianceClient) -> None:
     async with wire.socket() as socket:
         check_not_found(await socket.refused(input="x", previous_response_id="resp_nothing"))
         assert text_of(await socket.create(input="Still here?")) == "user: Still here?"
 
 
 @socket_case("failed continuation evicts")
-async def socket_eviction(wire: Wire) -> None:
+async def socket_eviction(wire: ComplianceClient) -> None:
     stray = {"type": "function_call_output", "call_id": "call_nobody", "output": "x"}
     async with wire.socket() as socket:
         first = await socket.create(input="My name is Alice.", store=False)
@@ -316,7 +316,7 @@ async def socket_eviction(wire: Wire) -> None:
 
 
 @socket_case("compaction starts a new chain")
-async def socket_compaction(wire: Wire) -> None:
+async def socket_compaction(wire: ComplianceClient) -> None:
     async with wire.socket() as socket:
         first = await socket.create(input="My name is Alice.", store=False)
         past = [said("user", "My name is Alice."), *first["output"]]
@@ -333,19 +333,19 @@ async def socket_compaction(wire: Wire) -> None:
 
 
 @pytest_asyncio.fixture
-async def wire(house: House) -> AsyncGenerator[Wire]:
+async def wire(house: House) -> AsyncGenerator[ComplianceClient]:
     house.model.script(*[mirror] * 100)
-    async with wire_to(house.served.url) as wire:
+    async with connect(house.served.url) as wire:
         yield wire
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_case(wire: Wire, name: str) -> None:
+async def test_case(wire: ComplianceClient, name: str) -> None:
     async with asyncio.timeout(PATIENCE):
         await CASES[name](wire)
 
 
-async def test_the_checks_have_teeth(wire: Wire) -> None:
+async def test_the_checks_have_teeth(wire: ComplianceClient) -> None:
     events = await wire.stream(input="x")
     response = events[-1]["response"]
     with pytest.raises(ValidationError):
@@ -359,7 +359,7 @@ async def test_the_checks_have_teeth(wire: Wire) -> None:
             check_response({name: value for name, value in response.items() if name != "store"})
 
 
-async def test_all_cases_at_once(wire: Wire) -> None:
+async def test_all_cases_at_once(wire: ComplianceClient) -> None:
     async def run(name: str) -> str:
         async with asyncio.timeout(PATIENCE):
             await CASES[name](wire)

@@ -1,4 +1,4 @@
-"""Containers over restarts, kills and crowds, with real sandboxes and processes; imports the support."""
+"""Containers over restarts, kills and crowds, with real sandboxes and processes."""
 
 import asyncio
 import contextlib
@@ -19,14 +19,14 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from fumehood.protocol.sandbox_errors import Unreachable
-from fumehood.sandbox.http import Patience
-from fumehood.sandbox.remote import RemoteSandboxes
+from fumehood.protocol.sandbox.sandbox_errors import SandboxServerUnreachable
+from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
+from fumehood.sandbox_client.server_connection import SandboxTimeouts
 from tests.e2e.conftest import House, client_of
-from tests.e2e.test_keys import made_key
-from tests.support import served
-from tests.support.sandboxes import has_cgroups
-from tests.support.served import Served
+from tests.e2e.test_keys_and_idempotency import made_key
+from tests.support import gateway_process
+from tests.support.gateway_process import GatewayProcess
+from tests.support.sandbox_runs import has_cgroups
 
 OUTPUTS: Any = ["code_interpreter_call.outputs"]
 LIMITS = "enforced" if has_cgroups() else "best-effort"
@@ -143,31 +143,31 @@ def socket(tmp_path: Path) -> Iterator[Path]:
 
 
 async def living(path: Path) -> list[str]:
-    async with RemoteSandboxes(f"unix:{path}", patience=Patience(retries=0)) as remote:
-        return [info.id for info in await remote.sandboxes()]
+    async with RemoteSandboxProvider(f"unix:{path}", timeouts=SandboxTimeouts(retries=0)) as remote:
+        return [info.id for info in await remote.list_sandboxes()]
 
 
 def sandboxes(path: Path) -> list[str] | None:
     """Those that live, None if the server does not answer."""
     try:
         return asyncio.run(living(path))
-    except Unreachable:
+    except SandboxServerUnreachable:
         return None
 
 
-def rows(running: Served, table: str) -> int:
+def rows(running: GatewayProcess, table: str) -> int:
     with contextlib.closing(sqlite3.connect(running.directory / "gateway.db")) as database:
         (number,) = database.execute(f"SELECT count(*) FROM {table}").fetchone()
         return number
 
 
-def blobs(running: Served) -> list[Path]:
+def blobs(running: GatewayProcess) -> list[Path]:
     return [path for path in (running.directory / "blobs").rglob("*") if len(path.name) == 64]
 
 
 def test_a_gateway_that_was_killed_finds_its_containers_again(tmp_path: Path, socket: Path) -> None:
     elsewhere = settings(sandbox_url=f"unix:{socket}")
-    running = served.start(tmp_path, elsewhere)
+    running = gateway_process.start_gateway(tmp_path, elsewhere)
     with client_of(running) as client:
         made = client.containers.create(name="kept")
         client.containers.files.create(made.id, file=("given.txt", b"given"))
@@ -177,7 +177,10 @@ def test_a_gateway_that_was_killed_finds_its_containers_again(tmp_path: Path, so
         client.containers.files.create(alone.id, file=("given.txt", b"given"))
     running.kill()
     assert sandboxes(socket) == [f"{made.id}-1"]
-    with served.serving(tmp_path, elsewhere) as running, client_of(running, strict=True) as client:
+    with (
+        gateway_process.run_gateway(tmp_path, elsewhere) as running,
+        client_of(running, strict=True) as client,
+    ):
         assert client.containers.retrieve(made.id).status == "running"
         again = ran(client, "print(x + 1, open('given.txt').read())", made.id)
         assert logs_of(again) == "42 given\n"
@@ -196,7 +199,7 @@ def test_a_gateway_that_was_killed_finds_its_containers_again(tmp_path: Path, so
 def test_a_sandbox_that_is_lost_while_code_runs_fails_the_call(tmp_path: Path, socket: Path) -> None:
     """And the container that is deleted meanwhile is such a case."""
     with (
-        served.serving(tmp_path, settings(sandbox_url=f"unix:{socket}")) as running,
+        gateway_process.run_gateway(tmp_path, settings(sandbox_url=f"unix:{socket}")) as running,
         client_of(running) as client,
     ):
         made = client.containers.create(name="lost")
@@ -215,14 +218,17 @@ def test_a_sandbox_that_is_lost_while_code_runs_fails_the_call(tmp_path: Path, s
 
 
 def test_containers_of_an_embedded_server_expire_with_it(tmp_path: Path) -> None:
-    running = served.start(tmp_path, settings())
+    running = gateway_process.start_gateway(tmp_path, settings())
     with client_of(running) as client:
         first = ran(client, "x = 41\nopen('made.txt', 'w').write('made')\nNone")
         container = call_of(first).container_id
         client.containers.files.create(container, file=("given.txt", b"given"))
         unused = client.containers.create(name="never used")
     running.kill()
-    with served.serving(tmp_path, settings()) as running, client_of(running, strict=True) as client:
+    with (
+        gateway_process.run_gateway(tmp_path, settings()) as running,
+        client_of(running, strict=True) as client,
+    ):
         assert client.containers.retrieve(container).status == "expired"
         assert client.containers.retrieve(unused.id).status == "running"
         with pytest.raises(openai.NotFoundError):
@@ -272,7 +278,7 @@ def test_an_archive_is_unpacked_where_the_code_finds_it(house: House) -> None:
 # --- crowds -------------------------------------------------------------------------------------------
 
 
-def memory_of(running: Served) -> int:
+def memory_of(running: GatewayProcess) -> int:
     status = Path(f"/proc/{running.process.pid}/status").read_text()
     (line,) = [line for line in status.splitlines() if line.startswith("VmRSS")]
     return int(line.split()[1]) << 10
@@ -285,7 +291,7 @@ def test_a_gib_into_a_container_takes_no_memory(tmp_path: Path) -> None:
     with content.open("wb") as file:
         for number in range(1024):
             file.write(os.urandom(1024) * 1024 if number % 7 == 0 else bytes([number % 256]) * (1 << 20))
-    with served.serving(tmp_path, large) as running, client_of(running) as client:
+    with gateway_process.run_gateway(tmp_path, large) as running, client_of(running) as client:
         made = client.with_options(timeout=600).containers.create(name="large")
         client.containers.files.create(made.id, file=("small.bin", b"x"))
         before = memory_of(running)
@@ -321,7 +327,7 @@ def test_the_sandbox_of_a_call_that_a_kill_cut_off_goes_when_the_gateway_comes_b
 ) -> None:
     """With a sandbox for every call, and long before an idle one would be noticed."""
     elsewhere = settings(sandbox_url=f"unix:{socket}", isolation="execution")
-    running = served.start(tmp_path, elsewhere)
+    running = gateway_process.start_gateway(tmp_path, elsewhere)
     tool: Any = {"type": "code_interpreter"}
     with client_of(running) as client:
         create: Any = client.responses.create
@@ -333,7 +339,7 @@ def test_the_sandbox_of_a_call_that_a_kill_cut_off_goes_when_the_gateway_comes_b
         until(lambda: len(sandboxes(socket) or ()) == 1)
         running.kill()
     assert len(sandboxes(socket) or ()) == 1
-    with served.serving(tmp_path, elsewhere):
+    with gateway_process.run_gateway(tmp_path, elsewhere):
         until(lambda: sandboxes(socket) == [])
 
 
@@ -357,7 +363,7 @@ def test_nothing_is_left_of_what_a_kill_cut_off(tmp_path: Path, socket: Path) ->
             while True:
                 client.containers.files.create(container, file=("large.bin", os.urandom(8 << 20)))
 
-    running = served.start(tmp_path, elsewhere)
+    running = gateway_process.start_gateway(tmp_path, elsewhere)
     begun = threading.Semaphore(0)
     with client_of(running) as client:
         made = [client.containers.create(name=f"{number}").id for number in range(6)]
@@ -371,7 +377,7 @@ def test_nothing_is_left_of_what_a_kill_cut_off(tmp_path: Path, socket: Path) ->
         running.kill()
         for thread in work:
             thread.join(60)
-    with served.serving(tmp_path, elsewhere) as running, client_of(running) as client:
+    with gateway_process.run_gateway(tmp_path, elsewhere) as running, client_of(running) as client:
         assert {container.id for container in client.containers.list()} == set(made)
         for name in made:
             client.containers.delete(name)
@@ -404,7 +410,7 @@ def test_a_hundred_containers_of_two_tenants(tmp_path: Path, socket: Path) -> No
         assert content.read() == mark.encode()
         return made.id
 
-    async def crowd(running: Served) -> None:
+    async def crowd(running: GatewayProcess) -> None:
         async with contextlib.AsyncExitStack() as stack:
             clients = {
                 tenant: await stack.enter_async_context(
@@ -433,7 +439,7 @@ def test_a_hundred_containers_of_two_tenants(tmp_path: Path, socket: Path) -> No
                 )
             )
 
-    with served.serving(tmp_path, elsewhere) as running:
+    with gateway_process.run_gateway(tmp_path, elsewhere) as running:
         asyncio.run(crowd(running))
         assert sandboxes(socket) == []
         assert rows(running, "files") == 0

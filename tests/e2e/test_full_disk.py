@@ -1,4 +1,4 @@
-"""A gateway whose disk is full, before and while a response is made; imports the support."""
+"""A gateway whose disk is full, before and while a response is made."""
 
 import json
 import subprocess
@@ -14,9 +14,9 @@ import openai
 import pytest
 
 from tests.e2e.conftest import client_of, settings_without_code
-from tests.support import served
-from tests.support.chat_server import chunk, stream
-from tests.support.served import Model, Served, answer
+from tests.support import gateway_process
+from tests.support.gateway_process import GatewayProcess, ScriptedModelServer, text_answer
+from tests.support.raw_model_server import chunk, stream
 
 pytestmark = pytest.mark.root
 LONG = "x" * 200_000  # more than the log has room for
@@ -38,14 +38,14 @@ def disk(tmp_path: Path) -> Generator[Path]:
 
 
 @pytest.fixture
-def model() -> Generator[Model]:
-    with Model() as scripted:
+def model() -> Generator[ScriptedModelServer]:
+    with ScriptedModelServer() as scripted:
         yield scripted
 
 
 @pytest.fixture
-def running(disk: Path, model: Model) -> Generator[Served]:
-    with served.serving(disk, settings_without_code(model)) as gateway:
+def running(disk: Path, model: ScriptedModelServer) -> Generator[GatewayProcess]:
+    with gateway_process.run_gateway(disk, settings_without_code(model)) as gateway:
         yield gateway
 
 
@@ -59,8 +59,8 @@ def fill(disk: Path) -> None:
             return
 
 
-def fill_when_asked(disk: Path, model: Model, let_go: Callable[[], None]) -> None:
-    while not model.asked:
+def fill_when_asked(disk: Path, model: ScriptedModelServer, let_go: Callable[[], None]) -> None:
+    while not model.requests:
         time.sleep(0.01)
     fill(disk)
     let_go()
@@ -70,33 +70,35 @@ def free(disk: Path) -> None:
     (disk / "filler").unlink()
 
 
-def create(running: Served, **more: Any) -> httpx.Response:
+def create(running: GatewayProcess, **more: Any) -> httpx.Response:
     body = {"model": "scripted", "input": "?", **more}
     return httpx.post(f"{running.url}/responses", json=body, timeout=60)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_request_is_refused_before_anything_is_made(
-    running: Served, model: Model, disk: Path, streamed: bool
+    running: GatewayProcess, model: ScriptedModelServer, disk: Path, streamed: bool
 ) -> None:
     fill(disk)
-    model.script(answer("never"))
+    model.script(text_answer("never"))
     refused = create(running, stream=streamed)
     assert refused.status_code == 503
     error = refused.json()["error"]
     assert (error["type"], error["code"]) == ("server_error", "storage_unavailable")
     assert int(refused.headers["retry-after"]) >= 1
-    assert model.asked == []
+    assert model.requests == []
     # What is not to be stored needs no disk.
     assert create(running, store=False).json()["status"] == "completed"
     free(disk)
-    model.script(answer("again"))
+    model.script(text_answer("again"))
     made = create(running)
     assert made.json()["status"] == "completed"
     assert httpx.get(f"{running.url}/responses/{made.json()['id']}").status_code == 200
 
 
-def test_a_response_that_cannot_be_stored_is_no_success(running: Served, model: Model, disk: Path) -> None:
+def test_a_response_that_cannot_be_stored_is_no_success(
+    running: GatewayProcess, model: ScriptedModelServer, disk: Path
+) -> None:
     gate, let_go = model.event()
     model.script(stream(chunk({"content": LONG}), gate, chunk(finish="stop"), b"data: [DONE]\n\n"))
     with httpx.Client(timeout=60) as client:
@@ -111,12 +113,12 @@ def test_a_response_that_cannot_be_stored_is_no_success(running: Served, model: 
     assert refused.headers["x-should-retry"] == "false"  # code may have run for it
     assert "resp_" not in refused.text
     free(disk)
-    model.script(answer("again"))
+    model.script(text_answer("again"))
     assert create(running).json()["status"] == "completed"
 
 
 def test_a_key_of_what_could_not_be_stored_is_not_run_again(
-    running: Served, model: Model, disk: Path
+    running: GatewayProcess, model: ScriptedModelServer, disk: Path
 ) -> None:
     gate, let_go = model.event()
     model.script(stream(chunk({"content": LONG}), gate, chunk(finish="stop"), b"data: [DONE]\n\n"))
@@ -132,7 +134,9 @@ def test_a_key_of_what_could_not_be_stored_is_not_run_again(
     assert again.json()["error"]["code"] == "idempotency_response_gone"
 
 
-def test_a_stream_that_cannot_be_stored_ends_as_failed(running: Served, model: Model, disk: Path) -> None:
+def test_a_stream_that_cannot_be_stored_ends_as_failed(
+    running: GatewayProcess, model: ScriptedModelServer, disk: Path
+) -> None:
     gate, let_go = model.event()
     model.script(stream(chunk({"content": LONG}), gate, chunk(finish="stop"), b"data: [DONE]\n\n"))
     seen: list[Any] = []
@@ -154,11 +158,13 @@ def test_a_stream_that_cannot_be_stored_ends_as_failed(running: Served, model: M
         free(disk)
         # Its beginning is on the disk; its lease will run out.
         assert client.responses.retrieve(seen[0].response.id).status in ("in_progress", "failed")
-        model.script(answer("again"))
+        model.script(text_answer("again"))
         assert create(running).json()["status"] == "completed"
 
 
-def test_the_events_of_a_stream_that_cannot_be_stored(running: Served, model: Model, disk: Path) -> None:
+def test_the_events_of_a_stream_that_cannot_be_stored(
+    running: GatewayProcess, model: ScriptedModelServer, disk: Path
+) -> None:
     gate, let_go = model.event()
     model.script(stream(chunk({"content": LONG}), gate, chunk(finish="stop"), b"data: [DONE]\n\n"))
     filling = threading.Thread(target=fill_when_asked, args=(disk, model, let_go))

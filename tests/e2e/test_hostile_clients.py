@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support import served
-from tests.support.loop_time import HealthProbe
-from tests.support.served import Served
+from tests.support import gateway_process
+from tests.support.gateway_process import GatewayProcess
+from tests.support.health_probe import HealthProbe
 
 SECONDS = 60
 _MASK = b"\0\0\0\0"
@@ -42,17 +42,17 @@ WAYS = {
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
     settings = {
         "models": [{"match": "direct", "backend": "direct"}],
         "providers": {"code_interpreter": {"enabled": False}},
     }
-    with served.serving(tmp_path_factory.mktemp("gateway"), settings) as gateway:
+    with gateway_process.run_gateway(tmp_path_factory.mktemp("gateway"), settings) as gateway:
         yield gateway
     assert not [line for line in gateway.output if "Traceback" in line]
 
 
-def flood(running: Served, way: str, stopped: threading.Event) -> Callable[[], None]:
+def flood(running: GatewayProcess, way: str, stopped: threading.Event) -> Callable[[], None]:
     """Begin to send; what ends it."""
     first, again = WAYS[way]
     parts = urlsplit(running.url)
@@ -83,14 +83,14 @@ def flood(running: Served, way: str, stopped: threading.Event) -> Callable[[], N
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_nobody_waits_for_a_client_that_sends_without_end(running: Served, way: str) -> None:
+def test_nobody_waits_for_a_client_that_sends_without_end(running: GatewayProcess, way: str) -> None:
     probe = HealthProbe(running.url, running.process.pid)
-    probe.ask()
+    probe.probe()
     probe.seconds.clear()
     ends = [flood(running, way, threading.Event()) for _ in range(2)]
     try:
         for _ in range(40):
-            probe.ask()
+            probe.probe()
             time.sleep(0.005)
     finally:
         for end in ends:

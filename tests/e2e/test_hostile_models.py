@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support import served
+from tests.support import gateway_process
+from tests.support.gateway_process import GatewayProcess
+from tests.support.health_probe import HealthProbe
 from tests.support.hostile_models import HOSTILE, HOSTILE_RESPONSES, HostileModels
-from tests.support.loop_time import HealthProbe
-from tests.support.served import Served
-from tests.support.sse import parse
+from tests.support.sse_parsing import parse_events
 
 SECONDS = 60
 # What a gateway puts up with for as long as a client listens: text, up to millions of characters.
@@ -27,10 +27,10 @@ WITHOUT_EVENTS = {
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayProcess]:
     with HostileModels() as models:
         settings = {"models": models.settings(), "providers": {"code_interpreter": {"enabled": False}}}
-        with served.serving(tmp_path_factory.mktemp("gateway"), settings) as gateway:
+        with gateway_process.run_gateway(tmp_path_factory.mktemp("gateway"), settings) as gateway:
             yield gateway
 
 
@@ -70,22 +70,26 @@ class Asker(threading.Thread):
         if not self._stream and self.status != 200:
             assert self.status == 502
             return json.loads(self.body)["error"]
-        response = parse(bytes(self.body))[-1][1]["response"] if self._stream else json.loads(self.body)
+        response = (
+            parse_events(bytes(self.body))[-1][1]["response"] if self._stream else json.loads(self.body)
+        )
         assert response["status"] == "failed"
         return response["error"]
 
 
-def ask_all(running: Served, models: list[str], *, stream: bool) -> tuple[dict[str, Asker], HealthProbe]:
+def ask_all(
+    running: GatewayProcess, models: list[str], *, stream: bool
+) -> tuple[dict[str, Asker], HealthProbe]:
     """Ask them all at once, and for the gateway's health meanwhile, until those end that do."""
     probe = HealthProbe(running.url, running.process.pid)
-    probe.ask()
+    probe.probe()
     probe.seconds.clear()
     askers = {model: Asker(running.url, model, stream=stream) for model in models}
     ending = [asker for model, asker in askers.items() if model not in TALKATIVE]
     deadline = time.monotonic() + 3 * SECONDS
     while len(probe.seconds) < 200 or any(asker.is_alive() for asker in ending):
         assert time.monotonic() < deadline, [asker.model for asker in ending if asker.is_alive()]
-        probe.ask()
+        probe.probe()
         time.sleep(0.002)  # the machine is others', too
     for asker in askers.values():
         asker.stop()
@@ -97,7 +101,7 @@ def ask_all(running: Served, models: list[str], *, stream: bool) -> tuple[dict[s
     "stream",
     [pytest.param(True, id="streamed"), pytest.param(False, id="blocking", marks=pytest.mark.slow)],
 )
-def test_nobody_waits_for_servers_that_send_without_end(running: Served, stream: bool) -> None:
+def test_nobody_waits_for_servers_that_send_without_end(running: GatewayProcess, stream: bool) -> None:
     askers, probe = ask_all(running, [*HOSTILE, *HOSTILE_RESPONSES], stream=stream)
     assert len(askers) >= 10
     assert probe.percentile(0.99) < 0.1
@@ -108,7 +112,7 @@ def test_nobody_waits_for_servers_that_send_without_end(running: Served, stream:
 
 
 @pytest.mark.parametrize("model", sorted(WITHOUT_EVENTS))
-def test_bytes_without_events_have_a_budget(running: Served, model: str) -> None:
+def test_bytes_without_events_have_a_budget(running: GatewayProcess, model: str) -> None:
     asker = Asker(running.url, model, stream=True)
     asker.join(SECONDS)
     assert not asker.is_alive()
@@ -119,11 +123,11 @@ def test_bytes_without_events_have_a_budget(running: Served, model: str) -> None
 
 
 @pytest.mark.parametrize("model", ["comments", "bare-deltas"])
-def test_several_of_one_kind_are_no_worse(running: Served, model: str) -> None:
+def test_several_of_one_kind_are_no_worse(running: GatewayProcess, model: str) -> None:
     probe = HealthProbe(running.url, running.process.pid)
     askers = [Asker(running.url, model, stream=True) for _ in range(4)]
     for _ in range(100):
-        probe.ask()
+        probe.probe()
         time.sleep(0.002)
     for asker in askers:
         asker.stop()

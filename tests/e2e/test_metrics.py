@@ -1,4 +1,4 @@
-"""The figures of a gateway with a real sandbox server, and all that is written of them; imports the support."""
+"""The figures of a gateway with a real sandbox server, and all that is written of them."""
 
 import json
 import re
@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from tests.e2e.conftest import House
-from tests.support.exported import Exported
-from tests.support.sandboxes import has_cgroups
-from tests.support.served import answer, runs
+from tests.support.gateway_process import code_call, text_answer
+from tests.support.prometheus_page import MetricsPage
+from tests.support.sandbox_runs import has_cgroups
 from tools import build_dashboard
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,17 +31,17 @@ def page_of(house: House) -> bytes:
         return answer.read()
 
 
-def scraped(house: House) -> Exported:
-    return Exported.of(page_of(house).decode())
+def scraped(house: House) -> MetricsPage:
+    return MetricsPage.parse(page_of(house).decode())
 
 
 def run(house: House, code: str) -> None:
-    house.model.script(runs(code), answer("done"))
+    house.model.script(code_call(code), text_answer("done"))
     house.client.responses.create(model="scripted-too", input="?", tools=[TOOL])
 
 
 @pytest.fixture(scope="module")
-def before_and_after(house: House) -> tuple[Exported, Exported]:
+def before_and_after(house: House) -> tuple[MetricsPage, MetricsPage]:
     """Of code that ends well, raises, takes its sandbox with it, and wants more memory than it has."""
     before = scraped(house)
     for code in ("print(6 * 7)", "1/0", "import os; os._exit(0)", *([GREEDY] if has_cgroups() else [])):
@@ -50,7 +50,7 @@ def before_and_after(house: House) -> tuple[Exported, Exported]:
 
 
 @pytest.fixture(scope="module")
-def exported(before_and_after: tuple[Exported, Exported]) -> Exported:
+def exported(before_and_after: tuple[MetricsPage, MetricsPage]) -> MetricsPage:
     return before_and_after[1]
 
 
@@ -58,7 +58,7 @@ def exported(before_and_after: tuple[Exported, Exported]) -> Exported:
 
 
 def test_what_code_did_is_seen_in_the_gateway_and_in_its_sandbox_server(
-    before_and_after: tuple[Exported, Exported],
+    before_and_after: tuple[MetricsPage, MetricsPage],
 ) -> None:
     before, after = before_and_after
     greedy = int(has_cgroups())
@@ -72,23 +72,25 @@ def test_what_code_did_is_seen_in_the_gateway_and_in_its_sandbox_server(
         assert grown("fumehood_sandbox_executions_total", status=status, state=state) == 1
     assert grown("fumehood_sandbox_executions_total", status="out_of_memory", state="lost") == greedy
     turns = 2 * (3 + greedy)
-    assert grown("fumehood_turns_total", model="scripted*", outcome="ended") == turns
-    assert grown("fumehood_turn_first_piece_seconds_count", model="scripted*") == turns
-    assert grown("fumehood_containers_begun_total") == 3 + greedy
-    assert grown("fumehood_container_phase_seconds_count", phase="run") == 3 + greedy
-    assert grown("fumehood_container_phase_seconds_count", phase="acquire") == 3 + greedy
-    assert grown("fumehood_container_phase_seconds_count", phase="files") > 0
-    started = sum(grown("fumehood_container_starts_total", start=start) for start in ("warm", "cold"))
+    assert grown("fumehood_model_turns_total", model="scripted*", outcome="ended") == turns
+    assert grown("fumehood_model_turn_first_event_seconds_count", model="scripted*") == turns
+    assert grown("fumehood_containers_started_total") == 3 + greedy
+    assert grown("fumehood_container_phase_duration_seconds_count", phase="run") == 3 + greedy
+    assert grown("fumehood_container_phase_duration_seconds_count", phase="acquire") == 3 + greedy
+    assert grown("fumehood_container_phase_duration_seconds_count", phase="files") > 0
+    started = sum(grown("fumehood_container_sandbox_starts_total", start=start) for start in ("warm", "cold"))
     assert started == sum(grown("fumehood_sandbox_starts_total", kind=kind) for kind in ("warm", "cold"))
-    assert grown("fumehood_store_write_seconds_count") == grown("fumehood_store_group_size_count") > 0
-    assert after.value("fumehood_loop_lag_seconds_count") > 0
+    assert (
+        grown("fumehood_store_write_duration_seconds_count") == grown("fumehood_store_batch_size_count") > 0
+    )
+    assert after.value("fumehood_event_loop_lag_seconds_count") > 0
     assert after.value("fumehood_disk_size_bytes", place="blobs") > after.value(
         "fumehood_disk_free_bytes", place="blobs"
     )
-    assert after.value("fumehood_sandboxd_up") == 1
+    assert after.value("fumehood_local_sandbox_server_up") == 1
 
 
-def test_no_label_holds_what_a_caller_wrote(exported: Exported) -> None:
+def test_no_label_holds_what_a_caller_wrote(exported: MetricsPage) -> None:
     assert not [
         labels for _, labels in exported.samples if any("scripted-too" in value for _, value in labels)
     ]
@@ -97,7 +99,7 @@ def test_no_label_holds_what_a_caller_wrote(exported: Exported) -> None:
 # --- what is written of it ----------------------------------------------------------------------------
 
 
-def test_the_page_tells_of_every_figure_and_of_no_other(exported: Exported) -> None:
+def test_the_page_tells_of_every_figure_and_of_no_other(exported: MetricsPage) -> None:
     rows: list[tuple[str, str, str]] = re.findall(
         r"^\| `(\w+)(?:\{([\w, ]+)\})?` \| (\w+) \|", PAGE, re.MULTILINE
     )
@@ -120,7 +122,7 @@ def expressions() -> Iterator[str]:
             yield rule["expr"]
 
 
-def test_dashboard_and_rules_ask_for_what_is_there(exported: Exported) -> None:
+def test_dashboard_and_rules_ask_for_what_is_there(exported: MetricsPage) -> None:
     asked: set[str] = set()
     for expression in expressions():
         names = re.findall(r"(?<![\w:])fumehood_\w+", expression)

@@ -1,4 +1,4 @@
-"""The OpenAI SDK against `fumehood serve`, over a socket, with real sandboxes; imports the support."""
+"""The OpenAI SDK against `fumehood serve`, over a socket, with real sandboxes."""
 
 import base64
 import hashlib
@@ -15,7 +15,7 @@ from inline_snapshot import snapshot
 from pydantic import BaseModel
 
 from tests.e2e.conftest import House
-from tests.support.served import answer, call, calls, runs
+from tests.support.gateway_process import code_call, text_answer, tool_call, tool_calls
 
 INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
 OUTPUTS: Any = ["code_interpreter_call.outputs"]
@@ -42,7 +42,7 @@ def order(events: list[Any]) -> list[str]:
 
 def test_a_streamed_turn_that_plots_and_the_next_one(house: House) -> None:
     linked = "Here: [the chart](sandbox:/mnt/data/squares.png)."
-    house.model.script(runs(PLOT), answer("Here: [the chart]", "(sandbox:/mnt/data/squares.png)."))
+    house.model.script(code_call(PLOT), text_answer("Here: [the chart]", "(sandbox:/mnt/data/squares.png)."))
     client = house.strict
     with client.responses.create(
         model="scripted", input="Plot squares", tools=[INTERPRETER], include=OUTPUTS, stream=True
@@ -94,7 +94,7 @@ def test_a_streamed_turn_that_plots_and_the_next_one(house: House) -> None:
     content = client.containers.files.content.retrieve(cited.file_id, container_id=cited.container_id)
     assert content.read().startswith(b"\x89PNG")
 
-    house.model.script(runs("print(sum(values), open('squares.csv').read())"), answer("14"))
+    house.model.script(code_call("print(sum(values), open('squares.csv').read())"), text_answer("14"))
     after = client.responses.create(
         model="scripted",
         input="Add them",
@@ -106,14 +106,14 @@ def test_a_streamed_turn_that_plots_and_the_next_one(house: House) -> None:
     assert again.container_id == ran.container_id
     assert again.outputs[0].logs == "14 1,4,9\n"
     assert after.output_text == "14"
-    messages = house.model.asked[0].json["messages"]
+    messages = house.model.requests[0].json["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant", "user"]
     assert "plotted 3" in messages[2]["content"]
-    assert house.model.unasked == 0
+    assert house.model.unused_answers == 0
 
 
 def test_a_blocking_call_has_every_field(house: House) -> None:
-    house.model.script(runs("6 * 7"), answer("42"))
+    house.model.script(code_call("6 * 7"), text_answer("42"))
     response = house.strict.responses.create(model="scripted", input="6 * 7?", tools=[INTERPRETER])
     assert response.status == "completed"
     assert response.output_text == "42"
@@ -121,11 +121,11 @@ def test_a_blocking_call_has_every_field(house: House) -> None:
     assert ran.outputs is None
     assert response.usage is not None
     assert (response.usage.input_tokens, response.usage.output_tokens) == (22, 14)
-    assert house.model.asked[1].json["messages"][-1]["content"] == snapshot("42")
+    assert house.model.requests[1].json["messages"][-1]["content"] == snapshot("42")
 
 
 def test_kept_read_and_deleted(house: House) -> None:
-    house.model.script(runs("print('kept')"), answer("Done"))
+    house.model.script(code_call("print('kept')"), text_answer("Done"))
     client = house.strict
     made = client.responses.create(model="scripted", input="Go", tools=[INTERPRETER], metadata={"a": "b"})
     read = client.responses.retrieve(made.id, include=OUTPUTS)
@@ -144,7 +144,7 @@ def test_kept_read_and_deleted(house: House) -> None:
 
 
 def test_not_stored(house: House) -> None:
-    house.model.script(answer("x"))
+    house.model.script(text_answer("x"))
     client = house.strict
     made = client.responses.create(model="scripted", input="Go", store=False)
     with pytest.raises(openai.NotFoundError):
@@ -160,15 +160,15 @@ def test_functions_beside_the_interpreter(house: House) -> None:
     }
     client = house.strict
     house.model.script(
-        calls(
-            call("rate", {}, call_id="call_a"),
-            call("code_interpreter", {"code": "x = 2"}, call_id="call_b", index=1),
+        tool_calls(
+            tool_call("rate", {}, call_id="call_a"),
+            tool_call("code_interpreter", {"code": "x = 2"}, call_id="call_b", index=1),
         )
     )
     first = client.responses.create(model="scripted", input="Both", tools=[INTERPRETER, function])
     asked: Any = first.output[0]
     assert [item.type for item in first.output] == ["function_call", "code_interpreter_call"]
-    house.model.script(runs("print(x * 3)"), answer("6"))
+    house.model.script(code_call("print(x * 3)"), text_answer("6"))
     second = client.responses.create(
         model="scripted",
         input=[{"type": "function_call_output", "call_id": asked.call_id, "output": "3"}],
@@ -178,7 +178,7 @@ def test_functions_beside_the_interpreter(house: House) -> None:
     )
     ran: Any = second.output[0]
     assert ran.outputs[0].logs == "6\n"
-    messages = house.model.asked[0].json["messages"]
+    messages = house.model.requests[0].json["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
     assert [message["tool_call_id"] for message in messages[2:]] == ["call_a", "call_b"]
 
@@ -188,17 +188,17 @@ class Answer(BaseModel):
 
 
 def test_structured_output_with_the_interpreter(house: House) -> None:
-    house.model.script(runs("print(sum(range(5)))"), answer('{"total"', ": 10}"))
+    house.model.script(code_call("print(sum(range(5)))"), text_answer('{"total"', ": 10}"))
     parsed = house.strict.responses.parse(
         model="scripted", input="Add", tools=[INTERPRETER], text_format=Answer
     )
     assert parsed.output_parsed == Answer(total=10)
-    for asked in house.model.asked:
+    for asked in house.model.requests:
         assert asked.json["response_format"]["json_schema"]["schema"]["required"] == ["total"]
 
 
 def test_the_stream_helper_of_the_sdk(house: House) -> None:
-    house.model.script(runs("print(1)"), answer("One", "!"))
+    house.model.script(code_call("print(1)"), text_answer("One", "!"))
     with house.strict.responses.stream(model="scripted", input="?", tools=[INTERPRETER]) as stream:
         text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
         final = stream.get_final_response()
@@ -206,7 +206,7 @@ def test_the_stream_helper_of_the_sdk(house: House) -> None:
 
 
 def test_python_that_raises_is_a_completed_call(house: House) -> None:
-    house.model.script(runs("1 / 0"), answer("Oh"))
+    house.model.script(code_call("1 / 0"), text_answer("Oh"))
     response = house.strict.responses.create(
         model="scripted", input="?", tools=[INTERPRETER], include=OUTPUTS
     )
@@ -216,12 +216,12 @@ def test_python_that_raises_is_a_completed_call(house: House) -> None:
 
 
 def test_a_lost_sandbox_is_a_failed_call_and_the_loop_goes_on(house: House) -> None:
-    house.model.script(runs("import os; os.kill(os.getpid(), 9)"), answer("It died"))
+    house.model.script(code_call("import os; os.kill(os.getpid(), 9)"), text_answer("It died"))
     response = house.strict.responses.create(model="scripted", input="?", tools=[INTERPRETER])
     ran: Any = response.output[0]
     assert ran.status == "failed"
     assert response.output_text == "It died"
-    house.model.script(runs("import os; os.kill(os.getpid(), 9)"), answer("It died"))
+    house.model.script(code_call("import os; os.kill(os.getpid(), 9)"), text_answer("It died"))
     events: list[Any] = list(
         house.client.responses.create(model="scripted", input="?", tools=[INTERPRETER], stream=True)
     )
@@ -230,7 +230,9 @@ def test_a_lost_sandbox_is_a_failed_call_and_the_loop_goes_on(house: House) -> N
 
 
 def test_execution_details_on_request(house: House) -> None:
-    house.model.script(runs("import sys; print('o'); print('e', file=sys.stderr); sys.exit(3)"), answer("x"))
+    house.model.script(
+        code_call("import sys; print('o'); print('e', file=sys.stderr); sys.exit(3)"), text_answer("x")
+    )
     include: Any = ["fumehood:execution"]
     response = house.client.responses.create(
         model="scripted", input="?", tools=[INTERPRETER], include=include
@@ -244,7 +246,7 @@ def test_execution_details_on_request(house: House) -> None:
 def test_execution_details_of_produced_files(house: House) -> None:
     large = 1_100_000
     code = f"open('t.csv', 'w').write('a,b'); open('deep.unknown', 'wb').write(bytes({large}))\nprint('o')"
-    house.model.script(runs(code), answer("x"))
+    house.model.script(code_call(code), text_answer("x"))
     include: Any = ["fumehood:execution"]
     created = house.client.responses.create(model="scripted", input="?", tools=[INTERPRETER], include=include)
     found: Any = created.output[0]
@@ -264,7 +266,7 @@ def test_execution_details_of_produced_files(house: House) -> None:
     assert (unknown["mime_type"], unknown["content"]) == ("application/octet-stream", None)
     # By default there is OpenAI's item alone; and what was not asked for in time is described without content.
     assert "fumehood:execution" not in house.client.responses.retrieve(created.id).output[0].to_dict()
-    house.model.script(runs("open('u.csv', 'w').write('c')"), answer("x"))
+    house.model.script(code_call("open('u.csv', 'w').write('c')"), text_answer("x"))
     plain = house.client.responses.create(model="scripted", input="?", tools=[INTERPRETER])
     assert "fumehood:execution" not in plain.output[0].to_dict()
     later: Any = house.client.responses.retrieve(plain.id, include=include).output[0]
@@ -273,7 +275,7 @@ def test_execution_details_of_produced_files(house: House) -> None:
 
 
 def test_replayed_items_find_their_container(house: House) -> None:
-    house.model.script(runs("secret = 5"), answer("ok"))
+    house.model.script(code_call("secret = 5"), text_answer("ok"))
     client = house.strict
     first = client.responses.create(model="scripted", input="Keep 5", tools=[INTERPRETER], store=False)
     replay: Any = [{"role": "user", "content": "Keep 5"}]
@@ -282,7 +284,7 @@ def test_replayed_items_find_their_container(house: House) -> None:
         for name in ("outputs", "status"):
             plain.pop(name, None)
         replay.append(plain)
-    house.model.script(runs("print(secret)"), answer("5"))
+    house.model.script(code_call("print(secret)"), text_answer("5"))
     second = client.responses.create(
         model="scripted",
         input=[*replay, {"role": "user", "content": "Show it"}],
@@ -295,11 +297,11 @@ def test_replayed_items_find_their_container(house: House) -> None:
 
 
 def test_pictures_of_the_user_reach_the_model(house: House) -> None:
-    house.model.script(answer("A dot"))
+    house.model.script(text_answer("A dot"))
     url = "data:image/png;base64,iVBORw0KGgo="
     content: Any = [{"type": "input_text", "text": "What?"}, {"type": "input_image", "image_url": url}]
     house.strict.responses.create(model="scripted", input=[{"role": "user", "content": content}])
-    sent = house.model.asked[0].json["messages"][0]["content"]
+    sent = house.model.requests[0].json["messages"][0]["content"]
     assert sent[1]["image_url"]["url"] == url
 
 

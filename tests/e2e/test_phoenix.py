@@ -1,4 +1,4 @@
-"""A gateway's spans as arize-phoenix understands them; imports the support. `make test-phoenix` installs it first."""
+"""A gateway's spans as arize-phoenix understands them."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import client_of, settings_for
-from tests.support import served
-from tests.support.served import Model, answer, runs
+from tests.support import gateway_process
+from tests.support.gateway_process import ScriptedModelServer, code_call, text_answer
 
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / ".phoenix" / "bin" / "python"
@@ -98,11 +98,11 @@ def test_a_streamed_turn_with_code_is_seen_in_phoenix(tmp_path: Path) -> None:
     (tmp_path / "gateway").mkdir()
     told = {"OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT": "true"}
     told |= {"OTEL_METRICS_EXPORTER": "none", "OTEL_LOGS_EXPORTER": "none"}
-    with phoenix(tmp_path / "phoenix") as address, Model() as model:
+    with phoenix(tmp_path / "phoenix") as address, ScriptedModelServer() as model:
         settings = settings_for(model) | {"telemetry": {"otlp": address, "profile": "phoenix"}}
-        model.script(runs("print(6 * 7)"), answer("It is 42."))
+        model.script(code_call("print(6 * 7)"), text_answer("It is 42."))
         with (
-            served.serving(tmp_path / "gateway", settings, told) as running,
+            gateway_process.run_gateway(tmp_path / "gateway", settings, told) as running,
             client_of(running) as client,
         ):
             asked: Any = client.responses.create(

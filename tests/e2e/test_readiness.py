@@ -1,4 +1,4 @@
-"""`/readyz` of a gateway whose sandbox server dies, stops, hangs or starts slowly; imports the support."""
+"""`/readyz` of a gateway whose sandbox server dies, stops, hangs or starts slowly."""
 
 import asyncio
 import os
@@ -14,10 +14,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from fumehood.sandbox.remote import RemoteSandboxes
-from tests.support import served
-from tests.support.sandboxes import environment, has_cgroups
-from tests.support.served import Served
+from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
+from tests.support import gateway_process
+from tests.support.gateway_process import GatewayProcess
+from tests.support.sandbox_runs import build_environment, has_cgroups
 from tests.support.slow_start import SlowStart
 
 PATIENCE = 60.0
@@ -25,13 +25,13 @@ NOTICED_WITHIN = 2.5  # the promise is two seconds; the machine may be busy
 LIMITS = "enforced" if has_cgroups() else "best-effort"
 
 
-def is_ready(running: Served) -> bool:
+def is_ready(running: GatewayProcess) -> bool:
     answer = httpx.get(running.url.replace("/v1", "/readyz"), timeout=30)
     assert answer.status_code == 200 or "The sandbox server does not answer" in answer.text
     return answer.status_code == 200
 
 
-def until_ready(running: Served, ready: bool, seconds: float = PATIENCE) -> float:
+def until_ready(running: GatewayProcess, ready: bool, seconds: float = PATIENCE) -> float:
     """How many seconds it took."""
     began = time.monotonic()
     while is_ready(running) is not ready:
@@ -50,7 +50,7 @@ def test_probes_let_a_slow_start_of_the_embedded_server_go_on(tmp_path: Path) ->
     interpreter = {"sandbox_limits": LIMITS, "sandbox_pool": 0, "sandbox_config": str(slow.config)}
     settings = {"providers": {"code_interpreter": {"settings": interpreter}}}
     with slow.open():
-        running = served.start(tmp_path, settings)
+        running = gateway_process.start_gateway(tmp_path, settings)
     try:
         (first,) = children_of(running.process.pid)
         os.kill(first, signal.SIGKILL)
@@ -74,7 +74,7 @@ def sandbox_server(socket: Path) -> Generator[subprocess.Popen[bytes]]:
         [*command, "--preload", "", "--limits", LIMITS, "--grace", "20"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env=environment(),
+        env=build_environment(),
     )
     try:
         yield process
@@ -84,16 +84,16 @@ def sandbox_server(socket: Path) -> Generator[subprocess.Popen[bytes]]:
 
 
 @pytest.fixture
-def running(tmp_path: Path) -> Generator[Served]:
+def running(tmp_path: Path) -> Generator[GatewayProcess]:
     """A gateway without an embedded sandbox server: it asks one at `tmp_path/socket`."""
     interpreter = {"sandbox_url": f"unix:{tmp_path}/socket"}
     settings = {"providers": {"code_interpreter": {"settings": interpreter}}}
-    with served.serving(tmp_path, settings) as gateway:
+    with gateway_process.run_gateway(tmp_path, settings) as gateway:
         yield gateway
 
 
 def test_the_death_of_a_separate_server_is_noticed_and_so_is_its_return(
-    running: Served, tmp_path: Path
+    running: GatewayProcess, tmp_path: Path
 ) -> None:
     for _ in range(2):
         with sandbox_server(tmp_path / "socket") as server:
@@ -103,7 +103,7 @@ def test_the_death_of_a_separate_server_is_noticed_and_so_is_its_return(
         (tmp_path / "socket").unlink()
 
 
-def test_a_separate_server_that_hangs_is_noticed(running: Served, tmp_path: Path) -> None:
+def test_a_separate_server_that_hangs_is_noticed(running: GatewayProcess, tmp_path: Path) -> None:
     with sandbox_server(tmp_path / "socket") as server:
         until_ready(running, True)
         server.send_signal(signal.SIGSTOP)
@@ -113,13 +113,13 @@ def test_a_separate_server_that_hangs_is_noticed(running: Served, tmp_path: Path
 
 
 async def _until_code_runs(url: str) -> None:
-    async with RemoteSandboxes(url) as sandboxes, asyncio.timeout(PATIENCE):
+    async with RemoteSandboxProvider(url) as sandboxes, asyncio.timeout(PATIENCE):
         while not (await sandboxes.health()).running:
             await asyncio.sleep(0.02)
 
 
 def test_a_separate_server_that_stops_and_still_lets_calls_end_is_noticed(
-    running: Served, tmp_path: Path
+    running: GatewayProcess, tmp_path: Path
 ) -> None:
     with sandbox_server(tmp_path / "socket") as server:
         until_ready(running, True)

@@ -1,4 +1,4 @@
-"""Fields that only model servers understand reach them, and so do their refusals; imports the support."""
+"""Fields that only model servers understand reach them, and so do their refusals."""
 
 import json
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from urllib.request import Request, urlopen
 import pytest
 from openai import APIError, BadRequestError, OpenAI
 
-from fumehood.protocol.passed_fields import SAMPLING_FIELDS
+from fumehood.protocol.openai.passthrough_fields import SAMPLING_FIELDS
 from tests.e2e.conftest import client_of, settings_without_code
-from tests.support import served
-from tests.support.chat_server import error
-from tests.support.served import Model, answer
+from tests.support import gateway_process
+from tests.support.gateway_process import ScriptedModelServer, text_answer
+from tests.support.raw_model_server import error
 
 # As raw JSON: what is not Python's way of writing it has to arrive as it was sent.
 RAW: dict[str, bytes] = {
@@ -33,9 +33,9 @@ WAYS = ["blocking", "streaming", "websocket"]
 class Chain:
     """`near` asks the model's server itself for `scripted`, and the gateway `far` for `far`, over its Responses API."""
 
-    near: served.Served
+    near: gateway_process.GatewayProcess
     client: OpenAI
-    model: Model
+    model: ScriptedModelServer
 
     def ask(self, way: str, **fields: Any) -> Any:
         """The response that was made of a request in that way."""
@@ -53,7 +53,7 @@ class Chain:
 
     def sent(self) -> dict[str, Any]:
         """What the model's server was asked, the last time."""
-        return self.model.asked[-1].json
+        return self.model.requests[-1].json
 
 
 def _end_of(events: Any) -> Any:
@@ -64,10 +64,10 @@ def _end_of(events: Any) -> Any:
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chain]:
     with ExitStack() as stack:
-        model = stack.enter_context(Model())
+        model = stack.enter_context(ScriptedModelServer())
         own = {"match": "scripted", "base_url": model.url, "pass_fields": ["custom_field"], "retries": 0}
         settings = {**settings_without_code(model), "models": [own]}
-        far = stack.enter_context(served.serving(tmp_path_factory.mktemp("far"), settings))
+        far = stack.enter_context(gateway_process.run_gateway(tmp_path_factory.mktemp("far"), settings))
         behind = {
             "match": "far",
             "name": "scripted",
@@ -78,14 +78,14 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chain]:
         }
         plain = {"match": "plain", "name": "scripted", "base_url": model.url, "extra_body": {"seed": 7}}
         settings = {**settings, "models": [own, behind, plain]}
-        near = stack.enter_context(served.serving(tmp_path_factory.mktemp("near"), settings))
+        near = stack.enter_context(gateway_process.run_gateway(tmp_path_factory.mktemp("near"), settings))
         yield Chain(near, stack.enter_context(client_of(near)), model)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", ["scripted", "far"])
 def test_sampling_fields_reach_the_model_server(chain: Chain, model: str, way: str) -> None:
-    chain.model.script(answer("yes"))
+    chain.model.script(text_answer("yes"))
     fields: dict[str, Any] = dict.fromkeys(SAMPLING_FIELDS, 1) | {"custom_field": {"a": 1}}
     response = chain.ask(way, model=model, n=3, unknown=4, **fields)
     assert (response.status, response.output_text) == ("completed", "yes")
@@ -96,7 +96,7 @@ def test_sampling_fields_reach_the_model_server(chain: Chain, model: str, way: s
 
 @pytest.mark.parametrize("model", ["scripted", "far"])
 def test_they_arrive_as_they_were_written(chain: Chain, model: str) -> None:
-    chain.model.script(answer("yes"))
+    chain.model.script(text_answer("yes"))
     body = b'{"model":"%b","input":"?","stream":true,%b}' % (
         model.encode(),
         b",".join(b'"%b":%b' % (name.encode(), value) for name, value in RAW.items()),
@@ -105,13 +105,13 @@ def test_they_arrive_as_they_were_written(chain: Chain, model: str) -> None:
     request = Request(f"{chain.near.url}/responses", body, headers)
     with urlopen(request, timeout=60) as answered:
         assert b"response.completed" in answered.read()
-    sent = chain.model.asked[-1].body
+    sent = chain.model.requests[-1].body
     for name, value in RAW.items():
         assert b'"%b":%b' % (name.encode(), value) in sent, name
 
 
 def test_null_and_what_only_another_model_takes_are_not_sent(chain: Chain) -> None:
-    chain.model.script(answer("yes"))
+    chain.model.script(text_answer("yes"))
     chain.ask("blocking", model="plain", top_k=None, min_p=0.5, seed=1, custom_field=2)
     sent = chain.sent()
     assert sent["min_p"] == 0.5
@@ -129,7 +129,7 @@ def test_too_much_of_them_is_refused(chain: Chain, way: str) -> None:
 
 
 def test_an_idempotency_key_stands_for_them_too(chain: Chain) -> None:
-    chain.model.script(answer("one"))
+    chain.model.script(text_answer("one"))
     keyed: Any = {"extra_headers": {"Idempotency-Key": "sampling"}}
     create: Any = chain.client.responses.create
     first = create(model="scripted", input="?", extra_body={"seed": 1}, **keyed)
@@ -145,7 +145,7 @@ def test_an_idempotency_key_stands_for_them_too(chain: Chain) -> None:
 @pytest.mark.parametrize("effort", ["none", "xhigh", "ultra_think", "a" * 32])
 @pytest.mark.parametrize("model", ["scripted", "far"])
 def test_any_effort_reaches_the_model_server(chain: Chain, model: str, effort: str) -> None:
-    chain.model.script(answer("yes"))
+    chain.model.script(text_answer("yes"))
     response = chain.ask("blocking", model=model, reasoning={"effort": effort})
     assert response.status == "completed"
     assert chain.sent()["reasoning_effort"] == effort

@@ -1,4 +1,4 @@
-"""The hosted shell with the OpenAI SDK against `fumehood serve`, with real sandboxes; imports the support."""
+"""The hosted shell with the OpenAI SDK against `fumehood serve`, with real sandboxes."""
 
 from pathlib import Path
 from typing import Any
@@ -9,20 +9,20 @@ from inline_snapshot import snapshot
 
 from tests.e2e.conftest import House
 from tests.e2e.test_openai_sdk import INTERPRETER, order
-from tests.support.served import Answer, answer, call, calls, runs
+from tests.support.gateway_process import Responder, code_call, text_answer, tool_call, tool_calls
 
 SHELL: Any = {"type": "shell", "environment": {"type": "container_auto"}}
 
 
-def commands(*lines: str, **more: object) -> Answer:
-    return calls(call("shell", {"commands": lines, **more}))
+def commands(*lines: str, **more: object) -> Responder:
+    return tool_calls(tool_call("shell", {"commands": lines, **more}))
 
 
 def told(house: House, turn: int = -1) -> list[str]:
     """What the model was told of calls, in that request."""
     return [
         message["content"]
-        for message in house.model.asked[turn].json["messages"]
+        for message in house.model.requests[turn].json["messages"]
         if message["role"] == "tool"
     ]
 
@@ -30,7 +30,7 @@ def told(house: House, turn: int = -1) -> list[str]:
 def test_a_streamed_call_its_files_and_the_next_turn(house: House) -> None:
     house.model.script(
         commands("seq 3 > numbers.txt; cat numbers.txt", "echo oops >&2; exit 3"),
-        answer("See [numbers](sandbox:/mnt/data/numbers.txt)."),
+        text_answer("See [numbers](sandbox:/mnt/data/numbers.txt)."),
     )
     client = house.strict
     with client.responses.create(model="scripted", input="Count", tools=[SHELL], stream=True) as stream:
@@ -88,7 +88,7 @@ def test_a_streamed_call_its_files_and_the_next_turn(house: House) -> None:
     assert heard.endswith("\noops\nExit code: 3\nFiles: /mnt/data/numbers.txt")
 
     # The same container for Python, in the next turn; and the model is told of the first as before.
-    house.model.script(runs("print(open('numbers.txt').read().split())"), answer("Read."))
+    house.model.script(code_call("print(open('numbers.txt').read().split())"), text_answer("Read."))
     again = client.responses.create(
         model="scripted", input="Read", tools=[INTERPRETER], previous_response_id=response.id
     )
@@ -101,13 +101,13 @@ def test_a_streamed_call_its_files_and_the_next_turn(house: House) -> None:
 
 def test_blocking_retrieval_and_replay_by_the_client(house: House) -> None:
     client = house.strict
-    house.model.script(commands("echo one > a.txt; echo done"), answer("Done."))
+    house.model.script(commands("echo one > a.txt; echo done"), text_answer("Done."))
     response = client.responses.create(model="scripted", input="Write", tools=[SHELL], store=False)
     called: Any = response.output[0]
     items: Any = [{"role": "user", "content": "Write"}]
     items += [item.model_dump(exclude_none=True) for item in response.output]
     items += [{"role": "user", "content": "And read"}]
-    house.model.script(commands("cat a.txt"), answer("It says one."))
+    house.model.script(commands("cat a.txt"), text_answer("It says one."))
     second = client.responses.create(model="scripted", input=items, tools=[SHELL])
     read, said = second.output[0], second.output[1]
     assert read.type == "shell_call"
@@ -115,7 +115,7 @@ def test_blocking_retrieval_and_replay_by_the_client(house: House) -> None:
     assert read.environment == called.environment
     assert said.output[0].stdout == "one\n"
     assert told(house) == ["done", "one"]
-    messages = house.model.asked[-1].json["messages"]
+    messages = house.model.requests[-1].json["messages"]
     assert [message["role"] for message in messages] == [
         "user",
         "assistant",
@@ -136,14 +136,14 @@ def test_blocking_retrieval_and_replay_by_the_client(house: House) -> None:
 
 def test_both_tools_at_once_in_one_container(house: House) -> None:
     house.model.script(
-        calls(
-            call("shell", {"commands": ["echo from the shell > s.txt"]}, call_id="a", index=0),
-            call(
+        tool_calls(
+            tool_call("shell", {"commands": ["echo from the shell > s.txt"]}, call_id="a", index=0),
+            tool_call(
                 "code_interpreter", {"code": "open('p.txt', 'w').write('from python')"}, call_id="b", index=1
             ),
         ),
         commands("cat s.txt p.txt"),
-        answer("Both."),
+        text_answer("Both."),
     )
     response = house.strict.responses.create(model="scripted", input="Both", tools=[INTERPRETER, SHELL])
     kinds = [item.type for item in response.output]
@@ -164,10 +164,10 @@ def test_both_tools_at_once_in_one_container(house: House) -> None:
 
 def test_a_time_out_ends_the_command_and_nothing_else(house: House) -> None:
     house.model.script(
-        runs("kept = 11"),
+        code_call("kept = 11"),
         commands("sleep 600 & sleep 600", timeout_ms=300),
-        runs("print(kept)"),
-        answer("Still there."),
+        code_call("print(kept)"),
+        text_answer("Still there."),
     )
     response = house.strict.responses.create(
         model="scripted", input="Wait", tools=[INTERPRETER, SHELL], include=["code_interpreter_call.outputs"]
@@ -179,22 +179,22 @@ def test_a_time_out_ends_the_command_and_nothing_else(house: House) -> None:
 
 
 def test_it_can_be_forced(house: House) -> None:
-    house.model.script(commands("true"), answer("Done."))
+    house.model.script(commands("true"), text_answer("Done."))
     house.client.responses.create(
         model="scripted", input="Do", tools=[INTERPRETER, SHELL], tool_choice={"type": "shell"}
     )
-    assert house.model.asked[0].json["tool_choice"] == {"type": "function", "function": {"name": "shell"}}
+    assert house.model.requests[0].json["tool_choice"] == {"type": "function", "function": {"name": "shell"}}
 
 
 def test_a_local_shell_stays_the_clients(house: House) -> None:
     """A chat model is not told of it, as before; its items, given back, are."""
-    house.model.script(answer("Hello."))
+    house.model.script(text_answer("Hello."))
     response = house.strict.responses.create(
         model="scripted", input="Hi", tools=[{"type": "shell", "environment": {"type": "local"}}]
     )
     assert response.tools[0].type == "shell"
-    assert "tools" not in house.model.asked[0].json
-    house.model.script(answer("So be it."))
+    assert "tools" not in house.model.requests[0].json
+    house.model.script(text_answer("So be it."))
     items: Any = [
         {
             "type": "shell_call",
@@ -223,11 +223,11 @@ def test_what_cannot_be_is_refused_before_anything_begins(house: House) -> None:
 
 def test_a_model_behind_another_gateway(house: House) -> None:
     """What speaks Responses itself is told of the shell as of a function, and gets its calls back as such."""
-    house.model.script(commands("echo far"), answer("Far."))
+    house.model.script(commands("echo far"), text_answer("Far."))
     response = house.strict.responses.create(model="far", input="Do", tools=[SHELL])
     said: Any = response.output[1]
     assert (response.output[0].type, said.output[0].stdout) == ("shell_call", "far\n")
-    house.model.script(answer("Yes."))
+    house.model.script(text_answer("Yes."))
     house.strict.responses.create(model="far", input="And?", tools=[SHELL], previous_response_id=response.id)
     assert told(house) == ["far"]
 
@@ -237,7 +237,7 @@ def test_an_upload_is_there_for_commands(house: House, tmp_path: Path) -> None:
     given.write_bytes(b"b\na\n")
     file = house.strict.files.create(file=given, purpose="user_data")
     tool: Any = {"type": "shell", "environment": {"type": "container_auto", "file_ids": [file.id]}}
-    house.model.script(commands("sort words.txt > sorted.txt; cat sorted.txt"), answer("Sorted."))
+    house.model.script(commands("sort words.txt > sorted.txt; cat sorted.txt"), text_answer("Sorted."))
     response = house.strict.responses.create(model="scripted", input="Sort", tools=[tool])
     said: Any = response.output[1]
     assert said.output[0].stdout == "a\nb\n"

@@ -1,4 +1,4 @@
-"""What of specification 003 only the whole gateway can show; imports the support.
+"""What of specification 003 only the whole gateway can show.
 
 The rest is in tests/tools/test_specification_003.py; names are as there.
 """
@@ -17,9 +17,9 @@ import openai
 import pytest
 
 from tests.e2e.conftest import House, client_of, settings_for
-from tests.support import served
-from tests.support.sandboxes import has_cgroups
-from tests.support.served import Model, answer, call, calls, runs
+from tests.support import gateway_process
+from tests.support.gateway_process import ScriptedModelServer, code_call, text_answer, tool_call, tool_calls
+from tests.support.sandbox_runs import has_cgroups
 
 INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
 OUTPUTS: Any = ["code_interpreter_call.outputs"]
@@ -27,10 +27,10 @@ TOKEN = "a-token-that-nobody-guesses"
 
 
 def test_sc_001_a_model_calls_runs_and_reads_within_the_loop(house: House) -> None:
-    house.model.script(runs("print(2 ** 64)"), answer("18446744073709551616"))
+    house.model.script(code_call("print(2 ** 64)"), text_answer("18446744073709551616"))
     response = house.strict.responses.create(model="scripted", input="2 ** 64?", tools=[INTERPRETER])
     assert response.output_text == "18446744073709551616"
-    offered, read = house.model.asked
+    offered, read = house.model.requests
     (function,) = [tool["function"] for tool in offered.json["tools"]]
     assert function["name"] == "code_interpreter"
     assert function["parameters"]["required"] == ["code"]
@@ -39,7 +39,7 @@ def test_sc_001_a_model_calls_runs_and_reads_within_the_loop(house: House) -> No
 
 
 def test_us1_2_and_fr_014_the_events_in_order(house: House) -> None:
-    house.model.script(runs("1"), answer("."))
+    house.model.script(code_call("1"), text_answer("."))
     events = list(
         house.strict.responses.create(model="scripted", input="?", tools=[INTERPRETER], stream=True)
     )
@@ -52,7 +52,7 @@ def test_us1_2_and_fr_014_the_events_in_order(house: House) -> None:
 
 
 def test_ec_2_a_call_without_a_stream_runs_just_the_same(house: House) -> None:
-    house.model.script(runs("print('ran')"), answer("."))
+    house.model.script(code_call("print('ran')"), text_answer("."))
     response = house.strict.responses.create(
         model="scripted", input="?", tools=[INTERPRETER], include=OUTPUTS
     )
@@ -62,31 +62,31 @@ def test_ec_2_a_call_without_a_stream_runs_just_the_same(house: House) -> None:
 
 def test_ec_4_two_calls_in_one_turn(house: House) -> None:
     house.model.script(
-        calls(
-            call("code_interpreter", {"code": "print('one')"}, call_id="call_a"),
-            call("code_interpreter", {"code": "print('two')"}, call_id="call_b", index=1),
+        tool_calls(
+            tool_call("code_interpreter", {"code": "print('one')"}, call_id="call_a"),
+            tool_call("code_interpreter", {"code": "print('two')"}, call_id="call_b", index=1),
         ),
-        answer("."),
+        text_answer("."),
     )
     response = house.strict.responses.create(
         model="scripted", input="?", tools=[INTERPRETER], include=OUTPUTS
     )
     outputs: list[Any] = [item for item in response.output if item.type == "code_interpreter_call"]
     assert [item.outputs[0].logs for item in outputs] == ["one\n", "two\n"]
-    results = [message for message in house.model.asked[1].json["messages"] if message["role"] == "tool"]
+    results = [message for message in house.model.requests[1].json["messages"] if message["role"] == "tool"]
     assert [result["tool_call_id"] for result in results] == ["call_a", "call_b"]
 
 
 def test_ec_3_a_gateway_without_the_tool(tmp_path: Path) -> None:
-    with Model() as model:
+    with ScriptedModelServer() as model:
         settings = settings_for(model) | {"providers": {"code_interpreter": {"enabled": False}}}
-        with served.serving(tmp_path, settings) as running, client_of(running) as client:
+        with gateway_process.run_gateway(tmp_path, settings) as running, client_of(running) as client:
             with pytest.raises(openai.BadRequestError, match="code_interpreter is not enabled"):
                 client.responses.create(model="scripted", input="?", tools=[INTERPRETER])
-            assert not model.asked
-            model.script(answer("Hello"))
+            assert not model.requests
+            model.script(text_answer("Hello"))
             assert client.responses.create(model="scripted", input="?").output_text == "Hello"
-            assert "tools" not in model.asked[0].json
+            assert "tools" not in model.requests[0].json
 
 
 @contextmanager
@@ -117,16 +117,22 @@ def sandbox_server() -> Generator[str]:
 
 
 def test_us4_1_fr_013_and_sc_005_a_sandbox_server_elsewhere(tmp_path: Path) -> None:
-    with Model() as model, sandbox_server() as url:
+    with ScriptedModelServer() as model, sandbox_server() as url:
         interpreter = {"sandbox_url": url, "sandbox_token_env": "TOKEN_OF_THE_SANDBOXES"}
         settings = settings_for(model) | {"providers": {"code_interpreter": {"settings": interpreter}}}
         environment = {"TOKEN_OF_THE_SANDBOXES": TOKEN}
-        with served.serving(tmp_path, settings, environment) as running, client_of(running) as client:
-            model.script(runs("x = 41"), answer("ok"))
+        with (
+            gateway_process.run_gateway(tmp_path, settings, environment) as running,
+            client_of(running) as client,
+        ):
+            model.script(code_call("x = 41"), text_answer("ok"))
             first = client.responses.create(model="scripted", input="?", tools=[INTERPRETER])
         # Another gateway on the same files finds the container again: its sandbox is the server's.
-        with served.serving(tmp_path, settings, environment) as running, client_of(running) as client:
-            model.script(runs("print(x + 1)"), answer("42"))
+        with (
+            gateway_process.run_gateway(tmp_path, settings, environment) as running,
+            client_of(running) as client,
+        ):
+            model.script(code_call("print(x + 1)"), text_answer("42"))
             second = client.responses.create(
                 model="scripted",
                 input="?",
@@ -141,34 +147,36 @@ def test_us4_1_fr_013_and_sc_005_a_sandbox_server_elsewhere(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("other", ["sandbox_template", "sandbox_warm_pool"])
 def test_us4_2_and_fr_016_a_server_and_a_template_exclude_each_other(tmp_path: Path, other: str) -> None:
-    with Model() as model:
+    with ScriptedModelServer() as model:
         settings = settings_for(model, sandbox_url="http://127.0.0.1:1", **{other: "python"})
         with pytest.raises(AssertionError, match=rf"sandbox_url[\s\S]*{other}|{other}[\s\S]*sandbox_url"):
-            served.start(tmp_path, settings)
+            gateway_process.start_gateway(tmp_path, settings)
 
 
 def test_fr_015_the_provider_is_configured_in_the_file(tmp_path: Path) -> None:
-    with Model() as model:
+    with ScriptedModelServer() as model:
         settings = settings_for(model, execution_timeout=1.0, always_include_outputs=True)
-        with served.serving(tmp_path, settings) as running, client_of(running) as client:
-            model.script(runs("print('begun')\nwhile True: pass"), runs("print('alive')"), answer("ok"))
+        with gateway_process.run_gateway(tmp_path, settings) as running, client_of(running) as client:
+            model.script(
+                code_call("print('begun')\nwhile True: pass"), code_call("print('alive')"), text_answer("ok")
+            )
             response = client.responses.create(model="scripted", input="?", tools=[INTERPRETER])
             stopped: Any = response.output[0]
             after: Any = response.output[1]
             assert stopped.status == "failed"
             assert "begun" in stopped.outputs[0].logs
             assert after.outputs[0].logs == "alive\n"
-            assert "longer than 1 s " in model.asked[1].json["messages"][-1]["content"]
+            assert "longer than 1 s " in model.requests[1].json["messages"][-1]["content"]
 
 
 def test_isolation_by_execution_gives_every_call_a_sandbox_of_its_own(tmp_path: Path) -> None:
-    with Model() as model:
+    with ScriptedModelServer() as model:
         settings = settings_for(model, isolation="execution")
-        with served.serving(tmp_path, settings) as running, client_of(running) as client:
+        with gateway_process.run_gateway(tmp_path, settings) as running, client_of(running) as client:
             model.script(
-                runs("x = 1\nopen('kept.txt', 'w').write('file')"),
-                runs("print(open('kept.txt').read(), 'x' in globals())"),
-                answer("ok"),
+                code_call("x = 1\nopen('kept.txt', 'w').write('file')"),
+                code_call("print(open('kept.txt').read(), 'x' in globals())"),
+                text_answer("ok"),
             )
             response = client.responses.create(
                 model="scripted", input="?", tools=[INTERPRETER], include=OUTPUTS

@@ -1,4 +1,4 @@
-"""The signals of a gateway with real sandboxes, as a receiver of OTLP gets them; imports the support."""
+"""The signals of a gateway with real sandboxes, as a receiver of OTLP gets them."""
 
 import json
 from collections.abc import Sequence
@@ -7,11 +7,11 @@ from typing import Any
 
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from fumehood.parts.validate import validate
+from fumehood.message_parts.validation import validate
 from tests.e2e.conftest import client_of, settings_for
-from tests.support import served
-from tests.support.otlp import AT_ONCE, Receiver, attributes
-from tests.support.served import Model, answer, runs
+from tests.support import gateway_process
+from tests.support.gateway_process import ScriptedModelServer, code_call, text_answer
+from tests.support.otlp_receiver import FAST_EXPORT_ENVIRONMENT, OtlpReceiver, decode_attributes
 
 CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 STARTS, EXECUTIONS = "fumehood.sandbox.starts", "fumehood.sandbox.executions"
@@ -19,12 +19,14 @@ TOOL: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
 
 
 def test_a_streamed_turn_with_code_is_one_trace_is_counted_and_told(tmp_path: Path) -> None:
-    with Receiver() as receiver, Model() as model:
+    with OtlpReceiver() as receiver, ScriptedModelServer() as model:
         settings = settings_for(model) | {"telemetry": {"otlp": receiver.address}}
-        works = runs("print(6 * 7)"), answer("It is 42.")
-        model.script(*works, runs("import os; os._exit(3)"), answer("It broke."))
+        works = code_call("print(6 * 7)"), text_answer("It is 42.")
+        model.script(*works, code_call("import os; os._exit(3)"), text_answer("It broke."))
         with (
-            served.serving(tmp_path, settings, AT_ONCE | {CAPTURE: "span_and_event"}) as running,
+            gateway_process.run_gateway(
+                tmp_path, settings, FAST_EXPORT_ENVIRONMENT | {CAPTURE: "span_and_event"}
+            ) as running,
             client_of(running) as client,
         ):
             for _ in range(2):
@@ -58,18 +60,18 @@ def _is_one_trace(spans: Sequence[Span]) -> None:
     for inner, outer in [(call, root), *((phase, call) for phase in phases)]:
         assert outer.start_time_unix_nano <= inner.start_time_unix_nano
         assert inner.start_time_unix_nano < inner.end_time_unix_nano <= outer.end_time_unix_nano
-    facts = {span.name: attributes(span.attributes) for span in phases}
+    facts = {span.name: decode_attributes(span.attributes) for span in phases}
     assert facts["sandbox acquire"]["fumehood.sandbox.start"] in ("warm", "cold")
     assert facts["sandbox run"] == {"fumehood.sandbox.status": "ok"}
-    messages = json.loads(attributes(root.attributes)["gen_ai.output.messages"])
+    messages = json.loads(decode_attributes(root.attributes)["gen_ai.output.messages"])
     assert validate(messages) == []
     parts = messages[0]["parts"]
-    assert attributes(call.attributes)["fumehood.item.id"] == parts[0]["id"] == parts[1]["id"]
+    assert decode_attributes(call.attributes)["fumehood.item.id"] == parts[0]["id"] == parts[1]["id"]
     assert parts[0]["server_tool_call"]["code"] == "print(6 * 7)"
     assert parts[1]["server_tool_call_response"]["outputs"] == [{"type": "logs", "logs": "42\n"}]
 
 
-def _is_counted(receiver: Receiver) -> None:
+def _is_counted(receiver: OtlpReceiver) -> None:
     (turns,) = receiver.points("gen_ai.client.operation.duration")
     assert turns[0].pop("server.port") > 0
     assert turns[0] == {
@@ -106,7 +108,7 @@ def _is_counted(receiver: Receiver) -> None:
     assert ended == {"ok": 1, "lost": 1}
 
 
-def _is_told(receiver: Receiver, trace_id: bytes) -> None:
+def _is_told(receiver: OtlpReceiver, trace_id: bytes) -> None:
     spans = [span for _, span in receiver.spans if span.trace_id == trace_id]
     turns = {span.span_id: span for span in spans if span.name == "chat scripted"}
     found = [event for event in receiver.events if event.trace_id == trace_id]
@@ -114,14 +116,14 @@ def _is_told(receiver: Receiver, trace_id: bytes) -> None:
     events = sorted(found, key=lambda event: event.time_unix_nano)
     assert {event.event_name for event in events} == {"gen_ai.client.inference.operation.details"}
     for event in events:
-        told = attributes(event.attributes)
+        told = decode_attributes(event.attributes)
         assert told["gen_ai.request.model"] == "scripted"
         assert validate(told["gen_ai.input.messages"]) == validate(told["gen_ai.output.messages"]) == []
         (definition,) = told["gen_ai.tool.definitions"]
         assert definition["name"] == "code_interpreter"
-        written = attributes(turns[event.span_id].attributes)["gen_ai.output.messages"]
+        written = decode_attributes(turns[event.span_id].attributes)["gen_ai.output.messages"]
         assert json.loads(written) == told["gen_ai.output.messages"]
-    first, last = (attributes(event.attributes) for event in events)
+    first, last = (decode_attributes(event.attributes) for event in events)
     assert first["gen_ai.output.messages"][0]["parts"][0]["tool_call"] == {
         "type": "code_interpreter",
         "code": "print(6 * 7)",
@@ -131,16 +133,16 @@ def _is_told(receiver: Receiver, trace_id: bytes) -> None:
     assert seen[2]["server_tool_call_response"]["outputs"] == [{"type": "logs", "logs": "42\n"}]
 
 
-def _is_complained_of(receiver: Receiver, trace_id: bytes) -> None:
+def _is_complained_of(receiver: OtlpReceiver, trace_id: bytes) -> None:
     """Of code that took its sandbox with it."""
     (call,) = [
         span
         for _, span in receiver.spans
         if span.trace_id == trace_id and span.name == "execute_tool code_interpreter"
     ]
-    assert attributes(call.attributes)["error.type"] == "failed"
+    assert decode_attributes(call.attributes)["error.type"] == "failed"
     events = {
-        event.event_name: attributes(event.attributes)["error.type"]
+        event.event_name: decode_attributes(event.attributes)["error.type"]
         for event in receiver.events
         if event.span_id == call.span_id
     }

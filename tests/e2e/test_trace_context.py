@@ -1,4 +1,4 @@
-"""Traces that begin before the gateway and go on behind it; imports the support."""
+"""Traces that begin before the gateway and go on behind it."""
 
 import secrets
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ import pytest
 from openai import OpenAI
 
 from tests.e2e.conftest import client_of, settings_for, settings_without_code
-from tests.support import served
-from tests.support.chat_server import document
-from tests.support.otlp import AT_ONCE, Receiver
-from tests.support.served import Model, answer, runs
+from tests.support import gateway_process
+from tests.support.gateway_process import ScriptedModelServer, code_call, text_answer
+from tests.support.otlp_receiver import FAST_EXPORT_ENVIRONMENT, OtlpReceiver
+from tests.support.raw_model_server import document
 
 
 @dataclass(frozen=True)
@@ -21,24 +21,28 @@ class Line:
     """A client, a gateway, another gateway behind it, a model's server behind that; the gateways send spans."""
 
     client: OpenAI
-    model: Model
-    receiver: Receiver
+    model: ScriptedModelServer
+    receiver: OtlpReceiver
 
 
 @pytest.fixture(scope="module")
 def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
     near, far = tmp_path_factory.mktemp("near"), tmp_path_factory.mktemp("far")
-    with Receiver() as receiver, Model() as model:
+    with OtlpReceiver() as receiver, ScriptedModelServer() as model:
         told = {"telemetry": {"otlp": receiver.address}}
         behind = settings_without_code(model) | told
-        with served.serving(far, behind, AT_ONCE | {"OTEL_SERVICE_NAME": "far"}) as last:
+        with gateway_process.run_gateway(
+            far, behind, FAST_EXPORT_ENVIRONMENT | {"OTEL_SERVICE_NAME": "far"}
+        ) as last:
             models = [
                 {"match": "far", "name": "scripted", "backend": "responses", "base_url": last.url},
                 {"match": "strange", "base_url": model.url, "trace_context": False},
                 {"match": "scripted", "base_url": model.url},
             ]
             before = behind | {"models": models}
-            first = served.serving(near, before, AT_ONCE | {"OTEL_SERVICE_NAME": "near"})
+            first = gateway_process.run_gateway(
+                near, before, FAST_EXPORT_ENVIRONMENT | {"OTEL_SERVICE_NAME": "near"}
+            )
             with first as running, client_of(running) as client:
                 yield Line(client, model, receiver)
 
@@ -64,7 +68,7 @@ def begun() -> Trace:
 
 
 def test_gateway_before_gateway_is_one_trace(line: Line) -> None:
-    line.model.script(answer("Hi"))
+    line.model.script(text_answer("Hi"))
     trace = begun()
     headers = {"traceparent": trace.parent, "tracestate": "vendor=a,other@b=c"}
     events: Any = line.client.responses.create(model="far", input="?", stream=True, extra_headers=headers)
@@ -79,35 +83,35 @@ def test_gateway_before_gateway_is_one_trace(line: Line) -> None:
     chain = [bytes.fromhex(trace.span), *(span.span_id for _, span in spans)]
     assert [span.parent_span_id for _, span in spans] == chain[:-1]
     assert {span.trace_state for _, span in spans} == {"vendor=a,other@b=c"}
-    (asked,) = line.model.asked
+    (asked,) = line.model.requests
     assert asked.headers["traceparent"] == f"00-{trace.id}-{chain[-1].hex()}-01"
     assert asked.headers["tracestate"] == "vendor=a,other@b=c"
 
 
 def test_whoever_is_asked_again_is_told_the_same(line: Line) -> None:
     trace = begun()
-    line.model.script(document(b"{}", "503 Busy"), document(b"{}", "503 Busy"), answer("Hi"))
+    line.model.script(document(b"{}", "503 Busy"), document(b"{}", "503 Busy"), text_answer("Hi"))
     line.client.responses.create(model="scripted", input="?", extra_headers={"traceparent": trace.parent})
     _, (_, chat) = line.receiver.trace(trace.bytes, 2)
-    told = [asked.headers["traceparent"] for asked in line.model.asked]
+    told = [asked.headers["traceparent"] for asked in line.model.requests]
     assert told == 3 * [f"00-{trace.id}-{chat.span_id.hex()}-01"]
 
 
 def test_a_server_need_not_be_told(line: Line) -> None:
     trace = begun()
-    line.model.script(answer("Hi"))
+    line.model.script(text_answer("Hi"))
     line.client.responses.create(model="strange", input="?", extra_headers={"traceparent": trace.parent})
     assert [span.name for _, span in line.receiver.trace(trace.bytes, 2)] == ["invoke_agent", "chat strange"]
-    assert not {"traceparent", "tracestate"} & set(line.model.asked[0].headers)
+    assert not {"traceparent", "tracestate"} & set(line.model.requests[0].headers)
 
 
 def test_a_caller_that_does_not_sample_is_not_recorded_but_the_trace_goes_on(line: Line) -> None:
     trace, after = begun(), begun()
     unsampled = trace.parent.removesuffix("01") + "00"
-    line.model.script(answer("Hi"), answer("Hi"))
+    line.model.script(text_answer("Hi"), text_answer("Hi"))
     line.client.responses.create(model="scripted", input="?", extra_headers={"traceparent": unsampled})
     line.client.responses.create(model="scripted", input="?", extra_headers={"traceparent": after.parent})
-    told = line.model.asked[0].headers["traceparent"]
+    told = line.model.requests[0].headers["traceparent"]
     assert (told[3:35], told[-2:]) == (trace.id, "00")
     line.receiver.trace(after.bytes, 2)
     assert line.receiver.trace(trace.bytes, 0) == []
@@ -115,7 +119,7 @@ def test_a_caller_that_does_not_sample_is_not_recorded_but_the_trace_goes_on(lin
 
 def test_a_connection_and_each_of_its_messages_may_have_a_trace(line: Line) -> None:
     whole, single = begun(), begun()
-    line.model.script(*(answer("Hi") for _ in range(4)))
+    line.model.script(*(text_answer("Hi") for _ in range(4)))
     metadata = {"ws_request_header_traceparent": single.parent, "ws_request_header_tracestate": "a=b"}
     with line.client.responses.connect(extra_headers={"traceparent": whole.parent}) as connection:
         told: list[Any] = [{}, {"client_metadata": metadata}]
@@ -133,26 +137,26 @@ def test_a_connection_and_each_of_its_messages_may_have_a_trace(line: Line) -> N
         "invoke_agent",
         "chat scripted",
     ] * 3
-    assert [asked.headers["traceparent"][3:35] for asked in line.model.asked] == [
+    assert [asked.headers["traceparent"][3:35] for asked in line.model.requests] == [
         *(whole.id, single.id, whole.id, whole.id)
     ]
 
 
 def test_what_is_no_context_is_passed_over(line: Line) -> None:
     trace, other = begun(), begun()
-    line.model.script(*(answer("Hi") for _ in range(3)))
+    line.model.script(*(text_answer("Hi") for _ in range(3)))
     ask: Any = line.client.responses.create
     ask(model="scripted", input="?", extra_headers={"traceparent": f"{trace.parent}, {other.parent}"})
     ask(model="scripted", input="?", extra_headers={"traceparent": trace.parent.upper()})
     ask(model="scripted", input="?", extra_headers={"tracestate": "vendor=a"})
-    told = [asked.headers for asked in line.model.asked]
+    told = [asked.headers for asked in line.model.requests]
     assert len({headers["traceparent"][3:35] for headers in told} | {trace.id, other.id}) == 5
     assert not any("tracestate" in headers for headers in told)
 
 
 def test_a_turn_of_no_run_is_its_callers_too(line: Line) -> None:
     trace = begun()
-    line.model.script(answer("Short."))
+    line.model.script(text_answer("Short."))
     line.client.responses.compact(
         model="scripted", input="A long story", extra_headers={"traceparent": trace.parent}
     )
@@ -173,11 +177,13 @@ for name in glob.glob("/proc/[0-9]*/environ") + glob.glob("/proc/[0-9]*/cmdline"
 words = ["{trace.id[:16]}" + "{trace.id[16:]}", "trace" + "parent", "trace" + "state", "otel" + "_"]
 print("path" in found, [word for word in words if word in found])
 """
-    with Receiver() as receiver, Model() as model:
+    with OtlpReceiver() as receiver, ScriptedModelServer() as model:
         settings = settings_for(model) | {"telemetry": {"otlp": receiver.address}}
-        model.script(runs(looks), answer("Done."))
+        model.script(code_call(looks), text_answer("Done."))
         with (
-            served.serving(tmp_path, settings, AT_ONCE | {"TRACEPARENT": trace.parent}) as running,
+            gateway_process.run_gateway(
+                tmp_path, settings, FAST_EXPORT_ENVIRONMENT | {"TRACEPARENT": trace.parent}
+            ) as running,
             client_of(running) as client,
         ):
             tool: Any = {"type": "code_interpreter", "container": {"type": "auto"}}

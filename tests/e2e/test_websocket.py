@@ -1,11 +1,11 @@
-"""Code over WebSocket, in a real sandbox, with the OpenAI SDK; imports the support."""
+"""Code over WebSocket, in a real sandbox, with the OpenAI SDK."""
 
 from typing import Any
 
 from openai.resources.responses.responses import ResponsesConnection
 
 from tests.e2e.conftest import House
-from tests.support.served import answer, runs
+from tests.support.gateway_process import code_call, text_answer
 
 INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
 OUTPUTS: Any = ["code_interpreter_call.outputs"]
@@ -28,7 +28,7 @@ def turn(connection: ResponsesConnection, previous: str | None) -> Any:
 
 
 def test_the_next_turn_finds_the_container_though_nothing_is_stored(house: House) -> None:
-    house.model.script(runs("n = 6"), answer("Set."), runs("n * 7"), answer("42."))
+    house.model.script(code_call("n = 6"), text_answer("Set."), code_call("n * 7"), text_answer("42."))
     with house.strict.responses.connect() as connection:
         first = turn(connection, None)
         second = turn(connection, first.id)
@@ -39,7 +39,7 @@ def test_the_next_turn_finds_the_container_though_nothing_is_stored(house: House
 
 def test_a_client_that_leaves_interrupts_its_code(house: House) -> None:
     loop = "import time\nfor n in range(600): time.sleep(0.1)"
-    house.model.script(runs("n = 0"), answer("Set."), runs(loop))
+    house.model.script(code_call("n = 0"), text_answer("Set."), code_call(loop))
     with house.client.responses.connect() as connection:
         first = turn(connection, None)
         tool: Any = {"type": "code_interpreter", "container": first.output[0].container_id}
@@ -48,7 +48,7 @@ def test_a_client_that_leaves_interrupts_its_code(house: House) -> None:
             if event.type == "response.code_interpreter_call.interpreting":
                 break
     # The sandbox is not ended: it can be used as soon as the code is.
-    house.model.script(runs("print(n < 599)"), answer("ok"))
+    house.model.script(code_call("print(n < 599)"), text_answer("ok"))
     after = house.client.responses.create(model="scripted", input="?", tools=[tool], include=OUTPUTS)
     ran: Any = after.output[0]
     assert ran.outputs[0].logs == "True\n"

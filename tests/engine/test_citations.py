@@ -1,4 +1,4 @@
-"""Which files an answer cites, and where; imports pytest, hypothesis and `fumehood.engine`."""
+"""Which files an answer cites, and where."""
 
 from urllib.parse import quote, unquote
 
@@ -7,15 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fumehood.engine.citations import cite_links, cite_unlinked, find_links, paths_of
-from fumehood.protocol.events import AnnotationAdded
-from fumehood.protocol.items import ContainerFileCitation, Message, OutputText, ProducedFile
-from fumehood.protocol.responses import Response
+from fumehood.engine.citations import cite_links, cite_unlinked, collect_paths, find_links
+from fumehood.protocol.openai.items import (
+    ContainerFileCitationAnnotation,
+    OutputMessage,
+    OutputText,
+    ProducedFile,
+)
+from fumehood.protocol.openai.responses import Response
+from fumehood.protocol.openai.stream_events import OutputTextAnnotationAdded
 from fumehood.testing import ScriptedModel, calls, says
-from tests.support.engines import ECHO, Engine
-from tests.support.engines import produced as in_container
-from tests.support.streams import check_invariants
-from tests.support.tools import Echo
+from tests.support.echo_tool import EchoTool
+from tests.support.engine_harness import ECHO, EngineHarness
+from tests.support.engine_harness import make_produced_file as in_container
+from tests.support.stream_checks import check_invariants
 
 
 def produced(number: int) -> ProducedFile:
@@ -65,7 +70,7 @@ def at(path: str) -> ProducedFile:
 def spans(text: str) -> list[tuple[str, str]]:
     """The files that are cited, and what of the text is given as the place: cut out by code points."""
     links = find_links(text)
-    wanted = set(paths_of(links))
+    wanted = set(collect_paths(links))
     found = {file.path: file for file in map(at, FILES) if file.path in wanted}
     return [
         (citation.filename, text[citation.start_index : citation.end_index])
@@ -170,10 +175,12 @@ def test_indexes_count_code_points(before: str, name: str, after: str, quoted: b
 
 async def test_citations_survive_streams_storage_and_replay() -> None:
     text = "é [t](sandbox:/mnt/data/a%20b.csv) `sandbox:/mnt/data/old.txt`"
-    echo = Echo(files=[in_container("a b.csv"), in_container("c.png")], known=[in_container("old.txt")])
+    echo = EchoTool(
+        files=[in_container("a b.csv"), in_container("c.png")], known_files=[in_container("old.txt")]
+    )
     turn = (calls("echo", {}), says(text, pieces=7))
     async with ScriptedModel(*turn, *turn, says("Yes."), says("Yes.")) as model:
-        engine = Engine(model, [echo])
+        engine = EngineHarness(model, [echo])
         events = await engine.stream(tools=[ECHO])
         streamed = check_invariants(events)
         cited = annotations(streamed)
@@ -182,27 +189,27 @@ async def test_citations_survive_streams_storage_and_replay() -> None:
             ("old.txt", "sandbox:/mnt/data/old.txt"),
             ("c.png", ""),
         ]
-        assert [event.annotation for event in events if isinstance(event, AnnotationAdded)] == cited
-        assert annotations(await engine.block(tools=[ECHO])) == cited
-        stored = await engine.store.response("", streamed.id)
+        assert [event.annotation for event in events if isinstance(event, OutputTextAnnotationAdded)] == cited
+        assert annotations(await engine.create(tools=[ECHO])) == cited
+        stored = await engine.store.get_response("", streamed.id)
         assert stored is not None
         assert annotations(stored) == cited
 
-        continued = await engine.block(previous_response_id=streamed.id)
+        continued = await engine.create(previous_response_id=streamed.id)
         items = [msgspec.to_builtins(item) for item in streamed.output]
-        replayed = await engine.block(input=[*items, {"role": "user", "content": "Sure?"}])
+        replayed = await engine.create(input=[*items, {"role": "user", "content": "Sure?"}])
     for response in (continued, replayed):
-        entries = await engine.store.input_entries("", response.id)
+        entries = await engine.store.list_input_items("", response.id)
         assert entries is not None
         (message,) = [entry for entry in entries if b'"assistant"' in entry.raw]
-        assert msgspec.json.decode(message.raw, type=Message).content[0] == OutputText(
+        assert msgspec.json.decode(message.raw, type=OutputMessage).content[0] == OutputText(
             text=text, annotations=[*cited]
         )
 
 
-def annotations(response: Response) -> list[ContainerFileCitation]:
+def annotations(response: Response) -> list[ContainerFileCitationAnnotation]:
     message = response.output[-1]
-    assert isinstance(message, Message)
+    assert isinstance(message, OutputMessage)
     part = message.content[0]
     assert isinstance(part, OutputText)
-    return [one for one in part.annotations if isinstance(one, ContainerFileCitation)]
+    return [one for one in part.annotations if isinstance(one, ContainerFileCitationAnnotation)]

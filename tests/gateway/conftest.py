@@ -1,20 +1,20 @@
-"""One gateway over scripted runs for all tests of a module, with doubles that each of them finds new; imports those."""
+"""One gateway over scripted runs for all tests of a module, with doubles that each of them finds new."""
 
 from collections.abc import AsyncIterator
 
 import pytest_asyncio
 
-from tests.support.gateway import Served, serving_gateway
+from tests.support.scripted_gateway import ScriptedGateway, run_gateway
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running() -> AsyncIterator[Served]:
-    async with serving_gateway(body_bytes=100_000) as served:
+async def running() -> AsyncIterator[ScriptedGateway]:
+    async with run_gateway(body_bytes=100_000) as served:
         yield served
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def gateway(running: Served) -> Served:
+async def gateway(running: ScriptedGateway) -> ScriptedGateway:
     running.runs.reset()
     running.files.reset()
     return running

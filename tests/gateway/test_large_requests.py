@@ -1,4 +1,4 @@
-"""Large requests: others go on meanwhile, and there is an end to how many are held; imports `fumehood.gateway`."""
+"""Large requests: others go on meanwhile, and there is an end to how many are held."""
 
 import asyncio
 import threading
@@ -8,23 +8,23 @@ import msgspec
 import pytest
 from msgspec import Raw
 
-from fumehood.aside import LARGE, aside
-from fumehood.engine import compaction_budget, tokens, truncation
-from fumehood.engine.runs import EngineRuns
-from fumehood.engine.tokens import estimate, is_rendered, tokens_of
-from fumehood.files.inputs import InputFiles
-from fumehood.gateway import repeats
-from fumehood.gateway.exchange import Exchange
-from fumehood.gateway.limits import Limits
+from fumehood.engine import compaction_budget, token_counter, truncation
+from fumehood.engine.run_service import EngineRunService
+from fumehood.engine.token_counter import estimate_entry, estimate_segment, is_rendered
+from fumehood.files.input_file_loader import InputFileLoader
+from fumehood.gateway import idempotency
+from fumehood.gateway.request_context import RequestContext
+from fumehood.gateway.request_limits import RequestLimits
 from fumehood.interfaces import Caller
-from fumehood.protocol.conversation import Entry, Segment
-from fumehood.protocol.errors import InvalidRequest
-from fumehood.protocol.models import ModelProfile, ModelRequest
-from fumehood.protocol.responses import CreateResponse
-from fumehood.testing import FakeClock, MemoryStore, PlainSealer, ScriptedModel, ScriptedModels, says
-from tests.support.gateway import serving_gateway, text_events
-from tests.support.memory_uploads import Uploads
-from tests.support.websocket import connected, refused
+from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
+from fumehood.protocol.model_turns import ModelProfile, ModelRequest
+from fumehood.protocol.openai.api_errors import InvalidRequest
+from fumehood.protocol.openai.responses import CreateResponse
+from fumehood.testing import FakeClock, MemoryStore, PlainSealer, ScriptedModel, ScriptedModelProvider, says
+from fumehood.worker_threads import WORKER_THRESHOLD_BYTES, run_in_worker
+from tests.support.memory_uploads import InMemoryUploads
+from tests.support.scripted_gateway import run_gateway, text_events
+from tests.support.websocket_client import connect_websocket, error_of
 
 PATIENCE = 60
 BIG = "x" * 700_000
@@ -39,15 +39,17 @@ async def test_the_loop_goes_round_beside_long_work() -> None:
         went_round.set()
 
     going = asyncio.create_task(go_round())
-    assert await aside(LARGE, went_round.wait, PATIENCE)  # which would wait in vain on the loop itself
+    assert await run_in_worker(
+        WORKER_THRESHOLD_BYTES, went_round.wait, PATIENCE
+    )  # which would wait in vain on the loop itself
     await going
 
 
 async def test_short_work_is_done_at_once_and_long_work_raises_what_it_raises() -> None:
-    assert await aside(LARGE - 1, threading.get_ident) == threading.get_ident()
-    assert await aside(LARGE, threading.get_ident) != threading.get_ident()
+    assert await run_in_worker(WORKER_THRESHOLD_BYTES - 1, threading.get_ident) == threading.get_ident()
+    assert await run_in_worker(WORKER_THRESHOLD_BYTES, threading.get_ident) != threading.get_ident()
     with pytest.raises(ZeroDivisionError):
-        await aside(LARGE, lambda: 1 / 0)
+        await run_in_worker(WORKER_THRESHOLD_BYTES, lambda: 1 / 0)
 
 
 class CheckingModel(ScriptedModel):
@@ -58,7 +60,7 @@ class CheckingModel(ScriptedModel):
         self.threads: list[int] = []
 
     @override
-    def check(self, request: ModelRequest) -> None:
+    def validate_request(self, request: ModelRequest) -> None:
         self.threads.append(threading.get_ident())
 
 
@@ -69,16 +71,16 @@ def message(text: str) -> dict[str, Any]:
 async def test_ten_thousand_items_leave_the_loop_free() -> None:
     clock, model = FakeClock(), CheckingModel()
     store = MemoryStore(clock)
-    runs = EngineRuns(ScriptedModels(model), [], store, clock)
-    async with serving_gateway(runs=runs, store=store, body_bytes=32 << 20) as served:
-        few = await served.create(input=[message("one")])
-        many = await served.create(input=[message(f"number {number}") for number in range(10_000)])
-        wrong = await served.create(input=[*[message("right")] * 5000, {"content": "whose?"}])
+    runs = EngineRunService(ScriptedModelProvider(model), [], store, clock)
+    async with run_gateway(runs=runs, store=store, body_bytes=32 << 20) as served:
+        few = await served.create_response(input=[message("one")])
+        many = await served.create_response(input=[message(f"number {number}") for number in range(10_000)])
+        wrong = await served.create_response(input=[*[message("right")] * 5000, {"content": "whose?"}])
     assert (few.status, many.status) == (200, 200)
     assert model.threads[0] == threading.get_ident()
     assert model.threads[1] != threading.get_ident()
     assert wrong.error == (400, None, "input[5000]")
-    kept = await store.input_entries("", many.json["id"])
+    kept = await store.list_input_items("", many.json["id"])
     assert kept is not None
     assert len(kept) == 10_000
 
@@ -87,25 +89,25 @@ class RenderingModel(ScriptedModel):
     """Renders as real ones do, also to count, and remembers where."""
 
     def __init__(self) -> None:
-        super().__init__(says("yes"), profile=ModelProfile(context_window=1_000_000, counts=True))
+        super().__init__(says("yes"), profile=ModelProfile(context_window=1_000_000, counts_tokens=True))
         self.threads: list[int] = []
 
     @override
-    def check(self, request: ModelRequest) -> None:
+    def validate_request(self, request: ModelRequest) -> None:
         for segment in request.segments:
             if "dialect" not in segment.renderings:
                 segment.renderings["dialect"] = b""
                 self.threads.append(threading.get_ident())
 
     @override
-    async def count(self, request: ModelRequest) -> tuple[int, bool]:
-        self.check(request)
+    async def count_tokens(self, request: ModelRequest) -> tuple[int, bool]:
+        self.validate_request(request)
         return 1, True
 
 
 async def test_what_is_counted_before_it_is_shown_leaves_the_loop_free() -> None:
     clock, model = FakeClock(), RenderingModel()
-    runs = EngineRuns(ScriptedModels(model), [], MemoryStore(clock), clock)
+    runs = EngineRunService(ScriptedModelProvider(model), [], MemoryStore(clock), clock)
     run = await runs.start(CreateResponse(model="scripted", input="x" * 3_000_000), Caller())
     assert (await run.wait()).status == "completed"
     assert len(model.threads) == 1
@@ -126,20 +128,20 @@ async def test_what_is_too_long_is_looked_at_beside_the_loop(
     here = threading.get_ident()
     looked: list[bool] = []
 
-    def looking(entry: Entry) -> int:
-        looked.append(threading.get_ident() != here or len(entry.raw) < LARGE)
-        return estimate(entry)
+    def looking(entry: ConversationEntry) -> int:
+        looked.append(threading.get_ident() != here or len(entry.raw) < WORKER_THRESHOLD_BYTES)
+        return estimate_entry(entry)
 
-    for module in (tokens, truncation, compaction_budget):
-        monkeypatch.setattr(module, "estimate", looking)
+    for module in (token_counter, truncation, compaction_budget):
+        monkeypatch.setattr(module, "estimate_entry", looking)
     # The last message is compacted, too, once it is answered.
     answers = [says("a summary"), says("yes"), says("a summary")]
     model = ScriptedModel(*answers, profile=ModelProfile(context_window=4000))
     clock = FakeClock()
-    runs = EngineRuns(ScriptedModels(model), [], MemoryStore(clock), clock, sealer=PlainSealer())
+    runs = EngineRunService(ScriptedModelProvider(model), [], MemoryStore(clock), clock, sealer=PlainSealer())
     long = [Raw(msgspec.json.encode(message(text))) for text in ("one", BIG, "two", BIG)]
     request = CreateResponse(model="scripted", input=long, **options)
-    assert (await runs.count(request, Caller())).input_tokens > 1000
+    assert (await runs.count_tokens(request, Caller())).input_tokens > 1000
     run = await runs.start(request, Caller())
     assert (await run.wait()).status == "completed"
     assert len(looked) > 4
@@ -147,9 +149,9 @@ async def test_what_is_too_long_is_looked_at_beside_the_loop(
 
 
 def test_an_estimate_is_no_rendering() -> None:
-    segment = Segment(())
+    segment = ConversationSegment(())
     assert not is_rendered(segment)
-    tokens_of(segment)
+    estimate_segment(segment)
     assert not is_rendered(segment)
     segment.renderings["dialect"] = b""
     assert is_rendered(segment)
@@ -162,34 +164,36 @@ class OpeningSealer(PlainSealer):
         self.threads: list[int] = []
 
     @override
-    def open(self, tenant: str, sealed: str) -> bytes:
+    def unseal(self, tenant: str, sealed: str) -> bytes:
         self.threads.append(threading.get_ident())
-        return super().open(tenant, sealed)
+        return super().unseal(tenant, sealed)
 
 
 async def test_a_large_compaction_is_opened_beside_the_loop() -> None:
     clock, sealer = FakeClock(), OpeningSealer()
-    runs = EngineRuns(ScriptedModels(ScriptedModel()), [], MemoryStore(clock), clock, sealer=sealer)
+    runs = EngineRunService(
+        ScriptedModelProvider(ScriptedModel()), [], MemoryStore(clock), clock, sealer=sealer
+    )
     for summary in ("short", BIG):
         sealed = sealer.seal("", msgspec.json.encode({"messages": [], "summary": summary}))
         item = msgspec.json.encode({"type": "compaction", "encrypted_content": sealed})
         for _ in range(2):  # the second time it is known
-            await runs.count(CreateResponse(model="scripted", input=[Raw(item)]), Caller())
+            await runs.count_tokens(CreateResponse(model="scripted", input=[Raw(item)]), Caller())
     assert [thread == threading.get_ident() for thread in sealer.threads] == [True, False]
 
 
 async def test_only_so_much_of_all_bodies_is_held() -> None:
-    async with serving_gateway(limits=Limits(body_bytes_total=1_000_000)) as served:
+    async with run_gateway(limits=RequestLimits(max_memory_bytes=1_000_000)) as served:
         served.runs.script = lambda response: [text_events(response)[:2]]
-        async with served.posted(stream=True, input=BIG) as (reader, _):
+        async with served.post_response(stream=True, input=BIG) as (reader, _):
             await reader.readuntil(b"\r\n\r\n")
             served.runs.script = lambda response: [text_events(response)]
-            answer = await served.create(input=BIG)
-            small = await served.create(input="hi")
+            answer = await served.create_response(input=BIG)
+            small = await served.create_response(input="hi")
             run = served.runs.runs[0]
-            run.say(*text_events(run.response)[2:])
+            run.emit(*text_events(run.response)[2:])
             await reader.readuntil(b"0\r\n\r\n")
-        again = await served.create(input=BIG)
+        again = await served.create_response(input=BIG)
     assert answer.error == (503, "server_error", None)
     assert answer.headers["retry-after"] == "1"
     assert (small.status, again.status) == (200, 200)
@@ -198,64 +202,69 @@ async def test_only_so_much_of_all_bodies_is_held() -> None:
 async def test_a_run_that_may_be_asked_for_again_holds_its_body_when_nobody_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(repeats, "GRACE", 600.0)
+    monkeypatch.setattr(idempotency, "DISCONNECT_GRACE_SECONDS", 600.0)
     key = {"idempotency-key": "one"}
-    async with serving_gateway(limits=Limits(body_bytes_total=1_000_000)) as served:
+    async with run_gateway(limits=RequestLimits(max_memory_bytes=1_000_000)) as served:
         served.runs.script = lambda response: [text_events(response)[:2]]
-        async with served.posted(key, stream=True, input=BIG) as (reader, writer):
+        async with served.post_response(key, stream=True, input=BIG) as (reader, writer):
             await reader.readuntil(b"\r\n\r\n")
             writer.transport.abort()
         async with asyncio.timeout(PATIENCE):
-            while b"\nfumehood_streams 0.0\n" not in (await served.ask("GET", "/metrics")).body:
+            while b"\nfumehood_streams 0.0\n" not in (await served.request("GET", "/metrics")).body:
                 await asyncio.sleep(0)
         served.runs.script = lambda response: [text_events(response)]
-        meanwhile = await served.create(input=BIG)
+        meanwhile = await served.create_response(input=BIG)
         run = served.runs.runs[0]
-        run.say(*text_events(run.response)[2:])
+        run.emit(*text_events(run.response)[2:])
         async with asyncio.timeout(PATIENCE):
-            while (again := await served.create(input=BIG)).status == 503:
+            while (again := await served.create_response(input=BIG)).status == 503:
                 pass
-        refused = await served.create(headers={"idempotency-key": "two"}, input=BIG, include=["nothing"])
-        last = await served.create(headers={"idempotency-key": "three"}, input=BIG)
+        refused = await served.create_response(
+            headers={"idempotency-key": "two"}, input=BIG, include=["nothing"]
+        )
+        last = await served.create_response(headers={"idempotency-key": "three"}, input=BIG)
     assert (meanwhile.status, again.status, refused.status, last.status) == (503, 200, 400, 200)
 
 
 async def test_what_was_refused_holds_nothing() -> None:
-    async with serving_gateway(limits=Limits(body_bytes_total=1_000_000)) as served:
+    async with run_gateway(limits=RequestLimits(max_memory_bytes=1_000_000)) as served:
         served.runs.refusal = InvalidRequest("No.")
         for _ in range(3):
-            assert (await served.create(input=BIG)).status == 400
-            assert (await served.create(input=BIG, include=["nothing"])).status == 400
+            assert (await served.create_response(input=BIG)).status == 400
+            assert (await served.create_response(input=BIG, include=["nothing"])).status == 400
         served.runs.refusal = None
-        assert (await served.create(input=BIG)).status == 200
+        assert (await served.create_response(input=BIG)).status == 200
 
 
 async def test_what_a_short_request_refers_to_is_held_like_a_body() -> None:
-    async with serving_gateway(limits=Limits(body_bytes_total=1_000_000)) as served:
+    async with run_gateway(limits=RequestLimits(max_memory_bytes=1_000_000)) as served:
         served.runs.refers_to = 700_000
         served.runs.script = lambda response: [text_events(response)[:2]]
-        async with served.posted(stream=True) as (reader, _):
+        async with served.post_response(stream=True) as (reader, _):
             await reader.readuntil(b"\r\n\r\n")
             answers = [
-                await served.create(),
-                await served.create(headers={"idempotency-key": "one"}),
-                await served.create(input=BIG),
+                await served.create_response(),
+                await served.create_response(headers={"idempotency-key": "one"}),
+                await served.create_response(input=BIG),
             ]
-            async with connected(served.port) as socket:
+            async with connect_websocket(served.port) as socket:
                 await socket.ask()
-                over_socket = refused((await socket.answer())[-1])
+                over_socket = error_of((await socket.read_response())[-1])
             served.runs.script = lambda response: [text_events(response)]
             run = served.runs.runs[0]
-            run.say(*text_events(run.response)[2:])
+            run.emit(*text_events(run.response)[2:])
             await reader.readuntil(b"0\r\n\r\n")
-        again = [await served.create(), await served.create(headers={"idempotency-key": "one"})]
+        again = [
+            await served.create_response(),
+            await served.create_response(headers={"idempotency-key": "one"}),
+        ]
     assert [answer.error for answer in answers] == [(503, "server_error", None)] * 3
     assert over_socket == (503, "server_error", None)
     assert [answer.status for answer in again] == [200, 200]
 
 
 async def test_uploads_that_an_input_names_are_held_until_the_response_is_there() -> None:
-    uploads, clock = Uploads(), FakeClock()
+    uploads, clock = InMemoryUploads(), FakeClock()
     picture = {
         "type": "input_image",
         "file_id": uploads.add("x.png", b"\x89PNG\r\n\x1a\n" + bytes(BIG, "ascii"), ""),
@@ -263,18 +272,20 @@ async def test_uploads_that_an_input_names_are_held_until_the_response_is_there(
     asked = [{"role": "user", "content": [picture]}]
     model = ScriptedModel(says("one"), says("two"))
     store = MemoryStore(clock)
-    runs = EngineRuns(ScriptedModels(model), [], store, clock, attachments=InputFiles(uploads))
-    limits = Limits(body_bytes_total=1_000_000)
-    async with serving_gateway(runs=runs, store=store, limits=limits) as served:
-        first = await served.create(input=asked)
+    runs = EngineRunService(
+        ScriptedModelProvider(model), [], store, clock, attachments=InputFileLoader(uploads)
+    )
+    limits = RequestLimits(max_memory_bytes=1_000_000)
+    async with run_gateway(runs=runs, store=store, limits=limits) as served:
+        first = await served.create_response(input=asked)
         paths = ("", "/input_tokens", "/compact")
-        with limits.room(Caller()) as room:
-            room.take(100_000)
+        with limits.memory_budget(Caller()) as room:
+            room.reserve(100_000)
             refusals = [
-                await served.ask("POST", f"/v1/responses{path}", {"model": "small", "input": asked})
+                await served.request("POST", f"/v1/responses{path}", {"model": "small", "input": asked})
                 for path in paths
             ]
-        again = await served.create(input=asked)
+        again = await served.create_response(input=asked)
     assert (first.status, again.status) == (200, 200)
     assert [refusal.error for refusal in refusals] == [(503, "server_error", None)] * 3
 
@@ -283,30 +294,30 @@ async def test_the_conversation_that_a_short_request_continues_is_held_like_a_bo
     clock = FakeClock()
     store = MemoryStore(clock)
     model = ScriptedModel(*[says("yes")] * 8)
-    runs = EngineRuns(ScriptedModels(model), [], store, clock, sealer=PlainSealer())
-    limits = Limits(body_bytes_total=1_000_000)
+    runs = EngineRunService(ScriptedModelProvider(model), [], store, clock, sealer=PlainSealer())
+    limits = RequestLimits(max_memory_bytes=1_000_000)
     paths = ("", "/input_tokens", "/compact")
-    async with serving_gateway(runs=runs, store=store, limits=limits) as served:
-        large, small = [(await served.create(input=said)).json["id"] for said in (BIG, "hi")]
-        [item, *_] = (await served.ask("GET", f"/v1/responses/{large}/input_items")).json["data"]
+    async with run_gateway(runs=runs, store=store, limits=limits) as served:
+        large, small = [(await served.create_response(input=said)).json["id"] for said in (BIG, "hi")]
+        [item, *_] = (await served.request("GET", f"/v1/responses/{large}/input_items")).json["data"]
         continued: list[Any] = [
             {"model": "small", "input": "and?", "previous_response_id": large},
             {"model": "small", "input": [{"type": "item_reference", "id": item["id"]}]},
         ]
-        async with connected(served.port) as socket:
-            held = await socket.turn(input=BIG)  # which is not stored, but here
-            with limits.room(Caller()) as room:
-                room.take(500_000)
+        async with connect_websocket(served.port) as socket:
+            held = await socket.create_and_read(input=BIG)  # which is not stored, but here
+            with limits.memory_budget(Caller()) as room:
+                room.reserve(500_000)
                 answers = [
-                    await served.ask("POST", f"/v1/responses{path}", body)
+                    await served.request("POST", f"/v1/responses{path}", body)
                     for path in paths
                     for body in continued
                 ]
-                of_small = await served.create(previous_response_id=small)
-                over_socket = await socket.refusal(previous_response_id=held["id"])
-        again = [await served.ask("POST", "/v1/responses", body) for body in continued]
-        with limits.room(Caller()) as room:  # all of it was given back
-            room.take(1_000_000)
+                of_small = await served.create_response(previous_response_id=small)
+                over_socket = await socket.read_error(previous_response_id=held["id"])
+        again = [await served.request("POST", "/v1/responses", body) for body in continued]
+        with limits.memory_budget(Caller()) as room:  # all of it was given back
+            room.reserve(1_000_000)
     assert [answer.error for answer in answers] == [(503, "server_error", None)] * 6
     assert over_socket == (503, "server_error", None)
     assert [answer.status for answer in (of_small, *again)] == [200] * 3
@@ -315,10 +326,12 @@ async def test_the_conversation_that_a_short_request_continues_is_held_like_a_bo
 async def test_what_can_never_be_held_is_not_to_come_again() -> None:
     clock = FakeClock()
     store = MemoryStore(clock)
-    runs = EngineRuns(ScriptedModels(ScriptedModel(says(BIG))), [], store, clock)
-    async with serving_gateway(runs=runs, store=store, limits=Limits(body_bytes_total=1_000_000)) as served:
-        first = await served.create(input=BIG)  # which is more with its answer
-        answer = await served.create(previous_response_id=first.json["id"])
+    runs = EngineRunService(ScriptedModelProvider(ScriptedModel(says(BIG))), [], store, clock)
+    async with run_gateway(
+        runs=runs, store=store, limits=RequestLimits(max_memory_bytes=1_000_000)
+    ) as served:
+        first = await served.create_response(input=BIG)  # which is more with its answer
+        answer = await served.create_response(previous_response_id=first.json["id"])
     assert answer.error == (413, "request_too_large", None)
     assert "retry-after" not in answer.headers
 
@@ -327,27 +340,27 @@ async def test_what_is_read_from_the_store_is_held_while_it_is_sent() -> None:
     clock = FakeClock()
     store = MemoryStore(clock)
     model = ScriptedModel(says(BIG), says("short"), says(BIG), says(BIG))
-    runs = EngineRuns(ScriptedModels(model), [], store, clock)
-    limits = Limits(body_bytes_total=2_000_000)  # which is less than a stream of it
+    runs = EngineRunService(ScriptedModelProvider(model), [], store, clock)
+    limits = RequestLimits(max_memory_bytes=2_000_000)  # which is less than a stream of it
     keys: list[Any] = [
         {"stream": stream, "headers": {"idempotency-key": f"{stream}"}} for stream in (False, True)
     ]
-    async with serving_gateway(runs=runs, store=store, limits=limits) as served:
+    async with run_gateway(runs=runs, store=store, limits=limits) as served:
         large, small = [
-            f"/v1/responses/{(await served.create(input=said)).json['id']}" for said in (BIG, "hi")
+            f"/v1/responses/{(await served.create_response(input=said)).json['id']}" for said in (BIG, "hi")
         ]
         paths = [f"{of}{what}" for of in (large, small) for what in ("", "/input_items")]
-        with limits.room(Caller()) as room:
-            room.take(1_500_000)
-            answers = [await served.ask("GET", path) for path in paths]
-        again = [await served.ask("GET", path) for path in paths]
-        told = [await served.create(**key) for key in keys]
-        with limits.room(Caller()) as room:
-            room.take(1_500_000)
-            told += [await served.create(**key) for key in keys]
-        told += [await served.create(**key) for key in keys]
-        with limits.room(Caller()) as room:  # all of it was given back
-            room.take(2_000_000)
+        with limits.memory_budget(Caller()) as room:
+            room.reserve(1_500_000)
+            answers = [await served.request("GET", path) for path in paths]
+        again = [await served.request("GET", path) for path in paths]
+        told = [await served.create_response(**key) for key in keys]
+        with limits.memory_budget(Caller()) as room:
+            room.reserve(1_500_000)
+            told += [await served.create_response(**key) for key in keys]
+        told += [await served.create_response(**key) for key in keys]
+        with limits.memory_budget(Caller()) as room:  # all of it was given back
+            room.reserve(2_000_000)
     assert [answer.status for answer in answers] == [503, 503, 200, 200]
     assert [answer.status for answer in again] == [200] * 4
     assert [answer.status for answer in told] == [200, 200, 503, 503, 200, 200]
@@ -367,7 +380,7 @@ async def test_a_long_answer_waits_for_its_reader_piece_by_piece(size: int) -> N
         return {"type": "http.disconnect"}
 
     scope: Any = {"method": "GET", "path": "/", "query_string": b"", "headers": ()}
-    await Exchange(scope, receive, send).answer(body)
+    await RequestContext(scope, receive, send).respond(body)
     pieces = [part["body"] for part in parts[1:]]
     assert b"".join(pieces) == body
     assert max(map(len, pieces)) <= 256 << 10
@@ -376,38 +389,38 @@ async def test_a_long_answer_waits_for_its_reader_piece_by_piece(size: int) -> N
 
 
 async def test_messages_are_held_from_when_they_wait_until_they_are_answered_or_forgotten() -> None:
-    async with serving_gateway(limits=Limits(body_bytes_total=1_000_000)) as served:
+    async with run_gateway(limits=RequestLimits(max_memory_bytes=1_000_000)) as served:
         served.runs.script = lambda response: [text_events(response)[:2]]
-        async with connected(served.port) as socket:
+        async with connect_websocket(served.port) as socket:
             await socket.ask()
             await socket.ask(input=BIG)  # waits in the lane
             await socket.ask(stream_id="other", input=BIG)
-            assert refused((await socket.answer())[-1]) == (503, "server_error", None)
-            assert (await served.create(input=BIG)).status == 503
+            assert error_of((await socket.read_response())[-1]) == (503, "server_error", None)
+            assert (await served.create_response(input=BIG)).status == 503
             served.runs.script = lambda response: [text_events(response)]
             first = served.runs.runs[0]
-            first.say(*text_events(first.response)[2:])
+            first.emit(*text_events(first.response)[2:])
             for _ in range(2):
-                assert (await socket.answer())[-1]["type"] == "response.completed"
-            assert (await served.create(input=BIG)).status == 200
+                assert (await socket.read_response())[-1]["type"] == "response.completed"
+            assert (await served.create_response(input=BIG)).status == 200
 
             served.runs.script = lambda response: [text_events(response)[:2]]
             await socket.ask()
             await socket.ask(input=BIG)
             await socket.ask(stream_id="other", input=BIG)
-            assert refused((await socket.answer())[-1]) == (503, "server_error", None)
+            assert error_of((await socket.read_response())[-1]) == (503, "server_error", None)
         async with asyncio.timeout(PATIENCE):
             await served.runs.runs[-1].ended.wait()
         served.runs.script = lambda response: [text_events(response)]
-        assert (await served.create(input=BIG)).status == 200
+        assert (await served.create_response(input=BIG)).status == 200
 
 
 async def test_a_body_of_too_many_values_is_refused() -> None:
     """Decoding them would keep everybody waiting for seconds, be it in another thread."""
     start = b'{"model":"small","input":'
-    async with serving_gateway(body_bytes=32 << 20) as served:
-        few = await served.ask("POST", "/v1/responses", start + b'"' + b"1," * 510_000 + b'"}')
-        many = await served.ask("POST", "/v1/responses", start + b"[" + b"1," * 510_000 + b"1]}")
+    async with run_gateway(body_bytes=32 << 20) as served:
+        few = await served.request("POST", "/v1/responses", start + b'"' + b"1," * 510_000 + b'"}')
+        many = await served.request("POST", "/v1/responses", start + b"[" + b"1," * 510_000 + b"1]}")
     assert few.status == 200
     assert many.error == (400, "invalid_json", None)
     assert "more than 500000 values" in many.json["error"]["message"]

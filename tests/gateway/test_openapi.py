@@ -1,4 +1,4 @@
-"""The gateway's own description: complete, and kept; imports schemathesis, hypothesis and the support."""
+"""The gateway's own description: complete, and kept."""
 
 import asyncio
 import json
@@ -16,14 +16,14 @@ from schemathesis import GenerationMode
 from schemathesis.config import GenerationConfig, ProjectConfig, ProjectsConfig, SchemathesisConfig
 
 from fumehood.gateway.app import Gateway
-from fumehood.gateway.openapi import EVENTS, OPERATIONS, document
-from fumehood.protocol.responses import CreateResponse
-from tests.support.gateway import serving_gateway
-from tests.support.tenants import House, Objects, objects_of, two_tenants
+from fumehood.gateway.openapi import EVENT_TYPES, OPERATIONS, build_document
+from fumehood.protocol.openai.responses import CreateResponse
+from tests.support.scripted_gateway import run_gateway
+from tests.support.two_tenant_gateway import TenantGateway, TenantObjects, create_objects, two_tenants
 
 _nothing: Any = None
 ROUTES = Gateway(runs=_nothing, store=_nothing, models=_nothing, containers=_nothing, files=_nothing).routes
-DOCUMENT = document(ROUTES)
+DOCUMENT = build_document(ROUTES)
 
 MAKES = {"method": "POST", "path": "/v1/responses"}
 
@@ -86,16 +86,16 @@ def test_it_fits_the_types() -> None:
     }
     content = DOCUMENT["paths"]["/v1/responses"]["post"]["responses"]["200"]["content"]
     told = content["text/event-stream"]["x-event-schema"]["discriminator"]["mapping"]
-    assert set(told) == {kind.__struct_config__.tag for kind in EVENTS}
+    assert set(told) == {kind.__struct_config__.tag for kind in EVENT_TYPES}
     assert {"error", "response.created", "response.completed"} < set(told)
 
 
 async def test_it_is_served() -> None:
-    async with serving_gateway() as served:
-        answer = await served.ask("GET", "/openapi.json")
+    async with run_gateway() as served:
+        answer = await served.request("GET", "/openapi.json")
     assert answer.json == DOCUMENT
-    async with serving_gateway(show_metrics=False) as served:
-        assert "/metrics" not in (await served.ask("GET", "/openapi.json")).json["paths"]
+    async with run_gateway(show_metrics=False) as served:
+        assert "/metrics" not in (await served.request("GET", "/openapi.json")).json["paths"]
 
 
 # --- kept ---------------------------------------------------------------------------------------------
@@ -105,8 +105,8 @@ class Target:
     """A gateway with keys on a loop of its own, over the real engine and SQLite: what attacks it is blocking code."""
 
     def __init__(self, directory: Path) -> None:
-        self.house: House | None = None
-        self.objects: Objects | None = None
+        self.house: TenantGateway | None = None
+        self.objects: TenantObjects | None = None
         self._directory = directory
         self._ready = threading.Event()
         self._done: asyncio.Event | None = None
@@ -118,7 +118,7 @@ class Target:
     async def _serve(self) -> None:
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
         async with two_tenants(self._directory, body_bytes=100_000) as self.house:
-            self.objects = await objects_of(self.house.ann)
+            self.objects = await create_objects(self.house.ann)
             self._ready.set()
             await self._done.wait()
 
@@ -167,7 +167,7 @@ def check(case: Any, target: Target) -> None:
     body: Any = case.body
     if isinstance(body, dict) and isinstance(cast("dict[str, Any]", body).get("model"), str):
         body["model"] = "scripted"
-    before = house.rows()
+    before = house.table_rows()
     headers: dict[str, str] = case.headers or {}
     answer = case.call(
         base_url=house.served.base,
@@ -179,4 +179,4 @@ def check(case: Any, target: Target) -> None:
     assert str(answer.status_code) in described, (answer.status_code, answer.text)
     if answer.status_code >= 400:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-        assert house.rows() == before, "a request that was refused has left something"
+        assert house.table_rows() == before, "a request that was refused has left something"

@@ -1,4 +1,4 @@
-"""Lines of requests: both forms, in groups, each one line whatever it holds; imports `fumehood.gateway`."""
+"""Lines of requests: both forms, in groups, each one line whatever it holds."""
 
 import asyncio
 import json
@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from fumehood.gateway.request_log import RequestLines, logger
-from tests.support.gateway import serving_gateway
+from fumehood.gateway.request_log import BufferedRequestLog, logger
+from tests.support.scripted_gateway import run_gateway
 
 FIELDS = {"request_id": "req_1", "status": 200, "ms": 1.25, "model": "m", "param": None}
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00"
@@ -21,7 +21,7 @@ def _level(caplog: pytest.LogCaptureFixture) -> None:
 
 async def test_text() -> None:
     written: list[str] = []
-    lines = RequestLines(written.append, "text")
+    lines = BufferedRequestLog(written.append, "text")
     lines(logging.INFO, FIELDS)
     lines(logging.WARNING, {"model": 'a b\n"c" \u202e'})
     lines.flush()
@@ -32,7 +32,7 @@ async def test_text() -> None:
 
 async def test_json() -> None:
     written: list[str] = []
-    lines = RequestLines(written.append, "json")
+    lines = BufferedRequestLog(written.append, "json")
     lines(logging.INFO, {**FIELDS, "model": "a\nb"})
     lines.flush()
     (line,) = "".join(written).splitlines()
@@ -43,7 +43,7 @@ async def test_json() -> None:
 
 async def test_lines_wait_a_moment_for_others() -> None:
     written: asyncio.Queue[str] = asyncio.Queue()
-    lines = RequestLines(written.put_nowait, "text")
+    lines = BufferedRequestLog(written.put_nowait, "text")
     for _ in range(3):
         lines(logging.INFO, FIELDS)
     assert written.empty()
@@ -55,7 +55,7 @@ async def test_lines_wait_a_moment_for_others() -> None:
 async def test_what_is_below_the_level_is_not_written(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, logger.name)
     written: list[str] = []
-    lines = RequestLines(written.append, "text")
+    lines = BufferedRequestLog(written.append, "text")
     lines(logging.INFO, FIELDS)
     lines(logging.WARNING, FIELDS)
     lines.flush()
@@ -64,10 +64,10 @@ async def test_what_is_below_the_level_is_not_written(caplog: pytest.LogCaptureF
 
 async def test_a_gateway_with_lines_of_its_own() -> None:
     written: list[str] = []
-    lines = RequestLines(written.append, "json")
-    async with serving_gateway(log=lines) as served:
-        await served.create(input="the secret plan", model="x" * 250)
-        await served.ask("GET", "/nowhere/secret")
+    lines = BufferedRequestLog(written.append, "json")
+    async with run_gateway(log=lines) as served:
+        await served.create_response(input="the secret plan", model="x" * 250)
+        await served.request("GET", "/nowhere/secret")
     lines.flush()
     found = [json.loads(line) for line in "".join(written).splitlines()]
     assert [(line["route"], line["status"]) for line in found] == [("/v1/responses", 200), ("(unknown)", 404)]

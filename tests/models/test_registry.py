@@ -1,4 +1,4 @@
-"""Models by name; imports pytest and fumehood."""
+"""Models by name."""
 
 import asyncio
 from collections.abc import Sequence
@@ -7,102 +7,104 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fumehood.figures import TurnFigures
-from fumehood.models.registry import Registry, Rule, open_models
-from fumehood.models.settings import ModelSettings
-from fumehood.protocol.errors import InvalidRequest, ModelUnreachable
-from fumehood.protocol.models import ModelCard, ModelRequest, Text
-from fumehood.protocol.passed_fields import SAMPLING_FIELDS, decided_here
+from fumehood.metrics import ModelStats
+from fumehood.models.model_settings import ModelSettings
+from fumehood.models.registry import ModelRegistry, ModelRoute, open_model_registry
+from fumehood.protocol.model_turns import ModelCard, ModelRequest, ModelTextDelta
+from fumehood.protocol.openai.api_errors import InvalidRequest, ModelUnreachable
+from fumehood.protocol.openai.passthrough_fields import SAMPLING_FIELDS, reserved_fields
 from fumehood.testing import ScriptedModel
-from fumehood.testing.clock import FakeClock
-from tests.support import chat_server
-from tests.support.chat_server import stream
+from fumehood.testing.fakes.fake_clock import FakeClock
+from tests.support import raw_model_server
 from tests.support.conversations import message, segment
+from tests.support.raw_model_server import stream
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Catalogue:
+class FakeModelLister:
     """A server's list of models."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
-        self.asked = 0
-        self.trouble: Exception | None = None
+        self.calls = 0
+        self.error: Exception | None = None
         self.pause: asyncio.Event | None = None
 
-    async def cards(self) -> Sequence[ModelCard]:
-        self.asked += 1
+    async def list_models(self) -> Sequence[ModelCard]:
+        self.calls += 1
         if self.pause is not None:
             await self.pause.wait()
-        if self.trouble is not None:
-            raise self.trouble
+        if self.error is not None:
+            raise self.error
         return [ModelCard(id=name, created=1, owned_by="them") for name in self.names]
 
 
-async def names(registry: Registry) -> list[str]:
-    return [card.id for card in await registry.cards()]
+async def names(registry: ModelRegistry) -> list[str]:
+    return [card.id for card in await registry.list_models()]
 
 
 async def test_the_first_match_wins() -> None:
     a, b, c = ScriptedModel(), ScriptedModel(), ScriptedModel()
-    registry = Registry([Rule("gpt-4o", a), Rule("gpt-*", b), Rule("[ab]?", c)], FakeClock())
-    assert registry.backend("gpt-4o") is a
-    assert registry.backend("gpt-4o-mini") is b
-    assert registry.backend("a1") is c
+    registry = ModelRegistry(
+        [ModelRoute("gpt-4o", a), ModelRoute("gpt-*", b), ModelRoute("[ab]?", c)], FakeClock()
+    )
+    assert registry.get_backend("gpt-4o") is a
+    assert registry.get_backend("gpt-4o-mini") is b
+    assert registry.get_backend("a1") is c
     for unknown in ("GPT-4o", "c1", "claude", ""):
         with pytest.raises(InvalidRequest) as caught:
-            registry.backend(unknown)
+            registry.get_backend(unknown)
         assert (caught.value.wire_code, caught.value.param) == ("model_not_found", "model")
 
 
 async def test_cards() -> None:
     clock = FakeClock(now=1000.0)
     rules = [
-        Rule("fast", ScriptedModel(), name="fast"),
-        Rule("gpt-*", ScriptedModel(), catalogue=Catalogue("gpt-1", "other", "gpt-2", "gpt-1")),
-        Rule("*", ScriptedModel(), catalogue=Catalogue("fast", "gpt-3", "llama")),
+        ModelRoute("fast", ScriptedModel(), name="fast"),
+        ModelRoute("gpt-*", ScriptedModel(), lister=FakeModelLister("gpt-1", "other", "gpt-2", "gpt-1")),
+        ModelRoute("*", ScriptedModel(), lister=FakeModelLister("fast", "gpt-3", "llama")),
     ]
-    registry = Registry(rules, clock)
+    registry = ModelRegistry(rules, clock)
     assert await names(registry) == ["fast", "gpt-1", "gpt-2", "llama"]
-    assert (await registry.cards())[0] == ModelCard(id="fast", created=1000, owned_by="fumehood")
+    assert (await registry.list_models())[0] == ModelCard(id="fast", created=1000, owned_by="fumehood")
 
 
 async def test_a_list_is_asked_for_once_a_minute() -> None:
-    clock, catalogue = FakeClock(), Catalogue("a")
-    registry = Registry([Rule("*", ScriptedModel(), catalogue=catalogue)], clock)
+    clock, catalogue = FakeClock(), FakeModelLister("a")
+    registry = ModelRegistry([ModelRoute("*", ScriptedModel(), lister=catalogue)], clock)
     assert await asyncio.gather(names(registry), names(registry)) == [["a"], ["a"]]
     catalogue.names = ("b",)
     clock.advance(59)
     assert await names(registry) == ["a"]
     clock.advance(1)
     assert await names(registry) == ["b"]
-    assert catalogue.asked == 2
+    assert catalogue.calls == 2
 
 
 async def test_a_server_without_an_answer_is_tolerated(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("fumehood.models.registry._LIST_PATIENCE", 0.01)
-    clock, catalogue = FakeClock(), Catalogue("a")
-    registry = Registry([Rule("*", ScriptedModel(), catalogue=catalogue)], clock)
-    catalogue.trouble = ModelUnreachable("down")
+    monkeypatch.setattr("fumehood.models.registry._MODEL_LIST_TIMEOUT", 0.01)
+    clock, catalogue = FakeClock(), FakeModelLister("a")
+    registry = ModelRegistry([ModelRoute("*", ScriptedModel(), lister=catalogue)], clock)
+    catalogue.error = ModelUnreachable("down")
     assert await names(registry) == []
     assert "no list of models for '*': down" in caplog.text
     clock.advance(60)
-    catalogue.trouble = None
+    catalogue.error = None
     assert await names(registry) == ["a"]
     clock.advance(60)
     catalogue.pause = asyncio.Event()
     assert await names(registry) == ["a"], "what it said last"
-    assert catalogue.asked == 3
+    assert catalogue.calls == 3
 
 
 async def test_without_settings_direct_serves_every_name() -> None:
-    figures: dict[str, TurnFigures] = {}
-    registry = open_models([], FakeClock(), figures=figures)
-    [_ async for _ in registry.backend("gpt-4o").stream(ModelRequest(model="gpt-4o"))]
-    assert {match: dict(counted.ended) for match, counted in figures.items()} == {"*": {"ended": 1}}
+    figures: dict[str, ModelStats] = {}
+    registry = open_model_registry([], FakeClock(), stats=figures)
+    [_ async for _ in registry.get_backend("gpt-4o").stream(ModelRequest(model="gpt-4o"))]
+    assert {match: dict(counted.ended_turns) for match, counted in figures.items()} == {"*": {"ended": 1}}
     assert await names(registry) == ["direct"]
     await registry.close()
 
@@ -110,11 +112,11 @@ async def test_without_settings_direct_serves_every_name() -> None:
 async def test_from_settings() -> None:
     listed = {"data": [{"id": "llama"}, {"id": "special"}]}
     answers = [
-        chat_server.error("503 Service Unavailable", {}, headers={"Retry-After": "0"}),
-        stream(chat_server.says("a")),
-        chat_server.error("200 OK", listed),
+        raw_model_server.error("503 Service Unavailable", {}, headers={"Retry-After": "0"}),
+        stream(raw_model_server.says("a")),
+        raw_model_server.error("200 OK", listed),
     ]
-    async with chat_server.chat_server(*answers) as server:
+    async with raw_model_server.open_raw_model_server(*answers) as server:
         settings = [
             ModelSettings(match="direct", backend="direct"),
             ModelSettings(
@@ -124,20 +126,20 @@ async def test_from_settings() -> None:
             ModelSettings(match="*", base_url=server.url + "/"),
         ]
         clock = FakeClock()
-        registry = open_models(settings, clock, {"KEY": "sk-1"})
+        registry = open_model_registry(settings, clock, {"KEY": "sk-1"})
         request = ModelRequest(model="special", segments=[segment(message("hi"))])
-        batches = registry.backend("special").stream(request)
+        batches = registry.get_backend("special").stream(request)
         first = asyncio.ensure_future(anext(batches))
         while not first.done():  # it waits before it asks again
             clock.advance(1)
             await asyncio.sleep(0.001)
-        assert (await first)[0] == Text("a")
+        assert (await first)[0] == ModelTextDelta("a")
         await batches.aclose()
-        assert {asked.json["model"] for asked in server.asked} == {"org/special"}
-        assert {asked.headers["authorization"] for asked in server.asked} == {"Bearer sk-1"}
+        assert {asked.json["model"] for asked in server.requests} == {"org/special"}
+        assert {asked.headers["authorization"] for asked in server.requests} == {"Bearer sk-1"}
         assert await names(registry) == ["direct", "special", "llama"]
-        assert server.asked[-1].path == "/v1/models"
-        assert "authorization" not in server.asked[-1].headers
+        assert server.requests[-1].path == "/v1/models"
+        assert "authorization" not in server.requests[-1].headers
         assert server.connections == 1
         await registry.close()
 
@@ -222,20 +224,20 @@ def test_fields_that_are_passed_on() -> None:
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     section = page.partition("### Fields for the model server")[2].partition("**Turns.**")[0]
     assert [name for name in SAMPLING_FIELDS if f"`{name}`" not in section] == []
-    assert not decided_here() & set(SAMPLING_FIELDS)
+    assert not reserved_fields() & set(SAMPLING_FIELDS)
     assert len(set(SAMPLING_FIELDS)) == len(SAMPLING_FIELDS)
 
 
 def test_keys() -> None:
     settings = ModelSettings(base_url="http://x", api_key_env="KEY")
-    key = settings.read_key({"KEY": " sk-1\n"})
+    key = settings.read_api_key({"KEY": " sk-1\n"})
     assert key is not None
     assert key.reveal() == "sk-1"
     assert "sk-1" not in repr(key) + str(key) + f"{key}"
-    assert ModelSettings(base_url="http://x").read_key({"KEY": "sk-1"}) is None
+    assert ModelSettings(base_url="http://x").read_api_key({"KEY": "sk-1"}) is None
     for environment in ({}, {"KEY": ""}):
         with pytest.raises(ValueError, match="the environment variable KEY for the models '\\*' is not set"):
-            settings.read_key(environment)
+            settings.read_api_key(environment)
     with pytest.raises(ValueError, match="does not hold a key") as caught:
-        settings.read_key({"KEY": "sk-1\nx: y"})
+        settings.read_api_key({"KEY": "sk-1\nx: y"})
     assert "sk-1" not in str(caught.value)

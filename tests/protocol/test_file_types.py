@@ -1,4 +1,4 @@
-"""What is accepted by name and content; imports `fumehood.protocol`."""
+"""What is accepted by name and content."""
 
 import io
 import pickle
@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from fumehood.protocol.errors import InvalidRequest
-from fumehood.protocol.file_types import ACCEPTED, HEAD_BYTES, AcceptedTypes, extension, media_type
+from fumehood.protocol.file_types import (
+    DEFAULT_ACCEPTED,
+    HEAD_BYTES,
+    AcceptedFileTypes,
+    file_extension,
+    media_type_for_name,
+)
+from fumehood.protocol.openai.api_errors import InvalidRequest
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "files.md"
 
@@ -40,7 +46,7 @@ ZIP = _zip()
 
 def accepts(name: str, content: bytes, *more: str) -> bool:
     try:
-        AcceptedTypes(more).check(name, content[:HEAD_BYTES])
+        AcceptedFileTypes(more).check(name, content[:HEAD_BYTES])
     except InvalidRequest as refused:
         return (refused.param, refused.wire_code) != ("file", "unsupported_file")
     return True
@@ -121,15 +127,20 @@ def test_more_may_be_accepted() -> None:
 
 def test_a_refusal_says_what_is_accepted() -> None:
     with pytest.raises(InvalidRequest) as refused:
-        AcceptedTypes().check("a.e\u202exe", b"")
+        AcceptedFileTypes().check("a.e\u202exe", b"")
     assert "'.e\ufffdxe'" in refused.value.message
     assert "csv" in refused.value.message
 
 
 def test_media_types() -> None:
-    assert media_type("a.CSV") == "text/csv; charset=utf-8"
-    assert media_type("a.b/c") == media_type("a.unknown") == "application/octet-stream"
-    assert (extension("a.tar.gz"), extension(".hidden"), extension("a.b/c"), extension("a.")) == (
+    assert media_type_for_name("a.CSV") == "text/csv; charset=utf-8"
+    assert media_type_for_name("a.b/c") == media_type_for_name("a.unknown") == "application/octet-stream"
+    assert (
+        file_extension("a.tar.gz"),
+        file_extension(".hidden"),
+        file_extension("a.b/c"),
+        file_extension("a."),
+    ) == (
         "gz",
         "",
         "",
@@ -139,4 +150,4 @@ def test_media_types() -> None:
 
 def test_the_page_names_every_type() -> None:
     section = PAGE.read_text().partition("## Types")[2].partition("\n## ")[0].partition("A file without")[0]
-    assert set(re.findall(r"`(\w+)`", section)) == ACCEPTED
+    assert set(re.findall(r"`(\w+)`", section)) == DEFAULT_ACCEPTED

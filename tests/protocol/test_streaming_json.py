@@ -1,4 +1,4 @@
-"""A string streamed out of JSON that is still being written; imports pytest, hypothesis, msgspec and fumehood."""
+"""A string streamed out of JSON that is still being written."""
 
 import json
 from itertools import pairwise
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fumehood.protocol.streaming_json import StringField, StringPiece, StringsField
+from fumehood.protocol.streaming_json import StringArrayPiece, StringArrayScanner, StringFieldScanner
 
 text = st.text(st.characters(exclude_categories=["Cs"]))
 values = st.recursive(
@@ -18,14 +18,14 @@ values = st.recursive(
 )
 
 
-def fed(written: str, cuts: list[int], name: str = "code") -> tuple[StringField, list[str]]:
+def fed(written: str, cuts: list[int], name: str = "code") -> tuple[StringFieldScanner, list[str]]:
     """The text in fragments, cut at these places."""
     places = sorted({0, len(written), *(cut % (len(written) + 1) for cut in cuts)})
-    field = StringField(name)
+    field = StringFieldScanner(name)
     return field, [piece for start, end in pairwise(places) for piece in field.feed([written[start:end]])]
 
 
-def every_character(written: str, name: str = "code") -> tuple[StringField, list[str]]:
+def every_character(written: str, name: str = "code") -> tuple[StringFieldScanner, list[str]]:
     return fed(written, list(range(len(written))), name)
 
 
@@ -54,7 +54,7 @@ def test_what_was_streamed_is_what_was_meant(
     written = json.dumps(whole, ensure_ascii=ascii_only, indent=indent)
     field, deltas = fed(written, cuts, name)
     assert "".join(deltas) == code == field.value
-    assert field.complete
+    assert field.is_complete
     assert field.text == written
 
 
@@ -66,7 +66,7 @@ def test_whatever_comes_nothing_breaks_and_cuts_do_not_matter(written: str, cuts
     whole, _ = fed(written, [])
     field, deltas = fed(written, cuts)
     assert "".join(deltas) == (field.value or "") == (whole.value or "")
-    assert (field.value, field.complete) == (whole.value, whole.complete)
+    assert (field.value, field.is_complete) == (whole.value, whole.is_complete)
     "".join(deltas).encode()
     try:
         decoded = msgspec.json.decode(written, type=dict[str, object])
@@ -77,7 +77,7 @@ def test_whatever_comes_nothing_breaks_and_cuts_do_not_matter(written: str, cuts
 
 
 def test_a_run_without_escapes_is_passed_on_as_it_is() -> None:
-    field = StringField("code")
+    field = StringFieldScanner("code")
     field.feed(['{"code": "'])
     fragment = "print" * 3
     assert field.feed([fragment])[0] is fragment
@@ -100,12 +100,12 @@ def test_fragments_that_come_together_are_read_as_if_they_came_singly(
     fragments = [written[start:end] for start, end in pairwise(places)]
     fragments.insert(len(fragments) // 2, "")
     singly, pieces = fed(written, cuts)
-    field = StringField("code")
+    field = StringFieldScanner("code")
     groups = sorted({0, len(fragments), *(cut % (len(fragments) + 1) for cut in together)})
     found = [piece for start, end in pairwise(groups) for piece in field.feed(fragments[start:end])]
     assert found == pieces
     assert "" not in found
-    assert (field.value, field.text, field.complete) == (code, written, True)
+    assert (field.value, field.text, field.is_complete) == (code, written, True)
     assert singly.value == code
 
 
@@ -155,7 +155,7 @@ def test_half_a_pair_never_leaves(written: str, value: str) -> None:
 )
 def test_text_that_is_not_quite_what_was_asked_for(written: str, value: str | None, complete: bool) -> None:
     for field, deltas in (fed(written, []), every_character(written)):
-        assert (field.value, field.complete) == (value, complete)
+        assert (field.value, field.is_complete) == (value, complete)
         assert "".join(deltas) == (value or "")
 
 
@@ -168,22 +168,22 @@ def test_deep_nesting_is_passed_over() -> None:
 # --- strings of an array --------------------------------------------------------------------------------
 
 
-def strings_fed(written: str, cuts: list[int]) -> tuple[StringsField, list[StringPiece]]:
+def strings_fed(written: str, cuts: list[int]) -> tuple[StringArrayScanner, list[StringArrayPiece]]:
     places = sorted({0, len(written), *(cut % (len(written) + 1) for cut in cuts)})
-    field = StringsField("commands")
+    field = StringArrayScanner("commands")
     return field, [piece for start, end in pairwise(places) for piece in field.feed(written[start:end])]
 
 
-def gathered(pieces: list[StringPiece]) -> list[str]:
+def gathered(pieces: list[StringArrayPiece]) -> list[str]:
     """What they add up to; fails unless they come string by string, with nothing after an end."""
     strings: list[str] = []
     over = True
     for piece in pieces:
         if over:
             strings.append("")
-        assert piece.number == len(strings) - 1
+        assert piece.position == len(strings) - 1
         strings[-1] += piece.text
-        over = piece.over
+        over = piece.is_complete
     return strings
 
 
@@ -209,7 +209,7 @@ def test_strings_of_an_array(
     written = json.dumps(whole, ensure_ascii=ascii_only, indent=indent)
     field, pieces = strings_fed(written, cuts)
     assert gathered(pieces) == commands == field.values
-    assert field.complete
+    assert field.is_complete
     assert field.text == written
 
 
@@ -222,7 +222,7 @@ def test_whatever_comes_cuts_do_not_matter_to_an_array(written: str, cuts: list[
     whole, told = strings_fed(written, [])
     field, pieces = strings_fed(written, cuts)
     assert gathered(pieces) == gathered(told)
-    assert (field.values, field.complete) == (whole.values, whole.complete)
+    assert (field.values, field.is_complete) == (whole.values, whole.is_complete)
     "".join(field.values).encode()
 
 

@@ -1,4 +1,4 @@
-"""The file, its threads and its lock; imports pytest and fumehood."""
+"""The file, its threads and its lock."""
 
 import asyncio
 import os
@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from fumehood.figures import StoreFigures
-from fumehood.interfaces import Fenced, Lease
-from fumehood.protocol.errors import StorageUnavailable, Unavailable
-from fumehood.store.database import Database, leave_event_loop
-from fumehood.store.migrations import MIGRATIONS, Migration, StoreRefused, migrate
-from fumehood.store.sqlite import SqliteStore
-from fumehood.testing.turns import stored, texts, turn
+from fumehood.interfaces import Lease, LeaseLost
+from fumehood.metrics import StoreStats
+from fumehood.protocol.openai.api_errors import ServiceUnavailable, StorageUnavailable
+from fumehood.store.database import Database, require_worker_thread
+from fumehood.store.migrations import MIGRATIONS, Migration, StoreOpenError, migrate
+from fumehood.store.sqlite_store import SqliteStore
+from fumehood.testing.kits.store_fixtures import list_user_texts, make_response, store_response
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +31,7 @@ async def database(tmp_path: Path) -> AsyncGenerator[Database]:
     await database.close()
 
 
-def _all(db: sqlite3.Connection) -> list[int]:
+def _select_all(db: sqlite3.Connection) -> list[int]:
     return [number for (number,) in db.execute("SELECT n FROM t ORDER BY n")]
 
 
@@ -48,23 +48,23 @@ async def test_what_waits_is_one_transaction(database: Database) -> None:
         return database.write(work)
 
     jobs = [insert(number) for number in range(50)]
-    seen = await database.read(_all)
+    seen = await database.read(_select_all)
     busy.set()
     assert await blocked
     await asyncio.gather(*jobs)
     assert seen == []
     assert begun == list(range(50))
-    assert await database.read(_all) == list(range(50))
+    assert await database.read(_select_all) == list(range(50))
 
 
 async def test_transactions_are_counted_with_what_shared_them(tmp_path: Path) -> None:
-    figures = StoreFigures()
-    database = await Database.open(tmp_path / "test.db", figures=figures)
+    figures = StoreStats()
+    database = await Database.open(tmp_path / "test.db", stats=figures)
     await asyncio.gather(*(database.write(lambda db: None) for _ in range(3)))
     await database.write(lambda db: None)
     await database.close()
-    assert (figures.seconds.number, figures.group.number, figures.group.total) == (2, 2, 4)
-    assert figures.seconds.total > 0
+    assert (figures.write_seconds.count, figures.batch_sizes.count, figures.batch_sizes.sum) == (2, 2, 4)
+    assert figures.write_seconds.sum > 0
 
 
 async def test_a_bad_job_does_not_harm_its_neighbours(database: Database) -> None:
@@ -86,7 +86,7 @@ async def test_a_bad_job_does_not_harm_its_neighbours(database: Database) -> Non
     assert (first, last) == (None, None)
     assert isinstance(broken, RuntimeError)
     assert isinstance(twice, sqlite3.IntegrityError)
-    assert await database.read(_all) == [1, 3]
+    assert await database.read(_select_all) == [1, 3]
 
 
 async def test_small_jobs_are_done_on_the_event_loop_and_committed_together(database: Database) -> None:
@@ -100,13 +100,13 @@ async def test_small_jobs_are_done_on_the_event_loop_and_committed_together(data
         return database.write(work, size=size)
 
     jobs = [insert(number, 100) for number in range(3)]
-    seen = await database.read(_all)  # nothing is seen before its commit, wherever it was done
+    seen = await database.read(_select_all)  # nothing is seen before its commit, wherever it was done
     await asyncio.gather(*jobs)
     await insert(3, 1 << 30)
     assert set(seen) in (set(), {0, 1, 2})
     assert where[:3] == [threading.get_ident()] * 3
     assert where[3] != threading.get_ident()
-    assert await database.read(_all) == [0, 1, 2, 3]
+    assert await database.read(_select_all) == [0, 1, 2, 3]
 
 
 async def test_a_job_that_turns_out_to_be_long_leaves_the_event_loop(database: Database) -> None:
@@ -123,7 +123,7 @@ async def test_a_job_that_turns_out_to_be_long_leaves_the_event_loop(database: D
     assert await database.write(work, size=100) == 2
     assert where[0] == threading.get_ident()
     assert where[1] != threading.get_ident()
-    assert len(await database.read(_all)) == 50_000
+    assert len(await database.read(_select_all)) == 50_000
 
 
 async def test_a_bad_small_job_does_not_harm_its_neighbours(database: Database) -> None:
@@ -133,7 +133,7 @@ async def test_a_bad_small_job_does_not_harm_its_neighbours(database: Database) 
     first, twice, last = await asyncio.gather(insert(1), insert(1), insert(2), return_exceptions=True)
     assert (first, last) == (None, None)
     assert isinstance(twice, sqlite3.IntegrityError)
-    assert await database.read(_all) == [1, 2]
+    assert await database.read(_select_all) == [1, 2]
 
 
 async def test_a_job_may_say_that_it_is_long(database: Database) -> None:
@@ -142,13 +142,13 @@ async def test_a_job_may_say_that_it_is_long(database: Database) -> None:
     def work(db: sqlite3.Connection) -> None:
         where.append(threading.get_ident())
         db.execute("INSERT INTO t VALUES (1)")
-        leave_event_loop()
+        require_worker_thread()
         db.execute("INSERT INTO t VALUES (2)")
 
     await database.write(work, size=100)
     assert where[0] == threading.get_ident()
     assert where[1] != threading.get_ident()
-    assert await database.read(_all) == [1, 2]
+    assert await database.read(_select_all) == [1, 2]
 
 
 async def test_who_is_told_and_breaks_holds_up_nobody(
@@ -169,17 +169,17 @@ async def test_the_event_loop_does_not_wait_for_another_writer(database: Databas
         other.execute("BEGIN IMMEDIATE")
         waiting = database.write(lambda db: db.execute("INSERT INTO t VALUES (7)") and None, size=100)
         for _ in range(20):
-            assert await database.read(_all) == []
+            assert await database.read(_select_all) == []
         assert not waiting.done()
         other.execute("COMMIT")
     await waiting
-    assert await database.read(_all) == [7]
+    assert await database.read(_select_all) == [7]
 
 
 async def test_readers_cannot_write(database: Database) -> None:
-    with pytest.raises(Unavailable, match="readonly"):
+    with pytest.raises(ServiceUnavailable, match="readonly"):
         await database.read(lambda db: db.execute("INSERT INTO t VALUES (1)"))
-    assert await database.read(_all) == []
+    assert await database.read(_select_all) == []
 
 
 async def test_closing_does_what_was_asked_before(tmp_path: Path) -> None:
@@ -192,7 +192,7 @@ async def test_closing_does_what_was_asked_before(tmp_path: Path) -> None:
     await database.close()
     assert await asyncio.gather(*jobs) == [1] * 100
     with closing(sqlite3.connect(tmp_path / "test.db")) as connection:
-        assert len(_all(connection)) == 100
+        assert len(_select_all(connection)) == 100
     assert sorted(os.listdir(tmp_path)) == ["test.db", "test.db.lock"]
 
 
@@ -208,7 +208,7 @@ async def test_the_files_are_the_owners_alone(tmp_path: Path) -> None:
     path.parent.mkdir()
     path.touch(0o644)
     store = await SqliteStore.open(path)
-    await stored(store)
+    await store_response(store)
     assert len(list(path.parent.iterdir())) == 4
     for file in path.parent.iterdir():
         assert file.stat().st_mode & 0o777 == 0o600, file
@@ -218,14 +218,14 @@ async def test_the_files_are_the_owners_alone(tmp_path: Path) -> None:
 async def test_a_second_process_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = await SqliteStore.open(path)
-    response = await stored(store, "first")
+    response = await store_response(store, "first")
     program = (
         "import asyncio, sys\n"
         "from pathlib import Path\n"
-        "from fumehood.store.sqlite import SqliteStore, StoreRefused\n"
+        "from fumehood.store.sqlite_store import SqliteStore, StoreOpenError\n"
         "try:\n"
         "    asyncio.run(SqliteStore.open(Path(sys.argv[1])))\n"
-        "except StoreRefused as error:\n"
+        "except StoreOpenError as error:\n"
         "    sys.exit(str(error))\n"
     )
     done = await asyncio.to_thread(
@@ -236,25 +236,25 @@ async def test_a_second_process_is_refused(tmp_path: Path) -> None:
         f"The database {path} cannot be opened: another gateway is using it (process {os.getpid()}). "
         "Stop that one, or give this one a file of its own."
     )
-    with pytest.raises(StoreRefused, match="another gateway is using it"):
+    with pytest.raises(StoreOpenError, match="another gateway is using it"):
         await SqliteStore.open(path)
-    assert texts(await store.conversation("tenant", response.id)) == ["first"]
+    assert list_user_texts(await store.get_conversation("tenant", response.id)) == ["first"]
     await store.close()
     again = await SqliteStore.open(path)
-    assert texts(await again.conversation("tenant", response.id)) == ["first"]
+    assert list_user_texts(await again.get_conversation("tenant", response.id)) == ["first"]
     await again.close()
 
 
 async def test_files_that_are_none_of_ours(tmp_path: Path) -> None:
     garbage = tmp_path / "garbage.db"
     garbage.write_bytes(b"not a database at all, but long enough to be taken for one" * 100)
-    with pytest.raises(StoreRefused, match="not a database"):
+    with pytest.raises(StoreOpenError, match="not a database"):
         await SqliteStore.open(garbage)
     with closing(sqlite3.connect(tmp_path / "other.db")) as connection:
         connection.execute("CREATE TABLE theirs (x)")
-    with pytest.raises(StoreRefused, match="another program"):
+    with pytest.raises(StoreOpenError, match="another program"):
         await SqliteStore.open(tmp_path / "other.db")
-    with pytest.raises(StoreRefused, match="cannot be opened"):
+    with pytest.raises(StoreOpenError, match="cannot be opened"):
         await SqliteStore.open(garbage / "store.db")
     with closing(sqlite3.connect(tmp_path / "other.db")) as connection:
         assert connection.execute("SELECT name FROM sqlite_schema").fetchall() == [("theirs",)]
@@ -263,7 +263,7 @@ async def test_files_that_are_none_of_ours(tmp_path: Path) -> None:
 async def test_a_file_that_cannot_be_opened_is_closed_again(tmp_path: Path) -> None:
     garbage = tmp_path / "garbage.db"
     garbage.write_bytes(b"not a database at all, but long enough to be taken for one" * 100)
-    with pytest.raises(StoreRefused) as refused:
+    with pytest.raises(StoreOpenError) as refused:
         await SqliteStore.open(garbage)
     assert refused.value.__traceback__ is not None  # its frames are alive, and what they refer to
     opened = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if os.path.lexists(entry)]
@@ -291,16 +291,16 @@ async def test_the_writer_is_the_last_to_close_so_that_the_log_is_folded(tmp_pat
 ADDS = Migration(
     "ALTER TABLE responses ADD COLUMN extra TEXT; CREATE TABLE more (x); INSERT INTO more VALUES (';');"
 )
-BREAKS = Migration("DROP TABLE more;", breaks=True)
+BREAKS = Migration("DROP TABLE more;", is_breaking=True)
 FAILS = Migration("CREATE TABLE half (x); SELECT * FROM nowhere;")
 
 
-def _migrated(path: Path, *more: Migration) -> None:
+def _create_migrated(path: Path, *more: Migration) -> None:
     with closing(sqlite3.connect(path, isolation_level=None)) as connection:
         migrate(connection, [*MIGRATIONS, *more])
 
 
-def _tables(path: Path) -> set[str]:
+def _list_tables(path: Path) -> set[str]:
     with closing(sqlite3.connect(path)) as connection:
         return {name for (name,) in connection.execute("SELECT name FROM sqlite_schema WHERE type = 'table'")}
 
@@ -308,14 +308,14 @@ def _tables(path: Path) -> set[str]:
 async def test_an_older_file_is_brought_up_to_date(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = await SqliteStore.open(path)
-    response = await stored(store, "old")
+    response = await store_response(store, "old")
     await store.close()
-    _migrated(path, ADDS)
-    _migrated(path, ADDS)
-    assert "more" in _tables(path)
+    _create_migrated(path, ADDS)
+    _create_migrated(path, ADDS)
+    assert "more" in _list_tables(path)
     again = await SqliteStore.open(path)  # this release is now the older one, and can still work with it
-    after = await stored(again, "new", after=response)
-    assert texts(await again.conversation("tenant", after.id)) == ["old", "new"]
+    after = await store_response(again, "new", after=response)
+    assert list_user_texts(await again.get_conversation("tenant", after.id)) == ["old", "new"]
     await again.close()
 
 
@@ -329,17 +329,17 @@ async def test_items_of_an_older_file_are_found_by_id(tmp_path: Path) -> None:
             " VALUES (1, 0, 0, 0, 0, 'message', 'msg_old', x'7b7d')"
         )
     store = await SqliteStore.open(path)
-    assert set(await store.entries("tenant", ["msg_old"])) == {"msg_old"}
-    assert await store.entries("other", ["msg_old"]) == {}
+    assert set(await store.find_items("tenant", ["msg_old"])) == {"msg_old"}
+    assert await store.find_items("other", ["msg_old"]) == {}
     await store.close()
 
 
 async def test_a_newer_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
-    _migrated(path, ADDS, BREAKS)
+    _create_migrated(path, ADDS, BREAKS)
     known = len(MIGRATIONS)
     with pytest.raises(
-        StoreRefused,
+        StoreOpenError,
         match=rf"newer release \(its tables are at step {known + 2}, this release knows {known}\)",
     ):
         await SqliteStore.open(path)
@@ -348,21 +348,21 @@ async def test_a_newer_file_is_refused(tmp_path: Path) -> None:
 async def test_a_migration_that_fails_leaves_everything(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = await SqliteStore.open(path)
-    response = await stored(store, "kept")
+    response = await store_response(store, "kept")
     await store.close()
-    before = _tables(path)
+    before = _list_tables(path)
     with pytest.raises(sqlite3.OperationalError, match="nowhere"):
-        _migrated(path, ADDS, FAILS)
-    assert _tables(path) == before
+        _create_migrated(path, ADDS, FAILS)
+    assert _list_tables(path) == before
     again = await SqliteStore.open(path)
-    assert texts(await again.conversation("tenant", response.id)) == ["kept"]
+    assert list_user_texts(await again.get_conversation("tenant", response.id)) == ["kept"]
     await again.close()
 
 
 # --- a disk that is full ------------------------------------------------------------------------------
 
 
-async def _bound(database: Database, pages: int) -> None:
+async def _limit_pages(database: Database, pages: int) -> None:
     def bound(db: sqlite3.Connection) -> None:
         db.execute(f"PRAGMA max_page_count = {pages}")
 
@@ -372,60 +372,60 @@ async def _bound(database: Database, pages: int) -> None:
 async def test_a_full_file_loses_nothing_but_what_it_refused(tmp_path: Path) -> None:
     database = await Database.open(tmp_path / "store.db")
     store = SqliteStore(database)
-    first = await stored(store, "first")
-    await _bound(database, 100)
-    refused = turn(store, "x" * 1_000_000, after=first)
+    first = await store_response(store, "first")
+    await _limit_pages(database, 100)
+    refused = make_response(store, "x" * 1_000_000, after=first)
     lease = await refused.begin()
-    with pytest.raises(Unavailable, match="full"):
-        await refused.end(lease)
-    found = await store.response("tenant", refused.response.id)
+    with pytest.raises(ServiceUnavailable, match="full"):
+        await refused.complete(lease)
+    found = await store.get_response("tenant", refused.response.id)
     assert found is not None
     assert (found.status, found.output) == ("in_progress", [])
-    assert await store.entries("tenant", [entry.id or "" for entry in refused.entries]) == {}
-    assert texts(await store.conversation("tenant", first.id)) == ["first"]
-    small = await stored(store, "small", after=first)
-    assert texts(await store.conversation("tenant", small.id)) == ["first", "small"]
-    await _bound(database, 1_000_000)
-    await refused.end(lease)
-    assert len(await store.conversation("tenant", refused.response.id) or ()) == 2
+    assert await store.find_items("tenant", [entry.id or "" for entry in refused.entries]) == {}
+    assert list_user_texts(await store.get_conversation("tenant", first.id)) == ["first"]
+    small = await store_response(store, "small", after=first)
+    assert list_user_texts(await store.get_conversation("tenant", small.id)) == ["first", "small"]
+    await _limit_pages(database, 1_000_000)
+    await refused.complete(lease)
+    assert len(await store.get_conversation("tenant", refused.response.id) or ()) == 2
     await store.close()
 
 
 async def test_what_could_not_end_has_failed_once_its_lease_ran_out(tmp_path: Path) -> None:
     database = await Database.open(tmp_path / "store.db")
     store = SqliteStore(database, lease_seconds=0.05)
-    await _bound(database, 100)
-    refused = turn(store, "x" * 1_000_000)
+    await _limit_pages(database, 100)
+    refused = make_response(store, "x" * 1_000_000)
     lease = await refused.begin()
-    await store.renew([lease])
-    with pytest.raises(Unavailable, match="full"):
-        await refused.end(lease)
+    await store.renew_leases([lease])
+    with pytest.raises(ServiceUnavailable, match="full"):
+        await refused.complete(lease)
     async with asyncio.timeout(60):
-        while not await store.recover():
+        while not await store.fail_orphaned_responses():
             await asyncio.sleep(0.01)
-    found = await store.response("tenant", refused.response.id)
+    found = await store.get_response("tenant", refused.response.id)
     assert found is not None
     assert found.status == "failed"
-    with pytest.raises(Fenced):
-        await refused.end(lease)
+    with pytest.raises(LeaseLost):
+        await refused.complete(lease)
     await store.close()
 
 
 async def test_what_could_neither_begin_nor_end_is_forgotten(tmp_path: Path) -> None:
     database = await Database.open(tmp_path / "store.db")
     store = SqliteStore(database, lease_seconds=0.05)
-    await _bound(database, 100)
-    refused = turn(store)
+    await _limit_pages(database, 100)
+    refused = make_response(store)
     refused.response.instructions = "i" * 1_000_000
     lease = await refused.begin()
-    with pytest.raises(Unavailable, match="full"):
-        await refused.end(lease)
+    with pytest.raises(ServiceUnavailable, match="full"):
+        await refused.complete(lease)
     async with asyncio.timeout(60):
-        while await store.response("tenant", refused.response.id) is not None:
+        while await store.get_response("tenant", refused.response.id) is not None:
             await asyncio.sleep(0.01)
-            assert await store.recover() == 0
-    with pytest.raises(Fenced):
-        await refused.end(lease)
+            assert await store.fail_orphaned_responses() == 0
+    with pytest.raises(LeaseLost):
+        await refused.complete(lease)
     await store.close()
 
 
@@ -433,14 +433,14 @@ async def test_while_the_file_is_full_nothing_is_begun(tmp_path: Path) -> None:
     database = await Database.open(tmp_path / "store.db")
     store = SqliteStore(database)
     await store.check_writable()
-    await _bound(database, 1)
-    refused = turn(store, "x" * 1_000_000)
+    await _limit_pages(database, 1)
+    refused = make_response(store, "x" * 1_000_000)
     with pytest.raises(StorageUnavailable, match="full"):
-        await refused.end(await refused.begin())
+        await refused.complete(await refused.begin())
     await store.check_writable()  # something small can still be written
     await database.write(lambda db: db.execute("PRAGMA query_only = ON") and None)  # and now nothing can
     with pytest.raises(StorageUnavailable):
-        await refused.end(Lease(refused.response.id, 1))
+        await refused.complete(Lease(refused.response.id, 1))
     with pytest.raises(StorageUnavailable) as caught:
         await store.check_writable()
     assert caught.value.retry_after
@@ -458,18 +458,18 @@ async def test_a_disk_without_space(tmp_path: Path) -> None:
         pytest.skip("may not mount")
     try:
         store = await SqliteStore.open(disk / "store.db")
-        first = await stored(store, "first")
+        first = await store_response(store, "first")
         (disk / "filler").write_bytes(b"x" * 7_000_000)
-        refused = turn(store, "z" * 900_000, after=first)
+        refused = make_response(store, "z" * 900_000, after=first)
         refused.response.instructions = "i" * 2_000_000
         lease = await refused.begin()
-        assert await store.recover() == 0  # its beginning was tried, and refused
-        with pytest.raises(Unavailable, match="cannot be used now"):
-            await refused.end(lease)
-        assert texts(await store.conversation("tenant", first.id)) == ["first"]
+        assert await store.fail_orphaned_responses() == 0  # its beginning was tried, and refused
+        with pytest.raises(ServiceUnavailable, match="cannot be used now"):
+            await refused.complete(lease)
+        assert list_user_texts(await store.get_conversation("tenant", first.id)) == ["first"]
         (disk / "filler").unlink()
-        await refused.end(lease)
-        assert len(await store.conversation("tenant", refused.response.id) or ()) == 2
+        await refused.complete(lease)
+        assert len(await store.get_conversation("tenant", refused.response.id) or ()) == 2
         await store.close()
         with closing(sqlite3.connect(disk / "store.db")) as connection:
             assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]

@@ -1,4 +1,4 @@
-"""What the SQLite store promises beyond the kit; imports pytest and fumehood."""
+"""What the SQLite store promises beyond the kit."""
 
 import asyncio
 import sqlite3
@@ -9,16 +9,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fumehood.interfaces import Fenced
-from fumehood.protocol.errors import InvalidRequest
-from fumehood.protocol.responses import Response
-from fumehood.store import rows
-from fumehood.store.database import Database, leave_event_loop
-from fumehood.store.sqlite import SqliteStore
-from fumehood.testing.turns import segments, stored, texts, turn
+from fumehood.interfaces import LeaseLost
+from fumehood.protocol.openai.api_errors import InvalidRequest
+from fumehood.protocol.openai.responses import Response
+from fumehood.store import response_rows
+from fumehood.store.database import Database, require_worker_thread
+from fumehood.store.sqlite_store import SqliteStore
+from fumehood.testing.kits.store_fixtures import list_user_texts, load_segments, make_response, store_response
 
 
-def _ask(path: Path, question: str) -> list[tuple[object, ...]]:
+def _query(path: Path, question: str) -> list[tuple[object, ...]]:
     with closing(sqlite3.connect(path)) as connection:
         return connection.execute(question).fetchall()
 
@@ -26,19 +26,19 @@ def _ask(path: Path, question: str) -> list[tuple[object, ...]]:
 async def test_what_ran_when_the_process_ended_has_failed(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = await SqliteStore.open(path, lease_seconds=1000)
-    before = await stored(store, "before")
-    one = turn(store, "lost", after=before)
+    before = await store_response(store, "before")
+    one = make_response(store, "lost", after=before)
     lease = await one.begin()
     await store.close()
     again = await SqliteStore.open(path)
-    assert await again.recover() == 1  # the lease has time left, and nobody to hold it
-    found = await again.response("tenant", one.response.id)
+    assert await again.fail_orphaned_responses() == 1  # the lease has time left, and nobody to hold it
+    found = await again.get_response("tenant", one.response.id)
     assert found is not None
     assert found.error is not None
     assert (found.status, found.error.code) == ("failed", "server_error")
-    with pytest.raises(Fenced):
-        await again.commit(lease, "tenant", one.response, one.entries)
-    assert texts(await again.conversation("tenant", before.id)) == ["before"]
+    with pytest.raises(LeaseLost):
+        await again.commit_response(lease, "tenant", one.response, one.entries)
+    assert list_user_texts(await again.get_conversation("tenant", before.id)) == ["before"]
     await again.close()
 
 
@@ -48,7 +48,7 @@ async def test_a_short_response_is_written_once(tmp_path: Path) -> None:
     statements: list[str] = []
     await database.write(lambda db: db.set_trace_callback(statements.append))
     statements.clear()
-    await stored(store, "short")
+    await store_response(store, "short")
     assert [statement for statement in statements if statement == "COMMIT" or "leases" in statement] == [
         "COMMIT"
     ]
@@ -58,13 +58,13 @@ async def test_a_short_response_is_written_once(tmp_path: Path) -> None:
 async def test_a_longer_one_is_in_the_file_soon(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = await SqliteStore.open(path)
-    one = turn(store, "long")
+    one = make_response(store, "long")
     lease = await one.begin()
     async with asyncio.timeout(10):
-        while _ask(path, "SELECT response FROM leases") != [(one.response.id,)]:
+        while _query(path, "SELECT response FROM leases") != [(one.response.id,)]:
             await asyncio.sleep(0.01)
-    await one.end(lease)
-    assert _ask(path, "SELECT response FROM leases") == []
+    await one.complete(lease)
+    assert _query(path, "SELECT response FROM leases") == []
     await store.close()
 
 
@@ -73,15 +73,15 @@ async def test_bytes_per_turn_stay_the_same(tmp_path: Path) -> None:
     store = await SqliteStore.open(path)
     tip: Response | None = None
     for number in range(60):
-        tip = await stored(store, f"{number:03}" + "x" * 500, after=tip)
-    sizes = _ask(
+        tip = await store_response(store, f"{number:03}" + "x" * 500, after=tip)
+    sizes = _query(
         path,
         "SELECT length(body) + (SELECT sum(length(raw)) FROM items WHERE pos >= start_pos AND pos < end_pos)"
         " FROM responses ORDER BY end_pos",
     )
     # The first has no previous response to name.
     assert len(set(sizes[1:])) == 1
-    assert _ask(path, "SELECT count(*) FROM threads") == [(1,)]
+    assert _query(path, "SELECT count(*) FROM threads") == [(1,)]
     await store.close()
 
 
@@ -90,22 +90,22 @@ async def test_a_cached_conversation_asks_no_database(tmp_path: Path) -> None:
     store = SqliteStore(database)
     tip: Response | None = None
     for number in range(100):
-        tip = await stored(store, str(number), after=tip)
+        tip = await store_response(store, str(number), after=tip)
     assert tip is not None
     await database.close()
-    assert len(await segments(store, tip)) == 100
+    assert len(await load_segments(store, tip)) == 100
 
 
 async def test_a_conversation_that_was_not_cached_is_cached_then(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = await SqliteStore.open(path)
-    first = await stored(store, "first")
-    second = await stored(store, "second", after=first)
+    first = await store_response(store, "first")
+    second = await store_response(store, "second", after=first)
     await store.close()
     store = await SqliteStore.open(path)
-    loaded = await segments(store, second)
-    assert (await segments(store, first))[0] is loaded[0]
-    again = await segments(store, await stored(store, "third", after=second))
+    loaded = await load_segments(store, second)
+    assert (await load_segments(store, first))[0] is loaded[0]
+    again = await load_segments(store, await store_response(store, "third", after=second))
     assert again[:2] == loaded
     await store.close()
 
@@ -113,28 +113,28 @@ async def test_a_conversation_that_was_not_cached_is_cached_then(tmp_path: Path)
 async def test_a_deletion_during_a_read_is_not_cached_over(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = await SqliteStore.open(path)
-    response = await stored(store, "first")
+    response = await store_response(store, "first")
     for _ in range(20):
         await store.close()
         store = await SqliteStore.open(path)
-        reading = asyncio.create_task(store.conversation("tenant", response.id))
+        reading = asyncio.create_task(store.get_conversation("tenant", response.id))
         await asyncio.sleep(0)
         assert await store.delete_response("tenant", response.id)
-        assert texts(await reading) in (["first"], None)
-        assert await store.conversation("tenant", response.id) is None
-        response = await stored(store, "first")
+        assert list_user_texts(await reading) in (["first"], None)
+        assert await store.get_conversation("tenant", response.id) is None
+        response = await store_response(store, "first")
     await store.close()
 
 
 async def test_forks_are_never_deeper_than_bound(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = await SqliteStore.open(path)
-    tip = await stored(store, "0")
-    for number in range(1, 3 * rows.DEEPEST_FORK):
-        await stored(store, "other", after=tip)
-        tip = await stored(store, str(number), after=tip)
-    assert _ask(path, "SELECT max(depth) FROM threads") == [(rows.DEEPEST_FORK,)]
-    assert len(await segments(store, tip)) == 3 * rows.DEEPEST_FORK
+    tip = await store_response(store, "0")
+    for number in range(1, 3 * response_rows.MAX_FORK_DEPTH):
+        await store_response(store, "other", after=tip)
+        tip = await store_response(store, str(number), after=tip)
+    assert _query(path, "SELECT max(depth) FROM threads") == [(response_rows.MAX_FORK_DEPTH,)]
+    assert len(await load_segments(store, tip)) == 3 * response_rows.MAX_FORK_DEPTH
     await store.close()
 
 
@@ -142,37 +142,37 @@ async def test_what_a_fork_copies_is_not_copied_on_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = await SqliteStore.open(tmp_path / "store.db")
-    tip = await stored(store, "0")
-    for number in range(1, rows.DEEPEST_FORK + 1):
-        await stored(store, "other", after=tip)
-        tip = await stored(store, str(number), after=tip)
-    await stored(store, "other", after=tip)
+    tip = await store_response(store, "0")
+    for number in range(1, response_rows.MAX_FORK_DEPTH + 1):
+        await store_response(store, "other", after=tip)
+        tip = await store_response(store, str(number), after=tip)
+    await store_response(store, "other", after=tip)
     left: list[bool] = []
 
     def leave() -> None:
         left.append(threading.current_thread() is threading.main_thread())
-        leave_event_loop()
+        require_worker_thread()
 
-    monkeypatch.setattr(rows, "leave_event_loop", leave)
-    copied = await stored(store, "copied", after=tip)
+    monkeypatch.setattr(response_rows, "require_worker_thread", leave)
+    copied = await store_response(store, "copied", after=tip)
     assert left == [True, False]
-    assert len(await segments(store, copied)) == rows.DEEPEST_FORK + 2
+    assert len(await load_segments(store, copied)) == response_rows.MAX_FORK_DEPTH + 2
     await store.close()
 
 
 async def test_items_of_one_id_are_not_all_looked_at(tmp_path: Path) -> None:
     database = await Database.open(tmp_path / "store.db")
     store = SqliteStore(database)
-    made = turn(store, "made")
+    made = make_response(store, "made")
     mine = made.entries[1]
     assert mine.id
-    await made.end(await made.begin())
-    many = turn(store, "many")
+    await made.complete(await made.begin())
+    many = make_response(store, "many")
     many.entries += [msgspec.structs.replace(mine, turn=0, raw=b"{}")] * 10_000
-    await many.end(await many.begin())
-    other = turn(store, "other", tenant="other")
+    await many.complete(await many.begin())
+    other = make_response(store, "other", tenant="other")
     other.entries.append(msgspec.structs.replace(mine, turn=0, raw=b'"newest"'))
-    await other.end(await other.begin())
+    await other.complete(await other.begin())
 
     def steps(db: sqlite3.Connection) -> int:
         count = 0
@@ -183,13 +183,13 @@ async def test_items_of_one_id_are_not_all_looked_at(tmp_path: Path) -> None:
             return 0
 
         db.set_progress_handler(step, 10)
-        rows.entries(db, "tenant", {mine.id or ""})
+        response_rows.find_items(db, "tenant", {mine.id or ""})
         db.set_progress_handler(None, 0)
         return 10 * count
 
     assert await database.read(steps) < 10_000
-    assert await store.entries("tenant", [mine.id] * 10_000) == {mine.id: mine}
-    theirs = await store.entries("other", [mine.id])
+    assert await store.find_items("tenant", [mine.id] * 10_000) == {mine.id: mine}
+    theirs = await store.find_items("other", [mine.id])
     assert theirs[mine.id].raw == b'"newest"'
     await store.close()
 
@@ -198,19 +198,19 @@ async def test_no_more_is_read_at_once_than_fits_into_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = await SqliteStore.open(tmp_path / "store.db", cache_bytes=0)
-    one, two = turn(store, "x" * 1000), turn(store, "y" * 1000)
-    first = await one.end(await one.begin())
+    one, two = make_response(store, "x" * 1000), make_response(store, "y" * 1000)
+    first = await one.complete(await one.begin())
     two.response.previous_response_id = first.id
-    second = await two.end(await two.begin())
+    second = await two.complete(await two.begin())
     ids = [entry.id or "" for entry in (*one.entries, *two.entries)]
-    monkeypatch.setattr(rows, "LARGEST_READ", 3000)
-    assert len(await segments(store, first)) == 1
-    assert len(await store.entries("tenant", ids[:2] * 10)) == 2
+    monkeypatch.setattr(response_rows, "MAX_READ_BYTES", 3000)
+    assert len(await load_segments(store, first)) == 1
+    assert len(await store.find_items("tenant", ids[:2] * 10)) == 2
     with pytest.raises(InvalidRequest, match="3,000 bytes") as refused:
-        await store.entries("tenant", ids)
+        await store.find_items("tenant", ids)
     assert refused.value.param == "input"
     with pytest.raises(InvalidRequest, match="3,000 bytes") as refused:
-        await store.conversation("tenant", second.id)
+        await store.get_conversation("tenant", second.id)
     assert refused.value.param == "previous_response_id"
     await store.close()
 
@@ -218,8 +218,8 @@ async def test_no_more_is_read_at_once_than_fits_into_memory(
 async def test_what_was_deleted_is_not_in_the_file(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = await SqliteStore.open(path)
-    secret = await stored(store, "a secret " * 5000)
-    kept = await stored(store, "kept", after=None)
+    secret = await store_response(store, "a secret " * 5000)
+    kept = await store_response(store, "kept", after=None)
     await store.delete_response("tenant", secret.id)
     await store.close()
     content = path.read_bytes()

@@ -1,1 +1,1 @@
-"""What tests share; imports anything."""
+"""What tests share."""

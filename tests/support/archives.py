@@ -1,4 +1,4 @@
-"""Archives for tests, honest and forged; imports only the standard library."""
+"""Archives for tests, honest and forged."""
 
 import io
 import struct
@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable
 
 
-def tar(*members: tuple[str, bytes], form: int = tarfile.PAX_FORMAT) -> bytes:
+def make_tar(*members: tuple[str, bytes], form: int = tarfile.PAX_FORMAT) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=form) as archive:
         for name, content in members:
@@ -18,7 +18,7 @@ def tar(*members: tuple[str, bytes], form: int = tarfile.PAX_FORMAT) -> bytes:
     return buffer.getvalue()
 
 
-def tar_of(*members: tarfile.TarInfo, form: int = tarfile.PAX_FORMAT) -> bytes:
+def make_tar_of(*members: tarfile.TarInfo, form: int = tarfile.PAX_FORMAT) -> bytes:
     """Of members without content that may be anything."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=form) as archive:
@@ -27,7 +27,7 @@ def tar_of(*members: tarfile.TarInfo, form: int = tarfile.PAX_FORMAT) -> bytes:
     return buffer.getvalue()
 
 
-def special(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
+def special_member(name: str, kind: bytes, target: str = "") -> tarfile.TarInfo:
     about = tarfile.TarInfo(name)
     about.type, about.linkname = kind, target
     return about
@@ -46,11 +46,11 @@ def tar_header(name: bytes, size: int, kind: bytes = b"0", *, raw_size: bytes | 
     return bytes(block)
 
 
-def padded(content: bytes) -> bytes:
+def pad_block(content: bytes) -> bytes:
     return content + bytes(-len(content) % 512)
 
 
-def pax(*records: tuple[str, str], kind: bytes = b"x") -> bytes:
+def pax_header(*records: tuple[str, str], kind: bytes = b"x") -> bytes:
     """An extended header for what follows it."""
     body = b""
     for key, value in records:
@@ -59,13 +59,13 @@ def pax(*records: tuple[str, str], kind: bytes = b"x") -> bytes:
         while len(str(length)) + len(rest) != length:
             length = len(str(length)) + len(rest)
         body += str(length).encode() + rest
-    return tar_header(b"pax", len(body), kind) + padded(body)
+    return tar_header(b"pax", len(body), kind) + pad_block(body)
 
 
 END_OF_TAR = bytes(1024)
 
 
-def zipped(*members: tuple[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
+def make_zip(*members: tuple[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", method) as archive:
         for name, content in members:
@@ -86,7 +86,7 @@ class ForgedZip:
 
     def local(self, name: bytes, content: bytes, *, method: int = 8, flags: int = 0, **lies: int) -> int:
         """A member itself; returns where it is."""
-        packed = _deflated(content) if method == 8 else content
+        packed = _deflate(content) if method == 8 else content
         at = len(self.body)
         self.body += struct.pack(
             "<4s5H3L2H",
@@ -117,7 +117,7 @@ class ForgedZip:
         **lies: int,
     ) -> None:
         """Its line in the table of contents."""
-        packed = _deflated(content) if method == 8 else content
+        packed = _deflate(content) if method == 8 else content
         self.table += struct.pack(
             "<4s6H3L5H2L",
             b"PK\1\2",
@@ -145,7 +145,7 @@ class ForgedZip:
         at = self.local(name, content, method=method, flags=flags)
         self.entry(name, content, at, method=method, flags=flags, mode=mode)
 
-    def done(self, *, comment: bytes = b"", count: int | None = None) -> bytes:
+    def finish(self, *, comment: bytes = b"", count: int | None = None) -> bytes:
         number = self.count if count is None else count
         end = struct.pack(
             "<4s4H2LH", b"PK\5\6", 0, 0, number, number, len(self.table), len(self.body), len(comment)
@@ -153,13 +153,13 @@ class ForgedZip:
         return self.body + self.table + end + comment
 
 
-def _deflated(content: bytes) -> bytes:
+def _deflate(content: bytes) -> bytes:
     compressor = zlib.compressobj(9, zlib.DEFLATED, -15)
     return compressor.compress(content) + compressor.flush()
 
 
-def forged(*steps: Callable[[ForgedZip], object]) -> bytes:
+def forge_zip(*steps: Callable[[ForgedZip], object]) -> bytes:
     archive = ForgedZip()
     for step in steps:
         step(archive)
-    return archive.done()
+    return archive.finish()

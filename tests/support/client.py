@@ -1,4 +1,4 @@
-"""The tests' side of `driver.py`: plain blocking calls; imports only the standard library.
+"""The tests' side of `driver.py`: plain blocking calls.
 
 with Driver.start(as_user="ordinary") as host:
     box = host.create()
@@ -207,7 +207,7 @@ class Driver:
     def start(
         cls, who: Who, *, secret: str = "none", temporary: Path = Path("/tmp"), **settings: Any
     ) -> Self:
-        command = [sys.executable, str(SUPPORT / "driver.py"), "--settings", json.dumps(settings)]
+        command = [sys.executable, str(SUPPORT / "supervisor_driver.py"), "--settings", json.dumps(settings)]
         variables = {"FUMEHOOD_TEST_SECRET": secret, "PYTHONPATH": PROJECT / "src", "TMPDIR": temporary}
         command = ["env", *(f"{name}={value}" for name, value in variables.items()), *command]
         if who == "ordinary" and os.geteuid() == 0:

@@ -1,4 +1,4 @@
-"""Prompts, tools and items for tests of the client's adapter; imports fumehood.client."""
+"""Prompts, tools and items for tests of the client's adapter."""
 
 from dataclasses import dataclass
 from typing import Any

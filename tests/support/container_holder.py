@@ -1,4 +1,4 @@
-"""A process with containers on a store that others use too, which does what it is told; imports fumehood.
+"""A process with containers on a store that others use too, which does what it is told.
 
 Each line that it reads is a word and perhaps a value; each is answered by one line.
 """
@@ -7,27 +7,29 @@ import asyncio
 import sys
 from pathlib import Path
 
+from fumehood.containers.container_service import SandboxContainerService
 from fumehood.interfaces import Container
-from fumehood.protocol.containers import ContainerSpec
-from fumehood.protocol.errors import ApiError
-from fumehood.sandbox.containers import SandboxContainers
-from fumehood.store.referred_blobs import ReferredBlobs
-from fumehood.store.sqlite import SqliteStore
-from fumehood.testing import FakeClock, MemoryBlobs, ScriptedSandboxes
+from fumehood.protocol.openai.api_errors import ApiError
+from fumehood.protocol.openai.container_objects import ContainerSpec
+from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
+from fumehood.store.sqlite_store import SqliteStore
+from fumehood.testing import FakeClock, MemoryBlobStore, ScriptedSandboxProvider
 from tests.support.containers import SOMEBODY
 
 
 async def _main(path: Path) -> None:
     clock, store = FakeClock(), await SqliteStore.open(path, shared=True)
-    containers = SandboxContainers(ScriptedSandboxes(), store, ReferredBlobs(MemoryBlobs(), store), clock)
+    containers = SandboxContainerService(
+        ScriptedSandboxProvider(), store, GarbageCollectedBlobs(MemoryBlobStore(), store), clock
+    )
     held: list[Container] = []
 
     async def do(word: str, value: str) -> str:
         match word:
             case "open":
-                held.append(await containers.open(SOMEBODY, value, ContainerSpec()))
+                held.append(await containers.open_container(SOMEBODY, value, ContainerSpec()))
             case "leave":
-                held.pop().leave()
+                held.pop().release()
             case "advance":
                 clock.advance(float(value))
             case "sweep":

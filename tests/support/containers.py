@@ -1,42 +1,49 @@
-"""Containers over sandboxes that follow a script; imports fumehood."""
+"""Containers over sandboxes that follow a script."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from fumehood.figures import ContainerFigures
-from fumehood.interfaces import Caller, Collected, SandboxRef, Started
-from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord, ContainerSpec
-from fumehood.protocol.sandbox import (
-    AnyOutput,
-    End,
+from fumehood.containers.container_handle import ContainerHandle, ContainerSettings
+from fumehood.containers.container_service import SandboxContainerService
+from fumehood.interfaces import Caller, CollectedFiles, ExecutionStarted, SandboxRef
+from fumehood.metrics import ContainerStats
+from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord, ContainerSpec
+from fumehood.protocol.sandbox.sandbox_messages import (
     ExecuteRequest,
-    Note,
+    ExecutionEnd,
+    ExecutionEvent,
+    ExecutionNote,
 )
-from fumehood.sandbox.container import ContainerSettings, SandboxContainer
-from fumehood.sandbox.containers import SandboxContainers
-from fumehood.store.referred_blobs import ReferredBlobs
-from fumehood.testing import FakeClock, MemoryBlobs, MemoryStore, ScriptedSandbox, ScriptedSandboxes, Step
-from fumehood.testing.sealing import PlainSealer
+from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
+from fumehood.testing import (
+    ExecutionStep,
+    FakeClock,
+    MemoryBlobStore,
+    MemoryStore,
+    ScriptedSandbox,
+    ScriptedSandboxProvider,
+)
+from fumehood.testing.fakes.plain_sealer import PlainSealer
 
 SOMEBODY = Caller("somebody")
 
 
 @dataclass
-class Ran:
-    events: list[AnyOutput]
+class CallOutcome:
+    events: list[ExecutionEvent]
     files: Sequence[ContainerFileRecord]
-    collected: Collected
+    collected: CollectedFiles
 
     @property
-    def end(self) -> End:
+    def end(self) -> ExecutionEnd:
         last = self.events[-1]
-        assert isinstance(last, End)
+        assert isinstance(last, ExecutionEnd)
         return last
 
     @property
     def notes(self) -> list[str]:
-        return [event.text for event in self.events if isinstance(event, Note)]
+        return [event.text for event in self.events if isinstance(event, ExecutionNote)]
 
     @property
     def paths(self) -> list[str]:
@@ -44,70 +51,70 @@ class Ran:
 
 
 @dataclass
-class Host:
+class ContainerHarness:
     """One process with containers; `beside` makes another one with the same store, blobs and sandboxes."""
 
-    scripted: ScriptedSandboxes
+    scripted: ScriptedSandboxProvider
     settings: ContainerSettings = field(default_factory=ContainerSettings)
     clock: FakeClock = field(default_factory=FakeClock)
     store: MemoryStore | None = None
-    blobs: MemoryBlobs = field(default_factory=MemoryBlobs)
+    blobs: MemoryBlobStore = field(default_factory=MemoryBlobStore)
 
     def __post_init__(self) -> None:
         self.kept = self.store or MemoryStore(self.clock)
-        self.figures = ContainerFigures()
-        self.containers = SandboxContainers(
+        self.metrics = ContainerStats()
+        self.containers = SandboxContainerService(
             self.scripted,
             self.kept,
-            ReferredBlobs(self.blobs, self.kept),
+            GarbageCollectedBlobs(self.blobs, self.kept),
             self.clock,
             self.settings,
             sealer=PlainSealer(),
-            figures=self.figures,
+            metrics=self.metrics,
         )
 
-    def beside(self) -> "Host":
-        return Host(self.scripted, self.settings, self.clock, self.kept, self.blobs)
+    def second_process(self) -> "ContainerHarness":
+        return ContainerHarness(self.scripted, self.settings, self.clock, self.kept, self.blobs)
 
     async def open(
         self, container_id: str | None = None, spec: ContainerSpec | None = None
-    ) -> SandboxContainer:
-        name = self.containers.reserve() if container_id is None else container_id
-        return await self.containers.open(SOMEBODY, name, spec or ContainerSpec())
+    ) -> ContainerHandle:
+        name = self.containers.reserve_id() if container_id is None else container_id
+        return await self.containers.open_container(SOMEBODY, name, spec or ContainerSpec())
 
-    async def run(self, container: SandboxContainer, code: str) -> Ran:
+    async def run(self, container: ContainerHandle, code: str) -> CallOutcome:
         """The only call for which it was opened."""
         try:
             events = [
                 event
                 async for event in container.execute(ExecuteRequest(code=code))
-                if not isinstance(event, Started)
+                if not isinstance(event, ExecutionStarted)
             ]
-            collected = await container.collect()
-            return Ran(events, collected.files, collected)
+            collected = await container.collect_files()
+            return CallOutcome(events, collected.files, collected)
         finally:
-            container.leave()
+            container.release()
 
-    async def record(self, container: SandboxContainer) -> ContainerRecord:
-        record = await self.kept.container(container.id)
+    async def record(self, container: ContainerHandle) -> ContainerRecord:
+        record = await self.kept.get_container(container.id)
         assert record is not None
         return record
 
-    async def paths(self, container: SandboxContainer) -> list[str]:
-        return sorted(record.path for record in await self.kept.files(container.id))
+    async def paths(self, container: ContainerHandle) -> list[str]:
+        return sorted(record.path for record in await self.kept.list_container_files(container.id))
 
-    async def content(self, container: SandboxContainer, path: str) -> bytes:
-        (record,) = [one for one in await self.kept.files(container.id) if one.path == path]
-        pieces = self.containers.read(SOMEBODY, container.id, record.id)
+    async def content(self, container: ContainerHandle, path: str) -> bytes:
+        (record,) = [one for one in await self.kept.list_container_files(container.id) if one.path == path]
+        pieces = self.containers.read_file(SOMEBODY, container.id, record.id)
         return b"".join([piece async for piece in pieces])
 
-    async def sandbox(self, container: SandboxContainer) -> ScriptedSandbox:
+    async def sandbox(self, container: ContainerHandle) -> ScriptedSandbox:
         return await self.scripted.attach(SandboxRef((await self.record(container)).sandbox))
 
 
 @asynccontextmanager
-async def host(
-    *steps: Step, settings: ContainerSettings | None = None, capacity: int = 256
-) -> AsyncGenerator[Host]:
-    async with ScriptedSandboxes(*steps, capacity=capacity) as provider:
-        yield Host(provider, settings or ContainerSettings())
+async def container_harness(
+    *steps: ExecutionStep, settings: ContainerSettings | None = None, capacity: int = 256
+) -> AsyncGenerator[ContainerHarness]:
+    async with ScriptedSandboxProvider(*steps, capacity=capacity) as provider:
+        yield ContainerHarness(provider, settings or ContainerSettings())

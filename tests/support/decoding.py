@@ -1,4 +1,4 @@
-"""Items and events out of their JSON; imports msgspec and `protocol`.
+"""Items and events out of their JSON.
 
 For tests of streams that others wrote: an item of ours becomes a Struct, any other stays its
 bytes, and so does one that only looks like ours.
@@ -7,20 +7,20 @@ bytes, and so does one that only looks like ours.
 import msgspec
 from msgspec import Raw
 
-from fumehood.protocol import events
-from fumehood.protocol.events import ItemEvent, ResponseEvent, StreamEvent
-from fumehood.protocol.items import (
+from fumehood.protocol.openai import stream_events
+from fumehood.protocol.openai.items import (
     AuthoredItem,
     CodeInterpreterCall,
     CustomToolCall,
     FunctionCall,
-    Message,
     OutputItem,
-    Reasoning,
+    OutputMessage,
+    ReasoningItem,
     ShellCall,
     ShellCallOutput,
 )
-from fumehood.protocol.responses import Response
+from fumehood.protocol.openai.responses import Response
+from fumehood.protocol.openai.stream_events import OutputItemEvent, ResponseEvent, StreamEvent
 
 
 class _Tag(msgspec.Struct):
@@ -43,8 +43,8 @@ class _Output(msgspec.Struct):
 
 
 _AUTHORED: tuple[type[AuthoredItem], ...] = (
-    Message,
-    Reasoning,
+    OutputMessage,
+    ReasoningItem,
     FunctionCall,
     CustomToolCall,
     CodeInterpreterCall,
@@ -56,7 +56,7 @@ _item_decoders = {str(kind.__struct_config__.tag): msgspec.json.Decoder(kind) fo
 _heads = msgspec.json.Decoder(Response)
 _EVENTS: dict[str, type[StreamEvent]] = {
     str(kind.__struct_config__.tag): kind
-    for kind in vars(events).values()
+    for kind in vars(stream_events).values()
     if isinstance(kind, type) and issubclass(kind, StreamEvent)
 }
 
@@ -86,7 +86,7 @@ def read_event(raw: bytes) -> StreamEvent | None:
     kind = _EVENTS.get(_tags.decode(raw).type)
     if kind is None:
         return None
-    if issubclass(kind, ItemEvent):
+    if issubclass(kind, OutputItemEvent):
         fields = msgspec.json.decode(raw, type=_Item)
         return kind(
             sequence_number=fields.sequence_number,

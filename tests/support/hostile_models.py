@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Self
 
-from tests.support import responses_server
-from tests.support.chat_server import chunk
+from tests.support import responses_events
+from tests.support.raw_model_server import chunk
 
 _HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: %b\r\n"
 _STREAM = _HEAD % b"text/event-stream" + b"\r\n"
@@ -79,12 +79,12 @@ HOSTILE_RESPONSES: Mapping[str, Callable[[], Iterator[bytes]]] = {
     "responses-comments": HOSTILE["comments"],
     "responses-deltas": _repeat(
         _STREAM
-        + responses_server.created()
-        + responses_server.added(0, type="message", id="msg_theirs", content=[]),
-        responses_server.delta("output_text", 0, "and on "),
+        + responses_events.created()
+        + responses_events.added(0, type="message", id="msg_theirs", content=[]),
+        responses_events.delta("output_text", 0, "and on "),
     ),
     "responses-unknown-events": _repeat(
-        _STREAM + responses_server.created(), responses_server.event("response.of_no_use")
+        _STREAM + responses_events.created(), responses_events.event("response.of_no_use")
     ),
     "responses-document": HOSTILE["document"],
 }

@@ -1,4 +1,4 @@
-"""Clients that `make test-clients` fetches from npm, and the Node.js of the development environment; imports pytest."""
+"""Clients that `make test-clients` fetches from npm, and the Node.js of the development environment."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A server as OpenAI would have it: responses by a script, containers that unpack nothing; imports the SDK."""
+"""A server as OpenAI would have it: responses by a script, containers that unpack nothing."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Starts arize-phoenix in the environment that it is installed in, on this machine alone; imports it.
+"""Starts arize-phoenix in the environment that it is installed in, on this machine alone.
 
 Its gRPC server would listen on every address, and no setting tells it not to.
 """

@@ -1,4 +1,4 @@
-"""A TCP relay that cuts connections where it is told to; imports the standard library."""
+"""A TCP relay that cuts connections where it is told to."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""Any provider behind the sandbox protocol, for tests of its client; imports aiohttp and `fumehood.protocol`.
+"""Any provider behind the sandbox protocol, for tests of its client.
 
 Simple where the real server is careful: no limits, no health, one token.
 """
@@ -13,25 +13,25 @@ import msgspec
 from aiohttp import web
 
 from fumehood.interfaces import SandboxProvider, SandboxRef
-from fumehood.protocol.sandbox import (
-    AnyOutput,
+from fumehood.protocol.sandbox.sandbox_errors import (
+    FileNotFound,
+    FileRefused,
+    InvalidSandboxRequest,
+    InvalidServerToken,
+    SandboxError,
+    SandboxLimitExceeded,
+    to_sandbox_error_body,
+)
+from fumehood.protocol.sandbox.sandbox_messages import (
     ArchiveFormat,
     ExecuteRequest,
-    ReadRequest,
+    ExecutionEvent,
+    ReadFilesRequest,
     SandboxInfo,
     SandboxSpec,
 )
-from fumehood.protocol.sandbox_errors import (
-    FileNotFound,
-    FileRefused,
-    NotAllowed,
-    RequestRefused,
-    SandboxError,
-    TooLarge,
-    to_body,
-)
 
-OUTCOMES: dict[type[SandboxError], int] = {FileNotFound: 1, FileRefused: 2, TooLarge: 3}
+OUTCOMES: dict[type[SandboxError], int] = {FileNotFound: 1, FileRefused: 2, SandboxLimitExceeded: 3}
 
 type Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -84,10 +84,10 @@ class _Server:
             if self.manners.token is not None:
                 expected = f"Bearer {self.manners.token}"
                 if request.headers.get("Authorization") != expected:
-                    raise NotAllowed("A token is needed.")
+                    raise InvalidServerToken("A token is needed.")
             return await handler(request)
         except SandboxError as error:
-            return self._json(to_body(error), error.status)
+            return self._json(to_sandbox_error_body(error), error.status)
 
     def _json(self, value: object, status: int = 200) -> web.Response:
         headers = self._headers()
@@ -100,10 +100,10 @@ class _Server:
 
     async def _info_of(self, sandbox_id: str) -> SandboxInfo:
         await self.provider.attach(SandboxRef(sandbox_id))
-        return next(info for info in await self.provider.sandboxes() if info.id == sandbox_id)
+        return next(info for info in await self.provider.list_sandboxes() if info.id == sandbox_id)
 
     async def _sandboxes(self, _: web.Request) -> web.Response:
-        return self._json({"sandboxes": await self.provider.sandboxes()})
+        return self._json({"sandboxes": await self.provider.list_sandboxes()})
 
     async def _create(self, request: web.Request) -> web.Response:
         spec = msgspec.json.decode(await request.read() or b"{}", type=SandboxSpec)
@@ -125,7 +125,7 @@ class _Server:
         try:
             asked = msgspec.json.decode(await request.read(), type=ExecuteRequest)
         except msgspec.ValidationError as error:
-            raise RequestRefused(str(error)) from error
+            raise InvalidSandboxRequest(str(error)) from error
         return await self._stream(request, sandbox.execute(asked))
 
     async def _follow(self, request: web.Request) -> web.StreamResponse:
@@ -133,7 +133,9 @@ class _Server:
         after = int(request.query.get("after", "-1"))
         return await self._stream(request, sandbox.follow(request.match_info["eid"], after=after))
 
-    async def _stream(self, request: web.Request, events: AsyncGenerator[AnyOutput]) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, events: AsyncGenerator[ExecutionEvent]
+    ) -> web.StreamResponse:
         response = web.StreamResponse(headers=self._headers())
         response.content_type = "application/x-ndjson"
         async with aclosing(events):
@@ -146,7 +148,7 @@ class _Server:
         await response.write_eof()
         return response
 
-    async def _send(self, response: web.StreamResponse, event: AnyOutput) -> None:
+    async def _send(self, response: web.StreamResponse, event: ExecutionEvent) -> None:
         content = b"\n" * self.manners.blanks + msgspec.json.encode(event) + b"\n"
         for start in range(0, len(content), self.manners.piece):
             await response.write(content[start : start + self.manners.piece])
@@ -156,11 +158,11 @@ class _Server:
         return self._json({"interrupted": await sandbox.interrupt(request.query.get("execution_id"))})
 
     async def _list(self, request: web.Request) -> web.Response:
-        return self._json(await (await self._sandbox(request)).list(request.query.get("since")))
+        return self._json(await (await self._sandbox(request)).list_files(request.query.get("since")))
 
     async def _read(self, request: web.Request) -> web.StreamResponse:
         sandbox = await self._sandbox(request)
-        pieces = [piece async for piece in sandbox.read(request.match_info["path"])]
+        pieces = [piece async for piece in sandbox.read_file(request.match_info["path"])]
         response = web.StreamResponse(headers=self._headers())
         response.content_length = sum(map(len, pieces))
         await response.prepare(request)
@@ -171,14 +173,14 @@ class _Server:
 
     async def _write(self, request: web.Request) -> web.Response:
         sandbox = await self._sandbox(request)
-        return self._json(await sandbox.write(request.match_info["path"], request.content.iter_any()))
+        return self._json(await sandbox.write_file(request.match_info["path"], request.content.iter_any()))
 
     async def _read_all(self, request: web.Request) -> web.StreamResponse:
         sandbox = await self._sandbox(request)
-        paths = msgspec.json.decode(await request.read(), type=ReadRequest).paths
+        paths = msgspec.json.decode(await request.read(), type=ReadFilesRequest).paths
         response = web.StreamResponse(headers=self._headers())
         await response.prepare(request)
-        async for contents in sandbox.read_all(paths):
+        async for contents in sandbox.read_files(paths):
             for content in contents:
                 outcome = 0 if isinstance(content, bytes) else OUTCOMES[type(content)]
                 body = content if isinstance(content, bytes) else b""
@@ -196,17 +198,19 @@ class _Server:
                 yield [((await take(path)).decode("utf-8", "surrogatepass"), await take(content))]
             assert await request.content.read() == bytes(6)
 
-        return self._json(await sandbox.write_all(files()))
+        return self._json(await sandbox.write_files(files()))
 
     async def _delete(self, request: web.Request) -> web.Response:
-        await (await self._sandbox(request)).delete(request.match_info["path"])
+        await (await self._sandbox(request)).delete_file(request.match_info["path"])
         return web.Response(status=204, headers=self._headers())
 
     async def _unpack(self, request: web.Request) -> web.Response:
         sandbox = await self._sandbox(request)
         kind = cast(ArchiveFormat, request.query["kind"])
         content = request.content.iter_any()
-        return self._json(await sandbox.unpack(content, kind=kind, into=request.query.get("into", "")))
+        return self._json(
+            await sandbox.unpack_archive(content, kind=kind, into=request.query.get("into", ""))
+        )
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""A process that fills a store and says what was acknowledged, until it is killed; imports fumehood.
+"""A process that fills a store and says what was acknowledged, until it is killed.
 
 Each line is written after the store has returned: `kept ID PREVIOUS` or `deleted ID`. What a response should hold is in
 its metadata, so that whoever finds it can tell whether it is whole.
@@ -12,47 +12,51 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fumehood.protocol.conversation import Entry
-from fumehood.protocol.responses import Response
-from fumehood.store.sqlite import SqliteStore
-from fumehood.testing.turns import said, turn
+from fumehood.protocol.conversation import ConversationEntry
+from fumehood.protocol.openai.responses import Response
+from fumehood.store.sqlite_store import SqliteStore
+from fumehood.testing.kits.store_fixtures import make_response, make_user_item
 
-TALKS = 8
+WRITERS = 8
 
 
-def digest(entries: Sequence[Entry]) -> str:
+def digest_items(entries: Sequence[ConversationEntry]) -> str:
     return hashlib.sha256(b"\n".join(entry.raw for entry in entries)).hexdigest()
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 
-async def _talk(store: SqliteStore, chance: random.Random) -> None:
+async def _write_conversations(store: SqliteStore, chance: random.Random) -> None:
     tips: list[Response] = []
     while True:
-        one = turn(store, "x" * chance.choice((10, 1000, 20_000)), after=chance.choice([None, *tips[-3:]]))
-        one.entries[1:1] = [said(str(number)) for number in range(chance.randrange(4))]
-        one.response.metadata = {"digest": digest(one.entries), "entries": str(len(one.entries))}
+        one = make_response(
+            store, "x" * chance.choice((10, 1000, 20_000)), after=chance.choice([None, *tips[-3:]])
+        )
+        one.entries[1:1] = [make_user_item(str(number)) for number in range(chance.randrange(4))]
+        one.response.metadata = {"digest": digest_items(one.entries), "entries": str(len(one.entries))}
         lease = await one.begin()
         if chance.random() < 0.3:
-            await store.renew([lease])
-        _say(f"begun {one.response.id}")
-        response = await one.end(lease)
-        _say(f"kept {response.id} {response.previous_response_id or '-'}")
+            await store.renew_leases([lease])
+        _print_line(f"begun {one.response.id}")
+        response = await one.complete(lease)
+        _print_line(f"kept {response.id} {response.previous_response_id or '-'}")
         tips.append(response)
         if chance.random() < 0.2:
             gone = tips.pop(chance.randrange(len(tips)))
-            _say(f"deleting {gone.id}")
+            _print_line(f"deleting {gone.id}")
             await store.delete_response("tenant", gone.id)
-            _say(f"deleted {gone.id}")
+            _print_line(f"deleted {gone.id}")
 
 
 async def _main(path: Path, seed: int) -> None:
     store = await SqliteStore.open(path)
-    await turn(store, "never ends").begin()
-    await store.recover()  # what ran before, and by now this one is in the file
-    await asyncio.gather(*(_talk(store, random.Random(seed + number)) for number in range(TALKS)))
+    await make_response(store, "never ends").begin()
+    await store.fail_orphaned_responses()  # what ran before, and by now this one is in the file
+    await asyncio.gather(
+        *(_write_conversations(store, random.Random(seed + number)) for number in range(WRITERS))
+    )
 
 
 if __name__ == "__main__":

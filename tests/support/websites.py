@@ -1,4 +1,4 @@
-"""Servers on loopback under made-up names, with and without TLS, that tell what reached them; imports cryptography."""
+"""Servers on loopback under made-up names, with and without TLS, that tell what reached them."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ type Reply = tuple[int, list[tuple[str, str]], bytes]
 
 
 @dataclass(frozen=True)
-class Seen:
+class ReceivedRequest:
     """One request as it arrived."""
 
     method: str
@@ -28,11 +28,11 @@ class Seen:
     body: bytes
 
 
-def echo(seen: Seen) -> Reply:
+def echo(request: ReceivedRequest) -> Reply:
     """The path, and for /redirect?URL a redirection there."""
-    if seen.target.startswith("/redirect?"):
-        return 302, [("Location", seen.target.partition("?")[2])], b""
-    return 200, [("Content-Type", "text/plain")], f"{seen.method} {seen.target}".encode() + seen.body
+    if request.target.startswith("/redirect?"):
+        return 302, [("Location", request.target.partition("?")[2])], b""
+    return 200, [("Content-Type", "text/plain")], f"{request.method} {request.target}".encode() + request.body
 
 
 @dataclass
@@ -40,8 +40,8 @@ class Website:
     """Listens on a loopback port; `seen` are the requests so far, `connections` those that were opened."""
 
     tls: ssl.SSLContext | None = None
-    reply: Callable[[Seen], Reply] = echo
-    seen: list[Seen] = field(default_factory=list[Seen])
+    reply: Callable[[ReceivedRequest], Reply] = echo
+    seen: list[ReceivedRequest] = field(default_factory=list[ReceivedRequest])
     connections: int = 0
     open_now: int = 0
     port: int = 0
@@ -68,7 +68,7 @@ class Website:
         self.open_now += 1
         try:
             with contextlib.suppress(OSError, h11.ProtocolError, EOFError, asyncio.CancelledError):
-                await (self.handler or self._talk)(reader, writer)
+                await (self.handler or self._handle_connection)(reader, writer)
                 writer.transport.set_write_buffer_limits(0)
                 await writer.drain()  # `abort` drops what is still in the buffer
         finally:
@@ -76,7 +76,7 @@ class Website:
             self.open_now -= 1
             writer.transport.abort()
 
-    async def _talk(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _handle_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = h11.Connection(h11.SERVER)
         while True:
             head: h11.Request | None = None
@@ -95,7 +95,7 @@ class Website:
                     return
             assert head is not None
             headers = {name.decode(): value.decode("latin-1") for name, value in head.headers}
-            seen = Seen(head.method.decode(), head.target.decode(), headers, bytes(body))
+            seen = ReceivedRequest(head.method.decode(), head.target.decode(), headers, bytes(body))
             self.seen.append(seen)
             status, fields, answer = self.reply(seen)
             response = h11.Response(
@@ -111,7 +111,7 @@ class Website:
             connection.start_next_cycle()
 
 
-class Authority:
+class WebsiteAuthority:
     """A certificate authority of the tests; `file` is what to trust."""
 
     def __init__(self, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""Builds the wheel and installs it as users do, out of reach of the source tree; imports only the standard library.
+"""Builds the wheel and installs it as users do, out of reach of the source tree.
 
 All packages come from a directory of wheels, fetched once for each version of Python and verified against uv.lock.
 """

@@ -1,13 +1,13 @@
-"""A receiver for one test; imports pytest and the support."""
+"""A receiver for one test."""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.support.otlp import Receiver
+from tests.support.otlp_receiver import OtlpReceiver
 
 
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with Receiver() as running:
+def receiver() -> Iterator[OtlpReceiver]:
+    with OtlpReceiver() as running:
         yield running

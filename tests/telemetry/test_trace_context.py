@@ -1,4 +1,4 @@
-"""What is read from the headers of a trace, and what is not; imports `telemetry`, the SDK's API and hypothesis."""
+"""What is read from the headers of a trace, and what is not."""
 
 import asyncio
 import json
@@ -12,33 +12,35 @@ from hypothesis import strategies as st
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext, get_current_span
 
-from fumehood.protocol.responses import CreateResponse
-from fumehood.serving.exchange import Receive, Scope, Send
-from fumehood.telemetry.trace_context import Propagation, callers_trace
+from fumehood.http_server.asgi_request import Receive, Scope, Send
+from fumehood.protocol.openai.responses import CreateResponse
+from fumehood.telemetry.trace_context import TraceContextPropagator, get_caller_context
 
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = f"00-{TRACE}-{SPAN}-01"
-ON = Propagation({})
+ON = TraceContextPropagator({})
 
 
-async def _unused(*_: Any) -> Any:
+async def _unexpected_call(*_: Any) -> Any:
     raise AssertionError("nobody sends or receives here")
 
 
-def seen(*headers: tuple[str, str], propagation: Propagation = ON) -> SpanContext | None:
+def extract_with_headers(
+    *headers: tuple[str, str], propagation: TraceContextPropagator = ON
+) -> SpanContext | None:
     """What an application finds that is asked with these headers."""
     found: list[Context] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        found.append(callers_trace())
+        found.append(get_caller_context())
 
     raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
-    asyncio.run(_asked(propagation.at_the_edge(app), raw))
+    asyncio.run(_call_application(propagation.wrap_application(app), raw))
     return span_context(found[0])
 
 
-async def _asked(app: Any, headers: Sequence[tuple[bytes, bytes]]) -> None:
-    await app({"type": "http", "headers": headers}, _unused, _unused)
+async def _call_application(app: Any, headers: Sequence[tuple[bytes, bytes]]) -> None:
+    await app({"type": "http", "headers": headers}, _unexpected_call, _unexpected_call)
 
 
 def span_context(context: Context) -> SpanContext | None:
@@ -46,8 +48,8 @@ def span_context(context: Context) -> SpanContext | None:
     return found if found.is_valid else None
 
 
-def state(*values: str) -> str:
-    found = seen(("traceparent", PARENT), *(("tracestate", value) for value in values))
+def extract_tracestate(*values: str) -> str:
+    found = extract_with_headers(("traceparent", PARENT), *(("tracestate", value) for value in values))
     assert found is not None
     return found.trace_state.to_header()
 
@@ -63,7 +65,7 @@ def state(*values: str) -> str:
     ],
 )
 def test_a_parent_is_read(parent: str) -> None:
-    found = seen(("host", "localhost"), ("traceparent", parent))
+    found = extract_with_headers(("host", "localhost"), ("traceparent", parent))
     assert found is not None
     assert (f"{found.trace_id:032x}", f"{found.span_id:016x}") == (TRACE, SPAN)
     assert found.is_remote
@@ -91,11 +93,11 @@ def test_a_parent_is_read(parent: str) -> None:
     ],
 )
 def test_what_is_no_parent_is_none(parent: str) -> None:
-    assert seen(("traceparent", parent), ("tracestate", "a=b")) is None
+    assert extract_with_headers(("traceparent", parent), ("tracestate", "a=b")) is None
 
 
 def test_two_parents_are_none() -> None:
-    assert seen(("traceparent", PARENT), ("traceparent", PARENT)) is None
+    assert extract_with_headers(("traceparent", PARENT), ("traceparent", PARENT)) is None
 
 
 @pytest.mark.parametrize(
@@ -118,14 +120,14 @@ def test_two_parents_are_none() -> None:
     ],
 )
 def test_a_state_is_read_whole_or_not_at_all(values: list[str], read: str) -> None:
-    assert state(*values) == read
+    assert extract_tracestate(*values) == read
 
 
 @given(
     st.lists(st.tuples(st.sampled_from(["traceparent", "tracestate"]), st.text("0f-=,a \t@é\n")), max_size=4)
 )
 def test_nothing_that_is_sent_breaks_it(headers: list[tuple[str, str]]) -> None:
-    found = seen(*headers)
+    found = extract_with_headers(*headers)
     assert found is None or found.trace_state.to_header().isascii()
 
 
@@ -133,25 +135,30 @@ async def test_a_request_does_not_inherit_the_trace_of_the_one_before() -> None:
     found: list[SpanContext | None] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        found.append(span_context(callers_trace()))
+        found.append(span_context(get_caller_context()))
 
-    edge = ON.at_the_edge(app)
-    await _asked(edge, [(b"traceparent", PARENT.encode())])
-    await _asked(edge, [])
+    edge = ON.wrap_application(app)
+    await _call_application(edge, [(b"traceparent", PARENT.encode())])
+    await _call_application(edge, [])
     assert found[0] is not None
     assert found[1] is None
 
 
 @pytest.mark.parametrize("names", ["none", "baggage", "b3, jaeger"])
 def test_an_operator_may_want_no_traces_of_others(names: str) -> None:
-    off = Propagation({"OTEL_PROPAGATORS": names})
-    assert seen(("traceparent", PARENT), propagation=off) is None
-    assert span_context(off.parent_of(request({"ws_request_header_traceparent": PARENT}))) is None
+    off = TraceContextPropagator({"OTEL_PROPAGATORS": names})
+    assert extract_with_headers(("traceparent", PARENT), propagation=off) is None
+    assert span_context(off.extract_parent(request({"ws_request_header_traceparent": PARENT}))) is None
 
 
 @pytest.mark.parametrize("names", ["", "tracecontext", "baggage, tracecontext"])
 def test_an_operator_may_name_what_is_usual(names: str) -> None:
-    assert seen(("traceparent", PARENT), propagation=Propagation({"OTEL_PROPAGATORS": names})) is not None
+    assert (
+        extract_with_headers(
+            ("traceparent", PARENT), propagation=TraceContextPropagator({"OTEL_PROPAGATORS": names})
+        )
+        is not None
+    )
 
 
 def request(metadata: object) -> CreateResponse:
@@ -160,7 +167,7 @@ def request(metadata: object) -> CreateResponse:
 
 def test_a_message_may_say_it_itself() -> None:
     told = {"ws_request_header_traceparent": PARENT, "ws_request_header_tracestate": "a=1", "more": [1]}
-    found = span_context(ON.parent_of(request(told)))
+    found = span_context(ON.extract_parent(request(told)))
     assert found is not None
     assert (f"{found.trace_id:032x}", found.trace_state.to_header()) == (TRACE, "a=1")
 
@@ -175,4 +182,4 @@ def test_a_message_may_say_it_itself() -> None:
     ],
 )
 def test_a_message_that_says_something_else_is_no_mistake(metadata: object) -> None:
-    assert span_context(ON.parent_of(request(metadata))) is None
+    assert span_context(ON.extract_parent(request(metadata))) is None

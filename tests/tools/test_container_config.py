@@ -1,4 +1,4 @@
-"""`container` in every shape that clients send; imports pytest and fumehood."""
+"""`container` in every shape that clients send."""
 
 import sys
 from typing import Any
@@ -7,13 +7,13 @@ import msgspec
 import pytest
 from inline_snapshot import snapshot
 
-from fumehood.protocol.containers import ContainerSpec
-from fumehood.protocol.errors import InvalidRequest
-from fumehood.protocol.sandbox import DomainSecret, NetworkAllowlist
-from fumehood.sandbox.container import ContainerSettings
-from fumehood.tools.code_session import InterpreterSettings
-from fumehood.tools.container_config import ContainerChoice, echoed, read_container
-from tests.support.interpreter import scripted, spec
+from fumehood.containers.container_handle import ContainerSettings
+from fumehood.protocol.openai.api_errors import InvalidRequest
+from fumehood.protocol.openai.container_objects import ContainerSpec
+from fumehood.protocol.sandbox.sandbox_messages import DomainSecret, NetworkAllowlist
+from fumehood.tools.container_config import ContainerChoice, echo_code_interpreter, read_container_choice
+from fumehood.tools.interpreter_call import CodeInterpreterToolSettings
+from tests.support.interpreter_harness import make_tool_spec, run_scripted
 
 SECRET = "s3cret-value"
 POLICY = {
@@ -42,8 +42,8 @@ POLICY = {
     ],
 )
 def test_what_is_understood(container: object, choice: ContainerChoice) -> None:
-    assert read_container(spec(container)) == choice
-    assert read_container(spec(container, allowed_callers=["direct"], later=True)) == choice
+    assert read_container_choice(make_tool_spec(container)) == choice
+    assert read_container_choice(make_tool_spec(container, allowed_callers=["direct"], later=True)) == choice
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,16 @@ def test_what_is_understood(container: object, choice: ContainerChoice) -> None:
 )
 def test_what_is_refused(container: object, words: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
-        read_container(spec(container))
+        read_container_choice(make_tool_spec(container))
     assert words in refused.value.message
     assert (refused.value.status, refused.value.param) == (400, "tools")
     assert SECRET not in refused.value.message
 
 
 def test_a_network_policy() -> None:
-    network = read_container(spec({"type": "auto", "network_policy": {**POLICY, "new": 1}})).spec.network
+    network = read_container_choice(
+        make_tool_spec({"type": "auto", "network_policy": {**POLICY, "new": 1}})
+    ).spec.network
     assert network == NetworkAllowlist(
         allowed_domains=["api.example.com"],
         domain_secrets=[DomainSecret(domain="api.example.com", name="TOKEN", value=SECRET)],
@@ -85,10 +87,12 @@ def test_a_network_policy() -> None:
 
 
 async def test_what_no_container_may_have_is_refused_before_anything_begins() -> None:
-    async with scripted() as interpreter:
+    async with run_scripted() as interpreter:
         with pytest.raises(InvalidRequest) as refused:
-            await interpreter.tool.offer(
-                spec({"type": "auto", "network_policy": POLICY}), interpreter.context().caller, []
+            await interpreter.tool.configure(
+                make_tool_spec({"type": "auto", "network_policy": POLICY}),
+                interpreter.make_context().caller,
+                [],
             )
         assert (refused.value.message, refused.value.param) == snapshot(
             ("container.network_policy: this server allows containers no network.", "tools")
@@ -110,13 +114,15 @@ async def test_what_no_container_may_have_is_refused_before_anything_begins() ->
     ],
 )
 def test_what_the_response_shows(container: object, shown: object) -> None:
-    echo: dict[str, Any] = msgspec.json.decode(echoed(spec(container, allowed_callers=["direct"])))
+    echo: dict[str, Any] = msgspec.json.decode(
+        echo_code_interpreter(make_tool_spec(container, allowed_callers=["direct"]))
+    )
     assert echo == {"type": "code_interpreter", "container": shown, "allowed_callers": ["direct"]}
 
 
 async def test_what_the_model_is_told() -> None:
-    async with scripted() as interpreter:
-        offered = await interpreter.tool.offer(spec(), interpreter.context().caller, [])
+    async with run_scripted() as interpreter:
+        offered = await interpreter.tool.configure(make_tool_spec(), interpreter.make_context().caller, [])
         assert offered.function.name == "code_interpreter"
         lines = offered.function.description.splitlines()
         assert lines[0].startswith(
@@ -146,16 +152,18 @@ async def test_what_the_model_is_told() -> None:
 
 
 async def test_what_the_model_is_told_of_other_settings() -> None:
-    settings = InterpreterSettings(
+    settings = CodeInterpreterToolSettings(
         execution_timeout=2.5,
         keeps_variables=False,
         python="3.14",
         libraries=("numpy",),
     )
     containers = ContainerSettings(allowed_domains=frozenset({"*"}))
-    async with scripted(settings=settings, containers=containers) as interpreter:
+    async with run_scripted(settings=settings, containers=containers) as interpreter:
         policy = {"type": "auto", "network_policy": POLICY}
-        offered = await interpreter.tool.offer(spec(policy), interpreter.context().caller, [])
+        offered = await interpreter.tool.configure(
+            make_tool_spec(policy), interpreter.make_context().caller, []
+        )
         lines = offered.function.description.splitlines()
         assert lines[0].startswith("Runs Python 3.14 ")
         assert lines[1] == "- Files are kept from call to call; variables and imports are not."

@@ -1,4 +1,4 @@
-"""Specification 003, requirement by requirement, as far as the tool shows it; imports pytest, openai and fumehood.
+"""Specification 003, requirement by requirement, as far as the tool shows it.
 
 Each test is named after what it shows: FR a functional requirement, US an acceptance scenario of a user story, EC an
 edge case, SC a success criterion. What the whole gateway is needed for is in the file of this name in tests/e2e.
@@ -17,23 +17,35 @@ import pytest
 import pytest_asyncio
 from openai.types.responses import ResponseCodeInterpreterToolCall
 
+from fumehood.containers.container_handle import ContainerSettings
 from fumehood.interfaces import SandboxProvider
-from fumehood.protocol.events import Created
-from fumehood.protocol.folding import EXECUTION, OUTPUTS, fold, project_item
-from fumehood.protocol.items import Image, Logs
-from fumehood.protocol.responses import Response
-from fumehood.protocol.sandbox import Stdout
-from fumehood.protocol.sandbox_errors import SandboxGone
-from fumehood.sandbox.container import ContainerSettings
-from fumehood.sandbox.local import LocalSandboxes, LocalSettings
-from fumehood.sandbox.remote import RemoteSandboxes
-from fumehood.testing import Step
-from fumehood.testing.tool_kit import call
-from fumehood.tools.code_session import InterpreterSettings
-from tests.support.index import Index, wheel
-from tests.support.interpreter import SOMEBODY, Interpreter, arguments, outline, scripted, spec
-from tests.support.sandboxes import has_cgroups, settings
-from tests.support.server import serving
+from fumehood.protocol.openai.items import CodeInterpreterImage, CodeInterpreterLogs
+from fumehood.protocol.openai.response_aggregation import (
+    INCLUDE_CODE_OUTPUTS,
+    INCLUDE_EXECUTION,
+    aggregate_events,
+    project_item,
+)
+from fumehood.protocol.openai.responses import Response
+from fumehood.protocol.openai.stream_events import ResponseCreated
+from fumehood.protocol.sandbox.sandbox_errors import SandboxGone
+from fumehood.protocol.sandbox.sandbox_messages import Stdout
+from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings
+from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
+from fumehood.testing import ExecutionStep
+from fumehood.testing.kits.hosted_tool_kit import run_call
+from fumehood.tools.interpreter_call import CodeInterpreterToolSettings
+from tests.support.interpreter_harness import (
+    SOMEBODY,
+    InterpreterHarness,
+    encode_arguments,
+    make_tool_spec,
+    outline,
+    run_scripted,
+)
+from tests.support.package_index import FakePackageIndex, wheel
+from tests.support.sandbox_runs import has_cgroups, settings
+from tests.support.sandbox_server import run_server
 
 ALONE = ContainerSettings(isolation="execution")
 PNG = (
@@ -59,18 +71,18 @@ IDS = {
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def provider() -> AsyncGenerator[SandboxProvider]:
     limits = "enforced" if has_cgroups() else "best-effort"
-    with Index() as index:
+    with FakePackageIndex() as index:
         index.add(wheel("greeting", "1.0", {"greeting.py": "text = 'hello from a wheel'"}))
-        chosen = LocalSettings(
+        chosen = LocalServerSettings(
             limits=limits, pool=1, options=("--preload", ""), environment={"FUMEHOOD_INDEX_URL": index.url}
         )
-        async with LocalSandboxes(chosen) as provider:
+        async with LocalSandboxProvider(chosen) as provider:
             yield provider
 
 
 @pytest.fixture
-def interpreter(provider: SandboxProvider) -> Interpreter:
-    return Interpreter(provider)
+def interpreter(provider: SandboxProvider) -> InterpreterHarness:
+    return InterpreterHarness(provider)
 
 
 def test_every_requirement_is_somewhere() -> None:
@@ -92,15 +104,15 @@ def test_every_requirement_is_somewhere() -> None:
 
 
 async def test_fr_001_the_tool_is_registered() -> None:
-    async with scripted() as interpreter:
+    async with run_scripted() as interpreter:
         assert interpreter.tool.types == {"code_interpreter"}
-        offered = await interpreter.tool.offer(spec(), SOMEBODY, [])
+        offered = await interpreter.tool.configure(make_tool_spec(), SOMEBODY, [])
         assert offered.function.name == "code_interpreter"
 
 
 async def test_fr_002_it_takes_code_and_requirements() -> None:
-    async with scripted() as interpreter:
-        offered = await interpreter.tool.offer(spec(), SOMEBODY, [])
+    async with run_scripted() as interpreter:
+        offered = await interpreter.tool.configure(make_tool_spec(), SOMEBODY, [])
         schema = msgspec.json.decode(offered.function.parameters)
         assert list(schema["properties"]) == ["code", "requirements"]
         assert schema["required"] == ["code"]
@@ -112,20 +124,20 @@ async def test_fr_002_it_takes_code_and_requirements() -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_fr_003_and_us1_1_code_runs_in_an_isolated_sandbox_and_stdout_comes_back(
-    interpreter: Interpreter, monkeypatch: pytest.MonkeyPatch
+    interpreter: InterpreterHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FUMEHOOD_TEST_CANARY", "seen")
     called = await interpreter.run(
         "import os\nprint(6 * 7, 'FUMEHOOD_TEST_CANARY' in os.environ, os.getcwd())"
     )
-    assert called.told == "42 False /mnt/data"
-    (record,) = await interpreter.store.containers()
-    assert record.sandbox in [one.id for one in await interpreter.provider.sandboxes()]
+    assert called.model_text == "42 False /mnt/data"
+    (record,) = await interpreter.store.find_containers()
+    assert record.sandbox in [one.id for one in await interpreter.provider.list_sandboxes()]
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_fr_004_and_us1_3_requirements_are_installed_before_the_code_runs(
-    interpreter: Interpreter,
+    interpreter: InterpreterHarness,
 ) -> None:
     called = await interpreter.run("import greeting\nprint(greeting.text)", "greeting")
     assert called.logs.endswith("hello from a wheel\n")
@@ -135,18 +147,18 @@ async def test_fr_004_and_us1_3_requirements_are_installed_before_the_code_runs(
 async def test_fr_005_and_us1_4_code_that_takes_too_long_is_stopped_and_the_model_told(
     provider: SandboxProvider,
 ) -> None:
-    interpreter = Interpreter(provider, InterpreterSettings(execution_timeout=0.3))
+    interpreter = InterpreterHarness(provider, CodeInterpreterToolSettings(execution_timeout=0.3))
     called = await interpreter.run("while True: pass")
     assert called.item.status == "failed"
-    assert "ran longer than 0.3 s" in called.told
-    assert (await interpreter.run("print('free again')")).told == "free again"
+    assert "ran longer than 0.3 s" in called.model_text
+    assert (await interpreter.run("print('free again')")).model_text == "free again"
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_fr_006_stdout_stderr_and_exit_code_are_the_result(interpreter: Interpreter) -> None:
+async def test_fr_006_stdout_stderr_and_exit_code_are_the_result(interpreter: InterpreterHarness) -> None:
     code = "import sys\nprint('out', flush=True)\nprint('err', file=sys.stderr, flush=True)\nsys.exit(3)"
     called = await interpreter.run(code)
-    assert called.told == "out\nerr\nExit code: 3"
+    assert called.model_text == "out\nerr\nExit code: 3"
     execution = called.execution
     assert (execution.stdout, execution.stderr, execution.exit_code) == ("out\n", "err\n", 3)
 
@@ -155,46 +167,51 @@ async def test_fr_006_stdout_stderr_and_exit_code_are_the_result(interpreter: In
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_fr_007_the_item_is_a_code_interpreter_call(interpreter: Interpreter) -> None:
+async def test_fr_007_the_item_is_a_code_interpreter_call(interpreter: InterpreterHarness) -> None:
     called = await interpreter.run(f"{PNG}print('done')")
-    for include in ((), (OUTPUTS,), (OUTPUTS, EXECUTION)):
+    for include in ((), (INCLUDE_CODE_OUTPUTS,), (INCLUDE_CODE_OUTPUTS, INCLUDE_EXECUTION)):
         item = msgspec.json.decode(msgspec.json.encode(project_item(called.item, include)))
         read = ResponseCodeInterpreterToolCall.model_validate(item, strict=True)
         assert (read.type, read.status) == ("code_interpreter_call", "completed")
         assert read.container_id.startswith("cntr_")
-        assert (read.outputs is None) == (OUTPUTS not in include)
+        assert (read.outputs is None) == (INCLUDE_CODE_OUTPUTS not in include)
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_fr_008_text_is_logs(interpreter: Interpreter) -> None:
+async def test_fr_008_text_is_logs(interpreter: InterpreterHarness) -> None:
     called = await interpreter.run("print('one')\n'two'")
-    assert called.item.outputs == [Logs(logs="one\n'two'")]
+    assert called.item.outputs == [CodeInterpreterLogs(logs="one\n'two'")]
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_fr_009_and_us2_1_files_are_references(interpreter: Interpreter) -> None:
+async def test_fr_009_and_us2_1_files_are_references(interpreter: InterpreterHarness) -> None:
     called = await interpreter.run(f"{PNG}open('table.csv', 'w').write('a,b')\nNone")
-    assert [type(output) for output in called.item.outputs or []] == [Image]
+    assert [type(output) for output in called.item.outputs or []] == [CodeInterpreterImage]
     picture, table = called.execution.files
     assert (picture.filename, table.filename, table.path) == ("plot.png", "table.csv", "/mnt/data/table.csv")
     assert table.file_id.startswith("cfile_")
-    async with aclosing(interpreter.containers.read(SOMEBODY, table.container_id, table.file_id)) as pieces:
+    async with aclosing(
+        interpreter.containers.read_file(SOMEBODY, table.container_id, table.file_id)
+    ) as pieces:
         assert b"".join([piece async for piece in pieces]) == b"a,b"
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_us2_2_and_sc_002_text_and_files_together(interpreter: Interpreter) -> None:
+async def test_us2_2_and_sc_002_text_and_files_together(interpreter: InterpreterHarness) -> None:
     called = await interpreter.run(f"{PNG}print('plotted')")
-    assert [type(output) for output in called.item.outputs or []] == [Logs, Image]
+    assert [type(output) for output in called.item.outputs or []] == [
+        CodeInterpreterLogs,
+        CodeInterpreterImage,
+    ]
     assert [file.filename for file in called.result.files] == ["plot.png"]
-    assert called.told == "plotted\nFiles: /mnt/data/plot.png"
+    assert called.model_text == "plotted\nFiles: /mnt/data/plot.png"
 
 
 # --- events -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_fr_014_and_us1_2_lifecycle_events(interpreter: Interpreter) -> None:
+async def test_fr_014_and_us1_2_lifecycle_events(interpreter: InterpreterHarness) -> None:
     completed = await interpreter.run("print(1)", fragment=100)
     assert outline(completed.events) == [
         "output_item.added in_progress",
@@ -210,10 +227,12 @@ async def test_fr_014_and_us1_2_lifecycle_events(interpreter: Interpreter) -> No
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_ec_2_and_sc_004_without_streaming_there_is_the_same_item(interpreter: Interpreter) -> None:
+async def test_ec_2_and_sc_004_without_streaming_there_is_the_same_item(
+    interpreter: InterpreterHarness,
+) -> None:
     called = await interpreter.run("print(1)")
-    beginning = Created(response=Response(id="resp_1", created_at=0, model="m"))
-    assert fold([beginning, *called.events]).output == [called.item]
+    beginning = ResponseCreated(response=Response(id="resp_1", created_at=0, model="m"))
+    assert aggregate_events([beginning, *called.events]).output == [called.item]
 
 
 # --- sandboxes ----------------------------------------------------------------------------------------------
@@ -222,16 +241,16 @@ async def test_ec_2_and_sc_004_without_streaming_there_is_the_same_item(interpre
 async def test_fr_013_and_us4_1_and_sc_005_a_static_url() -> None:
     token = "a-token-of-some-length"
     async with (
-        serving(settings(preload=()), token=token) as server,
-        RemoteSandboxes(server.where, token) as remote,
+        run_server(settings(preload=()), token=token) as server,
+        RemoteSandboxProvider(server.where, token) as remote,
     ):
-        called = await Interpreter(remote).run("print('over there')")
-        assert called.told == "over there"
+        called = await InterpreterHarness(remote).run("print('over there')")
+        assert called.model_text == "over there"
 
 
 async def test_us3_3_an_exhausted_pool_is_waited_for_and_then_told() -> None:
     containers = ContainerSettings(claim_timeout=2)
-    async with scripted(capacity=0, containers=containers) as interpreter:
+    async with run_scripted(capacity=0, containers=containers) as interpreter:
         running = asyncio.ensure_future(interpreter.run("x"))
         while not running.done():
             assert interpreter.clock.monotonic() < 5
@@ -241,45 +260,45 @@ async def test_us3_3_an_exhausted_pool_is_waited_for_and_then_told() -> None:
         assert interpreter.clock.monotonic() > 1
         called = await running
         assert called.item.status == "failed"
-        assert called.told.startswith("No sandbox is free at the moment")
+        assert called.model_text.startswith("No sandbox is free at the moment")
 
 
 async def test_ec_1_a_sandbox_that_crashes() -> None:
     gone = SandboxGone("The pod has crashed.")
-    async with scripted(Step("x", [Stdout("so far\n"), gone]), containers=ALONE) as interpreter:
+    async with run_scripted(ExecutionStep("x", [Stdout("so far\n"), gone]), containers=ALONE) as interpreter:
         called = await interpreter.run("x")
         assert called.item.status == "failed"
-        assert called.told.startswith("so far\nThe sandbox was lost")
-        assert await interpreter.provider.sandboxes() == []
+        assert called.model_text.startswith("so far\nThe sandbox was lost")
+        assert await interpreter.provider.list_sandboxes() == []
 
 
 async def test_ec_4_calls_of_one_turn_each_have_a_sandbox() -> None:
     began = [asyncio.Event(), asyncio.Event()]
 
-    def step(number: int) -> Step:
+    def step(number: int) -> ExecutionStep:
         async def tell(_: object) -> None:
             began[number].set()
 
         # Each waits for the other: one after another they would never end.
-        return Step(str(number), [tell, began[1 - number], Stdout(f"{number}\n")])
+        return ExecutionStep(str(number), [tell, began[1 - number], Stdout(f"{number}\n")])
 
-    async with scripted(step(0), step(1), containers=ALONE) as interpreter:
-        offered = await interpreter.tool.offer(spec(), SOMEBODY, [])
-        sessions = [offered.begin(interpreter.context(number)) for number in range(2)]
+    async with run_scripted(step(0), step(1), containers=ALONE) as interpreter:
+        offered = await interpreter.tool.configure(make_tool_spec(), SOMEBODY, [])
+        sessions = [offered.start_call(interpreter.make_context(number)) for number in range(2)]
         done = await asyncio.gather(
-            *(call(session, arguments(str(number))) for number, session in enumerate(sessions))
+            *(run_call(session, encode_arguments(str(number))) for number, session in enumerate(sessions))
         )
         assert [result.exchange.output for _, result in done] == ["0", "1"]
-        assert await interpreter.provider.sandboxes() == []
+        assert await interpreter.provider.list_sandboxes() == []
 
 
 @pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
 async def test_sc_003_a_hundred_calls_leave_no_sandbox(provider: SandboxProvider) -> None:
-    interpreter = Interpreter(provider, InterpreterSettings(execution_timeout=0.5), ALONE)
+    interpreter = InterpreterHarness(provider, CodeInterpreterToolSettings(execution_timeout=0.5), ALONE)
     codes = ["print(1)", "1 / 0", "import os\nos._exit(1)", "open('x', 'a').write('x')\nNone"]
     ends = [(await interpreter.run(codes[number % len(codes)])).execution.exit_code for number in range(100)]
     assert ends == [0, 1, -1, 0] * 25
-    own = [record.id for record in await interpreter.store.containers()]
+    own = [record.id for record in await interpreter.store.find_containers()]
     assert len(own) == 1
-    assert [one.id for one in await provider.sandboxes() if one.id.rpartition("-")[0] in own] == []
+    assert [one.id for one in await provider.list_sandboxes() if one.id.rpartition("-")[0] in own] == []

@@ -1,4 +1,4 @@
-"""The installations that tests in this directory use, made in the background; imports pytest and tests.support."""
+"""The installations that tests in this directory use, made in the background."""
 
 import os
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from tests.support.index import Index, wheel
+from tests.support.package_index import FakePackageIndex, wheel
 from tests.support.wheels import (
     PYTHONS,
     Fetched,
@@ -43,9 +43,9 @@ def wheels() -> Iterator[Wheels]:
 
 
 @pytest.fixture(scope="session")
-def index() -> Iterator[Index]:
+def index() -> Iterator[FakePackageIndex]:
     """A package index with one package that no installation has."""
-    with Index() as made:
+    with FakePackageIndex() as made:
         made.add(wheel("humanize", "4.9.0", {"humanize.py": "def intcomma(n): return f'{n:,}'"}))
         yield made
 

@@ -1,4 +1,4 @@
-"""The wheel without any extra, as pip and uv install it; imports pytest and tests.support."""
+"""The wheel without any extra, as pip and uv install it."""
 
 import fumehood
 from tests.support.wheels import Installation

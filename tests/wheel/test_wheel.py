@@ -1,4 +1,4 @@
-"""The built wheel as pip and uv install it, for root and for an ordinary user; imports pytest and tests.support."""
+"""The built wheel as pip and uv install it, for root and for an ordinary user."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import fumehood
-from tests.support.index import Index
+from tests.support.package_index import FakePackageIndex
 from tests.support.wheels import ROOT, Installation
 
 # What a new Python process, started by the code, finds of the host.
@@ -63,13 +63,13 @@ def test_code_runs_with_its_packages(installation: Installation) -> None:
     assert done.stdout == f"6 {installation.kind.python.partition('.')[2]}\n"
 
 
-def test_a_package_is_installed_for_one_program(installation: Installation, index: Index) -> None:
+def test_a_package_is_installed_for_one_program(installation: Installation, index: FakePackageIndex) -> None:
     code = "import humanize\nprint(humanize.intcomma(1234567))"
     done = _exec(installation, code, "--with", "humanize", FUMEHOOD_INDEX_URL=index.url)
     assert done.stdout == "1,234,567\n"
 
 
-def test_code_installs_a_package(installation: Installation, index: Index) -> None:
+def test_code_installs_a_package(installation: Installation, index: FakePackageIndex) -> None:
     code = "!pip install --quiet humanize\nimport humanize\nprint(humanize.intcomma(7654321))"
     done = _exec(installation, code, FUMEHOOD_INDEX_URL=index.url)
     assert done.stdout.splitlines()[-1] == "7,654,321"
@@ -100,7 +100,7 @@ def test_a_new_process_sees_nothing_of_the_host(installation: Installation) -> N
     assert seen["writable"] is False
 
 
-def test_doctor_finds_nothing_missing(installation: Installation, index: Index) -> None:
+def test_doctor_finds_nothing_missing(installation: Installation, index: FakePackageIndex) -> None:
     done = installation.fumehood("doctor", "--json", FUMEHOOD_INDEX_URL=index.url)
     report = json.loads(done.stdout)
     missing = [finding for finding in report["findings"] if finding["state"] == "missing"]

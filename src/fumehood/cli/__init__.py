@@ -1,4 +1,4 @@
-"""The command line, a module for each command; imports siblings."""
+"""The command line, a module for each command."""
 
-from fumehood.cli.commands import app as app
-from fumehood.cli.commands import main as main
+from fumehood.cli.main_command import app as app
+from fumehood.cli.main_command import main as main

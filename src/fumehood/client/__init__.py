@@ -1,4 +1,4 @@
-"""The typed client: prompts made of sections, tools, sessions, workspaces; imports its own modules, and no SDK.
+"""The typed client: prompts made of sections, tools, sessions, workspaces.
 
 The adapter for OpenAI, and for our gateway, is `fumehood.client.adapters.openai`. What has to do with files is loaded
 when it is first asked for: it takes as long as all the rest.

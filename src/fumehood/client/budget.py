@@ -1,4 +1,4 @@
-"""How many tokens an evaluation may use, and how many it has used; imports `dbc`, `deadlines` and `errors`."""
+"""How many tokens an evaluation may use, and how many it has used."""
 
 import threading
 from dataclasses import dataclass
@@ -50,20 +50,20 @@ class BudgetTracker:
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
-        self._used = TokenUsage()
+        self._usage = TokenUsage()
         self._lock = threading.Lock()
 
     @property
-    def used(self) -> TokenUsage:
-        return self._used
+    def usage(self) -> TokenUsage:
+        return self._usage
 
     def record(self, usage: TokenUsage) -> None:
         with self._lock:
-            self._used += usage
+            self._usage += usage
 
-    def check(self, doing: str, *, prompt_name: str = "") -> None:
+    def check(self, next_step: str, *, prompt_name: str = "") -> None:
         """Raise BudgetExceededError if a limit has been reached."""
-        used = self._used
+        used = self._usage
         for name, spent, limit in (
             ("total", used.total_tokens, self.budget.max_total_tokens),
             ("input", used.input_tokens, self.budget.max_input_tokens),
@@ -71,7 +71,7 @@ class BudgetTracker:
         ):
             if limit is not None and spent >= limit:
                 raise BudgetExceededError(
-                    f"{spent} of {limit} {name} tokens were used before {doing}.",
+                    f"{spent} of {limit} {name} tokens were used before {next_step}.",
                     prompt_name=prompt_name,
                     phase="budget",
                 )

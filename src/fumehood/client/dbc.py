@@ -1,4 +1,4 @@
-"""Contracts: what callers must hold, and what we promise; imports `errors`."""
+"""Contracts: what callers must hold, and what we promise."""
 
 from collections.abc import Collection
 from typing import Any, cast
@@ -19,12 +19,12 @@ def require(
         raise PromptValidationError(message, prompt_name=prompt_name, phase=phase, provider_payload=payload)
 
 
-def require_texts(values: object, field: str) -> None:
+def require_strings(values: object, name: str) -> None:
     """Raise PromptValidationError unless these are texts with something in them. A text alone is not several."""
     several = isinstance(values, Collection) and not isinstance(values, str | bytes)
     require(
         several and all(isinstance(one, str) and one.strip() for one in cast(Collection[Any], values)),
-        f"{field} is {values!r}; it has to be several texts, and none of them empty.",
+        f"{name} is {values!r}; it has to be several texts, and none of them empty.",
     )
 
 

@@ -1,4 +1,4 @@
-"""A point in time by which an evaluation has to be over; imports `dbc`, `errors` and the standard library."""
+"""A point in time by which an evaluation has to be over."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,9 +35,9 @@ class Deadline:
         """What is left, never less than nothing."""
         return max(self.expires_at - self.clock(), timedelta())
 
-    def check(self, doing: str, *, prompt_name: str = "") -> None:
+    def check(self, next_step: str, *, prompt_name: str = "") -> None:
         """Raise DeadlineExceededError if it is too late to begin with this."""
         if not self.remaining():
             raise DeadlineExceededError(
-                f"The deadline passed before {doing}.", prompt_name=prompt_name, phase="deadline"
+                f"The deadline passed before {next_step}.", prompt_name=prompt_name, phase="deadline"
             )

@@ -1,4 +1,4 @@
-"""Everything that the client raises, as one tree; imports the standard library.
+"""Everything that the client raises, as one tree.
 
 FumehoodError (= WinkError)
 ├── PromptEvaluationError        a prompt could not be evaluated: `phase` says where, `prompt_name` which one

@@ -1,4 +1,4 @@
-"""Files behind one small interface, on the host or in memory; imports `errors` and the standard library.
+"""Files behind one small interface, on the host or in memory.
 
 Paths are relative to the filesystem's root, with `/` between their parts. What is listed is sorted. Errors are those
 that Python's own files raise: FileNotFoundError, IsADirectoryError, NotADirectoryError; a path that is absolute or
@@ -45,7 +45,7 @@ class Filesystem(Protocol):
 # --- paths and patterns -------------------------------------------------------------------------------
 
 
-def normalised(path: str) -> str:
+def normalize_path(path: str) -> str:
     """The path without `.` and doubled slashes; "." is the workspace itself. Raises WorkspaceSecurityError for a path
     that leads out of it.
     """
@@ -55,35 +55,39 @@ def normalised(path: str) -> str:
     return "/".join(parts) or "."
 
 
-def matches(path: str, pattern: str) -> bool:
+def matches_glob(path: str, pattern: str) -> bool:
     """Whether the whole path fits the whole pattern; time is linear in both."""
     wanted = [part for part in pattern.split("/") if part not in ("", ".")]
-    places = _closed({0}, wanted)
+    places = _skip_double_stars({0}, wanted)
     for part in path.split("/"):
         ahead = {
-            place if wanted[place] == "**" else place + 1 for place in places if _fits(part, wanted, place)
+            place if wanted[place] == "**" else place + 1
+            for place in places
+            if _part_matches(part, wanted, place)
         }
-        places = _closed(ahead, wanted)
+        places = _skip_double_stars(ahead, wanted)
     return len(wanted) in places
 
 
-def _fits(part: str, wanted: list[str], place: int) -> bool:
-    return place < len(wanted) and (wanted[place] == "**" or fnmatchcase(part, wanted[place]))
+def _part_matches(part: str, pattern_parts: list[str], position: int) -> bool:
+    return position < len(pattern_parts) and (
+        pattern_parts[position] == "**" or fnmatchcase(part, pattern_parts[position])
+    )
 
 
-def _closed(places: set[int], wanted: list[str]) -> set[int]:
+def _skip_double_stars(positions: set[int], pattern_parts: list[str]) -> set[int]:
     """These places of the pattern, and those that are reached by letting `**` stand for nothing."""
-    for place in sorted(places):
-        while place < len(wanted) and wanted[place] == "**":
+    for place in sorted(positions):
+        while place < len(pattern_parts) and pattern_parts[place] == "**":
             place += 1
-            places.add(place)
-    return places
+            positions.add(place)
+    return positions
 
 
 # --- what all share -----------------------------------------------------------------------------------
 
 
-class _Text(ABC):
+class _TextMethods(ABC):
     """Text over bytes."""
 
     @abstractmethod
@@ -99,7 +103,7 @@ class _Text(ABC):
         self.write(path, content.encode(encoding))
 
 
-class ListedFilesystem(_Text):
+class ListingFilesystem(_TextMethods):
     """Answers every question about directories from the list of all files."""
 
     @abstractmethod
@@ -107,17 +111,17 @@ class ListedFilesystem(_Text):
         """Every file, in any order."""
 
     def exists(self, path: str) -> bool:
-        place, files = normalised(path), self.paths()
+        place, files = normalize_path(path), self.paths()
         return place in files or is_directory(place, files)
 
     def is_file(self, path: str) -> bool:
-        return normalised(path) in self.paths()
+        return normalize_path(path) in self.paths()
 
     def is_dir(self, path: str) -> bool:
-        return is_directory(normalised(path), self.paths())
+        return is_directory(normalize_path(path), self.paths())
 
     def list_dir(self, path: str) -> list[str]:
-        place, files = normalised(path), self.paths()
+        place, files = normalize_path(path), self.paths()
         if place in files:
             raise NotADirectoryError(path)
         if not is_directory(place, files):
@@ -126,38 +130,38 @@ class ListedFilesystem(_Text):
         return sorted({file.removeprefix(prefix).split("/")[0] for file in files if file.startswith(prefix)})
 
     def glob(self, pattern: str) -> list[str]:
-        return sorted(file for file in self.paths() if matches(file, pattern))
+        return sorted(file for file in self.paths() if matches_glob(file, pattern))
 
 
-def is_directory(place: str, files: Collection[str]) -> bool:
-    return place == "." or any(file.startswith(f"{place}/") for file in files)
+def is_directory(path: str, files: Collection[str]) -> bool:
+    return path == "." or any(file.startswith(f"{path}/") for file in files)
 
 
-def readable(path: str, files: Collection[str]) -> str:
+def resolve_existing(path: str, files: Collection[str]) -> str:
     """The normalised path of one of these files, or the error that says why it is none."""
-    place = normalised(path)
+    place = normalize_path(path)
     if place not in files:
         raise IsADirectoryError(path) if is_directory(place, files) else FileNotFoundError(path)
     return place
 
 
-def writable(path: str, files: Collection[str]) -> str:
+def resolve_writable(path: str, files: Collection[str]) -> str:
     """The normalised path of a file that there can be beside these."""
-    place = normalised(path)
+    place = normalize_path(path)
     if is_directory(place, files):
         raise IsADirectoryError(path)
     check_parents(place, files)
     return place
 
 
-def check_parents(place: str, files: Collection[str]) -> None:
+def check_parents(path: str, files: Collection[str]) -> None:
     """Raise NotADirectoryError if one of these files stands where a normalised path needs a directory."""
-    parts = place.split("/")
+    parts = path.split("/")
     if any("/".join(parts[:end]) in files for end in range(1, len(parts))):
-        raise NotADirectoryError(place)
+        raise NotADirectoryError(path)
 
 
-class InMemoryFilesystem(ListedFilesystem):
+class InMemoryFilesystem(ListingFilesystem):
     """Files that nobody else sees, and that are gone with it."""
 
     def __init__(self) -> None:
@@ -167,30 +171,30 @@ class InMemoryFilesystem(ListedFilesystem):
         return self._files.keys()
 
     def read(self, path: str) -> bytes:
-        return self._files[readable(path, self._files)]
+        return self._files[resolve_existing(path, self._files)]
 
     def write(self, path: str, content: bytes) -> None:
-        self._files[writable(path, self._files)] = bytes(content)
+        self._files[resolve_writable(path, self._files)] = bytes(content)
 
     def delete(self, path: str) -> None:
-        del self._files[readable(path, self._files)]
+        del self._files[resolve_existing(path, self._files)]
 
 
-class HostFilesystem(_Text):
+class HostFilesystem(_TextMethods):
     """A directory of this machine. Symbolic links that lead out of it do not exist here."""
 
     def __init__(self, root: os.PathLike[str] | str) -> None:
         self.root = Path(root).resolve()
 
     def read(self, path: str) -> bytes:
-        return self._at(path).read_bytes()
+        return self._resolve(path).read_bytes()
 
     def write(self, path: str, content: bytes) -> None:
-        self.place_for(path).write_bytes(content)
+        self.prepare_path(path).write_bytes(content)
 
-    def place_for(self, path: str) -> Path:
+    def prepare_path(self, path: str) -> Path:
         """Where a file is to be written; the directories that it needs are made."""
-        place = self._at(path)
+        place = self._resolve(path)
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
@@ -201,20 +205,20 @@ class HostFilesystem(_Text):
         return self.is_file(path) or self.is_dir(path)
 
     def is_file(self, path: str) -> bool:
-        return self._is_inside(path) and self._at(path).is_file()
+        return self._is_inside(path) and self._resolve(path).is_file()
 
     def is_dir(self, path: str) -> bool:
-        return self._is_inside(path) and self._at(path).is_dir()
+        return self._is_inside(path) and self._resolve(path).is_dir()
 
     def list_dir(self, path: str) -> list[str]:
-        place = self._at(path)
-        return sorted(name for name in os.listdir(place) if self._is_inside(f"{normalised(path)}/{name}"))
+        place = self._resolve(path)
+        return sorted(name for name in os.listdir(place) if self._is_inside(f"{normalize_path(path)}/{name}"))
 
     def delete(self, path: str) -> None:
-        place = self._at(path)
+        place = self._resolve(path)
         if place.is_dir():
             raise IsADirectoryError(path)
-        found = self.root / normalised(path)
+        found = self.root / normalize_path(path)
         found.unlink()
         for above in found.parents:  # a directory exists while there is something in it
             if above == self.root or any(above.iterdir()):
@@ -222,7 +226,7 @@ class HostFilesystem(_Text):
             above.rmdir()
 
     def glob(self, pattern: str) -> list[str]:
-        return sorted(file for file in self._paths() if matches(file, pattern))
+        return sorted(file for file in self._paths() if matches_glob(file, pattern))
 
     def _paths(self) -> Iterator[str]:
         for directory, _, names in os.walk(self.root):
@@ -232,9 +236,9 @@ class HostFilesystem(_Text):
                     yield file
 
     def _is_inside(self, path: str) -> bool:
-        return (self.root / normalised(path)).resolve().is_relative_to(self.root)
+        return (self.root / normalize_path(path)).resolve().is_relative_to(self.root)
 
-    def _at(self, path: str) -> Path:
+    def _resolve(self, path: str) -> Path:
         if not self._is_inside(path):
             raise FileNotFoundError(path)
-        return (self.root / normalised(path)).resolve()
+        return (self.root / normalize_path(path)).resolve()

@@ -1,6 +1,4 @@
-"""Copies files of the host into a workspace, within what is allowed; imports `filesystem`, `dbc`, `errors` and the
-standard library.
-"""
+"""Copies files of the host into a workspace, within what is allowed."""
 
 import errno
 import os
@@ -12,12 +10,12 @@ from pathlib import Path
 
 from fumehood.client.dbc import require
 from fumehood.client.errors import WorkspaceBudgetError, WorkspaceSecurityError
-from fumehood.client.filesystem import matches, normalised
+from fumehood.client.filesystem import matches_glob, normalize_path
 
-_SHOWN_ENTRIES = 20
-_SHOWN_NAME = 120
-_PIECE = 1 << 20
-_DEEPEST = 200  # directories; archives and their removal recurse
+_MAX_PREVIEW_ENTRIES = 20
+_MAX_NAME_LENGTH = 120
+_COPY_CHUNK = 1 << 20
+_MAX_DEPTH = 200  # directories; archives and their removal recurse
 
 
 @dataclass(frozen=True)
@@ -62,23 +60,23 @@ class HostMountPreview:
     entry_count: int = 0
 
 
-def materialise(
-    mounts: Sequence[HostMount], allowed_host_roots: Sequence[os.PathLike[str] | str], into: Path
+def copy_mounts(
+    mounts: Sequence[HostMount], allowed_host_roots: Sequence[os.PathLike[str] | str], target: Path
 ) -> tuple[HostMountPreview, ...]:
     """Copy the mounts into a directory. Raises WorkspaceSecurityError, WorkspaceBudgetError, OSError."""
     roots = tuple(Path(root).resolve() for root in allowed_host_roots)
     taken: set[str] = set()
     previews: list[HostMountPreview] = []
     for mount in mounts:
-        copying = _Copying(mount, roots, into)
+        copying = _MountCopy(mount, roots, target)
         if copying.mount_path in taken:
             raise WorkspaceSecurityError(f"Two mounts have the mount_path {copying.mount_path!r}.")
         taken.add(copying.mount_path)
-        previews.append(copying.preview())
+        previews.append(copying.copy())
     return tuple(previews)
 
 
-class _Copying:
+class _MountCopy:
     """One mount on its way into the workspace.
 
     Whoever can write below a root may change things while they are copied. So nothing is opened by a path of several
@@ -88,44 +86,44 @@ class _Copying:
     def __init__(self, mount: HostMount, roots: tuple[Path, ...], into: Path) -> None:
         self.mount = mount
         self.roots = roots
-        self.source = self._allowed(Path(mount.host_path))
-        self.mount_path = normalised(self.source.name if mount.mount_path is None else mount.mount_path)
+        self.source = self._resolve_allowed(Path(mount.host_path))
+        self.mount_path = normalize_path(self.source.name if mount.mount_path is None else mount.mount_path)
         if self.mount_path == ".":
             raise WorkspaceSecurityError(
                 f"The mount_path {mount.mount_path!r} of {mount.host_path!r} is the workspace itself; name a place."
             )
-        self.into = into
+        self.target = into
         self.bytes_copied = 0
 
-    def preview(self) -> HostMountPreview:
+    def copy(self) -> HostMountPreview:
         is_directory = self.source.is_dir()
         if is_directory:
-            self._make_directory(self.into / self.mount_path)
+            self._make_directory(self.target / self.mount_path)
             names = [*self._copy_directory()]
         else:
-            with self._opened(self.source) as file:
-                self._copy(file, "")
+            with self._open_without_links(self.source) as file:
+                self._copy_file(file, "")
             names = [self.source.name]
         entries = sorted({name.split("/")[0] + ("/" if "/" in name else "") for name in names})
         return HostMountPreview(
             host_path=self.mount.host_path,
             resolved_host=self.source,
             mount_path=self.mount_path,
-            entries=tuple(entries[:_SHOWN_ENTRIES]),
+            entries=tuple(entries[:_MAX_PREVIEW_ENTRIES]),
             is_directory=is_directory,
             bytes_copied=self.bytes_copied,
             file_count=len(names),
             entry_count=len(entries),
         )
 
-    def _allowed(self, path: Path) -> Path:
+    def _resolve_allowed(self, path: Path) -> Path:
         """The real path, if a root allows it."""
         try:
             real = path.resolve()
             exists = real.exists()
         except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a name that is none
             raise WorkspaceSecurityError(
-                f"The host path {shown(str(path))!r} cannot be followed: {type(error).__name__}."
+                f"The host path {escape_name(str(path))!r} cannot be followed: {type(error).__name__}."
             ) from error
         if not any(real.is_relative_to(root) for root in self.roots):
             allowed = ", ".join(map(str, self.roots)) or "nothing"
@@ -139,55 +137,55 @@ class _Copying:
 
     def _copy_directory(self) -> Iterator[str]:
         """Copy the regular files that the mount wants; gives their paths in it."""
-        waiting = [_Place(self.source, "", included=not self.mount.include_glob)]
+        waiting = [_MountEntry(self.source, "", included=not self.mount.include_glob)]
         while waiting:
             place = waiting.pop()
-            if place.below.count("/") > _DEEPEST:
+            if place.prefix.count("/") > _MAX_DEPTH:
                 raise WorkspaceBudgetError(
-                    f"The mount of {self.mount.host_path!r} is deeper than {_DEEPEST} directories; leave something "
+                    f"The mount of {self.mount.host_path!r} is deeper than {_MAX_DEPTH} directories; leave something "
                     "out with exclude_glob."
                 )
-            with self._opened(place.path, os.O_DIRECTORY) as directory:
+            with self._open_without_links(place.path, os.O_DIRECTORY) as directory:
                 for entry in sorted(os.scandir(directory), key=lambda one: one.name):
-                    if _fits(f"{place.below}{entry.name}", self.mount.exclude_glob):
+                    if _matches_any(f"{place.prefix}{entry.name}", self.mount.exclude_glob):
                         continue
-                    found = self._followed(entry, place)
+                    found = self._resolve_entry(entry, place)
                     if found is None:
                         continue
                     if found.is_directory:
                         waiting.append(found)
-                    elif found.included and self._copied(found):
+                    elif found.included and self._copy_if_present(found):
                         yield found.relative
 
-    def _followed(self, entry: "os.DirEntry[str]", place: "_Place") -> "_Place | None":
+    def _resolve_entry(self, entry: "os.DirEntry[str]", place: "_MountEntry") -> "_MountEntry | None":
         """What an entry of a directory is; None if it is nothing that could be copied."""
-        relative = f"{place.below}{entry.name}"
+        relative = f"{place.prefix}{entry.name}"
         path = place.path / entry.name
-        included = place.included or _fits(relative, self.mount.include_glob)
+        included = place.included or _matches_any(relative, self.mount.include_glob)
         if not entry.is_symlink():
             is_directory = entry.is_dir(follow_symlinks=False)
             if not is_directory and not entry.is_file(follow_symlinks=False):
                 return None
-            return place.beneath(path, relative, is_directory=is_directory, included=included)
+            return place.child(path, relative, is_directory=is_directory, included=included)
         if not self.mount.follow_symlinks or not path.exists():
             return None
-        real = self._allowed(path)
+        real = self._resolve_allowed(path)
         leads_back = real in (place.path, *place.above)
         if leads_back or not (real.is_dir() or real.is_file()):
             return None
-        return place.beneath(real, relative, is_directory=real.is_dir(), included=included)
+        return place.child(real, relative, is_directory=real.is_dir(), included=included)
 
-    def _copied(self, found: "_Place") -> bool:
+    def _copy_if_present(self, found: "_MountEntry") -> bool:
         """Copy a file, unless it has vanished meanwhile."""
         try:
-            with self._opened(found.path) as file:
-                self._copy(file, found.relative)
+            with self._open_without_links(found.path) as file:
+                self._copy_file(file, found.relative)
         except FileNotFoundError:
             return False
         return True
 
     @contextmanager
-    def _opened(self, real: Path, flags: int = 0) -> Generator[int]:
+    def _open_without_links(self, real: Path, flags: int = 0) -> Generator[int]:
         """A descriptor of what is there, of which no part is a link."""
         root = next(root for root in self.roots if real.is_relative_to(root))
         last = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -203,14 +201,14 @@ class _Copying:
         except OSError as error:
             if descriptor >= 0:
                 os.close(descriptor)
-            raise _unreadable(error, real) from error
+            raise _describe_open_error(error, real) from error
         try:
             yield descriptor
         finally:
             os.close(descriptor)
 
-    def _copy(self, descriptor: int, relative: str) -> None:
-        target = self.into / self.mount_path / relative
+    def _copy_file(self, descriptor: int, relative: str) -> None:
+        target = self.target / self.mount_path / relative
         self._make_directory(target.parent)
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
@@ -218,9 +216,9 @@ class _Copying:
         try:
             made = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except FileExistsError as error:
-            raise self._overlap(target) from error
+            raise self._overlap_error(target) from error
         with open(descriptor, "rb", closefd=False) as incoming, open(made, "wb") as outgoing:
-            while piece := incoming.read(_PIECE):
+            while piece := incoming.read(_COPY_CHUNK):
                 self.bytes_copied += len(piece)
                 self._check_budget()
                 outgoing.write(piece)
@@ -230,10 +228,10 @@ class _Copying:
         try:
             place.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
-            raise self._overlap(place) from error
+            raise self._overlap_error(place) from error
 
-    def _overlap(self, target: Path) -> WorkspaceSecurityError:
-        place = target.relative_to(self.into).as_posix()
+    def _overlap_error(self, target: Path) -> WorkspaceSecurityError:
+        place = target.relative_to(self.target).as_posix()
         return WorkspaceSecurityError(
             f"Two mounts, or two names that this machine takes for one, lead to {place!r}; "
             "give the mounts other places."
@@ -249,7 +247,7 @@ class _Copying:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _MountEntry:
     """A file or directory below a mount.
 
     relative: where in the mount; included: whether it is wanted, because it or a directory above it matches; above: the
@@ -263,14 +261,14 @@ class _Place:
     above: frozenset[Path] = frozenset()
 
     @property
-    def below(self) -> str:
+    def prefix(self) -> str:
         return f"{self.relative}/" if self.relative else ""
 
-    def beneath(self, path: Path, relative: str, *, is_directory: bool, included: bool) -> "_Place":
-        return _Place(path, relative, included, is_directory, self.above | {self.path})
+    def child(self, path: Path, relative: str, *, is_directory: bool, included: bool) -> "_MountEntry":
+        return _MountEntry(path, relative, included, is_directory, self.above | {self.path})
 
 
-def _unreadable(error: OSError, path: Path) -> Exception:
+def _describe_open_error(error: OSError, path: Path) -> Exception:
     """The error with the whole path in it, and what to do."""
     if error.errno in (errno.ELOOP, errno.ENOTDIR):
         return WorkspaceSecurityError(
@@ -280,12 +278,12 @@ def _unreadable(error: OSError, path: Path) -> Exception:
     return OSError(error.errno, f"{error.strerror}{hint}", str(path))
 
 
-def _fits(path: str, patterns: tuple[str, ...]) -> bool:
+def _matches_any(path: str, patterns: tuple[str, ...]) -> bool:
     """Whether the path ends in what fits one of the patterns, at any depth."""
-    return any(matches(path, f"**/{pattern}") for pattern in patterns)
+    return any(matches_glob(path, f"**/{pattern}") for pattern in patterns)
 
 
-def shown(name: str) -> str:
+def escape_name(name: str) -> str:
     """A file's name as it may stand in a prompt between backticks: bounded, in one line, and all of it shows."""
     plain = "".join(char if char.isprintable() and char != "`" else f"\\x{ord(char):02x}" for char in name)
-    return plain if len(plain) <= _SHOWN_NAME else plain[:_SHOWN_NAME] + "…"
+    return plain if len(plain) <= _MAX_NAME_LENGTH else plain[:_MAX_NAME_LENGTH] + "…"

@@ -1,4 +1,4 @@
-"""Things that tools need and a prompt does not say: databases, clients, caches; imports `errors`."""
+"""Things that tools need and a prompt does not say: databases, clients, caches."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +26,10 @@ class ResourceRegistry:
         given: Mapping[type[Any], object] | None = None,
         factories: Mapping[type[Any], Callable[[], object]] | None = None,
     ) -> None:
-        self._found: dict[type[Any], object] = dict(given or {})
+        self._instances: dict[type[Any], object] = dict(given or {})
         self._factories = dict(factories or {})
-        self._made: list[object] = []
-        self._below: list[ResourceRegistry] = []
+        self._created: list[object] = []
+        self._parents: list[ResourceRegistry] = []
         self._lock = threading.RLock()
 
     @classmethod
@@ -38,14 +38,14 @@ class ResourceRegistry:
         given: dict[type[Any], object] = {}
         factories: dict[type[Any], Callable[[], object]] = {}
         for kind, value in resources.items():
-            if not _is_a(value, kind) and callable(value):
+            if not _is_instance(value, kind) and callable(value):
                 factories[kind] = value
             else:
                 given[kind] = value
         return cls(given, factories)
 
     @classmethod
-    def joined(cls, sources: Sequence[Resources]) -> "ResourceRegistry":
+    def combine(cls, sources: Sequence[Resources]) -> "ResourceRegistry":
         """Several as one; a later source goes before an earlier one.
 
         A registry among them stays its owner's, who closes it; of a plain mapping, the result closes what is made.
@@ -54,25 +54,25 @@ class ResourceRegistry:
         for source in sources:
             if not isinstance(source, ResourceRegistry):
                 source = ResourceRegistry.build(source)
-                joined._made.append(source)
-            joined._below.insert(0, source)
+                joined._created.append(source)
+            joined._parents.insert(0, source)
         return joined
 
     def get[T](self, kind: type[T]) -> T:
         """The resource of this type. Raises ResourceError if there is none."""
         with self._lock:
-            if kind not in self._found:
-                self._found[kind] = self._find(kind)
-            found: Any = self._found[kind]
+            if kind not in self._instances:
+                self._instances[kind] = self._resolve(kind)
+            found: Any = self._instances[kind]
         return found
 
     def __contains__(self, kind: type[Any]) -> bool:
-        return kind in self._known()
+        return kind in self._known_types()
 
     def close(self) -> None:
         """Close what was made here, the last first. What was given stays open: it is somebody else's."""
         with self._lock:
-            made, self._made = self._made, []
+            made, self._created = self._created, []
         for resource in reversed(made):
             if isinstance(resource, SupportsClose):
                 resource.close()
@@ -83,25 +83,25 @@ class ResourceRegistry:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _known(self) -> set[type[Any]]:
-        return {*self._found, *self._factories}.union(*(below._known() for below in self._below))
+    def _known_types(self) -> set[type[Any]]:
+        return {*self._instances, *self._factories}.union(*(below._known_types() for below in self._parents))
 
-    def _find(self, kind: type[Any]) -> object:
+    def _resolve(self, kind: type[Any]) -> object:
         if kind in self._factories:
             made = self._factories[kind]()
-            self._made.append(made)
+            self._created.append(made)
             return made
-        for below in self._below:
+        for below in self._parents:
             if kind in below:
                 return below.get(kind)
-        known = ", ".join(sorted(known.__name__ for known in self._known())) or "none"
+        known = ", ".join(sorted(known.__name__ for known in self._known_types())) or "none"
         raise ResourceError(
             f"There is no resource of type {kind.__name__} (there is: {known}); pass "
             f"resources=ResourceRegistry.build({{{kind.__name__}: …}}) to evaluate() or bind()."
         )
 
 
-def _is_a(value: object, kind: type[Any]) -> bool:
+def _is_instance(value: object, kind: type[Any]) -> bool:
     try:
         return isinstance(value, kind)
     except TypeError:  # a protocol that cannot be checked at run time

@@ -1,4 +1,4 @@
-"""Dataclasses to and from JSON, and their JSON schemas as models want them; imports msgspec and `errors`.
+"""Dataclasses to and from JSON, and their JSON schemas as models want them.
 
 A strict schema names every property as required and allows no other; a property that has a default may be null
 instead, and a null where the type has none is read as "take the default".
@@ -14,18 +14,36 @@ import msgspec
 
 from fumehood.client.errors import PromptValidationError
 
-type JSON = dict[str, Any]
+type JsonObject = dict[str, Any]
 
 DecodeError = msgspec.ValidationError
 
 _UNION = (Union, types.UnionType)
 
 # All that a strict schema may say, as OpenAI has it.
-_SHAPE = ("type", "enum", "const", "anyOf", "$ref", "properties", "required", "additionalProperties", "items")
-_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minItems", "maxItems")
-_STRICT_WORDS = {*_SHAPE, *_BOUNDS, "title", "description", "pattern", "format"}
+_SCHEMA_WORDS = (
+    "type",
+    "enum",
+    "const",
+    "anyOf",
+    "$ref",
+    "properties",
+    "required",
+    "additionalProperties",
+    "items",
+)
+_BOUND_WORDS = (
+    "minimum",
+    "maximum",
+    "exclusiveMinimum",
+    "exclusiveMaximum",
+    "multipleOf",
+    "minItems",
+    "maxItems",
+)
+_STRICT_WORDS = {*_SCHEMA_WORDS, *_BOUND_WORDS, "title", "description", "pattern", "format"}
 _STRICT_FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid"}
-_KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
+_JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
 
 def encode(value: object) -> str:
@@ -33,7 +51,7 @@ def encode(value: object) -> str:
     return msgspec.json.encode(value, enc_hook=str).decode()
 
 
-def builtins(value: object) -> Any:
+def to_builtins(value: object) -> Any:
     """The value as dicts, lists, strings and numbers, as its JSON would be read."""
     return msgspec.to_builtins(value, enc_hook=str)
 
@@ -50,7 +68,7 @@ def decode[T](text: str | bytes, kind: type[T]) -> T:
 
 def convert[T](value: object, kind: type[T]) -> T:
     """As `decode`, from JSON that is dicts and lists already."""
-    return msgspec.convert(_without_nulls(value, kind), kind)
+    return msgspec.convert(_drop_default_nulls(value, kind), kind)
 
 
 # --- schemas ------------------------------------------------------------------------------------------
@@ -60,37 +78,37 @@ def convert[T](value: object, kind: type[T]) -> T:
 class Schema:
     """`strict` says whether it is one that providers can hold a model to."""
 
-    body: JSON
+    body: JsonObject
     strict: bool
 
 
-def schema_of(kind: Any) -> Schema:
+def build_schema(kind: Any) -> Schema:
     """The schema of a dataclass or of a list of them; the root is never a reference. Raises PromptValidationError for
     what a model cannot be told.
     """
     try:
-        whole: JSON = msgspec.json.schema(kind, schema_hook=_unknown)
-        described = {found.__name__: found for found in dataclasses_in(kind)}
+        whole: JsonObject = msgspec.json.schema(kind, schema_hook=_reject_unknown_type)
+        described = {found.__name__: found for found in find_dataclasses(kind)}
     except (TypeError, NameError) as error:
         raise PromptValidationError(f"{kind} cannot be described to a model: {error}") from error
-    definitions: dict[str, JSON] = whole.pop("$defs", {})
+    definitions: dict[str, JsonObject] = whole.pop("$defs", {})
     strict = True
     for name, definition in definitions.items():
         if found := described.get(name):
-            _describe(definition, found)
-    for node in _nodes([whole, *definitions.values()]):
-        strict = _tighten(node) and strict
+            _add_descriptions(definition, found)
+    for node in _iter_nodes([whole, *definitions.values()]):
+        strict = _make_strict(node) and strict
     root = whole
     if reference := whole.get("$ref"):
         root = definitions[reference.rpartition("/")[2]]
-    used = _reached(root, definitions)
+    used = _find_used_definitions(root, definitions)
     body = {**root, "$defs": {name: definitions[name] for name in definitions if name in used}}
     if not used:
         del body["$defs"]
     return Schema(body, strict)
 
 
-def dataclasses_in(kind: Any, seen: set[Any] | None = None) -> Iterator[type[Any]]:
+def find_dataclasses(kind: Any, seen: set[Any] | None = None) -> Iterator[type[Any]]:
     """The dataclasses that a type is made of, each once."""
     seen = set() if seen is None else seen
     if kind in seen:
@@ -99,17 +117,17 @@ def dataclasses_in(kind: Any, seen: set[Any] | None = None) -> Iterator[type[Any
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         yield kind
         for hint in typing.get_type_hints(kind, include_extras=True).values():
-            yield from dataclasses_in(hint, seen)
+            yield from find_dataclasses(hint, seen)
     for argument in typing.get_args(kind):
         if isinstance(argument, type) or typing.get_args(argument):
-            yield from dataclasses_in(argument, seen)
+            yield from find_dataclasses(argument, seen)
 
 
-def _unknown(kind: type[Any]) -> JSON:
+def _reject_unknown_type(kind: type[Any]) -> JsonObject:
     raise TypeError(f"{kind.__name__} is no dataclass of plain types")
 
 
-def _describe(definition: JSON, kind: type[Any]) -> None:
+def _add_descriptions(definition: JsonObject, kind: type[Any]) -> None:
     """Descriptions come from `field(metadata={"description": …})`, as from msgspec's own `Meta`."""
     for field in dataclasses.fields(kind):
         words = field.metadata.get("description")
@@ -117,7 +135,7 @@ def _describe(definition: JSON, kind: type[Any]) -> None:
             definition["properties"][field.name]["description"] = str(words)
 
 
-def _nodes(schemas: list[JSON]) -> Iterator[JSON]:
+def _iter_nodes(schemas: list[JsonObject]) -> Iterator[JsonObject]:
     pending = [*schemas]
     while pending:
         node = pending.pop()
@@ -131,13 +149,13 @@ def _nodes(schemas: list[JSON]) -> Iterator[JSON]:
         pending += [one for one in below if isinstance(one, dict)]
 
 
-def _tighten(node: JSON) -> bool:
+def _make_strict(node: JsonObject) -> bool:
     """Make one node strict, in place. False if it cannot be: it is any value, a mapping, a tuple, or says too much."""
     node.pop("default", None)
     if "$ref" in node and len(node) > 1:  # a reference has to stand alone
         node["anyOf"] = [{"$ref": node.pop("$ref")}]
     if "enum" in node:
-        kinds = sorted({_KINDS[type(value)] for value in node["enum"]})
+        kinds = sorted({_JSON_TYPES[type(value)] for value in node["enum"]})
         node["type"] = kinds[0] if len(kinds) == 1 else kinds
     if not node.keys() & {"type", "anyOf", "$ref"} or not node.keys() <= _STRICT_WORDS:
         return False
@@ -145,19 +163,19 @@ def _tighten(node: JSON) -> bool:
         return False
     if node.get("type") != "object":
         return True
-    properties: dict[str, JSON] | None = node.get("properties")
+    properties: dict[str, JsonObject] | None = node.get("properties")
     if properties is None:
         return False
     required = set(node.get("required", ()))
     for name, below in properties.items():
         if name not in required:
-            properties[name] = _nullable(below)
+            properties[name] = _make_nullable(below)
     node["required"] = [*properties]
     node["additionalProperties"] = False
     return True
 
 
-def _nullable(node: JSON) -> JSON:
+def _make_nullable(node: JsonObject) -> JsonObject:
     choices = node.get("anyOf", [])
     if any(choice == {"type": "null"} for choice in choices) or node.get("type") == "null":
         return node
@@ -166,11 +184,11 @@ def _nullable(node: JSON) -> JSON:
     return {"anyOf": [*(choices or [plain]), {"type": "null"}], **described}
 
 
-def _reached(root: JSON, definitions: Mapping[str, JSON]) -> set[str]:
+def _find_used_definitions(root: JsonObject, definitions: Mapping[str, JsonObject]) -> set[str]:
     names: set[str] = set()
     pending = [root]
     while pending:
-        for node in _nodes([pending.pop()]):
+        for node in _iter_nodes([pending.pop()]):
             name = str(node.get("$ref", "")).rpartition("/")[2]
             if name and name not in names:
                 names.add(name)
@@ -181,46 +199,46 @@ def _reached(root: JSON, definitions: Mapping[str, JSON]) -> set[str]:
 # --- nulls that mean "the default" --------------------------------------------------------------------
 
 
-def _without_nulls(value: Any, kind: Any) -> Any:
+def _drop_default_nulls(value: Any, kind: Any) -> Any:
     if isinstance(value, list):
-        inner = next((inner[0] for origin, inner in _generics(kind) if origin is not dict), None)
-        return [_without_nulls(one, inner) for one in cast(list[Any], value)]
+        inner = next((inner[0] for origin, inner in _generic_arguments(kind) if origin is not dict), None)
+        return [_drop_default_nulls(one, inner) for one in cast(list[Any], value)]
     if not isinstance(value, dict):
         return value
-    found = _dataclass_of(kind)
+    found = _find_dataclass(kind)
     if found is None:
-        inner = next((inner[1] for origin, inner in _generics(kind) if origin is dict), None)
-        return {name: _without_nulls(below, inner) for name, below in cast(JSON, value).items()}
+        inner = next((inner[1] for origin, inner in _generic_arguments(kind) if origin is dict), None)
+        return {name: _drop_default_nulls(below, inner) for name, below in cast(JsonObject, value).items()}
     hints = typing.get_type_hints(found)
     optional = {
         field.name
         for field in dataclasses.fields(found)
         if field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
     }
-    kept: JSON = {}
-    for name, below in cast(JSON, value).items():
-        if below is None and name in optional and not _takes_none(hints.get(name)):
+    kept: JsonObject = {}
+    for name, below in cast(JsonObject, value).items():
+        if below is None and name in optional and not _accepts_none(hints.get(name)):
             continue
-        kept[name] = _without_nulls(below, hints.get(name))
+        kept[name] = _drop_default_nulls(below, hints.get(name))
     return kept
 
 
-def _generics(kind: Any) -> list[tuple[Any, tuple[Any, ...]]]:
+def _generic_arguments(kind: Any) -> list[tuple[Any, tuple[Any, ...]]]:
     """Generic types with their arguments: this one, or those that it is a union of."""
     kinds = typing.get_args(kind) if typing.get_origin(kind) in _UNION else (kind,)
     return [(typing.get_origin(one), typing.get_args(one)) for one in kinds if typing.get_args(one)]
 
 
-def _dataclass_of(kind: Any) -> type[Any] | None:
+def _find_dataclass(kind: Any) -> type[Any] | None:
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return kind
     if typing.get_origin(kind) in _UNION:
-        found = [one for one in map(_dataclass_of, typing.get_args(kind)) if one is not None]
+        found = [one for one in map(_find_dataclass, typing.get_args(kind)) if one is not None]
         return found[0] if len(found) == 1 else None
     return None
 
 
-def _takes_none(kind: Any) -> bool:
+def _accepts_none(kind: Any) -> bool:
     if kind in (None, type(None), Any, object):
         return True
     return typing.get_origin(kind) in _UNION and type(None) in typing.get_args(kind)

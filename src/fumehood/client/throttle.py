@@ -1,4 +1,4 @@
-"""When to ask a busy provider again, and for how long; imports `dbc`, `deadlines`, `errors`, the standard library."""
+"""When to ask a busy provider again, and for how long."""
 
 import time
 from collections.abc import Callable
@@ -34,44 +34,46 @@ class ThrottlePolicy:
                 f"{name} is {delay!r}; a delay is seconds, 0 or more.",
             )
 
-    def delay(self, attempt: int, retry_after: float | None, chance: float) -> float:
+    def delay(self, attempt: int, retry_after: float | None, jitter: float) -> float:
         """Seconds to wait after this many attempts; what the provider asked for is the least."""
         backoff = min(self.max_delay, self.base_delay * 2 ** (attempt - 1))
-        return max(backoff * (0.5 + chance / 2), retry_after or 0.0)
+        return max(backoff * (0.5 + jitter / 2), retry_after or 0.0)
 
 
-class Transient:
+class TransientFailure:
     """A failure that may pass; `retry_after` is what the provider asked to wait, in seconds, `said` what to tell."""
 
-    def __init__(self, error: Exception, retry_after: float | None = None, said: str | None = None) -> None:
+    def __init__(
+        self, error: Exception, retry_after: float | None = None, message: str | None = None
+    ) -> None:
         self.error = error
         self.retry_after = retry_after
-        self.said = said or str(error)
+        self.message = message or str(error)
 
 
 def retry[T](
-    call: Callable[[], T | Transient],
+    call: Callable[[], T | TransientFailure],
     policy: ThrottlePolicy,
     *,
     deadline: Deadline | None = None,
     prompt_name: str = "",
     sleep: Callable[[float], object] = time.sleep,
-    chance: Callable[[], float] | None = None,
+    random_fraction: Callable[[], float] | None = None,
 ) -> T:
     """Call until it gives something that is not Transient.
 
     Raises ThrottleError, from the last failure, when the policy is exhausted or the deadline would pass while waiting.
     """
-    if chance is None:
+    if random_fraction is None:
         import random
 
-        chance = random.random
+        random_fraction = random.random
     waited = 0.0
     for attempt in range(1, policy.max_attempts + 1):
         result = call()
-        if not isinstance(result, Transient):
+        if not isinstance(result, TransientFailure):
             return result
-        delay = policy.delay(attempt, result.retry_after, chance())
+        delay = policy.delay(attempt, result.retry_after, random_fraction())
         reason = None
         if attempt == policy.max_attempts:
             reason = f"{attempt} attempts"
@@ -81,7 +83,7 @@ def retry[T](
             reason = f"{attempt} attempts; the deadline comes before the next one, in {delay:.1f} s"
         if reason is not None:
             raise ThrottleError(
-                f"The provider could not be reached in {reason}: {result.said}",
+                f"The provider could not be reached in {reason}: {result.message}",
                 prompt_name=prompt_name,
                 phase="request",
                 provider_payload=getattr(result.error, "body", None),

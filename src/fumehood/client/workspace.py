@@ -1,6 +1,4 @@
-"""Workspaces: sections that give a model copies of files of the host; imports `mounts`, `filesystem`, `prompt`, `dbc`
-and the standard library.
-"""
+"""Workspaces: sections that give a model copies of files of the host."""
 
 import os
 import weakref
@@ -11,9 +9,9 @@ from typing import Any
 
 from fumehood.client.dbc import require
 from fumehood.client.filesystem import Filesystem, HostFilesystem
-from fumehood.client.mounts import HostMount, HostMountPreview, materialise, shown
+from fumehood.client.mounts import HostMount, HostMountPreview, copy_mounts, escape_name
 from fumehood.client.prompt._types import NoParams, SupportsDataclass
-from fumehood.client.prompt.section import MarkdownSection, markdown
+from fumehood.client.prompt.section import MarkdownSection, format_markdown
 from fumehood.client.prompt.tool import AnyTool
 from fumehood.client.prompt.vfs import FILE_TOOLS_TEXT, file_tools
 from fumehood.client.runtime.session import SessionProtocol
@@ -59,12 +57,12 @@ class WorkspaceSection(MarkdownSection[NoParams]):
         self.sync_on_cleanup = sync_on_cleanup
         self._sync_dir = None if sync_dir is None else Path(sync_dir)
         self._closed = False
-        self._temp_dir = _new_directory("fumehood-workspace-")
-        self._removal = weakref.finalize(self, _remove, self._temp_dir)  # for who forgets to clean up
+        self._temp_dir = _make_temp_dir("fumehood-workspace-")
+        self._finalizer = weakref.finalize(self, _remove_tree, self._temp_dir)  # for who forgets to clean up
         try:
-            self._previews = materialise(mounts, allowed_host_roots, self._temp_dir)
+            self._previews = copy_mounts(mounts, allowed_host_roots, self._temp_dir)
         except BaseException:
-            self._removal()
+            self._finalizer()
             raise
 
     @property
@@ -81,7 +79,7 @@ class WorkspaceSection(MarkdownSection[NoParams]):
     def sync_dir(self) -> Path | None:
         """Where `cleanup` puts, or has put, the files; None if that was not asked for."""
         if self.sync_on_cleanup and self._sync_dir is None:
-            self._sync_dir = _new_directory("fumehood-synced-")
+            self._sync_dir = _make_temp_dir("fumehood-synced-")
         return self._sync_dir if self.sync_on_cleanup else None
 
     @property
@@ -105,17 +103,17 @@ class WorkspaceSection(MarkdownSection[NoParams]):
                 self.download_all(self.sync_dir)
         finally:
             self._closed = True
-            self._removal()
+            self._finalizer()
 
     def render(self, params: SupportsDataclass | None, depth: int, number: str) -> str:
         _ = params
         # What is put in here are names of files, which may contain anything: they never pass through a template.
         body = "\n\n".join(part for part in (self.template, *self.notes()) if part)
-        return markdown(self.title, body, depth, number)
+        return format_markdown(self.title, body, depth, number)
 
     def notes(self) -> list[str]:
         """Further paragraphs of its text."""
-        return [_listing(preview) for preview in self._previews]
+        return [_format_preview(preview) for preview in self._previews]
 
     def _settings(self) -> dict[str, Any]:
         return {
@@ -175,9 +173,9 @@ class HostWorkspaceSection(WorkspaceSection):
         return HostWorkspaceSection(**settings)
 
 
-def _listing(preview: HostMountPreview) -> str:
-    head = f"`{shown(preview.mount_path)}`: {preview.file_count} file(s), {preview.bytes_copied} bytes"
-    names = [shown(entry) for entry in preview.entries]
+def _format_preview(preview: HostMountPreview) -> str:
+    head = f"`{escape_name(preview.mount_path)}`: {preview.file_count} file(s), {preview.bytes_copied} bytes"
+    names = [escape_name(entry) for entry in preview.entries]
     if not preview.is_directory or not names:
         return head
     more = ["- …"] if preview.entry_count > len(names) else []
@@ -187,13 +185,13 @@ def _listing(preview: HostMountPreview) -> str:
 # What most programs that import this never need is imported where it is needed.
 
 
-def _new_directory(prefix: str) -> Path:
+def _make_temp_dir(prefix: str) -> Path:
     import tempfile
 
     return Path(tempfile.mkdtemp(prefix=prefix))
 
 
-def _remove(directory: Path) -> None:
+def _remove_tree(directory: Path) -> None:
     import shutil
 
     shutil.rmtree(directory, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Finds the files that a text links to; imports `protocol` and the standard library.
+"""Finds the files that a text links to.
 
 Models write `[table](sandbox:/mnt/data/table.csv)`. A citation spans `sandbox:/mnt/data/table.csv`, in code points.
 """
@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-from fumehood.protocol.items import ContainerFileCitation, ProducedFile
+from fumehood.protocol.openai.items import ContainerFileCitationAnnotation, ProducedFile
 
 _SCHEME = "sandbox:"
 _MARK = _SCHEME + "/"
-_MOST_LINKS = 1_000
-_MOST_UNLINKED = 100  # the container's listing has them all
+_MAX_LINKS = 1_000
+_MAX_UNLINKED = 100  # the container's listing has them all
 # What goes on for longer is no link, and must not be searched for one again and again.
-_LONGEST_TARGET = 1_024
+_MAX_TARGET_LENGTH = 1_024
 _TRAILING = ".,;:!?*_`"
 _TITLE = re.compile(r""" ["']""")
 # What few names hold, and often comes after one: the edge of a table's cell, the punctuation of other scripts.
@@ -28,7 +28,7 @@ _ENDS = {"": re.compile(r"\s")} | {
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class SandboxLink:
     """Where a link stands in a text, and the paths that it may mean, the likeliest first."""
 
     start: int
@@ -38,22 +38,22 @@ class Link:
         return self.start + len(_SCHEME) + len(path)
 
 
-def find_links(text: str) -> list[Link]:
-    links: list[Link] = []
+def find_links(text: str) -> list[SandboxLink]:
+    links: list[SandboxLink] = []
     start = text.find(_MARK)
-    while start >= 0 and len(links) < _MOST_LINKS:
+    while start >= 0 and len(links) < _MAX_LINKS:
         opening = text[start - 1] if start else ""
-        target = _target(text, start + len(_SCHEME), opening)
-        links.append(Link(start, _candidates(target)))
+        target = _find_target(text, start + len(_SCHEME), opening)
+        links.append(SandboxLink(start, _list_candidate_paths(target)))
         start = text.find(_MARK, start + len(_MARK))
     return links
 
 
-def _target(text: str, start: int, opening: str) -> str:
+def _find_target(text: str, start: int, opening: str) -> str:
     """From `start` to where the link must end: its closing bracket, or white space where it has none."""
     closing = _CLOSING.get(opening, "")
     opening = opening if closing else ""
-    window = text[start : start + _LONGEST_TARGET]
+    window = text[start : start + _MAX_TARGET_LENGTH]
     depth = 0
     for found in _ENDS[opening].finditer(window):
         if found[0] == closing and depth:
@@ -65,7 +65,7 @@ def _target(text: str, start: int, opening: str) -> str:
     return window
 
 
-def _candidates(target: str) -> tuple[str, ...]:
+def _list_candidate_paths(target: str) -> tuple[str, ...]:
     # A title may follow the address: (sandbox:/mnt/data/a.csv "The table").
     addresses = [target, _TITLE.split(target, 1)[0], _BREAK.split(target, 1)[0]]
     shorter = [address.rstrip(_TRAILING) for address in addresses]
@@ -73,36 +73,38 @@ def _candidates(target: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(path for path in (*addresses, *shorter, *bare) if path))
 
 
-def paths_of(links: Sequence[Link]) -> list[str]:
+def collect_paths(links: Sequence[SandboxLink]) -> list[str]:
     """Every path that one of these may mean, as files are named: percent signs resolved."""
     return list(
         dict.fromkeys(name for link in links for path in link.paths for name in (path, unquote(path)))
     )
 
 
-def cite_links(links: Sequence[Link], files: Mapping[str, ProducedFile]) -> list[ContainerFileCitation]:
+def cite_links(
+    links: Sequence[SandboxLink], files: Mapping[str, ProducedFile]
+) -> list[ContainerFileCitationAnnotation]:
     """One for each link that means one of these files, which are given by path."""
-    citations: list[ContainerFileCitation] = []
+    citations: list[ContainerFileCitationAnnotation] = []
     for link in links:
         for path in link.paths:
             file = files.get(path) or files.get(unquote(path))
             if file is not None:
-                citations.append(_cite(file, link.start, link.end(path)))
+                citations.append(_make_citation(file, link.start, link.end(path)))
                 break
     return citations
 
 
 def cite_unlinked(
-    files: Sequence[ProducedFile], cited: Sequence[ContainerFileCitation], text: str
-) -> list[ContainerFileCitation]:
+    files: Sequence[ProducedFile], cited: Sequence[ContainerFileCitationAnnotation], text: str
+) -> list[ContainerFileCitationAnnotation]:
     """One at the end of the text, of no width, for each of the last files that it does not link to."""
     linked = {citation.file_id for citation in cited}
     latest = {file.file_id: file for file in files if file.file_id not in linked}
-    return [_cite(file, len(text), len(text)) for file in [*latest.values()][-_MOST_UNLINKED:]]
+    return [_make_citation(file, len(text), len(text)) for file in [*latest.values()][-_MAX_UNLINKED:]]
 
 
-def _cite(file: ProducedFile, start: int, end: int) -> ContainerFileCitation:
-    return ContainerFileCitation(
+def _make_citation(file: ProducedFile, start: int, end: int) -> ContainerFileCitationAnnotation:
+    return ContainerFileCitationAnnotation(
         container_id=file.container_id,
         file_id=file.file_id,
         filename=file.filename,

@@ -1,4 +1,4 @@
-"""What a compaction keeps word for word, and how many tokens each part of it may have; imports siblings and msgspec.
+"""What a compaction keeps word for word, and how many tokens each part of it may have.
 
 All numbers are tokens as `estimate` counts them. Together the parts have at most three quarters of the threshold, with
 the tools and `instructions` of the request: a quarter of it is free for what comes next.
@@ -11,28 +11,28 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from fumehood.engine.tokens import BYTES_A_TOKEN, estimate
-from fumehood.engine.truncation import is_instruction, leading_instructions, role_of
-from fumehood.protocol.conversation import Entry, Segment
+from fumehood.engine.token_counter import BYTES_PER_TOKEN, estimate_entry
+from fumehood.engine.truncation import is_instruction, leading_instructions, read_role
+from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
 
-LEAST_THRESHOLD = 1000
-_LONGEST_SUMMARY = 4096
-_SHORTEST_SUMMARY = 250
-_MOST_MESSAGES = 20_000
-_LEAST_NOTES = 64
-_MOST_NOTES = 2000
-_LARGEST_SCALE = 4
-_LEAST_SHORTENED = 48
-_MOST_KEPT_BYTES = 7 << 19  # of messages that are answered
-_QUESTION = 300  # tokens of the request for a summary, more or less
-_LONGEST_THINKING = 2048  # tokens that a model may need before it begins to write
-_CUT = (
+MIN_THRESHOLD = 1000
+_MAX_SUMMARY_TOKENS = 4096
+_MIN_SUMMARY_TOKENS = 250
+_MAX_MESSAGE_TOKENS = 20_000
+_MIN_NOTE_TOKENS = 64
+_MAX_NOTE_TOKENS = 2000
+_MAX_SCALE = 4
+_MIN_SHORTENED_TOKENS = 48
+_MAX_KEPT_BYTES = 7 << 19  # of messages that are answered
+_SUMMARY_PROMPT_TOKENS = 300  # tokens of the request for a summary, more or less
+_MAX_THINKING_TOKENS = 2048  # tokens that a model may need before it begins to write
+_OMISSION_MARK = (
     "\n[… about {tokens} tokens of this message are left out here; the summary has what matters of them …]\n"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
+class CompactionBudget:
     """How many tokens each part of a compaction may have.
 
     limit: the threshold.
@@ -46,9 +46,9 @@ class Budget:
     notes: int
 
     @classmethod
-    def of(
+    def for_limit(
         cls, limit: int, *, fixed: int = 0, scale: float = 1.0, instructions: int | None = None
-    ) -> "Budget":
+    ) -> "CompactionBudget":
         """The budget of a conversation that should stay below `limit` tokens.
 
         fixed: tokens that stand before the conversation and cannot be compacted.
@@ -61,41 +61,41 @@ class Budget:
             limit=limit,
             pool=pool,
             instructions=pool // 3 if instructions is None else max(pool // 3, round(instructions / scale)),
-            summary=min(_LONGEST_SUMMARY, max(round(_SHORTEST_SUMMARY / scale), pool // 3)),
-            notes=min(_MOST_NOTES, max(round(_LEAST_NOTES / scale), pool // 12)),
+            summary=min(_MAX_SUMMARY_TOKENS, max(round(_MIN_SUMMARY_TOKENS / scale), pool // 3)),
+            notes=min(_MAX_NOTE_TOKENS, max(round(_MIN_NOTE_TOKENS / scale), pool // 12)),
         )
 
-    def messages(self, instructions: int) -> int:
+    def compute_message_tokens(self, instructions: int) -> int:
         """For the user's messages, besides instructions of so many tokens."""
         left = self.pool - self.summary - self.notes - instructions
-        return min(_MOST_MESSAGES, self.limit // 4, max(left, self.limit // 8))
+        return min(_MAX_MESSAGE_TOKENS, self.limit // 4, max(left, self.limit // 8))
 
     @property
-    def least_gain(self) -> int:
+    def min_gain(self) -> int:
         """With less, a compaction is not worth its summary."""
         return self.limit // 4
 
 
-def scale_of(counted: int, estimated: int) -> float:
+def compute_token_scale(counted: int, estimated: int) -> float:
     """How many tokens of the model's one estimated token is: at least one, and in steps, so that what is kept does not
     change with every digit.
     """
     ratio = counted / max(1, estimated)
-    return min(_LARGEST_SCALE, max(1.0, -(-ratio * 8 // 1) / 8))
+    return min(_MAX_SCALE, max(1.0, -(-ratio * 8 // 1) / 8))
 
 
-def longest_thinking(context_window: int | None) -> int:
-    return _LONGEST_THINKING if context_window is None else min(_LONGEST_THINKING, context_window // 8)
+def compute_max_thinking_tokens(context_window: int | None) -> int:
+    return _MAX_THINKING_TOKENS if context_window is None else min(_MAX_THINKING_TOKENS, context_window // 8)
 
 
-def largest_threshold(context_window: int) -> int:
+def compute_max_threshold(context_window: int) -> int:
     """A conversation of so many tokens, and a turn more, can still be summarised as a whole."""
-    room = context_window * 15 // 16 - longest_thinking(context_window) - _QUESTION
-    return max(room * 4 // 5, room - _LONGEST_SUMMARY, context_window // 2)
+    room = context_window * 15 // 16 - compute_max_thinking_tokens(context_window) - _SUMMARY_PROMPT_TOKENS
+    return max(room * 4 // 5, room - _MAX_SUMMARY_TOKENS, context_window // 2)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CompactionPlan:
     """What a compaction will consist of, but for its summary.
 
     instructions, messages: what is kept; `shortened` of them are not whole.
@@ -104,49 +104,53 @@ class Plan:
     gain: by how many tokens the conversation will be shorter, at least.
     """
 
-    budget: Budget
-    instructions: Sequence[Entry]
-    messages: Sequence[Entry]
-    unanswered: Sequence[Entry]
-    leading: Sequence[Entry]
+    budget: CompactionBudget
+    instructions: Sequence[ConversationEntry]
+    messages: Sequence[ConversationEntry]
+    unanswered: Sequence[ConversationEntry]
+    leading: Sequence[ConversationEntry]
     gain: int
     shortened: int
 
     @property
-    def kept(self) -> list[Entry]:
+    def kept_entries(self) -> list[ConversationEntry]:
         return [*self.instructions, *self.messages]
 
     @property
     def is_worthwhile(self) -> bool:
-        return self.gain >= self.budget.least_gain
+        return self.gain >= self.budget.min_gain
 
 
-def make_plan(segments: Sequence[Segment], budget: Budget, hidden: bytes) -> Plan:
+def make_plan(
+    segments: Sequence[ConversationSegment], budget: CompactionBudget, ignored_message: bytes
+) -> CompactionPlan:
     """hidden: a message that is not the user's, though it looks like one."""
     entries = [entry for segment in segments for entry in segment.entries]
     leading = leading_instructions(entries)
-    unanswered = unanswered_messages(entries, len(leading), min(_MOST_MESSAGES, budget.limit // 4))
+    unanswered = find_unanswered_messages(entries, len(leading), min(_MAX_MESSAGE_TOKENS, budget.limit // 4))
     if unanswered and len(leading) == len(entries):
         leading = leading[: -len(unanswered)]
     instructions = _fit_instructions(leading, budget.instructions)
-    used = sum(map(estimate, instructions))
-    waiting = sum(map(estimate, unanswered))
+    used = sum(map(estimate_entry, instructions))
+    waiting = sum(map(estimate_entry, unanswered))
     answered = entries[len(leading) : len(entries) - len(unanswered)]
-    messages = _fit_messages(answered, budget.messages(used) - waiting, hidden)
-    after = used + waiting + sum(map(estimate, messages)) + budget.summary + budget.notes
+    messages = _fit_messages(answered, budget.compute_message_tokens(used) - waiting, ignored_message)
+    after = used + waiting + sum(map(estimate_entry, messages)) + budget.summary + budget.notes
     whole = {id(entry) for entry in entries}
-    return Plan(
+    return CompactionPlan(
         budget=budget,
         instructions=instructions,
         messages=messages,
         unanswered=unanswered,
         leading=leading,
-        gain=sum(map(estimate, entries)) - after,
+        gain=sum(map(estimate_entry, entries)) - after,
         shortened=sum(id(entry) not in whole for entry in (*instructions, *messages)),
     )
 
 
-def unanswered_messages(entries: Sequence[Entry], leading: int, room: int) -> Sequence[Entry]:
+def find_unanswered_messages(
+    entries: Sequence[ConversationEntry], leading: int, room: int
+) -> Sequence[ConversationEntry]:
     """The messages at the end that nobody has answered, oldest first: the last one, and those before it that there is
     room for. Some clients send a turn as a system message; one that is alone is a turn, too.
 
@@ -155,50 +159,60 @@ def unanswered_messages(entries: Sequence[Entry], leading: int, room: int) -> Se
     if leading == len(entries):
         return entries[-1:]
     first = len(entries)
-    while first > leading and (is_instruction(entries[first - 1]) or role_of(entries[first - 1]) == "user"):
-        room -= estimate(entries[first - 1])
+    while first > leading and (is_instruction(entries[first - 1]) or read_role(entries[first - 1]) == "user"):
+        room -= estimate_entry(entries[first - 1])
         if room < 0 and first < len(entries):
             break
         first -= 1
     return entries[first:]
 
 
-def tokens_of_turn(segments: Sequence[Segment]) -> int:
+def estimate_last_turn(segments: Sequence[ConversationSegment]) -> int:
     """What came since the model has last said something: messages, and results of calls."""
     tokens = 0
     for segment in reversed(segments):
         for entry in reversed(segment.entries):
-            if entry.exchange is not None or role_of(entry) == "assistant":
+            if entry.exchange is not None or read_role(entry) == "assistant":
                 return tokens
-            tokens += estimate(entry)
+            tokens += estimate_entry(entry)
     return tokens
 
 
-def _fit_instructions(leading: Sequence[Entry], room: int) -> list[Entry]:
+def _fit_instructions(leading: Sequence[ConversationEntry], room: int) -> list[ConversationEntry]:
     """As many of the first as there is room for, the last of them shortened."""
-    kept: list[Entry] = []
+    kept: list[ConversationEntry] = []
     for entry in leading:
-        tokens = estimate(entry)
+        tokens = estimate_entry(entry)
         if tokens > room:
-            shorter = shorten(entry, room)
+            shorter = shorten_message(entry, room)
             return kept if shorter is None else [*kept, shorter]
         kept.append(entry)
         room -= tokens
     return kept
 
 
-def _fit_messages(answered: Sequence[Entry], room: int, hidden: bytes) -> list[Entry]:
+def _fit_messages(
+    answered: Sequence[ConversationEntry], room: int, ignored_message: bytes
+) -> list[ConversationEntry]:
     """The user's latest messages; one that would take more than half of the room is shortened."""
     most = room // 2
-    bytes_left = _MOST_KEPT_BYTES
-    kept: list[Entry] = []
+    bytes_left = _MAX_KEPT_BYTES
+    kept: list[ConversationEntry] = []
     for entry in reversed(answered):
-        if role_of(entry) != "user" or entry.raw == hidden or (kept and _same(kept[-1], entry)):
+        if (
+            read_role(entry) != "user"
+            or entry.raw == ignored_message
+            or (kept and _has_same_content(kept[-1], entry))
+        ):
             continue
-        shorter = entry if estimate(entry) <= max(most, _LEAST_SHORTENED) else shorten(entry, most)
+        shorter = (
+            entry
+            if estimate_entry(entry) <= max(most, _MIN_SHORTENED_TOKENS)
+            else shorten_message(entry, most)
+        )
         if shorter is None or shorter.size > bytes_left:
             continue
-        room -= estimate(shorter)
+        room -= estimate_entry(shorter)
         if room < 0:
             break
         bytes_left -= shorter.size
@@ -206,69 +220,69 @@ def _fit_messages(answered: Sequence[Entry], room: int, hidden: bytes) -> list[E
     return kept[::-1]
 
 
-class _Said(msgspec.Struct):
+class _RawContent(msgspec.Struct):
     content: msgspec.Raw = msgspec.Raw(b"null")
 
 
-class _Part(msgspec.Struct):
+class _TextPart(msgspec.Struct):
     text: str
 
 
-class _Text(msgspec.Struct):
-    content: str | list[_Part]
+class _TextMessage(msgspec.Struct):
+    content: str | list[_TextPart]
 
 
-_said = msgspec.json.Decoder(_Said)
-_texts = msgspec.json.Decoder(_Text)
-_objects = msgspec.json.Decoder(dict[str, Any])
+_raw_content_decoder = msgspec.json.Decoder(_RawContent)
+_text_decoder = msgspec.json.Decoder(_TextMessage)
+_object_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
-def content_of(entry: Entry) -> bytes:
+def read_content(entry: ConversationEntry) -> bytes:
     """What a message says, as it was written."""
-    return bytes(_said.decode(entry.raw).content)
+    return bytes(_raw_content_decoder.decode(entry.raw).content)
 
 
-def _same(one: Entry, other: Entry) -> bool:
+def _has_same_content(one: ConversationEntry, other: ConversationEntry) -> bool:
     """Whether a message was only sent again: clients do so when a long turn is compacted."""
-    return content_of(one) == content_of(other)
+    return read_content(one) == read_content(other)
 
 
-def shorten(entry: Entry, tokens: int) -> Entry | None:
+def shorten_message(entry: ConversationEntry, tokens: int) -> ConversationEntry | None:
     """The message with its beginning and its end only; None if it has more than text, or if there is no room."""
-    if tokens < _LEAST_SHORTENED or entry.attachments:
+    if tokens < _MIN_SHORTENED_TOKENS or entry.attachments:
         return None
-    text = _text_of(entry)
+    text = _read_text(entry)
     if text is None:
         return None
-    message = _objects.decode(entry.raw)
-    message["content"] = shorten_text(text, tokens - 8, _CUT)
+    message = _object_decoder.decode(entry.raw)
+    message["content"] = omit_middle(text, tokens - 8, _OMISSION_MARK)
     return replace(entry, raw=msgspec.json.encode(message))
 
 
-def _text_of(entry: Entry) -> str | None:
+def _read_text(entry: ConversationEntry) -> str | None:
     """What a message says; None if it says more than text."""
     try:
-        content = _texts.decode(entry.raw).content
+        content = _text_decoder.decode(entry.raw).content
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
 
 
-def shorten_text(text: str, tokens: int, mark: str = " […] ") -> str:
+def omit_middle(text: str, tokens: int, mark: str = " […] ") -> str:
     """The beginning and the end of a text, with a mark where something is missing."""
     encoded = text.encode(errors="replace")
-    room = tokens * BYTES_A_TOKEN
+    room = tokens * BYTES_PER_TOKEN
     if len(encoded) <= room:
         return text
-    missing = mark.format(tokens=(len(encoded) - room) // BYTES_A_TOKEN + 1)
+    missing = mark.format(tokens=(len(encoded) - room) // BYTES_PER_TOKEN + 1)
     room = max(0, room - len(missing.encode()))
     tail = room // 3
     head = encoded[: room - tail].decode(errors="ignore")
     return head + missing + (encoded[-tail:].decode(errors="ignore") if tail else "")
 
 
-def cut_text(text: str, tokens: int) -> str:
+def truncate_text(text: str, tokens: int) -> str:
     """The beginning of a text."""
     encoded = text.encode(errors="replace")
-    room = tokens * BYTES_A_TOKEN
+    room = tokens * BYTES_PER_TOKEN
     return text if len(encoded) <= room else encoded[:room].decode(errors="ignore")

@@ -1,4 +1,4 @@
-"""What a response stands on: the conversation before it and the items of its request; imports `interfaces`."""
+"""What a response stands on: the conversation before it and the items of its request."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated
@@ -6,19 +6,27 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Raw
 
-from fumehood.aside import ITEM, LARGE, aside
-from fumehood.interfaces import Caller, HostedTool, Store, TakeRoom
-from fumehood.protocol.conversation import COMPACTION, Entry, Segment, size_of
-from fumehood.protocol.errors import InvalidRequest, PreviousNotFound
-from fumehood.protocol.ids import new_id, new_item_id
-from fumehood.protocol.items import Item, peek
-from fumehood.protocol.responses import CreateResponse
+from fumehood.interfaces import Caller, HostedTool, ReserveMemory, Store
+from fumehood.protocol.conversation import (
+    COMPACTION_TYPE,
+    ConversationEntry,
+    ConversationSegment,
+    conversation_size,
+)
+from fumehood.protocol.openai.api_errors import InvalidRequest, PreviousResponseNotFound
+from fumehood.protocol.openai.ids import new_id, new_item_id
+from fumehood.protocol.openai.items import InputItem, peek_item
+from fumehood.protocol.openai.responses import CreateResponse
+from fumehood.worker_threads import ITEM_COST_BYTES, WORKER_THRESHOLD_BYTES, run_in_worker
 
-_MOST_ITEMS = 10_000
-_MOST_BYTES = 128 << 20  # of a conversation; a body is small, but what it refers to may be large, and often
-_CALLS = {"function_call": "function_call_output", "custom_tool_call": "custom_tool_call_output"}
-_OUTPUTS = frozenset(_CALLS.values())
-_LOOKED_UP = frozenset({"item_reference", "reasoning"})
+_MAX_ITEMS = 10_000
+_MAX_BYTES = 128 << 20  # of a conversation; a body is small, but what it refers to may be large, and often
+_OUTPUT_TYPE_BY_CALL = {
+    "function_call": "function_call_output",
+    "custom_tool_call": "custom_tool_call_output",
+}
+_OUTPUT_TYPES = frozenset(_OUTPUT_TYPE_BY_CALL.values())
+_STORED_TYPES = frozenset({"item_reference", "reasoning"})
 
 
 class _CallTag(msgspec.Struct):
@@ -26,10 +34,10 @@ class _CallTag(msgspec.Struct):
     status: str | None = None
 
 
-_call_tags = msgspec.json.Decoder(_CallTag)
+_call_tag_decoder = msgspec.json.Decoder(_CallTag)
 
 
-class History:
+class ConversationHistory:
     """Finds what a request stands on: its conversation and its items.
 
     `tools`: the hosted ones, each under every type of item that it makes.
@@ -39,25 +47,25 @@ class History:
         self._store = store
         self._tools = tools
 
-    async def past(self, request: CreateResponse, caller: Caller) -> Sequence[Segment]:
+    async def load_past(self, request: CreateResponse, caller: Caller) -> Sequence[ConversationSegment]:
         """The conversation that the request continues; raises PreviousNotFound."""
         previous = request.previous_response_id
         if previous is None:
             return ()
-        segments = await self._store.conversation(caller.tenant, previous)
+        segments = await self._store.get_conversation(caller.tenant, previous)
         if segments is None:
-            raise PreviousNotFound(
+            raise PreviousResponseNotFound(
                 f"Previous response with id '{previous}' not found.", param="previous_response_id"
             )
         return segments
 
-    async def input(
+    async def load_input(
         self,
         request: CreateResponse,
         caller: Caller,
-        past: Sequence[Segment],
-        take: TakeRoom | None = None,
-    ) -> tuple[Entry, ...]:
+        past: Sequence[ConversationSegment],
+        reserve_memory: ReserveMemory | None = None,
+    ) -> tuple[ConversationEntry, ...]:
         """The items of the request, references resolved; raises InvalidRequest, and what `take` raises, which is told
         of those that are referred to.
         """
@@ -66,34 +74,45 @@ class History:
                 "Missing required parameter: 'input'.", param="input", code="missing_required_parameter"
             )
         if isinstance(request.input, str):
-            message = await aside(len(request.input), _user_message, request.input)
+            message = await run_in_worker(len(request.input), _make_user_message, request.input)
             check_size((message,), past)
             return (message,)
         raws = request.input or []
-        if len(raws) > _MOST_ITEMS:
-            raise InvalidRequest(f"At most {_MOST_ITEMS} items can be given.", param="input")
-        size = sum([ITEM + len(raw) for raw in raws])
-        items = await aside(size, _peeked, raws)
-        kept = await self._kept(items, caller)
-        take_large(take, sum([entry.size for entry in kept.values()]))
-        return await aside(size, self._entries, items, kept, past)
+        if len(raws) > _MAX_ITEMS:
+            raise InvalidRequest(f"At most {_MAX_ITEMS} items can be given.", param="input")
+        size = sum([ITEM_COST_BYTES + len(raw) for raw in raws])
+        items = await run_in_worker(size, _peek_items, raws)
+        kept = await self._load_referenced(items, caller)
+        reserve_if_large(reserve_memory, sum([entry.size for entry in kept.values()]))
+        return await run_in_worker(size, self._build_entries, items, kept, past)
 
-    async def _kept(self, items: Sequence[Item], caller: Caller) -> Mapping[str, Entry]:
+    async def _load_referenced(
+        self, items: Sequence[InputItem], caller: Caller
+    ) -> Mapping[str, ConversationEntry]:
         """What the store knows of items that are referred to, or whose results the client may have left out."""
-        ids = [item.id for item in items if item.id and (item.type in _LOOKED_UP or item.type in self._tools)]
-        return await self._store.entries(caller.tenant, ids) if ids else {}
+        ids = [
+            item.id for item in items if item.id and (item.type in _STORED_TYPES or item.type in self._tools)
+        ]
+        return await self._store.find_items(caller.tenant, ids) if ids else {}
 
-    def _entries(
-        self, items: Sequence[Item], kept: Mapping[str, Entry], past: Sequence[Segment]
-    ) -> tuple[Entry, ...]:
-        entries = tuple([self._entry(item, kept, f"input[{number}]") for number, item in enumerate(items)])
+    def _build_entries(
+        self,
+        items: Sequence[InputItem],
+        stored: Mapping[str, ConversationEntry],
+        past: Sequence[ConversationSegment],
+    ) -> tuple[ConversationEntry, ...]:
+        entries = tuple(
+            [self._build_entry(item, stored, f"input[{number}]") for number, item in enumerate(items)]
+        )
         check_size(entries, past)
-        cut = max((n for n, entry in enumerate(entries, 1) if entry.type == COMPACTION), default=0)
-        _check_calls(entries, () if cut else past, cut)
+        cut = max((n for n, entry in enumerate(entries, 1) if entry.type == COMPACTION_TYPE), default=0)
+        _check_call_outputs(entries, () if cut else past, cut)
         return entries
 
-    def _entry(self, item: Item, kept: Mapping[str, Entry], where: str) -> Entry:
-        known = kept.get(item.id) if item.id else None
+    def _build_entry(
+        self, item: InputItem, stored: Mapping[str, ConversationEntry], where: str
+    ) -> ConversationEntry:
+        known = stored.get(item.id) if item.id else None
         if item.type == "item_reference":
             if item.id is None:
                 raise InvalidRequest(f"{where}: an item_reference needs an id.", param=where)
@@ -104,16 +123,16 @@ class History:
             # With what was sealed, which clients seldom ask for.
             return msgspec.structs.replace(known, turn=0)
         identity = item.id or new_item_id(item.type)
-        entry = Entry(type=item.type, id=identity, turn=0, raw=item.raw)
+        entry = ConversationEntry(type=item.type, id=identity, turn=0, raw=item.raw)
         tool = self._tools.get(item.type)
         if tool is None:
             return entry
-        exchange = known.exchange if known is not None and known.exchange else tool.recall(entry)
+        exchange = known.exchange if known is not None and known.exchange else tool.rebuild_exchange(entry)
         return msgspec.structs.replace(entry, exchange=exchange)
 
 
-def _peeked(raws: Sequence[Raw]) -> list[Item]:
-    return [peek(raw, f"input[{number}]") for number, raw in enumerate(raws)]
+def _peek_items(raws: Sequence[Raw]) -> list[InputItem]:
+    return [peek_item(raw, f"input[{number}]") for number, raw in enumerate(raws)]
 
 
 class _InputText(msgspec.Struct, tag_field="type", tag="input_text"):
@@ -127,41 +146,51 @@ class _UserMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"
     content: list[_InputText]
 
 
-def _user_message(text: str) -> Entry:
+def _make_user_message(text: str) -> ConversationEntry:
     message = _UserMessage(id=new_id("msg"), content=[_InputText(text)])
-    return Entry(type="message", id=message.id, turn=0, raw=msgspec.json.encode(message))
+    return ConversationEntry(type="message", id=message.id, turn=0, raw=msgspec.json.encode(message))
 
 
-def take_large(take: TakeRoom | None, size: int) -> None:
+def reserve_if_large(reserve_memory: ReserveMemory | None, size: int) -> None:
     """Tell of what the store was read for. What is small takes no more than any request may."""
-    if take is not None and size >= LARGE:
-        take(size)
+    if reserve_memory is not None and size >= WORKER_THRESHOLD_BYTES:
+        reserve_memory(size)
 
 
-def check_size(entries: Sequence[Entry], past: Sequence[Segment]) -> None:
+def check_size(entries: Sequence[ConversationEntry], past: Sequence[ConversationSegment]) -> None:
     """Raises InvalidRequest. An item counts as often as it is referred to: the model is shown it as often."""
-    size = sum([entry.size for entry in entries]) + size_of(past)
-    if size > _MOST_BYTES:
+    size = sum([entry.size for entry in entries]) + conversation_size(past)
+    if size > _MAX_BYTES:
         raise InvalidRequest(
             f"The input, with the items that it refers to and the conversation before it, is {size:,} bytes;"
-            f" at most {_MOST_BYTES:,} can be served. Refer to less, or begin a new conversation.",
+            f" at most {_MAX_BYTES:,} can be served. Refer to less, or begin a new conversation.",
             param="input",
         )
 
 
-def _check_calls(entries: Sequence[Entry], past: Sequence[Segment], cut: int = 0) -> None:
+def _check_call_outputs(
+    entries: Sequence[ConversationEntry], past: Sequence[ConversationSegment], compacted_count: int = 0
+) -> None:
     """Every result belongs to a call, and every call of the last turn has its result.
 
     cut: how many of the entries a compaction stands for.
     """
     newest = past[-1].entries if past else ()
-    shown = list(enumerate(entries))[cut:]
-    results = {_call_id(entry, number) for number, entry in shown if entry.type in _OUTPUTS}
-    calls = {_call_id(entry, number) for number, entry in shown if entry.type in _CALLS}
+    shown = list(enumerate(entries))[compacted_count:]
+    results = {_read_call_id(entry, number) for number, entry in shown if entry.type in _OUTPUT_TYPES}
+    calls = {_read_call_id(entry, number) for number, entry in shown if entry.type in _OUTPUT_TYPE_BY_CALL}
     # One that was cut off is no call: nobody can answer it, and the model is not shown it.
-    cut_off = {_call_id(entry) for entry in newest if entry.type in _CALLS and _is_cut_off(entry)}
-    calls |= {_call_id(entry) for entry in newest if entry.type in _CALLS and not _is_cut_off(entry)}
-    answered = {_call_id(entry) for entry in newest if entry.type in _OUTPUTS}
+    cut_off = {
+        _read_call_id(entry)
+        for entry in newest
+        if entry.type in _OUTPUT_TYPE_BY_CALL and _is_incomplete(entry)
+    }
+    calls |= {
+        _read_call_id(entry)
+        for entry in newest
+        if entry.type in _OUTPUT_TYPE_BY_CALL and not _is_incomplete(entry)
+    }
+    answered = {_read_call_id(entry) for entry in newest if entry.type in _OUTPUT_TYPES}
     missing = calls - results - answered
     if missing:
         raise InvalidRequest(f"No tool output found for function call {min(missing)}.", param="input")
@@ -173,7 +202,10 @@ def _check_calls(entries: Sequence[Entry], past: Sequence[Segment], cut: int = 0
         )
     if strangers:
         strangers -= {
-            _call_id(entry) for segment in past for entry in segment.entries if entry.type in _CALLS
+            _read_call_id(entry)
+            for segment in past
+            for entry in segment.entries
+            if entry.type in _OUTPUT_TYPE_BY_CALL
         }
     if strangers:
         raise InvalidRequest(
@@ -181,13 +213,13 @@ def _check_calls(entries: Sequence[Entry], past: Sequence[Segment], cut: int = 0
         )
 
 
-def _is_cut_off(entry: Entry) -> bool:
-    return _call_tags.decode(entry.raw).status == "incomplete"
+def _is_incomplete(entry: ConversationEntry) -> bool:
+    return _call_tag_decoder.decode(entry.raw).status == "incomplete"
 
 
-def _call_id(entry: Entry, number: int | None = None) -> str:
+def _read_call_id(entry: ConversationEntry, number: int | None = None) -> str:
     try:
-        return _call_tags.decode(entry.raw).call_id
+        return _call_tag_decoder.decode(entry.raw).call_id
     except msgspec.ValidationError as error:
         where = "input" if number is None else f"input[{number}]"
         raise InvalidRequest(f"{where}: {error}", param=where) from None

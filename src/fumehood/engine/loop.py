@@ -1,5 +1,4 @@
-"""The loop: the model's turns and the calls between them, until it has answered; imports `interfaces`,
-`protocol` and siblings.
+"""The loop: the model's turns and the calls between them, until it has answered.
 
 `Loop.drive` owns one response from `in_progress` to its end. It asks the model for a turn, lets a `Turn` make items
 and events of it, runs the hosted calls, and shows the model their results, until the model answers, calls something
@@ -15,48 +14,48 @@ from typing import Literal
 
 import msgspec
 
-from fumehood.aside import aside
-from fumehood.engine.assembler import Toolbox, Turn
-from fumehood.engine.compaction import USUAL_LIMIT, Compactor
-from fumehood.engine.compaction_budget import largest_threshold, tokens_of_turn
-from fumehood.engine.dispatch import run_calls
-from fumehood.engine.log import EventLog
-from fumehood.engine.output import Output
-from fumehood.engine.preparation import Prepared
-from fumehood.engine.tokens import Tokens, effort
-from fumehood.engine.truncation import fitted, room_for_input
-from fumehood.interfaces import CallContext, Clock, Fenced, Lease, ModelBackend, Store
-from fumehood.protocol.conversation import Entry, Segment, followed
-from fumehood.protocol.errors import (
+from fumehood.engine.compaction_budget import compute_max_threshold, estimate_last_turn
+from fumehood.engine.compactor import DEFAULT_CONTEXT_WINDOW, Compactor
+from fumehood.engine.dispatch import run_hosted_calls
+from fumehood.engine.event_log import EventLog
+from fumehood.engine.request_preparation import PreparedRequest
+from fumehood.engine.response_output import ResponseOutput
+from fumehood.engine.token_counter import TokenCounter, estimate_cost
+from fumehood.engine.truncation import compute_input_token_limit, truncate_to_fit
+from fumehood.engine.turn_assembler import Toolbox, TurnAssembler
+from fumehood.interfaces import Clock, Lease, LeaseLost, ModelBackend, Store, ToolCallContext
+from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, append_segments
+from fumehood.protocol.model_turns import ModelRequest
+from fumehood.protocol.openai.api_errors import (
     ApiError,
+    InternalServerError,
     ModelRateLimited,
     ModelUnreachable,
-    ServerFault,
+    ServiceUnavailable,
     StorageUnavailable,
-    Unavailable,
-    to_detail,
+    detect_resource_exhaustion,
+    to_error_detail,
 )
-from fumehood.protocol.events import (
-    Completed,
-    Created,
-    ErrorOccurred,
-    Failed,
-    Incomplete,
-    InProgress,
-    ItemAdded,
-    ItemDone,
-    StreamEvent,
-)
-from fumehood.protocol.models import ModelRequest
-from fumehood.protocol.responses import (
+from fumehood.protocol.openai.responses import (
     IncompleteDetails,
     Response,
     ResponseError,
     ResponseStatus,
     Usage,
 )
-from fumehood.protocol.shortage import find_shortage
-from fumehood.protocol.tools import FunctionSpec
+from fumehood.protocol.openai.stream_events import (
+    ErrorEvent,
+    OutputItemAdded,
+    OutputItemDone,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseFailed,
+    ResponseIncomplete,
+    ResponseInProgress,
+    StreamEvent,
+)
+from fumehood.protocol.openai.tool_specs import FunctionSpec
+from fumehood.worker_threads import run_in_worker
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +77,7 @@ class LoopLimits:
     characters: int = 1 << 22
 
 
-class Loop:
+class AgentLoop:
     """One response.
 
     failure: what went wrong, where it is a fault that a blocking caller should get as an HTTP error.
@@ -88,17 +87,17 @@ class Loop:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: PreparedRequest,
         backend: ModelBackend,
         store: Store,
         clock: Clock,
         log: EventLog,
         limits: LoopLimits,
-        tokens: Tokens,
+        token_counter: TokenCounter,
         compactor: Compactor,
     ) -> None:
         self.failure: ApiError | None = None
-        self.is_lost = False
+        self.is_unstored = False
         self.lease: Lease | None = None
         self._prepared = prepared
         self._backend = backend
@@ -106,188 +105,196 @@ class Loop:
         self._clock = clock
         self._log = log
         self._limits = limits
-        self._tokens = tokens
+        self._token_counter = token_counter
         self._compactor = compactor
-        self._too_long = _threshold(prepared, backend)  # tokens beyond which the conversation is compacted
+        self._compaction_threshold = _find_compaction_threshold(
+            prepared, backend
+        )  # tokens beyond which the conversation is compacted
         self._deadline = clock.monotonic() + limits.seconds
         self._phase: Literal["new", "turning", "concluding"] = "new"
-        self._given_up = False
-        self._abandoned = False
-        self._late = False  # it was given up because its time was over
-        self._incomplete: Literal["max_output_tokens", "content_filter"] | None = None
+        self._cancel_requested = False
+        self._is_abandoned = False
+        self._timed_out = False  # it was given up because its time was over
+        self._incomplete_reason: Literal["max_output_tokens", "content_filter"] | None = None
         # What the model is shown: the conversation, and what this response has added to it.
         self._window = prepared.window
-        self._segments: list[Segment] = []
-        self._first: ModelRequest | None = None  # the request that `check` made, until it is sent
+        self._new_segments: list[ConversationSegment] = []
+        self._first_request: ModelRequest | None = None  # the request that `check` made, until it is sent
         # The turn that is being made, and what the model was asked for it.
-        self._turn: Turn | None = None
-        self._asked: ModelRequest | None = None
-        self._left_out = 0  # tokens of the conversation, estimated, that it was not shown
+        self._turn: TurnAssembler | None = None
+        self._last_request: ModelRequest | None = None
+        self._omitted_tokens = 0  # tokens of the conversation, estimated, that it was not shown
         # What the response has come to.
-        self._output = Output(log)
-        self._entries: list[Entry] = []
-        self._hosted_calls = 0
+        self._output = ResponseOutput(log)
+        self._entries: list[ConversationEntry] = []
+        self._hosted_call_count = 0
         self._usage: Usage | None = None
         self._compaction_usage: Usage | None = None
 
-    def check(self) -> None:
+    def validate_first_request(self) -> None:
         """Raises InvalidRequest if the model cannot be shown what it would have to see first."""
-        self._first = self._model_request(1, self._toolbox(1))
-        self._backend.check(self._first)
+        self._first_request = self._build_model_request(1, self._select_toolbox(1))
+        self._backend.validate_request(self._first_request)
 
-    def give_up(self) -> bool:
+    def request_cancel(self) -> bool:
         """Note that nobody wants the response any more; whether the task is to be cancelled for that, now.
 
         It is not before the turns: they will find the note. Nor after them, when what is left is short, nor a second
         time, when the loop may still be interrupting its code.
         """
-        first, self._given_up = not self._given_up, True
+        first, self._cancel_requested = not self._cancel_requested, True
         return first and self._phase == "turning"
 
     def abandon(self) -> bool:
         """As `give_up`, and write no end: whoever recovers the store will mark it failed."""
-        self._abandoned = True
-        return self.give_up()
+        self._is_abandoned = True
+        return self.request_cancel()
 
-    async def drive(self) -> Response:
+    async def run(self) -> Response:
         """From the first event to the last; the response as it was told and kept."""
         opening = self._prepared.response
-        self._log.extend([Created(response=opening), InProgress(response=opening)])
+        self._log.append([ResponseCreated(response=opening), ResponseInProgress(response=opening)])
         status: ResponseStatus
         try:
             # Nobody knows the id of a blocking call before it has ended, so nobody can ask what became of it.
             if self._prepared.store and self._prepared.streamed:
-                self.lease = await self._store.begin(self._prepared.caller.tenant, opening)
+                self.lease = await self._store.begin_response(self._prepared.caller.tenant, opening)
             self._phase = "turning"
-            if self._given_up:
+            if self._cancel_requested:
                 raise asyncio.CancelledError
             if self._prepared.generate:
-                await self._turns_in_time()
+                await self._run_turns_with_timeout()
             else:
                 self._usage = Usage()
-            status = "incomplete" if self._incomplete else "completed"
+            status = "incomplete" if self._incomplete_reason else "completed"
         except asyncio.CancelledError:
-            self._take_back_the_cancellation()
-            status = self._cancelled()
+            self._clear_cancellation()
+            status = self._end_cancelled()
         except ApiError as error:
             status = "failed"
             self.failure = error
-            self._cut_off("the response failed")
+            self._abort_turn("the response failed")
         except Exception as error:
             status = "failed"
-            self.failure = find_shortage(error)
+            self.failure = detect_resource_exhaustion(error)
             if self.failure is None:
                 logger.exception("response %s failed", opening.id)
-                self.failure = ServerFault("The server failed to make this response.")
+                self.failure = InternalServerError("The server failed to make this response.")
             else:
                 logger.warning("response %s failed: %s", opening.id, self.failure)
-            self._cut_off("the response failed")
-        return await self._conclude(status)
+            self._abort_turn("the response failed")
+        return await self._finish(status)
 
-    def _take_back_the_cancellation(self) -> None:
+    def _clear_cancellation(self) -> None:
         """What is left to do is short and must not be lost."""
         task = asyncio.current_task()
         while task is not None and task.cancelling():
             task.uncancel()
 
-    def _cut_off(self, reason: str) -> None:
+    def _abort_turn(self, reason: str) -> None:
         turn, self._turn = self._turn, None
         if turn is not None:
-            turn.cut_off(reason)
-            self._keep(turn)
+            turn.abort(reason)
+            self._record_turn(turn)
 
-    def _cancelled(self) -> ResponseStatus:
-        if not self._late:
-            self._cut_off("the response was cancelled")
+    def _end_cancelled(self) -> ResponseStatus:
+        if not self._timed_out:
+            self._abort_turn("the response was cancelled")
             return "cancelled"
-        self.failure = ServerFault(f"The response took longer than {self._limits.seconds:g} seconds.")
-        self._cut_off("the response took too long")
+        self.failure = InternalServerError(f"The response took longer than {self._limits.seconds:g} seconds.")
+        self._abort_turn("the response took too long")
         return "failed"
 
     # --- turns ---
 
-    async def _turns_in_time(self) -> None:
+    async def _run_turns_with_timeout(self) -> None:
         """Give the turns up when the response has taken too long. With one timer: `asyncio.timeout` would cost several
         times as much.
         """
         task = asyncio.current_task()
 
         def expire() -> None:
-            if self.give_up() and task is not None:
-                self._late = True
+            if self.request_cancel() and task is not None:
+                self._timed_out = True
                 task.cancel()
 
         timer = asyncio.get_running_loop().call_later(self._limits.seconds, expire)
         try:
-            await self._turns()
+            await self._run_turns()
         finally:
             timer.cancel()
 
-    async def _turns(self) -> None:
+    async def _run_turns(self) -> None:
         for number in range(1, self._limits.turns + 1):
-            if self._too_long is not None:
+            if self._compaction_threshold is not None:
                 if number == 1:
-                    await self._warn_of_a_large_turn(self._too_long)
-                await self._compact(number, self._too_long, goes_on=True)
-            turn = await self._one_turn(number)
-            if not self._incomplete and turn.hosted:
-                self._hosted_calls += len(turn.hosted)
-                await run_calls(turn, self._output)
+                    await self._warn_if_turn_is_large(self._compaction_threshold)
+                await self._compact_if_needed(number, self._compaction_threshold, continues=True)
+            turn = await self._run_turn(number)
+            if not self._incomplete_reason and turn.hosted_calls:
+                self._hosted_call_count += len(turn.hosted_calls)
+                await run_hosted_calls(turn, self._output)
             self._turn = None
-            self._keep(turn)
-            if self._incomplete or not turn.goes_on:
-                await self._compact_the_answered(number, turn)
+            self._record_turn(turn)
+            if self._incomplete_reason or not turn.needs_next_turn:
+                await self._compact_after_answer(number, turn)
                 return
-            self._segments.append(Segment((*turn.entries, *turn.hidden_entries)))
-            if self._tokens_left() == 0:
-                self._incomplete = "max_output_tokens"
+            self._new_segments.append(ConversationSegment((*turn.entries, *turn.unknown_call_entries)))
+            if self._count_remaining_tokens() == 0:
+                self._incomplete_reason = "max_output_tokens"
                 return
 
-    async def _one_turn(self, number: int) -> Turn:
-        toolbox = self._toolbox(number)
-        turn = self._turn = Turn(
+    async def _run_turn(self, number: int) -> TurnAssembler:
+        toolbox = self._select_toolbox(number)
+        turn = self._turn = TurnAssembler(
             number,
             self._output,
             toolbox,
-            self._call_context,
-            most_hosted=self._hosted_left(),
-            one_call=not self._prepared.response.parallel_tool_calls,
-            most_written=self._limits.characters,
+            self._make_call_context,
+            max_hosted_calls=self._count_remaining_calls(),
+            single_call=not self._prepared.response.parallel_tool_calls,
+            max_characters=self._limits.characters,
         )
-        request = self._first or self._model_request(number, toolbox)
-        self._first = None
+        request = self._first_request or self._build_model_request(number, toolbox)
+        self._first_request = None
         if self._prepared.response.truncation == "auto":
-            segments, self._left_out = await fitted(
-                self._tokens, self._backend, self._prepared.caller, request, self._window.opened
+            segments, self._omitted_tokens = await truncate_to_fit(
+                self._token_counter,
+                self._backend,
+                self._prepared.caller,
+                request,
+                self._window.compacted_segments,
             )
             request = msgspec.structs.replace(request, segments=segments)
-        self._asked = request
-        async with contextlib.aclosing(self._backend.stream(request, turn.take)) as batches:
+        self._last_request = request
+        async with contextlib.aclosing(self._backend.stream(request, turn.try_feed)) as batches:
             async for batch in batches:
                 await turn.feed(batch)
-        if turn.ended is None:
+        if turn.turn_end is None:
             raise ModelUnreachable("The model server ended its answer in the middle.")
-        if turn.ended.usage is not None:
-            self._usage = turn.ended.usage if self._usage is None else self._usage + turn.ended.usage
-        if turn.ended.reason == "length":
-            self._incomplete = "max_output_tokens"
-        elif turn.ended.reason == "content_filter":
-            self._incomplete = "content_filter"
-        await turn.finish("incomplete" if self._incomplete else "completed")
-        if self._incomplete:
-            turn.cut_off("the model's turn was cut off")
+        if turn.turn_end.usage is not None:
+            self._usage = turn.turn_end.usage if self._usage is None else self._usage + turn.turn_end.usage
+        if turn.turn_end.reason == "length":
+            self._incomplete_reason = "max_output_tokens"
+        elif turn.turn_end.reason == "content_filter":
+            self._incomplete_reason = "content_filter"
+        await turn.finish("incomplete" if self._incomplete_reason else "completed")
+        if self._incomplete_reason:
+            turn.abort("the model's turn was cut off")
         return turn
 
-    def _keep(self, turn: Turn) -> None:
+    def _record_turn(self, turn: TurnAssembler) -> None:
         self._entries.extend(turn.entries)
-        if turn.ended is not None and turn.ended.usage is not None and self._asked is not None:
-            usage = turn.ended.usage
-            self._tokens.note(self._prepared.caller, self._asked, usage, turn.entries, self._left_out)
+        if turn.turn_end is not None and turn.turn_end.usage is not None and self._last_request is not None:
+            usage = turn.turn_end.usage
+            self._token_counter.record_usage(
+                self._prepared.caller, self._last_request, usage, turn.entries, self._omitted_tokens
+            )
 
-    async def _warn_of_a_large_turn(self, limit: int) -> None:
+    async def _warn_if_turn_is_large(self, limit: int) -> None:
         """Once: with the next request the turn is answered. Until then it stays as it is, however long."""
         segments = self._window.segments
-        tokens = await aside(effort(segments[-1:]), tokens_of_turn, segments)
+        tokens = await run_in_worker(estimate_cost(segments[-1:]), estimate_last_turn, segments)
         if tokens > limit // 2:
             logger.warning(
                 "response %s: the last turn has about %d tokens, more than half of the compaction threshold of %d: "
@@ -298,17 +305,21 @@ class Loop:
                 limit,
             )
 
-    async def _compact_the_answered(self, number: int, turn: Turn) -> None:
+    async def _compact_after_answer(self, number: int, turn: TurnAssembler) -> None:
         """After the answer. What the client has to answer itself must stay in sight until it has."""
-        if self._too_long is not None and not self._incomplete and not turn.client_calls:
-            self._segments.append(Segment((*turn.entries, *turn.hidden_entries)))
-            await self._compact(number, self._too_long, goes_on=False)
+        if (
+            self._compaction_threshold is not None
+            and not self._incomplete_reason
+            and not turn.client_call_count
+        ):
+            self._new_segments.append(ConversationSegment((*turn.entries, *turn.unknown_call_entries)))
+            await self._compact_if_needed(number, self._compaction_threshold, continues=False)
 
-    async def _compact(self, number: int, limit: int, *, goes_on: bool) -> None:
+    async def _compact_if_needed(self, number: int, limit: int, *, continues: bool) -> None:
         """Make the conversation short if it is too long. One that cannot be made short goes on as it is."""
-        request = self._model_request(number, self._toolbox(number))
+        request = self._build_model_request(number, self._select_toolbox(number))
         caller, window = self._prepared.caller, self._window
-        count = await self._tokens.count(self._backend, caller, request, around=limit)
+        count = await self._token_counter.count(self._backend, caller, request, threshold=limit)
         if count.tokens <= limit:
             return
         plan = await self._compactor.plan(caller, request, count.tokens, limit)
@@ -316,91 +327,95 @@ class Loop:
             return
         try:
             compacted = await self._compactor.compact(
-                self._backend, caller, request, window, plan, goes_on=goes_on
+                self._backend, caller, request, window, plan, continues=continues
             )
         except ApiError as error:
             logger.warning("response %s was not compacted: %s", self._prepared.response.id, error)
-            if not isinstance(error, ModelRateLimited | ModelUnreachable | Unavailable):
-                self._too_long = None  # asked again, the model would say the same
+            if not isinstance(error, ModelRateLimited | ModelUnreachable | ServiceUnavailable):
+                self._compaction_threshold = None  # asked again, the model would say the same
             return
-        index, item = self._output.place(), compacted.item
-        self._output.emit([ItemAdded(output_index=index, item=item), ItemDone(output_index=index, item=item)])
-        self._output.finish(index, item)
-        self._entries.append(compacted.entry(number))
-        self._window, self._segments, self._first = compacted.window, [], None
+        index, item = self._output.allocate_output_index(), compacted.item
+        self._output.emit(
+            [OutputItemAdded(output_index=index, item=item), OutputItemDone(output_index=index, item=item)]
+        )
+        self._output.set_item(index, item)
+        self._entries.append(compacted.to_entry(number))
+        self._window, self._new_segments, self._first_request = compacted.window, [], None
         if compacted.usage is not None:
             spent = self._compaction_usage
             self._compaction_usage = compacted.usage if spent is None else spent + compacted.usage
 
-    def _toolbox(self, number: int) -> Toolbox:
+    def _select_toolbox(self, number: int) -> Toolbox:
         """In the last turn, and with no hosted call left, the model has to answer or to call the client."""
-        over = number == self._limits.turns or self._hosted_left() == 0
+        over = number == self._limits.turns or self._count_remaining_calls() == 0
         return self._prepared.toolbox.without_hosted() if over else self._prepared.toolbox
 
-    def _hosted_left(self) -> int | None:
+    def _count_remaining_calls(self) -> int | None:
         most = self._prepared.response.max_tool_calls
-        return None if most is None else max(0, most - self._hosted_calls)
+        return None if most is None else max(0, most - self._hosted_call_count)
 
-    def _tokens_left(self) -> int | None:
+    def _count_remaining_tokens(self) -> int | None:
         most = self._prepared.response.max_output_tokens
         if most is None or self._usage is None:
             return most
         return max(0, most - self._usage.output_tokens)
 
-    def _model_request(self, number: int, toolbox: Toolbox) -> ModelRequest:
+    def _build_model_request(self, number: int, toolbox: Toolbox) -> ModelRequest:
         prepared = self._prepared
-        functions = [spec for spec in prepared.functions if _is_in(spec, toolbox)]
+        functions = [spec for spec in prepared.functions if _is_offered(spec, toolbox)]
         # Whoever forces a call forces one: with the result there, the model must be able to answer.
         choice = prepared.choice if number == 1 or prepared.choice == "none" else "auto"
-        sampling = msgspec.structs.replace(prepared.sampling, max_output_tokens=self._tokens_left())
-        segments = followed(self._window.segments, self._segments)
-        return prepared.request(segments, functions, choice, sampling)
+        sampling = msgspec.structs.replace(
+            prepared.sampling, max_output_tokens=self._count_remaining_tokens()
+        )
+        segments = append_segments(self._window.segments, self._new_segments)
+        return prepared.build_request(segments, functions, choice, sampling)
 
-    def _call_context(self, output_index: int, call_id: str) -> CallContext:
-        return CallContext(
+    def _make_call_context(self, output_index: int, call_id: str) -> ToolCallContext:
+        return ToolCallContext(
             caller=self._prepared.caller,
             response_id=self._prepared.response.id,
             output_index=output_index,
             call_id=call_id,
             deadline=self._deadline,
-            place=self._output.place,
-            takes_images=self._backend.profile(self._prepared.response.model).takes_images,
+            allocate_output_index=self._output.allocate_output_index,
+            accepts_images=self._backend.get_profile(self._prepared.response.model).takes_images,
             wants_contents=self._prepared.wants_contents,
         )
 
     # --- the end ---
 
-    async def _conclude(self, status: ResponseStatus) -> Response:
+    async def _finish(self, status: ResponseStatus) -> Response:
         self._phase = "concluding"
-        for tool in self._prepared.toolbox.hosted.values():
+        for tool in self._prepared.toolbox.hosted_tools.values():
             tool.close()
-        response = self._closing(status)
+        response = self._build_final_response(status)
         try:
             await self._commit(response)
         except Exception as error:
-            self.failure = _why_not_kept(error)
-            self.is_lost = self.lease is None
+            self.failure = _describe_store_failure(error)
+            self.is_unstored = self.lease is None
             self.failure.may_have_run = bool(self._output.items)
-            expected = isinstance(error, ApiError | Fenced)
+            expected = isinstance(error, ApiError | LeaseLost)
             logger.warning("response %s was not kept: %s", response.id, error, exc_info=not expected)
-            response = self._closing("failed")
-        self._log.extend(self._last_events(response))
+            response = self._build_final_response("failed")
+        self._log.append(self._make_terminal_events(response))
         return response
 
-    def _closing(self, status: ResponseStatus) -> Response:
+    def _build_final_response(self, status: ResponseStatus) -> Response:
         return msgspec.structs.replace(
             self._prepared.response,
             status=status,
             output=self._output.items,
-            usage=self._whole_usage(),
+            usage=self._sum_usage(),
             completed_at=int(self._clock.now()) if status == "completed" else None,
-            incomplete_details=IncompleteDetails(reason=self._incomplete)
-            if status == "incomplete" and self._incomplete
+            incomplete_details=IncompleteDetails(reason=self._incomplete_reason)
+            if status == "incomplete" and self._incomplete_reason
             else None,
-            error=_response_error(self.failure) if status == "failed" and self.failure else None,
+            error=_to_response_error(self.failure) if status == "failed" and self.failure else None,
         )
 
-    def _whole_usage(self) -> Usage | None:
+    def _sum_usage(self) -> Usage | None:
         if self._usage is None or self._compaction_usage is None:
             return self._usage or self._compaction_usage
         return self._usage + self._compaction_usage
@@ -408,51 +423,55 @@ class Loop:
     async def _commit(self, response: Response) -> None:
         if not self._prepared.store:
             return
-        if self._abandoned:
-            raise Unavailable("The server stopped before the response had ended.", retry_after=1.0)
+        if self._is_abandoned:
+            raise ServiceUnavailable("The server stopped before the response had ended.", retry_after=1.0)
         if self.lease is None and response.status == "failed" and not response.output:
             return  # a blocking caller gets an error and no id: there is nothing to come back to
-        entries = (*self._unkept(), *self._prepared.input.entries, *self._entries)
-        await self._store.commit(self.lease, self._prepared.caller.tenant, response, entries)
+        entries = (*self._list_unstored_entries(), *self._prepared.input.entries, *self._entries)
+        await self._store.commit_response(self.lease, self._prepared.caller.tenant, response, entries)
 
-    def _unkept(self) -> list[Entry]:
+    def _list_unstored_entries(self) -> list[ConversationEntry]:
         """What came before and the store does not have: it is kept now, as if it had come in with this request."""
-        if not self._prepared.unkept:
+        if not self._prepared.is_past_unstored:
             return []
         past = self._prepared.past
         return [msgspec.structs.replace(entry, turn=0) for segment in past for entry in segment.entries]
 
-    def conversation(self) -> Sequence[Segment]:
+    def get_conversation(self) -> Sequence[ConversationSegment]:
         """Everything from the last compaction up to the end of this response, once it has ended."""
-        whole = (*self._prepared.past, Segment((*self._prepared.input.entries, *self._entries)))
+        whole = (*self._prepared.past, ConversationSegment((*self._prepared.input.entries, *self._entries)))
         compacted = (number for number in reversed(range(len(whole))) if whole[number].compacted >= 0)
         return whole[next(compacted, 0) :]
 
-    def _last_events(self, response: Response) -> Sequence[StreamEvent]:
+    def _make_terminal_events(self, response: Response) -> Sequence[StreamEvent]:
         if response.status == "completed":
-            return [Completed(response=response)]
+            return [ResponseCompleted(response=response)]
         if response.status == "failed" and self.failure is not None:
-            return [ErrorOccurred(error=to_detail(self.failure)), Failed(response=response)]
-        return [Incomplete(response=response)]
+            return [ErrorEvent(error=to_error_detail(self.failure)), ResponseFailed(response=response)]
+        return [ResponseIncomplete(response=response)]
 
 
-def _threshold(prepared: Prepared, backend: ModelBackend) -> int | None:
+def _find_compaction_threshold(prepared: PreparedRequest, backend: ModelBackend) -> int | None:
     """How many tokens are too many, where the client wants that to be minded."""
     if prepared.compaction is None:
         return None
-    context_window = backend.profile(prepared.response.model).context_window
-    wanted = prepared.compaction.compact_threshold or (context_window or USUAL_LIMIT) * 4 // 5
+    context_window = backend.get_profile(prepared.response.model).context_window
+    wanted = prepared.compaction.compact_threshold or (context_window or DEFAULT_CONTEXT_WINDOW) * 4 // 5
     if context_window is None:
         return wanted
-    room = room_for_input(context_window, prepared.response.max_output_tokens)
-    return min(wanted, room, largest_threshold(context_window))
+    room = compute_input_token_limit(context_window, prepared.response.max_output_tokens)
+    return min(wanted, room, compute_max_threshold(context_window))
 
 
-def _is_in(spec: FunctionSpec, toolbox: Toolbox) -> bool:
-    return spec.name in toolbox.hosted or spec.name in toolbox.functions or spec.name in toolbox.customs
+def _is_offered(spec: FunctionSpec, toolbox: Toolbox) -> bool:
+    return (
+        spec.name in toolbox.hosted_tools
+        or spec.name in toolbox.functions
+        or spec.name in toolbox.custom_tools
+    )
 
 
-def _why_not_kept(error: Exception) -> ApiError:
+def _describe_store_failure(error: Exception) -> ApiError:
     if isinstance(error, StorageUnavailable):
         return StorageUnavailable(
             f"The response was made and could not be stored: {error.message} Its code may have run.",
@@ -460,11 +479,11 @@ def _why_not_kept(error: Exception) -> ApiError:
         )
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, Fenced):
-        return ServerFault("The response was deleted or taken over by another server while it ran.")
-    return find_shortage(error) or ServerFault("The response could not be kept.")
+    if isinstance(error, LeaseLost):
+        return InternalServerError("The response was deleted or taken over by another server while it ran.")
+    return detect_resource_exhaustion(error) or InternalServerError("The response could not be kept.")
 
 
-def _response_error(error: ApiError) -> ResponseError:
+def _to_response_error(error: ApiError) -> ResponseError:
     code = error.wire_code if error.wire_code in _RESPONSE_ERROR_CODES else "server_error"
     return ResponseError(code=code, message=error.message)

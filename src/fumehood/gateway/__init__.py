@@ -1,1 +1,25 @@
-"""The HTTP server; imports `interfaces`, `protocol` and the web framework."""
+"""The HTTP server."""
+
+from fumehood.gateway.app import Gateway
+from fumehood.gateway.authentication import AnonymousAuthenticator, ApiKeyAuthenticator, Authenticator
+from fumehood.gateway.cors import ANY_ORIGIN, CorsPolicy
+from fumehood.gateway.gateway_metrics import EventLoopLagMonitor, GatewayMetrics
+from fumehood.gateway.request_limits import RequestLimits
+from fumehood.gateway.request_log import BufferedRequestLog, RequestLog, log_to_logger
+from fumehood.gateway.server import GatewayServer
+
+__all__ = [
+    "ANY_ORIGIN",
+    "AnonymousAuthenticator",
+    "ApiKeyAuthenticator",
+    "Authenticator",
+    "BufferedRequestLog",
+    "CorsPolicy",
+    "EventLoopLagMonitor",
+    "Gateway",
+    "GatewayMetrics",
+    "GatewayServer",
+    "RequestLimits",
+    "RequestLog",
+    "log_to_logger",
+]

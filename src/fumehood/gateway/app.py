@@ -1,4 +1,4 @@
-"""The gateway's HTTP face: which path is whose, and what becomes of errors; imports starlette's routing and siblings.
+"""The gateway's HTTP face: which path is whose, and what becomes of errors.
 
 It holds no logic of its own: it reads requests, asks what is behind the interfaces, writes answers.
 """
@@ -10,43 +10,49 @@ from re import Pattern
 
 from starlette.routing import compile_path
 
-from fumehood.gateway.auth import Callers, Everybody, Forbidden, check_scope, identified
-from fumehood.gateway.containers import ContainerFiles, ContainerRoutes
-from fumehood.gateway.exchange import Exchange, encode
-from fumehood.gateway.files import Uploads
-from fumehood.gateway.limits import Limits
-from fumehood.gateway.metrics import CONTENT_TYPE, Metrics
-from fumehood.gateway.models import ModelCards
-from fumehood.gateway.openapi import PUBLIC, document
-from fumehood.gateway.origins import Origins
-from fumehood.gateway.reading import RequestReader
-from fumehood.gateway.request_log import RequestLog, to_logging
-from fumehood.gateway.responses import Responses
-from fumehood.gateway.sse import SILENCE
-from fumehood.gateway.websocket import Handshake, Sockets
-from fumehood.interfaces import Caller, Containers, Files, Models, Runs, Store
-from fumehood.protocol.errors import (
+from fumehood.gateway.authentication import (
+    AnonymousAuthenticator,
+    Authenticator,
+    PermissionDenied,
+    authenticate_or_refresh,
+    check_scope,
+)
+from fumehood.gateway.body_parsing import RequestParser
+from fumehood.gateway.cors import CorsPolicy
+from fumehood.gateway.gateway_metrics import CONTENT_TYPE, GatewayMetrics
+from fumehood.gateway.openapi import PUBLIC_PATHS, build_document
+from fumehood.gateway.request_context import RequestContext, encode_json
+from fumehood.gateway.request_limits import RequestLimits
+from fumehood.gateway.request_log import RequestLog, log_to_logger
+from fumehood.gateway.routes.container_routes import ContainerFileRoutes, ContainerRoutes
+from fumehood.gateway.routes.file_routes import FileRoutes
+from fumehood.gateway.routes.model_routes import ModelRoutes
+from fumehood.gateway.routes.response_routes import ResponseRoutes
+from fumehood.gateway.routes.websocket_routes import WebSocketHandshake, WebSocketRoutes
+from fumehood.gateway.streaming.server_sent_events import KEEPALIVE_SECONDS
+from fumehood.http_server.asgi_request import ClientDisconnected, Receive, Scope, Send
+from fumehood.http_server.cross_site_protection import is_simple_request
+from fumehood.http_server.route_suggestions import format_path, suggest_routes
+from fumehood.http_server.slow_clients import MIN_BYTES_PER_SECOND
+from fumehood.interfaces import Caller, ContainerService, FileService, ModelProvider, RunService, Store
+from fumehood.protocol.api_keys import ApiKeyScope
+from fumehood.protocol.openai.api_errors import (
     ApiError,
     Conflict,
+    InternalServerError,
     InvalidRequest,
     NotAuthenticated,
     NotFound,
-    ServerFault,
-    Unavailable,
+    ServiceUnavailable,
+    detect_resource_exhaustion,
 )
-from fumehood.protocol.keys import KeyScope
-from fumehood.protocol.shortage import find_shortage
-from fumehood.serving.browsers import needs_no_preflight
-from fumehood.serving.exchange import CallerLeft, Receive, Scope, Send
-from fumehood.serving.routes import describe_routes, show_path
-from fumehood.serving.stalled import SLOWEST
 
-type Handler = Callable[[Exchange, Caller], Awaitable[None]]
-type _RouteEntry = tuple[str, str, KeyScope | None, Handler]
+type Handler = Callable[[RequestContext, Caller], Awaitable[None]]
+type _RouteEntry = tuple[str, str, ApiKeyScope | None, Handler]
 
-NOBODY = Caller()
-_SOCKET_PATH = "/v1/responses"
-FILE_BYTES = 2 << 30
+ANONYMOUS = Caller()
+_WEBSOCKET_PATH = "/v1/responses"
+MAX_FILE_BYTES = 2 << 30
 
 logger = logging.getLogger(__name__)
 
@@ -76,63 +82,63 @@ class Gateway:
     def __init__(
         self,
         *,
-        runs: Runs,
+        runs: RunService,
         store: Store,
-        models: Models,
-        containers: Containers,
-        files: Files,
-        callers: Callers | None = None,
-        metrics: Metrics | None = None,
-        log: RequestLog = to_logging,
-        limits: Limits | None = None,
-        origins: Origins | None = None,
+        models: ModelProvider,
+        containers: ContainerService,
+        files: FileService,
+        authenticator: Authenticator | None = None,
+        metrics: GatewayMetrics | None = None,
+        request_log: RequestLog = log_to_logger,
+        limits: RequestLimits | None = None,
+        cors: CorsPolicy | None = None,
         always_include: Collection[str] = (),
-        unready: Callable[[], Awaitable[str | None]] | None = None,
-        silence: float = SILENCE,
-        file_bytes: int = FILE_BYTES,
-        slowest: int = SLOWEST,
-        show_metrics: bool = True,
+        readiness_problem: Callable[[], Awaitable[str | None]] | None = None,
+        keepalive_seconds: float = KEEPALIVE_SECONDS,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        min_bytes_per_second: int = MIN_BYTES_PER_SECOND,
+        serve_metrics: bool = True,
         pass_fields: Collection[str] = (),
     ) -> None:
-        self.metrics = metrics or Metrics()
-        self.origins = origins or Origins()
-        self._callers = callers or Everybody()
-        self._log = log
-        self._described: bytes | None = None
-        self._unready = unready
-        self._slowest = slowest
-        limits = limits or Limits()
-        self.metrics.limited = limits.refused
-        responses = self.responses = Responses(
+        self.metrics = metrics or GatewayMetrics()
+        self.cors = cors or CorsPolicy()
+        self._authenticator = authenticator or AnonymousAuthenticator()
+        self._request_log = request_log
+        self._openapi_json: bytes | None = None
+        self._readiness_problem = readiness_problem
+        self._min_bytes_per_second = min_bytes_per_second
+        limits = limits or RequestLimits()
+        self.metrics.limit_rejections = limits.rejections
+        responses = self.responses = ResponseRoutes(
             runs,
             store,
             self.metrics,
             limits=limits,
-            always=always_include,
-            silence=silence,
-            reader=RequestReader(pass_fields),
+            always_include=always_include,
+            keepalive_seconds=keepalive_seconds,
+            parser=RequestParser(pass_fields),
         )
-        sockets = Sockets(
+        sockets = WebSocketRoutes(
             responses,
-            self._identify_socket,
-            self.origins,
+            self._authenticate_websocket,
+            self.cors,
             self.metrics,
-            tell=lambda exchange: self._tell(exchange, self._socket_place),
+            record_request=lambda exchange: self._record_request(exchange, self._websocket_routes),
         )
-        cards = ModelCards(models)
+        cards = ModelRoutes(models)
         container = ContainerRoutes(containers, limits)
-        container_files = ContainerFiles(containers, limits, self.metrics, file_bytes)
-        uploads = Uploads(files, limits, self.metrics, file_bytes)
-        metrics_routes: list[_RouteEntry] = [("GET", "/metrics", "metrics", self._figures)]
-        self._routes = _Routes(
+        container_files = ContainerFileRoutes(containers, limits, self.metrics, max_file_bytes)
+        uploads = FileRoutes(files, limits, self.metrics, max_file_bytes)
+        metrics_routes: list[_RouteEntry] = [("GET", "/metrics", "metrics", self._get_metrics)]
+        self._routes = _Router(
             ("POST", "/v1/responses", "responses", responses.create),
-            ("GET", _SOCKET_PATH, "responses", sockets.connect),
-            ("POST", "/v1/responses/input_tokens", "responses", responses.count),
+            ("GET", _WEBSOCKET_PATH, "responses", sockets.connect),
+            ("POST", "/v1/responses/input_tokens", "responses", responses.count_input_tokens),
             ("POST", "/v1/responses/compact", "responses", responses.compact),
             ("GET", "/v1/responses/{response_id}", "responses", responses.get),
             ("DELETE", "/v1/responses/{response_id}", "responses", responses.delete),
             ("POST", "/v1/responses/{response_id}/cancel", "responses", responses.cancel),
-            ("GET", "/v1/responses/{response_id}/input_items", "responses", responses.input_items),
+            ("GET", "/v1/responses/{response_id}/input_items", "responses", responses.list_input_items),
             ("GET", "/v1/models", "models", cards.list),
             ("GET", "/v1/models/{model:path}", "models", cards.get),
             ("POST", "/v1/containers", "containers", container.create),
@@ -147,19 +153,19 @@ class Gateway:
                 "GET",
                 "/v1/containers/{container_id}/files/{file_id}/content",
                 "containers",
-                container_files.content,
+                container_files.get_content,
             ),
             ("POST", "/v1/files", "files", uploads.create),
             ("GET", "/v1/files", "files", uploads.list),
             ("GET", "/v1/files/{upload_id}", "files", uploads.get),
             ("DELETE", "/v1/files/{upload_id}", "files", uploads.delete),
-            ("GET", "/v1/files/{upload_id}/content", "files", uploads.content),
-            ("GET", "/healthz", None, self._health),
-            ("GET", "/readyz", None, self._readiness),
-            ("GET", "/openapi.json", None, self._description),
-            *(metrics_routes if show_metrics else []),
+            ("GET", "/v1/files/{upload_id}/content", "files", uploads.get_content),
+            ("GET", "/healthz", None, self._get_health),
+            ("GET", "/readyz", None, self._get_readiness),
+            ("GET", "/openapi.json", None, self._get_openapi),
+            *(metrics_routes if serve_metrics else []),
         )
-        self._socket_place = self._routes.at(_SOCKET_PATH)
+        self._websocket_routes = self._routes.routes_of(_WEBSOCKET_PATH)
 
     @property
     def routes(self) -> list[tuple[str, str]]:
@@ -167,128 +173,134 @@ class Gateway:
         return [*self._routes.scopes]
 
     @property
-    def scopes(self) -> dict[tuple[str, str], KeyScope | None]:
+    def scopes(self) -> dict[tuple[str, str], ApiKeyScope | None]:
         """What a key has to be for, by method and path of everything that is served; None where no key is needed."""
         return self._routes.scopes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_socket = scope["type"] == "websocket"
-        made = Handshake if is_socket else Exchange
-        exchange = made(scope, receive, send, self._slowest)
-        place = self._routes.find(exchange)
+        made = WebSocketHandshake if is_socket else RequestContext
+        exchange = made(scope, receive, send, self._min_bytes_per_second)
+        place = self._routes.match(exchange)
         try:
-            if exchange.transfer_fault:
+            if exchange.has_unsupported_encoding:
                 raise InvalidRequest("A body may come in chunks, and in no other encoding.")
-            if is_socket and place is not self._socket_place:
+            if is_socket and place is not self._websocket_routes:
                 raise NotFound(
-                    f"There is no WebSocket at {exchange.path[:200]}; there is one at {_SOCKET_PATH}."
+                    f"There is no WebSocket at {exchange.path[:200]}; there is one at {_WEBSOCKET_PATH}."
                 )
             if b"origin" in exchange.headers:
-                exchange.extra += self.origins.headers(exchange)
-                if self.origins.is_asked(exchange):
-                    methods = "" if place is None else ", ".join(sorted(place.routes))
-                    await self.origins.answer(exchange, methods)
+                exchange.extra_headers += self.cors.response_headers(exchange)
+                if self.cors.is_preflight(exchange):
+                    methods = "" if place is None else ", ".join(sorted(place.by_method))
+                    await self.cors.send_preflight_response(exchange, methods)
                     return
-                if exchange.method == "POST" and needs_no_preflight(exchange.method, exchange.headers):
-                    self.origins.check_page(exchange)
-            caller = NOBODY if place is not None and place.path in PUBLIC else await self._identify(exchange)
-            route = self._routes.route(place, exchange)
+                if exchange.method == "POST" and is_simple_request(exchange.method, exchange.headers):
+                    self.cors.check_origin(exchange)
+            caller = (
+                ANONYMOUS
+                if place is not None and place.path in PUBLIC_PATHS
+                else await self._authenticate(exchange)
+            )
+            route = self._routes.select(place, exchange)
             if route.scope is not None:
                 self._check_scope(caller, route.scope)
             await route.handler(exchange, caller)
         except ApiError as error:
-            await self._refuse(exchange, error)
-        except CallerLeft:
-            exchange.noted["outcome"] = "the client left before its request was complete"
+            await self._send_error(exchange, error)
+        except ClientDisconnected:
+            exchange.log_fields["outcome"] = "the client left before its request was complete"
         except Exception as error:
-            lack = find_shortage(error)
+            lack = detect_resource_exhaustion(error)
             if lack is None:
                 logger.exception("A request could not be served (%s).", exchange.request_id)
-            if exchange.started:
+            if exchange.has_started:
                 raise
-            await self._refuse(exchange, lack or ServerFault("The server failed; its log says why."))
+            await self._send_error(
+                exchange, lack or InternalServerError("The server failed; its log says why.")
+            )
         finally:
-            self._tell(exchange, place)
+            self._record_request(exchange, place)
 
-    async def _identify(self, exchange: Exchange) -> Caller:
-        headers = exchange.headers
+    async def _authenticate(self, context: RequestContext) -> Caller:
+        headers = context.headers
         key = headers.get(b"authorization")
         try:
-            caller = await identified(self._callers, key, headers.get(b"host", b""))
+            caller = await authenticate_or_refresh(self._authenticator, key, headers.get(b"host", b""))
         except NotAuthenticated:
-            self.metrics.not_allowed("no_key" if key is None else "wrong_key")
+            self.metrics.record_auth_rejection("no_key" if key is None else "wrong_key")
             raise
-        except Forbidden:
-            self.metrics.not_allowed("host")
+        except PermissionDenied:
+            self.metrics.record_auth_rejection("host")
             raise
-        if caller.key:
-            exchange.noted["key"] = caller.key
+        if caller.key_id:
+            context.log_fields["key"] = caller.key_id
         return caller
 
-    async def _identify_socket(self, exchange: Exchange) -> Caller:
+    async def _authenticate_websocket(self, context: RequestContext) -> Caller:
         """Who sends the next message of a WebSocket."""
-        caller = await self._identify(exchange)
+        caller = await self._authenticate(context)
         self._check_scope(caller, "responses")
         return caller
 
-    def _check_scope(self, caller: Caller, scope: KeyScope) -> None:
+    def _check_scope(self, caller: Caller, scope: ApiKeyScope) -> None:
         try:
             check_scope(caller, scope)
-        except Forbidden:
-            self.metrics.not_allowed("scope")
+        except PermissionDenied:
+            self.metrics.record_auth_rejection("scope")
             raise
 
-    async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
-        exchange.note_refusal(error)
-        if exchange.started:
+    async def _send_error(self, context: RequestContext, error: ApiError) -> None:
+        context.log_error(error)
+        if context.has_started:
             raise error
         if isinstance(error, MethodNotAllowed):
-            exchange.extra.append((b"allow", error.allowed.encode()))
+            context.extra_headers.append((b"allow", error.allowed.encode()))
         elif isinstance(error, NotAuthenticated):
-            exchange.extra.append((b"www-authenticate", b"Bearer"))
+            context.extra_headers.append((b"www-authenticate", b"Bearer"))
         elif error.may_have_run or (isinstance(error, Conflict) and error.retry_after is None):
-            exchange.extra.append((b"x-should-retry", b"false"))  # OpenAI's SDKs would repeat it
-        await exchange.refuse(error)
+            context.extra_headers.append((b"x-should-retry", b"false"))  # OpenAI's SDKs would repeat it
+        await context.respond_error(error)
 
-    def _tell(self, exchange: Exchange, place: "_Path | None") -> None:
-        route = "(unknown)" if place is None else place.path
-        if exchange.status == 101:  # which takes as long as the client stays
+    def _record_request(self, context: RequestContext, path_routes: "_PathRoutes | None") -> None:
+        route = "(unknown)" if path_routes is None else path_routes.path
+        if context.status == 101:  # which takes as long as the client stays
             route += " (websocket)"
-        seconds = exchange.elapsed()
-        self.metrics.answered(route, exchange.status, seconds)
-        self._log(
-            logging.WARNING if exchange.status >= 500 else logging.INFO,
+        seconds = context.elapsed_seconds()
+        self.metrics.record_request(route, context.status, seconds)
+        self._request_log(
+            logging.WARNING if context.status >= 500 else logging.INFO,
             {
-                "request_id": exchange.request_id,
-                "method": exchange.method,
+                "request_id": context.request_id,
+                "method": context.method,
                 "route": route,
-                "status": exchange.status,
+                "status": context.status,
                 "ms": round(seconds * 1000, 3),
-                **exchange.noted,
+                **context.log_fields,
             },
         )
 
     # ---- the server itself ------------------------------------------------------------------------------------
 
-    async def _health(self, exchange: Exchange, caller: Caller) -> None:
+    async def _get_health(self, context: RequestContext, caller: Caller) -> None:
         del caller
-        await exchange.answer_json({"status": "ok"})
+        await context.respond_json({"status": "ok"})
 
-    async def _readiness(self, exchange: Exchange, caller: Caller) -> None:
+    async def _get_readiness(self, context: RequestContext, caller: Caller) -> None:
         del caller
-        if self._unready is not None and (reason := await self._unready()) is not None:
-            raise Unavailable(reason)
-        await exchange.answer_json({"status": "ready"})
+        if self._readiness_problem is not None and (reason := await self._readiness_problem()) is not None:
+            raise ServiceUnavailable(reason)
+        await context.respond_json({"status": "ready"})
 
-    async def _description(self, exchange: Exchange, caller: Caller) -> None:
+    async def _get_openapi(self, context: RequestContext, caller: Caller) -> None:
         del caller
-        if self._described is None:
-            self._described = encode(document(self.routes))
-        await exchange.answer(self._described)
+        if self._openapi_json is None:
+            self._openapi_json = encode_json(build_document(self.routes))
+        await context.respond(self._openapi_json)
 
-    async def _figures(self, exchange: Exchange, caller: Caller) -> None:
+    async def _get_metrics(self, context: RequestContext, caller: Caller) -> None:
         del caller
-        await exchange.answer(await self.metrics.page(), content_type=CONTENT_TYPE)
+        await context.respond(await self.metrics.render(), content_type=CONTENT_TYPE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,60 +311,60 @@ class _Route:
     """
 
     handler: Handler
-    scope: KeyScope | None
+    scope: ApiKeyScope | None
 
 
-class _Path:
+class _PathRoutes:
     """All routes of one path, which is written as people read it. HEAD is served where GET is."""
 
     def __init__(self, path: str) -> None:
-        self.path = show_path(path)
-        self.routes: dict[str, _Route] = {}
+        self.path = format_path(path)
+        self.by_method: dict[str, _Route] = {}
 
     def add(self, method: str, route: _Route) -> None:
-        self.routes[method] = route
+        self.by_method[method] = route
         if method == "GET":
-            self.routes["HEAD"] = route
+            self.by_method["HEAD"] = route
 
 
-class _Routes:
+class _Router:
     """Paths without parameters are looked up, the others are tried one after another."""
 
     def __init__(self, *routes: _RouteEntry) -> None:
-        self.scopes: dict[tuple[str, str], KeyScope | None] = {
+        self.scopes: dict[tuple[str, str], ApiKeyScope | None] = {
             (method, path): scope for method, path, scope, _ in routes
         }
-        places: dict[str, _Path] = {}
+        places: dict[str, _PathRoutes] = {}
         for method, path, scope, handler in routes:
-            places.setdefault(path, _Path(path)).add(method, _Route(handler, scope))
-        self._places = {path: place for path, place in places.items() if "{" not in path}
-        self._patterns: list[tuple[Pattern[str], _Path]] = [
+            places.setdefault(path, _PathRoutes(path)).add(method, _Route(handler, scope))
+        self._exact_paths = {path: place for path, place in places.items() if "{" not in path}
+        self._patterns: list[tuple[Pattern[str], _PathRoutes]] = [
             (compile_path(path)[0], place) for path, place in places.items() if "{" in path
         ]
 
-    def at(self, path: str) -> _Path:
+    def routes_of(self, path: str) -> _PathRoutes:
         """The place of a path without parameters."""
-        return self._places[path]
+        return self._exact_paths[path]
 
-    def find(self, exchange: Exchange) -> _Path | None:
-        place = self._places.get(exchange.path)
+    def match(self, context: RequestContext) -> _PathRoutes | None:
+        place = self._exact_paths.get(context.path)
         if place is not None:
             return place
         for pattern, place in self._patterns:
-            if (found := pattern.match(exchange.path)) is not None:
-                exchange.parameters = found.groupdict()
+            if (found := pattern.match(context.path)) is not None:
+                context.path_parameters = found.groupdict()
                 return place
         return None
 
-    def route(self, place: _Path | None, exchange: Exchange) -> _Route:
+    def select(self, path_routes: _PathRoutes | None, context: RequestContext) -> _Route:
         """Raises NotFound, MethodNotAllowed."""
-        if place is None:
-            served = describe_routes(exchange.path, [path for _, path in self.scopes])
-            raise NotFound(f"Unknown request URL: {exchange.method} {exchange.path[:200]}. {served}")
-        route = place.routes.get(exchange.method)
+        if path_routes is None:
+            served = suggest_routes(context.path, [path for _, path in self.scopes])
+            raise NotFound(f"Unknown request URL: {context.method} {context.path[:200]}. {served}")
+        route = path_routes.by_method.get(context.method)
         if route is None:
-            allowed = ", ".join(sorted(place.routes))
+            allowed = ", ".join(sorted(path_routes.by_method))
             raise MethodNotAllowed(
-                f"Not allowed to {exchange.method} on {place.path}; try {allowed}.", allowed
+                f"Not allowed to {context.method} on {path_routes.path}; try {allowed}.", allowed
             )
         return route

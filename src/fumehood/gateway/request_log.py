@@ -1,4 +1,4 @@
-"""One line for every request, without its content; imports msgspec and the standard library.
+"""One line for every request, without its content.
 
 Lines are written many at a time: written one by one, through `logging`, they cost as much as a short answer.
 """
@@ -12,43 +12,45 @@ from typing import Literal
 
 import msgspec
 
-type Field = str | int | float | bool | None
+type LogValue = str | int | float | bool | None
 type LogFormat = Literal["text", "json"]
-type RequestLog = Callable[[int, Mapping[str, Field]], None]
+type RequestLog = Callable[[int, Mapping[str, LogValue]], None]
 
-_PATIENCE = 0.05  # seconds that a line may wait for others
-_MOST = 200  # characters of one field
-_SHORT = 600  # of a line of usual fields
+_FLUSH_SECONDS = 0.05  # seconds that a line may wait for others
+_MAX_VALUE_LENGTH = 200  # characters of one field
+_MAX_PLAIN_LENGTH = 600  # of a line of usual fields
 
 logger = logging.getLogger("fumehood.gateway.requests")
 
 
-def to_logging(level: int, fields: Mapping[str, Field]) -> None:
+def log_to_logger(level: int, fields: Mapping[str, LogValue]) -> None:
     """A `RequestLog` for whoever has configured `logging`."""
     if logger.isEnabledFor(level):
         logger.log(level, "request", extra={"fields": dict(fields)})
 
 
-class RequestLines:
-    """A `RequestLog` that writes lines of its own, as `fumehood.sandboxd.logs` would.
+class BufferedRequestLog:
+    """A `RequestLog` that writes lines of its own, as `fumehood.sandbox_server.structured_logging` would.
 
     write: takes whole lines, mostly several.
     """
 
-    def __init__(self, write: Callable[[str], object], form: LogFormat) -> None:
+    def __init__(self, write: Callable[[str], object], log_format: LogFormat) -> None:
         self._write = write
-        self._format = _json if form == "json" else _text
+        self._format_line = _format_json if log_format == "json" else _format_text
         self._lines: list[str] = []
         self._timer: asyncio.TimerHandle | None = None
         self._second = 0
         self._date = ""
 
-    def __call__(self, level: int, fields: Mapping[str, Field]) -> None:
+    def __call__(self, level: int, fields: Mapping[str, LogValue]) -> None:
         if not logger.isEnabledFor(level):
             return
-        self._lines.append(self._format(self._time(), "warning" if level > logging.INFO else "info", fields))
+        self._lines.append(
+            self._format_line(self._timestamp(), "warning" if level > logging.INFO else "info", fields)
+        )
         if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_PATIENCE, self.flush)
+            self._timer = asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self.flush)
 
     def flush(self) -> None:
         if self._timer is not None:
@@ -58,7 +60,7 @@ class RequestLines:
             lines, self._lines = self._lines, []
             self._write("".join(lines))
 
-    def _time(self) -> str:
+    def _timestamp(self) -> str:
         now = time.time()
         second = int(now)
         if second != self._second:
@@ -67,17 +69,19 @@ class RequestLines:
         return f"{self._date}.{int(now % 1 * 1000):03d}+00:00"
 
 
-def _json(when: str, level: str, fields: Mapping[str, Field]) -> str:
+def _format_json(when: str, level: str, fields: Mapping[str, LogValue]) -> str:
     line = {"time": when, "level": level, "event": "request", **fields}
     return msgspec.json.encode(line).decode() + "\n"
 
 
-def _text(when: str, level: str, fields: Mapping[str, Field]) -> str:
+def _format_text(when: str, level: str, fields: Mapping[str, LogValue]) -> str:
     """So that no line can pretend to be two, nor a field to be another. Mostly one look at the whole line is enough."""
     told = [f"{name}={value}" for name, value in fields.items() if value is not None]
     shown = " ".join(told)
-    if len(shown) > _SHORT or not _is_plain(shown) or shown.count(" ") >= len(told):
-        shown = " ".join([f"{name}={_shown(value)}" for name, value in fields.items() if value is not None])
+    if len(shown) > _MAX_PLAIN_LENGTH or not _is_plain(shown) or shown.count(" ") >= len(told):
+        shown = " ".join(
+            [f"{name}={_quote_value(value)}" for name, value in fields.items() if value is not None]
+        )
     return f"{when} {level:7} request {shown}\n"
 
 
@@ -85,9 +89,9 @@ def _is_plain(text: str) -> bool:
     return text.isascii() and text.isprintable() and '"' not in text
 
 
-def _shown(value: Field) -> str:
+def _quote_value(value: LogValue) -> str:
     if not isinstance(value, str):
         return str(value)
     if _is_plain(value) and " " not in value:
-        return value[:_MOST]
-    return ascii(value[:_MOST])
+        return value[:_MAX_VALUE_LENGTH]
+    return ascii(value[:_MAX_VALUE_LENGTH])

@@ -1,18 +1,18 @@
-"""Runs the gateway on a socket, and lets its runs end when it is stopped; imports `serving` and siblings."""
+"""Runs the gateway on a socket, and lets its runs end when it is stopped."""
 
 import socket
 from collections.abc import Awaitable, Callable
 from typing import override
 
-from fumehood.gateway.exchange import VERSION, encode
-from fumehood.protocol.errors import InvalidRequest, Unavailable, to_body
-from fumehood.serving.exchange import Application
-from fumehood.serving.stalled import nobody
-from fumehood.serving.web import WebServer, render_refusal
-from fumehood.serving.websocket import socket_protocol
+from fumehood.gateway.request_context import VERSION_HEADER, encode_json
+from fumehood.http_server.asgi_request import Application
+from fumehood.http_server.slow_clients import do_nothing
+from fumehood.http_server.web_server import WebServer, render_error_response
+from fumehood.http_server.websocket_protocol import make_websocket_protocol
+from fumehood.protocol.openai.api_errors import InvalidRequest, ServiceUnavailable, to_error_body
 
 
-class Server(WebServer):
+class GatewayServer(WebServer):
     """One run of the gateway.
 
     app: a `Gateway`, or one with something around it.
@@ -24,20 +24,20 @@ class Server(WebServer):
         self,
         app: Application,
         sock: socket.socket,
-        runs_end: Callable[[], Awaitable[None]],
+        drain_runs: Callable[[], Awaitable[None]],
         *,
-        on_stalled: Callable[[], None] = nobody,
+        on_stalled: Callable[[], None] = do_nothing,
     ) -> None:
-        sockets = socket_protocol(_refusal, on_stalled)
-        super().__init__(app, sock, _refusal, sockets=sockets, on_stalled=on_stalled)
-        self._runs_end = runs_end
+        sockets = make_websocket_protocol(_render_error, on_stalled)
+        super().__init__(app, sock, _render_error, websocket_protocol=sockets, on_stalled=on_stalled)
+        self._drain_runs = drain_runs
 
     @override
     async def drain(self) -> None:
-        self.accept_no_more()
-        await self._runs_end()
+        self.stop_accepting()
+        await self._drain_runs()
 
 
-def _refusal(status: int, reason: str) -> bytes:
-    error = Unavailable(reason) if status == 503 else InvalidRequest(reason)
-    return render_refusal([VERSION], encode(to_body(error)))
+def _render_error(status: int, reason: str) -> bytes:
+    error = ServiceUnavailable(reason) if status == 503 else InvalidRequest(reason)
+    return render_error_response([VERSION_HEADER], encode_json(to_error_body(error)))

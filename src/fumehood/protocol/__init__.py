@@ -1,1 +1,1 @@
-"""The wire: data only, no I/O; imports msgspec and the standard library."""
+"""The wire: data only, no I/O."""

@@ -1,4 +1,4 @@
-"""Files and pictures that come with a conversation, and what they are; imports msgspec, siblings, standard library."""
+"""Files and pictures that come with a conversation, and what they are."""
 
 import base64
 import binascii
@@ -10,19 +10,23 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 from msgspec import Raw
 
-from fumehood.protocol.names import clean_name
+from fumehood.protocol.safe_names import sanitize_name
 
-LONGEST_TEXT = 100_000
+MAX_TEXT_CHARACTERS = 100_000
 """Characters of a file that a model is shown."""
 
-BYTES_OF_LONGEST_TEXT = 4 * LONGEST_TEXT
+MAX_TEXT_BYTES = 4 * MAX_TEXT_CHARACTERS
 
-_TYPES = frozenset({"input_file", "input_image"})
-_MARKS = (b"input_file", b"input_image")
-_HOLDERS = {"message": "content", "function_call_output": "output", "custom_tool_call_output": "output"}
-_LONGEST_NAME = 200  # bytes, of the 255 that a file system takes
-_LONGEST_SUFFIX = 32
-_TEXTUAL = frozenset(
+_FILE_PART_TYPES = frozenset({"input_file", "input_image"})
+_FILE_PART_MARKERS = (b"input_file", b"input_image")
+_CONTENT_FIELDS = {
+    "message": "content",
+    "function_call_output": "output",
+    "custom_tool_call_output": "output",
+}
+_MAX_NAME_BYTES = 200  # bytes, of the 255 that a file system takes
+_MAX_SUFFIX_BYTES = 32
+_TEXT_MEDIA_TYPES = frozenset(
     {
         "application/json",
         "application/xml",
@@ -35,9 +39,9 @@ _TEXTUAL = frozenset(
         "image/svg+xml",
     }
 )
-_UNKNOWN = "application/octet-stream"
-_types = mimetypes.MimeTypes()  # the same on every machine
-_SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/gif": ".gif", "image/webp": ".webp"}
+_OCTET_STREAM = "application/octet-stream"
+_media_types = mimetypes.MimeTypes()  # the same on every machine
+_IMAGE_SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/gif": ".gif", "image/webp": ".webp"}
 
 type AttachmentKind = Literal["picture", "text", "binary"]
 
@@ -69,7 +73,7 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     gone: bool = False
 
     @property
-    def hidden(self) -> bool:
+    def is_hidden(self) -> bool:
         """Whether a model is told of it, and cannot look at it."""
         return self.kind == "binary" and bool(self.name) and not (self.given or self.gone)
 
@@ -81,14 +85,14 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 # --- parts of a content -------------------------------------------------------------------------------
 
 
-class ImageAddress(msgspec.Struct):
+class InputImageUrl(msgspec.Struct):
     """As chat completions wrap it, and some clients with them."""
 
     url: str
     detail: str | None = None
 
 
-class FilePart(msgspec.Struct):
+class InputFilePart(msgspec.Struct):
     """An `input_file` or `input_image` as a client wrote it."""
 
     type: str = ""
@@ -96,60 +100,62 @@ class FilePart(msgspec.Struct):
     file_url: str | None = None
     file_data: str | None = None
     filename: str | None = None
-    image_url: str | ImageAddress | None = None
+    image_url: str | InputImageUrl | None = None
 
     @property
-    def address(self) -> str | None:
+    def picture_url(self) -> str | None:
         """Where a picture is: a data: URL holds it, another one leads to it."""
-        return self.image_url.url if isinstance(self.image_url, ImageAddress) else self.image_url
+        return self.image_url.url if isinstance(self.image_url, InputImageUrl) else self.image_url
 
     @property
-    def inline(self) -> str | None:
+    def inline_data(self) -> str | None:
         """The content, if the part holds it: a data: URL, or base64."""
         if self.type == "input_file":
             return self.file_data
-        return self.address if (self.address or "").startswith("data:") else None
+        return self.picture_url if (self.picture_url or "").startswith("data:") else None
 
 
-class Placed(NamedTuple):
+class LocatedFilePart(NamedTuple):
     """A part and where it stands in its item: `content[1]`."""
 
     where: str
-    part: FilePart
+    part: InputFilePart
 
 
 _lists = msgspec.json.Decoder(list[Raw])
 _objects = msgspec.json.Decoder(dict[str, Raw])
-_parts = msgspec.json.Decoder(FilePart)
+_parts = msgspec.json.Decoder(InputFilePart)
 
 
-def may_hold_files(kind: str, raw: bytes) -> bool:
+def may_contain_files(kind: str, raw: bytes) -> bool:
     """Whether it is worth looking; takes no decoding."""
-    return kind in _HOLDERS and any(mark in raw for mark in _MARKS)
+    return kind in _CONTENT_FIELDS and any(mark in raw for mark in _FILE_PART_MARKERS)
 
 
-def is_file(kind: str) -> bool:
+def is_file_part(kind: str) -> bool:
     """Whether parts of this type are files or pictures."""
-    return kind in _TYPES
+    return kind in _FILE_PART_TYPES
 
 
-def file_parts(kind: str, raw: bytes) -> list[Placed]:
+def find_file_parts(kind: str, raw: bytes) -> list[LocatedFilePart]:
     """All that an item holds, in order; what cannot be read is none."""
     try:
-        field = _HOLDERS[kind]
+        field = _CONTENT_FIELDS[kind]
         found = [
-            (place, _read(part)) for place, part in enumerate(_lists.decode(_objects.decode(raw)[field]))
+            (place, _read_part(part)) for place, part in enumerate(_lists.decode(_objects.decode(raw)[field]))
         ]
     except (KeyError, msgspec.DecodeError, UnicodeError, RecursionError):
         return []
-    return [Placed(f"{field}[{place}]", part) for place, part in found if part.type in _TYPES]
+    return [
+        LocatedFilePart(f"{field}[{place}]", part) for place, part in found if part.type in _FILE_PART_TYPES
+    ]
 
 
-def _read(raw: Raw) -> FilePart:
+def _read_part(raw: Raw) -> InputFilePart:
     try:
         return _parts.decode(raw)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return FilePart()
+        return InputFilePart()
 
 
 # --- contents -----------------------------------------------------------------------------------------
@@ -166,28 +172,28 @@ def decode_inline(data: str) -> tuple[str, bytes]:
             content = base64.b64decode(payload, validate=True)
     except (binascii.Error, ValueError):
         raise ValueError("is not base64") from None
-    return clean_name(media_type.strip().lower(), 100), content
+    return sanitize_name(media_type.strip().lower(), 100), content
 
 
-def data_url(media_type: str, content: bytes) -> str:
-    return f"data:{media_type or _UNKNOWN};base64,{base64.b64encode(content).decode()}"
+def encode_data_url(media_type: str, content: bytes) -> str:
+    return f"data:{media_type or _OCTET_STREAM};base64,{base64.b64encode(content).decode()}"
 
 
-def media_type_of(filename: str, told: str = "") -> str:
+def guess_media_type(filename: str, declared: str = "") -> str:
     """What it is called: by whoever gave it, or else by its name."""
-    if told and told != _UNKNOWN:
-        return told
-    return _types.guess_type(filename, strict=False)[0] or ""
+    if declared and declared != _OCTET_STREAM:
+        return declared
+    return _media_types.guess_type(filename, strict=False)[0] or ""
 
 
-def is_text_by_name(media_type: str) -> bool:
-    return media_type.startswith("text/") or media_type in _TEXTUAL
+def is_text_media_type(media_type: str) -> bool:
+    return media_type.startswith("text/") or media_type in _TEXT_MEDIA_TYPES
 
 
-def as_text(media_type: str, content: bytes, *, whole: bool = True) -> str | None:
+def decode_text(media_type: str, content: bytes, *, whole: bool = True) -> str | None:
     """The content as text; None if it is none. A part of a file may end within a character."""
-    named_so = is_text_by_name(media_type)
-    if not named_so and (media_type not in ("", _UNKNOWN) or content.startswith(b"%PDF")):
+    named_so = is_text_media_type(media_type)
+    if not named_so and (media_type not in ("", _OCTET_STREAM) or content.startswith(b"%PDF")):
         return None
     try:
         text = content.decode("utf-8-sig")
@@ -198,20 +204,22 @@ def as_text(media_type: str, content: bytes, *, whole: bool = True) -> str | Non
     return None if "\0" in text else text
 
 
-def shown_text(name: str, text: str, left_out: int = 0) -> str:
+def render_file_text(name: str, text: str, left_out: int = 0) -> str:
     """What a model reads of a file; of a long one the beginning.
 
     left_out: bytes after this text that nobody has read.
     """
-    shown = text[:LONGEST_TEXT]
+    shown = text[:MAX_TEXT_CHARACTERS]
     left_out += len(text) - len(shown)
     rest = (
-        f"\n[About {left_out:,} more characters are left out here. {found_by_code(name)}]" if left_out else ""
+        f"\n[About {left_out:,} more characters are left out here. {code_interpreter_hint(name)}]"
+        if left_out
+        else ""
     )
     return f"The file {name}:\n{shown}{rest}"
 
 
-def note(attachment: Attachment) -> str:
+def describe_unshown_file(attachment: Attachment) -> str:
     """What stands for a file that a model cannot be shown."""
     what = "picture" if attachment.kind == "picture" else "file"
     if attachment.gone:
@@ -219,27 +227,27 @@ def note(attachment: Attachment) -> str:
     kind = attachment.media_type or "of unknown type"
     return (
         f"The {what} {attachment.name} ({kind}, {attachment.bytes:,} bytes) cannot be shown here. "
-        f"{found_by_code(attachment.name)}"
+        f"{code_interpreter_hint(attachment.name)}"
     )
 
 
-def found_by_code(name: str) -> str:
+def code_interpreter_hint(name: str) -> str:
     return f"If there is a code interpreter, it finds it as /mnt/data/{name}."
 
 
 # --- names --------------------------------------------------------------------------------------------
 
 
-def file_name(wanted: str, media_type: str = "") -> str:
+def sanitize_file_name(wanted: str, media_type: str = "") -> str:
     """A name for a file that somebody else has named: one component, visible, neither hidden nor too long."""
-    name = clean_name(wanted.replace("\\", "/").rpartition("/")[2], _LONGEST_NAME)
+    name = sanitize_name(wanted.replace("\\", "/").rpartition("/")[2], _MAX_NAME_BYTES)
     name = name.replace("\N{REPLACEMENT CHARACTER}", "_").strip(" ").lstrip(".").rstrip(" .~")
-    path = PurePosixPath(name or f"file{_SUFFIXES.get(media_type, '')}")
-    suffix = path.suffix if len(path.suffix.encode()) <= _LONGEST_SUFFIX else ""
-    stem = path.name.removesuffix(suffix).encode()[: _LONGEST_NAME - len(suffix.encode())]
+    path = PurePosixPath(name or f"file{_IMAGE_SUFFIXES.get(media_type, '')}")
+    suffix = path.suffix if len(path.suffix.encode()) <= _MAX_SUFFIX_BYTES else ""
+    stem = path.name.removesuffix(suffix).encode()[: _MAX_NAME_BYTES - len(suffix.encode())]
     return stem.decode(errors="ignore") + suffix
 
 
-def picture_name(media_type: str) -> str:
+def default_picture_name(media_type: str) -> str:
     """A name for a picture that has none."""
-    return f"image{_SUFFIXES.get(media_type, '')}"
+    return f"image{_IMAGE_SUFFIXES.get(media_type, '')}"

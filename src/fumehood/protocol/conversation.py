@@ -1,4 +1,4 @@
-"""A conversation as it is kept and as a model is shown it; imports msgspec and siblings."""
+"""A conversation as it is kept and as a model is shown it."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal, overload
@@ -8,8 +8,8 @@ import msgspec
 from fumehood.protocol.attachments import Attachment
 
 _ENTRY_OVERHEAD = 512
-_WORTH_A_COPY = 1 << 20  # bytes, at most
-COMPACTION = "compaction"
+_MAX_COMBINED_BYTES = 1 << 20  # bytes, at most
+COMPACTION_TYPE = "compaction"
 """The type of an item that stands for everything before it."""
 
 
@@ -28,7 +28,7 @@ class ToolExchange(msgspec.Struct, frozen=True, kw_only=True):
     images: tuple[str, ...] = ()
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
+class ConversationEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One item of a conversation.
 
     turn: 0 for what came in with the request, then the number of the model's turn within its response; what one
@@ -53,12 +53,12 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.raw) + shown + sum([one.size for one in self.attachments])
 
     @property
-    def weight(self) -> int:
+    def memory_bytes(self) -> int:
         """About how many bytes it takes in memory, with a rendering of it; a guess, for those who bound them."""
         return _ENTRY_OVERHEAD + 2 * self.size
 
 
-class Segment:
+class ConversationSegment:
     """What one response added to a conversation: its input, then its output. Never changed once it is made.
 
     renderings: the same in a model server's own words, kept by whoever speaks that dialect, under its name.
@@ -68,11 +68,11 @@ class Segment:
 
     __slots__ = ("compacted", "entries", "renderings", "size")
 
-    def __init__(self, entries: tuple[Entry, ...]) -> None:
+    def __init__(self, entries: tuple[ConversationEntry, ...]) -> None:
         compacted, size = -1, 0
         for place, entry in enumerate(entries):
             size += entry.size
-            if entry.type == COMPACTION:
+            if entry.type == COMPACTION_TYPE:
                 compacted = place
         self.entries: Final = entries
         self.renderings: Final = dict[str, bytes]()
@@ -80,15 +80,15 @@ class Segment:
         self.size: Final = size
 
     @property
-    def segments(self) -> "tuple[Segment]":
+    def segments(self) -> "tuple[ConversationSegment]":
         return (self,)
 
     @property
-    def weight(self) -> int:
+    def memory_bytes(self) -> int:
         return _ENTRY_OVERHEAD * len(self.entries) + 2 * self.size
 
 
-class Stretch:
+class SegmentRun:
     """Segments that follow each other, as one thing to look at. Never changed once it is made.
 
     renderings: as those of a segment, each with what it leaves to the next piece.
@@ -99,64 +99,66 @@ class Stretch:
 
     __slots__ = ("compacted", "in_one", "renderings", "segments", "size")
 
-    def __init__(self, segments: tuple[Segment, ...]) -> None:
+    def __init__(self, segments: tuple[ConversationSegment, ...]) -> None:
         places = [place for place, segment in enumerate(segments) if segment.compacted >= 0]
         self.segments: Final = segments
         self.renderings: Final = dict[str, tuple[bytes, bytes]]()
         self.compacted: Final = places[-1] if places else -1
         self.size: Final = sum([segment.size for segment in segments])
-        self.in_one: Final = self.size <= _WORTH_A_COPY
+        self.in_one: Final = self.size <= _MAX_COMBINED_BYTES
 
 
-type Piece = Segment | Stretch
+type ConversationPiece = ConversationSegment | SegmentRun
 
 
-class Conversation(Sequence[Segment]):
+class Conversation(Sequence[ConversationSegment]):
     """Segments in pieces. The turns of a long conversation are all over the memory, and to touch them takes longer than
     what is done with them; so whoever can takes a stretch as a whole.
     """
 
     __slots__ = ("pieces",)
 
-    def __init__(self, pieces: tuple[Piece, ...]) -> None:
+    def __init__(self, pieces: tuple[ConversationPiece, ...]) -> None:
         self.pieces = pieces
 
     def __len__(self) -> int:
         return sum([len(piece.segments) for piece in self.pieces])
 
-    def __iter__(self) -> Iterator[Segment]:
+    def __iter__(self) -> Iterator[ConversationSegment]:
         for piece in self.pieces:
             yield from piece.segments
 
-    def __reversed__(self) -> Iterator[Segment]:
+    def __reversed__(self) -> Iterator[ConversationSegment]:
         for piece in reversed(self.pieces):
             yield from reversed(piece.segments)
 
     @overload
-    def __getitem__(self, index: int) -> Segment: ...
+    def __getitem__(self, index: int) -> ConversationSegment: ...
     @overload
-    def __getitem__(self, index: slice) -> tuple[Segment, ...]: ...
-    def __getitem__(self, index: int | slice) -> Segment | tuple[Segment, ...]:
+    def __getitem__(self, index: slice) -> tuple[ConversationSegment, ...]: ...
+    def __getitem__(self, index: int | slice) -> ConversationSegment | tuple[ConversationSegment, ...]:
         if index == -1 and self.pieces:
             return self.pieces[-1].segments[-1]
         return tuple(self)[index]
 
 
-def pieces_of(segments: Sequence[Segment]) -> Sequence[Piece]:
+def conversation_pieces(segments: Sequence[ConversationSegment]) -> Sequence[ConversationPiece]:
     return segments.pieces if isinstance(segments, Conversation) else segments
 
 
-def followed(segments: Sequence[Segment], more: Sequence[Segment]) -> Sequence[Segment]:
+def append_segments(
+    segments: Sequence[ConversationSegment], more: Sequence[ConversationSegment]
+) -> Sequence[ConversationSegment]:
     """The segments and then more."""
-    return Conversation((*pieces_of(segments), *more)) if more else segments
+    return Conversation((*conversation_pieces(segments), *more)) if more else segments
 
 
-def size_of(segments: Sequence[Segment]) -> int:
-    return sum([piece.size for piece in pieces_of(segments)])
+def conversation_size(segments: Sequence[ConversationSegment]) -> int:
+    return sum([piece.size for piece in conversation_pieces(segments)])
 
 
-def last_compacted(segments: Sequence[Segment]) -> int:
+def last_compaction_index(segments: Sequence[ConversationSegment]) -> int:
     """The place of the last segment with a compaction, -1 if there is none."""
-    if max([piece.compacted for piece in pieces_of(segments)], default=-1) < 0:
+    if max([piece.compacted for piece in conversation_pieces(segments)], default=-1) < 0:
         return -1
     return max(place for place, segment in enumerate(segments) if segment.compacted >= 0)

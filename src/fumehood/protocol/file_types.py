@@ -1,4 +1,4 @@
-"""Types of files: which are accepted, what their content looks like, what they are called; imports siblings.
+"""Types of files: which are accepted, what their content looks like, what they are called.
 
 A type is known by the end of the name. What the content is, its first bytes tell, where anything does: then both have
 to agree. docs/files.md has the rule in words.
@@ -7,20 +7,20 @@ to agree. docs/files.md has the rule in words.
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from fumehood.protocol.errors import InvalidRequest
-from fumehood.protocol.names import clean_name
+from fumehood.protocol.openai.api_errors import InvalidRequest
+from fumehood.protocol.safe_names import sanitize_name
 
 HEAD_BYTES = 4096
 """So many of the first bytes are enough to look at."""
 
-EVERYTHING = "*"
-BINARY = "application/octet-stream"
+ANY_TYPE = "*"
+OCTET_STREAM = "application/octet-stream"
 
 _TEXT = "text/plain; charset=utf-8"
 _OFFICE = "application/vnd.openxmlformats-officedocument."
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
 # Control characters that no text has, in any of the usual encodings.
-_NOT_IN_TEXT = bytes({*range(0x20), 0x7F} - {*b"\a\b\t\n\v\f\r\x1a\x1b"})
+_NON_TEXT_BYTES = bytes({*range(0x20), 0x7F} - {*b"\a\b\t\n\v\f\r\x1a\x1b"})
 
 
 class FileType(NamedTuple):
@@ -31,18 +31,18 @@ class FileType(NamedTuple):
     """
 
     media_type: str
-    fits: Callable[[bytes], bool]
+    matches: Callable[[bytes], bool]
 
 
-def _begins(*marks: bytes) -> Callable[[bytes], bool]:
-    return lambda head: head.startswith(marks)
+def _starts_with(*prefixes: bytes) -> Callable[[bytes], bool]:
+    return lambda head: head.startswith(prefixes)
 
 
-_is_zip = _begins(b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08")
-_is_compound = _begins(b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1")
-_is_png = _begins(b"\x89PNG\r\n\x1a\n")
-_is_jpeg = _begins(b"\xff\xd8\xff")
-_is_gif = _begins(b"GIF87a", b"GIF89a")
+_is_zip = _starts_with(b"PK\x03\x04", b"PK\x05\x06", b"PK\x07\x08")
+_is_compound = _starts_with(b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1")
+_is_png = _starts_with(b"\x89PNG\r\n\x1a\n")
+_is_jpeg = _starts_with(b"\xff\xd8\xff")
+_is_gif = _starts_with(b"GIF87a", b"GIF89a")
 
 
 def _is_pdf(head: bytes) -> bool:
@@ -63,12 +63,12 @@ def _is_tar(head: bytes) -> bool:
     return told == sum(header) - sum(header[148:156]) + 8 * 0x20 or (len(header) == 512 and not any(header))
 
 
-def _is_program(head: bytes) -> bool:
+def _is_executable(head: bytes) -> bool:
     """For Linux, macOS, the web, or Windows; text may begin with the last one's letters."""
-    return head.startswith(_PROGRAMS) or (head[:2] == b"MZ" and b"\0" in head)
+    return head.startswith(_EXECUTABLE_MAGIC) or (head[:2] == b"MZ" and b"\0" in head)
 
 
-_PROGRAMS = (
+_EXECUTABLE_MAGIC = (
     b"\x7fELF",
     b"\xfe\xed\xfa",
     b"\xce\xfa\xed\xfe",
@@ -78,25 +78,25 @@ _PROGRAMS = (
 )
 _PICTURES = {"image/png": _is_png, "image/jpeg": _is_jpeg, "image/gif": _is_gif, "image/webp": _is_webp}
 _SIGNATURES = (
-    _is_program,
+    _is_executable,
     *_PICTURES.values(),
-    _begins(b"%PDF-"),
-    _begins(b"\x1f\x8b"),
+    _starts_with(b"%PDF-"),
+    _starts_with(b"\x1f\x8b"),
     _is_zip,
     _is_compound,
 )
 
 
-def picture_type(head: bytes) -> str | None:
+def detect_image_type(head: bytes) -> str | None:
     """The type of a picture that models take, by its first bytes; None for anything else."""
     return next((media_type for media_type, is_it in _PICTURES.items() if is_it(head)), None)
 
 
-def is_text(head: bytes) -> bool:
+def looks_like_text(head: bytes) -> bool:
     """Whether content that begins so is text, as far as can be told."""
     if head.startswith(_BYTE_ORDER_MARKS):
         return True
-    return len(head.translate(None, _NOT_IN_TEXT)) == len(head) and not any(
+    return len(head.translate(None, _NON_TEXT_BYTES)) == len(head) and not any(
         is_it(head) for is_it in _SIGNATURES
     )
 
@@ -106,7 +106,7 @@ def _is_office(head: bytes) -> bool:
 
 
 def _is_old_office(head: bytes) -> bool:
-    return _is_compound(head) or is_text(head)  # some programs write RTF or HTML under these names
+    return _is_compound(head) or looks_like_text(head)  # some programs write RTF or HTML under these names
 
 
 def _is_pickle(head: bytes) -> bool:
@@ -114,45 +114,45 @@ def _is_pickle(head: bytes) -> bool:
     return not any(is_it(head) for is_it in _SIGNATURES)
 
 
-def _anything(head: bytes) -> bool:
+def _matches_anything(head: bytes) -> bool:
     del head
     return True
 
 
-def _texts(media_type: str, *extensions: str) -> dict[str, FileType]:
-    return dict.fromkeys(extensions, FileType(media_type, is_text))
+def _text_types(media_type: str, *extensions: str) -> dict[str, FileType]:
+    return dict.fromkeys(extensions, FileType(media_type, looks_like_text))
 
 
-_TYPES: dict[str, FileType] = {
-    **_texts("text/x-c", "c", "h"),
-    **_texts("text/x-c++", "cpp", "hpp"),
-    **_texts(_TEXT, "bat", "cfg", "conf", "ini", "log", "r", "sql", "toml", "txt"),
-    **_texts("text/x-csharp", "cs"),
-    **_texts("text/css; charset=utf-8", "css"),
-    **_texts("text/csv; charset=utf-8", "csv"),
-    **_texts("text/x-golang", "go"),
-    **_texts("text/html; charset=utf-8", "htm", "html"),
-    **_texts("application/x-ipynb+json", "ipynb"),
-    **_texts("text/x-java", "java"),
-    **_texts("text/javascript; charset=utf-8", "js", "mjs", "jsx"),
-    **_texts("application/json", "json"),
-    **_texts("application/jsonl", "jsonl"),
-    **_texts("text/x-kotlin", "kt"),
-    **_texts("text/markdown; charset=utf-8", "markdown", "md"),
-    **_texts("text/x-php", "php"),
-    **_texts("text/x-python; charset=utf-8", "py"),
-    **_texts("text/x-ruby", "rb"),
-    **_texts("text/x-rust", "rs"),
-    **_texts("text/x-rst", "rst"),
-    **_texts("application/rtf", "rtf"),
-    **_texts("application/x-sh", "sh"),
-    **_texts("image/svg+xml", "svg"),
-    **_texts("text/x-swift", "swift"),
-    **_texts("text/x-tex", "tex"),
-    **_texts("application/typescript", "ts", "tsx"),
-    **_texts("text/tab-separated-values; charset=utf-8", "tsv"),
-    **_texts("application/xml", "xml"),
-    **_texts("application/yaml", "yaml", "yml"),
+_DEFAULT_TYPES: dict[str, FileType] = {
+    **_text_types("text/x-c", "c", "h"),
+    **_text_types("text/x-c++", "cpp", "hpp"),
+    **_text_types(_TEXT, "bat", "cfg", "conf", "ini", "log", "r", "sql", "toml", "txt"),
+    **_text_types("text/x-csharp", "cs"),
+    **_text_types("text/css; charset=utf-8", "css"),
+    **_text_types("text/csv; charset=utf-8", "csv"),
+    **_text_types("text/x-golang", "go"),
+    **_text_types("text/html; charset=utf-8", "htm", "html"),
+    **_text_types("application/x-ipynb+json", "ipynb"),
+    **_text_types("text/x-java", "java"),
+    **_text_types("text/javascript; charset=utf-8", "js", "mjs", "jsx"),
+    **_text_types("application/json", "json"),
+    **_text_types("application/jsonl", "jsonl"),
+    **_text_types("text/x-kotlin", "kt"),
+    **_text_types("text/markdown; charset=utf-8", "markdown", "md"),
+    **_text_types("text/x-php", "php"),
+    **_text_types("text/x-python; charset=utf-8", "py"),
+    **_text_types("text/x-ruby", "rb"),
+    **_text_types("text/x-rust", "rs"),
+    **_text_types("text/x-rst", "rst"),
+    **_text_types("application/rtf", "rtf"),
+    **_text_types("application/x-sh", "sh"),
+    **_text_types("image/svg+xml", "svg"),
+    **_text_types("text/x-swift", "swift"),
+    **_text_types("text/x-tex", "tex"),
+    **_text_types("application/typescript", "ts", "tsx"),
+    **_text_types("text/tab-separated-values; charset=utf-8", "tsv"),
+    **_text_types("application/xml", "xml"),
+    **_text_types("application/yaml", "yaml", "yml"),
     "doc": FileType("application/msword", _is_old_office),
     "docx": FileType(f"{_OFFICE}wordprocessingml.document", _is_office),
     "gif": FileType("image/gif", _is_gif),
@@ -160,7 +160,7 @@ _TYPES: dict[str, FileType] = {
     "jpg": FileType("image/jpeg", _is_jpeg),
     "odt": FileType("application/vnd.oasis.opendocument.text", _is_zip),
     "pdf": FileType("application/pdf", _is_pdf),
-    "pkl": FileType(BINARY, _is_pickle),
+    "pkl": FileType(OCTET_STREAM, _is_pickle),
     "png": FileType("image/png", _is_png),
     "ppt": FileType("application/vnd.ms-powerpoint", _is_old_office),
     "pptx": FileType(f"{_OFFICE}presentationml.presentation", _is_office),
@@ -171,69 +171,71 @@ _TYPES: dict[str, FileType] = {
     "zip": FileType("application/zip", _is_zip),
 }
 # What code may write, or an operator may allow, besides.
-_OTHERS: dict[str, FileType] = {
-    "bz2": FileType("application/x-bzip2", _begins(b"BZh")),
-    "gz": FileType("application/gzip", _begins(b"\x1f\x8b")),
-    "mp3": FileType("audio/mpeg", _anything),
-    "mp4": FileType("video/mp4", _anything),
-    "npy": FileType(BINARY, _begins(b"\x93NUMPY")),
-    "npz": FileType(BINARY, _is_zip),
-    "parquet": FileType("application/vnd.apache.parquet", _begins(b"PAR1")),
-    "sqlite": FileType("application/vnd.sqlite3", _begins(b"SQLite format 3\0")),
-    "tgz": FileType("application/gzip", _begins(b"\x1f\x8b")),
-    "wav": FileType("audio/wav", _begins(b"RIFF")),
+_EXTRA_TYPES: dict[str, FileType] = {
+    "bz2": FileType("application/x-bzip2", _starts_with(b"BZh")),
+    "gz": FileType("application/gzip", _starts_with(b"\x1f\x8b")),
+    "mp3": FileType("audio/mpeg", _matches_anything),
+    "mp4": FileType("video/mp4", _matches_anything),
+    "npy": FileType(OCTET_STREAM, _starts_with(b"\x93NUMPY")),
+    "npz": FileType(OCTET_STREAM, _is_zip),
+    "parquet": FileType("application/vnd.apache.parquet", _starts_with(b"PAR1")),
+    "sqlite": FileType("application/vnd.sqlite3", _starts_with(b"SQLite format 3\0")),
+    "tgz": FileType("application/gzip", _starts_with(b"\x1f\x8b")),
+    "wav": FileType("audio/wav", _starts_with(b"RIFF")),
 }
-_KNOWN = _TYPES | _OTHERS
+_ALL_TYPES = _DEFAULT_TYPES | _EXTRA_TYPES
 
-ACCEPTED = frozenset(_TYPES)
+DEFAULT_ACCEPTED = frozenset(_DEFAULT_TYPES)
 """The types that are accepted where nothing else is said."""
 
 
-def extension(name: str) -> str:
+def file_extension(name: str) -> str:
     """The end of a name after its last point, in small letters; empty where there is none."""
     stem, point, end = name.rpartition("/")[2].rpartition(".")
     return end.lower() if point and stem else ""
 
 
-def media_type(name: str) -> str:
+def media_type_for_name(name: str) -> str:
     """The same on every host; what is not known is bytes."""
-    known = _KNOWN.get(extension(name))
-    return BINARY if known is None else known.media_type
+    known = _ALL_TYPES.get(file_extension(name))
+    return OCTET_STREAM if known is None else known.media_type
 
 
-class AcceptedTypes:
+class AcceptedFileTypes:
     """Which files may be uploaded.
 
     more: extensions besides the usual ones; `*` stands for every content under every name.
     """
 
-    def __init__(self, more: Iterable[str] = ()) -> None:
-        added = {each.lower().removeprefix(".") for each in more}
-        self._everything = EVERYTHING in added
-        self._accepted = ACCEPTED | added
+    def __init__(self, extra_extensions: Iterable[str] = ()) -> None:
+        added = {each.lower().removeprefix(".") for each in extra_extensions}
+        self._accepts_everything = ANY_TYPE in added
+        self._accepted = DEFAULT_ACCEPTED | added
 
     def check(self, name: str, head: bytes, *, param: str = "file") -> None:
         """Look at a name and at the first `HEAD_BYTES` of the content, or all of it; raises InvalidRequest."""
-        if self._everything:
+        if self._accepts_everything:
             return
-        end = extension(name)
+        end = file_extension(name)
         if not end:
-            fits = is_text(head) or any(_KNOWN[each].fits(head) for each in self._told_by_content())
+            fits = looks_like_text(head) or any(
+                _ALL_TYPES[each].matches(head) for each in self._detectable_extensions()
+            )
         elif end not in self._accepted:
-            raise _unsupported(
-                f"Files of type '.{clean_name(end, 40)}' are not accepted. Supported are: "
+            raise _unsupported_file_error(
+                f"Files of type '.{sanitize_name(end, 40)}' are not accepted. Supported are: "
                 f"{', '.join(sorted(self._accepted))}.",
                 param,
             )
         else:
-            fits = end not in _KNOWN or _KNOWN[end].fits(head)
+            fits = end not in _ALL_TYPES or _ALL_TYPES[end].matches(head)
         if not fits:
             what = f"no {end} file" if end else "of no type that is accepted"
-            raise _unsupported(f"What '{clean_name(name, 80)}' holds is {what}.", param)
+            raise _unsupported_file_error(f"What '{sanitize_name(name, 80)}' holds is {what}.", param)
 
-    def _told_by_content(self) -> Iterable[str]:
-        return (each for each in self._accepted if each in _KNOWN and each not in ("pkl", "mp3", "mp4"))
+    def _detectable_extensions(self) -> Iterable[str]:
+        return (each for each in self._accepted if each in _ALL_TYPES and each not in ("pkl", "mp3", "mp4"))
 
 
-def _unsupported(message: str, param: str) -> InvalidRequest:
+def _unsupported_file_error(message: str, param: str) -> InvalidRequest:
     return InvalidRequest(message, param=param, code="unsupported_file")

@@ -1,4 +1,4 @@
-"""Strings out of a JSON object that is still being written, piece by piece; imports the standard library.
+"""Strings out of a JSON object that is still being written, piece by piece.
 
 A model writes the arguments of a call in fragments. Parsing them again with every fragment would cost the square of
 their length, so each character is looked at once, in runs, and nothing grows but two lists that are joined at the end.
@@ -17,29 +17,29 @@ _NESTING = re.compile(r'["\[\]{}]')
 # As far as whole escapes reach; what stops it is a quotation mark, an escape that is cut off, or one that is none.
 _STRING = re.compile(r'[^"\\]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\]*+)*+')
 # What may become more with the next fragment: half of a pair, the beginning of an escape, or both.
-_CUT_OFF = re.compile(r"(?:\\u[dD][89abAB][0-9a-fA-F]{2})?(?:\\(?:u[0-9a-fA-F]{0,3})?)?")
-_ESCAPE = 6  # characters of \uXXXX
-_BETWEEN = "\0"
+_INCOMPLETE_ESCAPE = re.compile(r"(?:\\u[dD][89abAB][0-9a-fA-F]{2})?(?:\\(?:u[0-9a-fA-F]{0,3})?)?")
+_ESCAPE_LENGTH = 6  # characters of \uXXXX
+_SEPARATOR = "\0"
 
 # In C: the text from a position to the next quotation mark that ends it, and where that was; raises ValueError.
 _read_string: Callable[[str, int, bool], tuple[str, int]] = vars(decoder)["scanstring"]
 
 
-class _Scanner(ABC):
+class _JsonFieldScanner(ABC):
     """Finds what is under one name of the object, while its text comes in.
 
     It is lenient: what it gives for text that is not JSON is what could be made of it, and whoever uses it checks the
     whole (`text`) at the end. If the name comes twice, the first one counts: what was shown is what is meant.
     """
 
-    _opens: str  # how a value begins that is looked for
+    _value_opener: str  # how a value begins that is looked for
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._fragments: list[str] = []
         self._pieces: list[str] = []
         self._key: list[str] = []
-        self._held = ""  # an escape whose rest has not come
+        self._pending_escape = ""  # an escape whose rest has not come
         self._depth = 0
         self._inside = False
         self._found = False
@@ -52,19 +52,19 @@ class _Scanner(ABC):
         return "".join(self._fragments)
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether the value has come to its end."""
         return self._complete
 
-    def _take(self, fragment: str) -> None:
+    def _consume(self, fragment: str) -> None:
         self._fragments.append(fragment)
-        if self._inside and not self._held:
-            pieces = _whole_pieces((fragment,))
+        if self._inside and not self._pending_escape:
+            pieces = _decode_simple_fragments((fragment,))
             if pieces is not None:
                 self._pieces += pieces
                 return
-        text = self._held + fragment
-        self._held = ""
+        text = self._pending_escape + fragment
+        self._pending_escape = ""
         position = 0
         while position < len(text):
             position = self._step(text, position)
@@ -98,7 +98,7 @@ class _Scanner(ABC):
         if text[end : end + 1] == '"':
             self._step = self._before_value
             return end + 1
-        return self._hold(text, end)
+        return self._hold_escape(text, end)
 
     def _before_value(self, text: str, position: int) -> int:
         found = _NOT_SPACE.search(text, position)
@@ -107,7 +107,7 @@ class _Scanner(ABC):
         match found.group():
             case ":":
                 return found.end()
-            case mark if mark == self._opens and _unescaped("".join(self._key)) == self._name:
+            case mark if mark == self._value_opener and _unescape("".join(self._key)) == self._name:
                 self._found = True
                 self._begin_value()
             case '"':
@@ -123,24 +123,24 @@ class _Scanner(ABC):
     def _in_field(self, text: str, position: int) -> int:
         end = self._string_end(text, position)
         over = text[end : end + 1] == '"'
-        piece = _unescaped(text[position:end])
+        piece = _unescape(text[position:end])
         if not over and "\ud800" <= piece[-1:] <= "\udbff":
-            end -= _ESCAPE  # half of a pair: the other half may follow
+            end -= _ESCAPE_LENGTH  # half of a pair: the other half may follow
             piece = piece[:-1]
         if piece:
-            self._pieces.append(_without_halves(piece))
+            self._pieces.append(_replace_lone_surrogates(piece))
         if over:
             self._inside = False
             self._end_string()
             return end + 1
-        return self._hold(text, end)
+        return self._hold_escape(text, end)
 
     def _in_string(self, text: str, position: int) -> int:
         end = self._string_end(text, position)
         if text[end : end + 1] == '"':
             self._step = self._nested if self._depth else self._before_key
             return end + 1
-        return self._hold(text, end)
+        return self._hold_escape(text, end)
 
     def _nested(self, text: str, position: int) -> int:
         found = _NESTING.search(text, position)
@@ -171,17 +171,17 @@ class _Scanner(ABC):
         found = _STRING.match(text, position)
         return position if found is None else found.end()
 
-    def _hold(self, text: str, position: int) -> int:
+    def _hold_escape(self, text: str, position: int) -> int:
         """Keep an escape that is cut off for the next fragment; one that is none makes an end of it."""
-        if _CUT_OFF.fullmatch(text, position):
-            self._held = text[position:]
+        if _INCOMPLETE_ESCAPE.fullmatch(text, position):
+            self._pending_escape = text[position:]
         else:
             self._inside = False
             self._step = self._ignore
         return len(text)
 
 
-class StringField(_Scanner):
+class StringFieldScanner(_JsonFieldScanner):
     """The string under one name."""
 
     _opens = '"'
@@ -193,15 +193,15 @@ class StringField(_Scanner):
 
     def feed(self, fragments: Sequence[str]) -> Sequence[str]:
         """Take the next fragments; what they add to the string, a piece for each that adds something."""
-        if self._inside and not self._held:
-            pieces = _whole_pieces(fragments)
+        if self._inside and not self._pending_escape:
+            pieces = _decode_simple_fragments(fragments)
             if pieces is not None:
                 self._fragments += fragments
                 self._pieces += pieces
                 return pieces
         known = len(self._pieces)
         for fragment in fragments:
-            self._take(fragment)
+            self._consume(fragment)
         return self._pieces[known:]
 
     def _begin_value(self) -> None:
@@ -213,15 +213,15 @@ class StringField(_Scanner):
         self._step = self._ignore
 
 
-class StringPiece(NamedTuple):
+class StringArrayPiece(NamedTuple):
     """What a fragment adds to one string of an array, and whether that string is over."""
 
-    number: int
+    position: int
     text: str
-    over: bool
+    is_complete: bool
 
 
-class StringsField(_Scanner):
+class StringArrayScanner(_JsonFieldScanner):
     """The strings of the array under one name; an element that is none makes an end of it."""
 
     _opens = "["
@@ -229,26 +229,26 @@ class StringsField(_Scanner):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._strings: list[str] = []
-        self._open = False
-        self._told = 0  # pieces of the string that is open
-        self._fresh: list[StringPiece] = []
+        self._string_open = False
+        self._emitted = 0  # pieces of the string that is open
+        self._new_pieces: list[StringArrayPiece] = []
 
     @property
     def values(self) -> list[str]:
         """The strings so far, the last one as far as it has come."""
-        return [*self._strings, "".join(self._pieces)] if self._open else [*self._strings]
+        return [*self._strings, "".join(self._pieces)] if self._string_open else [*self._strings]
 
-    def is_over(self, number: int) -> bool:
+    def is_string_complete(self, number: int) -> bool:
         """Whether that string has come to its end."""
         return number < len(self._strings)
 
-    def feed(self, fragment: str) -> list[StringPiece]:
+    def feed(self, fragment: str) -> list[StringArrayPiece]:
         """Take the next fragment; what it adds to which strings, in their order."""
-        fresh = self._fresh = []
-        self._take(fragment)
-        if len(self._pieces) > self._told:
-            fresh.append(StringPiece(len(self._strings), "".join(self._pieces[self._told :]), False))
-            self._told = len(self._pieces)
+        fresh = self._new_pieces = []
+        self._consume(fragment)
+        if len(self._pieces) > self._emitted:
+            fresh.append(StringArrayPiece(len(self._strings), "".join(self._pieces[self._emitted :]), False))
+            self._emitted = len(self._pieces)
         return fresh
 
     def _begin_value(self) -> None:
@@ -262,7 +262,7 @@ class StringsField(_Scanner):
             case ",":
                 pass
             case '"':
-                self._open = self._inside = True
+                self._string_open = self._inside = True
                 self._step = self._in_field
             case mark:
                 self._complete = mark == "]"
@@ -271,18 +271,18 @@ class StringsField(_Scanner):
 
     def _end_string(self) -> None:
         pieces, self._pieces = self._pieces, []
-        self._fresh.append(StringPiece(len(self._strings), "".join(pieces[self._told :]), True))
+        self._new_pieces.append(StringArrayPiece(len(self._strings), "".join(pieces[self._emitted :]), True))
         self._strings.append("".join(pieces))
-        self._open, self._told = False, 0
+        self._string_open, self._emitted = False, 0
         self._step = self._before_element
 
 
-def _whole_pieces(fragments: Sequence[str]) -> Sequence[str] | None:
+def _decode_simple_fragments(fragments: Sequence[str]) -> Sequence[str] | None:
     """What nearly all fragments are: text without escapes or with simple ones. None for what needs a closer look.
 
     All are read at once, with something between them that no simple escape can mean.
     """
-    text = _BETWEEN.join(fragments)
+    text = _SEPARATOR.join(fragments)
     if '"' not in text and "\\" not in text:
         return [fragment for fragment in fragments if fragment]
     if "\\u" in text:
@@ -291,17 +291,17 @@ def _whole_pieces(fragments: Sequence[str]) -> Sequence[str] | None:
         read, end = _read_string(text + '"', 0, False)
     except ValueError:  # an escape that is cut off, or none
         return None
-    pieces = read.split(_BETWEEN)
+    pieces = read.split(_SEPARATOR)
     if end <= len(text) or len(pieces) != len(fragments):
         return None
     return [piece for piece in pieces if piece]
 
 
-def _unescaped(text: str) -> str:
+def _unescape(text: str) -> str:
     """Of whole escapes only; halves of pairs stay as they are."""
     return _read_string(text + '"', 0, False)[0] if "\\" in text else text
 
 
-def _without_halves(text: str) -> str:
+def _replace_lone_surrogates(text: str) -> str:
     """Nothing that UTF-8 cannot say may leave here."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,60 +1,60 @@
-"""What the SQLite store reads and writes of containers, in a transaction of its caller; imports msgspec, siblings."""
+"""What the SQLite store reads and writes of containers, in a transaction of its caller."""
 
 import sqlite3
 from collections.abc import Collection, Sequence
 
 import msgspec
 
-from fumehood.protocol.containers import ContainerFileRecord, ContainerRecord
-from fumehood.protocol.listing import Window
-from fumehood.store import windows
-from fumehood.store.integrity import decode, decode_readable
+from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord
+from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.store import pagination
+from fumehood.store.row_integrity import decode, decode_readable
 
-_containers = msgspec.json.Decoder(ContainerRecord)
-_files = msgspec.json.Decoder(ContainerFileRecord)
+_container_decoder = msgspec.json.Decoder(ContainerRecord)
+_file_decoder = msgspec.json.Decoder(ContainerFileRecord)
 _encode = msgspec.json.Encoder().encode
 
-_MOST_ENDED = 100
+_MAX_ENDED = 100
 
 
 # --- containers ---------------------------------------------------------------------------------------
 
 
-def put(db: sqlite3.Connection, record: ContainerRecord, beside: Collection[str] | None) -> bool:
-    if beside is not None:
+def put(db: sqlite3.Connection, record: ContainerRecord, known_running: Collection[str] | None) -> bool:
+    if known_running is not None:
         # By the index of those that run (hence the plus), which are few; a tenant may have had thousands.
         running = db.execute("SELECT id FROM containers WHERE running AND +tenant = ?", (record.tenant,))
-        if not {record.id, *beside}.issuperset(name for (name,) in running):
+        if not {record.id, *known_running}.issuperset(name for (name,) in running):
             return False
     db.execute(
         "INSERT OR REPLACE INTO containers"
         " (id, tenant, created_at, running, listed, name, ended_at, retained, record)"
         " VALUES (:id, :tenant, :created_at, :running, :listed, :name, :ended_at, :retained, :record)",
-        _row(record),
+        _make_row(record),
     )
     return True
 
 
-def change(
+def update(
     db: sqlite3.Connection,
     record: ContainerRecord,
     deleted_files: Sequence[str],
-    seen: ContainerRecord | None = None,
+    expected: ContainerRecord | None = None,
 ) -> bool:
-    if seen is not None and one(db, record.id) != seen:
+    if expected is not None and get(db, record.id) != expected:
         return False
     changed = db.execute(
         "UPDATE containers SET running = :running, listed = :listed, name = :name, ended_at = :ended_at,"
         " retained = :retained, record = :record"
         " WHERE id = :id AND running >= :running AND listed >= :listed",
-        _row(record),
+        _make_row(record),
     )
     if changed.rowcount:
         _delete_files(db, deleted_files)
     return changed.rowcount > 0
 
 
-def _row(record: ContainerRecord) -> dict[str, object]:
+def _make_row(record: ContainerRecord) -> dict[str, object]:
     return {
         "id": record.id,
         "tenant": record.tenant,
@@ -68,44 +68,46 @@ def _row(record: ContainerRecord) -> dict[str, object]:
     }
 
 
-def one(db: sqlite3.Connection, container_id: str) -> ContainerRecord | None:
+def get(db: sqlite3.Connection, container_id: str) -> ContainerRecord | None:
     found = db.execute("SELECT record FROM containers WHERE id = ?", (container_id,)).fetchone()
-    return decode(_containers, found[0], "containers", container_id) if found else None
+    return decode(_container_decoder, found[0], "containers", container_id) if found else None
 
 
-def all_of(db: sqlite3.Connection, tenant: str | None, running: bool) -> list[ContainerRecord]:
+def find_all(db: sqlite3.Connection, tenant: str | None, running: bool) -> list[ContainerRecord]:
     those = "running AND " if running else ""
     found = db.execute(
         f"SELECT id, record FROM containers WHERE {those}tenant = coalesce(?, tenant) ORDER BY created_at, id",  # noqa: S608
         (tenant,),
     )
-    return decode_readable(_containers, found, "containers")
+    return decode_readable(_container_decoder, found, "containers")
 
 
-def some(db: sqlite3.Connection, tenant: str, window: Window, name: str | None) -> list[ContainerRecord]:
+def list_page(
+    db: sqlite3.Connection, tenant: str, query: PageQuery, name: str | None
+) -> list[ContainerRecord]:
     """Raises InvalidRequest."""
     where = "tenant = :tenant AND listed"
     if name is not None:
         where += " AND name = :name"
     values = {"tenant": tenant, "name": name}
-    found = windows.records(db, "containers", where, values, window)
-    return [decode(_containers, record, "containers", name) for name, record in found]
+    found = pagination.select_page(db, "containers", where, values, query)
+    return [decode(_container_decoder, record, "containers", name) for name, record in found]
 
 
-def ended(db: sqlite3.Connection, expired_before: float, deleted_before: float) -> list[ContainerRecord]:
+def list_ended(db: sqlite3.Connection, expired_before: float, deleted_before: float) -> list[ContainerRecord]:
     found = db.execute(
         "SELECT id, record FROM containers WHERE NOT running AND ended_at <= iif(listed, ?, ?)"
         " ORDER BY ended_at LIMIT ?",
-        (expired_before, deleted_before, _MOST_ENDED),
+        (expired_before, deleted_before, _MAX_ENDED),
     )
-    return decode_readable(_containers, found, "containers")
+    return decode_readable(_container_decoder, found, "containers")
 
 
-def retaining(db: sqlite3.Connection, tenant: str) -> list[ContainerRecord]:
+def list_retaining(db: sqlite3.Connection, tenant: str) -> list[ContainerRecord]:
     found = db.execute(
         "SELECT id, record FROM containers WHERE tenant = ? AND retained > 0 ORDER BY ended_at, id", (tenant,)
     )
-    return decode_readable(_containers, found, "containers")
+    return decode_readable(_container_decoder, found, "containers")
 
 
 def delete(db: sqlite3.Connection, container_id: str) -> None:
@@ -133,19 +135,23 @@ def _delete_files(db: sqlite3.Connection, file_ids: Sequence[str]) -> None:
     db.executemany("DELETE FROM files WHERE id = ?", [(file_id,) for file_id in file_ids])
 
 
-def file(db: sqlite3.Connection, container_id: str, file_id: str) -> ContainerFileRecord | None:
+def get_file(db: sqlite3.Connection, container_id: str, file_id: str) -> ContainerFileRecord | None:
     found = db.execute(
         "SELECT record FROM files WHERE id = ? AND container = ?", (file_id, container_id)
     ).fetchone()
-    return decode(_files, found[0], "files", file_id) if found else None
+    return decode(_file_decoder, found[0], "files", file_id) if found else None
 
 
-def files(db: sqlite3.Connection, container_id: str, window: Window | None) -> list[ContainerFileRecord]:
+def list_files(
+    db: sqlite3.Connection, container_id: str, query: PageQuery | None
+) -> list[ContainerFileRecord]:
     """Raises InvalidRequest."""
-    if window is not None:
-        found = windows.records(db, "files", "container = :container", {"container": container_id}, window)
+    if query is not None:
+        found = pagination.select_page(
+            db, "files", "container = :container", {"container": container_id}, query
+        )
     else:
         found = db.execute(
             "SELECT id, record FROM files WHERE container = ? ORDER BY created_at, id", (container_id,)
         )
-    return [decode(_files, record, "files", name) for name, record in found]
+    return [decode(_file_decoder, record, "files", name) for name, record in found]

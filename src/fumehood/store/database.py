@@ -1,4 +1,4 @@
-"""An SQLite file behind threads: one that writes in groups, some that read; imports the standard library and siblings.
+"""An SQLite file behind threads: one that writes in groups, some that read.
 
 A job is a function of a connection. Whatever waits when the disk is free becomes one transaction with one sync of it.
 If that fails, each job is tried alone, so that a bad one does not take its neighbours with it. Soon after a job that
@@ -19,32 +19,32 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
-from fumehood.figures import StoreFigures
-from fumehood.protocol.errors import StorageCorrupted, StorageUnavailable, Unavailable
-from fumehood.store.migrations import StoreRefused, is_current, migrate
+from fumehood.metrics import StoreStats
+from fumehood.protocol.openai.api_errors import ServiceUnavailable, StorageCorrupted, StorageUnavailable
+from fumehood.store.migrations import StoreOpenError, is_up_to_date, migrate
 
 logger = logging.getLogger(__name__)
 
-_READERS = 2
-_LARGEST_GROUP = 256
+_READER_THREADS = 2
+_MAX_GROUP_JOBS = 256
 _BUSY_SECONDS = 10.0
 _BUSY_PAUSE = 0.01
-_MOST_BYTES = 256 << 10  # that one transaction may write on the event loop
-_MOST_STEPS = 20_000  # of SQLite's machine in one statement there: about a millisecond
-UNBOUNDED = math.inf
+_MAX_INLINE_BYTES = 256 << 10  # that one transaction may write on the event loop
+_MAX_INLINE_STEPS = 20_000  # of SQLite's machine in one statement there: about a millisecond
+UNKNOWN_SIZE = math.inf
 _WRITER_CACHE_KIB = 8 << 10
 _READER_CACHE_KIB = 2 << 10  # each; the kernel has the file in memory as well
-_LARGEST_IDLE_LOG = 64 << 20
-_LEAST_FREE = 1 << 20  # bytes of the disk below which nothing is begun that has to be written
+_MAX_IDLE_WAL_BYTES = 64 << 20
+_MIN_FREE_BYTES = 1 << 20  # bytes of the disk below which nothing is begun that has to be written
 _RETRY_SECONDS = 5.0
 _CHECKPOINT_DELAY = 0.5  # after a deletion, so that several share one
-_LONGEST_CHECKPOINT_DELAY = 30.0
+_MAX_CHECKPOINT_DELAY = 30.0
 _CHECKPOINT_SHARE = 20  # it takes at most one part in so many of the writer's time
 
 type Work[T] = Callable[[sqlite3.Connection], T]
 
 
-class Job[T]:
+class DatabaseJob[T]:
     """One piece of work, and who waits for it.
 
     size: about how many bytes it writes.
@@ -53,7 +53,17 @@ class Job[T]:
     applied: whether what it did is in the database, as the jobs after it see it; for them alone to look at.
     """
 
-    __slots__ = ("_error", "_on_done", "_result", "_waiter", "_work", "about", "applied", "deletes", "size")
+    __slots__ = (
+        "_error",
+        "_on_done",
+        "_result",
+        "_waiter",
+        "_work",
+        "deletes",
+        "is_applied",
+        "size",
+        "subject",
+    )
     _result: T
 
     def __init__(
@@ -61,32 +71,32 @@ class Job[T]:
         work: Work[T],
         waiter: asyncio.Future[T] | None = None,
         on_done: Callable[[T], None] | None = None,
-        size: float = UNBOUNDED,
+        size: float = UNKNOWN_SIZE,
         *,
         deletes: bool = False,
-        about: str = "",
+        subject: str = "",
     ) -> None:
         self.size = size
         self.deletes = deletes
-        self.about = about
+        self.subject = subject
         self._work = work
         self._waiter = waiter
         self._on_done = on_done
         self._error: BaseException | None = None
-        self.applied = False
+        self.is_applied = False
 
     def run(self, connection: sqlite3.Connection) -> None:
         self._result = self._work(connection)
-        self.applied = True
+        self.is_applied = True
 
-    def undo(self) -> None:
-        self.applied = False
+    def mark_rolled_back(self) -> None:
+        self.is_applied = False
 
     def fail(self, error: BaseException) -> None:
         self._error = error
 
     @property
-    def is_refused(self) -> bool:
+    def is_database_error(self) -> bool:
         """Whether the database could not do it."""
         return isinstance(self._error, sqlite3.OperationalError)
 
@@ -102,14 +112,14 @@ class Job[T]:
         if self._error is None:
             self._waiter.set_result(self._result)
         else:
-            self._waiter.set_exception(_for_callers(self._error, self.about))
+            self._waiter.set_exception(_translate_error(self._error, self.subject))
 
 
-class _TooLongHere(Exception):
+class _BlocksEventLoop(Exception):
     """Work on the event loop that belongs to the writer's thread."""
 
 
-def leave_event_loop() -> None:
+def require_worker_thread() -> None:
     """A job calls this before long work of which its size does not tell; on the event loop it raises, and the thread
     begins the job anew.
     """
@@ -117,19 +127,19 @@ def leave_event_loop() -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         return
-    raise _TooLongHere
+    raise _BlocksEventLoop
 
 
-def _for_callers(error: BaseException, about: str) -> BaseException:
+def _translate_error(error: BaseException, subject: str) -> BaseException:
     """The error as callers get it: what the database says is theirs, a mistake of ours stays what it is."""
     if not isinstance(error, sqlite3.DatabaseError):
         return error
-    if _is_damage(error):
+    if _is_corruption(error):
         logger.error(
-            "storage_corrupted", extra={"fields": {"row": about or "unknown", "reason": repr(error)}}
+            "storage_corrupted", extra={"fields": {"row": subject or "unknown", "reason": repr(error)}}
         )
         told: Exception = StorageCorrupted(
-            f"What is stored cannot be read{about and f' ({about})'}: the gateway's database is damaged. "
+            f"What is stored cannot be read{subject and f' ({subject})'}: the gateway's database is damaged. "
             "`fumehood doctor --data` tells its operator more."
         )
     elif isinstance(error, sqlite3.OperationalError) or type(error) is sqlite3.DatabaseError:
@@ -143,7 +153,7 @@ def _for_callers(error: BaseException, about: str) -> BaseException:
     return told
 
 
-def _is_damage(error: sqlite3.DatabaseError) -> bool:
+def _is_corruption(error: sqlite3.DatabaseError) -> bool:
     """Whether the file itself is at fault, and trying again would be in vain."""
     code = getattr(error, "sqlite_errorcode", None)  # the module's own errors have none
     if code is None:
@@ -151,7 +161,9 @@ def _is_damage(error: sqlite3.DatabaseError) -> bool:
     return code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
-def _run(connection: sqlite3.Connection, begin: Work[object], jobs: Sequence[Job[object]]) -> None:
+def _run_jobs(
+    connection: sqlite3.Connection, begin: Work[object], jobs: Sequence[DatabaseJob[object]]
+) -> None:
     """All in one transaction, or each in its own."""
     try:
         _apply(connection, begin, jobs)
@@ -161,10 +173,10 @@ def _run(connection: sqlite3.Connection, begin: Work[object], jobs: Sequence[Job
             jobs[0].fail(error)
             return
         for job in jobs:
-            _run(connection, begin, [job])
+            _run_jobs(connection, begin, [job])
 
 
-def _apply(connection: sqlite3.Connection, begin: Work[object], jobs: Sequence[Job[object]]) -> None:
+def _apply(connection: sqlite3.Connection, begin: Work[object], jobs: Sequence[DatabaseJob[object]]) -> None:
     try:
         begin(connection)
         for job in jobs:
@@ -174,7 +186,7 @@ def _apply(connection: sqlite3.Connection, begin: Work[object], jobs: Sequence[J
         raise
 
 
-def _commit(connection: sqlite3.Connection, jobs: Sequence[Job[object]]) -> None:
+def _commit(connection: sqlite3.Connection, jobs: Sequence[DatabaseJob[object]]) -> None:
     try:
         connection.execute("COMMIT")
     except BaseException:
@@ -182,9 +194,9 @@ def _commit(connection: sqlite3.Connection, jobs: Sequence[Job[object]]) -> None
         raise
 
 
-def _roll_back(connection: sqlite3.Connection, jobs: Sequence[Job[object]]) -> None:
+def _roll_back(connection: sqlite3.Connection, jobs: Sequence[DatabaseJob[object]]) -> None:
     for job in jobs:
-        job.undo()
+        job.mark_rolled_back()
     with suppress(sqlite3.Error):
         connection.rollback()
 
@@ -197,7 +209,7 @@ def _begin_writing(connection: sqlite3.Connection) -> None:
     connection.execute("BEGIN IMMEDIATE")
 
 
-def _begin_writing_patiently(connection: sqlite3.Connection) -> None:
+def _begin_writing_with_retry(connection: sqlite3.Connection) -> None:
     """Another process may be writing, if only to repair something."""
     until = time.monotonic() + _BUSY_SECONDS
     while True:
@@ -209,33 +221,33 @@ def _begin_writing_patiently(connection: sqlite3.Connection) -> None:
         time.sleep(_BUSY_PAUSE)
 
 
-class _Reader:
+class _ReaderThread:
     """A thread that reads, one job after another."""
 
     def __init__(
         self,
         connection: sqlite3.Connection,
-        jobs: "SimpleQueue[Job[object] | None]",
+        jobs: "SimpleQueue[DatabaseJob[object] | None]",
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self._connection = connection
         self._jobs = jobs
         self._loop = loop
-        self._thread = threading.Thread(target=self._serve, name="store-reader", daemon=True)
+        self._thread = threading.Thread(target=self._process_jobs, name="store-reader", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
         self._thread.join()
 
-    def _serve(self) -> None:
+    def _process_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
-            _run(self._connection, _begin_reading, [job])
+            _run_jobs(self._connection, _begin_reading, [job])
             with suppress(RuntimeError):  # the loop ended without closing us
                 self._loop.call_soon_threadsafe(job.deliver)
         self._connection.close()
 
 
-class _Writer:
+class _WriterThread:
     """The one connection that writes. While a thread waits for the disk, jobs gather for the next transaction.
 
     Small jobs are done on the event loop: in memory that takes less than handing them over, and the thread has only to
@@ -245,31 +257,31 @@ class _Writer:
     """
 
     def __init__(
-        self, connection: sqlite3.Connection, loop: asyncio.AbstractEventLoop, figures: StoreFigures
+        self, connection: sqlite3.Connection, loop: asyncio.AbstractEventLoop, stats: StoreStats
     ) -> None:
         self._connection = connection
         self._loop = loop
-        self._figures = figures
-        self._began = 0.0
-        self._waiting: list[Job[object]] = []
+        self._stats = stats
+        self._started_at = 0.0
+        self._waiting: list[DatabaseJob[object]] = []
         self._busy = False
         self._closing = False
-        self.failing = False
+        self.is_failing = False
         self._checkpoint_timer: asyncio.TimerHandle | None = None
         self._checkpoint_due = False
         self._checkpoint_delay = _CHECKPOINT_DELAY
-        self._groups = SimpleQueue[tuple[list[Job[object]], bool] | float | None]()
+        self._groups = SimpleQueue[tuple[list[DatabaseJob[object]], bool] | float | None]()
         here = threading.get_ident()
         connection.execute("PRAGMA busy_timeout = 0")  # nobody waits for a lock on the event loop
-        connection.set_progress_handler(lambda: threading.get_ident() == here, _MOST_STEPS)
-        self._thread = threading.Thread(target=self._serve, name="store-writer", daemon=True)
+        connection.set_progress_handler(lambda: threading.get_ident() == here, _MAX_INLINE_STEPS)
+        self._thread = threading.Thread(target=self._process_groups, name="store-writer", daemon=True)
         self._thread.start()
 
-    def post(self, job: Job[object]) -> None:
+    def post(self, job: DatabaseJob[object]) -> None:
         self._waiting.append(job)
         if not self._busy:
             self._busy = True
-            self._loop.call_soon(self._begin)  # and not at once: there may be more
+            self._loop.call_soon(self._start_group)  # and not at once: there may be more
 
     def close(self) -> None:
         """The thread ends when everything is done."""
@@ -282,18 +294,18 @@ class _Writer:
     def join(self) -> None:
         self._thread.join()
 
-    def _begin(self) -> None:
-        self._began = time.monotonic()
+    def _start_group(self) -> None:
+        self._started_at = time.monotonic()
         if self._checkpoint_due:
             self._checkpoint_due = False
-            self._groups.put(self._began)
+            self._groups.put(self._started_at)
             return
-        jobs, self._waiting = self._waiting[:_LARGEST_GROUP], self._waiting[_LARGEST_GROUP:]
-        self._figures.group.add(len(jobs))
-        self._groups.put((jobs, self._apply_here(jobs)))
+        jobs, self._waiting = self._waiting[:_MAX_GROUP_JOBS], self._waiting[_MAX_GROUP_JOBS:]
+        self._stats.batch_sizes.observe(len(jobs))
+        self._groups.put((jobs, self._apply_on_event_loop(jobs)))
 
-    def _apply_here(self, jobs: Sequence[Job[object]]) -> bool:
-        if sum(job.size for job in jobs) > _MOST_BYTES:
+    def _apply_on_event_loop(self, jobs: Sequence[DatabaseJob[object]]) -> bool:
+        if sum(job.size for job in jobs) > _MAX_INLINE_BYTES:
             return False
         try:
             _apply(self._connection, _begin_writing, jobs)
@@ -301,24 +313,24 @@ class _Writer:
             return False
         return True
 
-    def _end(self, jobs: Sequence[Job[object]]) -> None:
-        self._figures.seconds.add(time.monotonic() - self._began)
-        self.failing = any(job.is_refused for job in jobs)
+    def _finish_group(self, jobs: Sequence[DatabaseJob[object]]) -> None:
+        self._stats.write_seconds.observe(time.monotonic() - self._started_at)
+        self.is_failing = any(job.is_database_error for job in jobs)
         if any(job.deletes for job in jobs):
-            self._plan_checkpoint()
+            self._schedule_checkpoint()
         for job in jobs:
             job.deliver()
-        self._go_on()
+        self._start_next()
 
-    def _go_on(self) -> None:
+    def _start_next(self) -> None:
         if self._waiting or self._checkpoint_due:
-            self._begin()
+            self._start_group()
         elif self._closing:
             self._groups.put(None)
         else:
             self._busy = False
 
-    def _plan_checkpoint(self) -> None:
+    def _schedule_checkpoint(self) -> None:
         if self._checkpoint_timer is None and not self._closing:
             self._checkpoint_timer = self._loop.call_later(self._checkpoint_delay, self._begin_checkpoint)
 
@@ -327,40 +339,40 @@ class _Writer:
         self._checkpoint_due = not self._closing
         if self._checkpoint_due and not self._busy:
             self._busy = True
-            self._begin()
+            self._start_group()
 
-    def _checkpointed(self, emptied: bool, seconds: float) -> None:
+    def _finish_checkpoint(self, emptied: bool, seconds: float) -> None:
         if emptied:
             self._checkpoint_delay = max(_CHECKPOINT_DELAY, seconds * _CHECKPOINT_SHARE)
         else:  # somebody reads, or the disk is full
-            self._checkpoint_delay = min(self._checkpoint_delay * 2, _LONGEST_CHECKPOINT_DELAY)
-            self._plan_checkpoint()
-        self._go_on()
+            self._checkpoint_delay = min(self._checkpoint_delay * 2, _MAX_CHECKPOINT_DELAY)
+            self._schedule_checkpoint()
+        self._start_next()
 
     # ---- in the thread ----------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
+    def _process_groups(self) -> None:
         while (group := self._groups.get()) is not None:
             if isinstance(group, tuple):
                 jobs, applied = group
-                self._settle(jobs, applied)
-                told: Callable[[], None] = partial(self._end, jobs)
+                self._commit_group(jobs, applied)
+                told: Callable[[], None] = partial(self._finish_group, jobs)
             else:
-                emptied = empty_log(self._connection)
-                told = partial(self._checkpointed, emptied, time.monotonic() - group)
+                emptied = truncate_wal(self._connection)
+                told = partial(self._finish_checkpoint, emptied, time.monotonic() - group)
             with suppress(RuntimeError):  # the loop ended without closing us
                 self._loop.call_soon_threadsafe(told)
         self._connection.close()
 
-    def _settle(self, jobs: Sequence[Job[object]], applied: bool) -> None:
+    def _commit_group(self, jobs: Sequence[DatabaseJob[object]], applied: bool) -> None:
         if applied:
             with suppress(sqlite3.Error):
                 _commit(self._connection, jobs)
                 return
-        _run(self._connection, _begin_writing_patiently, jobs)
+        _run_jobs(self._connection, _begin_writing_with_retry, jobs)
 
 
-def empty_log(connection: sqlite3.Connection) -> bool:
+def truncate_wal(connection: sqlite3.Connection) -> bool:
     """Fold the log into the file and leave nothing in it; False if somebody reads meanwhile, or the disk is full."""
     try:
         (busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
@@ -378,80 +390,78 @@ class Database:
         writer: sqlite3.Connection,
         readers: Sequence[sqlite3.Connection],
         lock: int | None,
-        figures: StoreFigures | None = None,
+        stats: StoreStats | None = None,
         directory: Path | None = None,
     ) -> None:
         self._directory = directory
         self._loop = asyncio.get_running_loop()
         self._lock = lock
-        self._reads = SimpleQueue[Job[object] | None]()
-        self._writer = _Writer(writer, self._loop, figures or StoreFigures())
-        self._near, *others = readers
-        self._near.execute("PRAGMA busy_timeout = 0")  # as the writer's: this is the event loop
-        self._readers = [_Reader(connection, self._reads, self._loop) for connection in others]
-        self.closed = False
+        self._reads = SimpleQueue[DatabaseJob[object] | None]()
+        self._writer = _WriterThread(writer, self._loop, stats or StoreStats())
+        self._inline_reader, *others = readers
+        self._inline_reader.execute("PRAGMA busy_timeout = 0")  # as the writer's: this is the event loop
+        self._readers = [_ReaderThread(connection, self._reads, self._loop) for connection in others]
+        self.is_closed = False
 
     @classmethod
-    async def open(
-        cls, path: Path, *, shared: bool = False, figures: StoreFigures | None = None
-    ) -> "Database":
-        """Make it if it is not there; raises StoreRefused. `shared` leaves out the lock against other processes, and
+    async def open(cls, path: Path, *, shared: bool = False, stats: StoreStats | None = None) -> "Database":
+        """Make it if it is not there; raises StoreOpenError. `shared` leaves out the lock against other processes, and
         the file's tables as they are while somebody else holds that lock.
         """
-        return cls(*await asyncio.to_thread(_open, path, shared), figures, path.parent)
+        return cls(*await asyncio.to_thread(_open_connections, path, shared), stats, path.parent)
 
     def write[T](
         self,
         work: Work[T],
         on_done: Callable[[T], None] | None = None,
-        size: float = UNBOUNDED,
+        size: float = UNKNOWN_SIZE,
         *,
         deletes: bool = False,
-        about: str = "",
+        subject: str = "",
     ) -> asyncio.Future[T]:
         """`size`: about how many bytes are written. `deletes`, `about`: see `Job`."""
         waiter: asyncio.Future[T] = self._loop.create_future()
-        self.post(Job(work, waiter, on_done, size, deletes=deletes, about=about))
+        self.post(DatabaseJob(work, waiter, on_done, size, deletes=deletes, subject=subject))
         return waiter
 
-    def post[T](self, job: Job[T]) -> None:
+    def post[T](self, job: DatabaseJob[T]) -> None:
         """A write that nobody waits for, or that brings its own waiter."""
-        self.check()
+        self.check_open()
         self._writer.post(job)  # pyright: ignore[reportArgumentType]
 
     def read[T](
-        self, work: Work[T], on_done: Callable[[T], None] | None = None, *, about: str = ""
+        self, work: Work[T], on_done: Callable[[T], None] | None = None, *, subject: str = ""
     ) -> asyncio.Future[T]:
-        self.check()
+        self.check_open()
         waiter: asyncio.Future[T] = self._loop.create_future()
-        self._reads.put(Job(work, waiter, on_done, about=about))  # pyright: ignore[reportArgumentType]
+        self._reads.put(DatabaseJob(work, waiter, on_done, subject=subject))  # pyright: ignore[reportArgumentType]
         return waiter
 
-    async def glance[T](self, work: Work[T], *, about: str = "") -> T:
+    async def read_inline[T](self, work: Work[T], *, subject: str = "") -> T:
         """As `read`, for a row by its key: to find it takes a fraction of what it takes to ask a thread."""
-        self.check()
+        self.check_open()
         try:
-            return work(self._near)
+            return work(self._inline_reader)
         except sqlite3.Error:  # the thread will find out what it is
-            return await self.read(work, about=about)
+            return await self.read(work, subject=subject)
 
     async def check_writable(self) -> None:
         """Raises StorageUnavailable while the disk is full, or nothing could be written last time and still cannot."""
-        self.check()
-        if self._directory is not None and _free_bytes(self._directory) < _LEAST_FREE:
+        self.check_open()
+        if self._directory is not None and _free_bytes(self._directory) < _MIN_FREE_BYTES:
             raise StorageUnavailable(
                 "The gateway's disk is full, so nothing can be stored. Try again later.",
                 retry_after=_RETRY_SECONDS,
             )
-        if self._writer.failing:
-            await self.write(_touch)
+        if self._writer.is_failing:
+            await self.write(_write_nothing)
 
     async def close(self) -> None:
         """Do what was asked for until now, and let go of the file."""
-        if self.closed:
+        if self.is_closed:
             return
-        self.closed = True
-        self._near.close()
+        self.is_closed = True
+        self._inline_reader.close()
         for _ in self._readers:
             self._reads.put(None)
         for reader in self._readers:
@@ -462,13 +472,13 @@ class Database:
         if self._lock is not None:
             os.close(self._lock)
 
-    def check(self) -> None:
+    def check_open(self) -> None:
         """Raises Unavailable once it is closed."""
-        if self.closed:
-            raise Unavailable("The gateway's database is closed.")
+        if self.is_closed:
+            raise ServiceUnavailable("The gateway's database is closed.")
 
 
-def _touch(db: sqlite3.Connection) -> None:
+def _write_nothing(db: sqlite3.Connection) -> None:
     """A write that changes nothing."""
     db.execute("UPDATE identity SET id = id")
 
@@ -484,22 +494,24 @@ def _free_bytes(directory: Path) -> float:
 # --- opening ------------------------------------------------------------------------------------------
 
 
-def _open(path: Path, shared: bool) -> tuple[sqlite3.Connection, Sequence[sqlite3.Connection], int | None]:
+def _open_connections(
+    path: Path, shared: bool
+) -> tuple[sqlite3.Connection, Sequence[sqlite3.Connection], int | None]:
     opened: list[sqlite3.Connection] = []
     lock: int | None = None
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = None if shared else _locked(path)
+        lock = None if shared else _lock_database(path)
         _make_private(path)
         writer = _connect(path, _WRITER_CACHE_KIB)
         opened.append(writer)
         writer.execute("PRAGMA journal_mode = WAL")
         if shared:
-            _migrate_if_alone(path, writer)
+            _migrate_if_unlocked(path, writer)
         else:
             migrate(writer)
-            empty_log(writer)  # a process that was killed may have left what it had deleted
-        for _ in range(1 + _READERS):
+            truncate_wal(writer)  # a process that was killed may have left what it had deleted
+        for _ in range(1 + _READER_THREADS):
             opened.append(_connect(path, _READER_CACHE_KIB))
             opened[-1].execute("PRAGMA query_only = ON")
         return writer, opened[1:], lock
@@ -508,16 +520,16 @@ def _open(path: Path, shared: bool) -> tuple[sqlite3.Connection, Sequence[sqlite
             connection.close()
         if lock is not None:
             os.close(lock)
-        if isinstance(error, (OSError, sqlite3.Error, StoreRefused)):
-            raise StoreRefused(f"The database {path} cannot be opened: {error}") from error
+        if isinstance(error, (OSError, sqlite3.Error, StoreOpenError)):
+            raise StoreOpenError(f"The database {path} cannot be opened: {error}") from error
         raise
 
 
-def _migrate_if_alone(path: Path, connection: sqlite3.Connection) -> None:
+def _migrate_if_unlocked(path: Path, connection: sqlite3.Connection) -> None:
     """Whoever only visits a file must not change its tables under a gateway that may be of another release."""
-    if is_current(connection):
+    if is_up_to_date(connection):
         return
-    lock = _locked(
+    lock = _lock_database(
         path,
         "a gateway of another release is using it (process {holder}). Stop that one, or use its release.",
     )
@@ -527,10 +539,10 @@ def _migrate_if_alone(path: Path, connection: sqlite3.Connection) -> None:
         os.close(lock)
 
 
-_SECOND = "another gateway is using it (process {holder}). Stop that one, or give this one a file of its own."
+_IN_USE = "another gateway is using it (process {holder}). Stop that one, or give this one a file of its own."
 
 
-def _locked(path: Path, refusal: str = _SECOND) -> int:
+def _lock_database(path: Path, refusal: str = _IN_USE) -> int:
     """A lock that ends with this process, however that ends."""
     lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -538,7 +550,7 @@ def _locked(path: Path, refusal: str = _SECOND) -> int:
     except BlockingIOError:
         holder = os.pread(lock, 20, 0).decode("ascii", "replace").strip() or "unknown"
         os.close(lock)
-        raise StoreRefused(refusal.format(holder=holder)) from None
+        raise StoreOpenError(refusal.format(holder=holder)) from None
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()}\n".encode(), 0)
     return lock
@@ -568,7 +580,7 @@ def _connect(path: Path, cache_kib: int) -> sqlite3.Connection:
             "secure_delete = ON",  # what was deleted is not to be found in the file
             "trusted_schema = OFF",
             f"cache_size = -{cache_kib}",
-            f"journal_size_limit = {_LARGEST_IDLE_LOG}",
+            f"journal_size_limit = {_MAX_IDLE_WAL_BYTES}",
         ):
             connection.execute(f"PRAGMA {setting}")
     except BaseException:  # a file that is no database is noticed here

@@ -1,4 +1,4 @@
-"""The tables of the SQLite store, step by step; imports the standard library.
+"""The tables of the SQLite store, step by step.
 
 A step is never changed once it was released. A change of the tables is made in two releases: one adds what is new and
 leaves the old in place (the release before can still work with that), a later one takes the old away.
@@ -8,10 +8,10 @@ import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-APPLICATION = 0x46554D45  # "FUME", in the header of the file
+APPLICATION_ID = 0x46554D45  # "FUME", in the header of the file
 
 
-class StoreRefused(Exception):
+class StoreOpenError(Exception):
     """The store cannot be opened; the message says why, and what to do."""
 
 
@@ -20,12 +20,12 @@ class Migration:
     """One step; `breaks` if the release before cannot work with what it leaves."""
 
     statements: str
-    breaks: bool = False
+    is_breaking: bool = False
 
 
 MIGRATIONS: Sequence[Migration] = (
     Migration(
-        breaks=True,
+        is_breaking=True,
         statements="""
         -- The newest step that older releases cannot work with.
         CREATE TABLE compatibility (since INTEGER NOT NULL);
@@ -127,7 +127,7 @@ MIGRATIONS: Sequence[Migration] = (
     ),
     Migration(
         # The release before would take the blobs of uploads for unused.
-        breaks=True,
+        is_breaking=True,
         statements="""
         CREATE TABLE uploads (
             id TEXT PRIMARY KEY,
@@ -152,7 +152,7 @@ MIGRATIONS: Sequence[Migration] = (
     ),
     Migration(
         # The release before would not say whose items are.
-        breaks=True,
+        is_breaking=True,
         statements="""
         ALTER TABLE items ADD COLUMN tenant TEXT NOT NULL DEFAULT '';
         UPDATE items SET tenant = (SELECT tenant FROM threads WHERE threads.id = thread);
@@ -163,7 +163,7 @@ MIGRATIONS: Sequence[Migration] = (
     ),
     Migration(
         # The release before would not know what is deleted.
-        breaks=True,
+        is_breaking=True,
         statements="""
         -- listed: not deleted. retained: bytes of files that outlive their container.
         ALTER TABLE containers ADD COLUMN listed INTEGER NOT NULL DEFAULT 1;
@@ -182,7 +182,7 @@ MIGRATIONS: Sequence[Migration] = (
     ),
     Migration(
         # The release before would change rows and leave their checksums as they were.
-        breaks=True,
+        is_breaking=True,
         statements="""
         -- Of what the row holds, see `integrity`; older rows have none.
         ALTER TABLE responses ADD COLUMN checksum INTEGER;
@@ -192,23 +192,23 @@ MIGRATIONS: Sequence[Migration] = (
 )
 
 
-def is_current(connection: sqlite3.Connection) -> bool:
-    """Whether no step is missing; raises StoreRefused."""
+def is_up_to_date(connection: sqlite3.Connection) -> bool:
+    """Whether no step is missing; raises StoreOpenError."""
     return check_version(connection, len(MIGRATIONS)) >= len(MIGRATIONS)
 
 
 def migrate(connection: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:
-    """Take the steps that are missing, all of them or none; raises StoreRefused."""
+    """Take the steps that are missing, all of them or none; raises StoreOpenError."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         version = check_version(connection, len(migrations))
         for number, migration in enumerate(migrations[version:], version + 1):
-            for statement in _statements(migration.statements):
+            for statement in _split_statements(migration.statements):
                 connection.execute(statement)
-            if migration.breaks:
+            if migration.is_breaking:
                 connection.execute("UPDATE compatibility SET since = ?", (number,))
             connection.execute(f"PRAGMA user_version = {number}")
-        connection.execute(f"PRAGMA application_id = {APPLICATION}")
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
         connection.execute("COMMIT")
     except BaseException:
         connection.rollback()
@@ -216,23 +216,23 @@ def migrate(connection: sqlite3.Connection, migrations: Sequence[Migration] = MI
 
 
 def check_version(connection: sqlite3.Connection, known: int = len(MIGRATIONS)) -> int:
-    """How many steps the file has seen; raises StoreRefused if this release cannot work with it."""
+    """How many steps the file has seen; raises StoreOpenError if this release cannot work with it."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
-    if tables and application != APPLICATION:
-        raise StoreRefused("it is a database of another program. Give the store a file of its own.")
+    if tables and application != APPLICATION_ID:
+        raise StoreOpenError("it is a database of another program. Give the store a file of its own.")
     if version > known:
         (since,) = connection.execute("SELECT since FROM compatibility").fetchone()
         if since > known:
-            raise StoreRefused(
+            raise StoreOpenError(
                 f"it was written by a newer release (its tables are at step {version}, this release knows {known}). "
                 f"Start the newer release, or restore a backup from before the update."
             )
     return version
 
 
-def _statements(script: str) -> list[str]:
+def _split_statements(script: str) -> list[str]:
     """One by one: executescript would end the transaction."""
     found: list[str] = []
     begun = ""

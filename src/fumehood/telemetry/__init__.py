@@ -1,1 +1,8 @@
-"""What the gateway and the client tell of themselves through OpenTelemetry; imports nothing."""
+"""What the gateway and the client tell of themselves through OpenTelemetry."""
+
+from fumehood.telemetry.otlp_pipeline import OtlpPipeline, OtlpPipelineSettings
+
+__all__ = [
+    "OtlpPipeline",
+    "OtlpPipelineSettings",
+]

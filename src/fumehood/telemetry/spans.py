@@ -1,4 +1,4 @@
-"""Spans of what was seen; imports OpenTelemetry's API, `protocol` and siblings.
+"""Spans of what was seen.
 
 Parents are given, never looked up: the context that OpenTelemetry keeps of its own would mix up traces. Besides what
 was seen, only the caller's own trace is looked at.
@@ -9,48 +9,57 @@ from typing import override
 
 from opentelemetry.trace import TraceFlags
 
-from fumehood.parts.canonical import JsonObject
-from fumehood.telemetry.known import Attributes
-from fumehood.telemetry.quick_spans import QuickTracer
-from fumehood.telemetry.seen import CallSeen, Listener, PhaseSeen, RunSeen, Seen, TurnSeen
-from fumehood.telemetry.trace_context import Propagation, callers_trace
+from fumehood.message_parts import JsonObject
+from fumehood.telemetry.otlp_span_encoding import EncodingTracer
+from fumehood.telemetry.span_attributes import Attributes
+from fumehood.telemetry.span_records import (
+    RecordListener,
+    RunRecord,
+    SandboxTimingRecord,
+    SpanRecord,
+    ToolCallRecord,
+    TurnRecord,
+)
+from fumehood.telemetry.trace_context import TraceContextPropagator, get_caller_context
 
 
-class Spans(Listener):
+class SpanEmitter(RecordListener):
     """`invoke_agent` with `chat MODEL` and `execute_tool NAME` below it, and below that the phases of a sandbox.
 
     To be told last: a record that has ended is sent as it is.
     """
 
-    def __init__(self, tracer: QuickTracer, propagation: Propagation, *, with_content: bool = False) -> None:
-        self._begin = tracer.begin
-        self._send = tracer.send
-        self._propagation = propagation
+    def __init__(
+        self, tracer: EncodingTracer, propagator: TraceContextPropagator, *, with_content: bool = False
+    ) -> None:
+        self._start_span = tracer.start_span
+        self._export = tracer.export
+        self._propagator = propagator
         self._with_content = with_content
 
-    def began(self, seen: Seen) -> None:
-        if isinstance(seen, TurnSeen):
-            run, request = seen.run, seen.request
-            self._begin(seen, callers_trace() if run is None else run)
+    def on_start(self, record: SpanRecord) -> None:
+        if isinstance(record, TurnRecord):
+            run, request = record.run, record.request
+            self._start_span(record, get_caller_context() if run is None else run)
             if request is not None:
-                seen.request = self._propagation.told(request, seen)
-        elif isinstance(seen, RunSeen):
-            self._begin(seen, self._propagation.parent_of(seen.request))
-        elif isinstance(seen, CallSeen):
-            run = seen.run
-            self._begin(seen, callers_trace() if run is None else run)
+                record.request = self._propagator.inject(request, record)
+        elif isinstance(record, RunRecord):
+            self._start_span(record, self._propagator.extract_parent(record.request))
+        elif isinstance(record, ToolCallRecord):
+            run = record.run
+            self._start_span(record, get_caller_context() if run is None else run)
 
     @override
-    def ended(self, seen: Seen) -> None:
-        if isinstance(seen, PhaseSeen):
-            self._begin(seen, seen.call)
-        if seen.content:
-            if self._with_content and seen.sampled:
-                seen.besides = {**seen.besides, **_attributes(seen.content)}
-            seen.content = {}  # as text it is smaller
-        if seen.flags & TraceFlags.SAMPLED:
-            self._send(seen)
+    def on_end(self, record: SpanRecord) -> None:
+        if isinstance(record, SandboxTimingRecord):
+            self._start_span(record, record.call)
+        if record.content:
+            if self._with_content and record.is_sampled:
+                record.extra_attributes = {**record.extra_attributes, **_content_attributes(record.content)}
+            record.content = {}  # as text it is smaller
+        if record.trace_flags & TraceFlags.SAMPLED:
+            self._export(record)
 
 
-def _attributes(content: JsonObject) -> Attributes:
+def _content_attributes(content: JsonObject) -> Attributes:
     return {name: value if isinstance(value, str) else json.dumps(value) for name, value in content.items()}

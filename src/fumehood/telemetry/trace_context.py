@@ -1,4 +1,4 @@
-"""Whose trace a request is part of, and how a model server is told; imports OpenTelemetry's API, `serving`, `protocol`.
+"""Whose trace a request is part of, and how a model server is told.
 
 As W3C Trace Context has it. A header that is malformed, too long or there twice is as good as none; what a request said
 is nobody's business but the trace's, so it is not refused for that, and the log says nothing of it.
@@ -18,102 +18,102 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from fumehood.protocol.models import ModelRequest, TraceContext
-from fumehood.protocol.responses import CreateResponse
-from fumehood.serving.exchange import Application, Receive, Scope, Send
-from fumehood.telemetry.conventions import PROPAGATORS
-from fumehood.telemetry.quick_spans import QuickSpan
+from fumehood.http_server.asgi_request import Application, Receive, Scope, Send
+from fumehood.protocol.model_turns import ModelRequest, TraceContext
+from fumehood.protocol.openai.responses import CreateResponse
+from fumehood.telemetry.otlp_span_encoding import EncodableSpan
+from fumehood.telemetry.semantic_conventions import PROPAGATORS_VARIABLE
 
-_USUAL = "tracecontext,baggage"
+_DEFAULT_PROPAGATORS = "tracecontext,baggage"
 
-_LONGEST = 512  # characters of either header
-_MOST_MEMBERS = 32
-_PARENT = re.compile(
+_MAX_HEADER_LENGTH = 512  # characters of either header
+_MAX_STATE_MEMBERS = 32
+_TRACEPARENT = re.compile(
     r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?"
 )
-_MEMBER = re.compile(
+_TRACESTATE_MEMBER = re.compile(
     r"([a-z][a-z0-9_*/-]{0,255}|[a-z0-9][a-z0-9_*/-]{0,240}@[a-z][a-z0-9_*/-]{0,13})"
     r"=([ !-+\--<>-~]{0,255}[!-+\--<>-~])"
 )
 _KNOWN_FLAGS = TraceFlags.SAMPLED | TraceFlags.RANDOM_TRACE_ID
 
-_NOBODYS = Context()
-_callers: ContextVar[Context] = ContextVar("fumehood_callers_trace", default=_NOBODYS)
+_NO_PARENT = Context()
+_caller_context: ContextVar[Context] = ContextVar("fumehood_caller_context", default=_NO_PARENT)
 
 
-class _Metadata(msgspec.Struct):
+class _TraceMetadata(msgspec.Struct):
     """What clients write into a message, where a WebSocket leaves no place for headers."""
 
     ws_request_header_traceparent: str = ""
     ws_request_header_tracestate: str = ""
 
 
-_metadata = msgspec.json.Decoder(_Metadata | None)
+_metadata_decoder = msgspec.json.Decoder(_TraceMetadata | None)
 
 
-def callers_trace() -> Context:
+def get_caller_context() -> Context:
     """That of the request, or of the connection, that is being served; an empty one if it came with none."""
-    return _callers.get()
+    return _caller_context.get()
 
 
-class Propagation:
+class TraceContextPropagator:
     """Takes the trace of a caller, and tells a model's server of the turn's, unless the operator wants neither."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        wanted = environ.get(PROPAGATORS) or _USUAL
-        self._on = "tracecontext" in (name.strip() for name in wanted.split(","))
+        wanted = environ.get(PROPAGATORS_VARIABLE) or _DEFAULT_PROPAGATORS
+        self._is_enabled = "tracecontext" in (name.strip() for name in wanted.split(","))
 
-    def at_the_edge(self, app: Application) -> Application:
+    def wrap_application(self, app: Application) -> Application:
         """The application, with whatever it begins knowing the trace of its caller."""
-        return _Edge(app) if self._on else app
+        return _TraceContextMiddleware(app) if self._is_enabled else app
 
-    def parent_of(self, request: CreateResponse | None) -> Context:
+    def extract_parent(self, request: CreateResponse | None) -> Context:
         """What the message itself says goes before what its connection does."""
-        if request is None or not self._on or (written := bytes(request.client_metadata)) == b"null":
-            return _callers.get()
-        return _in_metadata(written) or _callers.get()
+        if request is None or not self._is_enabled or (written := bytes(request.client_metadata)) == b"null":
+            return _caller_context.get()
+        return _read_metadata(written) or _caller_context.get()
 
-    def told(self, request: ModelRequest, span: QuickSpan) -> ModelRequest:
+    def inject(self, request: ModelRequest, span: EncodableSpan) -> ModelRequest:
         """The request of a turn, with the turn's span as the parent of whatever comes of it."""
-        if not self._on or not span.trace_id:
+        if not self._is_enabled or not span.trace_id:
             return request
-        parent = f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.flags:02x}"
-        state = span.state.to_header() if span.state else ""
+        parent = f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
+        state = span.trace_state.to_header() if span.trace_state else ""
         return msgspec.structs.replace(request, trace=TraceContext(parent, state))
 
 
-class _Edge:
+class _TraceContextMiddleware:
     def __init__(self, app: Application) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         parents = [value for name, value in scope["headers"] if name == b"traceparent"]
         # Also where there is none: a request may be served in what another has left.
-        _callers.set(_in_headers(parents, scope["headers"]) if parents else _NOBODYS)
+        _caller_context.set(_read_headers(parents, scope["headers"]) if parents else _NO_PARENT)
         await self._app(scope, receive, send)
 
 
-def _in_headers(parents: Sequence[bytes], headers: Iterable[tuple[bytes, bytes]]) -> Context:
+def _read_headers(parents: Sequence[bytes], headers: Iterable[tuple[bytes, bytes]]) -> Context:
     if len(parents) > 1:
-        return _NOBODYS
+        return _NO_PARENT
     states = [value.decode("latin-1") for name, value in headers if name == b"tracestate"]
-    return _read(parents[0].decode("latin-1"), states) or _NOBODYS
+    return _parse_traceparent(parents[0].decode("latin-1"), states) or _NO_PARENT
 
 
-def _in_metadata(written: bytes) -> Context | None:
+def _read_metadata(written: bytes) -> Context | None:
     try:
-        told = _metadata.decode(written)
+        told = _metadata_decoder.decode(written)
     except (ValueError, RecursionError):
         return None
     return (
         None
         if told is None
-        else _read(told.ws_request_header_traceparent, [told.ws_request_header_tracestate])
+        else _parse_traceparent(told.ws_request_header_traceparent, [told.ws_request_header_tracestate])
     )
 
 
-def _read(parent: str, states: Sequence[str]) -> Context | None:
-    found = None if len(parent) > _LONGEST else _PARENT.fullmatch(parent.strip(" \t"))
+def _parse_traceparent(parent: str, states: Sequence[str]) -> Context | None:
+    found = None if len(parent) > _MAX_HEADER_LENGTH else _TRACEPARENT.fullmatch(parent.strip(" \t"))
     if found is None or (found[1] == "00" and found[5]):
         return None
     context = SpanContext(
@@ -121,22 +121,22 @@ def _read(parent: str, states: Sequence[str]) -> Context | None:
         int(found[3], 16),
         is_remote=True,
         trace_flags=TraceFlags(int(found[4], 16) & _KNOWN_FLAGS),
-        trace_state=TraceState(_members(states)),
+        trace_state=TraceState(_parse_tracestate(states)),
     )
     return set_span_in_context(NonRecordingSpan(context), Context())
 
 
-def _members(states: Sequence[str]) -> list[tuple[str, str]]:
+def _parse_tracestate(states: Sequence[str]) -> list[tuple[str, str]]:
     """Of all headers together; none if one of them is malformed or there twice, or if they are too many."""
     written = ",".join(states)
-    if len(written) > _LONGEST:
+    if len(written) > _MAX_HEADER_LENGTH:
         return []
     members: dict[str, str] = {}
     for member in written.split(","):
         if not (member := member.strip(" \t")):
             continue
-        found = _MEMBER.fullmatch(member)
+        found = _TRACESTATE_MEMBER.fullmatch(member)
         if found is None or found[1] in members:
             return []
         members[found[1]] = found[2]
-    return list(members.items()) if len(members) <= _MOST_MEMBERS else []
+    return list(members.items()) if len(members) <= _MAX_STATE_MEMBERS else []

@@ -1,53 +1,53 @@
-"""Doubles for the tests of whoever builds on Fumehood; imports `interfaces`, `protocol` and the standard library.
+"""Doubles for the tests of whoever builds on Fumehood.
 
 docs/testing.md shows how they are used. The conformance kits for implementations of one's own are the modules whose
 names end in `_kit`, which need pytest and are not imported here.
 """
 
-from fumehood.testing.clock import FakeClock
-from fumehood.testing.memory_blobs import MemoryBlobs
-from fumehood.testing.memory_store import MemoryStore
-from fumehood.testing.scripted import (
-    Action,
-    DeleteFile,
-    Expected,
-    ScriptedSandbox,
-    ScriptedSandboxes,
-    Step,
-    WriteFile,
-)
-from fumehood.testing.scripted_model import (
-    Beat,
-    Call,
+from fumehood.testing.fakes.fake_clock import FakeClock
+from fumehood.testing.fakes.memory_blob_store import MemoryBlobStore
+from fumehood.testing.fakes.memory_store import MemoryStore
+from fumehood.testing.fakes.plain_sealer import PlainSealer
+from fumehood.testing.fakes.scripted_model import (
+    ScriptedFunctionCall,
     ScriptedModel,
-    ScriptedModels,
-    Turn,
+    ScriptedModelProvider,
+    ScriptedTurn,
+    TurnStep,
     calls,
     refuses,
     says,
     thinks,
 )
-from fumehood.testing.scripted_tool import Answer, ScriptedTool
-from fumehood.testing.sealing import PlainSealer
+from fumehood.testing.fakes.scripted_sandbox import (
+    DeleteFile,
+    ExecutionStep,
+    ExpectedCode,
+    SandboxAction,
+    ScriptedSandbox,
+    ScriptedSandboxProvider,
+    WriteFile,
+)
+from fumehood.testing.fakes.scripted_tool import ScriptedTool, ToolAnswer
 
 __all__ = [
-    "Action",
-    "Answer",
-    "Beat",
-    "Call",
     "DeleteFile",
-    "Expected",
+    "ExecutionStep",
+    "ExpectedCode",
     "FakeClock",
-    "MemoryBlobs",
+    "MemoryBlobStore",
     "MemoryStore",
     "PlainSealer",
+    "SandboxAction",
+    "ScriptedFunctionCall",
     "ScriptedModel",
-    "ScriptedModels",
+    "ScriptedModelProvider",
     "ScriptedSandbox",
-    "ScriptedSandboxes",
+    "ScriptedSandboxProvider",
     "ScriptedTool",
-    "Step",
-    "Turn",
+    "ScriptedTurn",
+    "ToolAnswer",
+    "TurnStep",
     "WriteFile",
     "calls",
     "refuses",

@@ -1,4 +1,4 @@
-"""Which container a tool asks for, in every shape in which clients say it; imports `protocol`."""
+"""Which container a tool asks for, in every shape in which clients say it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,13 +7,13 @@ from typing import Literal
 import msgspec
 from msgspec import Raw
 
-from fumehood.protocol.containers import ContainerSpec, memory_tier, network_policy
-from fumehood.protocol.errors import InvalidRequest
-from fumehood.protocol.sandbox import MemoryTier
-from fumehood.protocol.tools import ToolSpec
+from fumehood.protocol.openai.api_errors import InvalidRequest
+from fumehood.protocol.openai.container_objects import ContainerSpec, parse_memory_tier, parse_network_policy
+from fumehood.protocol.openai.tool_specs import ToolSpec
+from fumehood.protocol.sandbox.sandbox_messages import MemoryTier
 
 
-class _Automatic(msgspec.Struct, kw_only=True):
+class _AutoContainer(msgspec.Struct, kw_only=True):
     """What a new container is to be like. Nulls are tolerated, and so are fields that nobody here knows."""
 
     memory_limit: str | None = None
@@ -22,22 +22,22 @@ class _Automatic(msgspec.Struct, kw_only=True):
     skills: list[Raw] | None = None
 
 
-class _Fields(_Automatic):
+class _ContainerFields(_AutoContainer):
     type: Literal["auto"] | None = None
     id: str | None = None
 
 
-class _Tool(msgspec.Struct):
-    container: str | _Fields | None = None
+class _CodeInterpreterConfig(msgspec.Struct):
+    container: str | _ContainerFields | None = None
 
 
-class _Environment(_Automatic):
+class _ShellEnvironment(_AutoContainer):
     type: str = "local"
     container_id: str | None = None
 
 
-class _Shell(msgspec.Struct):
-    environment: _Environment | None = None
+class _ShellConfig(msgspec.Struct):
+    environment: _ShellEnvironment | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,96 +46,98 @@ class ContainerChoice:
 
     container_id: str | None
     spec: ContainerSpec
-    where: str = "container"
+    param_path: str = "container"
 
 
-def read_container(spec: ToolSpec) -> ContainerChoice:
+def read_container_choice(spec: ToolSpec) -> ContainerChoice:
     """The container that a code interpreter asks for; raises InvalidRequest. Whether there may be such a one,
     `Containers.approve` says.
     """
     try:
-        container = msgspec.json.decode(spec.raw, type=_Tool).container
+        container = msgspec.json.decode(spec.raw, type=_CodeInterpreterConfig).container
     except msgspec.DecodeError as error:
-        raise _refused(f"{spec.type}: {error}") from None
+        raise _invalid_tool(f"{spec.type}: {error}") from None
     if container is None:
         return ContainerChoice(None, ContainerSpec())
     if isinstance(container, str):
         return ContainerChoice(container, ContainerSpec())
     if container.id is not None:
-        return ContainerChoice(container.id, ContainerSpec(memory=_memory(container, "container")))
+        return ContainerChoice(container.id, ContainerSpec(memory=_read_memory_tier(container, "container")))
     if container.type is None:
-        raise _refused("container must be an id, or an object whose type is 'auto'.")
-    return ContainerChoice(None, _chosen(container, "container"))
+        raise _invalid_tool("container must be an id, or an object whose type is 'auto'.")
+    return ContainerChoice(None, _read_container_spec(container, "container"))
 
 
-def read_environment(spec: ToolSpec) -> ContainerChoice | None:
+def read_shell_environment(spec: ToolSpec) -> ContainerChoice | None:
     """The container that a shell asks for; None for a shell that is the client's to run. Raises InvalidRequest."""
     try:
-        environment = msgspec.json.decode(spec.raw, type=_Shell).environment
+        environment = msgspec.json.decode(spec.raw, type=_ShellConfig).environment
     except msgspec.DecodeError as error:
-        raise _refused(f"{spec.type}: {error}") from None
+        raise _invalid_tool(f"{spec.type}: {error}") from None
     where = "environment"
     match environment:
-        case None | _Environment(type="local"):
+        case None | _ShellEnvironment(type="local"):
             return None
-        case _Environment(type="container_auto"):
-            return ContainerChoice(None, _chosen(environment, where), where)
-        case _Environment(type="container_reference", container_id=str()):
+        case _ShellEnvironment(type="container_auto"):
+            return ContainerChoice(None, _read_container_spec(environment, where), where)
+        case _ShellEnvironment(type="container_reference", container_id=str()):
             return ContainerChoice(environment.container_id, ContainerSpec(), where)
-        case _Environment(type="container_reference"):
-            raise _refused("environment.container_id is missing.")
+        case _ShellEnvironment(type="container_reference"):
+            raise _invalid_tool("environment.container_id is missing.")
         case _:
-            raise _refused("environment.type must be 'container_auto', 'container_reference' or 'local'.")
+            raise _invalid_tool(
+                "environment.type must be 'container_auto', 'container_reference' or 'local'."
+            )
 
 
-def _memory(container: _Automatic, where: str) -> MemoryTier:
+def _read_memory_tier(container: _AutoContainer, where: str) -> MemoryTier:
     try:
-        return memory_tier(container.memory_limit, f"{where}.memory_limit")
+        return parse_memory_tier(container.memory_limit, f"{where}.memory_limit")
     except InvalidRequest as error:
-        raise _refused(error.message) from None
+        raise _invalid_tool(error.message) from None
 
 
-def _chosen(container: _Automatic, where: str) -> ContainerSpec:
-    memory = _memory(container, where)
+def _read_container_spec(container: _AutoContainer, where: str) -> ContainerSpec:
+    memory = _read_memory_tier(container, where)
     if container.skills:
-        raise _refused(f"{where}.skills is not served by this server.")
+        raise _invalid_tool(f"{where}.skills is not served by this server.")
     try:
-        network = network_policy(container.network_policy, f"{where}.network_policy")
+        network = parse_network_policy(container.network_policy, f"{where}.network_policy")
     except InvalidRequest as error:
-        raise _refused(error.message) from None
+        raise _invalid_tool(error.message) from None
     file_ids = tuple(dict.fromkeys(container.file_ids or ()))
     return ContainerSpec(memory=memory, network=network, file_ids=file_ids)
 
 
-def echoed(spec: ToolSpec) -> bytes:
+def echo_code_interpreter(spec: ToolSpec) -> bytes:
     """A code interpreter as its response shows it: with a container, and without secrets. Raises InvalidRequest."""
     try:
         tool = msgspec.json.decode(spec.raw, type=dict[str, Raw])
-        container = msgspec.json.decode(spec.raw, type=_Tool).container
+        container = msgspec.json.decode(spec.raw, type=_CodeInterpreterConfig).container
         if container is None:
             tool["container"] = Raw(b'{"type":"auto"}')
-        elif isinstance(container, _Fields) and container.id is not None:
+        elif isinstance(container, _ContainerFields) and container.id is not None:
             tool["container"] = Raw(msgspec.json.encode(container.id))
-        elif isinstance(container, _Fields):
-            tool["container"] = _without_secrets(tool["container"], container.network_policy)
+        elif isinstance(container, _ContainerFields):
+            tool["container"] = _remove_secrets(tool["container"], container.network_policy)
     except msgspec.DecodeError as error:
-        raise _refused(f"{spec.type}: {error}") from None
+        raise _invalid_tool(f"{spec.type}: {error}") from None
     return msgspec.json.encode(tool)
 
 
-def echoed_shell(spec: ToolSpec) -> bytes:
+def echo_shell(spec: ToolSpec) -> bytes:
     """As `echoed`, for a shell."""
     try:
         tool = msgspec.json.decode(spec.raw, type=dict[str, Raw])
-        environment = msgspec.json.decode(spec.raw, type=_Shell).environment
+        environment = msgspec.json.decode(spec.raw, type=_ShellConfig).environment
         if environment is not None:
-            tool["environment"] = _without_secrets(tool["environment"], environment.network_policy)
+            tool["environment"] = _remove_secrets(tool["environment"], environment.network_policy)
     except msgspec.DecodeError as error:
-        raise _refused(f"{spec.type}: {error}") from None
+        raise _invalid_tool(f"{spec.type}: {error}") from None
     return msgspec.json.encode(tool)
 
 
-def _without_secrets(raw: Raw, policy: Mapping[str, Raw] | None) -> Raw:
+def _remove_secrets(raw: Raw, policy: Mapping[str, Raw] | None) -> Raw:
     if policy is None:
         return raw
     fields = msgspec.json.decode(raw, type=dict[str, Raw])
@@ -143,5 +145,5 @@ def _without_secrets(raw: Raw, policy: Mapping[str, Raw] | None) -> Raw:
     return Raw(msgspec.json.encode({**fields, "network_policy": shown}))
 
 
-def _refused(message: str) -> InvalidRequest:
+def _invalid_tool(message: str) -> InvalidRequest:
     return InvalidRequest(message, param="tools")

@@ -1,4 +1,4 @@
-"""Small words for attacks, run in each sandbox before its attack; imports only the standard library."""
+"""Small words for attacks, run in each sandbox before its attack."""
 
 import ctypes
 import errno

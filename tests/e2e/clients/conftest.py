@@ -1,4 +1,4 @@
-"""What the tests of clients share; imports openai."""
+"""What the tests of clients share."""
 
 from collections.abc import AsyncGenerator
 

@@ -1,4 +1,4 @@
-"""The Agents SDK against the gateway; imports agents and openai."""
+"""The Agents SDK against the gateway."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ from agents import (
 from openai import AsyncOpenAI
 
 from tests.e2e.conftest import House
-from tests.support import squares
-from tests.support.served import answer, call, calls, runs
+from tests.support import client_conversation
+from tests.support.gateway_process import code_call, text_answer, tool_call, tool_calls
 
 QUIET = RunConfig(tracing_disabled=True)  # nothing is sent to OpenAI
 
@@ -37,13 +37,13 @@ def agent_of(client: AsyncOpenAI, *more: Any, **settings: Any) -> Agent:
 
 async def test_a_conversation(house: House, client: AsyncOpenAI) -> None:
     agent = agent_of(client, response_include=["code_interpreter_call.outputs"])
-    squares.script(house.model, 3)
+    client_conversation.script(house.model, 3)
     first = await Runner.run(agent, "Square", run_config=QUIET)
-    assert first.final_output == squares.LINK
+    assert first.final_output == client_conversation.LINK
     message: Any = first.raw_responses[0].output[-1]
     cited = message.content[0].annotations[0]
     content = await client.containers.files.content.retrieve(cited.file_id, container_id=cited.container_id)
-    assert content.read() == squares.FILE
+    assert content.read() == client_conversation.FILE
 
     streamed = Runner.run_streamed(
         agent, "Add", previous_response_id=first.last_response_id, run_config=QUIET
@@ -54,26 +54,26 @@ async def test_a_conversation(house: House, client: AsyncOpenAI) -> None:
             "code_interpreter_call_code.delta"
         ):
             code += getattr(event.data, "delta")  # noqa: B009
-    assert (code, streamed.final_output) == (squares.ADD, squares.SUM)
+    assert (code, streamed.final_output) == (client_conversation.ADD, client_conversation.SUM)
 
     again: Any = [*first.to_input_list(), {"role": "user", "content": "Add"}]
-    assert (await Runner.run(agent, again, run_config=QUIET)).final_output == squares.SUM
+    assert (await Runner.run(agent, again, run_config=QUIET)).final_output == client_conversation.SUM
     replayed = Runner.run_streamed(agent, again, run_config=QUIET)
     async for _ in replayed.stream_events():
         pass
-    assert replayed.final_output == squares.SUM
-    squares.check(house.model, [squares.SQUARED] * 3)
+    assert replayed.final_output == client_conversation.SUM
+    client_conversation.check(house.model, [client_conversation.SQUARED] * 3)
 
 
 async def test_a_session_that_the_client_keeps(house: House, client: AsyncOpenAI) -> None:
     agent = agent_of(client, store=False, response_include=["code_interpreter_call.outputs"])
     session = SQLiteSession("squares")
-    squares.script(house.model, 1)
+    client_conversation.script(house.model, 1)
     await Runner.run(agent, "Square", session=session, run_config=QUIET)
     second = await Runner.run(agent, "Add", session=session, run_config=QUIET)
     session.close()
-    assert second.final_output == squares.SUM
-    squares.check(house.model, ["kept 3\n"])
+    assert second.final_output == client_conversation.SUM
+    client_conversation.check(house.model, ["kept 3\n"])
 
 
 async def test_functions_beside_the_interpreter(house: House, client: AsyncOpenAI) -> None:
@@ -83,16 +83,16 @@ async def test_functions_beside_the_interpreter(house: House, client: AsyncOpenA
         return f"2 {currency}"
 
     house.model.script(
-        calls(
-            call("rate", {"currency": "EUR"}, call_id="call_rate"),
-            call("code_interpreter", {"code": "pieces = 21"}, call_id="call_code", index=1),
+        tool_calls(
+            tool_call("rate", {"currency": "EUR"}, call_id="call_rate"),
+            tool_call("code_interpreter", {"code": "pieces = 21"}, call_id="call_code", index=1),
         ),
-        runs("print(2 * pieces)"),
-        answer("42 EUR"),
+        code_call("print(2 * pieces)"),
+        text_answer("42 EUR"),
     )
     done = await Runner.run(agent_of(client, rate), "What are 21 worth?", run_config=QUIET)
     assert done.final_output == "42 EUR"
-    messages = house.model.asked[-1].json["messages"]
+    messages = house.model.requests[-1].json["messages"]
     assert [message["role"] for message in messages[2:]] == ["assistant", "tool", "tool", "assistant", "tool"]
     assert messages[3]["content"] == "2 EUR"
     assert messages[-1]["content"] == "42"
@@ -106,9 +106,9 @@ async def streamed(agent: Agent) -> Any:
 
 
 async def test_what_fails(house: House, client: AsyncOpenAI) -> None:
-    house.model.script(*squares.lost_sandbox())
-    assert await streamed(agent_of(client)) == squares.LOST
-    house.model.script(*squares.broken_connection())
+    house.model.script(*client_conversation.lost_sandbox())
+    assert await streamed(agent_of(client)) == client_conversation.LOST
+    house.model.script(*client_conversation.broken_connection())
     with pytest.raises(openai.APIError, match="broke before its answer was complete"):
         await streamed(agent_of(client))
 
@@ -118,10 +118,10 @@ async def test_a_hosted_shell(house: House, client: AsyncOpenAI) -> None:
     shell = ShellTool(environment={"type": "container_auto"})
     agent = agent_of(client, shell, store=False)
     house.model.script(
-        calls(call("shell", {"commands": ["echo 14 > sum.txt", "cat sum.txt"]})),
-        answer("It is 14."),
-        runs("print(open('sum.txt').read())"),
-        answer("Still 14."),
+        tool_calls(tool_call("shell", {"commands": ["echo 14 > sum.txt", "cat sum.txt"]})),
+        text_answer("It is 14."),
+        code_call("print(open('sum.txt').read())"),
+        text_answer("Still 14."),
     )
     first = await Runner.run(agent, "Add", run_config=QUIET)
     kinds = [item.type for item in first.raw_responses[0].output]
@@ -132,6 +132,8 @@ async def test_a_hosted_shell(house: House, client: AsyncOpenAI) -> None:
         pass
     assert streamed.final_output == "Still 14."
     told = [
-        message["content"] for message in house.model.asked[-1].json["messages"] if message["role"] == "tool"
+        message["content"]
+        for message in house.model.requests[-1].json["messages"]
+        if message["role"] == "tool"
     ]
     assert told == ["14", "14"]

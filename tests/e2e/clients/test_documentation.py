@@ -1,4 +1,4 @@
-"""What docs/clients.md shows works as it stands, but for the address and the model's name; imports the support."""
+"""What docs/clients.md shows works as it stands, but for the address and the model's name."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import House
-from tests.support import npm, squares
+from tests.support import client_conversation, npm
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "clients.md").read_text()
@@ -30,12 +30,14 @@ def examples(language: str) -> list[str]:
 
 def check(house: House, codes: list[str], run: Callable[[], str]) -> None:
     """Every one of them has the conversation."""
-    house.model.script(*squares.turns(1) * len(codes))
-    said = [line for line in run().splitlines() if line != f"squares.csv {squares.FILE!r}"]
-    assert said == [squares.LINK, squares.SUM] * len(codes)
-    assert house.model.unasked == 0
+    house.model.script(*client_conversation.turns(1) * len(codes))
+    said = [line for line in run().splitlines() if line != f"squares.csv {client_conversation.FILE!r}"]
+    assert said == [client_conversation.LINK, client_conversation.SUM] * len(codes)
+    assert house.model.unused_answers == 0
     for place in range(0, 4 * len(codes), 4):
-        squares.check_asked(house.model.asked[place : place + 4], [squares.SQUARED])
+        client_conversation.check_asked(
+            house.model.requests[place : place + 4], [client_conversation.SQUARED]
+        )
 
 
 def here(house: House, code: str) -> str:

@@ -1,4 +1,4 @@
-"""A file that a client uploads is read by code, transformed, cited and downloaded, with every client; imports them all.
+"""A file that a client uploads is read by code, transformed, cited and downloaded, with every client.
 
 Real sandboxes, over a real socket: what is downloaded at the end is compared byte for byte.
 """
@@ -24,7 +24,7 @@ from pydantic_ai.models.openai import OpenAIResponsesModelSettings
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from tests.e2e.conftest import House
-from tests.support.served import Model, answer, runs
+from tests.support.gateway_process import ScriptedModelServer, code_call, text_answer
 
 # Every byte, and names that are easily got wrong.
 CONTENT = pickle.dumps(bytes(range(256)) * 100)
@@ -49,8 +49,8 @@ async def file_id(client: AsyncOpenAI) -> AsyncGenerator[str]:
         await client.files.delete(file.id)
 
 
-def script(model: Model) -> None:
-    model.script(runs(CODE), answer(TEXT))
+def script(model: ScriptedModelServer) -> None:
+    model.script(code_call(CODE), text_answer(TEXT))
 
 
 def created(house: House, **request: Any) -> Response:
@@ -83,13 +83,13 @@ async def check(house: House, client: AsyncOpenAI, output: Any) -> None:
 
 def check_told(house: House) -> None:
     """The model knew of the file before its first call, and of the other one after it."""
-    assert house.model.unasked == 0
-    assert house.model.asked[1].json["messages"][-1]["content"].splitlines() == [
+    assert house.model.unused_answers == 0
+    assert house.model.requests[1].json["messages"][-1]["content"].splitlines() == [
         f"Files of the user: /mnt/data/{NAME}.",
         str(len(CONTENT)),
         f"Files: /mnt/data/{RESULT}",
     ]
-    described = house.model.asked[0].json["tools"][0]["function"]["description"]
+    described = house.model.requests[0].json["tools"][0]["function"]["description"]
     assert f"Files of the user are there: {NAME}." in described
 
 
@@ -175,7 +175,13 @@ async def test_files_of_messages_of_every_kind(house: House, client: AsyncOpenAI
         {"type": "input_image", "image_url": picture, "detail": "low"},
     ]
     listing = "import os\nprint({name: os.path.getsize(name) for name in sorted(os.listdir())})"
-    house.model.script(runs(listing), answer("Yes."), answer("Still."), runs(listing), answer("Yes."))
+    house.model.script(
+        code_call(listing),
+        text_answer("Yes."),
+        text_answer("Still."),
+        code_call(listing),
+        text_answer("Yes."),
+    )
     request: Any = {
         "model": "scripted",
         "tools": [{"type": "code_interpreter", "container": {"type": "auto"}}],
@@ -188,7 +194,7 @@ async def test_files_of_messages_of_every_kind(house: House, client: AsyncOpenAI
     replayed = created(house, input=again, **request)
 
     found = f"{{'{NAME}': {len(CONTENT)}, 'image.png': {len(PNG)}, 't.csv': 8}}"
-    asked = [one.json["messages"] for one in house.model.asked]
+    asked = [one.json["messages"] for one in house.model.requests]
     assert asked[0][0]["content"] == [
         {
             "type": "text",

@@ -1,4 +1,4 @@
-"""LangChain's ChatOpenAI against the gateway, in each of its formats for messages; imports langchain."""
+"""LangChain's ChatOpenAI against the gateway, in each of its formats for messages."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ from langchain_core.messages import AIMessageChunk, HumanMessage, messages_from_
 from langchain_openai import ChatOpenAI
 
 from tests.e2e.conftest import House
-from tests.support import squares
+from tests.support import client_conversation
 
 INTERPRETER = {"type": "code_interpreter", "container": {"type": "auto"}}
 
@@ -41,20 +41,20 @@ def test_history(house: House, version: str, stream: bool) -> None:
     """What it makes of a call has lost its outputs, and in some formats its status."""
     model = model_of(house, output_version=version)
     ask = streamed if stream else model.__class__.invoke
-    squares.script(house.model, 2)
+    client_conversation.script(house.model, 2)
     question = HumanMessage("Square")
     first = ask(model, [question])
-    assert first.text == squares.LINK
+    assert first.text == client_conversation.LINK
     second = ask(model, [question, first, HumanMessage("Add")])
-    assert second.text == squares.SUM
+    assert second.text == client_conversation.SUM
     third = ask(model, [question, first, HumanMessage("Add"), second, HumanMessage("Again")])
-    assert third.text == squares.SUM
-    squares.check(house.model, [squares.SQUARED] * 2)
+    assert third.text == client_conversation.SUM
+    client_conversation.check(house.model, [client_conversation.SQUARED] * 2)
 
 
 def test_previous_response_id_and_the_file(house: House) -> None:
     model = model_of(house, include=["code_interpreter_call.outputs"], output_version="responses/v1")
-    squares.script(house.model, 2)
+    client_conversation.script(house.model, 2)
     first = model.invoke("Square")
     (ran,) = [part for part in first.content if part["type"] == "code_interpreter_call"]
     assert ran["outputs"] == [{"type": "logs", "logs": "kept 3\n"}]
@@ -62,33 +62,33 @@ def test_previous_response_id_and_the_file(house: House) -> None:
     content = house.client.containers.files.content.retrieve(
         cited["file_id"], container_id=cited["container_id"]
     )
-    assert content.read() == squares.FILE
+    assert content.read() == client_conversation.FILE
     second = model.invoke("Add", previous_response_id=first.response_metadata["id"])
-    assert second.text == squares.SUM
+    assert second.text == client_conversation.SUM
     third = streamed(model.bind(previous_response_id=first.response_metadata["id"]), [HumanMessage("Add")])
-    assert third.text == squares.SUM
-    squares.check(house.model, [squares.SQUARED] * 2)
+    assert third.text == client_conversation.SUM
+    client_conversation.check(house.model, [client_conversation.SQUARED] * 2)
 
 
 @pytest.mark.parametrize("version", ["v0", "responses/v1", "v1"])
 @pytest.mark.parametrize(
     ("include", "past"),
-    [([], squares.FORGOTTEN), (["code_interpreter_call.outputs"], "kept 3\n")],
+    [([], client_conversation.FORGOTTEN), (["code_interpreter_call.outputs"], "kept 3\n")],
     ids=["bare", "outputs"],
 )
 def test_history_of_what_nobody_keeps(house: House, version: str, include: list[str], past: str) -> None:
     model = model_of(house, store=False, include=include, output_version=version)
-    squares.script(house.model, 1)
+    client_conversation.script(house.model, 1)
     first = model.invoke("Square")
     kept = messages_from_dict(json.loads(json.dumps(messages_to_dict([HumanMessage("Square"), first]))))
-    assert model.invoke([*kept, HumanMessage("Add")]).text == squares.SUM
-    squares.check(house.model, [past])
+    assert model.invoke([*kept, HumanMessage("Add")]).text == client_conversation.SUM
+    client_conversation.check(house.model, [past])
 
 
 def test_what_fails(house: House) -> None:
     model = model_of(house, output_version="v1")
-    house.model.script(*squares.lost_sandbox())
-    assert streamed(model, "Square").text == squares.LOST
-    house.model.script(*squares.broken_connection())
+    house.model.script(*client_conversation.lost_sandbox())
+    assert streamed(model, "Square").text == client_conversation.LOST
+    house.model.script(*client_conversation.broken_connection())
     with pytest.raises(openai.APIError, match="broke before its answer was complete"):
         streamed(model, "Square")

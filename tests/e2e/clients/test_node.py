@@ -1,4 +1,4 @@
-"""Clients from npm against the gateway; imports the support."""
+"""Clients from npm against the gateway."""
 
 import json
 import os
@@ -10,43 +10,43 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import House
-from tests.support import npm, squares
-from tests.support.served import answer, call, calls
+from tests.support import client_conversation, npm
+from tests.support.gateway_process import text_answer, tool_call, tool_calls
 
 pytestmark = [pytest.mark.slow, npm.needed]
 
 
 @pytest.mark.parametrize("package", ["openai", "openai-next"])
 def test_openai(house: House, package: str) -> None:
-    squares.script(house.model, 2)
+    client_conversation.script(house.model, 2)
     told = json.loads(npm.node(npm.HERE / "openai.mjs", package, house.served.url))
-    assert told["texts"] == [squares.LINK, squares.SUM, squares.SUM]
-    assert told["code"] == squares.ADD
+    assert told["texts"] == [client_conversation.LINK, client_conversation.SUM, client_conversation.SUM]
+    assert told["code"] == client_conversation.ADD
     assert told["last"] == "response.completed"
-    assert told["file"] == squares.FILE.decode()
+    assert told["file"] == client_conversation.FILE.decode()
     assert len(set(told["containers"])) == 1
-    squares.check(house.model, [squares.SQUARED] * 2)
+    client_conversation.check(house.model, [client_conversation.SQUARED] * 2)
 
 
 def test_the_ai_sdk(house: House) -> None:
-    squares.script(house.model, 2)
+    client_conversation.script(house.model, 2)
     told = json.loads(npm.node(npm.HERE / "ai-sdk.mjs", house.served.url, "stored"))
-    assert told["texts"] == [squares.LINK, squares.SUM, squares.SUM]
-    assert told["file"] == squares.FILE.decode()
+    assert told["texts"] == [client_conversation.LINK, client_conversation.SUM, client_conversation.SUM]
+    assert told["file"] == client_conversation.FILE.decode()
     assert [part for part in told["parts"] if part.startswith("tool-")][-2:] == ["tool-call", "tool-result"]
     assert [result["output"]["outputs"][0]["logs"] for result in told["results"]] == [
         "kept 3\n",
         "14 1,4,9\n",
     ]
-    squares.check(house.model, [squares.SQUARED] * 2)
+    client_conversation.check(house.model, [client_conversation.SQUARED] * 2)
 
 
 def test_the_ai_sdk_with_a_container_of_its_own(house: House) -> None:
     """Where nothing is stored, it does not give calls back; then the container has to be named."""
-    squares.script(house.model, 1)
+    client_conversation.script(house.model, 1)
     told = json.loads(npm.node(npm.HERE / "ai-sdk.mjs", house.served.url, "unstored"))
-    assert told["texts"] == [squares.LINK, squares.SUM]
-    assert house.model.asked[-1].json["messages"][-1]["content"] == squares.ADDED
+    assert told["texts"] == [client_conversation.LINK, client_conversation.SUM]
+    assert house.model.requests[-1].json["messages"][-1]["content"] == client_conversation.ADDED
 
 
 FAILING = [("failing.mjs", "openai"), ("failing.mjs", "openai-next"), ("ai-sdk.mjs",)]
@@ -60,19 +60,19 @@ def fail(house: House, client: tuple[str, ...]) -> Any:
 
 @pytest.mark.parametrize("client", FAILING, ids="-".join)
 def test_a_call_that_fails(house: House, client: tuple[str, ...]) -> None:
-    house.model.script(*squares.lost_sandbox())
+    house.model.script(*client_conversation.lost_sandbox())
     told = fail(house, client)
     assert "error" not in told
-    assert told["text"] == squares.LOST
+    assert told["text"] == client_conversation.LOST
     assert ("response.code_interpreter_call.failed" in told["types"]) == (client[0] == "failing.mjs")
 
 
 @pytest.mark.parametrize("package", ["openai", "openai-next"])
 def test_a_call_that_fails_by_the_helper_of_the_sdk(house: House, package: str) -> None:
-    house.model.script(*squares.lost_sandbox())
+    house.model.script(*client_conversation.lost_sandbox())
     told = json.loads(npm.node(npm.HERE / "failing.mjs", package, house.served.url, "helper"))
     assert "error" not in told
-    assert told["text"] == squares.LOST
+    assert told["text"] == client_conversation.LOST
     assert "response.code_interpreter_call.completed" in told["types"]  # at another one it would throw
     assert "response.code_interpreter_call.failed" not in told["types"]
     assert told["done"] == told["final"] == "failed"
@@ -80,7 +80,7 @@ def test_a_call_that_fails_by_the_helper_of_the_sdk(house: House, package: str) 
 
 @pytest.mark.parametrize("client", FAILING, ids="-".join)
 def test_a_model_server_that_breaks(house: House, client: tuple[str, ...]) -> None:
-    house.model.script(*squares.broken_connection())
+    house.model.script(*client_conversation.broken_connection())
     assert "broke before its answer was complete" in fail(house, client)["error"]
 
 
@@ -139,20 +139,22 @@ def test_codex(house: House, tmp_path: Path, method: str) -> None:
     script = npm.INSTALLED / "@openai" / "codex" / "bin" / "codex.js"
     options = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
 
-    house.model.script(calls(call("exec_command", {"cmd": "cat notes.txt"})), answer("It is fume."))
+    house.model.script(
+        tool_calls(tool_call("exec_command", {"cmd": "cat notes.txt"})), text_answer("It is fume.")
+    )
     assert npm.node(script, *options, "Which word?", cwd=place, env=codex).strip() == "It is fume."
-    read = house.model.asked[1].json["messages"][-1]
+    read = house.model.requests[1].json["messages"][-1]
     assert read["role"] == "tool"
     assert read["content"].endswith("The word is fume.")
-    offered = [tool["function"]["name"] for tool in house.model.asked[0].json["tools"]]
+    offered = [tool["function"]["name"] for tool in house.model.requests[0].json["tools"]]
     assert "exec_command" in offered
     assert "web_search" not in offered
 
-    house.model.script(answer("Still fume."))
+    house.model.script(text_answer("Still fume."))
     assert (
         npm.node(script, *options, "resume", "--last", "Sure?", cwd=place, env=codex).strip() == "Still fume."
     )
-    (resumed,) = house.model.asked
+    (resumed,) = house.model.requests
     roles = [message["role"] for message in resumed.json["messages"]]
     assert roles[-4:] == ["assistant", "tool", "assistant", "user"]
     until = time.monotonic() + npm.PATIENCE

@@ -1,4 +1,4 @@
-"""The OpenAI SDK gives its own history back, in every form that people give it; imports openai."""
+"""The OpenAI SDK gives its own history back, in every form that people give it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from openai.types.responses import Response
 
 from tests.e2e.conftest import House
-from tests.support import squares
+from tests.support import client_conversation
 
 INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
 
@@ -45,19 +45,19 @@ def referred_to(response: Response) -> list[Any]:
 @pytest.mark.parametrize(
     ("form", "past"),
     [
-        (as_they_are, squares.SQUARED),
-        (dumped, squares.SQUARED),
-        (without("outputs"), squares.SQUARED),
-        (without("outputs", "status"), squares.SQUARED),
-        (without("id"), squares.FORGOTTEN),
-        (without("id", "status", "outputs"), squares.FORGOTTEN),
-        (with_more, squares.SQUARED),
-        (referred_to, squares.SQUARED),
+        (as_they_are, client_conversation.SQUARED),
+        (dumped, client_conversation.SQUARED),
+        (without("outputs"), client_conversation.SQUARED),
+        (without("outputs", "status"), client_conversation.SQUARED),
+        (without("id"), client_conversation.FORGOTTEN),
+        (without("id", "status", "outputs"), client_conversation.FORGOTTEN),
+        (with_more, client_conversation.SQUARED),
+        (referred_to, client_conversation.SQUARED),
     ],
     ids=["objects", "dumped", "no outputs", "no status", "no id", "bare", "more", "references"],
 )
 def test_history(house: House, form: Callable[[Response], list[Any]], past: str) -> None:
-    squares.script(house.model, 1)
+    client_conversation.script(house.model, 1)
     first = house.client.responses.create(model="scripted", input="Square", tools=[INTERPRETER])
     history: Any = [{"role": "user", "content": "Square"}, *form(first), {"role": "user", "content": "Add"}]
     with house.strict.responses.stream(
@@ -67,26 +67,26 @@ def test_history(house: House, form: Callable[[Response], list[Any]], past: str)
             event.delta for event in stream if event.type == "response.code_interpreter_call_code.delta"
         )
         second = stream.get_final_response()
-    assert code == squares.ADD
-    assert second.output_text == squares.SUM
-    squares.check(house.model, [past])
+    assert code == client_conversation.ADD
+    assert second.output_text == client_conversation.SUM
+    client_conversation.check(house.model, [past])
 
 
 def test_a_call_that_fails_by_the_helper_of_the_sdk(house: House) -> None:
     """Python's helper passes on events that it does not know."""
-    house.model.script(*squares.lost_sandbox())
+    house.model.script(*client_conversation.lost_sandbox())
     with house.client.responses.stream(model="scripted", input="Square", tools=[INTERPRETER]) as stream:
         types = [event.type for event in stream]
         final: Any = stream.get_final_response()
     assert "response.code_interpreter_call.failed" in types
     assert "response.code_interpreter_call.completed" not in types
     assert [item.status for item in final.output if item.type == "code_interpreter_call"] == ["failed"]
-    assert final.output_text == squares.LOST
+    assert final.output_text == client_conversation.LOST
 
 
 def test_items_of_tools_that_are_not_ours(house: House) -> None:
     """A conversation that began elsewhere goes on here."""
-    squares.script(house.model, 0)
+    client_conversation.script(house.model, 0)
     elsewhere: Any = [
         {"role": "user", "content": "News?"},
         {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAA"},
@@ -123,10 +123,12 @@ def test_items_of_tools_that_are_not_ours(house: House) -> None:
     response = house.strict.responses.create(
         model="scripted", input=elsewhere, tools=[*unknown, INTERPRETER], extra_body=body
     )
-    assert response.output_text == squares.LINK
-    messages = house.model.asked[0].json["messages"]
+    assert response.output_text == client_conversation.LINK
+    messages = house.model.requests[0].json["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant", "user"]
     assert [tool.type for tool in response.tools] == ["web_search", "namespace", "code_interpreter"]
-    assert [tool["function"]["name"] for tool in house.model.asked[0].json["tools"]] == ["code_interpreter"]
+    assert [tool["function"]["name"] for tool in house.model.requests[0].json["tools"]] == [
+        "code_interpreter"
+    ]
     listed = [item.type for item in house.client.responses.input_items.list(response.id, order="asc")]
     assert listed == [item.get("type", "message") for item in elsewhere]

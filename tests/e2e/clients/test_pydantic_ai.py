@@ -1,4 +1,4 @@
-"""Pydantic AI against the gateway; imports pydantic_ai."""
+"""Pydantic AI against the gateway."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ from pydantic_ai.models.openai import OpenAIResponsesModel, OpenAIResponsesModel
 from pydantic_ai.providers.openai import OpenAIProvider
 
 from tests.e2e.conftest import House
-from tests.support import squares
-from tests.support.served import answer, runs
+from tests.support import client_conversation
+from tests.support.gateway_process import code_call, text_answer
 
 # Without it, it leaves out of its history whatever ran on a server, and with it the container.
 WITH_IDS = OpenAIResponsesModelSettings(openai_send_reasoning_ids=True)
@@ -56,21 +56,21 @@ async def test_a_conversation(
     house: House, client: AsyncOpenAI, settings: OpenAIResponsesModelSettings
 ) -> None:
     agent = agent_of(client, settings)
-    squares.script(house.model, 2)
+    client_conversation.script(house.model, 2)
     first = await agent.run("Square")
-    assert first.output == squares.LINK
+    assert first.output == client_conversation.LINK
     (ran,) = [part for part in first.response.parts if isinstance(part, NativeToolCallPart)]
     container_id = str(ran.args_as_dict()["container_id"])
     (file,) = house.client.containers.files.list(container_id)
     content = house.client.containers.files.content.retrieve(file.id, container_id=container_id)
-    assert content.read() == squares.FILE
+    assert content.read() == client_conversation.FILE
 
     async with agent.run_stream("Add", message_history=kept(first.all_messages())) as streamed:
         pieces = [piece async for piece in streamed.stream_text(delta=True, debounce_by=None)]
-    assert "".join(pieces) == squares.SUM
+    assert "".join(pieces) == client_conversation.SUM
     third = await agent.run("Add", message_history=kept(streamed.all_messages()))
-    assert third.output == squares.SUM
-    squares.check(house.model, [squares.SQUARED] * 2)
+    assert third.output == client_conversation.SUM
+    client_conversation.check(house.model, [client_conversation.SQUARED] * 2)
 
 
 class Total(BaseModel):
@@ -78,17 +78,17 @@ class Total(BaseModel):
 
 
 async def test_structured_output_is_a_call_beside_the_interpreter(house: House, client: AsyncOpenAI) -> None:
-    house.model.script(runs("print(42)"), answer('{"total":42}'))
+    house.model.script(code_call("print(42)"), text_answer('{"total":42}'))
     done = await agent_of(client, WITH_IDS, Total).run("6 * 7?")
     assert done.output == Total(total=42)
 
 
 async def test_what_fails(house: House, client: AsyncOpenAI) -> None:
     agent = agent_of(client, WITH_IDS)
-    house.model.script(*squares.lost_sandbox())
+    house.model.script(*client_conversation.lost_sandbox())
     async with agent.run_stream("Square") as streamed:
-        assert await streamed.get_output() == squares.LOST
-    house.model.script(*squares.broken_connection())
+        assert await streamed.get_output() == client_conversation.LOST
+    house.model.script(*client_conversation.broken_connection())
     with pytest.raises(ModelServerError, match="broke before its answer was complete"):
         async with agent.run_stream("Square") as streamed:
             await streamed.get_output()

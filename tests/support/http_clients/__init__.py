@@ -1,4 +1,4 @@
-"""HTTP clients that are not Python's, each run as a process; imports pytest and the standard library."""
+"""HTTP clients that are not Python's, each run as a process."""
 
 import asyncio
 import json

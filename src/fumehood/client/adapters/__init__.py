@@ -1,5 +1,5 @@
-"""Adapters to providers, and what they have in common; imports `core`."""
+"""Adapters to providers, and what they have in common."""
 
-from fumehood.client.adapters.core import FileCitation, PromptResponse, ProviderAdapter, ToolChoice
+from fumehood.client.adapters.provider_adapter import CitedFile, PromptResponse, ProviderAdapter, ToolChoice
 
-__all__ = ["FileCitation", "PromptResponse", "ProviderAdapter", "ToolChoice"]
+__all__ = ["CitedFile", "PromptResponse", "ProviderAdapter", "ToolChoice"]

@@ -1,4 +1,4 @@
-"""Running tools the way every adapter does; imports `prompt`, `runtime`, `serde` and `errors`."""
+"""Running tools the way every adapter does."""
 
 import logging
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from fumehood.client.errors import (
 )
 from fumehood.client.prompt.tool import AnyTool, ProviderTool, Tool, ToolContext, ToolPolicy, ToolResult
 from fumehood.client.runtime.events import ToolInvoked
-from fumehood.client.runtime.observer import NOBODY, Observer, ToolCalled
+from fumehood.client.runtime.observer import NOOP_OBSERVER, EvaluationObserver, ToolCallStarted
 
 _log = logging.getLogger(__name__)
 
@@ -51,16 +51,16 @@ def serialize_tool_message(result: ToolResult[Any]) -> str:
     """A result as the model reads it. A value that has no JSON is shown as Python shows it."""
     shown: dict[str, object] = {"success": result.success}
     if result.message:
-        shown["message"] = _encodable(result.message)
+        shown["message"] = _replace_surrogates(result.message)
     if result.value is None or result.exclude_value_from_context:
         return serde.encode(shown)
     try:
         return serde.encode({**shown, "payload": result.value})
     except (TypeError, ValueError, RecursionError):
-        return serde.encode({**shown, "payload": _encodable(repr(result.value))})
+        return serde.encode({**shown, "payload": _replace_surrogates(repr(result.value))})
 
 
-def _encodable(text: str) -> str:
+def _replace_surrogates(text: str) -> str:
     """Without halves of surrogate pairs, which no JSON can have."""
     return text.encode(errors="replace").decode()
 
@@ -75,7 +75,7 @@ class ToolExecutor:
 
     context: ToolContext
     policies: tuple[ToolPolicy, ...] = ()
-    observer: Observer = NOBODY
+    observer: EvaluationObserver = NOOP_OBSERVER
 
     def run(self, tool: AnyTool | None, name: str, arguments: str | None, call_id: str | None) -> str:
         """A function that the model has called: what the model reads of it. tool: None if there is no such tool."""
@@ -89,37 +89,39 @@ class ToolExecutor:
             for policy in self.policies:
                 if reason := policy(cast(AnyTool, tool), params, self.context):
                     return ToolResult.error(f"{name!r} may not be called now: {reason}")
-            return self.handled(cast(AnyTool, tool), params)
+            return self.call_handler(cast(AnyTool, tool), params)
 
-        with self.observer.running(ToolCalled(name=name, call_id=call_id, exists=tool is not None)):
-            return self.tell(name, call_id, arguments, read, act, serialize_tool_message)
+        with self.observer.observe_tool_call(
+            ToolCallStarted(name=name, call_id=call_id, exists=tool is not None)
+        ):
+            return self.execute_and_publish(name, call_id, arguments, read, act, serialize_tool_message)
 
-    def handled(self, tool: AnyTool, params: object) -> object:
+    def call_handler(self, tool: AnyTool, params: object) -> object:
         if tool.handler is None:
             return ToolResult.error(f"{tool.name!r} has no handler.")
         return tool.handler(params, context=self.context)
 
-    def tell(
+    def execute_and_publish(
         self,
         name: str,
         call_id: str | None,
         raw: object,
-        read: Callable[[], object],
-        act: Callable[[Any], object],
-        show: Callable[[ToolResult[Any]], str],
+        parse: Callable[[], object],
+        execute: Callable[[Any], object],
+        render: Callable[[ToolResult[Any]], str],
     ) -> str:
         """Call `act` with what `read` makes of the raw parameters, publish it, and give what `show` shows of it."""
         params = raw
         snapshot = self.context.session.snapshot()
         limit: PromptEvaluationError | None = None
         try:
-            params = read()
-            result = checked_result(name, act(params))
-            shown = show(result)
+            params = parse()
+            result = check_result(name, execute(params))
+            shown = render(result)
         except Exception as error:
             self.context.session.restore(snapshot)
-            result = ToolResult[Any].error(_told(name, error))
-            shown = show(result)
+            result = ToolResult[Any].error(_format_tool_error(name, error))
+            shown = render(result)
             if isinstance(error, DeadlineExceededError | BudgetExceededError):
                 limit = error
         self.context.event_bus.publish(
@@ -139,7 +141,7 @@ class ToolExecutor:
         return shown
 
 
-def checked_result(name: str, result: object) -> ToolResult[Any]:
+def check_result(name: str, result: object) -> ToolResult[Any]:
     """What a handler gave, if it is what handlers give."""
     if not isinstance(result, ToolResult):
         raise TypeError(f"the handler of {name!r} returned {type(result).__name__}, not a ToolResult")
@@ -149,7 +151,7 @@ def checked_result(name: str, result: object) -> ToolResult[Any]:
     return found
 
 
-def _told(name: str, error: Exception) -> str:
+def _format_tool_error(name: str, error: Exception) -> str:
     """What the model gets to hear."""
     if isinstance(error, PromptEvaluationError) and error.phase == "tool":
         return error.message

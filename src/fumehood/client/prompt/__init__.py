@@ -1,4 +1,4 @@
-"""Prompts, sections, tools and typed answers; imports its own modules, that of file tools when it is asked for."""
+"""Prompts, sections, tools and typed answers."""
 
 from typing import TYPE_CHECKING
 

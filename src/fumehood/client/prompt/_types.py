@@ -1,6 +1,4 @@
-"""Types that all of `prompt` shares: dataclasses as parameters, generics that know their arguments; imports nothing
-but the standard library.
-"""
+"""Types that all of `prompt` shares: dataclasses as parameters, generics that know their arguments."""
 
 from dataclasses import Field, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, get_args, get_origin
@@ -31,10 +29,10 @@ else:
     OutputT_co = TypeVar("OutputT_co", covariant=True)
 
 
-_made: dict[tuple[Any, ...], type[Any]] = {}
+_specialized_classes: dict[tuple[Any, ...], type[Any]] = {}
 
 
-class Specialised:
+class RuntimeGeneric:
     """A generic class that knows at run time what it was subscripted with.
 
     `Tool[Query, Rows]` is a subclass of `Tool` whose `type_arguments` are `(Query, Rows)`; as are those of a class that
@@ -49,11 +47,11 @@ class Specialised:
         super().__init_subclass__(**settings)
         for base in cls.__dict__.get("__orig_bases__", ()):
             origin = get_origin(base)
-            if isinstance(origin, type) and issubclass(origin, Specialised):
-                cls.type_arguments = origin._filled(get_args(base))
+            if isinstance(origin, type) and issubclass(origin, RuntimeGeneric):
+                cls.type_arguments = origin._bind_arguments(get_args(base))
 
     @classmethod
-    def _filled(cls, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _bind_arguments(cls, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of the first generic class, if these are this one's."""
         if not cls.type_arguments:
             return arguments
@@ -66,15 +64,15 @@ class Specialised:
         if any(isinstance(argument, TypeVar) for argument in arguments):
             return cast(Any, super()).__class_getitem__(item)
         key = (cls, *arguments)
-        if key not in _made:
+        if key not in _specialized_classes:
             names = ", ".join(getattr(argument, "__name__", str(argument)) for argument in arguments)
             body = {
-                "type_arguments": cls._filled(arguments),
+                "type_arguments": cls._bind_arguments(arguments),
                 "__module__": cls.__module__,
                 "__doc__": cls.__doc__,
             }
-            _made[key] = type(cls)(f"{cls.__name__}[{names}]", (cls,), body)
-        return _made[key]
+            _specialized_classes[key] = type(cls)(f"{cls.__name__}[{names}]", (cls,), body)
+        return _specialized_classes[key]
 
     @classmethod
     def type_argument(cls, place: int) -> Any:

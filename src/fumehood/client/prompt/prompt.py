@@ -1,4 +1,4 @@
-"""Templates made of sections, and prompts made of templates and parameters; imports `dbc`, `resources`, siblings."""
+"""Templates made of sections, and prompts made of templates and parameters."""
 
 import copy
 import inspect
@@ -8,10 +8,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, cast, overload
 
 from fumehood.client.dbc import require
-from fumehood.client.prompt._types import OutputT_co, Specialised, SupportsDataclass
-from fumehood.client.prompt.section import MarkdownSection, PromptSection, Section, placeholders
-from fumehood.client.prompt.structured_output import StructuredOutput, structured_output
-from fumehood.client.prompt.tool import AnyTool, ProviderTool, ToolPolicy, by_name
+from fumehood.client.prompt._types import OutputT_co, RuntimeGeneric, SupportsDataclass
+from fumehood.client.prompt.section import MarkdownSection, PromptSection, Section, find_placeholders
+from fumehood.client.prompt.structured_output import StructuredOutput, describe_output_type
+from fumehood.client.prompt.tool import AnyTool, ProviderTool, ToolPolicy, index_tools_by_name
 from fumehood.client.resources import Resources
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class RenderedPrompt(Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has a de
     sections: tuple[PromptSection, ...] = field(default=(), repr=False)
 
 
-class PromptTemplate(Specialised, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has a default
+class PromptTemplate(RuntimeGeneric, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has a default
     """Sections in their order, under a name. `PromptTemplate[Answer](…)` asks for an `Answer`.
 
     Everything that can be wrong with it is found here: keys that occur twice, two tools of one name, placeholders
@@ -64,13 +64,13 @@ class PromptTemplate(Specialised, Generic[OutputT_co]):  # noqa: UP046 - its Typ
         self.tool_choice: ToolChoice | None = tool_choice
         self.policies = tuple(policies)
         self.output_type: Any = self.type_argument(0)
-        self.output = structured_output(self.output_type)
+        self.output = describe_output_type(self.output_type)
         self._check()
 
     def _check(self) -> None:
         seen: set[tuple[str, ...]] = set()
         tools: list[AnyTool] = []
-        for path, section in walk(self.sections):
+        for path, section in walk_sections(self.sections):
             where = f"The section {'/'.join(path)!r}"
             require(path not in seen, f"{where} is there twice.", prompt_name=self.name)
             seen.add(path)
@@ -86,19 +86,19 @@ class PromptTemplate(Specialised, Generic[OutputT_co]):  # noqa: UP046 - its Typ
                 prompt_name=self.name,
             )
             tools += section.tools()
-        by_name(tools)
+        index_tools_by_name(tools)
 
     def accepted_types(self) -> set[type[Any]]:
         """The types of parameters that mean something to a section or a tool of it."""
         found: set[type[Any]] = set()
-        for _, section in walk(self.sections):
+        for _, section in walk_sections(self.sections):
             found |= {tool.params_type for tool in section.tools()}
             if section.params_type is not None:
                 found.add(section.params_type)
         return found
 
 
-class Prompt(Specialised, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has a default
+class Prompt(RuntimeGeneric, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has a default
     """A template with parameters, overrides and resources bound to it. Immutable: `bind` gives another one."""
 
     @overload
@@ -166,7 +166,7 @@ class Prompt(Specialised, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has
         for one in params:
             require(
                 type(one) in accepted,
-                f"No section and no tool of the prompt takes {_kind(one)}; it takes: {_names(accepted)}.",
+                f"No section and no tool of the prompt takes {_describe_type(one)}; it takes: {_format_types(accepted)}.",
                 prompt_name=self.name,
                 phase="render",
             )
@@ -184,11 +184,11 @@ class Prompt(Specialised, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has
         if params:
             return self.bind(*params).render(session=session)
         rendering = _Rendering(self, {type(one): one for one in self.params}, session)
-        texts = rendering.texts(self.sections, 0, "", ())
+        texts = rendering.render_sections(self.sections, 0, "", ())
         return RenderedPrompt[OutputT_co](
             prompt_name=self.name,
             text="\n\n".join(texts),
-            tools=tuple(by_name(rendering.tools).values()),
+            tools=tuple(index_tools_by_name(rendering.tools).values()),
             native_tools=merge_native_tools(rendering.native_tools, prompt_name=self.name),
             output=self._template.output,
             output_type=self._template.output_type,
@@ -197,7 +197,7 @@ class Prompt(Specialised, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has
         )
 
     def _check_overrides(self) -> None:
-        sections = {"/".join(path): section for path, section in walk(self.sections)}
+        sections = {"/".join(path): section for path, section in walk_sections(self.sections)}
         for key, text in self.overrides.items():
             section = sections.get(key)
             require(
@@ -210,7 +210,7 @@ class Prompt(Specialised, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has
                 f"The section {key!r} accepts no overrides.",
                 prompt_name=self.name,
             )
-            missing = placeholders(text) - _field_names(section.params_type if section else None)
+            missing = find_placeholders(text) - _field_names(section.params_type if section else None)
             require(
                 not missing,
                 f"The override of {key!r} has placeholders that the section cannot fill: {', '.join(sorted(missing))}.",
@@ -234,25 +234,25 @@ class _Rendering:
         self.native_tools: list[Mapping[str, object]] = []
         self.sections: list[PromptSection] = []
 
-    def texts(
+    def render_sections(
         self, sections: Sequence[PromptSection], depth: int, prefix: str, path: tuple[str, ...]
     ) -> list[str]:
         found: list[str] = []
         number = 1
         for section in sections:
-            params = self._params_of(section)
+            params = self._resolve_params(section)
             if not section.is_enabled(params):
                 continue
             here = (*path, section.key)
-            self._collect(section, params)
-            text = self._text(section, params, depth, f"{prefix}{number}", here)
-            below = self.texts(section.children, depth + 1, f"{prefix}{number}.", here)
+            self._collect_tools(section, params)
+            text = self._render_section(section, params, depth, f"{prefix}{number}", here)
+            below = self.render_sections(section.children, depth + 1, f"{prefix}{number}.", here)
             if text.strip() or below:
                 number += 1
                 found += [part for part in (text, *below) if part.strip()]
         return found
 
-    def _params_of(self, section: PromptSection) -> SupportsDataclass | None:
+    def _resolve_params(self, section: PromptSection) -> SupportsDataclass | None:
         kind = section.params_type
         if kind is None:
             return None
@@ -271,7 +271,7 @@ class _Rendering:
             )
             raise
 
-    def _collect(self, section: PromptSection, params: SupportsDataclass | None) -> None:
+    def _collect_tools(self, section: PromptSection, params: SupportsDataclass | None) -> None:
         self.sections.append(section)
         self.native_tools += section.native_tools(params)
         for tool in section.tools():
@@ -279,7 +279,7 @@ class _Rendering:
             if isinstance(tool, ProviderTool):
                 self.native_tools.append(cast(ProviderTool[Any, Any, Any], tool).envelope())
 
-    def _text(
+    def _render_section(
         self,
         section: PromptSection,
         params: SupportsDataclass | None,
@@ -290,12 +290,12 @@ class _Rendering:
         if (override := self.prompt.overrides.get("/".join(path))) is not None:
             section = cast(MarkdownSection[Any], section).with_template(override)
         more = {"path": path, "session": self.session}
-        taken = _keywords(type(section).render)
+        taken = _accepted_keywords(type(section).render)
         render: Callable[..., str] = section.render
         return render(params, depth, number, **{name: more[name] for name in taken})
 
 
-def walk(
+def walk_sections(
     sections: Sequence[PromptSection], path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], PromptSection]]:
     """Every section with the keys that lead to it, parents first."""
@@ -303,7 +303,7 @@ def walk(
         require(isinstance(cast(object, section), Section), f"{section!r} is no section.")
         here = (*path, section.key)
         yield here, section
-        yield from walk(section.children, here)
+        yield from walk_sections(section.children, here)
 
 
 def merge_native_tools(
@@ -328,7 +328,7 @@ def merge_native_tools(
 
 
 @lru_cache(maxsize=512)
-def _keywords(render: Callable[..., str]) -> tuple[str, ...]:
+def _accepted_keywords(render: Callable[..., str]) -> tuple[str, ...]:
     """Which of the further keywords a section's `render` takes."""
     return tuple(name for name in ("path", "session") if name in inspect.signature(render).parameters)
 
@@ -337,7 +337,7 @@ def _field_names(kind: type[Any] | None) -> set[str]:
     return set() if kind is None else {one.name for one in fields(kind)}
 
 
-def _kind(value: object) -> str:
+def _describe_type(value: object) -> str:
     return (
         f"the class {value.__name__} (an instance is wanted)"
         if isinstance(value, type)
@@ -345,5 +345,5 @@ def _kind(value: object) -> str:
     )
 
 
-def _names(kinds: set[type[Any]]) -> str:
+def _format_types(kinds: set[type[Any]]) -> str:
     return ", ".join(sorted(kind.__name__ for kind in kinds)) or "none"

@@ -1,4 +1,4 @@
-"""The parts that prompts are made of; imports `dbc` and siblings."""
+"""The parts that prompts are made of."""
 
 import copy
 import re
@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any, Generic, Self, cast
 
 from fumehood.client.dbc import require
-from fumehood.client.prompt._types import ParamsT_co, Specialised, SupportsDataclass
+from fumehood.client.prompt._types import ParamsT_co, RuntimeGeneric, SupportsDataclass
 from fumehood.client.prompt.tool import AnyTool
 
 _KEY = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
@@ -16,7 +16,7 @@ _KEY = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
 _PLACEHOLDER = re.compile(r"\$(\$)?\{(\w+)\}")
 
 
-class Section(Specialised, ABC, Generic[ParamsT_co]):  # noqa: UP046 - its TypeVar has a default
+class Section(RuntimeGeneric, ABC, Generic[ParamsT_co]):  # noqa: UP046 - its TypeVar has a default
     """One part of a prompt: some text, the tools that belong to it, and the sections below it.
 
     Its parameters are a dataclass, which is the class's type argument: `Section[Params]`.
@@ -122,10 +122,10 @@ class MarkdownSection(Section[ParamsT_co]):
         self.template = template
 
     def placeholders(self) -> frozenset[str]:
-        return placeholders(self.template)
+        return find_placeholders(self.template)
 
     def render(self, params: SupportsDataclass | None, depth: int, number: str) -> str:
-        return markdown(self.title, substitute(self.template, params), depth, number)
+        return format_markdown(self.title, fill_placeholders(self.template, params), depth, number)
 
     def with_template(self, template: str) -> Self:
         """The same section with another text, for one rendering."""
@@ -148,18 +148,18 @@ class MarkdownSection(Section[ParamsT_co]):
         return type(self)(**settings)
 
 
-def markdown(title: str, body: str, depth: int, number: str) -> str:
+def format_markdown(title: str, body: str, depth: int, number: str) -> str:
     """A heading with its text."""
     heading = f"{'#' * (depth + 2)} {number}. {title}"
     body = body.strip()
     return f"{heading}\n\n{body}" if body else heading
 
 
-def placeholders(template: str) -> frozenset[str]:
+def find_placeholders(template: str) -> frozenset[str]:
     return frozenset(found[2] for found in _PLACEHOLDER.finditer(template) if not found[1])
 
 
-def substitute(template: str, params: SupportsDataclass | None) -> str:
+def fill_placeholders(template: str, params: SupportsDataclass | None) -> str:
     """What is put in is not looked at again: a `${…}` in a value stays one."""
     values: dict[str, Any] = {}
     if params is not None:

@@ -1,4 +1,4 @@
-"""Answers that have a type; imports `serde` and `errors`."""
+"""Answers that have a type."""
 
 import re
 import typing
@@ -13,7 +13,7 @@ if typing.TYPE_CHECKING:
     from fumehood.client.prompt.prompt import RenderedPrompt
 
 # Providers take only objects at the root, so a list travels in one.
-_WRAPPER = "items"
+_LIST_FIELD = "items"
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class StructuredOutput:
         return re.sub(r"[^a-z0-9_-]", "_", self.item_type.__name__.lower())[:64]
 
 
-def structured_output(kind: Any) -> StructuredOutput | None:
+def describe_output_type(kind: Any) -> StructuredOutput | None:
     """None for a prompt that asks for text: no type, `None` or `str`."""
     if kind in (None, type(None), str):
         return None
@@ -43,13 +43,13 @@ def structured_output(kind: Any) -> StructuredOutput | None:
     )
     from fumehood.client import serde
 
-    schema = serde.schema_of(kind)
+    schema = serde.build_schema(kind)
     if is_list:
         definitions = schema.body.pop("$defs", None)
         body = {
             "type": "object",
-            "properties": {_WRAPPER: schema.body},
-            "required": [_WRAPPER],
+            "properties": {_LIST_FIELD: schema.body},
+            "required": [_LIST_FIELD],
             "additionalProperties": False,
         }
         schema = serde.Schema({**body, "$defs": definitions} if definitions else body, schema.strict)
@@ -65,10 +65,10 @@ def parse_structured_output[T](text: str, rendered: "RenderedPrompt[T]") -> T:
 
     try:
         if not wanted.is_list:
-            return serde.decode(_bare(text), wanted.kind)
-        found: Any = serde.decode(_bare(text), object)
+            return serde.decode(_strip_code_fence(text), wanted.kind)
+        found: Any = serde.decode(_strip_code_fence(text), object)
         if isinstance(found, dict):
-            found = cast(dict[str, Any], found).get(_WRAPPER)
+            found = cast(dict[str, Any], found).get(_LIST_FIELD)
         return serde.convert(found, wanted.kind)
     except serde.DecodeError as error:
         raise OutputParseError(
@@ -79,7 +79,7 @@ def parse_structured_output[T](text: str, rendered: "RenderedPrompt[T]") -> T:
         ) from error
 
 
-def _bare(text: str) -> str:
+def _strip_code_fence(text: str) -> str:
     """Models that are not held to a schema like to put JSON into a fence."""
     lines = text.strip().splitlines()
     fenced = len(lines) > 2 and lines[0].startswith("```") and lines[-1] == "```"

@@ -1,4 +1,4 @@
-"""What a model can call: tools that we run, and tools that the provider runs; imports `serde`, `dbc` and siblings."""
+"""What a model can call: tools that we run, and tools that the provider runs."""
 
 import inspect
 import re
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Never, Protocol, TypeVar, cast, overload
 
 from fumehood.client.dbc import require
-from fumehood.client.prompt._types import NoParams, Specialised
+from fumehood.client.prompt._types import NoParams, RuntimeGeneric
 
 if TYPE_CHECKING:
     from fumehood.client import serde
-    from fumehood.client.adapters.core import ProviderAdapter
+    from fumehood.client.adapters.provider_adapter import ProviderAdapter
     from fumehood.client.budget import BudgetTracker
     from fumehood.client.deadlines import Deadline
     from fumehood.client.filesystem import Filesystem
@@ -33,22 +33,22 @@ _SIGNATURE = "a function (params, *, context) that blocks"
 # --- results ------------------------------------------------------------------------------------------
 
 
-class _Succeed:
+class _SuccessConstructor:
     """`ToolResult.success(value)`."""
 
     def __call__[T](self, value: T, message: str = "") -> "ToolResult[T]":
         return ToolResult(message, value)
 
 
-class _Success:
+class _SuccessDescriptor:
     """A constructor on the class, a bool on an instance."""
 
     @overload
-    def __get__(self, instance: None, owner: type[Any]) -> _Succeed: ...
+    def __get__(self, instance: None, owner: type[Any]) -> _SuccessConstructor: ...
     @overload
     def __get__(self, instance: "ToolResult[Any]", owner: type[Any]) -> bool: ...
-    def __get__(self, instance: "ToolResult[Any] | None", owner: type[Any]) -> _Succeed | bool:
-        return _Succeed() if instance is None else not instance.failed
+    def __get__(self, instance: "ToolResult[Any] | None", owner: type[Any]) -> _SuccessConstructor | bool:
+        return _SuccessConstructor() if instance is None else not instance.failed
 
 
 class ToolResult(Generic[R_co]):  # noqa: UP046 - covariant, though its attributes can be set
@@ -60,7 +60,7 @@ class ToolResult(Generic[R_co]):  # noqa: UP046 - covariant, though its attribut
 
     __slots__ = ("exclude_value_from_context", "failed", "message", "value")
 
-    success = _Success()
+    success = _SuccessDescriptor()
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class ProviderOutputHandler(Protocol[R]):
     ) -> ToolResult[R]: ...
 
 
-class Tool[P, R](Specialised):
+class Tool[P, R](RuntimeGeneric):
     """A function that the model may call: its name, what it is good for, and the handler that runs it.
 
     The types of parameters and result are those it was subscripted with, `Tool[Query, Rows](…)`, or else those that
@@ -167,12 +167,15 @@ class Tool[P, R](Specialised):
             0 < len(words) <= MAX_DESCRIPTION,
             f"The description of the tool {name!r} has {len(words)} characters, not 1 to {MAX_DESCRIPTION}.",
         )
-        require(handler is None or _fits(handler), f"The handler of the tool {name!r} is not {_SIGNATURE}.")
+        require(
+            handler is None or _is_valid_handler(handler),
+            f"The handler of the tool {name!r} is not {_SIGNATURE}.",
+        )
         self.name = name
         self.description = words
         self.handler = handler
         self.accepts_overrides = accepts_overrides
-        self.params_type, self.result_type = self._types()
+        self.params_type, self.result_type = self._resolve_types()
         self._schema: serde.Schema | None = None
 
     @property
@@ -181,13 +184,13 @@ class Tool[P, R](Specialised):
         if self._schema is None:
             from fumehood.client import serde
 
-            self._schema = serde.schema_of(self.params_type)
+            self._schema = serde.build_schema(self.params_type)
         return self._schema
 
-    def _types(self) -> tuple[type[P], type[R]]:
+    def _resolve_types(self) -> tuple[type[P], type[R]]:
         params, result = self.type_argument(0), self.type_argument(1)
         if params is None or result is None:
-            hinted = _hints(self.handler)
+            hinted = _handler_types(self.handler)
             params, result = params or hinted[0], result or hinted[1]
         if params is type(None) or (params is None and self.type_arguments):
             params = NoParams
@@ -203,7 +206,7 @@ class Tool[P, R](Specialised):
         return f"{type(self).__name__}(name={self.name!r})"
 
 
-def _fits(handler: Callable[..., object]) -> bool:
+def _is_valid_handler(handler: Callable[..., object]) -> bool:
     """Whether it can be called as handlers are."""
     try:
         inspect.signature(handler).bind(None, context=None)
@@ -212,7 +215,7 @@ def _fits(handler: Callable[..., object]) -> bool:
     return not inspect.iscoroutinefunction(handler)
 
 
-def _hints(handler: object) -> tuple[Any, Any]:
+def _handler_types(handler: object) -> tuple[Any, Any]:
     """Types of parameters and result, as a handler's annotations have them."""
     if handler is None:
         return None, None
@@ -262,7 +265,7 @@ class ProviderTool[P, R, C](Tool[P, R]):
         """How `RenderedPrompt.native_tools` lists it; checks its settings."""
         from fumehood.client import serde
 
-        settings: Any = serde.builtins(self.config)
+        settings: Any = serde.to_builtins(self.config)
         require(
             isinstance(settings, dict),
             f"The config of the tool {self.name!r} is {self.config!r}; it has to be a dataclass or a mapping.",
@@ -276,12 +279,12 @@ type AnyTool = Tool[Any, Any]
 type ToolPolicy = Callable[[AnyTool, Any, ToolContext], str | None]
 
 
-def provider_tools(tools: Sequence[AnyTool]) -> list[ProviderTool[Any, Any, Any]]:
+def select_provider_tools(tools: Sequence[AnyTool]) -> list[ProviderTool[Any, Any, Any]]:
     """Those of them that the provider runs."""
     return [cast(ProviderTool[Any, Any, Any], tool) for tool in tools if isinstance(tool, ProviderTool)]
 
 
-def by_name(tools: Sequence[AnyTool]) -> dict[str, AnyTool]:
+def index_tools_by_name(tools: Sequence[AnyTool]) -> dict[str, AnyTool]:
     """Raises PromptValidationError if two different tools share a name, or one is no tool at all."""
     found: dict[str, AnyTool] = {}
     for tool in tools:

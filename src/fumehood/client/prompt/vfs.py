@@ -1,4 +1,4 @@
-"""Files for a model, through tools over any filesystem; imports `filesystem` and siblings."""
+"""Files for a model, through tools over any filesystem."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +10,7 @@ from fumehood.client.prompt.section import MarkdownSection
 from fumehood.client.prompt.tool import AnyTool, Tool, ToolContext, ToolResult
 
 MAX_READ = 64_000
-_REFUSALS = (OSError, UnicodeDecodeError, WorkspaceSecurityError)
+_REPORTED_ERRORS = (OSError, UnicodeDecodeError, WorkspaceSecurityError)
 
 FILE_TOOLS_TEXT = """You have a workspace of files. `list_files` shows a directory, `glob_files` finds files by a
 pattern, `read_file` shows one and `write_file` makes or replaces one. Paths are relative to the workspace."""
@@ -51,16 +51,16 @@ def file_tools(filesystem: Filesystem) -> tuple[AnyTool, ...]:
         _ = context
         try:
             text = filesystem.read_text(params.path)
-        except _REFUSALS as error:
-            return ToolResult.error(_why(error))
+        except _REPORTED_ERRORS as error:
+            return ToolResult.error(_format_error(error))
         return ToolResult.ok(FileText(params.path, text[:MAX_READ], len(text) > MAX_READ))
 
     def write(params: WriteParams, *, context: ToolContext) -> ToolResult[FileText]:
         _ = context
         try:
             filesystem.write_text(params.path, params.content)
-        except _REFUSALS as error:
-            return ToolResult.error(_why(error))
+        except _REPORTED_ERRORS as error:
+            return ToolResult.error(_format_error(error))
         message = f"Wrote {len(params.content)} characters to {params.path}."
         return ToolResult(message, FileText(params.path, params.content), exclude_value_from_context=True)
 
@@ -68,8 +68,8 @@ def file_tools(filesystem: Filesystem) -> tuple[AnyTool, ...]:
         _ = context
         try:
             return ToolResult.ok(FileList(filesystem.list_dir(params.path)))
-        except _REFUSALS as error:
-            return ToolResult.error(_why(error))
+        except _REPORTED_ERRORS as error:
+            return ToolResult.error(_format_error(error))
 
     def glob(params: GlobParams, *, context: ToolContext) -> ToolResult[FileList]:
         _ = context
@@ -91,7 +91,7 @@ def file_tools(filesystem: Filesystem) -> tuple[AnyTool, ...]:
     )
 
 
-def _why(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 

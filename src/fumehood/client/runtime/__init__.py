@@ -1,4 +1,4 @@
-"""Events and sessions; imports its own modules."""
+"""Events and sessions."""
 
 from fumehood.client.runtime.events import (
     EventBus,

@@ -1,4 +1,4 @@
-"""What happens while a prompt is evaluated, and who is told; imports `budget` and the standard library."""
+"""What happens while a prompt is evaluated, and who is told."""
 
 import os
 import threading
@@ -70,7 +70,7 @@ class PromptExecuted:
     event_id: str = field(default_factory=new_id)
 
 
-EVENTS = (PromptRendered, ToolInvoked, PromptExecuted)
+EVENT_TYPES = (PromptRendered, ToolInvoked, PromptExecuted)
 
 
 class Publisher(Protocol):
@@ -129,15 +129,15 @@ class NullEventBus:
         """Nobody listens."""
 
 
-class JoinedBus:
+class FanOutEventBus:
     """A bus and others that are told the same; each once, however often it is given."""
 
     def __init__(self, bus: EventBus, *others: Publisher | None) -> None:
         self._bus = bus
-        self._told: list[Publisher] = [bus]
+        self._publishers: list[Publisher] = [bus]
         for other in others:
-            if other is not None and not any(other is known for known in self._told):
-                self._told.append(other)
+            if other is not None and not any(other is known for known in self._publishers):
+                self._publishers.append(other)
 
     def subscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None:
         self._bus.subscribe(event_type, handler)
@@ -146,5 +146,5 @@ class JoinedBus:
         self._bus.unsubscribe(event_type, handler)
 
     def publish(self, event: object) -> None:
-        for each in self._told:
+        for each in self._publishers:
             each.publish(event)

@@ -1,4 +1,4 @@
-"""Who sees an evaluation from within, beginnings and failures too; imports `budget` and the standard library.
+"""Who sees an evaluation from within, beginnings and failures too.
 
 Events tell what has happened. An observer is there while it happens: each step is entered when it begins and left when
 it is over, with the exception that ended it, if one did.
@@ -13,7 +13,7 @@ from fumehood.client.budget import TokenUsage
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationBegun:
+class EvaluationStarted:
     """Somebody wants a prompt evaluated; nothing of it has been looked at."""
 
     prompt_name: str
@@ -23,7 +23,7 @@ class EvaluationBegun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelAsked:
+class ModelRequestStarted:
     """A request is about to be sent to `base_url`, and repeated if it has to be.
 
     operation: "chat", or "compact" for a conversation that is made shorter.
@@ -38,20 +38,20 @@ class ModelAsked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelAnswered:
+class ModelResponseReceived:
     """A request has been answered; `end` is "stop", or why the answer ended otherwise."""
 
     id: str
     model: str
     request_id: str | None
-    end: str
+    finish_reason: str
     usage: TokenUsage | None
     output: Sequence[Mapping[str, Any]]
     container_ids: Sequence[str] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToolCalled:
+class ToolCallStarted:
     """The model has called a function; `exists`: there is one of that name."""
 
     name: str
@@ -59,7 +59,7 @@ class ToolCalled:
     exists: bool
 
 
-class Asking(Protocol):
+class RequestObservation(Protocol):
     """A request that is under way."""
 
     @property
@@ -67,17 +67,19 @@ class Asking(Protocol):
         """What is to be sent along with the request."""
         ...
 
-    def answered(self, answer: ModelAnswered, /) -> None: ...
+    def on_response(self, answer: ModelResponseReceived, /) -> None: ...
 
 
-class Observer(Protocol):
+class EvaluationObserver(Protocol):
     """Sees the evaluations of an adapter, in the thread that evaluates. What it raises ends the evaluation."""
 
-    def evaluating(self, evaluation: EvaluationBegun, /) -> AbstractContextManager[object]: ...
+    def observe_evaluation(self, evaluation: EvaluationStarted, /) -> AbstractContextManager[object]: ...
 
-    def asking(self, question: ModelAsked, /) -> AbstractContextManager[Asking]: ...
+    def observe_request(
+        self, question: ModelRequestStarted, /
+    ) -> AbstractContextManager[RequestObservation]: ...
 
-    def running(self, call: ToolCalled, /) -> AbstractContextManager[object]:
+    def observe_tool_call(self, call: ToolCallStarted, /) -> AbstractContextManager[object]:
         """A function of the prompt's; its ToolInvoked is published within. What the provider runs is not told here."""
         ...
 
@@ -86,7 +88,7 @@ class Observer(Protocol):
         ...
 
 
-class _Unseen:
+class _NoopObservation:
     """A step that nobody watches."""
 
     headers: Mapping[str, str] = {}
@@ -97,26 +99,26 @@ class _Unseen:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def answered(self, *_: object) -> None:
+    def on_response(self, *_: object) -> None:
         pass
 
 
-class _Nobody:
+class _NoopObserver:
     """Sees nothing."""
 
-    _step = _Unseen()
+    _step = _NoopObservation()
 
-    def evaluating(self, *_: object) -> _Unseen:
+    def observe_evaluation(self, *_: object) -> _NoopObservation:
         return self._step
 
-    def asking(self, *_: object) -> _Unseen:
+    def observe_request(self, *_: object) -> _NoopObservation:
         return self._step
 
-    def running(self, *_: object) -> _Unseen:
+    def observe_tool_call(self, *_: object) -> _NoopObservation:
         return self._step
 
     def publish(self, *_: object) -> None:
         pass
 
 
-NOBODY: Observer = _Nobody()
+NOOP_OBSERVER: EvaluationObserver = _NoopObserver()

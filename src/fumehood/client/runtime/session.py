@@ -1,11 +1,11 @@
-"""What outlives one evaluation: typed values, by their type; imports `dbc`, `events` and the standard library."""
+"""What outlives one evaluation: typed values, by their type."""
 
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, overload
 
 from fumehood.client.dbc import require
-from fumehood.client.runtime.events import EVENTS, EventBus, InProcessDispatcher, new_id
+from fumehood.client.runtime.events import EVENT_TYPES, EventBus, InProcessDispatcher, new_id
 
 # Makes the new values of a slice of the old ones and of what happened.
 type Reducer[T, E] = Callable[[tuple[T, ...], E], tuple[T, ...]]
@@ -125,11 +125,11 @@ class Session:
             reducers = self._reducers.get(kind, ())
             for target, reducer in reducers:
                 self._slices[target] = tuple(reducer(self._slices.get(target, ()), value))
-            if kind not in EVENTS and not any(target is kind for target, _ in reducers):
+            if kind not in EVENT_TYPES and not any(target is kind for target, _ in reducers):
                 self._slices[kind] = (*self._slices.get(kind, ()), value)
 
     def register(self, target: type[Any], on: type[Any], reducer: Reducer[Any, Any]) -> None:
         with self._lock:
-            if on in EVENTS and on not in self._reducers:
+            if on in EVENT_TYPES and on not in self._reducers:
                 self._bus.subscribe(on, self.dispatch)
             self._reducers.setdefault(on, []).append((target, reducer))

@@ -1,11 +1,11 @@
-"""The adapter for OpenAI's Responses API, and for our gateway; imports its own modules, and the SDK only in use."""
+"""The adapter for OpenAI's Responses API, and for our gateway."""
 
 from fumehood.client.adapters.openai.adapter import OpenAIAdapter
 from fumehood.client.adapters.openai.code_interpreter import (
     AutoContainerConfig,
     CodeInterpreterConfig,
+    CodeInterpreterFile,
     CodeInterpreterResult,
-    ExecutionFile,
     ExistingContainerRef,
     OpenAICodeInterpreterTool,
 )
@@ -31,6 +31,7 @@ from fumehood.client.prompt.tool import ProviderToolCallData
 __all__ = [
     "AutoContainerConfig",
     "CodeInterpreterConfig",
+    "CodeInterpreterFile",
     "CodeInterpreterResult",
     "CompactionConfig",
     "CompactionManager",
@@ -38,7 +39,6 @@ __all__ = [
     "ContainerConfig",
     "ContainerFilesystem",
     "ContainerManager",
-    "ExecutionFile",
     "ExistingContainerRef",
     "FileSearchConfig",
     "OpenAIAdapter",

@@ -1,6 +1,4 @@
-"""Prompts to OpenAI's Responses API, or to our gateway: what is asked for, checked; imports its siblings
-and the runtime.
-"""
+"""Prompts to OpenAI's Responses API, or to our gateway: what is asked for, checked."""
 
 import inspect
 import os
@@ -9,21 +7,28 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-from fumehood.client.adapters.core import PromptResponse
-from fumehood.client.adapters.openai.api import ContainerGoneError, ResponsesApi, is_fumehood
-from fumehood.client.adapters.openai.code_interpreter import container_spec
+from fumehood.client.adapters.openai.code_interpreter import build_container_spec
 from fumehood.client.adapters.openai.compaction import CompactionManager
 from fumehood.client.adapters.openai.config import (
-    WITHOUT_REASONING,
+    MODELS_WITHOUT_REASONING,
     CompactionConfig,
     OpenAIClientConfig,
     OpenAIHostedToolsConfig,
     OpenAIModelConfig,
 )
 from fumehood.client.adapters.openai.evaluation import Evaluation
-from fumehood.client.adapters.openai.native_tools.base import check_model, native_tool_lists
-from fumehood.client.adapters.openai.wire import EXECUTION, responses_tool_choice, responses_tool_spec
+from fumehood.client.adapters.openai.native_tools.native_tool_section import (
+    check_native_tools,
+    merge_native_tool_lists,
+)
+from fumehood.client.adapters.openai.responses_client import (
+    ContainerGoneError,
+    ResponsesClient,
+    is_fumehood_gateway,
+)
+from fumehood.client.adapters.openai.wire import EXECUTION_FIELD, responses_tool_choice, responses_tool_spec
 from fumehood.client.adapters.openai.workspace import OpenAIContainerWorkspaceSection
+from fumehood.client.adapters.provider_adapter import PromptResponse
 from fumehood.client.adapters.shared import ToolExecutor, tool_to_spec
 from fumehood.client.budget import Budget, BudgetTracker
 from fumehood.client.dbc import require
@@ -32,10 +37,10 @@ from fumehood.client.errors import ContainerExpiredError, PromptValidationError
 from fumehood.client.filesystem import Filesystem
 from fumehood.client.prompt._types import SupportsDataclass
 from fumehood.client.prompt.prompt import Prompt, RenderedPrompt, ToolChoice, merge_native_tools
-from fumehood.client.prompt.tool import ProviderTool, ToolContext, provider_tools
+from fumehood.client.prompt.tool import ProviderTool, ToolContext, select_provider_tools
 from fumehood.client.resources import ResourceRegistry, Resources
-from fumehood.client.runtime.events import EventBus, JoinedBus
-from fumehood.client.runtime.observer import NOBODY, EvaluationBegun, Observer
+from fumehood.client.runtime.events import EventBus, FanOutEventBus
+from fumehood.client.runtime.observer import NOOP_OBSERVER, EvaluationObserver, EvaluationStarted
 from fumehood.client.runtime.session import Session, SessionProtocol
 from fumehood.client.throttle import ThrottlePolicy
 from fumehood.client.workspace import WorkspaceSection
@@ -46,9 +51,9 @@ if TYPE_CHECKING:
 Out = TypeVar("Out")
 
 # The stores that are searched where a prompt names none.
-STORES_VARIABLE = "OPENAI_VECTOR_STORE_IDS"
+VECTOR_STORES_VARIABLE = "OPENAI_VECTOR_STORE_IDS"
 
-_OUTPUTS = {
+_INCLUDE_BY_TOOL = {
     "code_interpreter": "code_interpreter_call.outputs",
     "file_search": "file_search_call.results",
     "web_search": "web_search_call.action.sources",
@@ -78,13 +83,13 @@ class OpenAIAdapter:
         strict: bool = False,
         throttle: ThrottlePolicy | None = None,
         max_turns: int = 100,
-        observer: Observer | None = None,
+        observer: EvaluationObserver | None = None,
     ) -> None:
         """client: a client of the SDK; else one is made, of `client_config`, when it is first needed.
 
         openai_native_tools: which native tools a model has, where we do not know it; strict: a model of which nothing
         is known has none. max_turns: how often the model may be asked in one evaluation. observer: sees every
-        evaluation, as `fumehood.telemetry.client.ClientTelemetry` does.
+        evaluation, as `fumehood.telemetry.client_telemetry.ClientTelemetry` does.
         """
         require(
             isinstance(cast(object, model), str) and model.strip(),
@@ -103,21 +108,21 @@ class OpenAIAdapter:
         self._client_config = client_config or OpenAIClientConfig()
         self._client = client
         self._owns_client = client is None
-        self._making = threading.Lock()
+        self._client_lock = threading.Lock()
         self._hosted_tools = hosted_tools or OpenAIHostedToolsConfig()
         self._compaction = compaction
         self._tool_choice: ToolChoice = tool_choice
-        self._native_tools = native_tool_lists(openai_native_tools)
+        self._native_tools = merge_native_tool_lists(openai_native_tools)
         self._strict = strict
         self._throttle = throttle
         self._max_turns = max_turns
-        self._observer = observer or NOBODY
+        self._observer = observer or NOOP_OBSERVER
 
     @property
     def client(self) -> "OpenAI":
-        with self._making:
+        with self._client_lock:
             if self._client is None:
-                self._client = self._client_config.make()
+                self._client = self._client_config.create_client()
             return self._client
 
     def close(self) -> None:
@@ -168,14 +173,14 @@ class OpenAIAdapter:
             "budget and budget_tracker exclude each other; give one.",
         )
         session = Session() if session is None else session
-        begun = EvaluationBegun(
+        begun = EvaluationStarted(
             prompt_name=prompt.name, adapter=self.provider, model=self.model, session_id=session.session_id
         )
-        with self._observer.evaluating(begun):
+        with self._observer.observe_evaluation(begun):
             tracker = budget_tracker or (BudgetTracker(budget) if budget else None)
-            return self._evaluated(prompt, params, session, bus, parse_output, deadline, tracker, resources)
+            return self._evaluate(prompt, params, session, bus, parse_output, deadline, tracker, resources)
 
-    def _evaluated(
+    def _evaluate(
         self,
         prompt: Prompt[Out],
         params: Sequence[SupportsDataclass],
@@ -186,37 +191,37 @@ class OpenAIAdapter:
         tracker: BudgetTracker | None,
         resources: Resources | None,
     ) -> PromptResponse[Out]:
-        deadline = _earliest(deadline, tracker.budget.deadline if tracker else None)
+        deadline = _earliest_deadline(deadline, tracker.budget.deadline if tracker else None)
         try:
             bound = prompt.bind(*params)
             rendered = bound.render(session=session)
-            workspace = _workspace(rendered)
-            request = self._request(rendered, workspace)
+            workspace = _find_workspace(rendered)
+            request = self._build_request(rendered, workspace)
         except PromptValidationError as error:
             error.prompt_name = error.prompt_name or prompt.name
             raise
         if deadline is not None:
             deadline.check("the first request", prompt_name=bound.name)
-        api = ResponsesApi(self.client, self._throttle, self._observer)
-        self._name_container(request, rendered, workspace, api, deadline)
-        if workspace is not None and (workspace.filesystem.archive or workspace.filesystem.moved):
+        api = ResponsesClient(self.client, self._throttle, self._observer)
+        self._set_container(request, rendered, workspace, api, deadline)
+        if workspace is not None and (workspace.filesystem.archive or workspace.filesystem.relocated_files):
             rendered = bound.render(session=session)  # it has something to add now
-        request["include"] = self._include(request)
+        request["include"] = self._build_include(request)
         manager = None
         if self._compaction is not None:
             manager = CompactionManager(self.client, self._compaction, session, model=self.model, api=api)
         given = bound.resources if resources is None else (*bound.resources, resources)
-        with ResourceRegistry.joined(given) as registry:
+        with ResourceRegistry.combine(given) as registry:
             context = ToolContext(
                 prompt=bound,
                 rendered_prompt=rendered,
                 adapter=self,
                 session=session,
-                event_bus=JoinedBus(session.bus, bus, self._observer),
+                event_bus=FanOutEventBus(session.bus, bus, self._observer),
                 resources=registry,
                 deadline=deadline,
                 budget_tracker=tracker,
-                filesystem=_filesystem(rendered, registry),
+                filesystem=_find_filesystem(rendered, registry),
             )
             return Evaluation(
                 api=api,
@@ -225,7 +230,9 @@ class OpenAIAdapter:
                 request=request,
                 executor=ToolExecutor(context, bound.template.policies, self._observer),
                 manager=manager,
-                new_container=None if workspace is None else partial(_renewed, workspace, bound, context),
+                recreate_container=None
+                if workspace is None
+                else partial(_recreate_container, workspace, bound, context),
                 memory_limit=None if workspace is None else workspace.container_config.memory_limit,
                 parse_output=parse_output,
                 max_turns=self._max_turns,
@@ -233,13 +240,13 @@ class OpenAIAdapter:
 
     # ---- the request ----------------------------------------------------------------------------------------
 
-    def _request(
+    def _build_request(
         self, rendered: RenderedPrompt[Any], workspace: OpenAIContainerWorkspaceSection | None
     ) -> dict[str, Any]:
         """All of it but input, container and include. Raises PromptValidationError; nothing is sent."""
         name = rendered.prompt_name
         heard: dict[str, str] = {}
-        for tool in provider_tools(rendered.tools):
+        for tool in select_provider_tools(rendered.tools):
             require(
                 tool.provider == self.provider,
                 f"The tool {tool.name!r} is {tool.provider}'s; this adapter is {self.provider}'s.",
@@ -251,7 +258,7 @@ class OpenAIAdapter:
                 f"The tools {other!r} and {tool.name!r} are both {tool.native_type}; only one can get its results.",
                 prompt_name=name,
             )
-        native = self._native(rendered, workspace)
+        native = self._collect_native_tools(rendered, workspace)
         functions = [tool_to_spec(tool) for tool in rendered.tools if not isinstance(tool, ProviderTool)]
         tools = [responses_tool_spec(spec, prompt_name=name) for spec in (*functions, *native)]
         chosen = self._tool_choice if rendered.tool_choice is None else rendered.tool_choice
@@ -261,7 +268,7 @@ class OpenAIAdapter:
             prompt_name=name,
         )
         choice = responses_tool_choice(chosen, tools, prompt_name=name)
-        request: dict[str, Any] = {"model": self.model, **self._model_config.request()}
+        request: dict[str, Any] = {"model": self.model, **self._model_config.build_request_fields()}
         if tools:
             request["tools"] = tools
         if choice is not None:
@@ -279,28 +286,28 @@ class OpenAIAdapter:
             request["store"] = False
         return request
 
-    def _native(
+    def _collect_native_tools(
         self, rendered: RenderedPrompt[Any], workspace: OpenAIContainerWorkspaceSection | None
     ) -> list[Mapping[str, object]]:
         """The native tools of prompt and adapter together, checked."""
         name = rendered.prompt_name
         asked = [*rendered.native_tools, *self._hosted_tools.envelopes()]
         found = {str(tool.get("name")): tool for tool in merge_native_tools(asked, prompt_name=name)}
-        check_model(self.model, found, self._native_tools, strict=self._strict, prompt_name=name)
+        check_native_tools(self.model, found, self._native_tools, strict=self._strict, prompt_name=name)
         if search := found.get("file_search"):
             stores = (
                 search.get("vector_store_ids")
-                or os.environ.get(STORES_VARIABLE, "").replace(",", " ").split()
+                or os.environ.get(VECTOR_STORES_VARIABLE, "").replace(",", " ").split()
             )
             require(
                 stores,
-                f"file_search has no vector_store_ids: name a store to search in, or set {STORES_VARIABLE}.",
+                f"file_search has no vector_store_ids: name a store to search in, or set {VECTOR_STORES_VARIABLE}.",
                 prompt_name=name,
             )
             found["file_search"] = {**search, "vector_store_ids": stores}
         interpreter = found.get("code_interpreter")
         if interpreter is not None and "container" in interpreter:
-            container = container_spec(interpreter["container"])
+            container = build_container_spec(interpreter["container"])
             found["code_interpreter"] = {**interpreter, "container": container}
         if workspace is not None:
             require(
@@ -316,12 +323,12 @@ class OpenAIAdapter:
             )
         return [*found.values()]
 
-    def _name_container(
+    def _set_container(
         self,
         request: dict[str, Any],
         rendered: RenderedPrompt[Any],
         workspace: OpenAIContainerWorkspaceSection | None,
-        api: ResponsesApi,
+        api: ResponsesClient,
         deadline: Deadline | None,
     ) -> None:
         """Every code interpreter gets a container; one that is named has to be alive."""
@@ -329,25 +336,25 @@ class OpenAIAdapter:
             if tool["type"] != "code_interpreter":
                 continue
             if workspace is not None:
-                again = self._client_config.make if self._owns_client else None
-                workspace.bind_client(self.client, again=again, policy=self._throttle)
+                again = self._client_config.create_client if self._owns_client else None
+                workspace.bind_client(self.client, create_client=again, policy=self._throttle)
                 tool["container"] = workspace.filesystem.ensure_container(deadline=deadline)
                 continue
             container = tool.setdefault("container", {"type": "auto"})
             if isinstance(container, str):
-                _check_alive(container, api, rendered.prompt_name, deadline)
+                _check_container_alive(container, api, rendered.prompt_name, deadline)
 
-    def _include(self, request: Mapping[str, Any]) -> list[str]:
+    def _build_include(self, request: Mapping[str, Any]) -> list[str]:
         kinds = [tool["type"] for tool in request.get("tools", ())]
-        wanted = [_OUTPUTS[kind] for kind in kinds if kind in _OUTPUTS]
-        if "code_interpreter" in kinds and is_fumehood(self.client):
-            wanted.append(EXECUTION)
-        if request.get("store") is False and not self.model.startswith(WITHOUT_REASONING):
+        wanted = [_INCLUDE_BY_TOOL[kind] for kind in kinds if kind in _INCLUDE_BY_TOOL]
+        if "code_interpreter" in kinds and is_fumehood_gateway(self.client):
+            wanted.append(EXECUTION_FIELD)
+        if request.get("store") is False and not self.model.startswith(MODELS_WITHOUT_REASONING):
             wanted.append("reasoning.encrypted_content")
         return wanted
 
 
-def _workspace(rendered: RenderedPrompt[Any]) -> OpenAIContainerWorkspaceSection | None:
+def _find_workspace(rendered: RenderedPrompt[Any]) -> OpenAIContainerWorkspaceSection | None:
     workspaces = [section for section in rendered.sections if isinstance(section, WorkspaceSection)]
     require(
         not any(section.is_closed for section in workspaces),
@@ -359,28 +366,30 @@ def _workspace(rendered: RenderedPrompt[Any]) -> OpenAIContainerWorkspaceSection
     return found[0] if found else None
 
 
-def _renewed(
-    workspace: OpenAIContainerWorkspaceSection, prompt: Prompt[Any], context: ToolContext, gone: str
+def _recreate_container(
+    workspace: OpenAIContainerWorkspaceSection, prompt: Prompt[Any], context: ToolContext, expired_id: str
 ) -> tuple[str, str]:
     """Another container than the one that is gone, and what the prompt says now."""
-    made = workspace.filesystem.renew_container(gone, deadline=context.deadline)
+    made = workspace.filesystem.renew_container(expired_id, deadline=context.deadline)
     return made, prompt.render(session=context.session).text
 
 
-def _check_alive(container_id: str, api: ResponsesApi, prompt_name: str, deadline: Deadline | None) -> None:
+def _check_container_alive(
+    container_id: str, api: ResponsesClient, prompt_name: str, deadline: Deadline | None
+) -> None:
     try:
         status = api.container_status(container_id, prompt_name=prompt_name, deadline=deadline)
     except ContainerGoneError as error:
-        raise ContainerExpiredError(container_id, error, _gone(container_id)) from error
+        raise ContainerExpiredError(container_id, error, _expired_message(container_id)) from error
     if status in ("expired", "deleted"):
-        raise ContainerExpiredError(container_id, ContainerGoneError(status), _gone(container_id))
+        raise ContainerExpiredError(container_id, ContainerGoneError(status), _expired_message(container_id))
 
 
-def _gone(container_id: str) -> str:
+def _expired_message(container_id: str) -> str:
     return f"The container {container_id!r} has expired; make another one, or use AutoContainerConfig."
 
 
-def _filesystem(rendered: RenderedPrompt[Any], resources: ResourceRegistry) -> Filesystem | None:
+def _find_filesystem(rendered: RenderedPrompt[Any], resources: ResourceRegistry) -> Filesystem | None:
     """The one of the prompt's first section that has any; else the one among the resources."""
     for section in rendered.sections:
         if isinstance(found := getattr(section, "filesystem", None), Filesystem):
@@ -388,5 +397,5 @@ def _filesystem(rendered: RenderedPrompt[Any], resources: ResourceRegistry) -> F
     return resources.get(Filesystem) if Filesystem in resources else None
 
 
-def _earliest(*deadlines: Deadline | None) -> Deadline | None:
+def _earliest_deadline(*deadlines: Deadline | None) -> Deadline | None:
     return min((one for one in deadlines if one is not None), key=lambda one: one.expires_at, default=None)

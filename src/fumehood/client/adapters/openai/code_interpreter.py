@@ -1,4 +1,4 @@
-"""OpenAI's code interpreter as a provider tool, and what comes out of it; imports `wire`, `config` and `prompt`."""
+"""OpenAI's code interpreter as a provider tool, and what comes out of it."""
 
 import base64
 import re
@@ -6,10 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
-from fumehood.client.adapters.core import FileCitation
-from fumehood.client.adapters.openai.config import check_tier
-from fumehood.client.adapters.openai.wire import CITATION, EXECUTION, ProviderToolCallData, citations, objects
-from fumehood.client.dbc import require, require_texts
+from fumehood.client.adapters.openai.config import check_memory_tier
+from fumehood.client.adapters.openai.wire import (
+    EXECUTION_FIELD,
+    FILE_CITATION_TYPE,
+    ProviderToolCallData,
+    find_cited_files,
+    only_objects,
+)
+from fumehood.client.adapters.provider_adapter import CitedFile
+from fumehood.client.dbc import require, require_strings
 from fumehood.client.errors import PromptValidationError
 from fumehood.client.prompt._types import NoParams
 from fumehood.client.prompt.tool import (
@@ -24,10 +30,10 @@ _DESCRIPTION = (
     "Runs Python that the model writes itself, in a container that keeps its variables and files between calls. "
     "It takes no parameters."
 )
-_EXCERPT = 4_000
+_MAX_STDERR = 4_000
 _TRACEBACK = "Traceback (most recent call last):"
 # The last line of a traceback: an exception's name, and perhaps what it says.
-_RAISED = re.compile(r"[A-Za-z_][\w.]*(: .*)?\Z")
+_EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(: .*)?\Z")
 
 
 @dataclass(frozen=True)
@@ -40,8 +46,8 @@ class AutoContainerConfig:
 
     def __post_init__(self) -> None:
         require(cast(object, self.type) == "auto", f"container.type is {self.type!r}; it has to be 'auto'.")
-        check_tier(self.memory_limit, "container.memory_limit")
-        require_texts(self.file_ids, "container.file_ids")
+        check_memory_tier(self.memory_limit, "container.memory_limit")
+        require_strings(self.file_ids, "container.file_ids")
 
     def attach(self, *file_ids: str) -> "AutoContainerConfig":
         """The same with further uploaded files."""
@@ -61,7 +67,7 @@ class ExistingContainerRef:
             f"container.id is {self.id!r}: name the container, or use AutoContainerConfig.",
         )
         if self.memory_limit is not None:
-            check_tier(self.memory_limit, "container.memory_limit")
+            check_memory_tier(self.memory_limit, "container.memory_limit")
 
 
 @dataclass(frozen=True)
@@ -70,7 +76,7 @@ class CodeInterpreterConfig:
 
 
 @dataclass(frozen=True)
-class ExecutionFile:
+class CodeInterpreterFile:
     """A file that a call wrote, as our gateway describes it.
 
     sha256: hexadecimal, None where no copy is kept. content: None where the file is too large to be sent along;
@@ -100,11 +106,11 @@ class CodeInterpreterResult:
     stderr: str = ""
     exit_code: int | None = None
     images: tuple[str, ...] = ()
-    files: tuple[FileCitation, ...] = ()
+    files: tuple[CitedFile, ...] = ()
     container_id: str | None = None
     code: str | None = None
-    produced: tuple[ExecutionFile, ...] = ()
-    missing: tuple[str, ...] = ()
+    produced_files: tuple[CodeInterpreterFile, ...] = ()
+    missing_files: tuple[str, ...] = ()
 
 
 class OpenAICodeInterpreterTool(ProviderTool[NoParams, CodeInterpreterResult, CodeInterpreterConfig]):
@@ -123,9 +129,9 @@ class OpenAICodeInterpreterTool(ProviderTool[NoParams, CodeInterpreterResult, Co
         """handle_provider_output: by default `code_interpreter_output`, unless there is a handler."""
         require(container is None or config is None, "container and config say the same; give one of them.")
         if handler is None and handle_provider_output is None:
-            handle_provider_output = code_interpreter_output
+            handle_provider_output = build_code_interpreter_result
         found = config or CodeInterpreterConfig(container or AutoContainerConfig())
-        container_spec(found.container)  # what is no container is found here
+        build_container_spec(found.container)  # what is no container is found here
         super().__init__(
             name=name,
             description=description,
@@ -140,7 +146,7 @@ class OpenAICodeInterpreterTool(ProviderTool[NoParams, CodeInterpreterResult, Co
         return {
             "type": "built_in",
             "name": "code_interpreter",
-            "container": container_spec(self.config.container),
+            "container": build_container_spec(self.config.container),
         }
 
     def attach(self, *file_ids: str) -> "OpenAICodeInterpreterTool":
@@ -159,7 +165,7 @@ class OpenAICodeInterpreterTool(ProviderTool[NoParams, CodeInterpreterResult, Co
         )
 
 
-def container_spec(container: object) -> str | dict[str, Any]:
+def build_container_spec(container: object) -> str | dict[str, Any]:
     """The container as it is sent; also one that is written as on the wire, or as `{"id": …}`, already.
 
     Raises PromptValidationError for a tier that there is not, a name that is none, and anything else.
@@ -183,7 +189,7 @@ def container_spec(container: object) -> str | dict[str, Any]:
     return {**spec, "file_ids": [*container.file_ids]} if container.file_ids else spec
 
 
-def code_interpreter_output(
+def build_code_interpreter_result(
     data: ProviderToolCallData, context: ToolContext, result_type: type[CodeInterpreterResult]
 ) -> ToolResult[CodeInterpreterResult]:
     """What the provider reports of a call, as a result.
@@ -194,46 +200,48 @@ def code_interpreter_output(
     _ = context
     logs = "".join(str(output.get("logs") or "") for output in data.outputs if output.get("type") == "logs")
     images = tuple(str(output.get("url")) for output in data.outputs if output.get("type") == "image")
-    told = objects([data.raw.get(EXECUTION)])
+    told = only_objects([data.raw.get(EXECUTION_FIELD)])
     execution: Mapping[str, Any] = told[0] if told else {}
     exit_code: object = execution.get("exit_code")
-    raised = _traceback(logs)
+    raised = _find_traceback(logs)
     failed = (
         data.status in ("failed", "incomplete") or bool(exit_code) or (exit_code is None and bool(raised))
     )
     value = result_type(
         stdout=str(execution.get("stdout", logs)),
-        stderr=str(execution.get("stderr") or raised)[-_EXCERPT:],
+        stderr=str(execution.get("stderr") or raised)[-_MAX_STDERR:],
         exit_code=exit_code if isinstance(exit_code, int) else None,
         images=images,
-        files=_files(execution, data),
+        files=_cited_files(execution, data),
         container_id=data.container_id,
         code=data.code,
-        produced=tuple(map(_produced, objects(execution.get("files")))),
-        missing=tuple(str(file.get("path", "")) for file in objects(execution.get("missing_files"))),
+        produced_files=tuple(map(_build_file, only_objects(execution.get("files")))),
+        missing_files=tuple(
+            str(file.get("path", "")) for file in only_objects(execution.get("missing_files"))
+        ),
     )
     message = logs or (f"The call of the code interpreter is {data.status}." if failed else "")
     return ToolResult(message, value, success=not failed)
 
 
-def _traceback(logs: str) -> str:
+def _find_traceback(logs: str) -> str:
     """The traceback that the logs end in, or nothing."""
     start = logs.rfind(_TRACEBACK)
     lines = logs.rstrip().splitlines()
-    return logs[start:] if start >= 0 and lines and _RAISED.match(lines[-1]) else ""
+    return logs[start:] if start >= 0 and lines and _EXCEPTION_LINE.match(lines[-1]) else ""
 
 
-def _files(execution: Mapping[str, Any], data: ProviderToolCallData) -> tuple[FileCitation, ...]:
+def _cited_files(execution: Mapping[str, Any], data: ProviderToolCallData) -> tuple[CitedFile, ...]:
     """Those that are cited, then those that are only listed; each once."""
-    listed = [{**file, "type": CITATION} for file in objects(execution.get("files"))]
+    listed = [{**file, "type": FILE_CITATION_TYPE} for file in only_objects(execution.get("files"))]
     cited = [note for note in data.annotations if data.container_id in (None, note.get("container_id"))]
-    return citations([*cited, *listed])
+    return find_cited_files([*cited, *listed])
 
 
-def _produced(file: Mapping[str, Any]) -> ExecutionFile:
+def _build_file(file: Mapping[str, Any]) -> CodeInterpreterFile:
     """What a provider sends is not ours to trust: whatever is not of its kind counts as not there."""
     size, digest, content = file.get("bytes"), file.get("sha256"), file.get("content")
-    return ExecutionFile(
+    return CodeInterpreterFile(
         container_id=str(file.get("container_id", "")),
         file_id=str(file.get("file_id", "")),
         filename=str(file.get("filename", "")),
@@ -241,11 +249,11 @@ def _produced(file: Mapping[str, Any]) -> ExecutionFile:
         size=size if isinstance(size, int) else 0,
         mime_type=str(file.get("mime_type", "application/octet-stream")),
         sha256=digest if isinstance(digest, str) else None,
-        content=_decoded(content) if isinstance(content, str) else None,
+        content=_decode_base64(content) if isinstance(content, str) else None,
     )
 
 
-def _decoded(content: str) -> bytes | None:
+def _decode_base64(content: str) -> bytes | None:
     try:
         return base64.b64decode(content, validate=True)
     except ValueError:

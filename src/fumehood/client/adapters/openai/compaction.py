@@ -1,11 +1,11 @@
-"""Conversations that are longer than a context window; imports `api`, `config`, `errors` and `runtime`."""
+"""Conversations that are longer than a context window."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-from fumehood.client.adapters.openai.api import ResponsesApi
 from fumehood.client.adapters.openai.config import CompactionConfig
+from fumehood.client.adapters.openai.responses_client import ResponsesClient
 from fumehood.client.adapters.openai.wire import normalize_input_messages
 from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import CompactionError
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from openai import OpenAI
 
 
-_CHARACTERS_A_TOKEN = 4
-_PICTURE = 800 * _CHARACTERS_A_TOKEN
-_NOT_SHOWN = frozenset({"id", "type", "role", "status", "call_id", "encrypted_content"})
+_CHARACTERS_PER_TOKEN = 4
+_IMAGE_CHARACTERS = 800 * _CHARACTERS_PER_TOKEN
+_UNCOUNTED_FIELDS = frozenset({"id", "type", "role", "status", "call_id", "encrypted_content"})
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Transcript:
 
 
 @dataclass(frozen=True)
-class ModelUsed:
+class LastModel:
     """The model that a session was last evaluated with."""
 
     model: str
@@ -49,20 +49,20 @@ class ModelUsed:
 
 def estimate_tokens(messages: Sequence[Mapping[str, Any]]) -> int:
     """About how many tokens messages have: one for every four characters, and 800 for a picture."""
-    return sum(_size(dict(message)) for message in messages) // _CHARACTERS_A_TOKEN
+    return sum(_count_characters(dict(message)) for message in messages) // _CHARACTERS_PER_TOKEN
 
 
-def _size(value: Any, name: str = "") -> int:
+def _count_characters(value: Any, name: str = "") -> int:
     match value:
         case str() if name == "image_url":
-            return _PICTURE
+            return _IMAGE_CHARACTERS
         case str():
-            return 0 if name in _NOT_SHOWN else len(value)
+            return 0 if name in _UNCOUNTED_FIELDS else len(value)
         case Mapping():
             fields = cast("Mapping[str, Any]", value)
-            return sum(_size(one, key) for key, one in fields.items())
+            return sum(_count_characters(one, key) for key, one in fields.items())
         case list() | tuple():
-            return sum(_size(one, name) for one in cast("Sequence[Any]", value))
+            return sum(_count_characters(one, name) for one in cast("Sequence[Any]", value))
         case _:
             return 0
 
@@ -80,9 +80,9 @@ class CompactionManager:
         session: SessionProtocol,
         *,
         model: str | None = None,
-        api: ResponsesApi | None = None,
+        api: ResponsesClient | None = None,
     ) -> None:
-        self._api = api or ResponsesApi(client)
+        self._api = api or ResponsesClient(client)
         self._config = config
         self._session = session
         self._model = model
@@ -97,7 +97,7 @@ class CompactionManager:
         return self._config.enabled and current_tokens > self._config.threshold_tokens
 
     @property
-    def has_begun(self) -> bool:
+    def has_conversation(self) -> bool:
         """Whether the session has a conversation."""
         transcript = self._session[Transcript].latest()
         return bool(transcript and transcript.items) or bool(self.state.encrypted_items)
@@ -123,7 +123,7 @@ class CompactionManager:
         self, messages: Sequence[Mapping[str, Any]], *, deadline: Deadline | None = None
     ) -> list[dict[str, Any]]:
         """The window that takes the place of these messages. Raises CompactionError, and then nothing has changed."""
-        used = self._session[ModelUsed].latest()
+        used = self._session[LastModel].latest()
         model = self._model or (used.model if used else None)
         if model is None:
             raise CompactionError(

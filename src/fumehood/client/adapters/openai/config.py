@@ -1,17 +1,27 @@
-"""Settings of the OpenAI adapter, checked where they are made; imports `dbc`, and the SDK only to make a client."""
+"""Settings of the OpenAI adapter, checked where they are made."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from fumehood.client.dbc import require, require_texts
+from fumehood.client.dbc import require, require_strings
 from fumehood.client.errors import PromptValidationError
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
 # What the adapter sets itself, and what a blocking request cannot have.
-_MANAGED = ("input", "tools", "tool_choice", "text", "include", "stream", "store", "model", "background")
+_RESERVED_FIELDS = (
+    "input",
+    "tools",
+    "tool_choice",
+    "text",
+    "include",
+    "stream",
+    "store",
+    "model",
+    "background",
+)
 
 MEMORY_TIERS = ("1g", "4g", "16g", "64g")
 
@@ -25,10 +35,10 @@ NATIVE_TOOLS: Mapping[str, frozenset[str]] = {
 }
 
 # OpenAI refuses a request that asks these for encrypted reasoning: they have none.
-WITHOUT_REASONING = ("gpt-4o", "gpt-4.1")
+MODELS_WITHOUT_REASONING = ("gpt-4o", "gpt-4.1")
 
 
-def check_tier(memory_limit: str, name: str) -> None:
+def check_memory_tier(memory_limit: str, name: str) -> None:
     require(
         memory_limit in MEMORY_TIERS,
         f"{name} is {memory_limit!r}; it has to be one of {', '.join(MEMORY_TIERS)}.",
@@ -63,13 +73,13 @@ class OpenAIModelConfig:
             reasoning is None or isinstance(reasoning, Mapping),
             f"reasoning is {reasoning!r}; it has to be a mapping, such as {{'effort': 'low'}}.",
         )
-        twice = self.extra.keys() & {*_MANAGED, *self._given()}
+        twice = self.extra.keys() & {*_RESERVED_FIELDS, *self._set_fields()}
         require(not twice, f"extra contains {min(twice, default='')!r}, which is set elsewhere.")
 
-    def request(self) -> dict[str, Any]:
-        return {**self._given(), **self.extra}
+    def build_request_fields(self) -> dict[str, Any]:
+        return {**self._set_fields(), **self.extra}
 
-    def _given(self) -> dict[str, Any]:
+    def _set_fields(self) -> dict[str, Any]:
         names = ("temperature", "top_p", "max_output_tokens", "parallel_tool_calls", "reasoning")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
@@ -94,7 +104,7 @@ class OpenAIClientConfig:
             self.timeout is None or self.timeout > 0, f"timeout is {self.timeout}; it has to be positive."
         )
 
-    def make(self) -> "OpenAI":
+    def create_client(self) -> "OpenAI":
         """A client of the SDK. Raises PromptValidationError if there is no SDK, or no key."""
         try:
             import openai
@@ -148,7 +158,7 @@ class OpenAIHostedToolsConfig:
 
 def file_search_envelope(vector_store_ids: tuple[str, ...], max_results: int) -> Mapping[str, object]:
     """Raises PromptValidationError if the settings are malformed; that there is no store is found later."""
-    require_texts(vector_store_ids, "vector_store_ids")
+    require_strings(vector_store_ids, "vector_store_ids")
     require(
         isinstance(cast(object, max_results), int) and 1 <= max_results <= 50,
         f"max_results is {max_results!r}; it has to be a whole number from 1 to 50.",
@@ -173,7 +183,7 @@ class ContainerConfig:
     mode: Literal["auto", "explicit"] = "explicit"
 
     def __post_init__(self) -> None:
-        check_tier(self.memory_limit, "container_config.memory_limit")
+        check_memory_tier(self.memory_limit, "container_config.memory_limit")
         require(
             self.mode in ("auto", "explicit"), f"mode is {self.mode!r}; it has to be 'auto' or 'explicit'."
         )

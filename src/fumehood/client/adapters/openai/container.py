@@ -1,4 +1,4 @@
-"""Containers of the provider and the files in them; imports `api`, `config`, the limits, `together` and `errors`."""
+"""Containers of the provider and the files in them."""
 
 import io
 from collections.abc import Callable
@@ -7,32 +7,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fumehood.client.adapters.openai.api import ContainerGoneError, ask, is_fumehood
 from fumehood.client.adapters.openai.config import ContainerConfig
+from fumehood.client.adapters.openai.responses_client import (
+    ContainerGoneError,
+    is_fumehood_gateway,
+    send_with_retry,
+)
 from fumehood.client.dbc import require
 from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import ContainerExpiredError, PromptEvaluationError
+from fumehood.client.parallel import CancellationToken
 from fumehood.client.throttle import ThrottlePolicy
-from fumehood.client.together import Halt
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
-MOUNT = "/mnt/data/"
+WORKING_DIRECTORY = "/mnt/data/"
 ARCHIVE_NAME = "workspace.tar"
-_REMOVAL_SECONDS = 5
+_DELETE_TIMEOUT_SECONDS = 5
 
 # What OpenAI's documentation lists as files for the code interpreter.
 _CODE = ("c", "cpp", "cs", "css", "go", "html", "ipynb", "java", "js", "php", "py", "rb", "sh", "tex", "ts")
 _DOCUMENTS = ("doc", "docx", "md", "pdf", "pptx", "txt", "xlsx")
 _DATA = ("csv", "json", "pkl", "tar", "xml", "yaml", "yml", "zip")
-_PICTURES = ("gif", "jpeg", "jpg", "png", "svg", "webp")
-UPLOAD_TYPES = frozenset((*_CODE, *_DOCUMENTS, *_DATA, *_PICTURES))
-_PROGRAMS = (b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
+_IMAGES = ("gif", "jpeg", "jpg", "png", "svg", "webp")
+UPLOAD_TYPES = frozenset((*_CODE, *_DOCUMENTS, *_DATA, *_IMAGES))
+_EXECUTABLE_SIGNATURES = (b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")
 
 
 @dataclass(frozen=True)
-class ContainerFile:
+class ContainerFileEntry:
     """`path` is relative to the container's working directory."""
 
     id: str
@@ -50,7 +54,7 @@ def check_upload(name: str, content: bytes) -> None:
         f"Files such as {name!r} cannot be uploaded; the code interpreter takes: {' '.join(sorted(UPLOAD_TYPES))}.",
     )
     require(
-        not content.startswith(_PROGRAMS) or _is_text(content),
+        not content.startswith(_EXECUTABLE_SIGNATURES) or _is_text(content),
         f"{name!r} is a program, whatever its name says; it cannot be uploaded.",
     )
 
@@ -77,13 +81,13 @@ class ContainerManager:
         *,
         policy: ThrottlePolicy | None = None,
         deadline: Deadline | None = None,
-        halt: Halt | None = None,
+        token: CancellationToken | None = None,
     ) -> None:
         self.client = client
         self.config = config or ContainerConfig()
         self._policy = policy or ThrottlePolicy()
         self._deadline = deadline
-        self._halt = halt or Halt()
+        self._token = token or CancellationToken()
         self._sdk: Any = client.with_options(max_retries=0)  # the policy retries
 
     def create(self, name: str = "fumehood-workspace") -> str:
@@ -91,7 +95,7 @@ class ContainerManager:
         make = self._sdk.containers.create
         size = self.config.memory_limit
         try:
-            return self._patiently(lambda more: make(name=name, memory_limit=size, **more)).id
+            return self._send(lambda more: make(name=name, memory_limit=size, **more)).id
         except PromptEvaluationError as error:
             error.phase = "configuration"
             raise
@@ -106,87 +110,92 @@ class ContainerManager:
                 return False
             return found.status not in ("expired", "deleted")
 
-        return self._patiently(look)
+        return self._send(look)
 
-    def remove(self, container_id: str) -> None:
+    def delete_container(self, container_id: str) -> None:
         """Delete a container, if that can be done at once."""
         import openai
 
         with suppress(openai.OpenAIError):
-            self._sdk.containers.delete(container_id, timeout=_REMOVAL_SECONDS)
+            self._sdk.containers.delete(container_id, timeout=_DELETE_TIMEOUT_SECONDS)
 
-    def upload(self, container_id: str, path: str, content: bytes) -> ContainerFile:
+    def upload(self, container_id: str, path: str, content: bytes) -> ContainerFileEntry:
         """Put a file there. Its type is checked first."""
         check_upload(path, content)
-        return self.put(container_id, path, content)
+        return self.upload_unchecked(container_id, path, content)
 
-    def put(self, container_id: str, path: str, content: bytes) -> ContainerFile:
+    def upload_unchecked(self, container_id: str, path: str, content: bytes) -> ContainerFileEntry:
         """As `upload`, without a look at the type: for what the user did not choose, as files that code writes.
 
         Where it lies then is the server's choice: OpenAI's puts something before the name.
         """
         make = self._sdk.containers.files.create
-        return self._in(
-            container_id, lambda more: _file(make(container_id, file=(path, io.BytesIO(content)), **more))
+        return self._send_to_container(
+            container_id,
+            lambda more: _read_entry(make(container_id, file=(path, io.BytesIO(content)), **more)),
         )
 
-    def attach(self, container_id: str, file_id: str) -> ContainerFile:
+    def attach(self, container_id: str, file_id: str) -> ContainerFileEntry:
         """Put a file there that was uploaded to the provider before."""
         make = self._sdk.containers.files.create
-        return self._in(container_id, lambda more: _file(make(container_id, file_id=file_id, **more)))
+        return self._send_to_container(
+            container_id, lambda more: _read_entry(make(container_id, file_id=file_id, **more))
+        )
 
-    def unpack(self, container_id: str, archive: Path) -> ContainerFile | None:
+    def unpack(self, container_id: str, archive: Path) -> ContainerFileEntry | None:
         """Put the files of a tar archive there. Where the server cannot unpack it, the archive itself is there, and
         code has to.
         """
-        unpacks = is_fumehood(self.client)
+        unpacks = is_fumehood_gateway(self.client)
         fields: dict[str, Any] = {"extra_body": {"unpack": "true"}} if unpacks else {}
 
-        def send(more: dict[str, Any]) -> ContainerFile:
+        def send(more: dict[str, Any]) -> ContainerFileEntry:
             with archive.open("rb") as file:
                 make = self._sdk.containers.files.create
-                return _file(make(container_id, file=(ARCHIVE_NAME, file), **fields, **more))
+                return _read_entry(make(container_id, file=(ARCHIVE_NAME, file), **fields, **more))
 
-        made = self._in(container_id, send)
+        made = self._send_to_container(container_id, send)
         return None if unpacks else made
 
-    def files(self, container_id: str) -> list[ContainerFile]:
+    def list_files(self, container_id: str) -> list[ContainerFileEntry]:
         """All of them, oldest first."""
         listed = self._sdk.containers.files.list
-        return self._in(
+        return self._send_to_container(
             container_id,
-            lambda more: [_file(one) for one in listed(container_id, limit=100, order="asc", **more)],
+            lambda more: [_read_entry(one) for one in listed(container_id, limit=100, order="asc", **more)],
         )
 
-    def read(self, container_id: str, file_id: str) -> bytes:
+    def read_file(self, container_id: str, file_id: str) -> bytes:
         load = self._sdk.containers.files.content.retrieve
-        return self._in(container_id, lambda more: load(file_id, container_id=container_id, **more).read())
+        return self._send_to_container(
+            container_id, lambda more: load(file_id, container_id=container_id, **more).read()
+        )
 
-    def fetch(self, container_id: str, file_id: str, into: Path) -> None:
+    def download_file(self, container_id: str, file_id: str, target: Path) -> None:
         """Read a file of any size into one of this machine."""
         load = self._sdk.containers.files.content.with_streaming_response.retrieve
 
-        with self._halt.part_of(into) as part:
+        with self._token.partial_file(target) as part:
 
             def send(more: dict[str, Any]) -> None:
                 with load(file_id, container_id=container_id, **more) as answer, part.open("r+b") as file:
                     file.truncate()  # of an attempt that broke off
                     for piece in answer.iter_bytes():
-                        self._halt.check()
+                        self._token.check()
                         file.write(piece)
 
-            self._in(container_id, send)
+            self._send_to_container(container_id, send)
 
-    def delete(self, container_id: str, file_id: str) -> None:
+    def delete_file(self, container_id: str, file_id: str) -> None:
         drop = self._sdk.containers.files.delete
-        self._in(container_id, lambda more: drop(file_id, container_id=container_id, **more))
+        self._send_to_container(container_id, lambda more: drop(file_id, container_id=container_id, **more))
 
-    def _patiently[T](self, send: Callable[[dict[str, Any]], T]) -> T:
-        return ask(send, self._policy, deadline=self._deadline, sleep=self._halt.sleep)
+    def _send[T](self, send: Callable[[dict[str, Any]], T]) -> T:
+        return send_with_retry(send, self._policy, deadline=self._deadline, sleep=self._token.sleep)
 
-    def _in[T](self, container_id: str, send: Callable[[dict[str, Any]], T]) -> T:
+    def _send_to_container[T](self, container_id: str, send: Callable[[dict[str, Any]], T]) -> T:
         try:
-            return self._patiently(send)
+            return self._send(send)
         except ContainerGoneError as error:
             if self.is_alive(container_id):
                 raise FileNotFoundError(str(error)) from error
@@ -194,5 +203,7 @@ class ContainerManager:
             raise ContainerExpiredError(container_id, error, message) from error
 
 
-def _file(found: Any) -> ContainerFile:
-    return ContainerFile(found.id, str(found.path).removeprefix(MOUNT), found.bytes or 0, str(found.source))
+def _read_entry(found: Any) -> ContainerFileEntry:
+    return ContainerFileEntry(
+        found.id, str(found.path).removeprefix(WORKING_DIRECTORY), found.bytes or 0, str(found.source)
+    )

@@ -1,6 +1,4 @@
-"""The files of a container as a filesystem; imports `container`, `config`, `filesystem`, `together`, the limits and
-`errors`.
-"""
+"""The files of a container as a filesystem."""
 
 import logging
 import threading
@@ -10,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fumehood.client.adapters.openai.config import ContainerConfig
-from fumehood.client.adapters.openai.container import ContainerFile, ContainerManager
+from fumehood.client.adapters.openai.container import ContainerFileEntry, ContainerManager
 from fumehood.client.dbc import require
 from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import (
@@ -21,22 +19,22 @@ from fumehood.client.errors import (
 )
 from fumehood.client.filesystem import (
     HostFilesystem,
-    ListedFilesystem,
+    ListingFilesystem,
     check_parents,
-    normalised,
-    readable,
-    writable,
+    normalize_path,
+    resolve_existing,
+    resolve_writable,
 )
+from fumehood.client.parallel import CancellationToken, run_parallel
 from fumehood.client.runtime.session import SessionProtocol
 from fumehood.client.throttle import ThrottlePolicy
-from fumehood.client.together import Halt, side_by_side
 
 if TYPE_CHECKING:
     from openai import OpenAI
 
 _log = logging.getLogger(__name__)
 
-_DOWNLOADS_AT_ONCE = 8
+_MAX_DOWNLOADS = 8
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class ActiveContainer:
     memory_limit: str
 
 
-class ContainerFilesystem(ListedFilesystem):
+class ContainerFilesystem(ListingFilesystem):
     """Files in a container that is made when the first of them is touched.
 
     A container that has expired is made again: with the archive, and with what was written and deleted through here
@@ -76,8 +74,8 @@ class ContainerFilesystem(ListedFilesystem):
         self._changes: dict[str, bytes | None] = {}
         self._archive: str | None = None
         # What we have put there by its id, since a server may call it otherwise; and where it lies if it does.
-        self._put: dict[str, str] = {}
-        self._moved: dict[str, str] = {}
+        self._uploaded_paths: dict[str, str] = {}
+        self._relocated_files: dict[str, str] = {}
         self._closed = False
         self._lock = threading.RLock()
 
@@ -91,16 +89,16 @@ class ContainerFilesystem(ListedFilesystem):
         return self._archive
 
     @property
-    def moved(self) -> Mapping[str, str]:
+    def relocated_files(self) -> Mapping[str, str]:
         """Where in the container those files are that the server calls otherwise."""
-        return self._moved
+        return self._relocated_files
 
     def ensure_container(self, *, deadline: Deadline | None = None) -> str:
         """The id of a container that is alive and filled. Raises ContainerExpiredError if it cannot be made again."""
         with self._lock:
             self._check_open()
             if self._container_id is None:
-                return self._found_or_made(self._manager(deadline))
+                return self._reuse_or_create(self._manager(deadline))
             if self._manager(deadline).is_alive(self._container_id):
                 return self._container_id
             return self.renew_container(deadline=deadline)
@@ -109,7 +107,7 @@ class ContainerFilesystem(ListedFilesystem):
         """Whether the container is there, without making one."""
         return self._container_id is not None and self._manager().is_alive(self._container_id)
 
-    def renew_container(self, gone: str | None = None, *, deadline: Deadline | None = None) -> str:
+    def renew_container(self, expired_id: str | None = None, *, deadline: Deadline | None = None) -> str:
         """Another container instead of one that has expired, filled as that was.
 
         gone: the one that has, if somebody else may have been faster.
@@ -117,52 +115,52 @@ class ContainerFilesystem(ListedFilesystem):
         with self._lock:
             self._check_open()
             known = self._container_id
-            if known is not None and gone not in (None, known):
+            if known is not None and expired_id not in (None, known):
                 return known
             try:
-                return self._made(self._manager(deadline))
+                return self._create(self._manager(deadline))
             except DeadlineExceededError:
                 raise
             except Exception as error:
                 raise ContainerExpiredError(known or "(none)", error) from error
 
     def paths(self) -> Collection[str]:
-        return self._on_container(self._listed).keys() | self._mirrored()
+        return self._with_container(self._list_ids).keys() | self._mirror_paths()
 
     def read(self, path: str) -> bytes:
         def act(container: str) -> bytes:
-            place, file_id = self._found(container, path)
+            place, file_id = self._locate(container, path)
             if file_id is None and self._mirror is not None:
                 return self._mirror.read(place)
-            return self._manager().read(container, file_id or "")
+            return self._manager().read_file(container, file_id or "")
 
-        return self._on_container(act)
+        return self._with_container(act)
 
     def write(self, path: str, content: bytes) -> None:
         def act(container: str) -> str:
-            ids = self._listed(container)
-            place = writable(path, ids.keys() | self._mirrored())
-            made, before = self._place(container, place, content, self._manager()), ids.get(place)
+            ids = self._list_ids(container)
+            place = resolve_writable(path, ids.keys() | self._mirror_paths())
+            made, before = self._upload(container, place, content, self._manager()), ids.get(place)
             # What code has unpacked stays beside one that lies elsewhere; else it would be unpacked again.
-            replaced = before in self._put or place not in self._moved
+            replaced = before in self._uploaded_paths or place not in self._relocated_files
             if before not in (None, made) and replaced:
-                self._manager().delete(container, before)
+                self._manager().delete_file(container, before)
             return place
 
-        place = self._on_container(act)
+        place = self._with_container(act)
         self._changes[place] = bytes(content)
         if self._mirror is not None:
             self._mirror.write(place, content)
 
     def delete(self, path: str) -> None:
         def act(container: str) -> str:
-            place, file_id = self._found(container, path)
+            place, file_id = self._locate(container, path)
             if file_id is not None:
-                self._manager().delete(container, file_id)
+                self._manager().delete_file(container, file_id)
             return place
 
-        place = self._on_container(act)
-        self._moved.pop(place, None)
+        place = self._with_container(act)
+        self._relocated_files.pop(place, None)
         self._changes[place] = None
         if self._mirror is not None and self._mirror.is_file(place):
             self._mirror.delete(place)
@@ -174,7 +172,7 @@ class ContainerFilesystem(ListedFilesystem):
         wrong ends it at once; then some files are there and others not, but none is there in part.
         """
         dest.mkdir(parents=True, exist_ok=True)
-        failed = self._on_container(lambda container: self._download(container, HostFilesystem(dest)))
+        failed = self._with_container(lambda container: self._download(container, HostFilesystem(dest)))
         if failed:
             path, error = failed[0]
             raise OSError(
@@ -194,49 +192,53 @@ class ContainerFilesystem(ListedFilesystem):
     def client(self) -> "OpenAI":
         return self._client() if callable(self._client) else self._client
 
-    def _manager(self, deadline: Deadline | None = None, halt: Halt | None = None) -> ContainerManager:
-        return ContainerManager(self.client, self._config, policy=self.policy, deadline=deadline, halt=halt)
+    def _manager(
+        self, deadline: Deadline | None = None, token: CancellationToken | None = None
+    ) -> ContainerManager:
+        return ContainerManager(self.client, self._config, policy=self.policy, deadline=deadline, token=token)
 
     def _check_open(self) -> None:
         require(not self._closed, "The workspace was cleaned up, and its files are gone; make another one.")
 
-    def _found_or_made(self, manager: ContainerManager) -> str:
+    def _reuse_or_create(self, manager: ContainerManager) -> str:
         if self._config.mode == "auto" and self._session is not None:
             last = self._session[ActiveContainer].latest()
             same_size = last is not None and last.memory_limit == self._config.memory_limit
             if last is not None and same_size and manager.is_alive(last.container_id):
                 return self._fill(last.container_id, manager)
-        return self._made(manager)
+        return self._create(manager)
 
-    def _made(self, manager: ContainerManager) -> str:
+    def _create(self, manager: ContainerManager) -> str:
         container_id = manager.create()
         try:
             return self._fill(container_id, manager)
         except Exception:
-            manager.remove(container_id)  # nobody would ever know of it
+            manager.delete_container(container_id)  # nobody would ever know of it
             raise
 
     def _fill(self, container_id: str, manager: ContainerManager) -> str:
         """Put everything there that belongs there; only then is it ours."""
-        self._put.clear()
-        self._moved.clear()
+        self._uploaded_paths.clear()
+        self._relocated_files.clear()
         if self._tarball is not None:
-            archive = self._unpacked(container_id, self._tarball, manager)
+            archive = self._unpack_archive(container_id, self._tarball, manager)
             self._archive = None if archive is None else archive.path
         deleted = {path for path, content in self._changes.items() if content is None}
         if deleted:  # first, since something else may be in their place by now
-            for file in manager.files(container_id):
+            for file in manager.list_files(container_id):
                 if file.path in deleted:
-                    manager.delete(container_id, file.id)
+                    manager.delete_file(container_id, file.id)
         for path, content in self._changes.items():
             if content is not None:
-                self._place(container_id, path, content, manager)
+                self._upload(container_id, path, content, manager)
         self._container_id = container_id
         if self._session is not None and self._config.mode == "auto":
             self._session[ActiveContainer].seed(ActiveContainer(container_id, self._config.memory_limit))
         return container_id
 
-    def _unpacked(self, container_id: str, tarball: Path, manager: ContainerManager) -> ContainerFile | None:
+    def _unpack_archive(
+        self, container_id: str, tarball: Path, manager: ContainerManager
+    ) -> ContainerFileEntry | None:
         try:
             return manager.unpack(container_id, tarball)
         except PromptEvaluationError as error:
@@ -246,7 +248,7 @@ class ContainerFilesystem(ListedFilesystem):
                 )
             raise
 
-    def _on_container[T](self, act: Callable[[str], T]) -> T:
+    def _with_container[T](self, act: Callable[[str], T]) -> T:
         """Do it; and once more, on another container, if this one turns out to be gone."""
         with self._lock:
             container_id = self._container_id or self.ensure_container()
@@ -257,50 +259,50 @@ class ContainerFilesystem(ListedFilesystem):
 
     # ---- its files ------------------------------------------------------------------------------------------
 
-    def _listed(self, container_id: str) -> dict[str, str]:
+    def _list_ids(self, container_id: str) -> dict[str, str]:
         """The ids of the container's files by path; of two with one path, the later."""
         found: dict[str, str] = {}
-        for file in self._manager().files(container_id):
+        for file in self._manager().list_files(container_id):
             if file.path == self._archive:
                 continue
             try:
-                found[self._put.get(file.id) or normalised(file.path)] = file.id
+                found[self._uploaded_paths.get(file.id) or normalize_path(file.path)] = file.id
             except WorkspaceSecurityError:  # code can name files as it likes; such ones have no place here
                 continue
         return found
 
-    def _found(self, container_id: str, path: str) -> tuple[str, str | None]:
+    def _locate(self, container_id: str, path: str) -> tuple[str, str | None]:
         """The normalised path of a file, and its id in the container, if it is there yet."""
-        ids = self._listed(container_id)
-        place = readable(path, ids.keys() | self._mirrored())
+        ids = self._list_ids(container_id)
+        place = resolve_existing(path, ids.keys() | self._mirror_paths())
         return place, ids.get(place)
 
-    def _place(self, container_id: str, path: str, content: bytes, manager: ContainerManager) -> str:
-        made = manager.put(container_id, path, content)
-        self._put[made.id] = path
-        self._moved.pop(path, None)
+    def _upload(self, container_id: str, path: str, content: bytes, manager: ContainerManager) -> str:
+        made = manager.upload_unchecked(container_id, path, content)
+        self._uploaded_paths[made.id] = path
+        self._relocated_files.pop(path, None)
         if made.path != path:
-            self._moved[path] = made.path
+            self._relocated_files[path] = made.path
         return made.id
 
-    def _mirrored(self) -> set[str]:
+    def _mirror_paths(self) -> set[str]:
         return {*self._mirror.glob("**")} if self._mirror is not None and self._archive else set()
 
     def _download(self, container_id: str, target: HostFilesystem) -> list[tuple[str, OSError]]:
         """What could not be done, after all that could."""
-        halt = Halt()
-        ids, manager, mirror = self._listed(container_id), self._manager(halt=halt), self._mirror
-        paths = sorted(ids.keys() | self._mirrored())
+        halt = CancellationToken()
+        ids, manager, mirror = self._list_ids(container_id), self._manager(token=halt), self._mirror
+        paths = sorted(ids.keys() | self._mirror_paths())
         files = frozenset(paths)
 
         def bring(path: str) -> OSError | None:
             try:
                 check_parents(path, files)  # whichever of them comes first
-                place = target.place_for(path)
+                place = target.prepare_path(path)
                 if (file_id := ids.get(path)) is not None:
-                    manager.fetch(container_id, file_id, place)
+                    manager.download_file(container_id, file_id, place)
                 elif mirror is not None:
-                    with halt.part_of(place) as part:
+                    with halt.partial_file(place) as part:
                         part.write_bytes(mirror.read(path))
             except OSError as error:
                 halt.check()  # then it is not the file's fault
@@ -308,5 +310,5 @@ class ContainerFilesystem(ListedFilesystem):
                 return error
             return None
 
-        errors = side_by_side(bring, paths, halt, at_once=_DOWNLOADS_AT_ONCE, name="fumehood download")
+        errors = run_parallel(bring, paths, halt, max_workers=_MAX_DOWNLOADS, name="fumehood download")
         return [(path, error) for path, error in zip(paths, errors, strict=True) if error is not None]

@@ -1,5 +1,4 @@
-"""One evaluation of one prompt: ask, run what the model calls, ask again; imports siblings,
-`shared` and the runtime.
+"""One evaluation of one prompt: ask, run what the model calls, ask again.
 
 Nothing of it is seen before its end but the events; the session's conversation changes only when there is an answer,
 or when it is compacted on the way.
@@ -12,27 +11,30 @@ from functools import partial
 from typing import Any
 
 from fumehood.client import serde
-from fumehood.client.adapters.core import PromptResponse
-from fumehood.client.adapters.openai.api import ContainerGoneError, ResponsesApi
-from fumehood.client.adapters.openai.code_interpreter import CodeInterpreterResult, code_interpreter_output
+from fumehood.client.adapters.openai.code_interpreter import (
+    CodeInterpreterResult,
+    build_code_interpreter_result,
+)
 from fumehood.client.adapters.openai.compaction import (
     CompactionManager,
-    ModelUsed,
+    LastModel,
     Transcript,
     estimate_tokens,
 )
+from fumehood.client.adapters.openai.responses_client import ContainerGoneError, ResponsesClient
 from fumehood.client.adapters.openai.wire import (
     Item,
     ProviderToolCallData,
     WireResponse,
-    annotations,
-    citations,
-    containers,
-    function_calls,
+    find_cited_files,
+    find_container_ids,
+    find_function_calls,
+    find_provider_calls,
+    iter_annotations,
     normalize_input_messages,
-    provider_calls,
-    text_of,
+    read_last_message,
 )
+from fumehood.client.adapters.provider_adapter import PromptResponse
 from fumehood.client.adapters.shared import ToolExecutor
 from fumehood.client.budget import TokenUsage
 from fumehood.client.dbc import ensure
@@ -45,7 +47,13 @@ from fumehood.client.errors import (
 )
 from fumehood.client.prompt.prompt import RenderedPrompt
 from fumehood.client.prompt.structured_output import parse_structured_output
-from fumehood.client.prompt.tool import ProviderTool, ToolContext, ToolResult, by_name, provider_tools
+from fumehood.client.prompt.tool import (
+    ProviderTool,
+    ToolContext,
+    ToolResult,
+    index_tools_by_name,
+    select_provider_tools,
+)
 from fumehood.client.runtime.events import PromptExecuted, PromptRendered
 
 _log = logging.getLogger(__name__)
@@ -64,21 +72,21 @@ class Evaluation[Out]:
     task: the message with the prompt's text: of the system if it begins the conversation, else of the user.
     """
 
-    api: ResponsesApi
+    api: ResponsesClient
     rendered: RenderedPrompt[Out]
     context: ToolContext
     request: dict[str, Any]
     executor: ToolExecutor
     manager: CompactionManager | None
-    new_container: Callable[[str], tuple[str, str]] | None
+    recreate_container: Callable[[str], tuple[str, str]] | None
     memory_limit: str | None
     parse_output: bool
     max_turns: int
-    task: Item = field(default_factory=lambda: {"role": "system", "content": ""})
+    prompt_message: Item = field(default_factory=lambda: {"role": "system", "content": ""})
     usage: TokenUsage = field(default_factory=TokenUsage)
     transcript: list[Item] = field(default_factory=list[Item])
     history: list[Item] = field(default_factory=list[Item])  # of the session, since its last compaction
-    repeated: int = 0  # how many items of the history stand before the last compaction, too
+    items_before_compaction: int = 0  # how many items of the history stand before the last compaction, too
 
     def run(self) -> PromptResponse[Out]:
         self._publish(
@@ -88,24 +96,24 @@ class Evaluation[Out]:
         )
         past = self.context.session[Transcript].latest() if self.manager else None
         self.history = [dict(item) for item in past.items] if past else []
-        self.task["content"] = self.rendered.text
-        if self.manager is not None and self.manager.has_begun:
-            self.task["role"] = "user"  # the first turn alone is the system's
-        self._keep([self.task])
-        self._warn_of_a_large_turn()
+        self.prompt_message["content"] = self.rendered.text
+        if self.manager is not None and self.manager.has_conversation:
+            self.prompt_message["role"] = "user"  # the first turn alone is the system's
+        self._append_items([self.prompt_message])
+        self._warn_about_large_prompt()
         for _ in range(self.max_turns):
-            response = self._ask()
-            self._check_end(response)
-            self._keep(response.output)
-            self._tell_provider_calls(response)
-            calls = function_calls(response.output)
+            response = self._request_response()
+            self._check_finish_reason(response)
+            self._append_items(response.output)
+            self._publish_provider_calls(response)
+            calls = find_function_calls(response.output)
             if not calls:
-                return self._answer(response)
-            self._keep([self._run(call) for call in calls])
-            self._let_choose()
-            if self._compacted(response):
-                self.history, self.repeated = (
-                    [self.task],
+                return self._build_response(response)
+            self._append_items([self._run_function(call) for call in calls])
+            self._reset_tool_choice()
+            if self._compact_between_turns(response):
+                self.history, self.items_before_compaction = (
+                    [self.prompt_message],
                     1,
                 )  # the task itself must not be a matter of summaries
         raise PromptEvaluationError(
@@ -116,7 +124,7 @@ class Evaluation[Out]:
 
     # ---- asking ---------------------------------------------------------------------------------------------
 
-    def _ask(self) -> WireResponse:
+    def _request_response(self) -> WireResponse:
         self._check_limits("the next request")
         try:
             response = self._send()
@@ -125,7 +133,7 @@ class Evaluation[Out]:
             try:
                 response = self._send()
             except ContainerGoneError as again:
-                raise ContainerExpiredError(_container_id(self.request) or "", again) from again
+                raise ContainerExpiredError(_find_container_id(self.request) or "", again) from again
         usage = response.usage.as_token_usage() if response.usage else TokenUsage()
         self.usage += usage
         if self.context.budget_tracker is not None:
@@ -146,63 +154,63 @@ class Evaluation[Out]:
             request,
             prompt_name=self.rendered.prompt_name,
             deadline=self.context.deadline,
-            memory_limit=self.memory_limit or _tier_of(request),
+            memory_limit=self.memory_limit or _find_memory_limit(request),
         )
 
-    def _replace_container(self, gone: ContainerGoneError) -> None:
-        known = _container_id(self.request) or "(unknown)"
-        if self.new_container is None:
+    def _replace_container(self, error: ContainerGoneError) -> None:
+        known = _find_container_id(self.request) or "(unknown)"
+        if self.recreate_container is None:
             raise ContainerExpiredError(
-                known, gone, f"The container {known!r} has expired; make another one."
-            ) from gone
-        made, self.task["content"] = self.new_container(known)
+                known, error, f"The container {known!r} has expired; make another one."
+            ) from error
+        made, self.prompt_message["content"] = self.recreate_container(known)
         for tool in self.request["tools"]:
             if tool["type"] == "code_interpreter":
                 tool["container"] = made
 
-    def _let_choose(self) -> None:
+    def _reset_tool_choice(self) -> None:
         """A forced choice is for the first call; forced for ever, there would be no answer."""
         if self.request.get("tool_choice") not in (None, "none"):
             self.request["tool_choice"] = "auto"
 
-    def _check_limits(self, doing: str) -> None:
+    def _check_limits(self, next_step: str) -> None:
         name = self.rendered.prompt_name
         if self.context.deadline is not None:
-            self.context.deadline.check(doing, prompt_name=name)
+            self.context.deadline.check(next_step, prompt_name=name)
         if self.context.budget_tracker is not None:
-            self.context.budget_tracker.check(doing, prompt_name=name)
+            self.context.budget_tracker.check(next_step, prompt_name=name)
 
-    def _check_end(self, response: WireResponse) -> None:
+    def _check_finish_reason(self, response: WireResponse) -> None:
         """Raise if there will be no answer."""
-        end = response.end
+        end = response.finish_reason
         if end == "stop":
             return
-        required = self.rendered.output is not None or not text_of(response.output)
+        required = self.rendered.output is not None or not read_last_message(response.output)
         if end in ("content_filter", "refusal") and required:
             raise FilteredOutputError(
                 f"The provider withheld the answer ({end}).",
-                **self._failure(response.incomplete_details or response.output),
+                **self._error_fields(response.incomplete_details or response.output),
             )
         if response.status not in ("completed", "incomplete", None):
             said = (response.error or {}).get("message") or f"its status is {end}"
-            raise PromptEvaluationError(f"The response failed: {said}", **self._failure(response.error))
-        if required and not function_calls(response.output):
+            raise PromptEvaluationError(f"The response failed: {said}", **self._error_fields(response.error))
+        if required and not find_function_calls(response.output):
             raise PromptEvaluationError(
                 f"The answer was cut off ({end}) before it was whole.",
-                **self._failure(response.incomplete_details),
+                **self._error_fields(response.incomplete_details),
             )
         _log.warning("The answer to %s was cut off: %s", self.rendered.prompt_name, end)
 
-    def _failure(self, payload: object) -> dict[str, Any]:
+    def _error_fields(self, payload: object) -> dict[str, Any]:
         return {"prompt_name": self.rendered.prompt_name, "phase": "response", "provider_payload": payload}
 
     # ---- tools ----------------------------------------------------------------------------------------------
 
-    def _run(self, call: Item) -> Item:
+    def _run_function(self, call: Item) -> Item:
         """Run a function, and give what the model gets to read."""
         name, call_id = str(call.get("name")), call.get("call_id")
         self._check_limits(f"the tool {name!r}")
-        tool = by_name(self.rendered.tools).get(name)
+        tool = index_tools_by_name(self.rendered.tools).get(name)
         output = self.executor.run(
             None if isinstance(tool, ProviderTool) else tool,
             name,
@@ -211,50 +219,50 @@ class Evaluation[Out]:
         )
         return {"type": "function_call_output", "call_id": call_id, "output": output}
 
-    def _tell_provider_calls(self, response: WireResponse) -> None:
+    def _publish_provider_calls(self, response: WireResponse) -> None:
         """One ToolInvoked for each call that the provider has run."""
-        tools = {one.native_type: one for one in provider_tools(self.rendered.tools)}
-        for data in provider_calls(response.output):
+        tools = {one.native_type: one for one in select_provider_tools(self.rendered.tools)}
+        for data in find_provider_calls(response.output):
             tool = tools.get(data.name)
             name = tool.name if tool is not None else data.name
-            self.executor.tell(
+            self.executor.execute_and_publish(
                 name,
                 data.call_id,
                 data,
-                partial(_report, tool, data),
-                partial(self._result, tool),
+                partial(_handler_input, tool, data),
+                partial(self._call_provider_handler, tool),
                 lambda result: result.message,
             )
 
-    def _result(self, tool: ProviderTool[Any, Any, Any] | None, report: Any) -> object:
+    def _call_provider_handler(self, tool: ProviderTool[Any, Any, Any] | None, report: Any) -> object:
         """What the tool's own handlers make of a report."""
         if tool is None:
-            return _plain_result(report, self.context)
+            return _default_result(report, self.context)
         if tool.handle_provider_output is not None:
             return tool.handle_provider_output(report, self.context, tool.result_type)
-        return self.executor.handled(tool, report)
+        return self.executor.call_handler(tool, report)
 
     # ---- the end --------------------------------------------------------------------------------------------
 
-    def _answer(self, response: WireResponse) -> PromptResponse[Out]:
-        text = text_of(response.output)
-        notes = tuple(annotations(response.output))
+    def _build_response(self, response: WireResponse) -> PromptResponse[Out]:
+        text = read_last_message(response.output)
+        notes = tuple(iter_annotations(response.output))
         answer = PromptResponse[Out](
             prompt_name=self.rendered.prompt_name,
             text=text,
             output=parse_structured_output(text, self.rendered) if self.parse_output else None,
             annotations=notes,
-            files=citations([*annotations(self.transcript)]),
+            files=find_cited_files([*iter_annotations(self.transcript)]),
             usage=self.usage,
             transcript=tuple(self.transcript),
         )
         session = self.context.session
-        session[ModelUsed].seed(ModelUsed(self.request["model"]))
+        session[LastModel].seed(LastModel(self.request["model"]))
         if self.manager is not None:
             session[Transcript].seed(Transcript(tuple(self.history)))
         self._publish(PromptExecuted, result=answer, usage=self.usage)
         try:
-            self._compact(response)
+            self._compact_if_needed(response)
         except CompactionError as error:
             if isinstance(error.original_error, DeadlineExceededError):
                 # There is an answer, and in time; the next evaluation compacts.
@@ -264,26 +272,26 @@ class Evaluation[Out]:
             raise
         return answer
 
-    def _compacted(self, response: WireResponse) -> bool:
+    def _compact_between_turns(self, response: WireResponse) -> bool:
         """As `_compact`, on the way to an answer: when there is no time left for it, there is none for the answer."""
         try:
-            return self._compact(response)
+            return self._compact_if_needed(response)
         except CompactionError as error:
             if isinstance(error.original_error, DeadlineExceededError):
                 raise error.original_error from error
             raise
 
-    def _compact(self, response: WireResponse) -> bool:
+    def _compact_if_needed(self, response: WireResponse) -> bool:
         """Compact if it is time to; whether it was."""
         tokens = response.usage.total_tokens if response.usage else 0
         if self.manager is None or not self.manager.should_compact(tokens):
             return False
-        if provider_calls(response.output):
+        if find_provider_calls(response.output):
             tokens = self._count_window(self.manager) or tokens
             if not self.manager.should_compact(tokens):
                 return False
-        if not self.manager.is_worthwhile(self.history[self.repeated :]):
-            self._warn_of_a_large_window(tokens)
+        if not self.manager.is_worthwhile(self.history[self.items_before_compaction :]):
+            self._warn_about_large_window(tokens)
             return False
         self.manager.compact(self.history, deadline=self.context.deadline)
         self.context.session[Transcript].clear()
@@ -297,8 +305,8 @@ class Evaluation[Out]:
         request = {name: self.request[name] for name in ("model", "tools") if name in self.request}
         return self.api.count_tokens({**request, "input": window}, deadline=self.context.deadline)
 
-    def _warn_of_a_large_turn(self) -> None:
-        tokens = estimate_tokens([self.task])
+    def _warn_about_large_prompt(self) -> None:
+        tokens = estimate_tokens([self.prompt_message])
         if self.manager is not None and tokens > self.manager.threshold // 2:
             _log.warning(
                 "The prompt %s has about %d tokens, more than half of threshold_tokens (%d): the conversation can "
@@ -308,9 +316,9 @@ class Evaluation[Out]:
                 self.manager.threshold,
             )
 
-    def _warn_of_a_large_window(self, tokens: int) -> None:
+    def _warn_about_large_window(self, tokens: int) -> None:
         """Once for each compaction."""
-        if self.manager is not None and self.history[0] is self.task:
+        if self.manager is not None and self.history[0] is self.prompt_message:
             _log.warning(
                 "The conversation of %s has %d tokens right after its compaction, more than threshold_tokens (%d); it "
                 "is compacted again when there is more to gain. Raise the threshold, or have fewer tools.",
@@ -319,7 +327,7 @@ class Evaluation[Out]:
                 self.manager.threshold,
             )
 
-    def _keep(self, items: list[Item]) -> None:
+    def _append_items(self, items: list[Item]) -> None:
         self.transcript += items
         self.history += items
 
@@ -341,8 +349,8 @@ class Evaluation[Out]:
             "response_id": response.id,
             "model": response.model or self.request["model"],
             "max_output_tokens": self.request.get("max_output_tokens"),
-            "container_ids": containers(response.output) or [_container_id(self.request)],
-            "memory_limit": self.memory_limit or _tier_of(self.request),
+            "container_ids": find_container_ids(response.output) or [_find_container_id(self.request)],
+            "memory_limit": self.memory_limit or _find_memory_limit(self.request),
             "input_tokens": usage.input_tokens,
             "output_tokens": usage.output_tokens,
         }
@@ -353,7 +361,7 @@ class Evaluation[Out]:
         )
 
 
-def _report(tool: ProviderTool[Any, Any, Any] | None, data: ProviderToolCallData) -> object:
+def _handler_input(tool: ProviderTool[Any, Any, Any] | None, data: ProviderToolCallData) -> object:
     """What the tool gets to see of a call: all of it, or, if it has an ordinary handler alone, the parameters."""
     if tool is None or tool.handle_provider_output is not None:
         return data
@@ -361,25 +369,25 @@ def _report(tool: ProviderTool[Any, Any, Any] | None, data: ProviderToolCallData
     return serde.convert(said, tool.params_type)
 
 
-def _plain_result(data: ProviderToolCallData, context: ToolContext) -> ToolResult[Any]:
+def _default_result(data: ProviderToolCallData, context: ToolContext) -> ToolResult[Any]:
     """The result of a native tool for which the prompt has no Tool."""
     if data.name == "code_interpreter":
-        return code_interpreter_output(data, context, CodeInterpreterResult)
+        return build_code_interpreter_result(data, context, CodeInterpreterResult)
     return ToolResult(f"{data.name}: {data.status or 'completed'}", data, success=data.status != "failed")
 
 
-def _container(request: Mapping[str, Any]) -> Any:
+def _find_container(request: Mapping[str, Any]) -> Any:
     for tool in request.get("tools", ()):
         if tool["type"] == "code_interpreter":
             return tool.get("container")
     return None
 
 
-def _container_id(request: Mapping[str, Any]) -> str | None:
-    found = _container(request)
+def _find_container_id(request: Mapping[str, Any]) -> str | None:
+    found = _find_container(request)
     return found if isinstance(found, str) else None
 
 
-def _tier_of(request: Mapping[str, Any]) -> str | None:
-    found = _container(request)
+def _find_memory_limit(request: Mapping[str, Any]) -> str | None:
+    found = _find_container(request)
     return found.get("memory_limit") if found and not isinstance(found, str) else None

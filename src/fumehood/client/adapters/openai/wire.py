@@ -1,5 +1,4 @@
-"""Between our types and the JSON of the Responses API, without talking to anybody; imports `dbc`, `serde`, `core`,
-`observer`.
+"""Between our types and the JSON of the Responses API, without talking to anybody.
 
 `_responses_tool_spec`, `_responses_tool_choice` and `_normalize_input_messages` are other names of the functions
 without the underscore, for those who know them by the specification.
@@ -11,17 +10,17 @@ from typing import Any, cast
 import msgspec
 
 from fumehood.client import serde
-from fumehood.client.adapters.core import FileCitation, ToolChoice
+from fumehood.client.adapters.provider_adapter import CitedFile, ToolChoice
 from fumehood.client.budget import TokenUsage
 from fumehood.client.dbc import require
 from fumehood.client.prompt.tool import ProviderToolCallData
-from fumehood.client.runtime.observer import ModelAnswered
+from fumehood.client.runtime.observer import ModelResponseReceived
 
 type Item = dict[str, Any]
 
 NATIVE_NAMES = ("code_interpreter", "file_search", "web_search")
-CITATION = "container_file_citation"
-EXECUTION = "fumehood:execution"
+FILE_CITATION_TYPE = "container_file_citation"
+EXECUTION_FIELD = "fumehood:execution"
 
 
 # --- requests -----------------------------------------------------------------------------------------
@@ -59,7 +58,7 @@ def responses_tool_spec(spec: Mapping[str, Any], *, prompt_name: str = "") -> di
             payload=spec,
         )
     settings = {name: value for name, value in spec.items() if name not in ("type", "name")}
-    return {"type": native, **serde.builtins(settings)}
+    return {"type": native, **serde.to_builtins(settings)}
 
 
 def responses_tool_choice(
@@ -149,7 +148,7 @@ class WireUsage(msgspec.Struct):
     input_tokens_details: dict[str, Any] | None = None
 
     def as_token_usage(self) -> TokenUsage:
-        cached = _whole((self.input_tokens_details or {}).get("cached_tokens"))
+        cached = _int_or_zero((self.input_tokens_details or {}).get("cached_tokens"))
         return TokenUsage(self.input_tokens, self.output_tokens, cached, self.total_tokens)
 
 
@@ -166,7 +165,7 @@ class WireResponse(msgspec.Struct):
     request_id: str | None = None
 
     @property
-    def end(self) -> str:
+    def finish_reason(self) -> str:
         """ "stop", or why it ended otherwise: "content_filter", "max_output_tokens", "refusal", …"""
         if self.incomplete_details:
             return str(self.incomplete_details.get("reason") or "incomplete")
@@ -174,99 +173,105 @@ class WireResponse(msgspec.Struct):
             return str(self.status)
         if self.status is None and not self.output:
             return "empty"
-        return "refusal" if any(part.get("type") == "refusal" for part in _parts(self.output)) else "stop"
+        return (
+            "refusal"
+            if any(part.get("type") == "refusal" for part in _iter_content_parts(self.output))
+            else "stop"
+        )
 
 
-def answered(response: WireResponse) -> ModelAnswered:
+def build_response_event(response: WireResponse) -> ModelResponseReceived:
     """A response as observers are told of it."""
-    return ModelAnswered(
+    return ModelResponseReceived(
         id=response.id,
         model=response.model,
         request_id=response.request_id,
-        end=response.end,
+        finish_reason=response.finish_reason,
         usage=response.usage.as_token_usage() if response.usage else None,
         output=response.output,
-        container_ids=containers(response.output),
+        container_ids=find_container_ids(response.output),
     )
 
 
-def provider_calls(output: Sequence[Item]) -> list[ProviderToolCallData]:
+def find_provider_calls(output: Sequence[Item]) -> list[ProviderToolCallData]:
     """The calls of native tools in a response, in their order, wherever they stand.
 
     Besides items of their own, there is an older shape: `tool_calls` within the parts of a message.
     """
     found: list[ProviderToolCallData] = []
     for place, item in enumerate(output):
-        later = tuple(annotations(output[place + 1 :]))
+        later = tuple(iter_annotations(output[place + 1 :]))
         if _native_name(item):
-            found.append(_call_data(item, later))
+            found.append(_build_call_data(item, later))
             continue
-        for part in _parts([item]):
-            here = tuple(objects(part.get("annotations")))
-            nested = objects(part.get("tool_calls"))
-            found += [_call_data(call, (*here, *later)) for call in nested if _native_name(call)]
+        for part in _iter_content_parts([item]):
+            here = tuple(only_objects(part.get("annotations")))
+            nested = only_objects(part.get("tool_calls"))
+            found += [_build_call_data(call, (*here, *later)) for call in nested if _native_name(call)]
     return found
 
 
-def containers(output: Sequence[Item]) -> list[str]:
+def find_container_ids(output: Sequence[Item]) -> list[str]:
     """Those in which the provider has run calls."""
-    return sorted({data.container_id for data in provider_calls(output) if data.container_id})
+    return sorted({data.container_id for data in find_provider_calls(output) if data.container_id})
 
 
-def function_calls(output: Sequence[Item]) -> list[Item]:
+def find_function_calls(output: Sequence[Item]) -> list[Item]:
     return [item for item in output if item.get("type") == "function_call"]
 
 
-def text_of(output: Sequence[Item]) -> str:
+def read_last_message(output: Sequence[Item]) -> str:
     """What the last message of a response says."""
     messages = [item for item in output if item.get("type") == "message"]
     return "".join(
-        str(part.get("text") or "") for part in _parts(messages[-1:]) if part.get("type") == "output_text"
+        str(part.get("text") or "")
+        for part in _iter_content_parts(messages[-1:])
+        if part.get("type") == "output_text"
     )
 
 
-def annotations(output: Sequence[Item]) -> Iterator[Mapping[str, Any]]:
+def iter_annotations(output: Sequence[Item]) -> Iterator[Mapping[str, Any]]:
     """All annotations of the messages among these items."""
-    for part in _parts(output):
-        yield from objects(part.get("annotations"))
+    for part in _iter_content_parts(output):
+        yield from only_objects(part.get("annotations"))
 
 
-def citations(
+def find_cited_files(
     found: Sequence[Mapping[str, Any]], container_id: str | None = None
-) -> tuple[FileCitation, ...]:
+) -> tuple[CitedFile, ...]:
     """The produced files among annotations, each once; with a container's id, those of that container."""
-    files: dict[str, FileCitation] = {}
+    files: dict[str, CitedFile] = {}
     for note in found:
-        container, file_id = _text(note.get("container_id")), _text(note.get("file_id"))
-        if note.get("type") != CITATION or not (container and file_id):
+        container, file_id = _string_or_none(note.get("container_id")), _string_or_none(note.get("file_id"))
+        if note.get("type") != FILE_CITATION_TYPE or not (container and file_id):
             continue
         if container_id in (None, container):
-            name = _text(note.get("filename")) or ""
-            start, end = _whole(note.get("start_index")), _whole(note.get("end_index"))
-            files.setdefault(file_id, FileCitation(container, file_id, name, start, end))
+            name = _string_or_none(note.get("filename")) or ""
+            start, end = _int_or_zero(note.get("start_index")), _int_or_zero(note.get("end_index"))
+            files.setdefault(file_id, CitedFile(container, file_id, name, start, end))
     return tuple(files.values())
 
 
 # What a provider sends is not ours to trust: whatever is not of its kind counts as not there.
 
 
-def objects(value: object) -> list[Item]:
+def only_objects(value: object) -> list[Item]:
     """The objects of an array."""
     return [one for one in cast(list[Any], value) if isinstance(one, dict)] if isinstance(value, list) else []
 
 
-def _text(value: object) -> str | None:
+def _string_or_none(value: object) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
-def _whole(value: object) -> int:
+def _int_or_zero(value: object) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _parts(output: Sequence[Item]) -> Iterator[Item]:
+def _iter_content_parts(output: Sequence[Item]) -> Iterator[Item]:
     for item in output:
         if item.get("type") == "message":
-            yield from objects(item.get("content"))
+            yield from only_objects(item.get("content"))
 
 
 def _native_name(item: Mapping[str, Any]) -> str | None:
@@ -277,7 +282,7 @@ def _native_name(item: Mapping[str, Any]) -> str | None:
     return name if name in NATIVE_NAMES else None
 
 
-def _call_data(item: Item, later: tuple[Mapping[str, Any], ...]) -> ProviderToolCallData:
+def _build_call_data(item: Item, later: tuple[Mapping[str, Any], ...]) -> ProviderToolCallData:
     name = _native_name(item) or ""
     detail = item.get(name)  # the older shape has it one level down
     inner: Item = {**item, **cast(Item, detail)} if isinstance(detail, dict) else item
@@ -285,13 +290,13 @@ def _call_data(item: Item, later: tuple[Mapping[str, Any], ...]) -> ProviderTool
     return ProviderToolCallData(
         type=str(item.get("type")),
         name=name,
-        id=_text(item.get("id")),
-        call_id=_text(item.get("call_id")) or _text(item.get("id")),
+        id=_string_or_none(item.get("id")),
+        call_id=_string_or_none(item.get("call_id")) or _string_or_none(item.get("id")),
         arguments=arguments if isinstance(arguments, str | None) else serde.encode(arguments),
-        code=_text(inner.get("code")) or _text(inner.get("input")),
-        container_id=_text(inner.get("container_id")),
-        outputs=tuple(objects(inner.get("outputs")) or objects(inner.get("results"))),
-        status=_text(inner.get("status")),
+        code=_string_or_none(inner.get("code")) or _string_or_none(inner.get("input")),
+        container_id=_string_or_none(inner.get("container_id")),
+        outputs=tuple(only_objects(inner.get("outputs")) or only_objects(inner.get("results"))),
+        status=_string_or_none(inner.get("status")),
         annotations=later,
         raw=item,
     )

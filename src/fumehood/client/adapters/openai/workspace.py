@@ -1,6 +1,4 @@
-"""A workspace in a container of the provider; imports `container_fs`, `config`, and the `mounts` and
-`workspace` of every client.
-"""
+"""A workspace in a container of the provider."""
 
 import logging
 import os
@@ -13,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fumehood.client.adapters.openai.config import ContainerConfig, OpenAIClientConfig
-from fumehood.client.adapters.openai.container import MOUNT
+from fumehood.client.adapters.openai.container import WORKING_DIRECTORY
 from fumehood.client.adapters.openai.container_fs import ContainerFilesystem
 from fumehood.client.dbc import require
-from fumehood.client.mounts import HostMount, shown
+from fumehood.client.mounts import HostMount, escape_name
 from fumehood.client.runtime.session import SessionProtocol
 from fumehood.client.throttle import ThrottlePolicy
 from fumehood.client.workspace import WorkspaceSection
@@ -26,17 +24,17 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_TEXT = f"""Python runs in a container whose working directory, `{MOUNT}`, is the workspace. Read and change the files
+_TEXT = f"""Python runs in a container whose working directory, `{WORKING_DIRECTORY}`, is the workspace. Read and change the files
 there with Python; paths below are relative to it."""
 # What is there already is not touched: it may be newer, and this is said in every prompt.
-_UNPACK = """The files may still be packed. Unpack what is missing first:
+_UNPACK_INSTRUCTIONS = """The files may still be packed. Unpack what is missing first:
 ```python
 import os, tarfile
 with tarfile.open({archive!r}) as packed:
     missing = [one for one in packed if not os.path.lexists(os.path.join({mount!r}, one.name))]
     packed.extractall({mount!r}, missing, filter="data")
 ```"""
-_SHOWN_MOVES = 20
+_MAX_RELOCATED_SHOWN = 20
 
 
 class OpenAIContainerWorkspaceSection(WorkspaceSection):
@@ -74,9 +72,9 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
         self.container_config = container_config or ContainerConfig()
         self._client = client
         self._own_client: OpenAI | None = None
-        self._make_client: Callable[[], OpenAI] | None = None
+        self._create_client: Callable[[], OpenAI] | None = None
         holds_files = any(preview.file_count for preview in self.mount_previews)
-        tarball = _packed(self.temp_dir) if holds_files else None
+        tarball = _create_archive(self.temp_dir) if holds_files else None
         self._tarball_removal = weakref.finalize(self, tarball.unlink, missing_ok=True) if tarball else None
         self._filesystem = ContainerFilesystem(
             client=self._bound_client,
@@ -99,7 +97,7 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
         self,
         client: "OpenAI",
         *,
-        again: "Callable[[], OpenAI] | None" = None,
+        create_client: "Callable[[], OpenAI] | None" = None,
         policy: ThrottlePolicy | None = None,
     ) -> None:
         """Use this client. Raises PromptValidationError if another one is in use.
@@ -107,7 +105,7 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
         again: makes one like it, for the time after it was closed.
         """
         bound = self._client
-        own = bound is not None and bound is self._own_client and _of_one_account(bound, client)
+        own = bound is not None and bound is self._own_client and _is_same_account(bound, client)
         require(
             bound is None or bound is client or own or bound.is_closed(),
             "The workspace and the adapter have different clients, and a container belongs to one: pass the same "
@@ -115,7 +113,7 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
         )
         if not own:
             self._client = client
-        self._make_client = again
+        self._create_client = create_client
         self._filesystem.policy = policy
 
     def download_all(self, dest: Path) -> None:
@@ -146,10 +144,17 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
                 self._tarball_removal()
 
     def notes(self) -> list[str]:
-        archive, moved = self._filesystem.archive, [*self._filesystem.moved.items()]
-        told = [_UNPACK.format(archive=MOUNT + archive, mount=MOUNT)] if archive else []
+        archive, moved = self._filesystem.archive, [*self._filesystem.relocated_files.items()]
+        told = (
+            [_UNPACK_INSTRUCTIONS.format(archive=WORKING_DIRECTORY + archive, mount=WORKING_DIRECTORY)]
+            if archive
+            else []
+        )
         if moved:
-            names = [f"- `{shown(path)}` is `{shown(MOUNT + place)}`" for path, place in moved[:_SHOWN_MOVES]]
+            names = [
+                f"- `{escape_name(path)}` is `{escape_name(WORKING_DIRECTORY + place)}`"
+                for path, place in moved[:_MAX_RELOCATED_SHOWN]
+            ]
             told.append("\n".join(["Some files lie elsewhere than their names say:", *names]))
         return [*told, *super().notes()]
 
@@ -164,31 +169,31 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
         return OpenAIContainerWorkspaceSection(**settings)
 
     def _bound_client(self) -> "OpenAI":
-        if self._client is None or (self._make_client and self._client.is_closed()):
-            make = self._make_client or OpenAIClientConfig().make
+        if self._client is None or (self._create_client and self._client.is_closed()):
+            make = self._create_client or OpenAIClientConfig().create_client
             self._client = self._own_client = make()
         return self._client
 
 
-def _of_one_account(one: "OpenAI", other: "OpenAI") -> bool:
+def _is_same_account(one: "OpenAI", other: "OpenAI") -> bool:
     names = ("base_url", "api_key", "organization", "project")
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
-def _packed(directory: Path) -> Path:
+def _create_archive(directory: Path) -> Path:
     """A tar archive of all that is in a directory; it tells nothing of the host but names, modes and times."""
     descriptor, name = tempfile.mkstemp(prefix="fumehood-workspace-", suffix=".tar")
     try:
         with open(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w") as archive:
             for path in sorted(directory.iterdir()):
-                archive.add(path, arcname=path.name, filter=_anonymous)
+                archive.add(path, arcname=path.name, filter=_strip_owner)
     except BaseException:
         os.unlink(name)
         raise
     return Path(name)
 
 
-def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+def _strip_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     return member

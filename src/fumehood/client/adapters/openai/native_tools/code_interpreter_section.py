@@ -1,4 +1,4 @@
-"""Python, run by the provider, for prompts that do not look at its results; imports `base`, `code_interpreter`."""
+"""Python, run by the provider, for prompts that do not look at its results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from fumehood.client.adapters.openai.code_interpreter import (
     AutoContainerConfig,
     ExistingContainerRef,
-    container_spec,
+    build_container_spec,
 )
-from fumehood.client.adapters.openai.native_tools.base import NativeToolSection
+from fumehood.client.adapters.openai.native_tools.native_tool_section import NativeToolSection
 
 
 @dataclass(frozen=True)
@@ -19,5 +19,5 @@ class CodeInterpreterParams:
 class OpenAICodeInterpreterSection(NativeToolSection[CodeInterpreterParams]):
     native_name = "code_interpreter"
 
-    def settings(self, params: CodeInterpreterParams) -> Mapping[str, object]:
-        return {"container": container_spec(params.container)}
+    def build_settings(self, params: CodeInterpreterParams) -> Mapping[str, object]:
+        return {"container": build_container_spec(params.container)}

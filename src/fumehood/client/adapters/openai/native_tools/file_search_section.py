@@ -1,10 +1,10 @@
-"""Search in vector stores, run by the provider; imports `base`."""
+"""Search in vector stores, run by the provider."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fumehood.client.adapters.openai.config import file_search_envelope
-from fumehood.client.adapters.openai.native_tools.base import NativeToolSection
+from fumehood.client.adapters.openai.native_tools.native_tool_section import NativeToolSection
 from fumehood.client.dbc import require
 
 
@@ -20,7 +20,7 @@ class FileSearchParams:
 class OpenAIFileSearchSection(NativeToolSection[FileSearchParams]):
     native_name = "file_search"
 
-    def settings(self, params: FileSearchParams) -> Mapping[str, object]:
+    def build_settings(self, params: FileSearchParams) -> Mapping[str, object]:
         require(
             not (params.corpus_ids and params.vector_store_ids),
             "corpus_ids and vector_store_ids are two names for the same; give one of them.",

@@ -1,11 +1,11 @@
-"""Search in the web, run by the provider; imports `base`."""
+"""Search in the web, run by the provider."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from fumehood.client.adapters.openai.native_tools.base import NativeToolSection
-from fumehood.client.dbc import require, require_texts
+from fumehood.client.adapters.openai.native_tools.native_tool_section import NativeToolSection
+from fumehood.client.dbc import require, require_strings
 
 _SIZES = ("low", "medium", "high")
 
@@ -24,13 +24,13 @@ class WebSearchParams:
 class OpenAIWebSearchSection(NativeToolSection[WebSearchParams]):
     native_name = "web_search"
 
-    def settings(self, params: WebSearchParams) -> Mapping[str, object]:
+    def build_settings(self, params: WebSearchParams) -> Mapping[str, object]:
         size = params.search_context_size
         require(
             size is None or size in _SIZES,
             f"search_context_size is {size!r}; it has to be low, medium or high.",
         )
-        require_texts(params.allowed_domains, "allowed_domains")
+        require_strings(params.allowed_domains, "allowed_domains")
         for domain in params.allowed_domains:
             require("/" not in domain, f"allowed_domains has {domain!r}; write example.com.")
         found: dict[str, object] = {} if size is None else {"search_context_size": size}

@@ -1,0 +1,1 @@
+"""`fumehood exec`: run code once, here or on a sandbox server."""

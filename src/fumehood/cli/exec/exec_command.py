@@ -1,0 +1,218 @@
+"""`fumehood exec`: one program in a sandbox of its own."""
+
+import asyncio
+import math
+import os
+import sys
+import tokenize
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fumehood.cli.options import (
+    TOKEN_VARIABLE,
+    GuestSocketOption,
+    IsolationModeChoice,
+    LimitEnforcementChoice,
+    LimitsOption,
+    MemorySizeChoice,
+    ModeOption,
+    require_linux,
+    resolve_guest_socket,
+)
+
+if TYPE_CHECKING:
+    from fumehood.cli.exec.exec_backends import ExecBackend, LocalExecBackend, RemoteExecBackend
+    from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec
+    from fumehood.sandbox_server.settings import Settings
+
+_MAX_REMOTE_SECONDS = 86_400.0
+EPILOG = """\b
+Exit codes:
+  0, 1, n  the code's own: it ended, it raised, it called sys.exit(n)
+  2        this command was used wrongly
+  124      the code ran longer than --timeout
+  125      the code could not be isolated, its sandbox was lost, packages could not be installed, or the server
+           cannot be reached
+  130      the code was interrupted
+  137      the code ran out of memory
+"""
+
+
+def execute(
+    context: typer.Context,
+    source: Annotated[
+        str | None,
+        typer.Argument(metavar="FILE|-", show_default=False, help="The file to run; - reads standard input."),
+    ] = None,
+    code: Annotated[str | None, typer.Option("-c", metavar="CODE", help="The code to run.")] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="Interrupt the code after so long, and kill it if need be."),
+    ] = 60.0,
+    memory: Annotated[
+        MemorySizeChoice,
+        typer.Option(help="What the sandbox may use; its files count, and may be half of it."),
+    ] = MemorySizeChoice.GIB_1,
+    file: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="PATH", help="Put this file into /mnt/data first; may be given several times."),
+    ] = None,
+    with_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            metavar="REQUIREMENT",
+            help="Install this package first, such as humanize or 'numpy<2'; may be given several times.",
+        ),
+    ] = None,
+    files_out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Save the files that the code wrote to /mnt/data, and the pictures it showed, in DIR. Nothing there "
+            "is replaced: a file that differs from one of its name gets a number. Not saved, but named: hidden files "
+            "(a part of the path begins with a dot), files of more than 256 MiB, and what would make it more than "
+            "1 GiB in all.",
+        ),
+    ] = None,
+    mode: ModeOption = IsolationModeChoice.NAMESPACES,
+    limits: LimitsOption = LimitEnforcementChoice.ENFORCED,
+    guest_socket: GuestSocketOption = None,
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Run the code on this sandbox server: http://HOST:PORT, https://… or unix:/PATH. Its token is read "
+            "from the variable FUMEHOOD_SANDBOX_TOKEN.",
+        ),
+    ] = None,
+    fresh_interpreter: Annotated[
+        bool,
+        typer.Option(
+            "--fresh-interpreter",
+            help="Start a new Python in the sandbox rather than a copy of a running one: an address-space layout "
+            "and a hash seed of its own, slower.",
+        ),
+    ] = False,
+    json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help='Print one JSON object per line for each event as it comes, then one of the type "exit" with the '
+            "exit code and the saved files.",
+        ),
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Say nothing but what the code says, and what went wrong.")
+    ] = False,
+) -> None:
+    """Run Python in a sandbox of its own, show what it prints, and take home what it made.
+
+    The code sees no files, variables or processes of this machine, and no network. It works in /mnt/data.
+    Ctrl-C interrupts it; a second one ends it at once.
+    """
+    if not 0 < timeout < math.inf:
+        raise typer.BadParameter("must be a positive number of seconds", param_hint="--timeout")
+    text = _read_code(source, code)
+    if server is None:
+        require_linux()
+    from fumehood.cli.exec.exec_session import ExecJob, ExecSession
+    from fumehood.cli.output_directory import OutputDirectory
+    from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec
+
+    spec = SandboxSpec(memory=memory.value, fresh_interpreter=fresh_interpreter, requirements=with_ or [])
+    uploads = _check_uploads(file or [], spec)
+    place: ExecBackend
+    if server is None:
+        place = _local_backend(_build_settings(context, mode, limits, guest_socket), text, uploads)
+    else:
+        place = _remote_backend(context, server, timeout)
+    try:
+        folder = None if files_out is None else OutputDirectory(files_out)
+    except OSError as error:
+        raise typer.BadParameter(f"{files_out}: {error.strerror}", param_hint="--files-out") from error
+    job = ExecJob(
+        code=text,
+        timeout=timeout,
+        spec=spec,
+        backend=place,
+        uploads=uploads,
+        output_directory=folder,
+        json=json,
+        quiet=quiet,
+    )
+
+    async def run() -> int:
+        return await ExecSession(job).run()
+
+    raise typer.Exit(asyncio.run(run()))
+
+
+def _read_code(source: str | None, code: str | None) -> str:
+    if (source is None) == (code is None):
+        raise typer.BadParameter("give either -c CODE, or a FILE, or - for standard input", param_hint="code")
+    try:
+        if code is not None:
+            code.encode()
+            return code
+        if source == "-":
+            return _decode_source(sys.stdin.buffer.read())
+        return _decode_source(Path(str(source)).read_bytes())
+    except OSError as error:
+        raise typer.BadParameter(f"{source}: {error.strerror}", param_hint="FILE") from error
+    except (SyntaxError, UnicodeError, LookupError) as error:
+        raise typer.BadParameter(f"the code is not valid text: {error}", param_hint="code") from error
+
+
+def _decode_source(content: bytes) -> str:
+    """As Python itself reads a source file: UTF-8, unless the first lines say otherwise."""
+    lines = iter(content.splitlines(keepends=True))
+    encoding, _ = tokenize.detect_encoding(lambda: next(lines, b""))
+    return content.decode(encoding)
+
+
+def _check_uploads(paths: "list[Path]", spec: "SandboxSpec") -> tuple[Path, ...]:
+    from fumehood.cli.exec.exec_session import find_upload_problem
+
+    if problem := find_upload_problem(paths, spec):
+        raise typer.BadParameter(problem, param_hint="--file")
+    return tuple(paths)
+
+
+def _build_settings(
+    context: typer.Context,
+    mode: IsolationModeChoice,
+    limits: LimitEnforcementChoice,
+    guest_socket: Path | None,
+) -> "Settings":
+    from fumehood.sandbox_server.settings import Settings
+
+    guest_socket = resolve_guest_socket(context, mode, guest_socket)
+    return Settings(pool=0, capacity=1, mode=mode.value, limits=limits.value, guest_socket=guest_socket)
+
+
+def _local_backend(settings: "Settings", text: str, uploads: tuple[Path, ...]) -> "LocalExecBackend":
+    from fumehood.cli.exec.exec_backends import LocalExecBackend
+    from fumehood.cli.exec.exec_session import choose_preload
+
+    return LocalExecBackend(replace(settings, preload=choose_preload(text, uploads, settings.preload)))
+
+
+def _remote_backend(context: typer.Context, url: str, timeout: float) -> "RemoteExecBackend":
+    for name in ("mode", "limits", "guest_socket"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise typer.BadParameter(f"{option} is the server's to choose", param_hint="--server")
+    if timeout > _MAX_REMOTE_SECONDS:
+        raise typer.BadParameter("a server runs code for at most a day", param_hint="--timeout")
+    from fumehood.cli.exec.exec_backends import RemoteExecBackend
+    from fumehood.sandbox_client import RemoteSandboxProvider
+
+    try:
+        return RemoteExecBackend(RemoteSandboxProvider(url, os.environ.get(TOKEN_VARIABLE) or None))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--server") from error

@@ -1,0 +1,244 @@
+"""Shows what happens in a sandbox, for people or as JSON."""
+
+import asyncio
+import errno
+import io
+import os
+import queue
+import re
+import select
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from typing import override
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from fumehood.protocol.sandbox.sandbox_messages import (
+    DisplayData,
+    ExceptionRaised,
+    ExecutionEnd,
+    ExecutionEvent,
+    ExecutionNote,
+    ExpressionResult,
+    Stderr,
+    Stdout,
+)
+
+STDOUT_FD = 1
+STDERR_FD = 2
+_WRITE_BYTES = 1 << 16
+_RESET = "\x1b[0m"
+# Colours are let through; everything else that a terminal would obey becomes visible.
+_CONTROL_CHARACTERS = re.compile(r"(\x1b\[[0-9;:]{0,32}m)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+class SavedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """`source` is the path below /mnt/data, null for a picture that was shown."""
+
+    path: str
+    source: str | None
+    size: int
+
+
+class SkippedFile(msgspec.Struct, frozen=True, kw_only=True):
+    path: str
+    reason: str
+
+
+class ExecExit(msgspec.Struct, frozen=True, kw_only=True, tag="exit", tag_field="type"):
+    """The last line of `exec --json`: what the command leaves with, and what it saved where.
+
+    reason: why code could not be run or did not end by itself, else empty.
+    directory: where `files` lie; null when nothing was to be saved.
+    """
+
+    code: int
+    reason: str = ""
+    directory: str | None = None
+    files: list[SavedFile] = msgspec.field(default_factory=list[SavedFile])
+    skipped: list[SkippedFile] = msgspec.field(default_factory=list[SkippedFile])
+
+
+class OutputWriterThread:
+    """Writes to descriptors, in order, from a thread of its own.
+
+    A reader that does not read must stop neither the clock of a call nor the answer to a signal. Nothing is
+    buffered here, and the thread holds no lock while it waits, so the program can end under it.
+    """
+
+    def __init__(self, on_broken: Callable[[OSError], None]) -> None:
+        self._on_broken = on_broken
+        self._queue: queue.SimpleQueue[tuple[int, bytes] | Future[None]] = queue.SimpleQueue()
+        self._broken: set[int] = set()
+        threading.Thread(target=self._run, name="output", daemon=True).start()
+
+    def put(self, fd: int, text: str) -> None:
+        self._queue.put((fd, text.encode(errors="backslashreplace")))
+
+    async def drain(self) -> None:
+        """Wait until everything put so far has been taken."""
+        done: Future[None] = Future()
+        self._queue.put(done)
+        await asyncio.wrap_future(done)
+
+    def _run(self) -> None:
+        while True:
+            item = self._queue.get()
+            if isinstance(item, Future):
+                if item.set_running_or_notify_cancel():
+                    item.set_result(None)
+            elif item[0] not in self._broken:
+                self._write(*item)
+
+    def _write(self, fd: int, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                try:
+                    view = view[os.write(fd, view[:_WRITE_BYTES]) :]
+                except BlockingIOError:  # somebody who shares the terminal has made it non-blocking
+                    select.select([], [fd], [])
+        except OSError as error:
+            self._broken.add(fd)
+            if fd == STDOUT_FD:
+                self._on_broken(error)
+
+
+def exit_code_of_write_error(error: OSError) -> int:
+    """141 is what a shell shows for a program whose reader went away."""
+    return 141 if error.errno == errno.EPIPE else 125
+
+
+def escape_control_sequences(text: str) -> str:
+    """Text for a terminal that cannot move the cursor, set the title, paste, or ring."""
+    return _CONTROL_CHARACTERS.sub(_escape_match, text.replace("\r\n", "\n"))
+
+
+def _escape_match(match: re.Match[str]) -> str:
+    if match[1]:
+        return match[1]
+    char = match[0]
+    if char == "\r":
+        return "\n"
+    if char < " ":
+        return chr(0x2400 + ord(char))
+    return "\u2421" if char == "\x7f" else f"\\x{ord(char):02x}"
+
+
+def _encode_json_line(value: msgspec.Struct) -> str:
+    """JSON leaves DEL and the second set of control characters as they are, and terminals obey those too."""
+    text = msgspec.json.encode(value).decode()
+    return re.sub(r"[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", text) + "\n"
+
+
+class _ConsoleStream(io.StringIO):
+    """What rich writes to: the same queue as everything else."""
+
+    def __init__(self, writer: OutputWriterThread) -> None:
+        super().__init__()
+        self._writer = writer
+
+    @override
+    def write(self, text: str, /) -> int:
+        self._writer.put(STDERR_FD, text)
+        return len(text)
+
+    @override
+    def isatty(self) -> bool:
+        return os.isatty(STDERR_FD)
+
+
+class ExecOutput:
+    """What the code says goes where the code sent it; what Fumehood says goes to standard error."""
+
+    def __init__(self, writer: OutputWriterThread, *, json: bool = False, quiet: bool = False) -> None:
+        self._writer = writer
+        self._json = json
+        self._quiet = quiet
+        self._is_terminal: dict[int, bool] = {fd: os.isatty(fd) for fd in (STDOUT_FD, STDERR_FD)}
+        self._console = Console(
+            file=_ConsoleStream(writer), soft_wrap=True, highlight=False, markup=False, emoji=False
+        )
+        self._has_open_line: dict[int, bool] = {STDOUT_FD: False, STDERR_FD: False}
+        self._has_used_colour = False
+
+    def show_startup(self) -> AbstractContextManager[object]:
+        """A sign of life until the first sandbox is there; only where somebody looks."""
+        if self._quiet or not self._console.is_terminal:
+            return nullcontext()
+        return self._console.status("starting the sandbox…", spinner="dots")
+
+    def show_event(self, event: ExecutionEvent, *, image_saved: bool = False) -> None:
+        """Show one step; `pictured` says that a picture in it has been saved and stands for it."""
+        if self._json:
+            self._writer.put(STDOUT_FD, _encode_json_line(event))
+            return
+        match event:
+            case Stdout(text):
+                self._write(STDOUT_FD, text)
+            case Stderr(text):
+                self._write(STDERR_FD, text)
+            case DisplayData(data):
+                if not image_saved:
+                    self._write_block(STDOUT_FD, data.get("text/plain", ""))
+            case ExpressionResult(data):
+                self._write_block(STDOUT_FD, data.get("text/plain", ""))
+            case ExceptionRaised(traceback=traceback):
+                self._write_block(STDERR_FD, traceback)
+            case ExecutionNote(text):
+                self.note(text)
+            case ExecutionEnd(reason=reason):
+                if reason:
+                    self.warn(reason)
+
+    def _write_block(self, fd: int, text: str) -> None:
+        """Text that begins and ends its own lines, unlike what the code prints."""
+        if text:
+            self._end_line(fd)
+            self._write(fd, text if text.endswith("\n") else text + "\n")
+
+    def _write(self, fd: int, text: str) -> None:
+        if self._is_terminal[fd]:
+            text = escape_control_sequences(text)
+            self._has_used_colour |= "\x1b" in text
+        self._writer.put(fd, text)
+        if text:
+            self._has_open_line[fd] = not text.endswith("\n")
+
+    def _end_line(self, fd: int) -> None:
+        if self._has_open_line[fd]:
+            self._writer.put(fd, "\n")
+            self._has_open_line[fd] = False
+
+    # ---- Fumehood's own words ---------------------------------------------------------------------------------
+
+    def note(self, text: str) -> None:
+        if not self._quiet:
+            self._print_message(text, "dim")
+
+    def warn(self, text: str) -> None:
+        self._print_message(text, "yellow")
+
+    def error(self, text: str) -> None:
+        self._print_message(text, "red")
+
+    def _print_message(self, text: str, style: str) -> None:
+        if self._is_terminal[STDERR_FD]:
+            text = escape_control_sequences(text)
+            if self._has_used_colour:
+                self._writer.put(STDERR_FD, _RESET)
+            if self._is_terminal[STDOUT_FD]:
+                self._end_line(STDOUT_FD)
+        self._end_line(STDERR_FD)
+        self._console.print(Text(text, style=style))
+
+    def finish(self, result: ExecExit) -> None:
+        if self._json:
+            self._writer.put(STDOUT_FD, _encode_json_line(result))
+        for fd, terminal in self._is_terminal.items():
+            if self._has_used_colour and terminal:
+                self._writer.put(fd, _RESET)

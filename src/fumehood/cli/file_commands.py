@@ -1,0 +1,125 @@
+"""`fumehood files`: uploads of any server."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fumehood.cli.api_client import (
+    DEFAULT_URL,
+    EPILOG,
+    ApiClient,
+    BaseUrlOption,
+    ForceOption,
+    JsonOption,
+    LimitOption,
+    OutputOption,
+    TableColumns,
+    delete_all,
+    download_file,
+    exit_on_error,
+    format_size,
+    format_text,
+    format_time,
+    print_json,
+    print_list,
+    print_object,
+    quote_path_segment,
+)
+
+_COLUMNS: TableColumns = {
+    "ID": lambda row: format_text(row, "id"),
+    "BYTES": lambda row: format_size(row, "bytes"),
+    "CREATED": lambda row: format_time(row, "created_at"),
+    "EXPIRES": lambda row: format_time(row, "expires_at"),
+    "PURPOSE": lambda row: format_text(row, "purpose"),
+    "NAME": lambda row: format_text(row, "filename"),
+}
+
+app = typer.Typer(
+    help="Files that were uploaded to a server.", no_args_is_help=True, rich_markup_mode=None, epilog=EPILOG
+)
+
+FileArgument = Annotated[str, typer.Argument(metavar="FILE", show_default=False, help="Its id.")]
+
+
+@app.command("list")
+def list_files(
+    base_url: BaseUrlOption = DEFAULT_URL,
+    purpose: Annotated[
+        str | None, typer.Option(metavar="PURPOSE", help="Only those of that purpose.")
+    ] = None,
+    limit: LimitOption = 100,
+    json: JsonOption = False,
+) -> None:
+    """Show the files that were uploaded."""
+    with exit_on_error():
+        found, more = ApiClient(base_url).list_objects("/files", limit, purpose=purpose)
+    print_list(found, more, _COLUMNS, as_json=json, empty_message="There are no files.")
+
+
+@app.command("show")
+def show(file: FileArgument, base_url: BaseUrlOption = DEFAULT_URL, json: JsonOption = False) -> None:
+    """Show what is known of one file."""
+    with exit_on_error():
+        found = ApiClient(base_url).get(f"/files/{quote_path_segment(file)}")
+    print_object(found, as_json=json)
+
+
+@app.command("upload")
+def upload(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="PATH", show_default=False, exists=True, dir_okay=False, help="Files of this machine."
+        ),
+    ],
+    base_url: BaseUrlOption = DEFAULT_URL,
+    purpose: Annotated[str, typer.Option(metavar="PURPOSE", help="What they are for.")] = "user_data",
+    expires_after: Annotated[
+        int | None, typer.Option(metavar="SECONDS", min=1, help="How long they are kept.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Upload files; their ids are printed."""
+    fields = {"purpose": purpose}
+    if expires_after is not None:
+        fields |= {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(expires_after)}
+    with exit_on_error():
+        server = ApiClient(base_url)
+        for file in files:
+            made = server.upload("/files", fields, file, file.name)
+            if json:
+                print_json([made])
+            else:
+                print(format_text(made, "id"))
+
+
+@app.command("get")
+def get(
+    file: FileArgument,
+    output: OutputOption = None,
+    base_url: BaseUrlOption = DEFAULT_URL,
+    force: ForceOption = False,
+) -> None:
+    """Save a file here, under its own name or another."""
+    with exit_on_error():
+        server = ApiClient(base_url)
+        found = server.get(f"/files/{quote_path_segment(file)}")
+        download_file(
+            server,
+            f"/files/{quote_path_segment(file)}/content",
+            str(found.get("filename") or ""),
+            output,
+            force=force,
+        )
+
+
+@app.command("rm")
+def remove(
+    files: Annotated[list[str], typer.Argument(metavar="FILE", show_default=False, help="Their ids.")],
+    base_url: BaseUrlOption = DEFAULT_URL,
+) -> None:
+    """Delete files. Copies that containers have stay."""
+    with exit_on_error():
+        delete_all(ApiClient(base_url), files, "/files")

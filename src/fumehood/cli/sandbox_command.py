@@ -1,0 +1,281 @@
+"""`fumehood sandbox`: the sandbox server from the command line."""
+
+import asyncio
+import logging
+import math
+import os
+import signal
+import sys
+import threading
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+
+from fumehood.cli.options import (
+    EXIT_UNAVAILABLE,
+    METRICS_TOKEN_VARIABLE,
+    TOKEN_VARIABLE,
+    GuestSocketOption,
+    IsolationModeChoice,
+    LimitEnforcementChoice,
+    LimitsOption,
+    ModeOption,
+    SandboxConfigOption,
+    load_sandbox_settings,
+    require_linux,
+)
+
+if TYPE_CHECKING:
+    from fumehood.http_server.listening_sockets import ListenAddress, ListeningSocket
+    from fumehood.sandbox_server.settings import Settings
+
+EPILOG = """\b
+The token is read from --token-file or from the variable FUMEHOOD_SANDBOX_TOKEN, that for metrics from
+--metrics-token-file or from FUMEHOOD_SANDBOX_METRICS_TOKEN.
+Everything else that can be set (network, packages, disks, bounds) is set by --config FILE, or one by one by
+variables such as FUMEHOOD_SANDBOX_EGRESS; docs/sandbox-server.md has all of them. Options come first, then
+variables, then the file.
+
+\b
+Exit codes:
+  0    it was stopped
+  2    this command was used wrongly
+  125  code cannot be isolated here, or nobody can be served at that place
+"""
+_MIN_TOKEN_LENGTH = 16
+
+
+class LogFormatChoice(StrEnum):
+    TEXT = "text"
+    JSON = "json"
+
+
+class LogLevelChoice(StrEnum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+def sandbox(
+    context: typer.Context,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            show_default="127.0.0.1:8080, in mode pod 0.0.0.0:8080",
+            help="Where to listen; port 0 takes any that is free. Other places than loopback need a token.",
+        ),
+    ] = None,
+    socket: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Listen on this unix socket instead, for this user only."),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The file that holds the token which callers have to show."),
+    ] = None,
+    metrics_token_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="The file that holds a token which reads /metrics, and nothing else."
+        ),
+    ] = None,
+    config: SandboxConfigOption = None,
+    mode: ModeOption = IsolationModeChoice.NAMESPACES,
+    limits: LimitsOption = LimitEnforcementChoice.ENFORCED,
+    guest_socket: GuestSocketOption = None,
+    pool: Annotated[int, typer.Option(metavar="N", min=0, help="How many sandboxes are kept ready.")] = 4,
+    capacity: Annotated[
+        int, typer.Option(metavar="N", min=1, help="How many sandboxes may live at once.")
+    ] = 256,
+    tenant_sandboxes: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="How many of them one tenant may have.")
+    ] = None,
+    tenant_memory: Annotated[
+        int | None,
+        typer.Option(metavar="BYTES", min=1, help="What the memory of one tenant's sandboxes may add up to."),
+    ] = None,
+    idle_seconds: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="End a sandbox that nobody used for so long; 0 means never."),
+    ] = 86_400.0,
+    file_bytes: Annotated[
+        int, typer.Option(metavar="BYTES", min=1, help="The largest file or archive that is taken.")
+    ] = 4 << 30,
+    preload: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES",
+            help="Packages that every sandbox has loaded when it starts, with commas between them.",
+        ),
+    ] = "numpy,pandas,pyarrow,matplotlib",
+    grace: Annotated[
+        float, typer.Option(metavar="SECONDS", help="When stopped, give running code so long to end.")
+    ] = 10.0,
+    exit_with_stdin: Annotated[
+        bool,
+        typer.Option(
+            "--exit-with-stdin",
+            help="Stop when standard input ends: whoever holds its other end has ended too.",
+        ),
+    ] = False,
+    log_format: Annotated[
+        LogFormatChoice, typer.Option(help="How to write the log, to standard error.")
+    ] = LogFormatChoice.TEXT,
+    log_level: Annotated[LogLevelChoice, typer.Option(help="What to write to it.")] = LogLevelChoice.INFO,
+) -> None:
+    """Serve sandboxes over HTTP, to a gateway or to any program that speaks docs/sandbox-protocol.md.
+
+    SIGTERM or Ctrl-C stops it in good order, a second one at once.
+    """
+    _check_seconds(idle_seconds, "--idle-seconds")
+    _check_seconds(grace, "--grace")
+    require_linux()
+    from fumehood.sandbox_server import structured_logging
+
+    options = {
+        "preload": tuple(filter(None, preload.split(","))),
+        "mode": mode.value,
+        "limits": limits.value,
+        "guest_socket": guest_socket,
+        "pool": pool,
+        "capacity": capacity,
+        "tenant_sandboxes": tenant_sandboxes,
+        "tenant_memory": tenant_memory,
+        "idle_seconds": idle_seconds or None,
+        "file_bytes": file_bytes,
+    }
+    settings = load_sandbox_settings(context, config, options)
+    address = _parse_address(listen, socket, settings.mode)
+    token = _load_token(token_file, "--token-file", TOKEN_VARIABLE)
+    metrics_token = _load_token(metrics_token_file, "--metrics-token-file", METRICS_TOKEN_VARIABLE)
+    _check_metrics_token(token, metrics_token)
+    if token is None and not address.is_loopback:
+        raise typer.BadParameter(
+            f"{address.host} can be reached from other machines: put a token into a file and name it with "
+            f"--token-file, or set {TOKEN_VARIABLE}",
+            param_hint="--listen",
+        )
+    structured_logging.configure_logging(log_format.value, getattr(logging, log_level.value.upper()))
+    raise typer.Exit(_run(settings, address, _Tokens(token, metrics_token), grace, exit_with_stdin))
+
+
+def _check_seconds(value: float, option: str) -> None:
+    if not 0 <= value < math.inf:
+        raise typer.BadParameter("must be a number of seconds", param_hint=option)
+
+
+def _parse_address(listen: str | None, socket: Path | None, mode: str) -> "ListenAddress":
+    from fumehood.http_server.listening_sockets import ListenAddress
+
+    if socket is not None:
+        if listen is not None:
+            raise typer.BadParameter("--listen and --socket exclude each other", param_hint="--socket")
+        return ListenAddress(path=socket)
+    try:
+        return ListenAddress.parse(
+            listen or ("0.0.0.0:8080" if mode == IsolationModeChoice.POD else "127.0.0.1:8080")
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--listen") from error
+
+
+class _Tokens(NamedTuple):
+    token: str | None
+    metrics_token: str | None
+
+
+def _check_metrics_token(token: str | None, metrics_token: str | None) -> None:
+    if metrics_token is None:
+        return
+    if token is None:
+        raise typer.BadParameter(
+            "without --token-file everybody may read the metrics, and everything else",
+            param_hint="--metrics-token-file",
+        )
+    if token == metrics_token:
+        raise typer.BadParameter(
+            "it is the token itself: make another one", param_hint="--metrics-token-file"
+        )
+
+
+def _load_token(file: Path | None, option: str, variable: str) -> str | None:
+    """What callers have to show; never from the command line, where every process could read it."""
+    if file is not None:
+        hint = option
+        token = _read_token_file(file, option)
+    else:
+        hint = variable
+        given = os.environ.pop(variable, None)
+        if given is None:
+            return None
+        token = given.strip()
+    if len(token) < _MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable() or " " in token:
+        raise typer.BadParameter(
+            f"a token has at least {_MIN_TOKEN_LENGTH} printable characters and no spaces", param_hint=hint
+        )
+    return token
+
+
+def _read_token_file(file: Path, option: str) -> str:
+    from fumehood.http_server.secret_files import InsecureSecretFile, read_secret_file
+
+    try:
+        return read_secret_file(file).decode().strip()
+    except InsecureSecretFile as error:
+        reason = str(error)
+    except OSError as error:
+        reason = error.strerror or str(error)
+    except UnicodeError:
+        reason = "it is not text"
+    raise typer.BadParameter(f"{file}: {reason}", param_hint=option)
+
+
+def _stop_at_end_of_input() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _run(
+    settings: "Settings", address: "ListenAddress", tokens: _Tokens, grace: float, exit_with_stdin: bool
+) -> int:
+    from fumehood.http_server.listening_sockets import ListenError, listen
+    from fumehood.sandbox_server.host.linux_capabilities import limit_supervisor_capabilities
+    from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
+
+    try:
+        listener = listen(address)
+    except ListenError as error:
+        print(error, file=sys.stderr)
+        return EXIT_UNAVAILABLE
+    try:
+        limit_supervisor_capabilities()  # a port may have needed more, and threads have to come after
+        if exit_with_stdin:
+            threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
+        _serve(settings, listener, tokens, grace)
+    except IsolationUnavailable as error:
+        print(f"Code cannot be isolated here, so nothing is served. {error.reason}", file=sys.stderr)
+        print(error.advice, file=sys.stderr)
+        return EXIT_UNAVAILABLE
+    finally:
+        listener.close()
+    return 0
+
+
+def _serve(settings: "Settings", listener: "ListeningSocket", tokens: _Tokens, grace: float) -> None:
+    import uvloop
+
+    from fumehood.sandbox_server.api.server import SandboxServer
+
+    def ready() -> None:
+        print(f"Serving sandboxes on {listener.url} (mode {settings.mode}).", flush=True)
+
+    async def serve() -> None:
+        await SandboxServer(settings, listener, **tokens._asdict(), grace_seconds=grace).run(ready)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve())

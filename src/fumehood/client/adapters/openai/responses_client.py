@@ -1,0 +1,273 @@
+"""Talking to the Responses API through the SDK: errors, patience, and who is at the other end."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from email.utils import parsedate_to_datetime
+from typing import TYPE_CHECKING, Any, cast
+from uuid import uuid4
+from weakref import WeakKeyDictionary
+
+import msgspec
+
+from fumehood.client.adapters.openai.wire import WireResponse, build_response_event
+from fumehood.client.deadlines import Deadline
+from fumehood.client.errors import DeadlineExceededError, PromptEvaluationError
+from fumehood.client.runtime.observer import NOOP_OBSERVER, EvaluationObserver, ModelRequestStarted
+from fumehood.client.throttle import ThrottlePolicy, TransientFailure, retry
+
+if TYPE_CHECKING:
+    from openai import APIStatusError, OpenAI
+
+_log = logging.getLogger(__name__)
+
+VERSION_HEADER = "fumehood-version"
+_RETRYABLE_STATUSES = (408, 429)
+_PROBE_SECONDS = 10
+_MIN_COMPACT_THRESHOLD = 1000  # tokens; what the API accepts
+_known_gateways: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+class ContainerGoneError(Exception):
+    """The provider says that a container is expired or not there; never leaves the adapter."""
+
+
+def send_with_retry[T](
+    send: Callable[[dict[str, Any]], T],
+    policy: ThrottlePolicy,
+    *,
+    deadline: Deadline | None = None,
+    prompt_name: str = "",
+    sleep: Callable[[float], object] = time.sleep,
+) -> T:
+    """Send a request with the SDK, and again while the policy allows it; send: called with what it is to add to it.
+
+    Raises PromptEvaluationError, and ContainerGoneError.
+    """
+
+    def once() -> T | TransientFailure:
+        more = {} if deadline is None else {"timeout": max(deadline.remaining().total_seconds(), 0.001)}
+        started = time.monotonic()
+        try:
+            return send(more)
+        except Exception as error:
+            if deadline is not None and not deadline.remaining():
+                raise DeadlineExceededError(
+                    f"The deadline passed during a request of {time.monotonic() - started:.1f} s.",
+                    prompt_name=prompt_name,
+                    phase="deadline",
+                ) from error
+            return _classify_error(error, prompt_name)
+
+    return retry(once, policy, deadline=deadline, prompt_name=prompt_name, sleep=sleep)
+
+
+class _TokenCount(msgspec.Struct):
+    input_tokens: int
+
+
+class ResponsesClient:
+    """The endpoints that the adapter needs, with one policy for what may pass."""
+
+    def __init__(
+        self,
+        client: "OpenAI",
+        policy: ThrottlePolicy | None = None,
+        observer: EvaluationObserver | None = None,
+    ) -> None:
+        self.client = client
+        self._policy = policy or ThrottlePolicy()
+        self._observer = observer or NOOP_OBSERVER
+        # The SDK's own retries know no deadline.
+        self._sdk: Any = client.with_options(max_retries=0)
+
+    def create(
+        self,
+        request: Mapping[str, Any],
+        *,
+        prompt_name: str = "",
+        deadline: Deadline | None = None,
+        memory_limit: str | None = None,
+    ) -> WireResponse:
+        """Raises PromptEvaluationError, and ContainerGoneError. memory_limit: for whoever observes it."""
+        # The same key with every attempt: code that has run does not run again because an answer was lost.
+        headers = {"idempotency-key": str(uuid4())}
+        # As its body, since the SDK's own parameters are not all that servers know.
+        send: Any = self._sdk.responses.with_raw_response.create
+        with self._observer.observe_request(self._request_event("chat", request, memory_limit)) as asking:
+            headers |= asking.headers
+            response = self._send(
+                lambda more: send(extra_body=request, extra_headers=headers, **more), prompt_name, deadline
+            )
+            asking.on_response(build_response_event(response))
+        return response
+
+    def compact(
+        self,
+        request: Mapping[str, Any],
+        *,
+        threshold: int | None = None,
+        deadline: Deadline | None = None,
+    ) -> WireResponse:
+        """threshold: what the conversation is to stay below; our gateway is told, others would refuse to be."""
+        extra: dict[str, Any] = {}
+        if threshold is not None and is_fumehood_gateway(self.client):
+            managed = {"type": "compaction", "compact_threshold": max(_MIN_COMPACT_THRESHOLD, threshold)}
+            extra["context_management"] = [managed]
+        send: Any = self._sdk.responses.with_raw_response.compact
+        with self._observer.observe_request(self._request_event("compact", request)) as asking:
+            headers = dict(asking.headers)
+            response = self._send(
+                lambda more: send(**request, extra_body=extra, extra_headers=headers, **more), "", deadline
+            )
+            asking.on_response(build_response_event(response))
+        return response
+
+    def count_tokens(self, request: Mapping[str, Any], *, deadline: Deadline | None = None) -> int | None:
+        """How many tokens the model would be shown; None if the provider does not say."""
+        send: Any = self._sdk.responses.input_tokens.with_raw_response.count
+        try:
+            answer = send_with_retry(
+                lambda more: send(extra_body=request, **more),
+                ThrottlePolicy(max_attempts=1),
+                deadline=deadline,
+            )
+            return msgspec.json.decode(answer.content, type=_TokenCount).input_tokens
+        except (PromptEvaluationError, ContainerGoneError, msgspec.DecodeError) as error:
+            _log.debug("the provider counts no tokens: %s", error)
+            return None
+
+    def _request_event(
+        self, operation: str, request: Mapping[str, Any], memory_limit: str | None = None
+    ) -> ModelRequestStarted:
+        return ModelRequestStarted(
+            operation=operation,
+            adapter="openai",
+            base_url=str(self.client.base_url),
+            request=request,
+            memory_limit=memory_limit,
+        )
+
+    def container_status(
+        self, container_id: str, *, prompt_name: str = "", deadline: Deadline | None = None
+    ) -> str:
+        """ "running", "expired", … Raises ContainerGoneError if there is no such container."""
+        read: Any = self._sdk.containers.with_raw_response.retrieve
+        answer = self._send(lambda more: read(container_id, **more), prompt_name, deadline)
+        return answer.status or "running"
+
+    def _send(
+        self, send: Callable[[dict[str, Any]], Any], prompt_name: str, deadline: Deadline | None
+    ) -> WireResponse:
+        started = time.monotonic()
+        answer = send_with_retry(send, self._policy, deadline=deadline, prompt_name=prompt_name)
+        _known_gateways[self.client] = VERSION_HEADER in answer.headers
+        response = _decode_response(answer.content, prompt_name)
+        _log.debug("request %s took %.2f s", answer.request_id, time.monotonic() - started)
+        response.request_id = answer.request_id
+        return response
+
+
+def _decode_response(content: bytes, prompt_name: str) -> WireResponse:
+    try:
+        return msgspec.json.decode(content, type=WireResponse)
+    except msgspec.DecodeError as error:
+        raise PromptEvaluationError(
+            f"What the provider sent is no response of the Responses API: {error}",
+            prompt_name=prompt_name,
+            phase="response",
+            provider_payload=content[:1000].decode(errors="replace"),
+        ) from error
+
+
+def is_fumehood_gateway(client: "OpenAI") -> bool:
+    """Whether our gateway is at the other end. OpenAI itself is never asked; others are, once."""
+    if client not in _known_gateways:
+        if (client.base_url.host or "").endswith("openai.com"):
+            _known_gateways[client] = False
+        else:
+            import openai
+
+            try:
+                # What it answers does not matter.
+                client.with_options(max_retries=0, timeout=_PROBE_SECONDS).get("/fumehood", cast_to=object)
+                _known_gateways[client] = False
+            except openai.APIStatusError as error:  # nobody has such a page
+                _known_gateways[client] = VERSION_HEADER in error.response.headers
+            except openai.OpenAIError:
+                return False  # nobody there now; whoever asks next looks again
+    return _known_gateways[client]
+
+
+def _classify_error(error: Exception, prompt_name: str) -> TransientFailure:
+    """What may pass as Transient; anything else is raised, as an error of ours."""
+    import openai
+
+    # The SDK does not translate what breaks off while an answer is being read; which library reads is its affair.
+    broke_off = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
+    if isinstance(error, openai.APIConnectionError) or broke_off:
+        return TransientFailure(error, message=f"{error} ({_error_origin(error)})")
+    if not isinstance(error, openai.APIStatusError):
+        if isinstance(error, openai.OpenAIError):
+            raise PromptEvaluationError(str(error), prompt_name=prompt_name, phase="request") from error
+        raise error
+    passes = error.status_code >= 500 or (
+        error.status_code in _RETRYABLE_STATUSES and error.code != "insufficient_quota"
+    )
+    if passes and error.response.headers.get("x-should-retry") != "false":
+        return TransientFailure(error, _parse_retry_after(error.response.headers))
+    if is_container_gone(error):
+        raise ContainerGoneError(error.message) from error
+    raise PromptEvaluationError(
+        f"The provider refused the request ({error.status_code}): {_error_message(error)}",
+        prompt_name=prompt_name,
+        phase="request",
+        provider_payload=error.body,
+    ) from error
+
+
+def _error_origin(error: Any) -> str:
+    """Whom it was sent to; without credentials, should the URL contain any."""
+    try:
+        url = error.request.url
+    except (AttributeError, RuntimeError):
+        return type(error).__name__
+    return f"{url.scheme}://{url.host}" + (f":{url.port}" if url.port else "")
+
+
+def _error_message(error: "APIStatusError") -> str:
+    """Its own words, without the SDK's."""
+    body: object = error.body
+    said = cast(Mapping[str, object], body).get("message") if isinstance(body, Mapping) else None
+    return str(said or error.message)
+
+
+def is_container_gone(error: Exception) -> bool:
+    """Whether an error of the SDK says that a container is expired, or not there any more."""
+    status = getattr(error, "status_code", None)
+    words = str(error).lower()
+    if getattr(error, "code", None) == "model_not_found":  # whatever the model is called
+        return False
+    return "container" in words and (status == 404 or (status == 400 and "expired" in words))
+
+
+def _parse_retry_after(headers: Mapping[str, str]) -> float | None:
+    if (value := headers.get("retry-after-ms")) is not None:
+        return _parse_number(value, 1000)
+    value = headers.get("retry-after")
+    if value is None:
+        return None
+    seconds = _parse_number(value, 1)
+    if seconds is None:
+        try:
+            seconds = max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
+        except ValueError:
+            return None
+    return seconds
+
+
+def _parse_number(value: str, divisor: int) -> float | None:
+    try:
+        return max(0.0, float(value) / divisor)
+    except ValueError:
+        return None

@@ -1,0 +1,68 @@
+"""What every adapter is, whatever provider it speaks to."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from fumehood.client.budget import Budget, BudgetTracker, TokenUsage
+from fumehood.client.deadlines import Deadline
+from fumehood.client.prompt._types import OutputT_co, SupportsDataclass
+from fumehood.client.prompt.prompt import Prompt, ToolChoice
+from fumehood.client.resources import Resources
+from fumehood.client.runtime.events import EventBus
+from fumehood.client.runtime.session import SessionProtocol
+
+__all__ = ["CitedFile", "PromptResponse", "ProviderAdapter", "ToolChoice"]
+
+Out = TypeVar("Out")
+
+
+@dataclass(frozen=True)
+class CitedFile:
+    """A file that the model has produced and speaks of; the container's files endpoint serves it."""
+
+    container_id: str
+    file_id: str
+    filename: str
+    start_index: int = 0
+    end_index: int = 0
+
+
+@dataclass(frozen=True)
+class PromptResponse(Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has a default
+    """The answer to a prompt.
+
+    text: the last message as it was written; output: the same as the prompt's output type, if it has one.
+    annotations: all of the last response, as the provider sent them; files: what was produced and cited in any turn.
+    usage: of all turns together; transcript: every item of this evaluation, in order, as it went over the wire.
+    """
+
+    prompt_name: str
+    text: str | None
+    output: OutputT_co | None
+    annotations: tuple[Mapping[str, Any], ...] = ()
+    files: tuple[CitedFile, ...] = ()
+    usage: TokenUsage = field(default_factory=TokenUsage)
+    transcript: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+
+
+class ProviderAdapter(Protocol):
+    """Evaluates prompts with one provider."""
+
+    @property
+    def provider(self) -> str:
+        """The name that provider tools must carry to be used here."""
+        ...
+
+    def evaluate(
+        self,
+        prompt: Prompt[Out],
+        *params: SupportsDataclass,
+        session: SessionProtocol | None = None,
+        bus: EventBus | None = None,
+        parse_output: bool = True,
+        deadline: Deadline | None = None,
+        budget: Budget | None = None,
+        budget_tracker: BudgetTracker | None = None,
+        resources: Resources | None = None,
+    ) -> PromptResponse[Out]: ...

@@ -1,0 +1,416 @@
+"""Containers over sandboxes: who owns them, how long they live, which files they have.
+
+docs/containers.md tells what users may expect of them.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import secrets
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Self
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from fumehood.containers.container_expiry import ACTIVITY_WRITE_INTERVAL, ContainerReaper
+from fumehood.containers.container_handle import (
+    ContainerContext,
+    ContainerHandle,
+    ContainerSettings,
+    ContainerState,
+    attach_sandbox,
+)
+from fumehood.containers.container_validation import (
+    check_container_spec,
+    choose_file_name,
+    validate_file_path,
+)
+from fumehood.containers.file_sync import FileSync
+from fumehood.containers.file_transfer import FileUpload
+from fumehood.containers.network_policy import DomainSecretVault
+from fumehood.containers.user_files import UserFiles
+from fumehood.interfaces import (
+    BlobRef,
+    Caller,
+    Clock,
+    FileService,
+    ReferencedBlobs,
+    Sandbox,
+    SandboxProvider,
+    Sealer,
+    Store,
+)
+from fumehood.metrics import ContainerStats
+from fumehood.protocol.openai.api_errors import (
+    ContainerExpired,
+    InvalidRequest,
+    NotFound,
+    RateLimited,
+    ServiceUnavailable,
+)
+from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord, ContainerSpec
+from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.safe_names import sanitize_name
+from fumehood.protocol.sandbox.sandbox_errors import SandboxError
+from fumehood.protocol.sandbox.sandbox_messages import ArchiveFormat
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "cntr_"
+_RANDOM_DIGITS = 32
+_SIGNATURE_DIGITS = 16
+_MAX_CACHED_STATES = 4096
+
+
+class SandboxContainerService:
+    """`Containers` whose sandboxes come from a provider. `async with` sweeps meanwhile; the provider stays open.
+
+    sealer: for what is secret about a container; without one, nothing secret is taken.
+    uploads: where files are found by their ids; without them there are none.
+    """
+
+    def __init__(
+        self,
+        provider: SandboxProvider,
+        store: Store,
+        blobs: ReferencedBlobs,
+        clock: Clock,
+        settings: ContainerSettings | None = None,
+        *,
+        sealer: Sealer | None = None,
+        uploads: FileService | None = None,
+        metrics: ContainerStats | None = None,
+    ) -> None:
+        chosen = settings or ContainerSettings()
+        files = FileSync(store, blobs, clock, chosen.file_limits)
+        self._metrics = metrics or ContainerStats()
+        self._context = ContainerContext(
+            provider, store, files, clock, chosen, DomainSecretVault(sealer), self._metrics
+        )
+        self._uploads = uploads
+        self._user_files = UserFiles(self._context, blobs)
+        self._states: OrderedDict[str, ContainerState] = OrderedDict()  # those used last at the end
+        self._reaper = ContainerReaper(self._context, self._states)
+        self._id_key = secrets.token_bytes(32)
+        self._creation_locks = WeakValueDictionary[str, asyncio.Lock]()
+        self._sweeper: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._metrics.live_containers = len(await self._context.store.find_containers(running=True))
+        if not self._context.settings.sandboxes_survive_restart:
+            await self._reaper.expire_lost_containers()
+        self._sweeper = asyncio.create_task(self._sweep_forever(), name="containers: sweeper")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Write down what is not written yet; sandboxes stay."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            await asyncio.gather(self._sweeper, return_exceptions=True)
+            self._sweeper = None
+        for living in list(self._states.values()):
+            await living.save(self._context.store)
+
+    async def _sweep_forever(self) -> None:
+        settings = self._context.settings
+        if settings.single_process and settings.sandboxes_survive_restart:
+            await self._log_sweep_failure(self._reaper.destroy_orphans_at_startup)
+        while True:
+            await self._context.clock.sleep(settings.sweep_interval_seconds)
+            await self._log_sweep_failure(self.sweep)
+
+    async def _log_sweep_failure(self, sweep: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await sweep()
+        except Exception:
+            logger.exception("Containers could not be swept.")
+
+    async def sweep(self) -> None:
+        """End what nobody uses any more."""
+        await self._reaper.sweep()
+
+    # ---- containers -----------------------------------------------------------------------------------------------
+
+    def reserve_id(self) -> str:
+        """Nothing is kept of it: the id says itself, to this process alone, that it was given out here."""
+        digits = secrets.token_hex(_RANDOM_DIGITS // 2)
+        return f"{_PREFIX}{digits}{self._sign_id(digits)}"
+
+    def _sign_id(self, digits: str) -> str:
+        return hmac.new(self._id_key, digits.encode(), hashlib.sha256).hexdigest()[:_SIGNATURE_DIGITS]
+
+    def _is_reserved(self, container_id: str) -> bool:
+        digits = container_id.removeprefix(_PREFIX)
+        body, seal = digits[:_RANDOM_DIGITS], digits[_RANDOM_DIGITS:]
+        return hmac.compare_digest(seal.encode(), self._sign_id(body).encode())
+
+    def validate_spec(self, spec: ContainerSpec) -> ContainerSpec:
+        return check_container_spec(spec, self._context.settings)
+
+    async def create_container(self, caller: Caller, spec: ContainerSpec) -> ContainerRecord:
+        spec = self.validate_spec(spec)
+        try:
+            wanted = await self._find_uploads(caller, spec.file_ids)
+        except NotFound as error:
+            raise InvalidRequest(error.message, param="file_ids", code="invalid_value") from None
+        record = await self._create_record(caller, self.reserve_id(), spec)
+        try:
+            await self._user_files.place(self._get_state(record), wanted)
+        except BaseException:
+            await self._reaper.delete(record)
+            raise
+        return record
+
+    async def check_active(self, caller: Caller, container_id: str) -> ContainerRecord:
+        record = await self._expire_if_due(await self._get_owned(caller, container_id))
+        if record.status == "expired":
+            raise ContainerExpired("Container is expired.")
+        return record
+
+    async def open_container(
+        self, caller: Caller, container_id: str, spec: ContainerSpec, replaces: str | None = None
+    ) -> ContainerHandle:
+        try:
+            record = await self.check_active(caller, container_id)
+        except NotFound:
+            if not self._is_reserved(container_id):
+                raise
+            record = await self._create_record(caller, container_id, self.validate_spec(spec), automatic=True)
+        else:
+            replaces = None
+        container = ContainerHandle(self._context, self._get_state(record))
+        try:
+            if replaces is not None and not record.incarnation:
+                await self._copy_user_files(caller, record, replaces)
+            if (await self._mark_used(record)).has_ended:
+                raise ContainerExpired("Container is expired.")  # at this very moment
+        except BaseException:
+            container.release()
+            raise
+        return container
+
+    async def get_container(self, caller: Caller, container_id: str) -> ContainerRecord:
+        record = await self._expire_if_due(await self._get_owned(caller, container_id))
+        return record if record.status == "expired" else (await self._mark_used(record)).record
+
+    async def list_containers(
+        self, caller: Caller, query: PageQuery, name: str | None = None
+    ) -> Sequence[ContainerRecord]:
+        found = await self._context.store.list_containers(caller.tenant, query, name)
+        return [self._with_current_status(record) for record in found]
+
+    async def delete_container(self, caller: Caller, container_id: str) -> None:
+        await self._reaper.delete(await self._get_owned(caller, container_id))
+
+    async def _get_owned(self, caller: Caller, container_id: str) -> ContainerRecord:
+        record = await self._context.store.get_container(container_id)
+        if record is None or record.tenant != caller.tenant or record.status == "deleted":
+            raise NotFound(f"Container with id '{sanitize_name(container_id, 80)}' not found.")
+        return record
+
+    async def _expire_if_due(self, record: ContainerRecord) -> ContainerRecord:
+        """What is over ends now, or as soon as nobody is in it any more."""
+        if record.status != "running" or not self._reaper.is_expired(record):
+            return record
+        if not await self._reaper.expire(record):
+            latest = await self._context.store.get_container(record.id)
+            if latest is not None and not self._reaper.is_expired(latest):
+                return latest  # another process was faster, and uses it
+        return msgspec.structs.replace(record, status="expired")
+
+    def _with_current_status(self, record: ContainerRecord) -> ContainerRecord:
+        """The record as things stand at this moment, whether or not somebody has ended yet what is over."""
+        if self._reaper.is_expired(record):
+            return msgspec.structs.replace(record, status="expired")
+        return msgspec.structs.replace(record, last_active_at=self._reaper.last_active_at(record))
+
+    async def _mark_used(self, record: ContainerRecord) -> ContainerState:
+        """What this process knows of a container that is used now."""
+        living = self._get_state(record)
+        now = self._context.clock.now()
+        living.update(last_active_at=now)
+        if now - living.stored.last_active_at > ACTIVITY_WRITE_INTERVAL and not living.active_operations:
+            await living.save(self._context.store)
+        return living
+
+    def _get_state(self, record: ContainerRecord) -> ContainerState:
+        living = self._states.get(record.id)
+        if living is None:
+            living = self._states[record.id] = ContainerState(record, record)
+        elif living.stored != record and not living.active_operations:
+            living.merge_stored(record)
+        self._states.move_to_end(record.id)
+        if len(self._states) > _MAX_CACHED_STATES:
+            idle = next((name for name, one in self._states.items() if not one.in_use), record.id)
+            del self._states[idle]
+        return living
+
+    async def _create_record(
+        self, caller: Caller, container_id: str, spec: ContainerSpec, *, automatic: bool = False
+    ) -> ContainerRecord:
+        store, tenant = self._context.store, caller.tenant
+        async with self._creation_lock(tenant):  # so that those of this process need not try again
+            while True:
+                if await store.get_container(container_id) is not None:
+                    return await self.check_active(caller, container_id)
+                running = await store.find_containers(tenant, running=True)
+                await self._enforce_container_limit(caller, running)
+                now = self._context.clock.now()
+                public, sealed = self._context.domain_secrets.seal_spec(tenant, container_id, spec)
+                record = ContainerRecord(
+                    id=container_id,
+                    tenant=tenant,
+                    spec=public,
+                    secrets=sealed,
+                    automatic=automatic,
+                    created_at=now,
+                    last_active_at=now,
+                )
+                # Where another process has begun one since they were counted, there may be one too many.
+                if await store.put_container(record, known_running=[one.id for one in running]):
+                    self._metrics.created += 1
+                    self._metrics.live_containers += 1
+                    return record
+
+    async def _enforce_container_limit(self, caller: Caller, running: Sequence[ContainerRecord]) -> None:
+        """For one more; raises RateLimited."""
+        most = caller.limits.containers or self._context.settings.containers_per_tenant
+        if len(running) >= most:
+            running = [one for one in running if (await self._expire_if_due(one)).status == "running"]
+        if len(running) >= most and not await self._reaper.evict_idle(running, most):
+            self._metrics.rejected += 1
+            raise RateLimited(
+                f"As many containers are running as are allowed ({most}): delete one, or wait for one to expire.",
+                code="container_limit_exceeded",
+            )
+
+    def _creation_lock(self, tenant: str) -> asyncio.Lock:
+        """A tenant's own: what is in the way may have to be ended first, and that can take its time."""
+        turn = self._creation_locks.get(tenant)
+        if turn is None:
+            turn = self._creation_locks[tenant] = asyncio.Lock()
+        return turn
+
+    async def _copy_user_files(self, caller: Caller, record: ContainerRecord, earlier_id: str) -> None:
+        """Give it what users had put into a container that has expired."""
+        try:
+            earlier = await self._expire_if_due(await self._get_owned(caller, earlier_id))
+        except NotFound:
+            return
+        if earlier.status != "expired":
+            return
+        files = [
+            file
+            for file in await self._context.store.list_container_files(earlier_id)
+            if file.source == "user" and file.blob
+        ]
+        wanted = [FileUpload(file.path, BlobRef(file.blob, file.bytes), file.executable) for file in files]
+        try:
+            await self._user_files.place(self._get_state(record), wanted)
+        except NotFound:  # let go of at this very moment
+            logger.warning("The files of %s could not be given to %s.", earlier_id, record.id)
+
+    # ---- files ----------------------------------------------------------------------------------------------------
+
+    async def write_file(
+        self, caller: Caller, container_id: str, path: str, content: bytes | AsyncIterable[bytes]
+    ) -> ContainerFileRecord:
+        path = validate_file_path(path)
+        living = await self._use_for_files(caller, container_id)
+        with living.keep_in_use():
+            return await self._user_files.put(living, path, content)
+
+    async def copy_uploads(
+        self, caller: Caller, container_id: str, file_ids: Sequence[str]
+    ) -> Sequence[ContainerFileRecord]:
+        living = await self._use_for_files(caller, container_id)
+        with living.keep_in_use():
+            return await self._user_files.place(living, await self._find_uploads(caller, file_ids))
+
+    async def unpack_archive(
+        self,
+        caller: Caller,
+        container_id: str,
+        content: bytes | AsyncIterable[bytes],
+        kind: ArchiveFormat,
+        into: str = "",
+    ) -> Sequence[ContainerFileRecord]:
+        into = validate_file_path(into) if into else ""
+        living = await self._use_for_files(caller, container_id)
+        with living.keep_in_use():
+            return await self._user_files.unpack(living, content, kind, into)
+
+    async def _find_uploads(self, caller: Caller, file_ids: Sequence[str]) -> list[FileUpload]:
+        """Uploads of the caller's; raises NotFound."""
+        if file_ids and self._uploads is None:
+            raise NotFound("This server keeps no uploads.")
+        uploads = [
+            await self._uploads.get_file(caller, file_id)
+            for file_id in dict.fromkeys(file_ids)
+            if self._uploads
+        ]
+        return [
+            FileUpload(choose_file_name(upload.filename, upload.id), BlobRef(upload.blob, upload.bytes))
+            for upload in uploads
+        ]
+
+    async def get_file(self, caller: Caller, container_id: str, file_id: str) -> ContainerFileRecord:
+        await self._use_for_files(caller, container_id)
+        record = await self._context.store.get_container_file(container_id, file_id)
+        if record is None:
+            raise _file_not_found(container_id, file_id)
+        return record
+
+    async def list_files(
+        self, caller: Caller, container_id: str, query: PageQuery | None = None
+    ) -> Sequence[ContainerFileRecord]:
+        await self._use_for_files(caller, container_id)
+        return await self._context.store.list_container_files(container_id, query)
+
+    async def read_file(
+        self, caller: Caller, container_id: str, file_id: str, start: int = 0, end: int | None = None
+    ) -> AsyncGenerator[bytes]:
+        living = await self._use_for_files(caller, container_id)
+        record = await self._context.store.get_container_file(container_id, file_id)
+        if record is None:
+            raise _file_not_found(container_id, file_id)
+
+        async def find_sandbox() -> Sandbox | None:
+            return await attach_sandbox(self._context.provider, living.record)
+
+        with living.keep_in_use():
+            try:
+                async with aclosing(self._context.files.read(record, find_sandbox, start, end)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+            except KeyError:
+                raise _file_not_found(container_id, file_id) from None
+            except SandboxError as error:
+                raise ServiceUnavailable(
+                    "The container's sandbox cannot be reached; try again later."
+                ) from error
+
+    async def delete_file(self, caller: Caller, container_id: str, file_id: str) -> None:
+        living = await self._use_for_files(caller, container_id)
+        with living.keep_in_use():
+            if not await self._user_files.delete(living, file_id):
+                raise _file_not_found(container_id, file_id)
+
+    async def _use_for_files(self, caller: Caller, container_id: str) -> ContainerState:
+        try:
+            return await self._mark_used(await self.check_active(caller, container_id))
+        except ContainerExpired:
+            raise NotFound("Container is expired; its files are gone.") from None
+
+
+def _file_not_found(container_id: str, file_id: str) -> NotFound:
+    return NotFound(
+        f"There is no file '{sanitize_name(file_id, 80)}' in container '{sanitize_name(container_id, 80)}'."
+    )

@@ -1,0 +1,159 @@
+"""A call of a sandbox followed to its end, whatever breaks on the way."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+
+from fumehood.interfaces import Clock, Sandbox
+from fumehood.protocol.sandbox.sandbox_errors import (
+    ExecutionNotFound,
+    SandboxError,
+    SandboxGone,
+    SandboxNotFound,
+    SandboxServerUnreachable,
+)
+from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, ExecutionEnd, ExecutionEvent
+from fumehood.timings import Timing, start_timing
+
+logger = logging.getLogger(__name__)
+
+_MAX_RECONNECTS = 4
+_INITIAL_BACKOFF = 0.15
+_STOP_TIMEOUT = 10.0
+
+
+async def execute_with_recovery(
+    sandbox: Sandbox, request: ExecuteRequest, execution_id: str, clock: Clock
+) -> AsyncGenerator[ExecutionEvent]:
+    """The events of a call, and an `End` in any case; nothing runs twice. Leaving it interrupts the code.
+
+    Only where the sandbox was gone before the call could begin it raises SandboxGone or SandboxNotFound.
+
+    A provider that has tried to resume the call itself says so, and is not asked again; another one is asked a few
+    times, for about two seconds.
+    """
+    seen = failures = 0
+    ended = False
+    progress = _ExecutionProgress()
+    events = sandbox.execute(request)
+    running = start_timing("run")
+    try:
+        while True:
+            try:
+                async with aclosing(events):
+                    async for event in events:
+                        seen += 1
+                        failures = 0
+                        progress.advance()
+                        if isinstance(event, ExecutionEnd):
+                            ended = True
+                            _end_timing(running, event)
+                        yield event
+                if ended:
+                    return
+                trouble: SandboxError = SandboxServerUnreachable(
+                    "The events of a call ended before their end."
+                )
+            except (SandboxGone, SandboxNotFound) as error:
+                if error.nothing_started and not failures and not seen:
+                    ended = True
+                    raise
+                trouble = error
+            except SandboxError as error:
+                trouble = error
+            failures += 1
+            progress.disconnect(trouble)
+            if failures > _MAX_RECONNECTS or not _is_retryable(trouble, seen):
+                ended = not isinstance(trouble, SandboxServerUnreachable)
+                end = lost_execution_end(trouble, request.noun, progress)
+                _end_timing(running, end)
+                yield end
+                return
+            await clock.sleep(_INITIAL_BACKOFF * 2 ** (failures - 1))
+            # What never arrived is sent again; what the server has forgotten it refuses to run.
+            missing = isinstance(trouble, ExecutionNotFound)
+            events = sandbox.execute(request) if missing else sandbox.follow(execution_id, after=seen - 1)
+    finally:
+        running.end()
+        if not ended:
+            await _interrupt_and_wait(sandbox, execution_id, seen - 1)
+
+
+class _ExecutionProgress:
+    """How far a call has come.
+
+    may_have_run: whether the code may have begun; False only where the server has never had the request.
+    duration_ms: from the request until the connection broke, or until now.
+    """
+
+    def __init__(self) -> None:
+        self.may_have_run = False
+        self._started_at = asyncio.get_running_loop().time()
+        self._disconnected_at: float | None = None
+
+    def advance(self) -> None:
+        self.may_have_run = True
+        self._disconnected_at = None
+
+    def disconnect(self, error: SandboxError) -> None:
+        self.may_have_run = self.may_have_run or not error.nothing_started
+        if self._disconnected_at is None:
+            self._disconnected_at = error.disconnected_at or asyncio.get_running_loop().time()
+
+    @property
+    def duration_ms(self) -> int:
+        until = asyncio.get_running_loop().time() if self._disconnected_at is None else self._disconnected_at
+        return round((until - self._started_at) * 1000)
+
+
+def _end_timing(timing: Timing, end: ExecutionEnd) -> None:
+    timing.split_off_start("packages", end.packages_ms * 1_000_000)
+    timing.set_attribute("status", end.status)
+    timing.end()
+
+
+def _is_retryable(error: SandboxError, received: int) -> bool:
+    if error.retries_exhausted:
+        return False
+    return isinstance(error, SandboxServerUnreachable) or (
+        isinstance(error, ExecutionNotFound) and not received
+    )
+
+
+async def _interrupt_and_wait(sandbox: Sandbox, execution_id: str, after: int) -> None:
+    """Interrupt a call and wait for its end: whoever goes on may say that the code was stopped."""
+    with suppress(SandboxError, TimeoutError):
+        async with asyncio.timeout(_STOP_TIMEOUT):
+            if await sandbox.interrupt(execution_id):
+                async with aclosing(sandbox.follow(execution_id, after=after)) as events:
+                    async for _ in events:
+                        pass
+
+
+def lost_execution_end(
+    error: SandboxError, noun: str, progress: _ExecutionProgress | None = None
+) -> ExecutionEnd:
+    """The end of a call that could not begin, or was lost. Models are not told what servers are called.
+
+    noun: what was to run, `code` or `command`. progress: None for a call that has not begun.
+    """
+    gone = isinstance(error, SandboxGone | SandboxNotFound)
+    may_have_run = progress is not None and progress.may_have_run
+    if gone:
+        reason = "The sandbox was lost."
+    elif error.status < 500:
+        reason = f"The sandbox refused: {error.message}"
+    elif may_have_run:
+        reason = "The connection to the sandbox was lost and could not be restored."
+    else:
+        reason = "The sandboxes cannot be reached at the moment; try again later."
+    if may_have_run:
+        reason += (
+            f" The {noun} may have run, in part or to its end: check what it did before you run it again."
+        )
+    elif gone or error.status >= 500:
+        reason += f" The {noun} did not run."
+    logger.warning("A call of code was lost: %s: %s", type(error).__name__, error.message)
+    duration = progress.duration_ms if progress is not None and may_have_run else 0
+    return ExecutionEnd(status="lost", exit_code=-1, duration_ms=duration, state_kept=not gone, reason=reason)

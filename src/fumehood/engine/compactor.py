@@ -1,0 +1,464 @@
+"""Makes a long conversation short, and opens what it was made into.
+
+A compaction is an item that stands for everything before it: a summary by the model, the leading instructions and the
+user's latest messages word for word, and what hosted tools must not forget. It is sealed, since clients carry it. A
+model never sees the item; it is shown what the item stands for, as ordinary messages.
+"""
+
+import contextlib
+import hashlib
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+from msgspec import Raw
+from msgspec.structs import replace
+
+from fumehood.engine.compaction_budget import (
+    MIN_THRESHOLD,
+    CompactionBudget,
+    CompactionPlan,
+    compute_max_thinking_tokens,
+    compute_token_scale,
+    make_plan,
+    omit_middle,
+    read_content,
+    truncate_text,
+)
+from fumehood.engine.token_counter import (
+    BYTES_PER_TOKEN,
+    TokenCounter,
+    estimate_cost,
+    estimate_fixed,
+    estimate_segments,
+)
+from fumehood.engine.truncation import is_instruction, leading_instructions, read_role, truncate_to_fit
+from fumehood.interfaces import Caller, HostedTool, InvalidSeal, ModelBackend, Sealer
+from fumehood.protocol.attachments import Attachment
+from fumehood.protocol.conversation import (
+    COMPACTION_TYPE,
+    ConversationEntry,
+    ConversationSegment,
+    append_segments,
+    last_compaction_index,
+)
+from fumehood.protocol.model_turns import (
+    ModelReasoningDelta,
+    ModelRequest,
+    ModelTextDelta,
+    ModelTurnEnded,
+    SamplingParameters,
+)
+from fumehood.protocol.openai.api_errors import InvalidRequest, ModelError
+from fumehood.protocol.openai.ids import new_id
+from fumehood.protocol.openai.items import CompactionItem, peek_item
+from fumehood.protocol.openai.responses import Usage
+from fumehood.worker_threads import run_in_worker
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CONTEXT_WINDOW = 128_000  # tokens of a context window that nobody has told
+_MAX_STATE_BYTES = 10 << 20  # bytes; sealed and in base64 it is a third more
+_SUMMARY_STEPS = 64  # of the room, by which its oldest is left out of a summary
+_MAX_DIGESTS = 256  # of instructions that are not kept word for word
+_OPENED_CACHE_BYTES = 16 << 20  # bytes of opened ones that are kept
+
+_SUMMARY_PROMPT = (
+    "Stop here and write a summary of this conversation for yourself. It will take the place of everything above; of "
+    "that you will see nothing more but the first of the system's instructions and the user's latest messages.\n"
+    "Tell everything that is needed to go on as if nothing had happened: what the user wants and likes, facts and "
+    "figures that were named, decisions, what was done and with which results, what code has left in variables and "
+    "files, instructions that were given on the way or are long, what is open and what comes next. If there is a "
+    "summary of earlier parts above, take over all of it that still matters. Do not answer the user, call no tools. "
+    "Write only the summary, in at most {words} words."
+)
+_SUMMARY_HEADING = "Summary of the conversation so far, of which only the messages above were kept:"
+_CONTINUE_PROMPT = "Go on from where your summary ends."
+
+
+class _CompactionState(msgspec.Struct, kw_only=True):
+    """What is sealed.
+
+    messages: instructions and what the user said, as it came, oldest first.
+    tools: items that hosted tools find in place of their calls; notes: what the model is told of them.
+    open: messages that are not answered yet.
+    attached: what the files of messages are, by the place of the message among `messages` and `open`.
+    digests: of leading instructions that are not in `messages` as they were, for clients that send them each time.
+    """
+
+    version: Literal[1] = 1
+    messages: list[Raw]
+    summary: str
+    tools: list[Raw] = []
+    notes: list[str] = []
+    open: list[Raw] = []
+    attached: dict[int, tuple[Attachment, ...]] = {}
+    digests: list[str] = []
+
+
+class _SealedItem(msgspec.Struct):
+    encrypted_content: str
+
+
+class _TextPart(msgspec.Struct, tag_field="type"):
+    text: str
+
+
+class _OutputText(_TextPart, tag="output_text"):
+    pass
+
+
+class _InputText(_TextPart, tag="input_text"):
+    pass
+
+
+class _Message(msgspec.Struct, tag_field="type", tag="message"):
+    role: str
+    content: list[_OutputText | _InputText]
+
+
+_state_decoder = msgspec.json.Decoder(_CompactionState)
+_item_decoder = msgspec.json.Decoder(_SealedItem)
+_encode = msgspec.json.Encoder().encode
+_CONTINUE_MESSAGE = _encode(_Message("user", [_InputText(_CONTINUE_PROMPT)]))
+_EMPTY_SEGMENT = ConversationSegment(())
+_NO_FILES: Mapping[int, tuple[Attachment, ...]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedCompaction:
+    """A compaction that is open.
+
+    shown: what the model sees of it; remembered: what hosted tools see.
+    digests: of the instructions that it stands for; a client that sends them again says nothing new.
+    """
+
+    model_segment: ConversationSegment
+    tool_state: ConversationSegment
+    digests: frozenset[str]
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationWindow:
+    """What a response stands on, as the model is shown it.
+
+    segments: the conversation from its last compaction on.
+    opened: how many of the segments are that compaction.
+    remembered: what hosted tools know from before it.
+    digests: of the instructions that it stands for.
+    """
+
+    segments: Sequence[ConversationSegment]
+    compacted_segments: int = 0
+    tool_state: ConversationSegment = _EMPTY_SEGMENT
+    digests: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class CompactionResult:
+    """A compaction that was made, and what the conversation begins with from now on."""
+
+    item: CompactionItem
+    window: ConversationWindow
+    usage: Usage | None
+
+    def to_entry(self, turn: int) -> ConversationEntry:
+        return ConversationEntry(type=COMPACTION_TYPE, id=self.item.id, turn=turn, raw=_encode(self.item))
+
+
+class Compactor:
+    """Makes conversations short, and opens again what it made.
+
+    `sealer`: None where nothing can be sealed; then nothing is compacted.
+    """
+
+    def __init__(
+        self, sealer: Sealer | None, tools: Sequence[HostedTool], token_counter: TokenCounter
+    ) -> None:
+        self._sealer = sealer
+        self._tools = tools
+        self._token_counter = token_counter
+        self._opened_cache: dict[tuple[str, str], OpenedCompaction] = {}
+        self._cache_size = 0
+        self._cache_lock = threading.Lock()  # large ones are opened beside the loop
+
+    @property
+    def is_enabled(self) -> bool:
+        return self._sealer is not None
+
+    # --- what the model is shown ---
+
+    def build_window(
+        self, caller: Caller, past: Sequence[ConversationSegment], added: ConversationSegment
+    ) -> ConversationWindow:
+        """The conversation from its last compaction on; raises InvalidRequest for one that is not ours."""
+        if added.compacted >= 0:
+            return self._open_input_window(caller, added)
+        place = last_compaction_index(past)
+        if place < 0:
+            return ConversationWindow(append_segments(past, (added,)))
+        opened, after = self._open_last(caller, past[place], "previous_response_id")
+        return _make_window(opened, (), (*after, *past[place + 1 :], added))
+
+    def _open_input_window(self, caller: Caller, added: ConversationSegment) -> ConversationWindow:
+        for number, entry in enumerate(added.entries[: added.compacted]):
+            if (
+                entry.type == COMPACTION_TYPE
+            ):  # it is not needed, but nobody should get used to giving wrong ones
+                self._open_entry(caller, entry, f"input[{number}].encrypted_content")
+        opened, after = self._open_last(caller, added, f"input[{added.compacted}].encrypted_content")
+        # Clients put their instructions before everything, each time anew.
+        leading = leading_instructions(added.entries[: added.compacted])
+        fresh = tuple([entry for entry in leading if _hash_content(entry) not in opened.digests])
+        return _make_window(opened, (ConversationSegment(fresh),) if fresh else (), after)
+
+    def _open_last(
+        self, caller: Caller, segment: ConversationSegment, where: str
+    ) -> tuple[OpenedCompaction, Sequence[ConversationSegment]]:
+        """The last compaction of a segment, and what comes after it."""
+        opened = self._open_entry(caller, segment.entries[segment.compacted], where)
+        after = segment.entries[segment.compacted + 1 :]
+        return opened, (ConversationSegment(after),) if after else ()
+
+    def _open_entry(self, caller: Caller, entry: ConversationEntry, where: str) -> OpenedCompaction:
+        try:
+            sealed = _item_decoder.decode(entry.raw).encrypted_content
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"The compaction item cannot be read: {error}.", param=where) from None
+        known = self._opened_cache.get((caller.tenant, sealed))
+        if known is not None:
+            return known
+        try:
+            if self._sealer is None:
+                raise InvalidSeal("this server seals nothing")
+            state = _state_decoder.decode(self._sealer.unseal(caller.tenant, sealed))
+            opened = _open_state(state, len(sealed))
+        except InvalidSeal as error:
+            raise InvalidRequest(
+                f"The compaction item cannot be opened: {error}.",
+                param=where,
+                code="invalid_encrypted_content",
+            ) from None
+        except (msgspec.DecodeError, UnicodeError, RecursionError, InvalidRequest):
+            raise InvalidRequest(
+                "The compaction item holds what this release cannot read.",
+                param=where,
+                code="invalid_encrypted_content",
+            ) from None
+        self._cache_opened((caller.tenant, sealed), opened)
+        return opened
+
+    def _cache_opened(self, key: tuple[str, str], opened: OpenedCompaction) -> None:
+        """So that the next turn finds what this one has rendered."""
+        with self._cache_lock:
+            if key in self._opened_cache:
+                return
+            self._opened_cache[key] = opened
+            self._cache_size += opened.size
+            while self._cache_size > _OPENED_CACHE_BYTES:
+                self._cache_size -= self._opened_cache.pop(next(iter(self._opened_cache))).size
+
+    # --- making one ---
+
+    async def plan(
+        self,
+        caller: Caller,
+        request: ModelRequest,
+        counted: int,
+        limit: int,
+        context_window: int | None = None,
+    ) -> CompactionPlan:
+        """What a compaction of this request would keep, and whether it would gain anything.
+
+        counted: how many tokens the request has.
+        limit: tokens that the conversation should stay below. Where the client has said none, it is
+            `context_window`, and the conversation is to become a good deal shorter than it is.
+        """
+        segments, fixed = request.segments, self._token_counter.count_fixed(caller, request)
+        scale = compute_token_scale(counted, estimate_fixed(request) + await estimate_segments(segments))
+        if context_window is None:
+            budget = CompactionBudget.for_limit(limit, fixed=fixed, scale=scale)
+        else:
+            size = min(limit, max(MIN_THRESHOLD, counted))
+            budget = CompactionBudget.for_limit(
+                size, fixed=fixed, scale=scale, instructions=context_window // 4
+            )
+        return await run_in_worker(estimate_cost(segments), make_plan, segments, budget, _CONTINUE_MESSAGE)
+
+    async def compact(
+        self,
+        backend: ModelBackend,
+        caller: Caller,
+        request: ModelRequest,
+        window: ConversationWindow,
+        plan: CompactionPlan,
+        *,
+        continues: bool,
+    ) -> CompactionResult:
+        """What the request shows, made short by its model; raises ApiError.
+
+        window: with what the request's conversation begins.
+        plan: what is kept of it.
+        goes_on: whether the model is asked to go on at once.
+        """
+        if self._sealer is None:
+            raise InvalidRequest("This server does not compact.", code="unsupported_parameter")
+        summary, usage = await self._summarise(
+            backend, caller, request, window.compacted_segments, plan.budget.summary
+        )
+        kept = [*plan.kept_entries, *plan.unanswered]
+        state = _CompactionState(messages=[Raw(entry.raw) for entry in plan.kept_entries], summary=summary)
+        state.attached = {place: entry.attachments for place, entry in enumerate(kept) if entry.attachments}
+        size = sum([entry.size for entry in plan.leading])
+        state.digests = await run_in_worker(size, _collect_digests, window, plan)
+        notes: list[str] = []
+        for tool in self._tools:
+            memory = await tool.snapshot_state(caller, (window.tool_state, *request.segments), kept)
+            if memory is not None:
+                state.tools += [Raw(item) for item in memory.items]
+                notes.append(memory.note)
+        if notes:
+            state.notes = [omit_middle("\n\n".join(notes), plan.budget.notes)]
+        state.open = [Raw(entry.raw) for entry in plan.unanswered]
+        if continues and not state.open:
+            state.open = [Raw(_CONTINUE_MESSAGE)]
+        content = _encode(state)
+        if len(content) > _MAX_STATE_BYTES:
+            raise InvalidRequest(
+                "The instructions and the last message alone are too large to be compacted; make them shorter.",
+                param="input",
+            )
+        sealed = self._sealer.seal(caller.tenant, content)
+        opened = _open_state(_state_decoder.decode(content), len(sealed))
+        self._cache_opened((caller.tenant, sealed), opened)
+        item = CompactionItem(id=new_id("cmp"), encrypted_content=sealed)
+        return CompactionResult(item, _make_window(opened, (), ()), usage)
+
+    async def _summarise(
+        self,
+        backend: ModelBackend,
+        caller: Caller,
+        request: ModelRequest,
+        pinned_segments: int,
+        max_tokens: int,
+    ) -> tuple[str, Usage | None]:
+        thinking = compute_max_thinking_tokens(backend.get_profile(request.model).context_window)
+        asked = _make_message("user", _InputText(_SUMMARY_PROMPT.format(words=max_tokens // 2)))
+        request = replace(
+            request,
+            segments=(*request.segments, ConversationSegment((asked,))),
+            tool_choice="none",
+            sampling=_make_summary_sampling(request.sampling, max_tokens + thinking),
+            streamed=True,
+        )
+        # Nobody asks for the same summary again, so no cache is helped by large steps.
+        segments, left_out = await truncate_to_fit(
+            self._token_counter, backend, caller, request, pinned_segments, steps_per_window=_SUMMARY_STEPS
+        )
+        if left_out:
+            logger.warning(
+                "a conversation is summarised without about %d tokens of its oldest part: "
+                "with the summary it does not fit into the context window of %r",
+                left_out,
+                request.model,
+            )
+        text, usage = await _stream_summary(
+            backend, replace(request, segments=segments), max_tokens, thinking
+        )
+        if not text:
+            raise ModelError("The model was asked for a summary of the conversation, and wrote none.")
+        return text, usage
+
+
+async def _stream_summary(
+    backend: ModelBackend, request: ModelRequest, max_tokens: int, thinking_tokens: int
+) -> tuple[str, Usage | None]:
+    """What the model writes, up to so many tokens; one that writes without end is not listened to for long."""
+    pieces: list[str] = []
+    usage: Usage | None = None
+    left = (max_tokens + thinking_tokens) * 4 * BYTES_PER_TOKEN
+    async with contextlib.aclosing(backend.stream(request)) as batches:
+        async for batch in batches:
+            for event in batch:
+                if isinstance(event, ModelTextDelta):
+                    pieces.append(event.delta)
+                if isinstance(event, ModelTextDelta | ModelReasoningDelta):
+                    left -= len(event.delta)
+                elif isinstance(event, ModelTurnEnded):
+                    usage = event.usage
+            left -= len(batch)
+            if left < 0:
+                break
+    return truncate_text("".join(pieces).strip(), max_tokens), usage
+
+
+def _make_summary_sampling(sampling: SamplingParameters, max_tokens: int) -> SamplingParameters:
+    return SamplingParameters(
+        max_output_tokens=max_tokens,
+        service_tier=sampling.service_tier,
+        prompt_cache_key=sampling.prompt_cache_key,
+        safety_identifier=sampling.safety_identifier,
+        user=sampling.user,
+    )
+
+
+# --- states -------------------------------------------------------------------------------------------
+
+
+def _make_message(role: str, part: _OutputText | _InputText) -> ConversationEntry:
+    return ConversationEntry(type="message", id=None, turn=0, raw=_encode(_Message(role, [part])))
+
+
+def _open_state(state: _CompactionState, size: int) -> OpenedCompaction:
+    """Raises InvalidRequest for what is no item."""
+    attached = state.attached
+    messages, unanswered = (
+        _decode_entries(state.messages, attached),
+        _decode_entries(state.open, attached, len(state.messages)),
+    )
+    summary = "\n\n".join([_SUMMARY_HEADING, state.summary, *state.notes])
+    return OpenedCompaction(
+        ConversationSegment((*messages, _make_message("assistant", _OutputText(summary)), *unanswered)),
+        ConversationSegment(_decode_entries(state.tools)),
+        frozenset([*state.digests, *(_hash_content(entry) for entry in messages if is_instruction(entry))]),
+        size,
+    )
+
+
+def _decode_entries(
+    raws: Sequence[Raw], attached: Mapping[int, tuple[Attachment, ...]] = _NO_FILES, first: int = 0
+) -> tuple[ConversationEntry, ...]:
+    items = [peek_item(raw, "compaction") for raw in raws]
+    return tuple(
+        ConversationEntry(
+            type=item.type, id=item.id, turn=0, raw=item.raw, attachments=attached.get(place, ())
+        )
+        for place, item in enumerate(items, first)
+    )
+
+
+def _hash_content(entry: ConversationEntry) -> str:
+    return hashlib.sha256(read_content(entry)).hexdigest()[:32]
+
+
+def _collect_digests(window: ConversationWindow, plan: CompactionPlan) -> list[str]:
+    """Of the instructions that the next compaction stands for, and does not have word for word; the latest last."""
+    kept = {_hash_content(entry) for entry in plan.instructions}
+    known = dict.fromkeys([*sorted(window.digests), *map(_hash_content, plan.leading)])
+    return [digest for digest in known if digest not in kept][-_MAX_DIGESTS:]
+
+
+def _make_window(
+    opened: OpenedCompaction, before: Sequence[ConversationSegment], after: Sequence[ConversationSegment]
+) -> ConversationWindow:
+    segments = (*before, opened.model_segment, *after)
+    if (
+        not any(segment.entries for segment in after)
+        and read_role(opened.model_segment.entries[-1]) == "assistant"
+    ):
+        segments = (*segments, ConversationSegment((_make_message("user", _InputText(_CONTINUE_PROMPT)),)))
+    return ConversationWindow(segments, len(before) + 1, opened.tool_state, opened.digests)

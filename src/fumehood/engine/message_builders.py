@@ -1,0 +1,271 @@
+"""Messages and reasoning as they are written, part by part."""
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from msgspec import UNSET, Raw, UnsetType
+
+from fumehood.engine.citations import cite_links, cite_unlinked, collect_paths, find_links
+from fumehood.protocol.openai.ids import new_id
+from fumehood.protocol.openai.items import (
+    Annotation,
+    ContainerFileCitationAnnotation,
+    ItemStatus,
+    MessagePhase,
+    OutputMessage,
+    OutputText,
+    ProducedFile,
+    ReasoningItem,
+    ReasoningText,
+    Refusal,
+    SummaryText,
+    UrlCitationAnnotation,
+)
+from fumehood.protocol.openai.stream_events import (
+    ContentPartAdded,
+    ContentPartDone,
+    OutputItemAdded,
+    OutputItemDone,
+    OutputTextAnnotationAdded,
+    OutputTextDelta,
+    OutputTextDone,
+    ReasoningSummaryPartAdded,
+    ReasoningSummaryPartDone,
+    ReasoningSummaryTextDelta,
+    ReasoningSummaryTextDone,
+    ReasoningTextDelta,
+    ReasoningTextDone,
+    RefusalDelta,
+    RefusalDone,
+    StreamEvent,
+)
+
+type FindFiles = Callable[[Sequence[str]], Awaitable[Sequence[ProducedFile]]]
+
+
+class MessageBuilder:
+    """A message of the assistant: text and refusals, one part after another.
+
+    The pieces of a part are joined once, when it is done.
+    """
+
+    def __init__(self, output_index: int, phase: MessagePhase | None = None) -> None:
+        self.id = new_id("msg")
+        self.index = output_index
+        self._phase: MessagePhase | UnsetType = phase or UNSET
+        self.open_text: list[str] | None = None  # the pieces of the text that is open
+        self.open_refusal: list[str] | None = None
+        self.part_index = -1
+        self._logprobs: list[Raw] = []
+        self._url_citations: list[UrlCitationAnnotation] = []
+        self._parts: list[OutputText | Refusal] = []
+
+    def begin(self) -> StreamEvent:
+        return OutputItemAdded(output_index=self.index, item=OutputMessage(id=self.id, phase=self._phase))
+
+    def begin_text(self) -> StreamEvent:
+        self.open_text = []
+        self._logprobs = []
+        self._url_citations = []
+        return self._begin_part(OutputText())
+
+    def begin_refusal(self) -> StreamEvent:
+        self.open_refusal = []
+        return self._begin_part(Refusal())
+
+    def _begin_part(self, part: OutputText | Refusal) -> StreamEvent:
+        self.part_index += 1
+        return ContentPartAdded(
+            item_id=self.id, output_index=self.index, content_index=self.part_index, part=part
+        )
+
+    def append_text(self, delta: str, logprobs: list[Raw]) -> StreamEvent:
+        if self.open_text is not None:
+            self.open_text.append(delta)
+        if logprobs:
+            self._logprobs += logprobs
+        return OutputTextDelta(
+            item_id=self.id,
+            output_index=self.index,
+            content_index=self.part_index,
+            delta=delta,
+            logprobs=logprobs,
+        )
+
+    def add_url_citation(self, source: UrlCitationAnnotation) -> StreamEvent:
+        self._url_citations.append(source)
+        return self._make_annotation_event(len(self._url_citations) - 1, source)
+
+    def _make_annotation_event(self, number: int, citation: Annotation) -> StreamEvent:
+        return OutputTextAnnotationAdded(
+            item_id=self.id,
+            output_index=self.index,
+            content_index=self.part_index,
+            annotation_index=number,
+            annotation=citation,
+        )
+
+    def append_refusal(self, delta: str) -> StreamEvent:
+        if self.open_refusal is not None:
+            self.open_refusal.append(delta)
+        return RefusalDelta(
+            item_id=self.id, output_index=self.index, content_index=self.part_index, delta=delta
+        )
+
+    async def end_part(
+        self, find_files: FindFiles, unlinked: Sequence[ProducedFile] = ()
+    ) -> list[StreamEvent]:
+        """Close the part that is open, if one is. `unlinked`: files to cite even if no link leads to them."""
+        if self.open_text is None:
+            return self._end_refusal()
+        text = "".join(self.open_text)
+        # Whoever is cancelled while files are looked up finds the part still open, and can cut it off.
+        citations = await _find_citations(text, find_files, unlinked)
+        self.open_text = None
+        return self._end_text(text, citations)
+
+    def _end_refusal(self) -> list[StreamEvent]:
+        if self.open_refusal is None:
+            return []
+        part = Refusal(refusal="".join(self.open_refusal))
+        self.open_refusal = None
+        self._parts.append(part)
+        return [
+            RefusalDone(
+                item_id=self.id, output_index=self.index, content_index=self.part_index, refusal=part.refusal
+            ),
+            self._make_part_done_event(part),
+        ]
+
+    def _end_text(self, text: str, citations: list[ContainerFileCitationAnnotation]) -> list[StreamEvent]:
+        part = OutputText(text=text, annotations=[*self._url_citations, *citations], logprobs=self._logprobs)
+        self._parts.append(part)
+        return [
+            *(
+                self._make_annotation_event(number, citation)
+                for number, citation in enumerate(citations, len(self._url_citations))
+            ),
+            OutputTextDone(
+                item_id=self.id,
+                output_index=self.index,
+                content_index=self.part_index,
+                text=text,
+                logprobs=self._logprobs,
+            ),
+            self._make_part_done_event(part),
+        ]
+
+    def _make_part_done_event(self, part: OutputText | Refusal) -> StreamEvent:
+        return ContentPartDone(
+            item_id=self.id, output_index=self.index, content_index=self.part_index, part=part
+        )
+
+    def abort_part(self) -> list[StreamEvent]:
+        """Close the open part as it stands, in a hurry: nothing is looked up."""
+        if self.open_text is None:
+            return self._end_refusal()
+        text = "".join(self.open_text)
+        self.open_text = None
+        return self._end_text(text, [])
+
+    def end(self, status: ItemStatus) -> tuple[OutputMessage, StreamEvent]:
+        item = OutputMessage(id=self.id, status=status, content=self._parts, phase=self._phase)
+        return item, OutputItemDone(output_index=self.index, item=item)
+
+
+async def _find_citations(
+    text: str, find_files: FindFiles, unlinked: Sequence[ProducedFile]
+) -> list[ContainerFileCitationAnnotation]:
+    links = find_links(text)
+    citations: list[ContainerFileCitationAnnotation] = []
+    if links:
+        files = {file.path: file for file in await find_files(collect_paths(links))}
+        citations = cite_links(links, files)
+    return citations + cite_unlinked(unlinked, citations, text)
+
+
+class ReasoningBuilder:
+    """Reasoning that the model shows, or tells the gist of, or keeps to itself under seal.
+
+    shown: whether it is known from the start that there will be text.
+    """
+
+    def __init__(self, output_index: int, *, has_text: bool) -> None:
+        self.id = new_id("rs")
+        self.index = output_index
+        self.open_text: list[str] | None = None  # the pieces of the text, once it has begun
+        self._has_text = has_text
+        self._summary: list[SummaryText] = []
+        self._paragraph: list[str] = []
+        self._open_paragraph: int | None = None  # the server's number of the paragraph that is open
+
+    def begin(self) -> StreamEvent:
+        item = ReasoningItem(id=self.id, content=[] if self._has_text else UNSET)
+        return OutputItemAdded(output_index=self.index, item=item)
+
+    def begin_text(self) -> list[StreamEvent]:
+        self.open_text = []
+        return [
+            *self._end_paragraph(),
+            ContentPartAdded(item_id=self.id, output_index=self.index, content_index=0, part=ReasoningText()),
+        ]
+
+    def append_text(self, delta: str) -> StreamEvent:
+        if self.open_text is not None:
+            self.open_text.append(delta)
+        return ReasoningTextDelta(item_id=self.id, output_index=self.index, content_index=0, delta=delta)
+
+    def append_summary(self, paragraph: int, delta: str) -> list[StreamEvent]:
+        events: list[StreamEvent] = []
+        if paragraph != self._open_paragraph:
+            events = self._end_paragraph()
+            self._open_paragraph = paragraph
+            events.append(
+                ReasoningSummaryPartAdded(
+                    item_id=self.id,
+                    output_index=self.index,
+                    summary_index=len(self._summary),
+                    part=SummaryText(),
+                )
+            )
+        self._paragraph.append(delta)
+        events.append(
+            ReasoningSummaryTextDelta(
+                item_id=self.id, output_index=self.index, summary_index=len(self._summary), delta=delta
+            )
+        )
+        return events
+
+    def _end_paragraph(self) -> list[StreamEvent]:
+        if self._open_paragraph is None:
+            return []
+        self._open_paragraph = None
+        part = SummaryText(text="".join(self._paragraph))
+        self._paragraph.clear()
+        number = len(self._summary)
+        self._summary.append(part)
+        return [
+            ReasoningSummaryTextDone(
+                item_id=self.id, output_index=self.index, summary_index=number, text=part.text
+            ),
+            ReasoningSummaryPartDone(
+                item_id=self.id, output_index=self.index, summary_index=number, part=part
+            ),
+        ]
+
+    def end(self, encrypted_content: str | None = None) -> tuple[ReasoningItem, list[StreamEvent]]:
+        events = self._end_paragraph()
+        content: list[ReasoningText] | UnsetType = UNSET
+        if self.open_text is not None:
+            part = ReasoningText(text="".join(self.open_text))
+            content = [part]
+            events += [
+                ReasoningTextDone(item_id=self.id, output_index=self.index, content_index=0, text=part.text),
+                ContentPartDone(item_id=self.id, output_index=self.index, content_index=0, part=part),
+            ]
+        item = ReasoningItem(
+            id=self.id,
+            summary=self._summary,
+            content=content,
+            encrypted_content=UNSET if encrypted_content is None else encrypted_content,
+        )
+        return item, [*events, OutputItemDone(output_index=self.index, item=item)]

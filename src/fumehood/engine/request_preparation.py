@@ -1,0 +1,512 @@
+"""Checks a request and gathers what its response stands on, before anything begins.
+
+Whatever can be refused is refused here, as an ApiError that names the parameter: after the first byte it would be too
+late for a status.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, Raw
+
+from fumehood.engine.attachment_resolver import AttachmentResolver, ResolvedAttachments
+from fumehood.engine.compactor import Compactor, ConversationWindow
+from fumehood.engine.history import ConversationHistory, check_size, reserve_if_large
+from fumehood.engine.turn_assembler import Toolbox
+from fumehood.interfaces import Caller, Clock, ConfiguredTool, HostedTool, ModelProvider, ReserveMemory
+from fumehood.protocol.attachments import Attachment
+from fumehood.protocol.conversation import ConversationSegment, conversation_size, last_compaction_index
+from fumehood.protocol.model_turns import ModelRequest, SamplingParameters
+from fumehood.protocol.openai.api_errors import InvalidRequest
+from fumehood.protocol.openai.ids import new_id
+from fumehood.protocol.openai.response_aggregation import INCLUDE_EXECUTION, INCLUDE_LOGPROBS
+from fumehood.protocol.openai.responses import (
+    ContextCompactionConfig,
+    CreateResponse,
+    ReasoningConfig,
+    Response,
+    TextConfig,
+    TextFormat,
+)
+from fumehood.protocol.openai.tool_specs import (
+    CustomTool,
+    FunctionSpec,
+    FunctionTool,
+    ToolChoice,
+    ToolSpec,
+    check_tool_name,
+    parse_tool,
+    parse_tool_choice,
+)
+from fumehood.worker_threads import run_in_worker
+
+type ModelToolChoice = Literal["none", "auto", "required"] | FunctionSpec
+
+_NO_PARAMETERS = Raw(b'{"type":"object","properties":{}}')
+_CUSTOM_PARAMETERS = Raw(
+    b'{"type":"object","properties":{"input":{"type":"string"}},"required":["input"],"additionalProperties":false}'
+)
+_CLIENT_TOOLS = frozenset({"function", "custom"})
+_MAX_TOOLS = 512
+_SERVICE_TIERS = frozenset({"default", "flex", "scale", "priority", "fast", "ultrafast"})
+
+
+class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a loop needs, checked.
+
+    wants_contents: whether the client asked for the contents of files that hosted tools produce.
+    generate: False if the model is not to be asked: what it will be shown is only made ready to be continued.
+    past: the conversation before this request.
+    unkept: whether the store does not have that conversation.
+    window: the conversation with what this request adds to it, as far as the model is shown it.
+    input: what this request adds.
+    hidden: files in there that the model is not shown, and where they stand.
+    compaction: what the request says of it, if it asks for any.
+    functions: what the model is told that it may call.
+    others: tools that nobody here knows, and the model's server may.
+    """
+
+    caller: Caller
+    response: Response
+    store: bool
+    streamed: bool
+    wants_contents: bool
+    generate: bool
+    instructions: str | None
+    past: Sequence[ConversationSegment]
+    is_past_unstored: bool
+    window: ConversationWindow
+    input: ConversationSegment
+    hidden_files: Sequence[tuple[str, Attachment]]
+    compaction: ContextCompactionConfig | None
+    toolbox: Toolbox
+    functions: Sequence[FunctionSpec]
+    other_tools: Sequence[ToolSpec]
+    choice: ModelToolChoice
+    sampling: SamplingParameters
+
+    def check_files(self) -> None:
+        """Raises InvalidRequest for a file that neither the model nor any code could look at."""
+        for where, file in self.hidden_files:
+            raise InvalidRequest(
+                f"The file {file.name} cannot be shown to this model, which takes no such files, and the request has "
+                "no code interpreter that could open it.",
+                param=where,
+                code="unsupported_file",
+            )
+
+    def build_first_request(self) -> ModelRequest:
+        """What the model is asked first."""
+        return self.build_request(self.window.segments, self.functions, self.choice, self.sampling)
+
+    def build_request(
+        self,
+        segments: Sequence[ConversationSegment],
+        functions: Sequence[FunctionSpec],
+        choice: ModelToolChoice,
+        sampling: SamplingParameters,
+    ) -> ModelRequest:
+        return ModelRequest(
+            model=self.response.model,
+            instructions=self.instructions,
+            segments=segments,
+            function_tools=functions,
+            other_tools=self.other_tools,
+            tool_choice=choice,
+            parallel_calls=self.response.parallel_tool_calls,
+            sampling=sampling,
+            streamed=self.streamed,
+        )
+
+
+class RequestPreparer:
+    """Makes a `Prepared` of a request, or refuses it.
+
+    tools: the hosted ones, each under every type that it serves.
+    disabled: types of hosted tools that this server could serve and does not.
+    """
+
+    def __init__(
+        self,
+        history: ConversationHistory,
+        attachment_resolver: AttachmentResolver,
+        models: ModelProvider,
+        compactor: Compactor,
+        tools: Mapping[str, HostedTool],
+        disabled_types: frozenset[str],
+        clock: Clock,
+    ) -> None:
+        self._history = history
+        self._attachment_resolver = attachment_resolver
+        self._models = models
+        self._compactor = compactor
+        self._tools = tools
+        self._disabled_types = disabled_types
+        self._clock = clock
+
+    async def prepare(
+        self,
+        request: CreateResponse,
+        caller: Caller,
+        held_past: Sequence[ConversationSegment] | None = None,
+        *,
+        forward_files: bool = True,
+        reserve_memory: ReserveMemory | None = None,
+    ) -> PreparedRequest:
+        """Raises ApiError.
+
+        held: the conversation before the request, if the store does not keep it.
+        gives_files: whether a model is given files although nobody has said that it takes them.
+        take: as in `Runs.start`.
+        """
+        _reject_unsupported(request)
+        if request.model is None:
+            raise InvalidRequest(
+                "Missing required parameter: 'model'.", param="model", code="missing_required_parameter"
+            )
+        specs = _read_tools(request)
+        compaction = self._read_compaction(request)
+        past = await self._history.load_past(request, caller) if held_past is None else held_past
+        reserve_if_large(reserve_memory, conversation_size(past))
+        attached = await self._resolve_attachments(
+            request, request.model, specs, caller, past, forward_files, reserve_memory
+        )
+        added = ConversationSegment(attached.entries)
+        window = await run_in_worker(
+            _count_sealed_bytes(past, added), self._compactor.build_window, caller, past, added
+        )
+        tools, hidden = _NO_TOOLS, attached.hidden_files
+        if specs:
+            offered = await self._configure_tools(specs, caller, (window.tool_state, *window.segments))
+            tools = _RequestTools.collect(specs, offered)
+            if any(self._tools[spec.type].finds_files for spec, _ in offered):
+                hidden = ()
+        choice = _NO_CHOICE if request.tool_choice is None else parse_tool_choice(request.tool_choice)
+        functions, chosen = tools.choose(choice)
+        return PreparedRequest(
+            caller=caller,
+            response=self._build_initial_response(request, specs, choice),
+            store=request.store is not False,
+            streamed=bool(request.stream),
+            wants_contents=INCLUDE_EXECUTION in (request.include or ()),
+            generate=request.generate is not False,
+            instructions=_read_instructions(request),
+            past=past,
+            is_past_unstored=held_past is not None,
+            window=window,
+            input=added,
+            hidden_files=hidden,
+            compaction=compaction,
+            toolbox=tools.build_toolbox(functions),
+            functions=functions,
+            other_tools=[spec for spec in tools.other_tools if _is_allowed(spec, choice)],
+            choice=chosen,
+            sampling=_build_sampling(request),
+        )
+
+    async def _resolve_attachments(
+        self,
+        request: CreateResponse,
+        model: str,
+        specs: Sequence[ToolSpec],
+        caller: Caller,
+        past: Sequence[ConversationSegment],
+        forward_files: bool,
+        reserve_memory: ReserveMemory | None,
+    ) -> ResolvedAttachments:
+        entries = await self._history.load_input(request, caller, past, reserve_memory)
+
+        def given() -> bool:
+            """Where nobody has said whether the model takes them, it is tried if nothing else could open them."""
+            takes = self._models.get_backend(model).get_profile(model).takes_files
+            tools = [self._tools[spec.type] for spec in specs if spec.type in self._tools]
+            return (forward_files and not any(tool.finds_files for tool in tools)) if takes is None else takes
+
+        attached = await self._attachment_resolver.resolve(entries, caller, past, given, reserve_memory)
+        if attached.entries is not entries:
+            check_size(attached.entries, past)
+        return attached
+
+    def _read_compaction(self, request: CreateResponse) -> ContextCompactionConfig | None:
+        found: ContextCompactionConfig | None = None
+        for number, raw in enumerate(request.context_management or ()):
+            where = f"context_management[{number}]"
+            if found is not None:
+                raise InvalidRequest(
+                    "Compaction can be asked for once; leave the others out.",
+                    param=where,
+                    code="invalid_value",
+                )
+            try:
+                found = msgspec.json.decode(raw, type=ContextCompactionConfig)
+            except msgspec.DecodeError as error:
+                raise InvalidRequest(
+                    f"{where} cannot be read: {error}.", param=where, code="invalid_value"
+                ) from None
+            if not self._compactor.is_enabled:
+                raise InvalidRequest(
+                    "This server does not compact.", param=where, code="unsupported_parameter"
+                )
+        return found
+
+    async def _configure_tools(
+        self, specs: Sequence[ToolSpec], caller: Caller, past: Sequence[ConversationSegment]
+    ) -> list[tuple[ToolSpec, ConfiguredTool]]:
+        offered: list[tuple[ToolSpec, ConfiguredTool]] = []
+        for spec in specs:
+            if spec.type in self._disabled_types:
+                raise InvalidRequest(f"{spec.type} is not enabled on this server.", param="tools")
+            if spec.type in self._tools:
+                beside = [tool for _, tool in offered]
+                tool = await self._tools[spec.type].configure(spec, caller, past, beside)
+                if tool is not None:
+                    offered.append((spec, tool))
+        return offered
+
+    def _build_initial_response(
+        self, request: CreateResponse, specs: Sequence[ToolSpec], choice: ToolChoice
+    ) -> Response:
+        """The response as it begins: what was asked for, with OpenAI's defaults."""
+        text = request.text or TextConfig()
+        return Response(
+            id=new_id("resp"),
+            created_at=int(self._clock.now()),
+            model=request.model or "",
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            max_tool_calls=request.max_tool_calls,
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            presence_penalty=request.presence_penalty or 0.0,
+            frequency_penalty=request.frequency_penalty or 0.0,
+            previous_response_id=request.previous_response_id,
+            prompt_cache_key=request.prompt_cache_key,
+            prompt_cache_retention=request.prompt_cache_retention,
+            reasoning=request.reasoning or ReasoningConfig(),
+            safety_identifier=request.safety_identifier,
+            service_tier=_read_service_tier(request),
+            store=request.store is not False,
+            temperature=1.0 if request.temperature is None else request.temperature,
+            text=TextConfig(format=text.format or TextFormat(), verbosity=text.verbosity or "medium"),
+            tool_choice=choice.raw,
+            tools=[Raw(self._echo_tool(spec)) for spec in specs],
+            top_logprobs=request.top_logprobs or 0,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            truncation=request.truncation or "disabled",
+            metadata=request.metadata or {},
+            user=UNSET if request.user is None else request.user,
+        )
+
+    def _echo_tool(self, spec: ToolSpec) -> bytes:
+        if spec.type in self._tools:
+            return self._tools[spec.type].echo_spec(spec)
+        if spec.type == "function":
+            return msgspec.json.encode(_decode_function(spec, "tools"))
+        return spec.raw
+
+
+def _is_allowed(spec: ToolSpec, choice: ToolChoice) -> bool:
+    """Whether the model may use what is nobody's here; what is forced leaves the others in sight."""
+    if choice.allowed is None or (choice.mode == "required" and len(choice.allowed) == 1):
+        return True
+    return any(kind == spec.type and name in (None, spec.name) for kind, name in choice.allowed)
+
+
+def _count_sealed_bytes(past: Sequence[ConversationSegment], added: ConversationSegment) -> int:
+    """About how many bytes have to be looked at to find where the conversation begins."""
+    if added.compacted >= 0:
+        return sum([len(entry.raw) for entry in added.entries[: added.compacted + 1]])
+    place = last_compaction_index(past)
+    return 0 if place < 0 else len(past[place].entries[past[place].compacted].raw)
+
+
+def _reject_unsupported(request: CreateResponse) -> None:
+    for name in ("background", "conversation", "prompt"):
+        if getattr(request, name) not in (None, False):
+            raise InvalidRequest(f"`{name}` is not served yet.", param=name, code="unsupported_parameter")
+    form = request.text.format if request.text else None
+    if form is not None and form.type == "json_schema" and (form.name is None or form.schema is None):
+        missing = "name" if form.name is None else "schema"
+        raise InvalidRequest(
+            f"Missing required parameter: 'text.format.{missing}'.",
+            param=f"text.format.{missing}",
+            code="missing_required_parameter",
+        )
+
+
+# --- tools --------------------------------------------------------------------------------------------
+
+
+def _read_tools(request: CreateResponse) -> list[ToolSpec]:
+    raws = request.tools or []
+    if len(raws) > _MAX_TOOLS:
+        raise InvalidRequest(f"At most {_MAX_TOOLS} tools can be given.", param="tools")
+    specs = [parse_tool(raw, f"tools[{number}]") for number, raw in enumerate(raws)]
+    for number, spec in enumerate(specs):
+        if spec.type in _CLIENT_TOOLS:
+            check_tool_name(spec, f"tools[{number}]")
+    return specs
+
+
+def _decode_function(spec: ToolSpec, where: str) -> FunctionTool:
+    try:
+        return msgspec.json.decode(spec.raw, type=FunctionTool)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{where} holds a function that cannot be read: {error}", param=where) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _RequestTools:
+    """The tools of a request: what the model is told of each, and who answers."""
+
+    specs: Mapping[str, FunctionSpec]
+    types_by_name: Mapping[str, tuple[str, str | None]]  # function name -> type and name in the request
+    hosted_tools: Mapping[str, ConfiguredTool]
+    custom_tools: frozenset[str]
+    other_tools: Sequence[ToolSpec]  # that nobody serves here; the model's own server may
+
+    @classmethod
+    def collect(
+        cls, specs: Sequence[ToolSpec], offered: Sequence[tuple[ToolSpec, ConfiguredTool]]
+    ) -> "_RequestTools":
+        functions: dict[str, FunctionSpec] = {}
+        kinds: dict[str, tuple[str, str | None]] = {}
+
+        def add(function: FunctionSpec, kind: str, name: str | None) -> None:
+            if function.name in functions:
+                raise InvalidRequest(f"Two tools are named {function.name!r}.", param="tools")
+            functions[function.name] = function
+            kinds[function.name] = (kind, name)
+
+        served = {id(spec) for spec, _ in offered}
+        for spec, tool in offered:
+            add(tool.function, spec.type, None)
+        for number, spec in enumerate(specs):
+            if spec.type == "function":
+                add(_to_function_spec(_decode_function(spec, f"tools[{number}]")), "function", spec.name)
+            elif spec.type == "custom":
+                add(_to_custom_tool_spec(spec, f"tools[{number}]"), "custom", spec.name)
+        return cls(
+            functions,
+            kinds,
+            {tool.function.name: tool for _, tool in offered},
+            frozenset(name for name, (kind, _) in kinds.items() if kind == "custom"),
+            [spec for spec in specs if spec.type not in _CLIENT_TOOLS and id(spec) not in served],
+        )
+
+    def choose(self, choice: ToolChoice) -> tuple[list[FunctionSpec], ModelToolChoice]:
+        """What the model is told of, and what it must do; raises InvalidRequest for a tool that is not there."""
+        if choice.allowed is None:
+            if choice.mode == "required" and not self.specs:
+                raise InvalidRequest(
+                    "Tool choice 'required' must be specified with 'tools' parameter.", param="tool_choice"
+                )
+            return list(self.specs.values()), choice.mode
+        names = [name for wanted in choice.allowed for name in self._find_named(wanted)]
+        functions = [self.specs[name] for name in dict.fromkeys(names)]
+        if choice.mode == "required" and not functions:
+            raise InvalidRequest(
+                "A call is required, but tool_choice names no tool that this server serves.",
+                param="tool_choice",
+            )
+        if choice.mode == "required" and len(functions) == 1:
+            # The others stay visible: leaving them out would spoil the model server's cache of the prompt.
+            return list(self.specs.values()) if len(choice.allowed) == 1 else functions, functions[0]
+        return functions, choice.mode
+
+    def _find_named(self, wanted: tuple[str, str | None]) -> list[str]:
+        kind, name = wanted
+        found = [
+            function
+            for function, (its_kind, its_name) in self.types_by_name.items()
+            if its_kind == kind and (name is None or name == its_name)
+        ]
+        if not found and all(spec.type != kind for spec in self.other_tools):
+            raise InvalidRequest(
+                f"Tool choice '{name or kind}' not found in 'tools' parameter.", param="tool_choice"
+            )
+        return found
+
+    def build_toolbox(self, functions: Sequence[FunctionSpec]) -> Toolbox:
+        names = {function.name for function in functions}
+        return Toolbox(
+            hosted_tools={name: tool for name, tool in self.hosted_tools.items() if name in names},
+            functions=frozenset(names - self.hosted_tools.keys() - self.custom_tools),
+            custom_tools=self.custom_tools & names,
+        )
+
+
+_NO_TOOLS = _RequestTools.collect([], [])
+_NO_CHOICE = ToolChoice()
+
+
+def _to_function_spec(function: FunctionTool) -> FunctionSpec:
+    return FunctionSpec(
+        name=function.name,
+        description=function.description or "",
+        parameters=Raw(msgspec.json.encode(function.parameters)) if function.parameters else _NO_PARAMETERS,
+        strict=bool(function.strict),
+    )
+
+
+class _Grammar(msgspec.Struct):
+    type: str = "text"
+    syntax: str | None = None
+    definition: str | None = None
+
+
+def _to_custom_tool_spec(spec: ToolSpec, where: str) -> FunctionSpec:
+    """A custom tool in the shape that every model knows: a function with one string."""
+    try:
+        tool = msgspec.json.decode(spec.raw, type=CustomTool)
+        grammar = msgspec.json.decode(msgspec.json.encode(tool.format or {}), type=_Grammar)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(
+            f"{where} holds a custom tool that cannot be read: {error}", param=where
+        ) from None
+    rules = (
+        f"\n\nThe input must follow this {grammar.syntax} grammar:\n{grammar.definition}"
+        if grammar.definition
+        else ""
+    )
+    return FunctionSpec(
+        name=tool.name,
+        description=(tool.description or "") + rules,
+        parameters=_CUSTOM_PARAMETERS,
+        strict=True,
+        custom=spec.raw,
+    )
+
+
+# --- the rest -----------------------------------------------------------------------------------------
+
+
+def _read_instructions(request: CreateResponse) -> str | None:
+    if request.instructions is None or isinstance(request.instructions, str):
+        return request.instructions
+    raise InvalidRequest("`instructions` must be a string.", param="instructions")
+
+
+def _read_service_tier(request: CreateResponse) -> str:
+    """The tier that serves it: what the model server does not know, nobody here can promise."""
+    return request.service_tier if request.service_tier in _SERVICE_TIERS else "default"
+
+
+def _build_sampling(request: CreateResponse) -> SamplingParameters:
+    return SamplingParameters(
+        temperature=request.temperature,
+        top_p=request.top_p,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logprobs=INCLUDE_LOGPROBS in (request.include or ()),
+        top_logprobs=request.top_logprobs,
+        max_output_tokens=request.max_output_tokens,
+        text=request.text,
+        reasoning=request.reasoning,
+        service_tier=request.service_tier,
+        prompt_cache_key=request.prompt_cache_key,
+        safety_identifier=request.safety_identifier,
+        user=request.user,
+        passed=request.passed,
+    )

@@ -1,0 +1,351 @@
+"""Runs: tasks of their own, whose logs anybody may read."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Any
+
+from fumehood.engine.attachment_resolver import AttachmentResolver
+from fumehood.engine.compactor import DEFAULT_CONTEXT_WINDOW, Compactor
+from fumehood.engine.event_log import EventLog, LagLimits
+from fumehood.engine.history import ConversationHistory
+from fumehood.engine.loop import AgentLoop, LoopLimits
+from fumehood.engine.request_preparation import PreparedRequest, RequestPreparer
+from fumehood.engine.token_counter import TokenCounter, estimate_cost, is_rendered
+from fumehood.engine.truncation import check_length
+from fumehood.interfaces import (
+    AttachmentLoader,
+    Caller,
+    Clock,
+    HostedTool,
+    Lease,
+    ModelBackend,
+    ModelProvider,
+    ReserveMemory,
+    RunEventReader,
+    Sealer,
+    Store,
+)
+from fumehood.metrics import GatewayStats
+from fumehood.protocol.conversation import ConversationSegment, conversation_pieces
+from fumehood.protocol.model_turns import ModelRequest
+from fumehood.protocol.openai.api_errors import ApiError, InternalServerError, ServiceUnavailable
+from fumehood.protocol.openai.ids import new_id
+from fumehood.protocol.openai.responses import (
+    CompactedResponse,
+    CreateResponse,
+    InputTokenCount,
+    Response,
+    Usage,
+)
+from fumehood.protocol.openai.stream_events import StreamEvent
+from fumehood.worker_threads import run_in_worker
+
+logger = logging.getLogger(__name__)
+
+# A good deal shorter than any store's lease, so that a slow database costs no run.
+_LEASE_RENEWAL_SECONDS = 10.0
+
+
+class EngineRun:
+    """See `interfaces.Run`."""
+
+    def __init__(
+        self, response_id: str, log: EventLog, loop: AgentLoop, on_done: Callable[["EngineRun"], None]
+    ) -> None:
+        self.id = response_id
+        self._log = log
+        self._loop = loop
+        self._on_done = on_done
+        self._is_done = False
+        self._done_callbacks: list[Callable[[Response | BaseException], None]] = []
+        self.task = asyncio.create_task(self._run(), name=response_id)
+        self.task.add_done_callback(self._finish)
+
+    async def _run(self) -> Response:
+        try:
+            return await self._loop.run()
+        finally:
+            self._log.close()
+
+    def _finish(self, _: object) -> None:
+        self._is_done = True
+        self._on_done(self)
+        for tell in self._done_callbacks:
+            tell(self._outcome())
+
+    def subscribe(self, after: int = -1) -> AsyncGenerator[Sequence[StreamEvent]]:
+        return self._log.read(after)
+
+    def watch(self, on_available: Callable[[], None], after: int = -1) -> RunEventReader:
+        return self._log.open_reader(after, on_available)
+
+    async def wait(self) -> Response:
+        # A waiter that is cancelled leaves the run alone: ending it is somebody's decision.
+        await asyncio.shield(self.task)
+        outcome = self._outcome()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def add_done_callback(self, callback: Callable[[Response | BaseException], None]) -> None:
+        if self._is_done:
+            callback(self._outcome())
+        else:
+            self._done_callbacks.append(callback)
+
+    def _outcome(self) -> Response | BaseException:
+        """What a waiter gets, or is raised to it."""
+        try:
+            response = self.task.result()
+        except BaseException as error:
+            return error
+        failure = self._loop.failure
+        if failure is not None and (self._loop.is_unstored or not response.output):
+            return failure
+        return response
+
+    def get_conversation(self) -> Sequence[ConversationSegment]:
+        return self._loop.get_conversation()
+
+    @property
+    def lease(self) -> Lease | None:
+        return self._loop.lease
+
+    def cancel(self, reason: str) -> None:
+        if self._loop.request_cancel():
+            # Whoever has a reason of its own tells of it; that a client left is told with its request.
+            logger.debug("response %s is cancelled: %s", self.id, reason)
+            self.task.cancel(reason)
+
+    def abandon(self) -> None:
+        """Stop it and write nothing more of it."""
+        if self._loop.abandon():
+            logger.warning("response %s is abandoned: the server stops at once", self.id)
+            self.task.cancel()
+
+
+class EngineRunService:
+    """See `interfaces.Runs`."""
+
+    def __init__(
+        self,
+        models: ModelProvider,
+        tools: Sequence[HostedTool],
+        store: Store,
+        clock: Clock,
+        *,
+        limits: LoopLimits | None = None,
+        lag_limits: LagLimits | None = None,
+        disabled_tools: frozenset[str] = frozenset(),
+        sealer: Sealer | None = None,
+        attachments: AttachmentLoader | None = None,
+        stats: GatewayStats | None = None,
+    ) -> None:
+        self._models = models
+        self._store = store
+        self._clock = clock
+        self._limits = limits or LoopLimits()
+        self._lag_limits = lag_limits or LagLimits()
+        self._stats = stats or GatewayStats()
+        self._active_runs: set[EngineRun] = set()
+        self._is_draining = False
+        self._lease_renewal: asyncio.Task[None] | None = None
+        history = ConversationHistory(store, {kind: tool for tool in tools for kind in tool.item_types})
+        by_type = {kind: tool for tool in tools for kind in tool.types}
+        self._token_counter = TokenCounter()
+        self._compactor = Compactor(sealer, tools, self._token_counter)
+        self._compaction_tasks: set[asyncio.Task[CompactedResponse]] = set()
+        self._preparer = RequestPreparer(
+            history, AttachmentResolver(attachments), models, self._compactor, by_type, disabled_tools, clock
+        )
+
+    async def start(
+        self,
+        request: CreateResponse,
+        caller: Caller,
+        response_id: str | None = None,
+        *,
+        past: Sequence[ConversationSegment] | None = None,
+        reserve_memory: ReserveMemory | None = None,
+    ) -> EngineRun:
+        prepared = await self._preparer.prepare(request, caller, past, reserve_memory=reserve_memory)
+        prepared.check_files()
+        if prepared.store:
+            await self._store.check_writable()
+        if response_id is not None:
+            prepared.response.id = response_id
+        backend = self._models.get_backend(prepared.response.model)
+        if backend.get_profile(prepared.response.model).counts_tokens and _must_fit_context_window(prepared):
+            shown = prepared.build_first_request()
+            await run_in_worker(
+                _count_unrendered_bytes(prepared), backend.validate_request, shown
+            )  # or counting it would render it
+            await check_length(self._token_counter, backend, caller, shown)
+        return await self._start_run(prepared, backend)
+
+    async def count_tokens(
+        self, request: CreateResponse, caller: Caller, *, reserve_memory: ReserveMemory | None = None
+    ) -> InputTokenCount:
+        prepared, backend, shown = await self._prepare_first_request(request, caller, reserve_memory)
+        count = await self._token_counter.count(backend, prepared.caller, shown)
+        return InputTokenCount(input_tokens=count.tokens, exact=count.exact)
+
+    async def compact(
+        self, request: CreateResponse, caller: Caller, *, reserve_memory: ReserveMemory | None = None
+    ) -> CompactedResponse:
+        # What one model could not read would keep the conversation from being compacted ever after.
+        prepared, backend, shown = await self._prepare_first_request(
+            request, caller, reserve_memory, forward_files=False
+        )
+        self._reject_if_draining()
+        task = asyncio.create_task(self._compact(prepared, backend, shown))
+        self._compaction_tasks.add(task)
+        task.add_done_callback(self._compaction_tasks.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._is_draining and task.cancelled():
+                self._reject_if_draining()
+            raise
+
+    async def _compact(
+        self, prepared: PreparedRequest, backend: ModelBackend, model_request: ModelRequest
+    ) -> CompactedResponse:
+        context_window = backend.get_profile(model_request.model).context_window or DEFAULT_CONTEXT_WINDOW
+        told = prepared.compaction.compact_threshold if prepared.compaction is not None else None
+        limit = min(told or context_window, context_window)
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                count = await self._token_counter.count(
+                    backend, prepared.caller, model_request, threshold=limit
+                )
+                plan = await self._compactor.plan(
+                    prepared.caller, model_request, count.tokens, limit, None if told else context_window
+                )
+                compacted = await self._compactor.compact(
+                    backend, prepared.caller, model_request, prepared.window, plan, continues=False
+                )
+        except TimeoutError:
+            raise InternalServerError(
+                f"The compaction took longer than {self._limits.seconds:g} seconds."
+            ) from None
+        return CompactedResponse(
+            id=new_id("resp"),
+            created_at=int(self._clock.now()),
+            output=[compacted.item],
+            usage=compacted.usage or Usage(),
+        )
+
+    async def _prepare_first_request(
+        self,
+        request: CreateResponse,
+        caller: Caller,
+        reserve_memory: ReserveMemory | None,
+        *,
+        forward_files: bool = True,
+    ) -> tuple[PreparedRequest, ModelBackend, ModelRequest]:
+        """What the model would be shown first; raises ApiError."""
+        prepared = await self._preparer.prepare(
+            request, caller, forward_files=forward_files, reserve_memory=reserve_memory
+        )
+        backend = self._models.get_backend(prepared.response.model)
+        shown = prepared.build_first_request()
+        await run_in_worker(_count_unrendered_bytes(prepared), backend.validate_request, shown)
+        return prepared, backend, shown
+
+    def _reject_if_draining(self) -> None:
+        if self._is_draining:
+            raise ServiceUnavailable("The server is shutting down; try again.", retry_after=1.0)
+
+    def _cancel_lagging_run(self, run: EngineRun) -> None:
+        self._stats.dropped_readers["behind"] += 1
+        logger.info("response %s is cancelled: its events were not read", run.id)
+        run.cancel("its events were not read")
+
+    async def _start_run(self, prepared: PreparedRequest, backend: ModelBackend) -> EngineRun:
+        log = EventLog(
+            recording=prepared.streamed,
+            limits=self._lag_limits,
+            monotonic=self._clock.monotonic,
+            on_overrun=lambda: self._cancel_lagging_run(run),
+        )
+        loop = AgentLoop(
+            prepared,
+            backend,
+            self._store,
+            self._clock,
+            log,
+            self._limits,
+            self._token_counter,
+            self._compactor,
+        )
+        await run_in_worker(_count_unrendered_bytes(prepared), loop.validate_first_request)
+        self._reject_if_draining()
+        run = EngineRun(prepared.response.id, log, loop, self._active_runs.discard)
+        self._active_runs.add(run)
+        if self._lease_renewal is None and prepared.streamed and prepared.store:
+            self._lease_renewal = asyncio.create_task(self._renew_leases())
+        return run
+
+    async def _renew_leases(self) -> None:
+        """Until the end: a run whose lease is lost has been given up by everybody else, and must not go on.
+
+        What nobody renews any more, because its end could not be written, is marked as failed.
+        """
+        while True:
+            await self._clock.sleep(_LEASE_RENEWAL_SECONDS)
+            held = {run.lease: run for run in self._active_runs if run.lease is not None}
+            try:
+                ours = set(await self._store.renew_leases(list(held))) if held else set[Lease]()
+                lost = await self._store.fail_orphaned_responses()
+            except Exception as error:  # whatever it was: without this task every run would lose its lease
+                expected = isinstance(error, ApiError)
+                logger.warning("leases could not be renewed: %s", error, exc_info=not expected)
+                continue
+            if lost:
+                logger.warning("%d responses whose end was not written have failed", lost)
+            for lease, run in held.items():
+                if lease not in ours:
+                    logger.warning("response %s is cancelled: its lease was lost", run.id)
+                    run.cancel("its lease was lost")
+
+    async def drain(self, grace_seconds: float) -> None:
+        self._is_draining = True
+        try:
+            await self._end_active_runs(grace_seconds)
+        except asyncio.CancelledError:
+            for run in list(self._active_runs):
+                run.abandon()
+            raise
+        finally:
+            if self._lease_renewal is not None:
+                self._lease_renewal.cancel()
+
+    async def _end_active_runs(self, grace_seconds: float) -> None:
+        tasks: list[asyncio.Task[Any]] = [*(run.task for run in self._active_runs), *self._compaction_tasks]
+        if not tasks:
+            return
+        await asyncio.wait(tasks, timeout=grace_seconds)
+        if self._active_runs:
+            logger.info("%d responses are cancelled: the server is shutting down", len(self._active_runs))
+        for run in list(self._active_runs):
+            run.cancel("the server is shutting down")
+        for task in list(self._compaction_tasks):
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+def _count_unrendered_bytes(prepared: PreparedRequest) -> int:
+    """About how many bytes the model server has not been told of yet; what it was told of comes before all of them."""
+    unseen: list[ConversationSegment] = []
+    for piece in reversed(conversation_pieces(prepared.window.segments)):
+        for segment in reversed(piece.segments):
+            if is_rendered(piece) or is_rendered(segment):
+                return estimate_cost(unseen)
+            unseen.append(segment)
+    return estimate_cost(unseen)
+
+
+def _must_fit_context_window(prepared: PreparedRequest) -> bool:
+    return prepared.response.truncation == "disabled" and prepared.compaction is None

@@ -1,0 +1,458 @@
+"""Turns what a model writes into items and events.
+
+One `Turn` assembles one turn of the model. Items get their place when they begin, and events their number when they
+enter the log: nothing is counted anywhere else. Calls of hosted tools are handed to their sessions piece by piece;
+what those answer with is theirs.
+"""
+
+import asyncio
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from fumehood.engine.client_call_builders import (
+    ClientCallBuilder,
+    CustomCallBuilder,
+    FunctionCallBuilder,
+    is_complete_json,
+)
+from fumehood.engine.message_builders import MessageBuilder, ReasoningBuilder
+from fumehood.engine.response_output import ResponseOutput
+from fumehood.interfaces import ConfiguredTool, ToolCallContext, ToolCallResult, ToolCallSession
+from fumehood.protocol.conversation import COMPACTION_TYPE, ConversationEntry, ToolExchange
+from fumehood.protocol.model_turns import (
+    AnyModelEvent,
+    ModelCallArgumentsDelta,
+    ModelCallStarted,
+    ModelCitation,
+    ModelMessageStarted,
+    ModelPassthroughItem,
+    ModelReasoningDelta,
+    ModelReasoningEnded,
+    ModelReasoningStarted,
+    ModelReasoningSummaryDelta,
+    ModelRefusalDelta,
+    ModelTextDelta,
+    ModelTurnEnded,
+)
+from fumehood.protocol.openai.api_errors import ModelError
+from fumehood.protocol.openai.items import AuthoredItem, ItemStatus, MessagePhase, OutputItem, ProducedFile
+from fumehood.protocol.openai.stream_events import OutputItemAdded, OutputItemDone, StreamEvent
+from fumehood.worker_threads import WORKER_THRESHOLD_BYTES
+
+
+class Toolbox(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model may call: hosted tools, and the client's functions and custom tools, by name."""
+
+    hosted_tools: Mapping[str, ConfiguredTool]
+    functions: frozenset[str] = frozenset()
+    custom_tools: frozenset[str] = frozenset()
+
+    def without_hosted(self) -> "Toolbox":
+        return Toolbox(hosted_tools={}, functions=self.functions, custom_tools=self.custom_tools)
+
+
+@dataclass(slots=True)
+class HostedCall:
+    """A call that a hosted tool answers; `result` once it has."""
+
+    index: int
+    call_id: str
+    session: ToolCallSession
+    result: ToolCallResult | None = None
+
+
+@dataclass(slots=True)
+class _UnknownCall:
+    """A call of something that is not there: only the model hears of it."""
+
+    call_id: str
+    name: str
+    pieces: list[str] = field(default_factory=list[str])
+
+
+class TurnAssembler:
+    """One turn of the model.
+
+    ended: how the model's server said that it ended, once it has.
+    hosted: the calls that are run here; client_calls, ignored_calls: how many others there were.
+    context: what a hosted call is told, by its output index and its id.
+    most_hosted: how many hosted calls are still allowed; further ones are ignored.
+    one_call: only the first call of the turn counts.
+    most_written: how many characters the model may write, and a quarter of that in pieces.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        output: ResponseOutput,
+        toolbox: Toolbox,
+        make_context: Callable[[int, str], ToolCallContext],
+        *,
+        max_hosted_calls: int | None = None,
+        single_call: bool = False,
+        max_characters: int = sys.maxsize,
+    ) -> None:
+        self.number = number
+        self.turn_end: ModelTurnEnded | None = None
+        self.hosted_calls: list[HostedCall] = []
+        self.client_call_count = 0
+        self.ignored_call_count = 0
+        self._output = output
+        self._toolbox = toolbox
+        self._make_context = make_context
+        self._max_hosted_calls = max_hosted_calls
+        self._single_call = single_call
+        self._max_characters = max_characters
+        self._character_count = 0  # characters
+        self._fragment_count = 0
+        # What is open: at most one message or one reasoning, and any number of calls, by the model's own keys. None is
+        # a call that is over, or is ignored.
+        self._message: MessageBuilder | None = None
+        self._phase: MessagePhase | None = None  # of the message that is to come
+        self._reasoning: ReasoningBuilder | None = None
+        self._open_calls: dict[int, HostedCall | ClientCallBuilder | _UnknownCall | None] = {}
+        # What is done: items by their output index, calls of what is not there, and events that wait to enter the log.
+        self._entries_by_index: dict[int, ConversationEntry] = {}
+        self._unknown_calls: list[_UnknownCall] = []
+        self._pending_events: list[StreamEvent] = []
+
+    # --- while the model writes ---
+
+    def try_feed(self, batch: Sequence[AnyModelEvent]) -> bool:
+        """As `feed`, but at once, for a batch that only goes on with the text or the calls that are open; whether it is
+        one. Nothing is done with any other. Raises ModelError.
+        """
+        message = self._message
+        in_text = message is not None and message.open_text is not None
+        for event in batch:
+            if not (in_text if type(event) is ModelTextDelta else type(event) is ModelCallArgumentsDelta):
+                return False
+        feeding = self.feed(batch)
+        try:
+            feeding.send(None)
+        except StopIteration:
+            return True
+        raise RuntimeError("What goes on has nothing to wait for.")
+
+    async def feed(self, batch: Sequence[AnyModelEvent]) -> None:
+        """Everything that one read brought; its events enter the log together. Raises ModelError."""
+        pending = self._pending_events
+        written = 0
+        key = -1
+        fragments: list[str] = []  # of that call; it is fed with all of them at once
+        for event in batch:
+            if fragments and not (type(event) is ModelCallArgumentsDelta and event.key == key):
+                pending += self._feed_call(key, fragments)
+                fragments = []
+            if type(event) is ModelTextDelta:
+                written += len(event.delta)
+                message = self._message
+                if message is None or message.open_text is None:
+                    message = await self._open_text()
+                pending.append(message.append_text(event.delta, event.logprobs))
+            elif type(event) is ModelCallArgumentsDelta:
+                written += len(event.delta)
+                key = event.key
+                fragments.append(event.delta)
+            elif type(event) is ModelReasoningDelta:
+                written += len(event.delta)
+                reasoning = self._reasoning
+                if reasoning is None or reasoning.open_text is None:
+                    reasoning = await self._open_reasoning_text()
+                pending.append(reasoning.append_text(event.delta))
+            else:
+                written += await self._feed_control_event(event)
+        if fragments:
+            pending += self._feed_call(key, fragments)
+        self._character_count += written
+        self._fragment_count += len(batch)
+        self._flush()
+        if self._character_count > self._max_characters or self._fragment_count > self._max_characters // 4:
+            raise ModelError("The model wrote without end, and was cut off.")
+
+    async def _feed_control_event(
+        self,
+        event: ModelCallStarted
+        | ModelTurnEnded
+        | ModelRefusalDelta
+        | ModelReasoningSummaryDelta
+        | ModelMessageStarted
+        | ModelCitation
+        | ModelReasoningStarted
+        | ModelReasoningEnded
+        | ModelPassthroughItem,
+    ) -> int:
+        """What does not come by the thousand; how many characters it was."""
+        match event:
+            case ModelCallStarted():
+                await self._start_call(event)
+            case ModelTurnEnded():
+                self.turn_end = event
+            case ModelRefusalDelta():
+                self._pending_events.append((await self._open_refusal()).append_refusal(event.delta))
+                return len(event.delta)
+            case ModelReasoningSummaryDelta():
+                reasoning = self._reasoning or await self._open_reasoning(has_text=False)
+                self._pending_events += reasoning.append_summary(event.index, event.delta)
+                return len(event.delta)
+            case ModelMessageStarted():
+                self._close_reasoning()
+                await self._close_message("completed")
+                self._phase = event.phase
+            case ModelCitation():
+                if self._message is not None and self._message.open_text is not None:
+                    self._pending_events.append(self._message.add_url_citation(event.citation))
+            case ModelReasoningStarted():
+                await self._open_reasoning(has_text=False)
+            case ModelReasoningEnded():
+                if self._reasoning is None:
+                    await self._open_reasoning(has_text=False)
+                self._close_reasoning(event.encrypted_content)
+            case ModelPassthroughItem():
+                await self._pass_through_item(event)
+                return len(bytes(event.item))
+        return 0
+
+    async def _pass_through_item(self, event: ModelPassthroughItem) -> None:
+        if msgspec.json.decode(event.item, type=_ItemTag).type == COMPACTION_TYPE:
+            return  # one of another server's stands for nothing here, and nobody could go on after it
+        self._close_reasoning()
+        await self._close_message("completed")
+        self._close_complete_calls()
+        index = self._output.allocate_output_index()
+        self._pending_events += [
+            OutputItemAdded(output_index=index, item=event.item),
+            OutputItemDone(output_index=index, item=event.item),
+        ]
+        self._record_item(index, event.item)
+        self.client_call_count += event.awaits_client
+
+    def _flush(self) -> None:
+        if self._pending_events:
+            self._output.emit(self._pending_events)
+            self._pending_events.clear()
+
+    async def _flush_one_by_one(self) -> None:
+        """One by one where much was written: every event that closes something says all of it once more, and others
+        want to be served meanwhile.
+        """
+        while self._character_count >= WORKER_THRESHOLD_BYTES and self._pending_events:
+            self._output.emit([self._pending_events.pop(0)])
+            await asyncio.sleep(0)
+        self._flush()
+
+    async def _open_message(self) -> MessageBuilder:
+        if self._reasoning is not None:
+            self._close_reasoning()
+        if self._message is None:
+            self._message = MessageBuilder(self._output.allocate_output_index(), self._phase)
+            self._phase = None
+            self._pending_events.append(self._message.begin())
+        else:
+            self._pending_events += await self._message.end_part(self._find_files)
+        return self._message
+
+    async def _open_text(self) -> MessageBuilder:
+        message = await self._open_message()
+        self._pending_events.append(message.begin_text())
+        return message
+
+    async def _open_refusal(self) -> MessageBuilder:
+        if self._message is not None and self._message.open_refusal is not None:
+            return self._message
+        message = await self._open_message()
+        self._pending_events.append(message.begin_refusal())
+        return message
+
+    async def _open_reasoning(self, *, has_text: bool) -> ReasoningBuilder:
+        self._close_reasoning()
+        await self._close_message("completed")
+        self._reasoning = ReasoningBuilder(self._output.allocate_output_index(), has_text=has_text)
+        self._pending_events.append(self._reasoning.begin())
+        return self._reasoning
+
+    async def _open_reasoning_text(self) -> ReasoningBuilder:
+        reasoning = self._reasoning or await self._open_reasoning(has_text=True)
+        self._pending_events += reasoning.begin_text()
+        return reasoning
+
+    def _close_reasoning(self, encrypted_content: str | None = None) -> None:
+        reasoning, self._reasoning = self._reasoning, None
+        if reasoning is not None:
+            item, events = reasoning.end(encrypted_content)
+            self._pending_events += events
+            self._record_item(reasoning.index, item)
+
+    async def _close_message(self, status: ItemStatus, unlinked: Sequence[ProducedFile] = ()) -> None:
+        message = self._message
+        if message is not None:
+            self._pending_events += await message.end_part(self._find_files, unlinked)
+            self._message = None
+            item, event = message.end(status)
+            self._pending_events.append(event)
+            self._record_item(message.index, item)
+
+    async def _find_files(self, paths: Sequence[str]) -> list[ProducedFile]:
+        """What this response produced, and what its tools know from before."""
+        wanted = set(paths)
+        known = {file.path: file for file in self._output.produced_files if file.path in wanted}
+        missing = [path for path in paths if path not in known]
+        if missing:
+            for tool in self._toolbox.hosted_tools.values():
+                known |= {file.path: file for file in await tool.find_files(missing)}
+        return list(known.values())
+
+    # --- calls ---
+
+    async def _start_call(self, event: ModelCallStarted) -> None:
+        self._close_reasoning()
+        await self._close_message("completed")
+        self._close_complete_calls()
+        if self._character_count >= WORKER_THRESHOLD_BYTES:
+            await self._flush_one_by_one()
+        call = self._create_call(event)
+        self._open_calls[event.key] = call
+        if call is None:
+            self.ignored_call_count += 1
+
+    def _create_call(self, event: ModelCallStarted) -> HostedCall | ClientCallBuilder | _UnknownCall | None:
+        if self._single_call and self._open_calls:
+            return None
+        tool = self._toolbox.hosted_tools.get(event.name)
+        if tool is not None:
+            if self._max_hosted_calls is not None and len(self.hosted_calls) >= self._max_hosted_calls:
+                return None
+            index = self._output.allocate_output_index()
+            call = HostedCall(index, event.call_id, tool.start_call(self._make_context(index, event.call_id)))
+            self.hosted_calls.append(call)
+            self._pending_events += call.session.open()
+            return call
+        if event.name in self._toolbox.custom_tools:
+            written = CustomCallBuilder(self._output.allocate_output_index(), event.call_id, event.name)
+        elif event.name in self._toolbox.functions:
+            written = FunctionCallBuilder(self._output.allocate_output_index(), event.call_id, event.name)
+        else:
+            unknown = _UnknownCall(event.call_id, event.name)
+            self._unknown_calls.append(unknown)
+            return unknown
+        self.client_call_count += 1
+        self._pending_events.append(written.begin())
+        return written
+
+    def _feed_call(self, key: int, fragments: Sequence[str]) -> Sequence[StreamEvent]:
+        call = self._open_calls.get(key)
+        if isinstance(call, HostedCall):
+            return call.session.feed(fragments)
+        if isinstance(call, _UnknownCall):
+            call.pieces += fragments
+        elif call is not None:
+            return call.feed(fragments)
+        return ()
+
+    def _close_complete_calls(self) -> None:
+        """End the client's calls whose arguments are complete, now that another one begins."""
+        for key, call in self._open_calls.items():
+            if isinstance(call, ClientCallBuilder) and is_complete_json(call.arguments):
+                self._close_call(call, "completed")
+                self._open_calls[key] = None
+
+    def _close_call(self, call: ClientCallBuilder, status: ItemStatus) -> None:
+        item, events = call.end(status)
+        self._pending_events += events
+        self._record_item(call.index, item)
+
+    # --- when the model has ended ---
+
+    @property
+    def needs_next_turn(self) -> bool:
+        """Whether the model has something to read next: results of calls, with none left to the client."""
+        return (
+            bool(self.hosted_calls or self._unknown_calls or self.ignored_call_count)
+            and not self.client_call_count
+        )
+
+    async def finish(self, status: ItemStatus) -> None:
+        """Close everything that is open, hosted calls excepted."""
+        self._close_reasoning()
+        last = status == "completed" and not self._open_calls
+        await self._close_message(status, self._output.produced_files if last else ())
+        self._close_client_calls(status)
+        await self._flush_one_by_one()
+
+    def abort(self, reason: str) -> None:
+        """As `finish`, in a hurry and with the hosted calls: nothing is awaited."""
+        self._close_reasoning()
+        if self._message is not None:
+            self._pending_events += self._message.abort_part()
+            item, event = self._message.end("incomplete")
+            self._pending_events.append(event)
+            self._record_item(self._message.index, item)
+            self._message = None
+        self._close_client_calls("incomplete")
+        self._flush()
+        for call in self.hosted_calls:
+            if call.result is None:
+                self.record_result(call, call.session.abort(reason))
+
+    def _close_client_calls(self, status: ItemStatus) -> None:
+        for call in self._open_calls.values():
+            if isinstance(call, ClientCallBuilder):
+                self._close_call(call, status)
+        self._open_calls = dict.fromkeys(self._open_calls)
+
+    def record_result(self, call: HostedCall, result: ToolCallResult) -> None:
+        """A hosted call has its result."""
+        call.result = result
+        self._output.emit(result.events)
+        self._output.produced_files.extend(result.files)
+        self._record_item(call.index, result.item, result.exchange)
+        for further in result.additional_items:
+            self._record_item(further.output_index, further.item, further.exchange)
+
+    def _record_item(self, index: int, item: OutputItem, exchange: ToolExchange | None = None) -> None:
+        self._output.set_item(index, item)
+        self._entries_by_index[index] = _make_entry(self.number, item, exchange)
+
+    @property
+    def entries(self) -> tuple[ConversationEntry, ...]:
+        """What the turn made, in order."""
+        return tuple(self._entries_by_index[index] for index in sorted(self._entries_by_index))
+
+    @property
+    def unknown_call_entries(self) -> tuple[ConversationEntry, ...]:
+        """What only the model is told: that it called what is not there."""
+        return tuple(
+            ConversationEntry(
+                type="fumehood:unknown_call",
+                id=None,
+                turn=self.number,
+                raw=b"{}",
+                exchange=ToolExchange(
+                    call_id=call.call_id,
+                    name=call.name,
+                    arguments=arguments if is_complete_json(arguments := "".join(call.pieces)) else "{}",
+                    output=f"There is no tool named {call.name!r}. Use one of those that are offered, or answer.",
+                ),
+            )
+            for call in self._unknown_calls
+        )
+
+
+class _ItemTag(msgspec.Struct):
+    type: str
+    id: str | None = None
+
+
+def _make_entry(turn: int, item: OutputItem, exchange: ToolExchange | None) -> ConversationEntry:
+    raw = msgspec.json.encode(item)
+    if isinstance(item, msgspec.Raw):
+        tag = msgspec.json.decode(raw, type=_ItemTag)
+        return ConversationEntry(type=tag.type, id=tag.id, turn=turn, raw=raw, exchange=exchange)
+    return ConversationEntry(type=_get_item_type(item), id=item.id, turn=turn, raw=raw, exchange=exchange)
+
+
+def _get_item_type(item: AuthoredItem) -> str:
+    return str(type(item).__struct_config__.tag)

@@ -1,0 +1,169 @@
+"""Decodes request bodies, and says in OpenAI's words what is wrong with one."""
+
+import re
+from collections.abc import Callable, Iterable
+
+import msgspec
+from msgspec import Raw
+
+from fumehood.gateway.request_context import RequestContext
+from fumehood.http_server.cross_site_protection import content_media_type, decode_header, is_json_type
+from fumehood.http_server.json_errors import explain_json_error
+from fumehood.protocol.json_limits import MAX_VALUES, has_too_many_values
+from fumehood.protocol.openai.api_errors import InvalidRequest
+from fumehood.protocol.openai.passthrough_fields import (
+    SAMPLING_FIELDS,
+    check_passthrough_fields,
+    extend_request_type,
+)
+from fumehood.protocol.openai.response_aggregation import INCLUDE_VALUES
+from fumehood.protocol.openai.responses import CreateResponse, ReasoningConfig
+from fumehood.worker_threads import WORKER_THRESHOLD_BYTES, run_in_worker
+
+_ERROR_LOCATION = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+_WRONG_TYPE = re.compile(r"^Expected `([^`]*)`, got `([^`]*)`")
+_MISSING_FIELD = re.compile(r"^Object missing required field `([^`]*)`")
+
+_MESSAGES_KEY = b'"messages"'
+_ESCAPED_NUL = rb"\u0000"  # JSON knows no other way to write one
+
+_EFFORT_PATTERN = re.compile("[a-z_]{1,32}")
+
+
+class RequestParser:
+    """Reads requests for responses.
+
+    pass_fields: what some model's server is given as it comes, besides `SAMPLING_FIELDS`.
+    """
+
+    def __init__(self, pass_fields: Iterable[str] = ()) -> None:
+        self._decoder = msgspec.json.Decoder(extend_request_type((*SAMPLING_FIELDS, *pass_fields)))
+
+    async def read_request(
+        self, context: RequestContext, limit: int, reserve_memory: Callable[[int], None]
+    ) -> tuple[CreateResponse, bytes]:
+        """The body of POST /v1/responses, read and as it came; raises InvalidRequest, BodyTooLarge, Unavailable.
+
+        take: see `Exchange.body`.
+        """
+        check_json_body(context)
+        body = await context.read_body(limit, reserve_memory)
+        return await run_in_worker(len(body), self.parse, body), body
+
+    def parse(self, body: bytes) -> CreateResponse:
+        """Raises InvalidRequest."""
+        request = decode_json(self._decoder, body)
+        if request.include:
+            check_include(request.include)
+        if _MESSAGES_KEY in body:
+            _reject_chat_completions(body)
+        if _ESCAPED_NUL in body:
+            _reject_nul_characters(request)
+        if request.reasoning is not None:
+            _check_reasoning_effort(request.reasoning)
+        if passed := request.passed:
+            check_passthrough_fields(passed)
+        return request
+
+
+def check_json_body(context: RequestContext) -> None:
+    """A web page may post plain text to any address without asking first, but not JSON."""
+    kind = content_media_type(context.headers)
+    if not kind and not context.has_body:
+        raise InvalidRequest("The body is empty; send a JSON object.", code="invalid_json")
+    if not is_json_type(kind):
+        shown = decode_header(kind)[:100]
+        raise InvalidRequest(f"Unsupported content type: {shown!r}. Send Content-Type: application/json.")
+    if context.headers.get(b"content-encoding", b"").lower() not in (b"", b"identity"):
+        raise InvalidRequest("A compressed body is not understood; send it as it is.")
+
+
+def decode_json[T](decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """Raises InvalidRequest, whose `param` names what is at fault."""
+    if len(body) >= WORKER_THRESHOLD_BYTES and has_too_many_values(body):
+        raise InvalidRequest(
+            f"The body has more than {MAX_VALUES} values; send fewer at a time, or a file.",
+            code="invalid_json",
+        )
+    try:
+        if not body.isascii():
+            body.decode()  # what stays Raw is passed on as it came, so it has to be text
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _validation_error(str(error)) from None
+    except (msgspec.DecodeError, UnicodeError) as error:
+        raise InvalidRequest(explain_json_error(body, error), code="invalid_json") from None
+    except RecursionError:
+        raise InvalidRequest("The body is nested too deeply.", code="invalid_json") from None
+
+
+def check_include(include: list[str] | tuple[str, ...]) -> None:
+    for number, value in enumerate(include):
+        if value not in INCLUDE_VALUES:
+            known = ", ".join(f"'{name}'" for name in sorted(INCLUDE_VALUES))
+            raise InvalidRequest(
+                f"Invalid value: {value[:100]!r}. Supported values are: {known}.",
+                param=f"include[{number}]",
+                code="invalid_value",
+            )
+
+
+class _ChatRequest(msgspec.Struct):
+    messages: Raw = Raw(b"")
+
+
+_chat_request_decoder = msgspec.json.Decoder(_ChatRequest)
+
+
+def _reject_chat_completions(body: bytes) -> None:
+    """Raises InvalidRequest for what was meant for chat completions."""
+    if bytes(_chat_request_decoder.decode(body).messages) not in (b"", b"null"):
+        raise InvalidRequest(
+            "Unsupported parameter: 'messages'. It belongs to chat completions, which this server does not serve; the "
+            "Responses API takes the conversation as 'input'.",
+            param="messages",
+            code="unsupported_parameter",
+        )
+
+
+def _check_reasoning_effort(reasoning: ReasoningConfig) -> None:
+    if reasoning.effort is not None and _EFFORT_PATTERN.fullmatch(reasoning.effort) is None:
+        raise InvalidRequest(
+            f"Invalid value for 'reasoning.effort': {reasoning.effort[:100]!r}; it has 1 to 32 lower-case letters and "
+            "underscores, such as 'low', 'medium' or 'high'.",
+            param="reasoning.effort",
+            code="invalid_value",
+        )
+
+
+def _reject_nul_characters(request: CreateResponse) -> None:
+    """No database keeps a NUL in a name; what the model is told may hold one."""
+    for name in ("model", "previous_response_id", "user", "safety_identifier", "prompt_cache_key"):
+        value: str | None = getattr(request, name)
+        if value is not None and "\0" in value:
+            raise InvalidRequest(f"'{name}' holds a NUL character.", param=name, code="invalid_value")
+    for key, value in (request.metadata or {}).items():
+        if "\0" in key or "\0" in value:
+            raise InvalidRequest("'metadata' holds a NUL character.", param="metadata", code="invalid_value")
+
+
+def _validation_error(text: str) -> InvalidRequest:
+    place = _ERROR_LOCATION.search(text)
+    param = place[1].replace("[...]", "") or None if place else None
+    text = text if place is None else text[: place.start()]
+    subject = f"'{param}'" if param else "the body"
+    if (got := _WRONG_TYPE.match(text)) is not None:
+        wanted = got[1].replace(" | null", "").replace(" | ", " or ")
+        return InvalidRequest(
+            f"Invalid type for {subject}: expected {wanted}, but got {got[2]} instead.",
+            param=param,
+            code="invalid_type",
+        )
+    if (absent := _MISSING_FIELD.match(text)) is not None:
+        full = f"{param}.{absent[1]}" if param else absent[1]
+        return InvalidRequest(
+            f"Missing required parameter: '{full}'.", param=full, code="missing_required_parameter"
+        )
+    return InvalidRequest(
+        f"Invalid value for {subject}: {text.replace('`', '')}.", param=param, code="invalid_value"
+    )

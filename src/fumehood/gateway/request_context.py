@@ -1,0 +1,333 @@
+"""One request to the gateway, its answer, and whether its caller is still there."""
+
+import asyncio
+import contextlib
+import itertools
+import math
+import secrets
+import types
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Self, cast, override
+
+import msgspec
+
+from fumehood import __version__
+from fumehood.gateway.request_log import LogValue
+from fumehood.http_server.asgi_request import (
+    DIRECT_WRITER,
+    JSON_CONTENT_TYPE,
+    AsgiRequest,
+    BodyLimitExceeded,
+    DirectWriter,
+    Headers,
+    Message,
+    Receive,
+    Scope,
+    Send,
+)
+from fumehood.http_server.slow_clients import MIN_BYTES_PER_SECOND, TransferDeadline
+from fumehood.protocol.openai.api_errors import ApiError, BodyTooLarge, InvalidRequest, to_error_body
+
+VERSION_HEADER = (b"fumehood-version", __version__.encode())
+_BODY_TIMEOUT = 30.0  # seconds for the next piece of a body
+_CHUNK_BYTES = 256 << 10  # bytes of an answer that are sent at once
+# Seconds until it is worth a task to watch whether the caller is still there: most answers are complete by then.
+_DISCONNECT_CHECK_AFTER = 0.25
+
+_REQUEST_ID_PREFIX = f"req_{secrets.token_hex(11)}"
+_request_numbers = itertools.count(1)
+
+encode_json = msgspec.json.Encoder().encode
+
+
+class BodyTimeout(ApiError):
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+
+class RequestContext(AsgiRequest):
+    """One request to the gateway, and its answer.
+
+    noted: what the log's line of this request tells besides what every line tells.
+    extra: headers of the answer, whatever it will be, besides what every answer has.
+    slowest: bytes of a body that have to come in a second, on the whole.
+    transfer_fault: whether the body comes, or the answer is wanted, in a way that nobody here will undo.
+    """
+
+    __slots__ = (
+        "_body_deadline",
+        "_direct_writer",
+        "_query_pairs",
+        "extra_headers",
+        "has_unsupported_encoding",
+        "last_sent_at",
+        "log_fields",
+        "min_bytes_per_second",
+        "path",
+        "request_id",
+        "started_at",
+        "status",
+    )
+
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, min_bytes_per_second: int = MIN_BYTES_PER_SECOND
+    ) -> None:
+        super().__init__(scope, receive, send)
+        self.started_at = perf_counter()
+        self.min_bytes_per_second = min_bytes_per_second
+        self._body_deadline: TransferDeadline | None = None  # once it had to be waited for
+        self.request_id = f"{_REQUEST_ID_PREFIX}{next(_request_numbers):010x}"
+        self.path: str = scope["path"]
+        self.log_fields: dict[str, LogValue] = {}
+        self.extra_headers: Headers = []
+        self.status = 0
+        self.last_sent_at = self.started_at
+        self.has_unsupported_encoding = (
+            b"transfer-encoding" in self.headers or b"te" in self.headers
+        ) and _has_unsupported_encoding(scope["headers"])
+        self._query_pairs: list[tuple[str, str]] | None = None
+        # It leads to the scope: left in there, neither would go before somebody looks for such cycles.
+        self._direct_writer: DirectWriter | None = scope.pop(DIRECT_WRITER, None)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the answer has begun, so that an error comes too late to be its status."""
+        return self.status != 0
+
+    # ---- the request ------------------------------------------------------------------------------------------
+
+    def query_parameter(self, name: str) -> str | None:
+        """The last value of a parameter."""
+        values = self.query_parameters(name)
+        return values[-1] if values else None
+
+    def query_parameters(self, name: str) -> list[str]:
+        """All values of a parameter, which may be written `name` or `name[]`."""
+        if self._query_pairs is None:
+            try:
+                self._query_pairs = self.parse_query()
+            except ValueError:
+                raise InvalidRequest("The query is not percent-encoded UTF-8, or too long.") from None
+        names = (name, f"{name}[]")
+        return [value for key, value in self._query_pairs if key in names]
+
+    async def read_body(self, limit: int, reserve_memory: Callable[[int], None]) -> bytes:
+        """All of it; BodyTooLarge as soon as it is known to be, CallerLeft if it breaks off, BodyTooSlow.
+
+        take: told of the bytes of a body in several pieces, as they come; it may raise.
+        """
+        pieces: list[bytes] = []
+        try:
+            left = self.check_content_length(limit)
+            while self._has_unread_body:
+                piece = self.accept_chunk(await self._receive_message(), left)
+                left -= len(piece)
+                if self._has_unread_body or pieces:
+                    reserve_memory(len(piece))
+                pieces.append(piece)
+        except BodyLimitExceeded:
+            raise BodyTooLarge(f"The body is larger than {limit} bytes.") from None
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    @override
+    async def iter_chunks(self, limit: int) -> AsyncGenerator[bytes]:
+        """The body as it comes; raises as `body` does."""
+        try:
+            left = self.check_content_length(limit)
+            while self._has_unread_body:
+                piece = self.accept_chunk(await self._receive_message(), left)
+                left -= len(piece)
+                if piece:
+                    yield piece
+        except BodyLimitExceeded:
+            raise BodyTooLarge(f"The body is larger than {limit} bytes.") from None
+
+    async def _receive_message(self) -> Message:
+        """Mostly it came with the head, and then no timer is set; raises BodyTooSlow."""
+        receiving = cast("Coroutine[Any, Any, Message]", self._receive())
+        try:
+            obstacle = receiving.send(None)
+        except StopIteration as ready:
+            if self._body_deadline is not None:
+                self._body_deadline.extend(len(ready.value.get("body", b"")))
+            return ready.value
+        pace = self._body_deadline = self._body_deadline or TransferDeadline(
+            _BODY_TIMEOUT, self.min_bytes_per_second
+        )
+        asked = perf_counter()
+        try:
+            async with asyncio.timeout(pace.remaining_seconds):
+                message = await _resume_coroutine(receiving, obstacle)
+        except TimeoutError:
+            raise BodyTimeout(
+                f"The body came too slowly: nothing for {_BODY_TIMEOUT:g} seconds, or on the whole fewer than "
+                f"{self.min_bytes_per_second} bytes a second."
+            ) from None
+        pace.extend(len(message.get("body", b"")), perf_counter() - asked)
+        return message
+
+    # ---- the answer -------------------------------------------------------------------------------------------
+
+    def elapsed_seconds(self) -> float:
+        """Seconds since the request's head was there."""
+        return perf_counter() - self.started_at
+
+    @override
+    async def start_response(self, status: int, headers: Headers) -> None:
+        self.status = status
+        await super().start_response(status, headers + self._common_headers())
+
+    def _common_headers(self) -> Headers:
+        return [
+            VERSION_HEADER,
+            (b"x-request-id", self.request_id.encode()),
+            (b"openai-processing-ms", b"%d" % (self.elapsed_seconds() * 1000)),
+            *self.extra_headers,
+        ]
+
+    @override
+    async def send(self, body: bytes | bytearray, *, more: bool = True) -> None:
+        await super().send(body, more=more)
+        self.last_sent_at = perf_counter()
+
+    def send_nowait(self, body: bytes | bytearray) -> Awaitable[None] | None:
+        """As `send`, for whoever cannot wait: what it gives has to be awaited before anything else is sent. It
+        mostly gives nothing.
+        """
+        if self._direct_writer is not None and self._direct_writer.write_chunk(body):
+            self.last_sent_at = perf_counter()
+            return None
+        sending = cast(
+            "Coroutine[Any, Any, None]",
+            self._send({"type": "http.response.body", "body": body, "more_body": True}),
+        )
+        self.last_sent_at = perf_counter()
+        try:
+            obstacle = sending.send(None)
+        except StopIteration:
+            return None
+        return _resume_coroutine(sending, obstacle)
+
+    async def respond(
+        self, body: bytes, status: int = 200, content_type: tuple[bytes, bytes] = JSON_CONTENT_TYPE
+    ) -> None:
+        headers = [content_type, (b"content-length", b"%d" % len(body))]
+        shortcut = self._direct_writer
+        if shortcut is not None and shortcut.write_response(status, headers + self._common_headers(), body):
+            self.status = status
+            return
+        await self.start_response(status, headers)
+        # Each waits for the reader of those before it: who has answered can let go of the rest.
+        for start in range(0, len(body) - _CHUNK_BYTES, _CHUNK_BYTES):
+            await self.send(body[start : start + _CHUNK_BYTES])
+        await self.send(body[(len(body) - 1) // _CHUNK_BYTES * _CHUNK_BYTES :] if body else body, more=False)
+
+    async def respond_json(self, value: object, status: int = 200) -> None:
+        await self.respond(encode_json(value), status)
+
+    def log_error(self, error: ApiError) -> None:
+        """Have the log tell of it."""
+        self.log_fields["error"] = error.wire_code or error.type
+        self.log_fields["param"] = error.param
+
+    async def respond_error(self, error: ApiError) -> None:
+        """Tell what is wrong."""
+        await self.send_and_discard_body(
+            error.status, error_headers(error), encode_json(to_error_body(error))
+        )
+
+
+def error_headers(error: ApiError) -> Headers:
+    """What the answer that tells of it says in its head."""
+    if error.retry_after is None:
+        return []
+    return [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after)))]
+
+
+def _has_unsupported_encoding(headers: Headers) -> bool:
+    """Whether anything but chunks is said of how bodies are sent, in whichever of several headers."""
+    return any(
+        value.strip().lower() != b"chunked" if name == b"transfer-encoding" else b"chunked" in value.lower()
+        for name, value in headers
+        if name in (b"transfer-encoding", b"te")
+    )
+
+
+class DisconnectMonitor:
+    """Watches, while an answer is in the making, whether its caller is still there, and breaks long silences.
+
+    sign_of_life: what is sent when nothing else was for `every` seconds; None sends nothing.
+    """
+
+    def __init__(
+        self,
+        context: RequestContext,
+        on_disconnect: Callable[[], None],
+        *,
+        keepalive: bytes | None = None,
+        interval: float = 15.0,
+    ) -> None:
+        self.disconnected = False
+        self._context = context
+        self._on_disconnect = on_disconnect
+        self._keepalive = keepalive
+        self._interval = interval
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._disconnect_task: asyncio.Task[None] | None = None
+        self._keepalive_task: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> Self:
+        first = (
+            _DISCONNECT_CHECK_AFTER
+            if self._keepalive is None
+            else min(_DISCONNECT_CHECK_AFTER, self._interval)
+        )
+        self._timer = self._loop.call_later(first, self._check)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for pending in (self._timer, self._disconnect_task, self._keepalive_task):
+            if pending is not None:
+                pending.cancel()
+
+    def _check(self) -> None:
+        if self._disconnect_task is None:
+            self._disconnect_task = self._loop.create_task(self._wait_for_disconnect())
+        if self._keepalive is None:
+            return
+        silent = perf_counter() - self._context.last_sent_at
+        if silent >= self._interval:
+            silent = 0.0
+            if self._keepalive_task is None or self._keepalive_task.done():
+                self._keepalive_task = self._loop.create_task(self._send_keepalive(self._keepalive))
+        self._timer = self._loop.call_later(self._interval - silent, self._check)
+
+    async def _wait_for_disconnect(self) -> None:
+        await self._context.wait_for_disconnect()
+        self.disconnected = True
+        self._on_disconnect()
+
+    async def _send_keepalive(self, keepalive: bytes) -> None:
+        with contextlib.suppress(RuntimeError):  # the answer ended at this very moment
+            await self._context.send(keepalive)
+
+
+@types.coroutine
+def _resume_coroutine[T](coroutine: Coroutine[Any, Any, T], awaited: object) -> Generator[object, object, T]:
+    """What is left of a coroutine that was begun by hand, and waits for something."""
+    try:
+        while True:
+            try:
+                found = yield awaited
+            except BaseException as error:
+                awaited = coroutine.throw(error)
+            else:
+                awaited = coroutine.send(found)
+    except StopIteration as end:
+        return end.value

@@ -1,0 +1,214 @@
+"""/v1/containers and their files: make, find, fill, read and delete."""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+from msgspec import Raw
+
+from fumehood.gateway.body_parsing import check_json_body, decode_json
+from fumehood.gateway.gateway_metrics import GatewayMetrics
+from fumehood.gateway.request_context import RequestContext, encode_json
+from fumehood.gateway.request_limits import RequestLimits
+from fumehood.gateway.routes.file_downloads import FileDownload, send_download
+from fumehood.gateway.routes.list_pages import make_page, parse_page_query
+from fumehood.gateway.routes.multipart_form import MultipartForm, is_multipart_form
+from fumehood.interfaces import Caller, ContainerService
+from fumehood.protocol.openai.api_errors import InvalidRequest
+from fumehood.protocol.openai.container_objects import (
+    DATA_DIRECTORY,
+    ContainerFileRecord,
+    ContainerSpec,
+    CreateContainer,
+    CreateContainerFile,
+    parse_memory_tier,
+    parse_network_policy,
+    to_container_file_object,
+    to_container_object,
+    to_unpacked_files_object,
+)
+from fumehood.protocol.openai.responses import DeletedObject
+from fumehood.protocol.sandbox.sandbox_messages import ArchiveFormat
+
+_MAX_BODY_BYTES = 1 << 20
+_ARCHIVE_FORMATS: dict[str, ArchiveFormat] = {
+    ".zip": "zip",
+    ".tar": "tar",
+    ".tar.gz": "tar.gz",
+    ".tgz": "tar.gz",
+    ".tar.zst": "tar.zst",
+    ".tzst": "tar.zst",
+}
+_BOOLEANS = {"true": True, "1": True, "false": False, "0": False, "": False}
+
+_create_decoder = msgspec.json.Decoder(CreateContainer)
+_file_reference_decoder = msgspec.json.Decoder(CreateContainerFile)
+
+
+class ContainerRoutes:
+    """Handlers of one path each."""
+
+    def __init__(self, containers: ContainerService, limits: RequestLimits) -> None:
+        self._containers = containers
+        self._limits = limits
+
+    async def create(self, context: RequestContext, caller: Caller) -> None:
+        self._limits.count_request(caller, context.extra_headers)
+        spec = _parse_spec(decode_json(_create_decoder, await _read_json_body(context, caller, self._limits)))
+        record = await self._containers.create_container(caller, spec)
+        context.log_fields["container_id"] = record.id
+        await context.respond_json(to_container_object(record))
+
+    async def list(self, context: RequestContext, caller: Caller) -> None:
+        window = parse_page_query(context)
+        found = await self._containers.list_containers(
+            caller, window, context.query_parameter("name") or None
+        )
+        await context.respond_json(
+            make_page(window, found, lambda record: Raw(encode_json(to_container_object(record))))
+        )
+
+    async def get(self, context: RequestContext, caller: Caller) -> None:
+        record = await self._containers.get_container(caller, context.path_parameters["container_id"])
+        await context.respond_json(to_container_object(record))
+
+    async def delete(self, context: RequestContext, caller: Caller) -> None:
+        container_id = context.path_parameters["container_id"]
+        await self._containers.delete_container(caller, container_id)
+        await context.respond_json(DeletedObject(id=container_id, object="container.deleted"))
+
+
+class ContainerFileRoutes:
+    """The same for the files of one container.
+
+    file_bytes: the largest file that is read.
+    """
+
+    def __init__(
+        self,
+        containers: ContainerService,
+        limits: RequestLimits,
+        metrics: GatewayMetrics,
+        max_file_bytes: int,
+    ) -> None:
+        self._containers = containers
+        self._limits = limits
+        self._metrics = metrics
+        self._max_file_bytes = max_file_bytes
+
+    async def create(self, context: RequestContext, caller: Caller) -> None:
+        self._limits.count_request(caller, context.extra_headers)
+        if not is_multipart_form(context):
+            named = decode_json(_file_reference_decoder, await _read_json_body(context, caller, self._limits))
+            await self._copy_uploaded_file(context, caller, named.file_id)
+            return
+        form = MultipartForm(context, self._max_file_bytes)
+        if await form.read_to_file():
+            await self._receive_file(context, caller, form)
+        elif "file_id" in form.fields:
+            await self._copy_uploaded_file(context, caller, form.fields["file_id"])
+        else:
+            raise InvalidRequest(
+                "Send a 'file', or the 'file_id' of one that was uploaded.",
+                param="file",
+                code="missing_required_parameter",
+            )
+
+    async def _copy_uploaded_file(self, context: RequestContext, caller: Caller, file_id: str) -> None:
+        container_id = context.path_parameters["container_id"]
+        (record,) = await self._containers.copy_uploads(caller, container_id, [file_id])
+        await context.respond_json(to_container_file_object(record))
+
+    async def _receive_file(self, context: RequestContext, caller: Caller, form: MultipartForm) -> None:
+        container_id, name = context.path_parameters["container_id"], form.filename or ""
+        unpack = _parse_unpack(form)
+        async with aclosing(_iter_content(form, unpack=unpack)) as content:
+            if not unpack:
+                record = await self._containers.write_file(caller, container_id, name, content)
+                self._metrics.record_upload(record.bytes)
+                await context.respond_json(to_container_file_object(record))
+                return
+            into = name.removeprefix(f"{DATA_DIRECTORY}/").rpartition("/")[0]
+            records = await self._containers.unpack_archive(
+                caller, container_id, content, _detect_archive_format(name), into
+            )
+        if not records:
+            raise InvalidRequest("There is no file in this archive.", param="file", code="invalid_value")
+        self._metrics.record_upload(sum(record.bytes for record in records))
+        await context.respond_json(to_unpacked_files_object(records))
+
+    async def list(self, context: RequestContext, caller: Caller) -> None:
+        window = parse_page_query(context)
+        found = await self._containers.list_files(caller, context.path_parameters["container_id"], window)
+        await context.respond_json(
+            make_page(window, found, lambda record: Raw(encode_json(to_container_file_object(record))))
+        )
+
+    async def get(self, context: RequestContext, caller: Caller) -> None:
+        await context.respond_json(to_container_file_object(await self._find_file(context, caller)))
+
+    async def delete(self, context: RequestContext, caller: Caller) -> None:
+        names = context.path_parameters
+        await self._containers.delete_file(caller, names["container_id"], names["file_id"])
+        await context.respond_json(DeletedObject(id=names["file_id"], object="container.file.deleted"))
+
+    async def get_content(self, context: RequestContext, caller: Caller) -> None:
+        record = await self._find_file(context, caller)
+        self._metrics.record_download(await send_download(context, self._make_download(caller, record)))
+
+    async def _find_file(self, context: RequestContext, caller: Caller) -> ContainerFileRecord:
+        names = context.path_parameters
+        return await self._containers.get_file(caller, names["container_id"], names["file_id"])
+
+    def _make_download(self, caller: Caller, record: ContainerFileRecord) -> FileDownload:
+        """No size is told of what is only in a sandbox: code may change it at any time."""
+
+        def read(start: int, end: int | None) -> AsyncGenerator[bytes]:
+            return self._containers.read_file(caller, record.container_id, record.id, start, end)
+
+        return FileDownload(record.path, read, record.bytes if record.blob else None, record.blob or None)
+
+
+async def _read_json_body(context: RequestContext, caller: Caller, limits: RequestLimits) -> bytes:
+    check_json_body(context)
+    with limits.memory_budget(caller) as room:
+        return await context.read_body(min(limits.max_body_bytes(caller), _MAX_BODY_BYTES), room.reserve)
+
+
+def _parse_spec(body: CreateContainer) -> ContainerSpec:
+    """Raises InvalidRequest."""
+    if body.skills:
+        raise InvalidRequest("Skills are not served here; leave 'skills' out.", param="skills")
+    return ContainerSpec(
+        name=body.name,
+        memory=parse_memory_tier(body.memory_limit, "memory_limit"),
+        network=parse_network_policy(body.network_policy, "network_policy"),
+        file_ids=tuple(body.file_ids or ()),
+        idle_minutes=None if body.expires_after is None else body.expires_after.minutes,
+    )
+
+
+def _parse_unpack(form: MultipartForm) -> bool:
+    said = form.fields.get("unpack", "").strip().lower()
+    if said not in _BOOLEANS:
+        raise InvalidRequest("'unpack' is 'true' or 'false'.", param="unpack", code="invalid_value")
+    return _BOOLEANS[said]
+
+
+async def _iter_content(form: MultipartForm, *, unpack: bool) -> AsyncGenerator[bytes]:
+    """The file; what comes behind it must not change what is done with it."""
+    async with aclosing(form.iter_file()) as pieces:
+        async for piece in pieces:
+            yield piece
+    if _parse_unpack(form) != unpack:
+        raise InvalidRequest("'unpack' has to come before the file.", param="unpack", code="invalid_value")
+
+
+def _detect_archive_format(name: str) -> ArchiveFormat:
+    for ending, kind in _ARCHIVE_FORMATS.items():
+        if name.lower().endswith(ending):
+            return kind
+    known = ", ".join(_ARCHIVE_FORMATS)
+    raise InvalidRequest(
+        f"An archive is told by its name, which ends in one of {known}.", param="file", code="invalid_value"
+    )

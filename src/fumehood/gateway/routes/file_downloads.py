@@ -1,0 +1,152 @@
+"""Files as downloads, whole or in part.
+
+What is in them nobody here has written, so a browser that gets one is told to save it and to run nothing of it.
+"""
+
+import re
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from fumehood.gateway.request_context import DisconnectMonitor, RequestContext
+from fumehood.http_server.asgi_request import Headers
+from fumehood.protocol.file_types import media_type_for_name
+from fumehood.protocol.openai.api_errors import ApiError
+from fumehood.protocol.safe_names import sanitize_name
+
+# What would end or confuse a header, where every client has to understand it.
+_UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9 ._()+=@,-]")
+_RANGE_HEADER = re.compile(rb"\s*bytes\s*=\s*(\d{0,18})\s*-\s*(\d{0,18})\s*", re.IGNORECASE)
+
+
+class RangeNotSatisfiable(ApiError):
+    status = 416
+    type = "invalid_request_error"
+    code = "range_not_satisfiable"
+
+
+@dataclass(frozen=True, slots=True)
+class FileDownload:
+    """A file that a client may have, whole or in part.
+
+    name: by which it is to be saved; paths lose all but their last part.
+    read: the bytes from the first number up to the second, or to the last; it raises before the first piece.
+    size: None where only reading tells; then it is sent whole.
+    tag: names this content and no other.
+    """
+
+    name: str
+    read: Callable[[int, int | None], AsyncGenerator[bytes]]
+    size: int | None = None
+    etag: str | None = None
+
+
+async def send_download(context: RequestContext, download: FileDownload) -> int:
+    """Answer with what the request asks for; how many bytes of content that were. Raises what reading does."""
+    headers = _make_headers(download)
+    if download.etag is not None and _matches_etag(context.headers.get(b"if-none-match"), download.etag):
+        await context.start_response(304, headers[1:])
+        await context.send(b"", more=False)
+        return 0
+    part = _parse_range(context, download)
+    if part is None:
+        return await _send_content(context, 200, headers, download.read(0, None), download.size)
+    start, end = part
+    headers.append((b"content-range", b"bytes %d-%d/%d" % (start, end - 1, download.size)))
+    return await _send_content(context, 206, headers, download.read(start, end), end - start)
+
+
+async def _send_content(
+    context: RequestContext, status: int, headers: Headers, content: AsyncGenerator[bytes], length: int | None
+) -> int:
+    """Nothing more is read for a caller who has left."""
+    sent = 0
+    async with aclosing(content) as pieces:
+        first = await anext(pieces, b"")  # what can be refused is refused before the head
+        second = await anext(pieces, None) if length is None else b""
+        if second is None:
+            length, second = len(first), b""
+        if length is not None:
+            headers = [*headers, (b"content-length", b"%d" % length)]
+        await context.start_response(status, headers)
+        if context.method == "HEAD":
+            await context.send(b"", more=False)
+            return 0
+        with DisconnectMonitor(context, lambda: None) as vigil:
+            async for piece in _chain((first, second), pieces):
+                await context.send(piece)
+                sent += len(piece)
+                if vigil.disconnected:
+                    context.log_fields["outcome"] = "the client left"
+                    return sent
+    await context.send(b"", more=False)
+    return sent
+
+
+async def _chain(first: Iterable[bytes], rest: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    for piece in filter(None, first):
+        yield piece
+    async for piece in rest:
+        yield piece
+
+
+def _parse_range(context: RequestContext, download: FileDownload) -> tuple[int, int] | None:
+    """Where the part begins and ends that was asked for; None for all. Several parts at once are not served, so all
+    is sent then, as to those who ask for what cannot be understood.
+    """
+    asked, size = context.headers.get(b"range"), download.size
+    condition = context.headers.get(b"if-range")
+    if asked is None or size is None:
+        return None
+    if condition is not None and (download.etag is None or condition.strip() != _quote_etag(download.etag)):
+        return None
+    found = _RANGE_HEADER.fullmatch(asked)
+    if found is None or found[1] == found[2] == b"":
+        return None
+    if found[1]:
+        start, end = int(found[1]), int(found[2] or size) + (found[2] != b"")
+        if end <= start and found[2]:  # which is no range at all
+            return None
+    else:
+        start, end = max(size - int(found[2]), 0), size
+    if start >= size or start >= end:
+        context.extra_headers.append((b"content-range", b"bytes */%d" % size))
+        raise RangeNotSatisfiable(f"The file has {size} bytes; what was asked for is not among them.")
+    return start, min(end, size)
+
+
+def _matches_etag(header: bytes | None, etag: str) -> bool:
+    """Whether a list of tags has this one."""
+    if header is None:
+        return False
+    listed = [each.strip().removeprefix(b"W/") for each in header.split(b",")]
+    return b"*" in listed or _quote_etag(etag) in listed
+
+
+def _quote_etag(etag: str) -> bytes:
+    return b'"%b"' % etag.encode()
+
+
+def _make_headers(download: FileDownload) -> Headers:
+    name = download.name.rpartition("/")[2]
+    headers: Headers = [
+        (b"content-type", media_type_for_name(name).encode()),
+        (b"content-disposition", _content_disposition(name).encode()),
+        (b"x-content-type-options", b"nosniff"),
+        (b"content-security-policy", b"sandbox; default-src 'none'"),
+        (b"cache-control", b"private, no-cache"),
+    ]
+    if download.size is not None:
+        headers.append((b"accept-ranges", b"bytes"))
+    if download.etag is not None:
+        headers.append((b"etag", _quote_etag(download.etag)))
+    return headers
+
+
+def _content_disposition(name: str) -> str:
+    """As RFC 6266: a plain name for everybody, and the whole one for those who understand it."""
+    name = sanitize_name(name) or "file"
+    plain = _UNSAFE_CHARACTERS.sub("_", name)
+    extended = "" if plain == name else f"; filename*=UTF-8''{quote(name, safe='')}"
+    return f'attachment; filename="{plain}"{extended}'

@@ -1,0 +1,270 @@
+"""/v1/responses: make one, blocking or streamed, read it, delete it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from functools import partial
+
+from fumehood.gateway.body_parsing import RequestParser, check_include
+from fumehood.gateway.gateway_metrics import GatewayMetrics
+from fumehood.gateway.idempotency import IdempotentRequest, IdempotentRequests, digest_body, parse_key
+from fumehood.gateway.request_context import DisconnectMonitor, RequestContext, encode_json
+from fumehood.gateway.request_limits import MemoryBudget, RequestLimits
+from fumehood.gateway.routes.item_projection import project_item
+from fumehood.gateway.routes.list_pages import paginate
+from fumehood.gateway.streaming.event_sender import CLIENT_DISCONNECTED
+from fumehood.gateway.streaming.server_sent_events import KEEPALIVE_SECONDS, send_run
+from fumehood.http_server.asgi_request import ClientDisconnected
+from fumehood.interfaces import Caller, Run, RunService, Store
+from fumehood.protocol.conversation import ConversationSegment
+from fumehood.protocol.openai.api_errors import InvalidRequest, NotFound
+from fumehood.protocol.openai.response_aggregation import ONLY_OPENAI_EVENTS, project_response
+from fumehood.protocol.openai.responses import (
+    CompactedResponse,
+    CreateResponse,
+    DeletedObject,
+    Response,
+    Usage,
+)
+from fumehood.worker_threads import run_in_worker
+
+# Sends a run to its end; how many events that were, and how it ended, None if the client did not stay for it.
+type SendEvents = Callable[[Run, Collection[str]], Awaitable[tuple[int, Response | None]]]
+
+
+class ResponseRoutes:
+    """Handlers of one path each.
+
+    always: what every answer includes, asked for or not.
+    """
+
+    def __init__(
+        self,
+        runs: RunService,
+        store: Store,
+        metrics: GatewayMetrics,
+        *,
+        limits: RequestLimits,
+        always_include: Collection[str] = (),
+        keepalive_seconds: float = KEEPALIVE_SECONDS,
+        parser: RequestParser | None = None,
+    ) -> None:
+        self.parser = parser or RequestParser()
+        self._runs = runs
+        self._store = store
+        self._metrics = metrics
+        self._limits = limits
+        self._always_include = frozenset(always_include)
+        self._keepalive_seconds = keepalive_seconds
+        self._idempotent_requests = IdempotentRequests(runs, store, limits, metrics, keepalive_seconds)
+
+    async def create(self, context: RequestContext, caller: Caller) -> None:
+        with self._limits.memory_budget(caller) as room:
+            request, body = await self._read_request(context, caller, room)
+            include = self._effective_include(context, request)
+            header = context.headers.get(b"idempotency-key")
+            if header is not None:
+                digest = await run_in_worker(len(body), digest_body, body)
+                del body  # it may be large, and the run long
+                asked = IdempotentRequest(caller, parse_key(header), digest, request, include)
+                self._log_outcome(context, await self._idempotent_requests.respond(context, asked, room))
+                return
+            del body
+            await self._run_and_respond(context, caller, request, partial(self._send_sse, context), room)
+
+    def memory_budget(self, caller: Caller) -> MemoryBudget:
+        """For the body of a request that came otherwise."""
+        return self._limits.memory_budget(caller)
+
+    def max_message_bytes(self, caller: Caller) -> int:
+        """The largest request that may come as a message."""
+        return self._limits.max_body_bytes(caller)
+
+    async def create_from_message(
+        self,
+        context: RequestContext,
+        caller: Caller,
+        request: CreateResponse,
+        send_events: SendEvents,
+        budget: MemoryBudget,
+        past: Sequence[ConversationSegment] | None,
+    ) -> tuple[Run, Response | None]:
+        """Make a response of a request that came otherwise, streamed by `follow`; how it ended, None if the client did
+        not stay. `room` holds what the request takes, `past` is as in `Runs.start`.
+        """
+        self._limits.count_request(caller, context.extra_headers)
+        context.log_fields["model"] = request.model
+        return await self._run_and_respond(context, caller, request, send_events, budget, past)
+
+    async def _read_request(
+        self, context: RequestContext, caller: Caller, budget: MemoryBudget
+    ) -> tuple[CreateResponse, bytes]:
+        self._limits.count_request(caller, context.extra_headers)
+        request, body = await self.parser.read_request(
+            context, self._limits.max_body_bytes(caller), budget.reserve
+        )
+        context.log_fields["model"] = request.model
+        return request, body
+
+    async def _run_and_respond(
+        self,
+        context: RequestContext,
+        caller: Caller,
+        request: CreateResponse,
+        send_events: SendEvents,
+        budget: MemoryBudget,
+        past: Sequence[ConversationSegment] | None = None,
+    ) -> tuple[Run, Response | None]:
+        with self._limits.concurrency_slot(caller):
+            run = await self._runs.start(request, caller, past=past, reserve_memory=budget.reserve)
+            context.log_fields["response_id"] = run.id
+            response = await self._respond(context, run, request, send_events)
+        self._log_outcome(context, response)
+        if response is not None:
+            self._metrics.record_response(response)
+        return run, response
+
+    async def _respond(
+        self, context: RequestContext, run: Run, request: CreateResponse, send_events: SendEvents
+    ) -> Response | None:
+        include = self._effective_include(context, request)
+        if not request.stream:
+            return await self._send_when_complete(context, run, include)
+        self._metrics.open_streams += 1
+        try:
+            events, response = await send_events(run, include)
+        finally:
+            self._metrics.open_streams -= 1
+        context.log_fields["events"] = events
+        self._metrics.record_events(events)
+        return response
+
+    def _send_sse(
+        self, context: RequestContext, run: Run, include: Collection[str]
+    ) -> Awaitable[tuple[int, Response | None]]:
+        return send_run(context, run, include, self._keepalive_seconds)
+
+    async def _send_when_complete(
+        self, context: RequestContext, run: Run, include: Collection[str]
+    ) -> Response:
+        with DisconnectMonitor(context, lambda: run.cancel(CLIENT_DISCONNECTED)):
+            response = await run.wait()
+        await context.respond_json(project_response(response, include))
+        return response
+
+    def _log_outcome(self, context: RequestContext, response: Response | None) -> None:
+        if response is None:
+            context.log_fields["outcome"] = CLIENT_DISCONNECTED
+            return
+        context.log_fields["outcome"] = response.status
+        if response.usage is not None:
+            self._log_usage(context, response.usage)
+
+    def _log_usage(self, context: RequestContext, usage: Usage) -> None:
+        context.log_fields["input_tokens"] = usage.input_tokens
+        context.log_fields["output_tokens"] = usage.output_tokens
+
+    def _effective_include(self, context: RequestContext, request: CreateResponse) -> frozenset[str]:
+        include = self._always_include.union(request.include or ())
+        return include.union((ONLY_OPENAI_EVENTS,)) if _rejects_unknown_events(context.headers) else include
+
+    async def count_input_tokens(self, context: RequestContext, caller: Caller) -> None:
+        with self._limits.memory_budget(caller) as room:
+            request, _ = await self._read_request(context, caller, room)
+            with self._limits.concurrency_slot(caller):
+                counted = await self._runs.count_tokens(request, caller, reserve_memory=room.reserve)
+        await context.respond_json(counted)
+
+    async def compact(self, context: RequestContext, caller: Caller) -> None:
+        with self._limits.memory_budget(caller) as room:
+            request, _ = await self._read_request(context, caller, room)
+            with self._limits.concurrency_slot(caller):
+                compacted = await self._compact_while_connected(context, caller, request, room)
+        self._log_usage(context, compacted.usage)
+        self._metrics.record_compaction(compacted.usage)
+        await context.respond_json(compacted)
+
+    async def _compact_while_connected(
+        self, context: RequestContext, caller: Caller, request: CreateResponse, budget: MemoryBudget
+    ) -> CompactedResponse:
+        task = asyncio.ensure_future(self._runs.compact(request, caller, reserve_memory=budget.reserve))
+        with DisconnectMonitor(context, lambda: _cancel(task)) as vigil:
+            try:
+                return await task
+            except asyncio.CancelledError:
+                if vigil.disconnected:
+                    raise ClientDisconnected from None
+                raise
+
+    async def get(self, context: RequestContext, caller: Caller) -> None:
+        include = self._parse_include(context)
+        if context.query_parameter("stream") in ("true", "1"):
+            raise InvalidRequest(
+                "Only a response that was made in the background can be streamed again.", param="stream"
+            )
+        response = await self._find_response(context, caller)
+        with self._limits.memory_budget(caller) as room:
+            await _send_large_response(context, room, project_response(response, include))
+
+    async def delete(self, context: RequestContext, caller: Caller) -> None:
+        response_id = context.path_parameters["response_id"]
+        if not await self._store.delete_response(caller.tenant, response_id):
+            raise _response_not_found(response_id)
+        await context.respond_json(DeletedObject(id=response_id, object="response"))
+
+    async def cancel(self, context: RequestContext, caller: Caller) -> None:
+        response = await self._find_response(context, caller)
+        if not response.background:
+            raise InvalidRequest("Cannot cancel a synchronous response.", param="response_id")
+        await context.respond_json(project_response(response, self._always_include))
+
+    async def list_input_items(self, context: RequestContext, caller: Caller) -> None:
+        include = self._parse_include(context)
+        response_id = context.path_parameters["response_id"]
+        entries = await self._store.list_input_items(caller.tenant, response_id)
+        if entries is None:
+            raise _response_not_found(response_id)
+        # What was referred to again is listed once: pages are found by ids.
+        once = {entry.id or "": entry for entry in entries}
+        size = sum([entry.size for entry in entries])
+        with self._limits.memory_budget(caller) as room:
+            room.reserve_for_response(size)
+            listed = await run_in_worker(
+                size, paginate, context, list(once.items()), lambda entry: project_item(entry, include)
+            )
+            await _send_large_response(context, room, listed)
+
+    async def _find_response(self, context: RequestContext, caller: Caller) -> Response:
+        response_id = context.path_parameters["response_id"]
+        response = await self._store.get_response(caller.tenant, response_id)
+        if response is None:
+            raise _response_not_found(response_id)
+        return response
+
+    def _parse_include(self, context: RequestContext) -> frozenset[str]:
+        asked = context.query_parameters("include")
+        check_include(asked)
+        return self._always_include.union(asked)
+
+
+async def _send_large_response(context: RequestContext, budget: MemoryBudget, value: object) -> None:
+    """Something that may be large, and may be asked for again by whoever is told to come later. Raises RateLimited,
+    Unavailable.
+    """
+    body = encode_json(value)
+    budget.reserve_for_response(len(body))
+    await context.respond(body)
+
+
+def _rejects_unknown_events(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether it is `responses.stream()` of openai-node, which throws at an event that it does not know."""
+    return (
+        headers.get(b"x-stainless-helper-method") == b"stream" and headers.get(b"x-stainless-lang") == b"js"
+    )
+
+
+def _cancel(task: asyncio.Future[CompactedResponse]) -> None:
+    task.cancel()
+
+
+def _response_not_found(response_id: str) -> NotFound:
+    return NotFound(f"Response with id {response_id[:100]!r} not found.", param="response_id")

@@ -1,0 +1,1 @@
+"""Sending the events of a run to HTTP and WebSocket clients."""

@@ -1,0 +1,1 @@
+"""HTTP server code that the gateway and the sandbox server share."""

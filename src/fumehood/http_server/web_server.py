@@ -1,0 +1,425 @@
+"""Runs an ASGI application on a socket under bounds of ours, and stops it in good order."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, cast, override
+
+import uvicorn
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+
+from fumehood.http_server.asgi_request import DIRECT_WRITER, Application, Headers
+from fumehood.http_server.descriptor_limit import FileDescriptorLimit
+from fumehood.http_server.http1_protocol import Http1Protocol
+from fumehood.http_server.read_scheduler import ReadScheduler, SlicedReadProtocol
+from fumehood.http_server.slow_clients import StalledClientMixin, do_nothing
+
+type ErrorRenderer = Callable[[int, str], bytes]
+
+_KEEP_ALIVE_SECONDS = 120
+_HEADER_SECONDS = 30.0
+_HEADER_BYTES = 64 << 10
+_HEADER_COUNT = 256
+_MAX_PIPELINED = 128
+_MAX_DIRECT_BYTES = 64 << 10  # of an answer that is copied to be sent at once
+_SHUTDOWN_SECONDS = 5.0  # seconds for connections to end after everything else has
+_LINGER_SECONDS = 2.0  # for a client to notice that it was refused
+_ABORT_SECONDS = 1.0  # and for their requests after that
+
+logger = logging.getLogger(__name__)
+
+
+class WebServer:
+    """One run of a server. SIGTERM and SIGINT stop it in good order, a second one at once.
+
+    refusal: the headers and the body of an answer to what never became a request, by status and reason.
+    connections: as many as may be open, None for as many as come.
+    sockets: the protocol of WebSockets, None where there are none.
+    on_stalled: is told of every reader that was left because it took nothing.
+    """
+
+    def __init__(
+        self,
+        app: Application,
+        sock: socket.socket,
+        render_error: ErrorRenderer,
+        *,
+        max_connections: int | None = None,
+        websocket_protocol: type[asyncio.Protocol] | None = None,
+        on_stalled: Callable[[], None] = do_nothing,
+    ) -> None:
+        self._sock = sock
+        self._stop = asyncio.Event()
+        self._force_stop = asyncio.Event()
+        self._uvicorn = _UvicornServer(
+            uvicorn.Config(
+                app,
+                # uvicorn makes the protocols itself, and passes no settings of ours on
+                http=type(
+                    "_Bounded",
+                    (_SlicedHttpProtocol,),
+                    {
+                        "share": ReadScheduler(),
+                        "refusal": staticmethod(render_error),
+                        "most": max_connections,
+                        "descriptors": FileDescriptorLimit(),
+                        "on_stalled": staticmethod(on_stalled),
+                    },
+                ),
+                ws=websocket_protocol or "none",
+                lifespan="off",
+                interface="asgi3",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            )
+        )
+
+    # ---- what a server of ours adds ---------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """What has to be done before anybody is told that it is ready; requests are answered meanwhile."""
+
+    async def drain(self) -> None:
+        """What has to be waited for when it is stopped; who is in a hurry cancels it."""
+
+    async def close(self) -> None:
+        """What has to be done in any case."""
+
+    # ---- its life ---------------------------------------------------------------------------------------------
+
+    @property
+    def open_request_count(self) -> int:
+        """How many are being answered."""
+        return len(self._uvicorn.server_state.tasks)
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stop.is_set()
+
+    def stop(self) -> None:
+        """Stop in good order; the second time, at once."""
+        if self._stop.is_set():
+            self._force_stop.set()
+        self._stop.set()
+
+    def stop_accepting(self) -> None:
+        self._uvicorn.should_exit = True
+
+    async def run(self, on_ready: Callable[[], None]) -> None:
+        """Until it is stopped, by a signal or by `stop`; raises what `start` does."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop)
+        try:
+            await self.serve(on_ready)
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    async def serve(self, on_ready: Callable[[], None]) -> None:
+        """As `run`, without taking the signals: those are the process's affair."""
+        loop = asyncio.get_running_loop()
+        handler = loop.get_exception_handler()
+        loop.set_exception_handler(_report_loop_error)
+        web = asyncio.ensure_future(self._uvicorn.serve(sockets=[self._sock]))
+        try:
+            if await _run_unless(self._stop, self.start()):
+                on_ready()
+                await _run_unless(self._stop, asyncio.shield(web))
+            await _run_unless(self._force_stop, self.drain())
+        finally:
+            await self.close()
+            self.stop_accepting()
+            await self._close_connections(web)
+            loop.set_exception_handler(handler)
+
+    async def _close_connections(self, web: asyncio.Future[None]) -> None:
+        """Let connections end; then end them, and then those who still write to one."""
+        await asyncio.wait({web}, timeout=0 if self._force_stop.is_set() else _SHUTDOWN_SECONDS)
+        self._uvicorn.force_exit = True
+        for connection in tuple(self._uvicorn.server_state.connections):
+            connection.transport.abort()
+        await asyncio.wait({web}, timeout=_ABORT_SECONDS)
+        for task in tuple(self._uvicorn.server_state.tasks):
+            task.cancel()
+        await web
+
+
+def _report_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What nobody was there to be told; a lack of memory is no fault that a traceback would explain."""
+    if isinstance(context.get("exception"), MemoryError):
+        logger.warning("A connection was closed: the server is short of memory.")
+    else:
+        loop.default_exception_handler(context)
+
+
+async def _run_unless(event: asyncio.Event, work: Coroutine[Any, Any, None] | asyncio.Future[None]) -> bool:
+    """Do it, unless the event comes first; says whether it was done."""
+    task = asyncio.ensure_future(work)
+    waiting = asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+            return True
+        return False
+    finally:
+        waiting.cancel()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+class _UvicornServer(uvicorn.Server):
+    @contextlib.contextmanager
+    @override
+    def capture_signals(self) -> Generator[None]:
+        """They are ours."""
+        yield
+
+
+class _LimitedProtocol(StalledClientMixin, Http1Protocol):
+    """Bounds what uvicorn does not: connections, the size of a request's head, the time it takes to arrive, and how
+    long an answer may wait for a reader that takes nothing.
+    """
+
+    render_error: ErrorRenderer
+    max_connections: int | None
+    descriptor_limit: FileDescriptorLimit
+    _head_timer: asyncio.TimerHandle | None = None
+    _head_bytes = 0  # of the head, or of what came since the last piece of the body and is none
+    _in_head = True
+    _in_body = False
+    _received_body = False
+    _is_discarding = False  # it has had its answer, and is read until it notices
+    # The request that is being answered; uvicorn's `cycle` is the one that came last, which may have to wait for it.
+    _active_cycle: RequestResponseCycle | None = None
+
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast("asyncio.Transport", transport))
+        if self.max_connections is not None and len(self.connections) > self.max_connections:
+            reason = f"{self.max_connections} callers are connected, as many as may be; try again later."
+            self._send_error_and_close(b"429 Too Many Requests\r\nretry-after: 1", 429, reason)
+            return
+        sock: socket.socket | None = transport.get_extra_info("socket")
+        if sock is not None and self.descriptor_limit.rejects(sock.fileno()):
+            self._send_unavailable("The server is short of file descriptors; try again later.")
+            self.transport.close()
+            return
+        self._start_head_timer()
+
+    def _start_head_timer(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(_HEADER_SECONDS, self.transport.close)
+
+    def _cancel_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        if self._is_discarding:
+            return
+        self._received_body = False
+        super().data_received(data)
+        if self.transport.is_closing() or self._is_discarding:
+            return
+        if self._in_head:
+            self._start_head_timer()  # the rest of it: mostly all of it came at once
+            self._head_bytes += len(data)
+            if self._head_bytes > _HEADER_BYTES:
+                self.send_400_response("The head of the request is too large.")
+        elif self._in_body and not self._received_body:
+            self._head_bytes += len(data)
+            if self._head_bytes > _HEADER_BYTES:
+                self.send_400_response("What follows the body of the request is too large.")
+
+    @override
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._head_bytes = 0
+
+    @override
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Not what follows a body: it would pass for a header that nobody in front of this server has seen."""
+        if self._in_head:
+            super().on_header(name, value)
+
+    @override
+    def on_body(self, body: bytes) -> None:
+        self._received_body = True
+        self._head_bytes = 0
+        super().on_body(body)
+
+    @override
+    def on_message_complete(self) -> None:
+        self._in_body = False
+        super().on_message_complete()
+
+    @override
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._in_body = True
+        self._head_bytes = 0
+        self._cancel_head_timer()
+        if len(self.headers) > _HEADER_COUNT:
+            self.head_error = f"The request has more than {_HEADER_COUNT} headers."
+            raise ValueError(self.head_error)
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            self.head_error = f"More than {_MAX_PIPELINED} requests wait on this connection."
+            raise ValueError(self.head_error)
+        super().on_headers_complete()
+        cast("dict[str, object]", self.scope)[DIRECT_WRITER] = _CycleWriter(self.cycle)
+
+    @override
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._active_cycle = cycle
+        super()._start_asgi_task(cycle, app)
+
+    @property
+    def _is_responding(self) -> bool:
+        return self._active_cycle is not None and not self._active_cycle.response_complete
+
+    @property
+    def _has_pending_response(self) -> bool:
+        """Whether what comes now belongs to another request than the one that is being answered."""
+        running = self._active_cycle
+        if running is None or running.response_complete:
+            return False
+        return running.response_started or not running.more_body
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._cancel_head_timer()
+        self._disconnect_active()
+        super().connection_lost(exc)
+
+    def _disconnect_active(self) -> None:
+        """Tell the request that is being answered that nobody is there any more."""
+        if self._active_cycle is not None and self._is_responding:
+            self._active_cycle.disconnected = True
+            self._active_cycle.message_event.set()
+
+    @override
+    def handle_websocket_upgrade(self) -> None:
+        if (
+            self._is_responding
+        ):  # it would go on writing between the frames, and never learn that the client left
+            self.send_400_response("Another request on this connection has yet to be answered.")
+            return
+        self.cancel_stall_timer()
+        super().handle_websocket_upgrade()
+
+    @override
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        super().timeout_keep_alive_handler()
+
+    def _send_unavailable(self, reason: str) -> None:
+        self._write_error(b"503 Service Unavailable\r\nretry-after: 5", 503, reason)
+
+    @override
+    def on_out_of_memory(self) -> None:
+        """Closing at once would reset the connection, and a client that still sends would never see the answer."""
+        self._send_unavailable("The server is short of memory; try again later.")
+        self._disconnect_active()  # it would wait for a body that nobody reads
+        self.transport.write_eof()
+        self._is_discarding = True
+        self.loop.call_later(_LINGER_SECONDS, self.transport.close)
+
+    @override
+    def send_400_response(self, msg: str) -> None:
+        self._send_error_and_close(b"400 Bad Request", 400, msg)
+
+    def _send_error_and_close(self, head: bytes, status: int, reason: str) -> None:
+        self._write_error(head, status, reason)
+        self.transport.close()
+
+    def _write_error(self, head: bytes, status: int, reason: str) -> None:
+        logger.debug("What came was refused before it was a request: %s", reason)
+        if not self._has_pending_response:  # else this would be taken for it, or for a part of it
+            refusal = self.render_error(status, reason)
+            self.transport.write(b"HTTP/1.1 %s\r\nconnection: close\r\n%s" % (head, refusal))
+
+
+class _SlicedHttpProtocol(SlicedReadProtocol, _LimitedProtocol):
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.flow = _SlicedFlowControl(self)
+
+    @property
+    @override
+    def is_read_paused(self) -> bool:
+        return self.flow.read_paused
+
+
+class _SlicedFlowControl(FlowControl):
+    """Reads nothing more while something of what came before is still to be parsed."""
+
+    def __init__(self, protocol: _SlicedHttpProtocol) -> None:
+        super().__init__(protocol.transport)
+        self._protocol = protocol
+
+    @override
+    def resume_reading(self) -> None:
+        if self._protocol.has_unparsed:
+            self.read_paused = False
+        else:
+            super().resume_reading()
+
+
+class _CycleWriter:
+    """See `Shortcut`: as uvicorn's `send` would, but for the looks at what is known to be well-formed."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def write_response(self, status: int, headers: Headers, body: bytes) -> bool:
+        """In one packet, which takes half of what two take."""
+        cycle = self._cycle
+        if cycle.response_started or cycle.flow.write_paused or _is_disconnected(cycle):
+            return False
+        if len(body) > _MAX_DIRECT_BYTES or cycle.scope["method"] == "HEAD":
+            return False
+        lines = b"".join([b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)])
+        closing = b"" if cycle.keep_alive else b"connection: close\r\n"
+        cycle.response_started = cycle.response_complete = True
+        cycle.transport.write(b"%b%b%b\r\n%b" % (STATUS_LINE[status], lines, closing, body))
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        cycle.on_response()
+        return True
+
+    def write_chunk(self, body: bytes | bytearray) -> bool:
+        cycle = self._cycle
+        if not cycle.chunked_encoding or cycle.response_complete or not body:
+            return False
+        if cycle.flow.write_paused or _is_disconnected(cycle):
+            return False
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
+
+
+def _is_disconnected(cycle: RequestResponseCycle) -> bool:
+    return cycle.disconnected or cycle.transport.is_closing()
+
+
+def render_error_response(headers: list[tuple[bytes, bytes]], body: bytes) -> bytes:
+    """What a `Refusal` gives."""
+    lines = b"".join(b"%s: %s\r\n" % header for header in headers)
+    return b"%scontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (lines, len(body), body)

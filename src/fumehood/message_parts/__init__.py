@@ -1,0 +1,49 @@
+"""Server tool calls of every vendor as OpenTelemetry message parts."""
+
+from fumehood.message_parts.canonical_parts import (
+    Json,
+    JsonObject,
+    Part,
+    ReasoningPart,
+    TextPart,
+    ToolCallPart,
+    ToolCallResponsePart,
+)
+from fumehood.message_parts.conversion import convert, from_vendor, list_formats
+from fumehood.message_parts.json_schemas import read_published_schema
+from fumehood.message_parts.messages import infer_finish_reason, to_messages
+from fumehood.message_parts.part_types import REPRESENTATIONS, MalformedPartError
+from fumehood.message_parts.redaction import (
+    TRUNCATED_PART_TYPE,
+    redact_parts,
+    replace_inline_data,
+    truncate_parts,
+)
+from fumehood.message_parts.representations import SOURCE_FIELD, part_type_name, to_representation
+from fumehood.message_parts.validation import validate
+
+__all__ = [
+    "REPRESENTATIONS",
+    "SOURCE_FIELD",
+    "TRUNCATED_PART_TYPE",
+    "Json",
+    "JsonObject",
+    "MalformedPartError",
+    "Part",
+    "ReasoningPart",
+    "TextPart",
+    "ToolCallPart",
+    "ToolCallResponsePart",
+    "convert",
+    "from_vendor",
+    "infer_finish_reason",
+    "list_formats",
+    "part_type_name",
+    "read_published_schema",
+    "redact_parts",
+    "replace_inline_data",
+    "to_messages",
+    "to_representation",
+    "truncate_parts",
+    "validate",
+]

@@ -1,0 +1,377 @@
+"""From any vendor's items to parts and back, and to another vendor's."""
+
+import json
+from typing import cast
+
+import msgspec
+
+from fumehood.message_parts.canonical_parts import (
+    ExtractedField,
+    GenericPart,
+    Json,
+    JsonObject,
+    JsonPath,
+    Part,
+    ReasoningPart,
+    ResponseEnvelope,
+    Status,
+    TextPart,
+    ToolCallPart,
+    ToolCallResponsePart,
+    VendorSource,
+    pair_calls,
+)
+from fumehood.message_parts.field_codecs import (
+    FIELD_CODECS,
+    MISSING,
+    copy_json,
+    get_at_path,
+    get_text_at_path,
+    set_at_path,
+)
+from fumehood.message_parts.part_types import REPRESENTATIONS, MalformedPartError
+from fumehood.message_parts.representations import SOURCE_FIELD, from_representation, to_representation
+from fumehood.message_parts.vendor_codec import (
+    ItemMapping,
+    TextTemplate,
+    VendorCodec,
+    decode_item,
+    encode_item,
+    wrap_opaque_item,
+)
+from fumehood.message_parts.vendors import VENDORS
+
+
+class UnknownVendorError(Exception):
+    """The vendor's name is not one of `VENDORS`."""
+
+
+def get_vendor(name: str) -> VendorCodec:
+    found = VENDORS.get(name)
+    if found is None:
+        raise UnknownVendorError(f"There is no vendor {name!r}; there are {', '.join(VENDORS)}.")
+    return found
+
+
+# --- from the vendor ----------------------------------------------------------------------------------
+
+
+def from_vendor(name: str, document: Json) -> list[Part]:
+    """The parts of a list of items, of one item, or of a whole response. Takes any JSON and loses nothing of it."""
+    vendor = get_vendor(name)
+    places = vendor.find_item_lists(document)
+    if not places and isinstance(document, list):
+        parts = _decode_items(vendor, document, 0)
+        _align_execution(parts)
+        return parts
+    left = copy_json(document)
+    parts: list[Part] = []
+    for number, place in enumerate(places):
+        parts += _decode_items(vendor, cast(list[Json], get_at_path(document, place)), number)
+        left = set_at_path(left, place, None)
+    if not parts:
+        places, left = [()], None
+        parts = _decode_items(vendor, [document], 0)
+    envelope = ResponseEnvelope(document=left, item_list_paths=places)
+    parts[0].source = msgspec.structs.replace(cast(VendorSource, parts[0].source), envelope=envelope)
+    for part in vendor.derive_calls(document, parts):
+        part.source = VendorSource(vendor=vendor.name)
+        parts.append(part)
+    _align_execution(parts)
+    return parts
+
+
+def _decode_items(vendor: VendorCodec, items: list[Json], list_index: int) -> list[Part]:
+    parts: list[Part] = []
+    for item in items:
+        if isinstance(item, dict):
+            parts += decode_item(vendor.name, item, vendor.draft_parts(item), list_index)
+        else:
+            parts.append(wrap_opaque_item(vendor.name, item, list_index))
+    return parts
+
+
+def _align_execution(parts: list[Part]) -> None:
+    """What only the pair tells: a result is run where its call was."""
+    for call_at, result_at in pair_calls(parts):
+        if call_at is not None and result_at is not None:
+            call, result = parts[call_at], parts[result_at]
+            if isinstance(call, ToolCallPart) and isinstance(result, ToolCallResponsePart):
+                result.execution = call.execution
+
+
+# --- to a vendor --------------------------------------------------------------------------------------
+
+
+def to_vendor(name: str, parts: list[Part], dropped: list[Part] | None = None) -> Json:
+    """What `from_vendor` was given, if the parts came from this vendor; else its nearest words for them.
+
+    Parts that were only derived from what stands beside the items do not become items of their own vendor. Those that
+    the vendor has no words for are added to `left_out`.
+    """
+    vendor = get_vendor(name)
+    documents: list[_VendorDocument] = [_VendorDocument()]
+    names = {part.call_id: part.name for part in parts if isinstance(part, ToolCallPart)}
+    try:
+        for group in _group_by_item(vendor, parts):
+            source = group[0].source
+            if source is not None and _has_vendor_item(vendor, group[0]):
+                if source.envelope is not None and documents[-1].envelope is not None:
+                    documents.append(_VendorDocument())
+                documents[-1].envelope = source.envelope or documents[-1].envelope
+                documents[-1].items.append((source.list_index, encode_item(group)))
+            elif (made := _build_item(vendor, group, names)) is not None:
+                documents[-1].items.append((0, made))
+            elif dropped is not None:
+                dropped += group
+        return documents[0].build() if len(documents) == 1 else _concatenate(documents)
+    except ValueError as error:
+        raise MalformedPartError(f"`{SOURCE_FIELD}` does not lead back: {error}") from error
+
+
+class _VendorDocument(msgspec.Struct):
+    """What one call of `from_vendor` was given: items with their places in the envelope, or alone."""
+
+    envelope: ResponseEnvelope | None = None
+    items: list[tuple[int, Json]] = []
+
+    @property
+    def is_list(self) -> bool:
+        return self.envelope is None or (self.envelope.item_list_paths == [()] and len(self.items) != 1)
+
+    def build(self) -> Json:
+        if self.envelope is None or self.is_list:
+            return [item for _, item in self.items]
+        if self.envelope.item_list_paths == [()]:
+            return self.items[0][1]
+        lists: list[list[Json]] = [[] for _ in self.envelope.item_list_paths]
+        for place, item in self.items:
+            if not 0 <= place < len(lists):
+                raise ValueError(f"there is no place {place}")
+            lists[place].append(item)
+        document = copy_json(self.envelope.document)
+        for path, found in zip(self.envelope.item_list_paths, lists, strict=True):
+            document = set_at_path(document, path, [*found])
+        return document
+
+
+def _concatenate(documents: list[_VendorDocument]) -> Json:
+    """Parts of several documents, one after another, are a list of these."""
+    made: list[Json] = []
+    for document in documents:
+        whole = document.build()
+        if document.is_list and isinstance(whole, list):
+            made += whole
+        else:
+            made.append(whole)
+    return made
+
+
+def _group_by_item(vendor: VendorCodec, parts: list[Part]) -> list[list[Part]]:
+    """Parts by the item they are of: as they came from this vendor, else as it would write them."""
+    results = {call: result for call, result in pair_calls(parts) if call is not None and result is not None}
+    groups: list[list[Part]] = []
+    joined: set[int] = set()
+    last: _ItemGroup | None = None
+    for position, part in enumerate(parts):
+        if position in joined or _is_derived(vendor, part):
+            continue
+        if last is not None and last.accepts(part):
+            last.add(part)
+            groups[-1].append(part)
+            continue
+        groups.append([part])
+        last = _ItemGroup(part) if _has_vendor_item(vendor, part) else None
+        result = results.get(position)
+        if result is None or _has_vendor_item(vendor, part) or _has_vendor_item(vendor, parts[result]):
+            continue
+        if isinstance(part, ToolCallPart) and _mapping_for(vendor, part).is_unified:
+            joined.add(result)
+            groups[-1].append(parts[result])
+    return groups
+
+
+def _has_vendor_item(vendor: VendorCodec, part: Part) -> bool:
+    source = part.source
+    return source is not None and source.vendor == vendor.name and source.item is not msgspec.UNSET
+
+
+class _ItemGroup:
+    """The item of the parts that stand in a row, as far as they are here."""
+
+    def __init__(self, first: Part) -> None:
+        self._source = cast(VendorSource, first.source)
+        self._paths: set[JsonPath] = set()
+        self._calls: set[tuple[str | None, str]] = set()
+        self.add(first)
+
+    def add(self, part: Part) -> None:
+        self._paths.update(move.path for move in _extracted_fields_of(part))
+        if isinstance(part, ToolCallPart):
+            self._calls.add((part.call_id, part.kind))
+
+    def accepts(self, part: Part) -> bool:
+        """Whether it is a further part of this item, not of another whose first part was left out."""
+        source = part.source
+        if source is None or not source.is_continuation or source.vendor != self._source.vendor:
+            return False
+        if isinstance(part, ToolCallResponsePart) and (part.call_id, part.kind) not in self._calls:
+            return False
+        return all(move.path not in self._paths and self._is_vacant(move) for move in source.extracted_fields)
+
+    def _is_vacant(self, field: ExtractedField) -> bool:
+        left = get_at_path(cast(Json, self._source.item), field.path)
+        return left is not MISSING and (left is None or field.codec != "")
+
+
+def _extracted_fields_of(part: Part) -> list[ExtractedField]:
+    return part.source.extracted_fields if part.source is not None else []
+
+
+def _is_derived(vendor: VendorCodec, part: Part) -> bool:
+    told = isinstance(part, ToolCallPart | ToolCallResponsePart) and part.provenance == "synthesized"
+    return told and part.source is not None and part.source.vendor == vendor.name
+
+
+# --- in another vendor's words ------------------------------------------------------------------------
+
+
+def _mapping_for(vendor: VendorCodec, part: ToolCallPart | ToolCallResponsePart) -> ItemMapping:
+    """A kind that the vendor has no word for is written as a function's."""
+    for kind in (part.kind, "function"):
+        for shape in vendor.item_mappings:
+            side = shape.call if isinstance(part, ToolCallPart) else shape.response
+            if shape.kind == kind and side is not None:
+                return shape
+    raise AssertionError(f"{vendor.name} has no functions")
+
+
+def _build_item(vendor: VendorCodec, group: list[Part], names: dict[str | None, str]) -> Json | None:
+    """`names`: of all tools that were called, by their calls; some vendors repeat them with the result."""
+    first = group[0]
+    if isinstance(first, ToolCallPart | ToolCallResponsePart):
+        tools = [part for part in group if isinstance(part, ToolCallPart | ToolCallResponsePart)]
+        return _build_tool_item(_mapping_for(vendor, first), tools, names.get(first.call_id))
+    if isinstance(first, TextPart):
+        asked = first.role != "assistant" and vendor.user_text is not None
+        return _build_text_item(vendor.user_text if asked else vendor.text, first.content, first.role)
+    if isinstance(first, ReasoningPart):
+        return _build_text_item(vendor.reasoning, first.content)
+    if isinstance(first, GenericPart) and first.source is not None and first.source.item is not msgspec.UNSET:
+        return copy_json(first.source.item)
+    return None
+
+
+def _build_text_item(template: TextTemplate | None, text: str, role: str = "assistant") -> Json | None:
+    if template is None:
+        return None
+    item = set_at_path(copy_json(template.item), template.path, text)
+    return set_at_path(item, ("role",), role) if "role" in template.item else item
+
+
+def _build_tool_item(
+    mapping: ItemMapping, parts: list[ToolCallPart | ToolCallResponsePart], name: str | None
+) -> Json:
+    item = copy_json(mapping.template or {"type": mapping.type})
+    for part in parts:
+        shared = part.call_id if part.call_id is not None else part.id
+        item = _fill_if_empty(item, mapping.call_id, shared)
+        item = _fill_if_empty(
+            item, mapping.id, part.id if mapping.call_id and part.id is not None else shared
+        )
+        item = _fill_if_empty(item, mapping.name, name)
+        word = get_text_at_path(item, mapping.status)
+        if word in _VENDOR_STATUS_WORDS and part.status is not None:
+            item = set_at_path(item, mapping.status, _VENDOR_STATUS_WORDS[word].get(part.status, word))
+        item = _write_payload(item, mapping, part)
+    return item
+
+
+# By the word that an item begins with, what the vendor says instead.
+_VENDOR_STATUS_WORDS: dict[str, dict[Status, str]] = {
+    "completed": {
+        "in_progress": "in_progress",
+        "incomplete": "incomplete",
+        "failed": "failed",
+        "cancelled": "incomplete",
+    },
+    "success": {"incomplete": "error", "failed": "error", "cancelled": "error"},
+    "OUTCOME_OK": {"incomplete": "OUTCOME_FAILED", "failed": "OUTCOME_FAILED", "cancelled": "OUTCOME_FAILED"},
+}
+
+
+def _fill_if_empty(item: Json, path: JsonPath, value: str | None) -> Json:
+    if not path or value is None or get_at_path(item, path) not in (MISSING, None, ""):
+        return item
+    return set_at_path(item, path, value)
+
+
+def _write_payload(item: Json, mapping: ItemMapping, part: ToolCallPart | ToolCallResponsePart) -> Json:
+    payload = part.payload if mapping.kind == part.kind else _as_function_payload(part)
+    done: set[str] = set()
+    for field in (mapping.call if isinstance(part, ToolCallPart) else mapping.response) or ():
+        value = payload.get(field.name)
+        if field.name in done or value is None:
+            continue
+        done.add(field.name)
+        before = get_at_path(item, field.path)
+        left = None if before is MISSING else before
+        written = (
+            FIELD_CODECS[field.codec].encode(copy_json(value), left)
+            if field.codec
+            else _coerce_like(copy_json(value), left)
+        )
+        item = set_at_path(item, field.path, written)
+    return item
+
+
+def _as_function_payload(part: ToolCallPart | ToolCallResponsePart) -> JsonObject:
+    """MCP tools are functions, too; of any other kind the payload as a whole is what was asked and answered."""
+    if isinstance(part, ToolCallPart):
+        return {"arguments": part.payload.get("arguments") if part.kind == "mcp" else part.payload}
+    return {"result": part.payload.get("output") if part.kind == "mcp" else part.payload}
+
+
+def _coerce_like(value: Json, example: Json) -> Json:
+    """Arguments and results of functions are text for some vendors and objects or lists for others."""
+    if isinstance(example, str) and not isinstance(value, str):
+        return json.dumps(value)
+    if isinstance(example, dict) and not isinstance(value, dict):
+        found = _parse_object(value)
+        return {"result": value} if found is None else found
+    if isinstance(example, list) and not isinstance(value, list):
+        return [{"text": value if isinstance(value, str) else json.dumps(value)}]
+    return value
+
+
+def _parse_object(value: Json) -> JsonObject | None:
+    try:
+        found: Json = json.loads(value) if isinstance(value, str) else None
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+# --- anything to anything -----------------------------------------------------------------------------
+
+
+def list_formats() -> list[str]:
+    """What can be converted from and to."""
+    return [*VENDORS, *REPRESENTATIONS]
+
+
+def convert(source: str, target: str, document: Json, dropped: list[Part] | None = None) -> Json:
+    """A document of one vendor or view as another has it: a list of parts or items, or what it once was a list of.
+
+    `left_out` is for parts that the target has no words for.
+    """
+    if source in REPRESENTATIONS:
+        written = document if isinstance(document, list) else [document]
+        parts = from_representation(written, compat=source == "option1-compat")
+    else:
+        parts = from_vendor(source, document)
+    return (
+        [*to_representation(target, parts)]
+        if target in REPRESENTATIONS
+        else to_vendor(target, parts, dropped)
+    )

@@ -1,0 +1,308 @@
+"""Takes values out of JSON and puts them back exactly.
+
+A lens reads one form as another: it gives what it read and what it left, and writes both back. A value is moved only
+if it comes back the same, so a lens may be simple: what it does not understand stays where it was.
+"""
+
+import json
+from collections.abc import Callable
+from typing import cast
+
+import msgspec
+
+from fumehood.message_parts.canonical_parts import Json, JsonObject, JsonPath
+
+type Extraction = tuple[Json, Json]  # what was read, what is left
+
+
+class FieldCodec(msgspec.Struct, frozen=True):
+    """`get` raises ValueError for what it cannot read; `put` takes anything, since parts may have been changed."""
+
+    decode: Callable[[Json], Extraction]
+    encode: Callable[[Json, Json], Json]
+
+
+def is_same_json(one: Json, other: Json) -> bool:
+    """Equal as JSON text: 1, 1.0 and true are three things, and the order of keys counts."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        theirs = cast(JsonObject, other)
+        return list(one) == list(theirs) and all(
+            is_same_json(value, theirs[key]) for key, value in one.items()
+        )
+    if isinstance(one, list):
+        values = cast(list[Json], other)
+        return len(one) == len(values) and all(map(is_same_json, one, values))
+    return one == other or (one != one and other != other)
+
+
+def copy_json(value: Json) -> Json:
+    if isinstance(value, dict):
+        return {key: copy_json(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [copy_json(inner) for inner in value]
+    return value
+
+
+# --- paths --------------------------------------------------------------------------------------------
+
+MISSING = msgspec.UNSET
+
+
+def get_at_path(value: Json, path: JsonPath) -> Json | msgspec.UnsetType:
+    if not path:
+        return value
+    step = path[0]
+    if isinstance(value, dict) and isinstance(step, str) and step in value:
+        return get_at_path(value[step], path[1:])
+    if isinstance(value, list) and isinstance(step, int) and 0 <= step < len(value):
+        return get_at_path(value[step], path[1:])
+    return MISSING
+
+
+def get_text_at_path(value: Json, path: JsonPath) -> str | None:
+    found = get_at_path(value, path) if path else None
+    return found if isinstance(found, str) else None
+
+
+def set_at_path(value: Json, path: JsonPath, new: Json) -> Json:
+    """`value` with `new` at `path`; members on the way that are missing are made, places in lists are not."""
+    if not path:
+        return new
+    step, rest = path[0], path[1:]
+    if isinstance(step, int):
+        if not isinstance(value, list) or not 0 <= step < len(value):
+            raise ValueError(f"there is no place {step}")
+        value[step] = set_at_path(value[step], rest, new)
+        return value
+    members = value if isinstance(value, dict) else {}
+    members[step] = set_at_path(members.get(step), rest, new)
+    return members
+
+
+# --- the lenses, by the names that parts carry --------------------------------------------------------
+
+
+def _decode_identity(value: Json) -> Extraction:
+    return value, None
+
+
+def _encode_identity(value: Json, _remainder: Json) -> Json:
+    return value
+
+
+def _decode_single(value: Json) -> Extraction:
+    return [value], None
+
+
+def _encode_single(value: Json, _remainder: Json) -> Json:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _decode_log(value: Json) -> Extraction:
+    if not isinstance(value, str):
+        raise ValueError
+    return [{"type": "logs", "logs": value}], None
+
+
+def _encode_log(value: Json, _remainder: Json) -> Json:
+    texts = [entry.get("logs") for entry in _objects(value)]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def _decode_stdout(value: Json) -> Extraction:
+    if not isinstance(value, str):
+        raise ValueError
+    return [{"stdout": value}], None
+
+
+def _encode_stdout(value: Json, _remainder: Json) -> Json:
+    texts = [entry.get("stdout") for entry in _objects(value)]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+# How JSON is written inside JSON: vendors' servers differ in spaces and escapes.
+_JSON_STYLES: tuple[tuple[tuple[str, str], bool], ...] = (
+    ((", ", ": "), True),
+    ((",", ":"), False),
+    ((", ", ": "), False),
+    ((",", ":"), True),
+)
+
+
+def _json_member_codec(name: str, *, as_list: bool = False) -> FieldCodec:
+    """One member of an object that is written as JSON text; alone in a list, if that is what the field wants."""
+
+    def get(value: Json) -> Extraction:
+        if not isinstance(value, str):
+            raise ValueError
+        found: Json = json.loads(value)
+        if not isinstance(found, dict) or name not in found:
+            raise ValueError
+        for number in range(len(_JSON_STYLES)):
+            if _dump_json(found, number) == value:
+                taken = found[name]
+                return ([taken] if as_list else taken), [number, {**found, name: None}]
+        raise ValueError
+
+    def put(value: Json, left: Json) -> Json:
+        taken = _encode_single(value, None) if as_list else value
+        if not isinstance(left, list) or len(left) != 2 or not isinstance(left[1], dict):
+            return _dump_json({name: taken}, 0)
+        return _dump_json({**left[1], name: taken}, left[0])
+
+    return FieldCodec(get, put)
+
+
+def _dump_json(value: JsonObject, style: Json) -> str:
+    known = isinstance(style, int) and 0 <= style < len(_JSON_STYLES)
+    separators, ascii_only = _JSON_STYLES[style if known and isinstance(style, int) else 0]
+    return json.dumps(value, separators=separators, ensure_ascii=ascii_only)
+
+
+_STREAM_NAMES = ("stdout", "stderr")
+
+
+def _decode_streams(value: Json) -> Extraction:
+    """Anthropic's result of code: texts by stream, and files."""
+    if not isinstance(value, dict):
+        raise ValueError
+    outputs: list[Json] = []
+    left = dict(value)
+    for stream in _STREAM_NAMES:
+        if isinstance(value.get(stream), str):
+            outputs.append({"type": "logs", "logs": value[stream], "stream": stream})
+            left[stream] = None
+    files = value.get("content")
+    if isinstance(files, list) and all(_has_file(entry) for entry in files):
+        entries = _objects(files)
+        outputs += [{"type": "file", "file_id": entry["file_id"]} for entry in entries]
+        left["content"] = [{**entry, "file_id": None} for entry in entries]
+    if not outputs:
+        raise ValueError
+    return outputs, left
+
+
+def _has_file(entry: Json) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("file_id"), str)
+
+
+def _encode_streams(value: Json, remainder: Json) -> Json:
+    result: JsonObject = dict(remainder) if isinstance(remainder, dict) else {"content": []}
+    entries = _objects(value)
+    for stream in _STREAM_NAMES:
+        texts = [
+            str(entry.get("logs", ""))
+            for entry in entries
+            if entry.get("type") == "logs" and entry.get("stream", "stdout") == stream
+        ]
+        if texts or not isinstance(remainder, dict):
+            result[stream] = "".join(texts)
+    files = [entry for entry in entries if entry.get("type") == "file"]
+    if files:
+        kept = result.get("content")
+        frames = kept if isinstance(kept, list) and len(kept) == len(files) else [None] * len(files)
+        result["content"] = [
+            {**(frame if isinstance(frame, dict) else {}), "file_id": entry.get("file_id")}
+            for frame, entry in zip(frames, files, strict=True)
+        ]
+    return result
+
+
+def _decode_process(value: Json) -> Extraction:
+    """The result of one command: stdout, stderr and return_code beside whatever else, and the files that it left."""
+    if not isinstance(value, dict):
+        raise ValueError
+    names = {"stdout": "stdout", "stderr": "stderr", "return_code": "exit_code"}
+    output: JsonObject = {ours: value[theirs] for theirs, ours in names.items() if theirs in value}
+    if not output:
+        raise ValueError
+    left: JsonObject = {key: None if key in names else inner for key, inner in value.items()}
+    files = value.get("content")
+    if isinstance(files, list) and files and all(_has_file(entry) for entry in files):
+        entries = _objects(files)
+        output["file_ids"] = [entry["file_id"] for entry in entries]
+        left["content"] = [{**entry, "file_id": None} for entry in entries]
+    return [output], left
+
+
+def _encode_process(value: Json, remainder: Json) -> Json:
+    result: JsonObject = dict(remainder) if isinstance(remainder, dict) else {"content": []}
+    for entry in _objects(value)[:1]:
+        outcome = entry.get("outcome")
+        told = {**(outcome if isinstance(outcome, dict) else {}), **entry}
+        for ours, theirs in (("stdout", "stdout"), ("stderr", "stderr"), ("exit_code", "return_code")):
+            if ours in told:
+                result[theirs] = told[ours]
+        files = told.get("file_ids")
+        if isinstance(files, list):
+            frames = _objects(result.get("content"))
+            if len(frames) != len(files):
+                frames = [{"type": "bash_code_execution_output"} for _ in files]
+            result["content"] = [
+                {**frame, "file_id": file} for frame, file in zip(frames, files, strict=True)
+            ]
+    return result
+
+
+def _encode_shell_outputs(value: Json, _remainder: Json) -> Json:
+    """Results of commands; OpenAI has all of each, and the code in its outcome."""
+    if not isinstance(value, list):
+        return value
+    return [
+        _encode_shell_output(entry) if isinstance(entry, dict) and "outcome" not in entry else entry
+        for entry in value
+    ]
+
+
+def _encode_shell_output(entry: JsonObject) -> JsonObject:
+    code = entry.get("exit_code")
+    outcome: JsonObject = {"type": "exit", "exit_code": 0 if code is None else code}
+    told: JsonObject = {key: value for key, value in entry.items() if key not in ("exit_code", "file_ids")}
+    return {"stdout": "", "stderr": "", **told, "outcome": outcome}
+
+
+def _decode_data_url(value: Json) -> Extraction:
+    """The data of a `data:` URL; what is before it is left."""
+    if not isinstance(value, str) or not value.startswith("data:") or ";base64," not in value:
+        raise ValueError
+    head, _, data = value.partition(";base64,")
+    return data, f"{head};base64,"
+
+
+def _encode_data_url(value: Json, remainder: Json) -> Json:
+    return f"{remainder}{value}" if isinstance(remainder, str) else value
+
+
+def _objects(value: Json) -> list[JsonObject]:
+    return [entry for entry in value if isinstance(entry, dict)] if isinstance(value, list) else []
+
+
+FIELD_CODECS = {
+    "": FieldCodec(_decode_identity, _encode_identity),
+    "one": FieldCodec(_decode_single, _encode_single),
+    "log": FieldCodec(_decode_log, _encode_log),
+    "stdout": FieldCodec(_decode_stdout, _encode_stdout),
+    "json.code": _json_member_codec("code"),
+    "json.prompt": _json_member_codec("prompt"),
+    "json.query": _json_member_codec("query", as_list=True),
+    "json.queries": _json_member_codec("queries"),
+    "streams": FieldCodec(_decode_streams, _encode_streams),
+    "process": FieldCodec(_decode_process, _encode_process),
+    "ran": FieldCodec(_decode_identity, _encode_shell_outputs),
+    "data_url": FieldCodec(_decode_data_url, _encode_data_url),
+}
+
+
+def extract(value: Json, codec: str) -> Extraction | None:
+    """What the lens reads and leaves, or None if it cannot be put back as it was."""
+    try:
+        taken, left = FIELD_CODECS[codec].decode(value)
+    except (ValueError, RecursionError):
+        return None
+    return (
+        (taken, left)
+        if is_same_json(FIELD_CODECS[codec].encode(copy_json(taken), copy_json(left)), value)
+        else None
+    )

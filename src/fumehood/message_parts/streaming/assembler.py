@@ -1,0 +1,62 @@
+"""Parts of a stream, at any moment of it."""
+
+import msgspec
+
+from fumehood.message_parts.canonical_parts import (
+    Json,
+    JsonObject,
+    Part,
+    Status,
+    ToolCallPart,
+    ToolCallResponsePart,
+)
+from fumehood.message_parts.conversion import from_vendor, get_vendor
+from fumehood.message_parts.streaming import VENDOR_STREAMS
+
+_OPEN_STATUSES = (None, "in_progress")
+
+
+class StreamAssembler:
+    """Takes the events of one response as the vendor sends them, and has its items and parts whenever asked.
+
+    After the last event they are what the vendor would have sent in one piece. Before, and after a stream that broke
+    off, they are what has come: the beginning of a text, those arguments of a call that are whole.
+    """
+
+    def __init__(self, vendor: str) -> None:
+        self._vendor = get_vendor(vendor).name
+        self._stream = VENDOR_STREAMS[self._vendor]()
+
+    def feed(self, event: Json) -> None:
+        """Events that are not known are left alone."""
+        if isinstance(event, dict):
+            self._stream.feed(event)
+
+    def build_document(self) -> Json:
+        """The items, or the response, as far as they are here."""
+        return self._stream.build_document()
+
+    def build_parts(self, end_status: Status | None = None) -> list[Part]:
+        """`ended`: how calls ended that the stream has not told the end of, if it is over."""
+        parts = from_vendor(self._vendor, self.build_document())
+        tools = [part for part in parts if isinstance(part, ToolCallPart | ToolCallResponsePart)]
+        settled = {part.call_id for part in tools if part.call_id and part.status not in _OPEN_STATUSES}
+        unfinished = self._stream.partial_items.unfinished_positions
+        item = -1
+        for part in parts:
+            if part.source is not None and part.source.item is not msgspec.UNSET:
+                item += 1
+            if (
+                item in unfinished
+                and isinstance(part, ToolCallPart | ToolCallResponsePart)
+                and part.status in _OPEN_STATUSES
+            ):
+                part.status = part.status if part.call_id in settled else end_status or "in_progress"
+        return parts
+
+
+def assemble_stream(vendor: str, events: list[JsonObject]) -> Json:
+    assembly = StreamAssembler(vendor)
+    for event in events:
+        assembly.feed(event)
+    return assembly.build_document()

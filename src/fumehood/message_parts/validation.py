@@ -1,0 +1,95 @@
+"""Tells what is wrong with parts, one by one and as pairs."""
+
+from collections.abc import Iterator
+from typing import cast
+
+import msgspec
+
+from fumehood.message_parts.canonical_parts import Json, JsonObject
+from fumehood.message_parts.part_types import TOOL_PART_TYPES, find_part_error
+
+
+class PartProblem(msgspec.Struct, frozen=True):
+    """`where` is the part's place in what was given, such as `[2]` or `[0].parts[1]`."""
+
+    location: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.location}: {self.reason}" if self.location else self.reason
+
+
+def validate(document: Json, *, compat: bool = False) -> list[PartProblem]:
+    """All problems of a part, a list of parts, or messages with parts, in their order."""
+    found: list[PartProblem] = []
+    pairing = _PairingCheck()
+    for where, part in _iter_parts(document):
+        if reason := find_part_error(part, compat=compat):
+            found.append(PartProblem(where, reason))
+        else:
+            found += [PartProblem(where, reason) for reason in pairing.add(cast(JsonObject, part))]
+    return found
+
+
+def _iter_parts(document: Json) -> Iterator[tuple[str, Json]]:
+    entries = document if isinstance(document, list) else [document]
+    for number, entry in enumerate(entries):
+        where = f"[{number}]" if isinstance(document, list) else ""
+        if isinstance(entry, dict) and "type" not in entry and isinstance(entry.get("parts"), list):
+            for inner, part in enumerate(cast(list[Json], entry["parts"])):
+                yield f"{where}.parts[{inner}]", part
+        else:
+            yield where, entry
+
+
+class _PairingCheck:
+    """What a sequence of parts said so far, by id: which kind was called, and whether it was answered."""
+
+    def __init__(self) -> None:
+        self._kinds_by_call_id: dict[str, str] = {}
+        self._answered_ids: set[str] = set()
+        self._open_calls_by_kind: dict[str, int] = {}
+
+    def add(self, part: JsonObject) -> Iterator[str]:
+        form = TOOL_PART_TYPES.get(cast(str, part["type"]))
+        if form is None:
+            return
+        shared = part.get("id")
+        for key, side in ((form.call, "call"), (form.response, "response")):
+            if not key or key not in part:
+                continue
+            payload = part[key]
+            # Before payloads had types, all tools were functions.
+            kind = payload.get("type") if isinstance(payload, dict) else "function"
+            said = str(kind)
+            if side == "call":
+                yield from self._check_call(shared, said)
+            else:
+                # One object for both halves may hold a response whose call was in an earlier message.
+                yield from self._check_response(shared, said, alone=not form.holds_both)
+
+    def _check_call(self, shared: Json, kind: str) -> Iterator[str]:
+        if not isinstance(shared, str):
+            self._open_calls_by_kind[kind] = self._open_calls_by_kind.get(kind, 0) + 1
+        elif shared in self._kinds_by_call_id:
+            yield f"the id {shared} is called a second time"
+        elif shared in self._answered_ids:
+            yield f"the call {shared} comes after its response"
+        else:
+            self._kinds_by_call_id[shared] = kind
+
+    def _check_response(self, shared: Json, kind: str, *, alone: bool) -> Iterator[str]:
+        if not isinstance(shared, str):
+            if self._open_calls_by_kind.get(kind):
+                self._open_calls_by_kind[kind] -= 1
+            elif alone:
+                yield f"a {kind} response without an id has no call before it"
+            return
+        if shared in self._answered_ids:
+            yield f"the call {shared} is answered a second time"
+        elif shared not in self._kinds_by_call_id:
+            if alone:
+                yield f"the response {shared} has no call before it"
+        elif self._kinds_by_call_id[shared] != kind:
+            yield f"the call {shared} is of the kind {self._kinds_by_call_id[shared]}, its response of the kind {kind}"
+        self._answered_ids.add(shared)

@@ -1,0 +1,191 @@
+"""Anthropic's Messages API: calls and results are blocks of their own, tied by an id."""
+
+import msgspec
+
+from fumehood.message_parts.canonical_parts import (
+    BlobPart,
+    FilePart,
+    Json,
+    JsonObject,
+    JsonPath,
+    ReasoningPart,
+    TextPart,
+    UriPart,
+)
+from fumehood.message_parts.field_codecs import get_text_at_path
+from fumehood.message_parts.vendor_codec import (
+    ItemMapping,
+    PartDraft,
+    TextTemplate,
+    VendorCodec,
+    draft_tool_parts,
+    map_fields,
+)
+
+_CALL_ID = ("tool_use_id",)
+_ERROR = ("content", "error_code")
+
+
+def _call_mapping(name: str, kind: str, **paths: str) -> ItemMapping:
+    begins: JsonObject = {"type": "server_tool_use", "id": "", "name": name, "input": {}}
+    return ItemMapping(type=f"server_tool_use:{name}", kind=kind, call=map_fields(**paths), template=begins)
+
+
+def _response_mapping(name: str, kind: str, **paths: str) -> ItemMapping:
+    return ItemMapping(
+        type=f"{name}_tool_result",
+        kind=kind,
+        response=(*map_fields(**paths), *map_fields(error="content.error_code")),
+        id=(),
+        call_id=_CALL_ID,
+        failed=_ERROR,
+        template={"type": f"{name}_tool_result", "tool_use_id": ""},
+    )
+
+
+ITEM_MAPPINGS = (
+    _call_mapping("code_execution", "code_interpreter", code="input.code"),
+    msgspec.structs.replace(
+        _response_mapping(
+            "code_execution", "code_interpreter", outputs="content|streams", exit_code="content.return_code"
+        ),
+        template={
+            "type": "code_execution_tool_result",
+            "tool_use_id": "",
+            "content": {
+                "type": "code_execution_result",
+                "stdout": "",
+                "stderr": "",
+                "return_code": 0,
+                "content": [],
+            },
+        },
+    ),
+    _call_mapping("bash_code_execution", "shell", commands="input.command|one"),
+    msgspec.structs.replace(
+        _response_mapping("bash_code_execution", "shell", outputs="content|process"),
+        template={
+            "type": "bash_code_execution_tool_result",
+            "tool_use_id": "",
+            "content": {
+                "type": "bash_code_execution_result",
+                "stdout": "",
+                "stderr": "",
+                "return_code": 0,
+                "content": [],
+            },
+        },
+    ),
+    _call_mapping("text_editor_code_execution", "text_editor", arguments="input"),
+    _response_mapping("text_editor_code_execution", "text_editor", result="content"),
+    _call_mapping("web_search", "web_search", queries="input.query|one"),
+    _response_mapping("web_search", "web_search", results="content"),
+    _call_mapping("web_fetch", "web_fetch", url="input.url"),
+    _response_mapping("web_fetch", "web_fetch", url="content.url", document="content.content"),
+    _call_mapping("tool_search_tool_regex", "tool_search", arguments="input"),
+    _call_mapping("tool_search_tool_bm25", "tool_search", arguments="input"),
+    _response_mapping("tool_search", "tool_search", tools="content.tool_references"),
+    ItemMapping(
+        type="mcp_tool_use",
+        kind="mcp",
+        call=map_fields(arguments="input", server_label="server_name"),
+        name=("name",),
+        template={"type": "mcp_tool_use", "id": "", "name": "", "server_name": "", "input": {}},
+    ),
+    ItemMapping(
+        type="mcp_tool_result",
+        kind="mcp",
+        response=map_fields(output="content"),
+        id=(),
+        call_id=_CALL_ID,
+        failed=("is_error",),
+        template={"type": "mcp_tool_result", "tool_use_id": "", "is_error": False, "content": ""},
+    ),
+    ItemMapping(
+        type="tool_use",
+        kind="function",
+        call=map_fields(arguments="input"),
+        name=("name",),
+        execution="client",
+        template={"type": "tool_use", "id": "", "name": "", "input": {}},
+    ),
+    ItemMapping(
+        type="tool_result",
+        kind="function",
+        response=map_fields(result="content"),
+        id=(),
+        call_id=_CALL_ID,
+        failed=("is_error",),
+        execution="client",
+        template={"type": "tool_result", "tool_use_id": "", "content": ""},
+    ),
+)
+_BY_TYPE = {shape.type: shape for shape in ITEM_MAPPINGS}
+
+
+def draft_parts(item: JsonObject) -> list[PartDraft]:
+    kind = item.get("type")
+    if not isinstance(kind, str):
+        return []
+    if shape := _mapping_of(kind, item):
+        return draft_tool_parts(item, shape)
+    match kind:
+        case "text":
+            return [PartDraft(TextPart(content=""), map_fields(content="text"))]
+        case "thinking":
+            return [PartDraft(ReasoningPart(content=""), map_fields(content="thinking"))]
+        case "container_upload":
+            return [PartDraft(FilePart(file_id="", modality="file"), map_fields(file_id=""))]
+        case "image" | "document":
+            return _draft_media(item, "image" if kind == "image" else "document")
+        case _:
+            return []
+
+
+def _mapping_of(kind: str, item: JsonObject) -> ItemMapping | None:
+    """A server tool that is not known here is a kind of its own, called and answered under its name."""
+    if kind == "server_tool_use":
+        name = get_text_at_path(item, ("name",))
+        if not name:
+            return None
+        return _BY_TYPE.get(f"{kind}:{name}") or _call_mapping(name, name, arguments="input")
+    if kind not in _BY_TYPE and kind.endswith("_tool_result"):
+        name = kind.removesuffix("_tool_result")
+        return _response_mapping(name, name, result="content") if name else None
+    return _BY_TYPE.get(kind)
+
+
+def _draft_media(item: JsonObject, modality: str) -> list[PartDraft]:
+    mime = get_text_at_path(item, ("source", "media_type"))
+    match get_text_at_path(item, ("source", "type")):
+        case "base64":
+            part = BlobPart(content="", modality=modality, mime_type=mime)
+            return [PartDraft(part, map_fields(content="source.data"))]
+        case "url":
+            return [PartDraft(UriPart(uri="", modality=modality), map_fields(uri="source.url"))]
+        case "file":
+            return [PartDraft(FilePart(file_id="", modality=modality), map_fields(file_id="source.file_id"))]
+        case _:
+            return []
+
+
+def find_item_lists(document: Json) -> list[JsonPath]:
+    """A message has its blocks in `content`; a conversation is a list of messages."""
+    if isinstance(document, list):
+        return [(number, "content") for number, entry in enumerate(document) if _is_message(entry)]
+    return [("content",)] if _is_message(document) else []
+
+
+def _is_message(value: Json) -> bool:
+    return isinstance(value, dict) and "role" in value and isinstance(value.get("content"), list)
+
+
+VENDOR = VendorCodec(
+    name="anthropic",
+    title="Anthropic Messages",
+    item_mappings=ITEM_MAPPINGS,
+    draft_parts=draft_parts,
+    text=TextTemplate({"type": "text", "text": ""}, ("text",)),
+    reasoning=TextTemplate({"type": "thinking", "thinking": "", "signature": ""}, ("thinking",)),
+    find_item_lists=find_item_lists,
+)

@@ -1,0 +1,115 @@
+"""Azure AI agents: tool calls of run steps, and OpenAI's items beside Azure's own."""
+
+from fumehood.message_parts.canonical_parts import Execution, Json, JsonObject, JsonPath
+from fumehood.message_parts.field_codecs import MISSING, get_at_path, get_text_at_path
+from fumehood.message_parts.vendor_codec import (
+    FieldMapping,
+    ItemMapping,
+    PartDraft,
+    VendorCodec,
+    draft_tool_parts,
+    map_fields,
+)
+from fumehood.message_parts.vendors import openai
+
+
+def _run_step_mapping(
+    name: str, kind: str, call: dict[str, str], result: dict[str, str], execution: Execution = "server"
+) -> ItemMapping:
+    """A tool call of a run step: what was asked and what came of it, in a member of the tool's name."""
+    return ItemMapping(
+        type=name,
+        kind=kind,
+        call=map_fields(**{field: f"{name}.{place or field}" for field, place in call.items()}),
+        response=map_fields(**{field: f"{name}.{place or field}" for field, place in result.items()}),
+        name=(name, "name") if kind == "function" else (),
+        status=(),
+        execution=execution,
+        template={"type": name, "id": "", name: {}},
+    )
+
+
+RUN_STEP_MAPPINGS = (
+    _run_step_mapping("code_interpreter", "code_interpreter", {"code": "input"}, {"outputs": ""}),
+    _run_step_mapping("file_search", "file_search", {"queries": ""}, {"results": ""}),
+    _run_step_mapping("bing_grounding", "web_search", {"url": "requesturl"}, {"response_metadata": ""}),
+    _run_step_mapping("bing_custom_search", "web_search", {"url": "requesturl"}, {"response_metadata": ""}),
+    _run_step_mapping("azure_ai_search", "file_search", {"queries": "input|one"}, {"output": ""}),
+    _run_step_mapping("openapi", "openapi", {"arguments": ""}, {"output": ""}),
+    _run_step_mapping("function", "function", {"arguments": ""}, {"result": "output"}, "client"),
+    ItemMapping(
+        type="mcp",
+        kind="mcp",
+        call=map_fields(arguments="", server_label=""),
+        response=map_fields(output="", error=""),
+        name=("name",),
+        status=(),
+        failed=("error",),
+        template={"type": "mcp", "id": "", "name": "", "arguments": "{}"},
+    ),
+)
+_BY_TYPE = {shape.type: shape for shape in RUN_STEP_MAPPINGS}
+_OUTPUT_SUFFIX = "_call_output"
+_CALL_SUFFIX = "_call"
+
+
+def draft_parts(item: JsonObject) -> list[PartDraft]:
+    kind = item.get("type")
+    if isinstance(kind, str):
+        if shape := _BY_TYPE.get(kind):
+            return draft_tool_parts(item, shape)
+        if kind not in openai.BY_TYPE and (shape := _azure_mapping(kind, item)):
+            return draft_tool_parts(item, shape)
+    return openai.draft_parts(item)
+
+
+def _azure_mapping(kind: str, item: JsonObject) -> ItemMapping | None:
+    """Azure's tools beside OpenAI's: `azure_ai_search_call` and `azure_ai_search_call_output`, and so on."""
+    if kind.endswith(_OUTPUT_SUFFIX):
+        name = kind.removesuffix(_OUTPUT_SUFFIX)
+        return ItemMapping(type=kind, kind=name, response=map_fields(output=""), call_id=("call_id",))
+    if kind.endswith(_CALL_SUFFIX):
+        name = kind.removesuffix(_CALL_SUFFIX)
+        return ItemMapping(type=kind, kind=name, call=map_fields(arguments=""), call_id=("call_id",))
+    # A tool that has no table, or that a later version of the service runs in its steps.
+    if isinstance(item.get(kind), dict) and get_text_at_path(item, ("id",)) is not None:
+        return _unknown_step_mapping(kind, item)
+    return None
+
+
+def _unknown_step_mapping(kind: str, item: JsonObject) -> ItemMapping:
+    output = (FieldMapping("output", (kind, "output")),)
+    for asked in ("input", "arguments"):
+        if (
+            get_at_path(item, (kind, asked)) is not MISSING
+            and get_at_path(item, (kind, "output")) is not MISSING
+        ):
+            call = (FieldMapping("arguments", (kind, asked)),)
+            return ItemMapping(type=kind, kind=kind, call=call, response=output, status=())
+    return ItemMapping(type=kind, kind=kind, call=(FieldMapping("arguments", (kind,)),), status=())
+
+
+def find_item_lists(document: Json) -> list[JsonPath]:
+    """A run step has its calls in `step_details`; steps come one by one, in a list, or in a page of a list."""
+    steps = get_at_path(document, ("data",)) if isinstance(document, dict) else document
+    prefix: JsonPath = ("data",) if isinstance(document, dict) and isinstance(steps, list) else ()
+    entries = steps if isinstance(steps, list) else []
+    found: list[JsonPath] = [
+        (*prefix, number, "step_details", "tool_calls") for number, _ in enumerate(entries)
+    ]
+    found.append(("step_details", "tool_calls"))
+    return [
+        place for place in found if isinstance(get_at_path(document, place), list)
+    ] or openai.find_item_lists(document)
+
+
+VENDOR = VendorCodec(
+    name="azure",
+    title="Azure AI agents",
+    item_mappings=(*RUN_STEP_MAPPINGS, *openai.ITEM_MAPPINGS),
+    draft_parts=draft_parts,
+    text=openai.VENDOR.text,
+    user_text=openai.VENDOR.user_text,
+    reasoning=openai.VENDOR.reasoning,
+    find_item_lists=find_item_lists,
+)

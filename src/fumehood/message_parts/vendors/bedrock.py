@@ -1,0 +1,150 @@
+"""Amazon Bedrock's Converse: blocks with one member that says what they are.
+
+Blobs are base64 text here, as AWS writes them in JSON.
+"""
+
+from fumehood.message_parts.canonical_parts import (
+    BlobPart,
+    Execution,
+    Json,
+    JsonObject,
+    JsonPath,
+    ReasoningPart,
+    TextPart,
+    UriPart,
+)
+from fumehood.message_parts.field_codecs import get_at_path, get_text_at_path
+from fumehood.message_parts.vendor_codec import (
+    FieldMapping,
+    ItemMapping,
+    PartDraft,
+    TextTemplate,
+    VendorCodec,
+    draft_tool_parts,
+    map_fields,
+)
+
+_SERVER_TOOL_TYPE = "server_tool_use"
+
+
+def _call_mapping(name: str, kind: str, execution: Execution = "server", **paths: str) -> ItemMapping:
+    begins: JsonObject = {"toolUseId": "", "name": name, "input": {}}
+    if execution == "server":
+        begins["type"] = _SERVER_TOOL_TYPE
+    return ItemMapping(
+        type=f"toolUse:{name}" if name else "toolUse",
+        kind=kind,
+        call=map_fields(**paths),
+        id=("toolUseId",),
+        name=("name",) if kind == "function" else (),
+        status=(),
+        execution=execution,
+        template={"toolUse": begins},
+    ).nested_under(("toolUse",))
+
+
+def _response_mapping(name: str, kind: str, execution: Execution = "server", **paths: str) -> ItemMapping:
+    begins: JsonObject = {"toolUseId": "", "content": [], "status": "success"}
+    if execution == "server":
+        begins |= {"type": f"{name}_result", "content": [{"json": {}}]}
+    return ItemMapping(
+        type=f"toolResult:{name}_result" if name else "toolResult",
+        kind=kind,
+        response=map_fields(**paths),
+        id=(),
+        call_id=("toolUseId",),
+        execution=execution,
+        template={"toolResult": begins},
+    ).nested_under(("toolResult",))
+
+
+ITEM_MAPPINGS = (
+    _call_mapping("nova_code_interpreter", "code_interpreter", code="input.snippet"),
+    _response_mapping(
+        "nova_code_interpreter",
+        "code_interpreter",
+        outputs="content.0.json.stdOut|log",
+        exit_code="content.0.json.exitCode",
+        error="content.0.json.stdErr",
+    ),
+    _call_mapping("nova_grounding", "web_search", queries="input.query|one"),
+    _response_mapping("nova_grounding", "web_search", content=""),
+    _call_mapping("", "function", "client", arguments="input"),
+    _response_mapping("", "function", "client", result="content"),
+)
+_BY_TYPE = {shape.type: shape for shape in ITEM_MAPPINGS}
+
+
+def draft_parts(item: JsonObject) -> list[PartDraft]:
+    if shape := _mapping_of(item):
+        return draft_tool_parts(item, shape)
+    if isinstance(item.get("text"), str):
+        return [PartDraft(TextPart(content=""), map_fields(content="text"))]
+    if isinstance(get_at_path(item, ("reasoningContent", "reasoningText", "text")), str):
+        return [
+            PartDraft(ReasoningPart(content=""), map_fields(content="reasoningContent.reasoningText.text"))
+        ]
+    if isinstance(get_at_path(item, ("citationsContent", "content")), list):
+        return _draft_cited_text(item)
+    return _draft_media(item)
+
+
+def _mapping_of(item: JsonObject) -> ItemMapping | None:
+    """Tools of the server say so; one that is not known here is a kind of its own."""
+    if isinstance(item.get("toolUse"), dict):
+        name = get_text_at_path(item, ("toolUse", "name")) or ""
+        if get_text_at_path(item, ("toolUse", "type")) != _SERVER_TOOL_TYPE or not name:
+            return _BY_TYPE["toolUse"]
+        return _BY_TYPE.get(f"toolUse:{name}") or _call_mapping(name, name, arguments="input")
+    if isinstance(item.get("toolResult"), dict):
+        name = (get_text_at_path(item, ("toolResult", "type")) or "").removesuffix("_result")
+        if not name:
+            return _BY_TYPE["toolResult"]
+        return _BY_TYPE.get(f"toolResult:{name}_result") or _response_mapping(name, name, result="content")
+    return None
+
+
+def _draft_cited_text(item: JsonObject) -> list[PartDraft]:
+    found = get_at_path(item, ("citationsContent", "content"))
+    entries = found if isinstance(found, list) else []
+    return [
+        PartDraft(
+            TextPart(content=""), (FieldMapping("content", ("citationsContent", "content", number, "text")),)
+        )
+        for number, entry in enumerate(entries)
+        if get_text_at_path(entry, ("text",)) is not None
+    ]
+
+
+def _draft_media(item: JsonObject) -> list[PartDraft]:
+    for modality in ("image", "video", "audio", "document"):
+        form = get_text_at_path(item, (modality, "format"))
+        mime = f"{modality}/{form}" if form and modality != "document" else None
+        if get_text_at_path(item, (modality, "source", "bytes")) is not None:
+            part = BlobPart(content="", modality=modality, mime_type=mime)
+            return [PartDraft(part, (FieldMapping("content", (modality, "source", "bytes")),))]
+        if get_text_at_path(item, (modality, "source", "s3Location", "uri")) is not None:
+            part = UriPart(uri="", modality=modality, mime_type=mime)
+            return [PartDraft(part, (FieldMapping("uri", (modality, "source", "s3Location", "uri")),))]
+    return []
+
+
+def find_item_lists(document: Json) -> list[JsonPath]:
+    """A response has its message in `output`; a conversation is a list of messages."""
+    if isinstance(document, list):
+        return [(number, *place) for number, entry in enumerate(document) for place in find_item_lists(entry)]
+    found: list[JsonPath] = [("content",), ("output", "message", "content")]
+    return [place for place in found if isinstance(get_at_path(document, place), list)]
+
+
+VENDOR = VendorCodec(
+    name="bedrock",
+    title="Bedrock Converse",
+    item_mappings=ITEM_MAPPINGS,
+    draft_parts=draft_parts,
+    text=TextTemplate({"text": ""}, ("text",)),
+    reasoning=TextTemplate(
+        {"reasoningContent": {"reasoningText": {"text": ""}}}, ("reasoningContent", "reasoningText", "text")
+    ),
+    find_item_lists=find_item_lists,
+)

@@ -1,0 +1,150 @@
+"""Amazon Bedrock's Agents: calls and results are traces of an agent's steps."""
+
+from fumehood.message_parts.canonical_parts import (
+    Execution,
+    Json,
+    JsonObject,
+    JsonPath,
+    ReasoningPart,
+    TextPart,
+)
+from fumehood.message_parts.field_codecs import get_at_path, get_text_at_path
+from fumehood.message_parts.vendor_codec import (
+    FieldMapping,
+    ItemMapping,
+    PartDraft,
+    TextTemplate,
+    VendorCodec,
+    draft_tool_parts,
+    map_fields,
+)
+
+_INPUT_FIELD = "invocationInput"
+_OUTPUT_FIELD = "observation"
+_TRACE_FIELDS = ("orchestrationTrace", "routingClassifierTrace")
+# Where a trace may be: an event of the stream, a trace part, or what is in one.
+_TRACE_PREFIXES: tuple[JsonPath, ...] = (("trace", "trace"), ("trace",), ())
+_TEMPLATE_PATH = ("trace", "trace", _TRACE_FIELDS[0])
+
+
+def _call_mapping(member: str, kind: str, **paths: str) -> ItemMapping:
+    return ItemMapping(
+        type=f"{member}Input",
+        kind=kind,
+        call=map_fields(**{name: f"{member}Input.{place or name}" for name, place in paths.items()}),
+        id=("traceId",),
+        status=(),
+        template={"trace": {"trace": {_TRACE_FIELDS[0]: {_INPUT_FIELD: {f"{member}Input": {}}}}}},
+    )
+
+
+def _response_mapping(member: str, kind: str, failed: JsonPath = (), **paths: str) -> ItemMapping:
+    return ItemMapping(
+        type=f"{member}Output",
+        kind=kind,
+        response=map_fields(**{name: f"{member}Output.{place or name}" for name, place in paths.items()}),
+        id=("traceId",),
+        status=(),
+        failed=failed,
+        template={"trace": {"trace": {_TRACE_FIELDS[0]: {_OUTPUT_FIELD: {f"{member}Output": {}}}}}},
+    )
+
+
+def _action_execution(item: JsonObject) -> Execution:
+    """Control is given back to the client where that is how the action is carried out."""
+    for prefix in _TRACE_PREFIXES:
+        for trace in _TRACE_FIELDS:
+            place = (*prefix, trace, _INPUT_FIELD, "actionGroupInvocationInput", "executionType")
+            if get_text_at_path(item, place) == "RETURN_CONTROL":
+                return "client"
+    return "server"
+
+
+_ACTION_MAPPING = ItemMapping(
+    type="actionGroupInvocationInput",
+    kind="function",
+    call=map_fields(arguments="actionGroupInvocationInput.parameters"),
+    id=("traceId",),
+    name=("actionGroupInvocationInput", "function"),
+    status=(),
+    execution=_action_execution,
+    template={"trace": {"trace": {_TRACE_FIELDS[0]: {_INPUT_FIELD: {"actionGroupInvocationInput": {}}}}}},
+)
+_INPUT_MAPPINGS = (
+    _call_mapping("codeInterpreterInvocation", "code_interpreter", code=""),
+    _call_mapping("knowledgeBaseLookup", "file_search", queries="text|one"),
+    _ACTION_MAPPING,
+    _call_mapping("agentCollaboratorInvocation", "agent", arguments="input"),
+)
+_OUTPUT_MAPPINGS = (
+    _response_mapping(
+        "codeInterpreterInvocation",
+        "code_interpreter",
+        ("codeInterpreterInvocationOutput", "executionError"),
+        outputs="executionOutput|log",
+        error="executionError",
+    ),
+    _response_mapping("knowledgeBaseLookup", "file_search", results="retrievedReferences"),
+    _response_mapping("actionGroupInvocation", "function", result="text"),
+    _response_mapping("agentCollaboratorInvocation", "agent", result="output"),
+)
+ITEM_MAPPINGS = (
+    *(shape.nested_under((*_TEMPLATE_PATH, _INPUT_FIELD)) for shape in _INPUT_MAPPINGS),
+    *(shape.nested_under((*_TEMPLATE_PATH, _OUTPUT_FIELD)) for shape in _OUTPUT_MAPPINGS),
+)
+
+
+def draft_parts(item: JsonObject) -> list[PartDraft]:
+    for prefix in _TRACE_PREFIXES:
+        for trace in _TRACE_FIELDS:
+            found = get_at_path(item, (*prefix, trace))
+            if isinstance(found, dict):
+                return _draft_trace(item, (*prefix, trace), found)
+    return []
+
+
+def _draft_trace(item: JsonObject, prefix: JsonPath, trace: JsonObject) -> list[PartDraft]:
+    for side, shapes in ((_INPUT_FIELD, _INPUT_MAPPINGS), (_OUTPUT_FIELD, _OUTPUT_MAPPINGS)):
+        inner = trace.get(side)
+        for shape in shapes:
+            if isinstance(inner, dict) and isinstance(inner.get(shape.type), dict):
+                return draft_tool_parts(item, shape.nested_under((*prefix, side)))
+    if get_text_at_path(trace, ("rationale", "text")) is not None:
+        return [
+            PartDraft(ReasoningPart(content=""), (FieldMapping("content", (*prefix, "rationale", "text")),))
+        ]
+    if get_text_at_path(trace, (_OUTPUT_FIELD, "finalResponse", "text")) is not None:
+        return [
+            PartDraft(
+                TextPart(content=""),
+                (FieldMapping("content", (*prefix, _OUTPUT_FIELD, "finalResponse", "text")),),
+            )
+        ]
+    return []
+
+
+def find_item_lists(document: Json) -> list[JsonPath]:
+    return [("completion",)] if isinstance(get_at_path(document, ("completion",)), list) else []
+
+
+VENDOR = VendorCodec(
+    name="bedrock-agents",
+    title="Bedrock Agents",
+    item_mappings=ITEM_MAPPINGS,
+    draft_parts=draft_parts,
+    text=TextTemplate(
+        {
+            "trace": {
+                "trace": {
+                    _TRACE_FIELDS[0]: {_OUTPUT_FIELD: {"finalResponse": {"text": ""}, "type": "FINISH"}}
+                }
+            }
+        },
+        (*_TEMPLATE_PATH, _OUTPUT_FIELD, "finalResponse", "text"),
+    ),
+    reasoning=TextTemplate(
+        {"trace": {"trace": {_TRACE_FIELDS[0]: {"rationale": {"text": ""}}}}},
+        (*_TEMPLATE_PATH, "rationale", "text"),
+    ),
+    find_item_lists=find_item_lists,
+)

@@ -1,0 +1,281 @@
+"""Gemini's generateContent: code as two parts, other tools as calls or only as metadata.
+
+The REST API writes members in camel case, Google's SDK dumps them in snake case; both are read.
+"""
+
+import re
+
+from msgspec import UnsetType
+
+from fumehood.message_parts.canonical_parts import (
+    BlobPart,
+    Json,
+    JsonObject,
+    JsonPath,
+    Part,
+    ReasoningPart,
+    TextPart,
+    ToolCallPart,
+    ToolCallResponsePart,
+    UriPart,
+)
+from fumehood.message_parts.field_codecs import MISSING, get_at_path, get_text_at_path
+from fumehood.message_parts.vendor_codec import (
+    FieldMapping,
+    ItemMapping,
+    PartDraft,
+    TextTemplate,
+    VendorCodec,
+    draft_tool_parts,
+    map_fields,
+)
+
+_KINDS_BY_TOOL = {
+    "GOOGLE_SEARCH_WEB": "web_search",
+    "GOOGLE_SEARCH_IMAGE": "image_search",
+    "FILE_SEARCH": "file_search",
+    "URL_CONTEXT": "url_context",
+    "GOOGLE_MAPS": "google_maps",
+}
+
+
+_KINDS_WITH_QUERIES = ("web_search", "image_search", "file_search", "google_maps")
+
+
+def _call_mapping(tool: str, kind: str) -> ItemMapping:
+    return ItemMapping(
+        type=f"toolCall:{tool}",
+        kind=kind,
+        call=map_fields(queries="args.queries")
+        if kind in _KINDS_WITH_QUERIES
+        else map_fields(arguments="args"),
+        status=(),
+        template={"toolCall": {"toolType": tool, "args": {}}},
+    )
+
+
+def _response_mapping(tool: str, kind: str) -> ItemMapping:
+    return ItemMapping(
+        type=f"toolResponse:{tool}",
+        kind=kind,
+        response=map_fields(response=""),
+        status=(),
+        template={"toolResponse": {"toolType": tool, "response": {}}},
+    )
+
+
+# Each as it is inside of the member that is named before the colon.
+_INNER_MAPPINGS = (
+    ItemMapping(
+        type="executableCode",
+        kind="code_interpreter",
+        call=map_fields(code="", language=""),
+        status=(),
+        template={"executableCode": {"language": "PYTHON", "code": ""}},
+    ),
+    ItemMapping(
+        type="codeExecutionResult",
+        kind="code_interpreter",
+        response=map_fields(outputs="output|log"),
+        status=("outcome",),
+        template={"codeExecutionResult": {"outcome": "OUTCOME_OK", "output": ""}},
+    ),
+    *(_call_mapping(tool, kind) for tool, kind in _KINDS_BY_TOOL.items()),
+    *(_response_mapping(tool, kind) for tool, kind in _KINDS_BY_TOOL.items()),
+    ItemMapping(
+        type="functionCall",
+        kind="function",
+        call=map_fields(arguments="args"),
+        name=("name",),
+        status=(),
+        execution="client",
+        template={"functionCall": {"name": "", "args": {}}},
+    ),
+    ItemMapping(
+        type="functionResponse",
+        kind="function",
+        response=map_fields(result="response"),
+        name=("name",),
+        status=(),
+        execution="client",
+        template={"functionResponse": {"name": "", "response": {}}},
+    ),
+)
+_BY_TYPE = {shape.type: shape for shape in _INNER_MAPPINGS}
+ITEM_MAPPINGS = tuple(shape.nested_under((shape.type.partition(":")[0],)) for shape in _INNER_MAPPINGS)
+_TOOL_FIELDS = tuple(dict.fromkeys(shape.type.partition(":")[0] for shape in _INNER_MAPPINGS))
+
+
+def _to_snake_case(name: str) -> str:
+    return re.sub(r"[A-Z]", lambda letter: f"_{letter.group().lower()}", name)
+
+
+def draft_parts(item: JsonObject) -> list[PartDraft]:
+    for member in _TOOL_FIELDS:
+        for spelt in (member, _to_snake_case(member)):
+            inner = item.get(spelt)
+            if isinstance(inner, dict) and (shape := _mapping_of(member, inner)):
+                return draft_tool_parts(item, shape.nested_under((spelt,)))
+    if isinstance(item.get("text"), str):
+        part = ReasoningPart(content="") if item.get("thought") is True else TextPart(content="")
+        return [PartDraft(part, map_fields(content="text"))]
+    return _draft_media(item)
+
+
+def _mapping_of(member: str, inner: JsonObject) -> ItemMapping | None:
+    """A tool of the vendor's that is not known here is a kind of its own."""
+    if member not in ("toolCall", "toolResponse"):
+        return _BY_TYPE[member]
+    tool = get_text_at_path(inner, ("toolType",)) or get_text_at_path(inner, ("tool_type",))
+    if not tool:
+        return None
+    make = _call_mapping if member == "toolCall" else _response_mapping
+    return _BY_TYPE.get(f"{member}:{tool}") or make(tool, tool.lower())
+
+
+def _draft_media(item: JsonObject) -> list[PartDraft]:
+    for member, mime_name in (("inlineData", "mimeType"), ("inline_data", "mime_type")):
+        if isinstance(get_at_path(item, (member, "data")), str):
+            mime = get_text_at_path(item, (member, mime_name))
+            part = BlobPart(content="", modality=_modality_of(mime), mime_type=mime)
+            return [PartDraft(part, (FieldMapping("content", (member, "data")),))]
+    for member, mime_name, uri in (
+        ("fileData", "mimeType", "fileUri"),
+        ("file_data", "mime_type", "file_uri"),
+    ):
+        if isinstance(get_at_path(item, (member, uri)), str):
+            mime = get_text_at_path(item, (member, mime_name))
+            return [
+                PartDraft(
+                    UriPart(uri="", modality=_modality_of(mime), mime_type=mime),
+                    (FieldMapping("uri", (member, uri)),),
+                )
+            ]
+    return []
+
+
+def _modality_of(mime: str | None) -> str:
+    return (mime or "file").partition("/")[0]
+
+
+# --- whole responses ----------------------------------------------------------------------------------
+
+
+def find_item_lists(document: Json) -> list[JsonPath]:
+    """Parts are in the content of candidates; a stream is a list of responses, a conversation one of contents."""
+    if isinstance(document, list):
+        return [(number, *place) for number, entry in enumerate(document) for place in find_item_lists(entry)]
+    if not isinstance(document, dict):
+        return []
+    if isinstance(document.get("parts"), list):
+        return [("parts",)]
+    found = [
+        ("candidates", number, "content", "parts")
+        for number, _ in enumerate(_read_list(document, "candidates"))
+    ]
+    return [place for place in found if isinstance(get_at_path(document, place), list)]
+
+
+def _read_list(value: Json | None, *names: str) -> list[Json]:
+    for name in names:
+        inner = value.get(name) if isinstance(value, dict) else None
+        if isinstance(inner, list):
+            return inner
+    return []
+
+
+def _only_strings(values: list[Json]) -> list[Json]:
+    return [value for value in values if isinstance(value, str)]
+
+
+def derive_calls(document: Json, observed: list[Part]) -> list[ToolCallPart | ToolCallResponsePart]:
+    """Searches and fetches that are told in a candidate's metadata, unless their calls are among the parts."""
+    seen = {part.kind for part in observed if isinstance(part, ToolCallPart)}
+    made: list[ToolCallPart | ToolCallResponsePart] = []
+    for entry in document if isinstance(document, list) else [document]:
+        for candidate in _read_list(entry, "candidates"):
+            made += [part for part in _derive_from_metadata(candidate) if part.kind not in seen]
+    return made
+
+
+def _derive_from_metadata(candidate: Json) -> list[ToolCallPart | ToolCallResponsePart]:
+    if not isinstance(candidate, dict):
+        return []
+    made: list[ToolCallPart | ToolCallResponsePart] = []
+    grounding = candidate.get("groundingMetadata") or candidate.get("grounding_metadata")
+    chunks = _read_list(grounding, "groundingChunks", "grounding_chunks")
+    for kind, asked, member, names in _GROUNDING_TOOLS:
+        queries = _only_strings(_read_list(grounding, asked, _to_snake_case(asked)))
+        results = _read_grounding_chunks(chunks, member, names)
+        if queries or results:
+            made += _synthesize_pair(kind, {"queries": queries or None}, {"results": results})
+    fetched = candidate.get("urlContextMetadata") or candidate.get("url_context_metadata")
+    if pages := _read_list(fetched, "urlMetadata", "url_metadata"):
+        urls = [
+            get_text_at_path(page, ("retrievedUrl",)) or get_text_at_path(page, ("retrieved_url",))
+            for page in pages
+        ]
+        made += _synthesize_pair("url_context", {"urls": [url for url in urls if url]}, {"results": pages})
+    return made
+
+
+# Searches that leave their mark in an answer: their queries, if these are told, and what was found.
+_GROUNDING_TOOLS: tuple[tuple[str, str, str, dict[str, tuple[str, ...]]], ...] = (
+    ("web_search", "webSearchQueries", "web", {"url": ("uri",), "title": ("title",)}),
+    (
+        "image_search",
+        "imageSearchQueries",
+        "image",
+        {"url": ("sourceUri",), "image_url": ("imageUri",), "title": ("title",)},
+    ),
+    (
+        "file_search",
+        "retrievalQueries",
+        "retrievedContext",
+        {"file_id": ("uri", "documentName"), "title": ("title",), "text": ("text",)},
+    ),
+    ("google_maps", "", "maps", {"url": ("uri",), "title": ("title",), "place_id": ("placeId",)}),
+)
+
+
+def _read_grounding_chunks(chunks: list[Json], member: str, names: dict[str, tuple[str, ...]]) -> list[Json]:
+    """What chunks of one sort say, by our names for theirs."""
+    found: list[Json] = []
+    for chunk in chunks:
+        inner = _read_either_spelling(chunk, member)
+        if isinstance(inner, dict):
+            named = {ours: _read_first_text(inner, theirs) for ours, theirs in names.items()}
+            found.append({name: value for name, value in named.items() if value is not None})
+    return found
+
+
+def _read_first_text(value: JsonObject, names: tuple[str, ...]) -> str | None:
+    texts = (_read_either_spelling(value, name) for name in names)
+    return next((text for text in texts if isinstance(text, str)), None)
+
+
+def _read_either_spelling(value: Json, name: str) -> Json | UnsetType:
+    """In the spelling of REST, or of the SDK."""
+    found = get_at_path(value, (name,))
+    return get_at_path(value, (_to_snake_case(name),)) if found is MISSING else found
+
+
+def _synthesize_pair(
+    kind: str, call: JsonObject, result: JsonObject
+) -> list[ToolCallPart | ToolCallResponsePart]:
+    return [
+        ToolCallPart(kind=kind, name=kind, payload=call, provenance="synthesized"),
+        ToolCallResponsePart(kind=kind, payload=result, provenance="synthesized"),
+    ]
+
+
+VENDOR = VendorCodec(
+    name="gemini",
+    title="Gemini generateContent",
+    item_mappings=ITEM_MAPPINGS,
+    draft_parts=draft_parts,
+    text=TextTemplate({"text": ""}, ("text",)),
+    reasoning=TextTemplate({"text": "", "thought": True}, ("text",)),
+    find_item_lists=find_item_lists,
+    derive_calls=derive_calls,
+)

@@ -1,0 +1,143 @@
+"""Gemini's Interactions API: calls and results are steps, tied by an id."""
+
+import msgspec
+
+from fumehood.message_parts.canonical_parts import (
+    BlobPart,
+    Execution,
+    Json,
+    JsonObject,
+    JsonPath,
+    ReasoningPart,
+    TextPart,
+    UriPart,
+)
+from fumehood.message_parts.field_codecs import get_text_at_path
+from fumehood.message_parts.vendor_codec import (
+    FieldMapping,
+    ItemMapping,
+    PartDraft,
+    TextTemplate,
+    VendorCodec,
+    draft_tool_parts,
+    map_fields,
+)
+
+
+def _call_mapping(name: str, kind: str, **paths: str) -> ItemMapping:
+    return ItemMapping(
+        type=f"{name}_call",
+        kind=kind,
+        call=map_fields(**paths),
+        status=(),
+        template={"type": f"{name}_call", "id": "", "arguments": {}},
+    )
+
+
+def _response_mapping(name: str, kind: str, **paths: str) -> ItemMapping:
+    return ItemMapping(
+        type=f"{name}_result",
+        kind=kind,
+        response=map_fields(**paths),
+        id=(),
+        call_id=("call_id",),
+        status=(),
+        failed=("is_error",),
+        template={"type": f"{name}_result", "call_id": ""},
+    )
+
+
+def _with_name(mapping: ItemMapping, execution: Execution = "server") -> ItemMapping:
+    name = ("name",) if mapping.call is not None else ()
+    return msgspec.structs.replace(mapping, name=name, execution=execution)
+
+
+ITEM_MAPPINGS = (
+    _call_mapping("code_execution", "code_interpreter", code="arguments.code", language="arguments.language"),
+    _response_mapping("code_execution", "code_interpreter", outputs="result|log"),
+    _call_mapping("google_search", "web_search", queries="arguments.queries"),
+    _response_mapping("google_search", "web_search", results="result"),
+    _call_mapping("file_search", "file_search", queries="arguments.queries"),
+    _response_mapping("file_search", "file_search", results="result"),
+    _call_mapping("url_context", "url_context", urls="arguments.urls"),
+    _response_mapping("url_context", "url_context", results="result"),
+    _call_mapping("google_maps", "google_maps", queries="arguments.queries"),
+    _response_mapping("google_maps", "google_maps", results="result"),
+    _call_mapping("retrieval", "retrieval", queries="arguments.queries"),
+    _response_mapping("retrieval", "retrieval", results="result"),
+    _call_mapping("processing", "processing", arguments=""),
+    _response_mapping("processing", "processing", result=""),
+    msgspec.structs.replace(
+        _with_name(_call_mapping("mcp_server_tool", "mcp", arguments="", server_label="server_name")),
+        template={"type": "mcp_server_tool_call", "id": "", "name": "", "server_name": "", "arguments": {}},
+    ),
+    _with_name(_response_mapping("mcp_server_tool", "mcp", output="result")),
+    _with_name(_call_mapping("function", "function", arguments=""), "client"),
+    _with_name(_response_mapping("function", "function", result=""), "client"),
+)
+_BY_TYPE = {shape.type: shape for shape in ITEM_MAPPINGS}
+
+
+def draft_parts(item: JsonObject) -> list[PartDraft]:
+    kind = item.get("type")
+    if not isinstance(kind, str):
+        return []
+    if shape := _BY_TYPE.get(kind):
+        return draft_tool_parts(item, shape)
+    if kind == "thought":
+        return _draft_contents(item, "summary", "", is_reasoning=True)
+    if kind in ("model_output", "user_input"):
+        return _draft_contents(item, "content", "user" if kind == "user_input" else "assistant")
+    return []
+
+
+def _draft_contents(item: JsonObject, key: str, role: str, *, is_reasoning: bool = False) -> list[PartDraft]:
+    made: list[PartDraft] = []
+    entries = item.get(key)
+    for number, entry in enumerate(entries if isinstance(entries, list) else []):
+        if isinstance(entry, dict):
+            made += _draft_content(entry, (key, number), role, is_reasoning=is_reasoning)
+    return made
+
+
+def _draft_content(entry: JsonObject, path: JsonPath, role: str, *, is_reasoning: bool) -> list[PartDraft]:
+    kind, mime = get_text_at_path(entry, ("type",)) or "", get_text_at_path(entry, ("mime_type",))
+    if kind == "text":
+        part = ReasoningPart(content="") if is_reasoning else TextPart(content="", role=role)
+        return [PartDraft(part, (FieldMapping("content", (*path, "text")),))]
+    if isinstance(entry.get("data"), str):
+        return [
+            PartDraft(
+                BlobPart(content="", modality=kind, mime_type=mime),
+                (FieldMapping("content", (*path, "data")),),
+            )
+        ]
+    if isinstance(entry.get("uri"), str):
+        return [
+            PartDraft(UriPart(uri="", modality=kind, mime_type=mime), (FieldMapping("uri", (*path, "uri")),))
+        ]
+    return []
+
+
+def find_item_lists(document: Json) -> list[JsonPath]:
+    if not isinstance(document, dict) or "type" in document:
+        return []
+    return [(key,) for key in ("input", "steps", "outputs") if isinstance(document.get(key), list)]
+
+
+VENDOR = VendorCodec(
+    name="gemini-interactions",
+    title="Gemini Interactions",
+    item_mappings=ITEM_MAPPINGS,
+    draft_parts=draft_parts,
+    text=TextTemplate(
+        {"type": "model_output", "content": [{"type": "text", "text": ""}]}, ("content", 0, "text")
+    ),
+    user_text=TextTemplate(
+        {"type": "user_input", "content": [{"type": "text", "text": ""}]}, ("content", 0, "text")
+    ),
+    reasoning=TextTemplate(
+        {"type": "thought", "summary": [{"type": "text", "text": ""}]}, ("summary", 0, "text")
+    ),
+    find_item_lists=find_item_lists,
+)

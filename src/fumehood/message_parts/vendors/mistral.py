@@ -1,0 +1,159 @@
+"""Mistral's Conversations: one entry for call and outcome, arguments as JSON text.
+
+What a search found is not in its entry: the message that follows refers to it, and keeps it.
+"""
+
+from fumehood.message_parts.canonical_parts import (
+    FilePart,
+    Json,
+    JsonObject,
+    JsonPath,
+    ReasoningPart,
+    TextPart,
+)
+from fumehood.message_parts.field_codecs import get_at_path, get_text_at_path
+from fumehood.message_parts.vendor_codec import (
+    FieldMapping,
+    ItemMapping,
+    PartDraft,
+    TextTemplate,
+    VendorCodec,
+    draft_tool_parts,
+    map_fields,
+)
+
+_CALL_ID = ("tool_call_id",)
+
+
+def _execution_mapping(name: str, kind: str, call: dict[str, str], result: dict[str, str]) -> ItemMapping:
+    return ItemMapping(
+        type=f"tool.execution:{name}",
+        kind=kind,
+        call=map_fields(**call),
+        response=map_fields(**result),
+        template={"object": "entry", "type": "tool.execution", "name": name, "arguments": "{}"},
+    )
+
+
+ITEM_MAPPINGS = (
+    _execution_mapping(
+        "code_interpreter",
+        "code_interpreter",
+        {"code": "arguments|json.code"},
+        {"outputs": "info.code_output|log"},
+    ),
+    _execution_mapping("web_search", "web_search", {"queries": "arguments|json.query"}, {"info": ""}),
+    _execution_mapping("web_search_premium", "web_search", {"queries": "arguments|json.query"}, {"info": ""}),
+    _execution_mapping("document_library", "file_search", {"queries": "arguments|json.query"}, {"info": ""}),
+    _execution_mapping(
+        "image_generation", "image_generation", {"prompt": "arguments|json.prompt"}, {"info": ""}
+    ),
+    ItemMapping(
+        type="function.call",
+        kind="function",
+        call=map_fields(arguments=""),
+        call_id=_CALL_ID,
+        name=("name",),
+        execution="client",
+        template={
+            "object": "entry",
+            "type": "function.call",
+            "tool_call_id": "",
+            "name": "",
+            "arguments": "{}",
+        },
+    ),
+    ItemMapping(
+        type="function.result",
+        kind="function",
+        response=map_fields(result=""),
+        call_id=_CALL_ID,
+        execution="client",
+        template={"object": "entry", "type": "function.result", "tool_call_id": "", "result": ""},
+    ),
+)
+_BY_TYPE = {shape.type: shape for shape in ITEM_MAPPINGS}
+
+
+def draft_parts(item: JsonObject) -> list[PartDraft]:
+    match item.get("type"):
+        case "tool.execution":
+            return _draft_execution(item)
+        case "message.output":
+            return _draft_message(item, "assistant")
+        case "message.input":
+            return _draft_message(item, get_text_at_path(item, ("role",)) or "user")
+        case str() as kind if kind in _BY_TYPE:
+            return draft_tool_parts(item, _BY_TYPE[kind])
+        case _:
+            return []
+
+
+def _draft_execution(item: JsonObject) -> list[PartDraft]:
+    """A connector that is not known here is a kind of its own."""
+    name = get_text_at_path(item, ("name",))
+    if not name:
+        return []
+    shape = _BY_TYPE.get(f"tool.execution:{name}")
+    return draft_tool_parts(item, shape or _execution_mapping(name, name, {"arguments": ""}, {"info": ""}))
+
+
+def _draft_message(item: JsonObject, role: str) -> list[PartDraft]:
+    content = item.get("content")
+    if isinstance(content, str):
+        return [PartDraft(TextPart(content="", role=role), map_fields(content=""))]
+    made: list[PartDraft] = []
+    for number, chunk in enumerate(content if isinstance(content, list) else []):
+        if isinstance(chunk, dict):
+            made += _draft_chunk(chunk, ("content", number), role)
+    return made
+
+
+def _draft_chunk(chunk: JsonObject, path: JsonPath, role: str) -> list[PartDraft]:
+    match chunk.get("type"):
+        case "text":
+            return [PartDraft(TextPart(content="", role=role), (FieldMapping("content", (*path, "text")),))]
+        case "tool_file":
+            mime = get_text_at_path(chunk, ("file_type",))
+            part = FilePart(file_id="", modality="file", mime_type=mime)
+            return [PartDraft(part, (FieldMapping("file_id", (*path, "file_id")),))]
+        case "thinking":
+            thoughts = chunk.get("thinking")
+            return [
+                PartDraft(
+                    ReasoningPart(content=""), (FieldMapping("content", (*path, "thinking", number, "text")),)
+                )
+                for number, thought in enumerate(thoughts if isinstance(thoughts, list) else [])
+                if get_text_at_path(thought, ("text",)) is not None
+            ]
+        case _:
+            return []
+
+
+def find_item_lists(document: Json) -> list[JsonPath]:
+    found: list[JsonPath] = [("outputs",), ("entries",)]
+    return [place for place in found if isinstance(get_at_path(document, place), list)]
+
+
+VENDOR = VendorCodec(
+    name="mistral",
+    title="Mistral Conversations",
+    item_mappings=ITEM_MAPPINGS,
+    draft_parts=draft_parts,
+    text=TextTemplate(
+        {"object": "entry", "type": "message.output", "role": "assistant", "content": ""}, ("content",)
+    ),
+    user_text=TextTemplate(
+        {"object": "entry", "type": "message.input", "role": "user", "content": ""}, ("content",)
+    ),
+    reasoning=TextTemplate(
+        {
+            "object": "entry",
+            "type": "message.output",
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": [{"type": "text", "text": ""}]}],
+        },
+        ("content", 0, "thinking", 0, "text"),
+    ),
+    find_item_lists=find_item_lists,
+)

@@ -1,0 +1,328 @@
+"""OpenAI's Responses API: one item for call and outcome where OpenAI runs the tool."""
+
+from fumehood.message_parts.canonical_parts import (
+    BlobPart,
+    Execution,
+    FilePart,
+    Json,
+    JsonObject,
+    JsonPath,
+    ReasoningPart,
+    TextPart,
+    UriPart,
+)
+from fumehood.message_parts.field_codecs import get_at_path, get_text_at_path
+from fumehood.message_parts.vendor_codec import (
+    FieldMapping,
+    ItemMapping,
+    PartDraft,
+    TextTemplate,
+    VendorCodec,
+    draft_tool_parts,
+    map_fields,
+)
+
+_CALL_ID = ("call_id",)
+
+
+def _shell_execution(item: JsonObject) -> Execution:
+    """Only an environment that is a container is OpenAI's; none, or a local one, is the client's."""
+    return (
+        "server"
+        if (get_text_at_path(item, ("environment", "type")) or "").startswith("container")
+        else "client"
+    )
+
+
+def _tool_search_execution(item: JsonObject) -> Execution:
+    return "client" if item.get("execution") == "client" else "server"
+
+
+ITEM_MAPPINGS = (
+    ItemMapping(
+        type="code_interpreter_call",
+        kind="code_interpreter",
+        call=map_fields(code="", container_id=""),
+        response=map_fields(outputs=""),
+        template={
+            "type": "code_interpreter_call",
+            "status": "completed",
+            "container_id": "",
+            "code": None,
+            "outputs": None,
+        },
+    ),
+    ItemMapping(
+        type="file_search_call",
+        kind="file_search",
+        call=map_fields(queries=""),
+        response=map_fields(results=""),
+        template={"type": "file_search_call", "status": "completed", "queries": [], "results": None},
+    ),
+    ItemMapping(
+        type="web_search_call",
+        kind="web_search",
+        call=(
+            *map_fields(action="action.type", queries="action.queries", query="action.query"),
+            *map_fields(url="action.url", pattern="action.pattern"),
+        ),
+        response=map_fields(results="action.sources"),
+        template={"type": "web_search_call", "status": "completed", "action": {"type": "search"}},
+    ),
+    ItemMapping(
+        type="image_generation_call",
+        kind="image_generation",
+        call=map_fields(prompt=""),
+        response=map_fields(result="", revised_prompt=""),
+        template={"type": "image_generation_call", "status": "completed", "result": None},
+    ),
+    ItemMapping(
+        type="mcp_call",
+        kind="mcp",
+        call=map_fields(arguments="", server_label=""),
+        response=map_fields(output="", error=""),
+        name=("name",),
+        failed=("error",),
+        template={"type": "mcp_call", "server_label": "", "name": "", "arguments": "{}"},
+    ),
+    ItemMapping(
+        type="function_call",
+        kind="function",
+        call=map_fields(arguments=""),
+        call_id=_CALL_ID,
+        name=("name",),
+        execution="client",
+        template={"type": "function_call", "call_id": "", "name": "", "arguments": "{}"},
+    ),
+    ItemMapping(
+        type="function_call_output",
+        kind="function",
+        response=map_fields(result="output"),
+        call_id=_CALL_ID,
+        execution="client",
+        template={"type": "function_call_output", "call_id": "", "output": "", "status": "completed"},
+    ),
+    ItemMapping(
+        type="custom_tool_call",
+        kind="function",
+        call=map_fields(arguments="input"),
+        call_id=_CALL_ID,
+        name=("name",),
+        execution="client",
+    ),
+    ItemMapping(
+        type="custom_tool_call_output",
+        kind="function",
+        response=map_fields(result="output"),
+        call_id=_CALL_ID,
+        execution="client",
+    ),
+    ItemMapping(
+        type="shell_call",
+        kind="shell",
+        call=(
+            *map_fields(commands="action.commands", timeout_ms="action.timeout_ms"),
+            *map_fields(container_id="environment.container_id"),
+        ),
+        call_id=_CALL_ID,
+        execution=_shell_execution,
+        template={"type": "shell_call", "status": "completed", "action": {"commands": []}},
+    ),
+    ItemMapping(
+        type="shell_call_output",
+        kind="shell",
+        response=map_fields(outputs="output|ran") + map_fields(outputs="output"),
+        call_id=_CALL_ID,
+        execution="client",
+        template={
+            "type": "shell_call_output",
+            "status": "completed",
+            "max_output_length": None,
+            "output": [],
+        },
+    ),
+    ItemMapping(
+        type="local_shell_call",
+        kind="shell",
+        call=(
+            *map_fields(argv="action.command", working_directory="action.working_directory"),
+            *map_fields(timeout_ms="action.timeout_ms"),
+        ),
+        call_id=_CALL_ID,
+        execution="client",
+    ),
+    ItemMapping(
+        type="local_shell_call_output",
+        kind="shell",
+        response=map_fields(outputs="output|stdout"),
+        call_id=_CALL_ID,
+        execution="client",
+    ),
+    ItemMapping(
+        type="computer_call",
+        kind="computer",
+        call=map_fields(actions="", pending_safety_checks="") + map_fields(actions="action|one"),
+        call_id=_CALL_ID,
+        execution="client",
+        template={"type": "computer_call", "status": "completed", "pending_safety_checks": []},
+    ),
+    ItemMapping(
+        type="computer_call_output",
+        kind="computer",
+        response=map_fields(output="", acknowledged_safety_checks=""),
+        call_id=_CALL_ID,
+        execution="client",
+        template={"type": "computer_call_output"},
+    ),
+    ItemMapping(
+        type="apply_patch_call",
+        kind="apply_patch",
+        call=map_fields(operation=""),
+        call_id=_CALL_ID,
+        execution="client",
+        template={"type": "apply_patch_call", "status": "completed"},
+    ),
+    ItemMapping(
+        type="apply_patch_call_output",
+        kind="apply_patch",
+        response=map_fields(output=""),
+        call_id=_CALL_ID,
+        execution="client",
+        template={"type": "apply_patch_call_output", "status": "completed"},
+    ),
+    ItemMapping(
+        type="tool_search_call",
+        kind="tool_search",
+        call=map_fields(arguments=""),
+        call_id=_CALL_ID,
+        execution=_tool_search_execution,
+    ),
+    ItemMapping(
+        type="tool_search_output",
+        kind="tool_search",
+        response=map_fields(tools=""),
+        call_id=_CALL_ID,
+        execution=_tool_search_execution,
+    ),
+    ItemMapping(type="program", kind="program", call=map_fields(code=""), call_id=_CALL_ID),
+    ItemMapping(type="program_output", kind="program", response=map_fields(result=""), call_id=_CALL_ID),
+    ItemMapping(
+        type="mcp_list_tools",
+        kind="mcp_list_tools",
+        call=map_fields(server_label=""),
+        response=map_fields(tools="", error=""),
+        failed=("error",),
+    ),
+    ItemMapping(
+        type="mcp_approval_request",
+        kind="mcp_approval",
+        call=map_fields(server_label="", name="", arguments=""),
+        execution="client",
+    ),
+    ItemMapping(
+        type="mcp_approval_response",
+        kind="mcp_approval",
+        response=map_fields(approve="", reason=""),
+        call_id=("approval_request_id",),
+        execution="client",
+    ),
+)
+BY_TYPE = {shape.type: shape for shape in ITEM_MAPPINGS}
+_TEXT_FIELDS = {"output_text": "text", "input_text": "text", "text": "text", "refusal": "refusal"}
+
+
+def draft_parts(item: JsonObject) -> list[PartDraft]:
+    kind = item.get("type")
+    # A message in a request may go without its type.
+    if kind == "message" or (kind is None and "role" in item):
+        return _draft_message(item)
+    if kind == "reasoning":
+        return _draft_reasoning(item)
+    shape = BY_TYPE.get(kind) if isinstance(kind, str) else None
+    return [] if shape is None else draft_tool_parts(item, shape)
+
+
+def _draft_message(item: JsonObject) -> list[PartDraft]:
+    role = get_text_at_path(item, ("role",)) or "assistant"
+    content = item.get("content")
+    if isinstance(content, str):
+        return [PartDraft(TextPart(content="", role=role), map_fields(content=""))]
+    made: list[PartDraft] = []
+    for number, entry in enumerate(content if isinstance(content, list) else []):
+        if isinstance(entry, dict):
+            made += _draft_content(entry, ("content", number), role)
+    return made
+
+
+def _draft_content(entry: JsonObject, path: JsonPath, role: str) -> list[PartDraft]:
+    kind = entry.get("type")
+    if isinstance(kind, str) and kind in _TEXT_FIELDS:
+        return [
+            PartDraft(
+                TextPart(content="", role=role), (FieldMapping("content", (*path, _TEXT_FIELDS[kind])),)
+            )
+        ]
+    if kind == "input_image":
+        return draft_image(entry, path, "image_url") or _draft_file(entry, path, "image")
+    if kind == "input_file":
+        return _draft_file(entry, path, "file")
+    return []
+
+
+def draft_image(entry: JsonObject, path: JsonPath, key: str) -> list[PartDraft]:
+    """A picture by its address, or in it."""
+    url = entry.get(key)
+    if not isinstance(url, str):
+        return []
+    if url.startswith("data:"):
+        mime = url.removeprefix("data:").partition(";")[0]
+        part = BlobPart(content="", modality=mime.partition("/")[0] or "image", mime_type=mime or None)
+        return [PartDraft(part, (FieldMapping("content", (*path, key), "data_url"),))]
+    return [PartDraft(UriPart(uri="", modality="image"), (FieldMapping("uri", (*path, key)),))]
+
+
+def _draft_file(entry: JsonObject, path: JsonPath, modality: str) -> list[PartDraft]:
+    if not isinstance(entry.get("file_id"), str):
+        return []
+    return [
+        PartDraft(FilePart(file_id="", modality=modality), (FieldMapping("file_id", (*path, "file_id")),))
+    ]
+
+
+def _draft_reasoning(item: JsonObject) -> list[PartDraft]:
+    made: list[PartDraft] = []
+    for key in ("summary", "content"):
+        entries = item.get(key)
+        for number, entry in enumerate(entries if isinstance(entries, list) else []):
+            if isinstance(entry, dict):
+                made.append(
+                    PartDraft(ReasoningPart(content=""), (FieldMapping("content", (key, number, "text")),))
+                )
+    return made
+
+
+def find_item_lists(document: Json) -> list[JsonPath]:
+    """A whole response has its items in `output`, a request or a stored list in `input` or `data`."""
+    if not isinstance(document, dict) or "type" in document:
+        return []
+    return [(key,) for key in ("input", "output", "data") if isinstance(get_at_path(document, (key,)), list)]
+
+
+VENDOR = VendorCodec(
+    name="openai",
+    title="OpenAI Responses",
+    item_mappings=ITEM_MAPPINGS,
+    draft_parts=draft_parts,
+    text=TextTemplate(
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": ""}]},
+        ("content", 0, "text"),
+    ),
+    user_text=TextTemplate(
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": ""}]},
+        ("content", 0, "text"),
+    ),
+    reasoning=TextTemplate(
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": ""}]}, ("summary", 0, "text")
+    ),
+    find_item_lists=find_item_lists,
+)

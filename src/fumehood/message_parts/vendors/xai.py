@@ -1,0 +1,132 @@
+"""xAI: OpenAI's items, and the messages of its own chat API with tool calls in them."""
+
+import msgspec
+
+from fumehood.message_parts.canonical_parts import Json, JsonObject, JsonPath, ReasoningPart, TextPart
+from fumehood.message_parts.field_codecs import get_at_path, get_text_at_path
+from fumehood.message_parts.vendor_codec import (
+    FieldMapping,
+    ItemMapping,
+    PartDraft,
+    VendorCodec,
+    draft_tool_parts,
+    map_fields,
+)
+from fumehood.message_parts.vendors import openai
+
+_TOOL_TYPE_PREFIX = "TOOL_CALL_TYPE_"
+_CLIENT_TOOL_TYPE = f"{_TOOL_TYPE_PREFIX}CLIENT_SIDE_TOOL"
+_RESPONSE_FIELDS = {
+    "code_interpreter": ("outputs", "log"),
+    "mcp": ("output", ""),
+    "function": ("result", ""),
+    "image_generation": ("result", ""),
+}
+
+
+def _call_mapping(name: str, kind: str, **paths: str) -> ItemMapping:
+    return ItemMapping(
+        type=name,
+        kind=kind,
+        call=map_fields(**paths),
+        name=("function", "name") if kind in ("function", "mcp") else (),
+        failed=("error_message",),
+        execution="client" if kind == "function" else "server",
+    )
+
+
+CALL_MAPPINGS = (
+    _call_mapping(_CLIENT_TOOL_TYPE, "function", arguments="function.arguments"),
+    _call_mapping(
+        f"{_TOOL_TYPE_PREFIX}WEB_SEARCH_TOOL", "web_search", queries="function.arguments|json.query"
+    ),
+    _call_mapping(f"{_TOOL_TYPE_PREFIX}X_SEARCH_TOOL", "x_search", arguments="function.arguments"),
+    _call_mapping(
+        f"{_TOOL_TYPE_PREFIX}CODE_EXECUTION_TOOL", "code_interpreter", code="function.arguments|json.code"
+    ),
+    _call_mapping(
+        f"{_TOOL_TYPE_PREFIX}COLLECTIONS_SEARCH_TOOL", "file_search", queries="function.arguments|json.query"
+    ),
+    _call_mapping(
+        f"{_TOOL_TYPE_PREFIX}ATTACHMENT_SEARCH_TOOL", "file_search", queries="function.arguments|json.query"
+    ),
+    _call_mapping(f"{_TOOL_TYPE_PREFIX}MCP_TOOL", "mcp", arguments="function.arguments"),
+    _call_mapping(
+        f"{_TOOL_TYPE_PREFIX}IMAGE_GENERATION_TOOL",
+        "image_generation",
+        prompt="function.arguments|json.prompt",
+    ),
+)
+# In the Responses API, searches on X are calls of tools with these names.
+_X_SEARCH_TOOLS = ("x_keyword_search", "x_semantic_search", "x_user_search", "x_thread_fetch")
+X_SEARCH_MAPPINGS = (
+    ItemMapping(
+        type="custom_tool_call", kind="x_search", call=map_fields(arguments="input"), call_id=("call_id",)
+    ),
+    ItemMapping(type="x_search_call", kind="x_search", call=map_fields(arguments="action")),
+)
+_BY_TYPE = {shape.type: shape for shape in (*CALL_MAPPINGS, X_SEARCH_MAPPINGS[1])}
+
+
+def draft_parts(item: JsonObject) -> list[PartDraft]:
+    kind = get_text_at_path(item, ("type",)) or ""
+    if kind == "custom_tool_call" and item.get("name") in _X_SEARCH_TOOLS:
+        return draft_tool_parts(item, X_SEARCH_MAPPINGS[0])
+    if kind.startswith(_TOOL_TYPE_PREFIX) or kind in _BY_TYPE:
+        return draft_tool_parts(item, _mapping_of(kind))
+    if isinstance(item.get("message"), dict):
+        return _draft_message(item, ("message",))
+    if (get_text_at_path(item, ("role",)) or "").startswith("ROLE_"):
+        return _draft_message(item, ())
+    return openai.draft_parts(item)
+
+
+def _mapping_of(kind: str) -> ItemMapping:
+    """A tool that is not known here is a kind of its own."""
+    own = kind.removeprefix(_TOOL_TYPE_PREFIX).removesuffix("_TOOL").lower()
+    return _BY_TYPE.get(kind) or _call_mapping(kind, own, arguments="function.arguments")
+
+
+def _draft_message(item: JsonObject, prefix: JsonPath) -> list[PartDraft]:
+    """A message of the chat API: thoughts, text and calls of an assistant, or what came of the call it repeats."""
+    tool = get_text_at_path(item, (*prefix, "role")) == "ROLE_TOOL"
+    made: list[PartDraft] = []
+    if not tool:
+        for member in ("reasoning_content", "reasoningContent", "content"):
+            if get_text_at_path(item, (*prefix, member)):
+                part = TextPart(content="") if member == "content" else ReasoningPart(content="")
+                made.append(PartDraft(part, (FieldMapping("content", (*prefix, member)),)))
+    for key in ("tool_calls", "toolCalls"):
+        calls = get_at_path(item, (*prefix, key))
+        for number, call in enumerate(calls if isinstance(calls, list) else []):
+            shape = _mapping_of(get_text_at_path(call, ("type",)) or _CLIENT_TOOL_TYPE)
+            place = (*prefix, key, number)
+            if not tool:
+                made += draft_tool_parts(item, shape.nested_under(place))
+            elif not made:
+                made += draft_tool_parts(item, _response_mapping(shape, place, (*prefix, "content")))
+    return made
+
+
+def _response_mapping(mapping: ItemMapping, call: JsonPath, content: JsonPath) -> ItemMapping:
+    name, lens = _RESPONSE_FIELDS.get(mapping.kind, ("text", ""))
+    result = (FieldMapping(name, content, lens),)
+    return msgspec.structs.replace(mapping.nested_under(call), call=None, response=result)
+
+
+def find_item_lists(document: Json) -> list[JsonPath]:
+    if isinstance(get_at_path(document, ("outputs",)), list):
+        return [("outputs",)]
+    return openai.find_item_lists(document)
+
+
+VENDOR = VendorCodec(
+    name="xai",
+    title="xAI",
+    item_mappings=(*openai.ITEM_MAPPINGS, *CALL_MAPPINGS, *X_SEARCH_MAPPINGS),
+    draft_parts=draft_parts,
+    text=openai.VENDOR.text,
+    user_text=openai.VENDOR.user_text,
+    reasoning=openai.VENDOR.reasoning,
+    find_item_lists=find_item_lists,
+)

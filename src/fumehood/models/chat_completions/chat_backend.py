@@ -1,0 +1,172 @@
+"""The body of a request to a chat completions server."""
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from fumehood.models.chat_completions.chat_renderer import ChatDialect, ChatRenderer
+from fumehood.models.chat_completions.chat_stream_parser import ChatStreamParser
+from fumehood.models.model_settings import ModelSettings, RequestFields, Secret
+from fumehood.models.rendering.rendering_cache import encode_object_with_list
+from fumehood.models.upstream.http_backend import HttpModelBackend
+from fumehood.models.upstream.stream_parser import TurnParser
+from fumehood.models.upstream.upstream_client import UpstreamClient
+from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
+from fumehood.protocol.model_turns import ModelRequest, SamplingParameters
+from fumehood.protocol.openai.responses import TextFormat
+from fumehood.protocol.openai.tool_specs import FunctionSpec
+
+
+class ChatCompletionsBackend(HttpModelBackend):
+    """A `ModelBackend` over a server of chat completions."""
+
+    api_name = "chat completions"
+    endpoint = "/chat/completions"
+
+    def __init__(
+        self, settings: ModelSettings, upstream: UpstreamClient, api_key: Secret | None = None
+    ) -> None:
+        super().__init__(settings, upstream, api_key)
+        self._request_builder = ChatRequestBuilder(settings)
+
+    def validate_request(self, request: ModelRequest) -> None:
+        self._request_builder.render_messages(request)
+
+    def _build_body(self, request: ModelRequest) -> list[bytes]:
+        return self._request_builder.build_body(request)
+
+    def _build_count_body(self, request: ModelRequest) -> list[bytes]:
+        return self._request_builder.build_tokenize_body(request)
+
+    def _create_parser(self, request: ModelRequest, errors: UpstreamErrorFactory) -> TurnParser:
+        return ChatStreamParser(errors, [spec.name for spec in request.function_tools])
+
+
+_COPIED_FIELDS = (
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "service_tier",
+    "prompt_cache_key",
+    "safety_identifier",
+    "user",
+)
+
+
+# What of a body decides how a conversation becomes tokens.
+_TEMPLATE_FIELDS = ("chat_template", "chat_template_kwargs", "add_special_tokens")
+
+
+_DEFAULT_SAMPLING = SamplingParameters()
+
+
+class _Function(msgspec.Struct):
+    name: str
+    description: str
+    parameters: Raw
+    strict: Literal[True] | UnsetType = UNSET
+
+
+class _Tool(msgspec.Struct, tag_field="type", tag="function"):
+    function: _Function
+
+
+class ChatRequestBuilder:
+    """Writes requests for one model as its settings say. The past is not encoded again, only put in place."""
+
+    def __init__(self, settings: ModelSettings) -> None:
+        self._settings = settings
+        self._renderer = ChatRenderer(
+            ChatDialect(
+                takes_images=settings.takes_images,
+                developer_role=settings.developer_role,
+                replay_reasoning=settings.replay_reasoning,
+                takes_files=bool(settings.sends_files),
+            )
+        )
+
+    def render_messages(self, request: ModelRequest) -> list[bytes]:
+        """Raises InvalidRequest."""
+        return self._renderer.render_messages(request.instructions, request.segments)
+
+    def build_tokenize_body(self, request: ModelRequest) -> list[bytes]:
+        """The body of a request to count the tokens of another; raises InvalidRequest."""
+        fields: RequestFields = {"model": self._settings.name or request.model, "add_generation_prompt": True}
+        if request.function_tools:
+            fields["tools"] = _render_tools(request)
+        said: RequestFields = {}
+        self._settings.add_passthrough_fields(said, request.sampling.passed)
+        self._settings.apply_extra_body(said)
+        fields |= {name: said[name] for name in _TEMPLATE_FIELDS if name in said}
+        return self._encode_with_messages(request, fields)
+
+    def build_body(self, request: ModelRequest) -> list[bytes]:
+        """Raises InvalidRequest."""
+        fields: RequestFields = {"model": self._settings.name or request.model, "stream": request.streamed}
+        if request.streamed:
+            fields["stream_options"] = {"include_usage": True}
+        _add_functions(fields, request)
+        self._add_sampling(fields, request.sampling)
+        self._settings.apply_extra_body(fields)
+        if not request.streamed:
+            fields.pop("stream_options", None)
+        return self._encode_with_messages(request, fields)
+
+    def _encode_with_messages(self, request: ModelRequest, fields: RequestFields) -> list[bytes]:
+        return encode_object_with_list("messages", self.render_messages(request), fields)
+
+    def _add_sampling(self, fields: RequestFields, sampling: SamplingParameters) -> None:
+        if sampling == _DEFAULT_SAMPLING:
+            return
+        for name in _COPIED_FIELDS:
+            value = getattr(sampling, name)
+            if value is not None:
+                fields[name] = value
+        if sampling.max_output_tokens is not None:
+            fields[self._settings.max_tokens_field] = sampling.max_output_tokens
+        if sampling.logprobs or sampling.top_logprobs is not None:
+            fields["logprobs"] = True
+        if sampling.top_logprobs is not None:
+            fields["top_logprobs"] = sampling.top_logprobs
+        if sampling.reasoning is not None and sampling.reasoning.effort is not None:
+            fields["reasoning_effort"] = sampling.reasoning.effort
+        self._settings.add_passthrough_fields(fields, sampling.passed)
+        text = sampling.text
+        if text is not None and text.verbosity is not None:
+            fields["verbosity"] = text.verbosity
+        if text is not None and text.format is not None:
+            _add_format(fields, text.format)
+
+
+def _add_functions(fields: RequestFields, request: ModelRequest) -> None:
+    if not request.function_tools:
+        return
+    fields["tools"] = _render_tools(request)
+    choice = request.tool_choice
+    if isinstance(choice, FunctionSpec):
+        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    elif choice != "auto":  # the default; some servers refuse it when it is said
+        fields["tool_choice"] = choice
+    if not request.parallel_calls:
+        fields["parallel_tool_calls"] = False
+
+
+def _render_tools(request: ModelRequest) -> list[_Tool]:
+    return [
+        _Tool(_Function(spec.name, spec.description, spec.parameters, True if spec.strict else UNSET))
+        for spec in request.function_tools
+    ]
+
+
+def _add_format(fields: RequestFields, text_format: TextFormat) -> None:
+    if text_format.type == "json_object":
+        fields["response_format"] = {"type": "json_object"}
+    elif text_format.type == "json_schema":
+        schema: RequestFields = {"name": text_format.name or "answer", "schema": text_format.schema or {}}
+        if text_format.description is not None:
+            schema["description"] = text_format.description
+        if text_format.strict is not None:
+            schema["strict"] = text_format.strict
+        fields["response_format"] = {"type": "json_schema", "json_schema": schema}

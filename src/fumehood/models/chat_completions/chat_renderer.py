@@ -1,0 +1,411 @@
+"""A conversation as messages of chat completions, each segment rendered once.
+
+One turn of the model is one assistant message with all its calls, followed by their results in the order of the calls.
+Where a client still has to answer a call, the results from that call on are carried into the next segment, and come
+first there.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from fumehood.models.chat_completions.chat_content_parts import (
+    ChatContentPart,
+    ChatTextPart,
+    ToolResultPlaceholders,
+    make_image_parts,
+    render_content,
+    split_text_and_media,
+)
+from fumehood.models.rendering.foreign_items import ForeignCall, ForeignResult
+from fumehood.models.rendering.foreign_items import read_foreign_item as read_foreign
+from fumehood.models.rendering.item_content import ItemContent, ensure_json_object, join_text
+from fumehood.models.rendering.rendering_cache import EMPTY, render_segments
+from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
+from fumehood.protocol.openai.api_errors import InvalidRequest
+from fumehood.protocol.safe_names import sanitize_name
+
+CHAT_RENDERING_VERSION = 3  # of these rules: what an earlier one rendered is not used
+
+
+# --- items as clients and we wrote them ---------------------------------------------------------------
+
+
+class _Message(msgspec.Struct):
+    role: str = "user"
+    content: ItemContent = None
+
+
+class _Call(msgspec.Struct):
+    call_id: str
+    name: str
+    arguments: str = ""
+    input: str = ""
+    status: str | None = None
+
+
+class _Output(msgspec.Struct):
+    call_id: str
+    output: ItemContent = None
+
+
+class _ReasoningText(msgspec.Struct):
+    text: str = ""
+
+
+class _Reasoning(msgspec.Struct):
+    content: list[_ReasoningText] | None = None
+    summary: list[_ReasoningText] | None = None
+
+
+# --- messages as chat completions knows them ----------------------------------------------------------
+
+
+class _ChatMessage(msgspec.Struct):
+    role: str
+    content: str | list[ChatContentPart]
+
+
+class _ChatFunction(msgspec.Struct):
+    name: str
+    arguments: str
+
+
+class _ChatCall(msgspec.Struct, tag_field="type", tag="function"):
+    id: str
+    function: _ChatFunction
+
+
+class _ChatAssistantMessage(msgspec.Struct, tag_field="role", tag="assistant"):
+    content: str | None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[_ChatCall] | UnsetType = UNSET
+
+
+class _ChatToolMessage(msgspec.Struct, tag_field="role", tag="tool"):
+    tool_call_id: str
+    content: str
+
+
+class _PendingResult(msgspec.Struct):
+    """A result that comes after the segment's end; None if it is the client's to give."""
+
+    call_id: str
+    content: str | None
+
+
+class _CarriedResults(msgspec.Struct):
+    """What a segment leaves to the next one: results, and pictures that are shown after them."""
+
+    results: list[_PendingResult] = []
+    media: list[ChatContentPart] = []
+
+
+_encode = msgspec.json.Encoder().encode
+_carry_decoder = msgspec.json.Decoder(_CarriedResults)
+# How messages of these roles begin. Such bytes are nowhere else: within a string of JSON the quotes are escaped.
+_USER_PREFIX, _SYSTEM_PREFIX, _DEVELOPER_PREFIX = (
+    b'{"role":"%b",' % role for role in (b"user", b"system", b"developer")
+)
+_MEDIA_MESSAGE_PREFIX = _encode(
+    _ChatMessage("user", [ChatTextPart(ToolResultPlaceholders.MEDIA_HEADING)])
+).removesuffix(b"]}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatDialect:
+    """What models differ in."""
+
+    takes_images: bool = False
+    developer_role: bool = False
+    replay_reasoning: bool = False
+    takes_files: bool = False
+
+    @property
+    def cache_key(self) -> str:
+        flags = (self.takes_images, self.developer_role, self.replay_reasoning, self.takes_files)
+        return f"chat/{CHAT_RENDERING_VERSION}/" + "".join("y" if flag else "n" for flag in flags)
+
+
+class ChatRenderer:
+    """Writes conversations as messages of chat completions, in one dialect."""
+
+    def __init__(self, dialect: ChatDialect) -> None:
+        self._dialect = dialect
+        self._cache_key = dialect.cache_key
+
+    def render_messages(
+        self, instructions: str | None, segments: Sequence[ConversationSegment]
+    ) -> list[bytes]:
+        """The inside of `messages`, in pieces that a comma goes between; raises InvalidRequest for what cannot be shown
+        to such a server.
+        """
+        parts, carry = render_segments(segments, self._cache_key, self._render_segment)
+        if carry:
+            raise _missing_output_error(_carry_decoder.decode(carry))
+        if instructions:
+            parts.insert(0, _encode(_ChatMessage("system", instructions)))
+        return parts if _has_user_message(parts) else _ensure_user_message(parts)
+
+    def _render_segment(self, entries: Sequence[ConversationEntry], carry: bytes) -> tuple[bytes, bytes]:
+        return _SegmentRenderer(
+            self._dialect, _carry_decoder.decode(carry) if carry else _CarriedResults()
+        ).render(entries)
+
+
+def _has_user_message(parts: Sequence[bytes]) -> bool:
+    """Whether the user says anything; pictures that a tool returned are not the user's words."""
+    for part in parts:
+        place = part.find(_USER_PREFIX)
+        while place >= 0:
+            if not part.startswith(_MEDIA_MESSAGE_PREFIX, place):
+                return True
+            place = part.find(_USER_PREFIX, place + 1)
+    return False
+
+
+def _ensure_user_message(parts: list[bytes]) -> list[bytes]:
+    """The last system message as one of the user: many chat templates refuse a conversation without any. The kept
+    renderings stay as they are, since the next request may bring a message of the user.
+    """
+    for number in range(len(parts) - 1, -1, -1):
+        part = parts[number]
+        place = max(part.rfind(_SYSTEM_PREFIX), part.rfind(_DEVELOPER_PREFIX))
+        if place >= 0:
+            role = _SYSTEM_PREFIX if part.startswith(_SYSTEM_PREFIX, place) else _DEVELOPER_PREFIX
+            parts[number] = part[:place] + _USER_PREFIX + part[place + len(role) :]
+            break
+    return parts
+
+
+@dataclass(slots=True, eq=False)
+class _AssistantTurn:
+    """One message of the model's and what its calls gave back."""
+
+    number: int
+    texts: list[str] = field(default_factory=list[str])
+    reasoning: list[str] = field(default_factory=list[str])
+    calls: dict[str, _ChatFunction] = field(default_factory=dict[str, _ChatFunction])
+    results: dict[str, str] = field(default_factory=dict[str, str])
+    media: list[ChatContentPart] = field(default_factory=list[ChatContentPart])
+    optional_calls: set[str] = field(default_factory=set[str])  # calls that are shown only with a result
+    has_result: bool = False
+
+
+class _SegmentRenderer:
+    """The rendering of one segment."""
+
+    def __init__(self, dialect: ChatDialect, carry: _CarriedResults) -> None:
+        self._dialect = dialect
+        self._carry = carry
+        self._messages: list[_AssistantTurn | _ChatMessage] = []
+        self._turn_by_call_id: dict[str, _AssistantTurn] = {}
+        self._pending_results = {result.call_id: result for result in carry.results}
+
+    def render(self, entries: Sequence[ConversationEntry]) -> tuple[bytes, bytes]:
+        """The messages, and what is left to the next segment; raises InvalidRequest."""
+        for entry in entries:
+            try:
+                self._add_item(entry)
+            except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+                raise InvalidRequest(
+                    f"An item of type {entry.type!r} cannot be read: {error}", param="input"
+                ) from None
+        messages: list[bytes] = []
+        if entries and (self._carry.results or self._carry.media):
+            if any(result.content is None for result in self._carry.results):
+                raise _missing_output_error(self._carry)
+            messages += [
+                _encode(_ChatToolMessage(result.call_id, result.content or ""))
+                for result in self._carry.results
+            ]
+            messages += _encode_media_message(self._carry.media)
+            self._carry = _CarriedResults()
+        left = self._carry
+        for number, piece in enumerate(self._messages):
+            if isinstance(piece, _ChatMessage):
+                messages.append(_encode(piece))
+                continue
+            left = _encode_turn(piece, self._dialect.replay_reasoning, messages)
+            if left.results and number + 1 < len(self._messages):
+                raise _missing_output_error(left)
+        return b",".join(messages), _encode(left) if left.results else EMPTY
+
+    # ---- items ------------------------------------------------------------------------------------------------
+
+    def _add_item(self, entry: ConversationEntry) -> None:
+        if entry.exchange is not None:
+            self._add_exchange(entry, entry.exchange)
+            return
+        match entry.type:
+            case "message":
+                self._add_message(entry)
+            case "function_call" | "custom_tool_call":
+                self._add_call(entry)
+            case "function_call_output" | "custom_tool_call_output":
+                self._add_output(entry)
+            case "reasoning":
+                self._add_reasoning(entry)
+            case "compaction":
+                raise InvalidRequest(
+                    "An item of type 'compaction' cannot be shown to this model.", param="input"
+                )
+            case _:
+                self._add_foreign_item(entry)
+
+    def _add_message(self, entry: ConversationEntry) -> None:
+        message = msgspec.json.decode(entry.raw, type=_Message)
+        match message.role:
+            case "assistant":
+                turn = self._get_turn(entry.turn)
+                if entry.turn == 0 and (turn.texts or turn.calls):
+                    turn = self._start_turn(0)
+                turn.texts.append(join_text(message.content))
+            case "user" | "system":
+                self._messages.append(_ChatMessage(message.role, self._render_content(message, entry)))
+            case "developer":
+                role = "developer" if self._dialect.developer_role else "system"
+                self._messages.append(_ChatMessage(role, self._render_content(message, entry)))
+            case other:
+                raise InvalidRequest(
+                    f"A message cannot have the role {sanitize_name(other)!r}.", param="input"
+                )
+
+    def _render_content(self, message: _Message, entry: ConversationEntry) -> str | list[ChatContentPart]:
+        return render_content(message.content, entry.attachments, takes_files=self._dialect.takes_files)
+
+    def _add_reasoning(self, entry: ConversationEntry) -> None:
+        reasoning = msgspec.json.decode(entry.raw, type=_Reasoning)
+        turn = self._get_turn(entry.turn)
+        if entry.turn == 0 and (turn.texts or turn.calls):
+            turn = self._start_turn(0)
+        turn.reasoning += [part.text for part in reasoning.content or reasoning.summary or ()]
+
+    def _add_call(self, entry: ConversationEntry) -> None:
+        call = msgspec.json.decode(entry.raw, type=_Call)
+        if entry.type == "custom_tool_call":
+            arguments = _encode({"input": call.input}).decode()
+        else:
+            arguments = ensure_json_object(call.arguments)
+        turn = self._get_turn(entry.turn)
+        turn.calls[call.call_id] = _ChatFunction(call.name, arguments)
+        self._turn_by_call_id[call.call_id] = turn
+        if call.status in ("in_progress", "incomplete"):
+            turn.optional_calls.add(call.call_id)
+
+    def _add_output(self, entry: ConversationEntry) -> None:
+        """The result of a call of this segment, wherever between them it stands, or of one that was left open."""
+        output = msgspec.json.decode(entry.raw, type=_Output)
+        text, shown = split_text_and_media(
+            output.output, entry.attachments, takes_files=self._dialect.takes_files
+        )
+        if self._set_result(output.call_id, text, shown):
+            return
+        result = self._pending_results.get(output.call_id)
+        if result is not None:
+            result.content = text
+            self._carry.media += shown
+            return
+        raise InvalidRequest(
+            f"No tool call found for function call output with call_id {sanitize_name(output.call_id)}.",
+            param="input",
+        )
+
+    def _set_result(self, call_id: str, text: str, media: Sequence[ChatContentPart] = ()) -> bool:
+        turn = self._turn_by_call_id.get(call_id)
+        if turn is None:
+            return False
+        turn.results[call_id] = text
+        turn.media += media
+        turn.has_result = True
+        return True
+
+    def _add_foreign_item(self, entry: ConversationEntry) -> None:
+        match read_foreign(entry):
+            case ForeignCall() as call:
+                turn = self._get_turn(entry.turn)
+                turn.calls[call.call_id] = _ChatFunction(call.name, ensure_json_object(call.arguments))
+                self._turn_by_call_id[call.call_id] = turn
+                turn.optional_calls.add(call.call_id)
+            case ForeignResult() as result:
+                self._set_result(result.call_id, result.text)
+            case ToolExchange() as exchange:
+                self._add_exchange(entry, exchange)
+            case None:
+                pass
+
+    def _add_exchange(self, entry: ConversationEntry, exchange: ToolExchange) -> None:
+        shown = make_image_parts(exchange.images) if self._dialect.takes_images else []
+        if exchange.tells == "result":
+            self._set_result(exchange.call_id, exchange.output, shown)
+            return
+        turn = self._get_turn(entry.turn)
+        turn.calls[exchange.call_id] = _ChatFunction(exchange.name, ensure_json_object(exchange.arguments))
+        self._turn_by_call_id[exchange.call_id] = turn
+        if exchange.tells == "call":
+            turn.optional_calls.add(exchange.call_id)
+            return
+        turn.results[exchange.call_id] = exchange.output
+        turn.media += shown
+
+    # ---- turns ------------------------------------------------------------------------------------------------
+
+    def _get_turn(self, number: int) -> _AssistantTurn:
+        """The turn that an item of that number belongs to. What clients give back without one goes together as far
+        as no result stands between.
+        """
+        last = self._messages[-1] if self._messages else None
+        if (
+            isinstance(last, _AssistantTurn)
+            and last.number == number
+            and not (number == 0 and last.has_result)
+        ):
+            return last
+        return self._start_turn(number)
+
+    def _start_turn(self, number: int) -> _AssistantTurn:
+        turn = _AssistantTurn(number)
+        self._messages.append(turn)
+        return turn
+
+
+def _encode_turn(turn: _AssistantTurn, replay_reasoning: bool, messages: list[bytes]) -> _CarriedResults:
+    """Add the message and its results; what has to wait for the next segment."""
+    calls = {
+        call_id: call
+        for call_id, call in turn.calls.items()
+        if call_id in turn.results or call_id not in turn.optional_calls
+    }
+    text = "".join(turn.texts)
+    thoughts = "\n".join(turn.reasoning) if replay_reasoning else ""
+    if text or calls or thoughts:
+        said = _ChatAssistantMessage(text if text or not calls else None)
+        if thoughts:
+            said.reasoning_content = thoughts
+        if calls:
+            said.tool_calls = [_ChatCall(call_id, call) for call_id, call in calls.items()]
+        messages.append(_encode(said))
+    results = [_PendingResult(call_id, turn.results.get(call_id)) for call_id in calls]
+    ready = next((number for number, result in enumerate(results) if result.content is None), len(results))
+    messages += [
+        _encode(_ChatToolMessage(result.call_id, result.content or "")) for result in results[:ready]
+    ]
+    if ready < len(results):
+        return _CarriedResults(results[ready:], turn.media)
+    messages += _encode_media_message(turn.media)
+    return _CarriedResults()
+
+
+def _encode_media_message(parts: Sequence[ChatContentPart]) -> list[bytes]:
+    return (
+        [_encode(_ChatMessage("user", [ChatTextPart(ToolResultPlaceholders.MEDIA_HEADING), *parts]))]
+        if parts
+        else []
+    )
+
+
+def _missing_output_error(carry: _CarriedResults) -> InvalidRequest:
+    missing = next(result.call_id for result in carry.results if result.content is None)
+    return InvalidRequest(f"No tool output found for function call {sanitize_name(missing)}.", param="input")

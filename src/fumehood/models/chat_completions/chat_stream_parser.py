@@ -1,0 +1,319 @@
+"""Reads the answer of a chat completions server, whatever its habits."""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import msgspec
+from msgspec import Raw
+
+from fumehood.models.chat_completions.repeated_chunk_decoder import RepeatedChunkDecoder
+from fumehood.models.chat_completions.tool_call_deltas import (
+    FunctionDelta,
+    MalformedToolCall,
+    ToolCallAssembler,
+    ToolCallDelta,
+)
+from fumehood.models.upstream.stream_parser import (
+    MAX_LINE_BYTES,
+    MAX_RESPONSE_BYTES,
+    UpstreamStreamParser,
+    clamp_token_count,
+)
+from fumehood.models.upstream.think_tags import ThinkTagFilter
+from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
+from fumehood.protocol.model_turns import (
+    AnyModelEvent,
+    ModelCallArgumentsDelta,
+    ModelReasoningDelta,
+    ModelRefusalDelta,
+    ModelTextDelta,
+    ModelTurnEnded,
+    TurnEndReason,
+)
+from fumehood.protocol.openai.ids import new_id
+from fumehood.protocol.openai.responses import InputTokensDetails, OutputTokensDetails, Usage
+
+_FINISH_REASONS: dict[str, TurnEndReason] = {
+    "length": "length",
+    "max_tokens": "length",
+    "model_length": "length",
+    "content_filter": "content_filter",
+}
+_MIN_LOGPROB = -9999.0  # where a server says minus infinity, which JSON does not know
+_MAX_ATTEMPTS = 8  # how often in a row to look for repetition before giving it up
+
+
+class _Part(msgspec.Struct):
+    type: str = ""
+    text: str = ""
+    thinking: "str | list[_Part]" = ""
+
+
+class _Delta(msgspec.Struct):
+    content: str | list[_Part] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+    function_call: FunctionDelta | None = None
+
+
+class _TopLogprob(msgspec.Struct):
+    """`bytes` is missing or null where a server does not tell; clients expect it."""
+
+    token: str = ""
+    bytes: list[int] | None = None
+    logprob: float | None = None
+
+
+class _Logprob(_TopLogprob):
+    top_logprobs: list[_TopLogprob] | None = None
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob] | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int | None = None
+    delta: _Delta | None = None
+    message: _Delta | None = None
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: float | None = None
+    cache_write_tokens: float | None = None
+
+
+class _CompletionDetails(msgspec.Struct):
+    reasoning_tokens: float | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: float | None = None
+    completion_tokens: float | None = None
+    total_tokens: float | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+    completion_tokens_details: _CompletionDetails | None = None
+
+
+class _Chunk(msgspec.Struct):
+    """An event, a whole answer, or an error, which some servers send without a field `error`."""
+
+    choices: list[_Choice] | None = None
+    usage: _Usage | None = None
+    error: str | dict[str, Raw] | None = None
+    object: str | None = None
+    message: str | None = None
+    code: str | int | None = None
+
+
+_chunk_decoder = msgspec.json.Decoder(_Chunk)
+
+
+def _new_call_id() -> str:
+    return new_id("call")
+
+
+class ChatStreamParser(UpstreamStreamParser[_Chunk]):
+    """Reads one answer of chat completions.
+
+    in_runs: whether to look for what repeats; it makes no difference but to the time.
+    """
+
+    def __init__(
+        self,
+        errors: UpstreamErrorFactory,
+        functions: Iterable[str] = (),
+        *,
+        new_call_id: Callable[[], str] = _new_call_id,
+        max_line_bytes: int = MAX_LINE_BYTES,
+        max_bytes: int = MAX_RESPONSE_BYTES,
+        decode_repeats: bool = True,
+    ) -> None:
+        super().__init__(errors, _chunk_decoder, max_line_bytes=max_line_bytes, max_bytes=max_bytes)
+        self._tool_calls = ToolCallAssembler(functions, new_call_id)
+        self._finish_reason: str | None = None
+        self._usage: Usage | None = None
+        self._repeated_chunks: RepeatedChunkDecoder | None = None
+        self._has_several_chunks = False
+        self._make_repeated_event: Callable[[str], AnyModelEvent] = ModelTextDelta
+        self._attempts_left = _MAX_ATTEMPTS if decode_repeats else 0
+        self._think_tags = ThinkTagFilter()
+
+    @property
+    def awaits_usage(self) -> bool:
+        return self._finish_reason is not None
+
+    @property
+    def _is_turn_complete(self) -> bool:
+        return self._finish_reason is not None or (self._is_document and self._has_event)
+
+    def _parse_block(self, block: bytes, events: list[AnyModelEvent]) -> None:
+        """Complete lines: those that repeat in runs, the others one by one."""
+        while block:
+            if self._repeated_chunks is not None and not self._data_lines:
+                run = self._repeated_chunks.decode_run(block)
+                if run is not None:
+                    strings, taken = run
+                    self._attempts_left = _MAX_ATTEMPTS
+                    make = self._make_repeated_event
+                    events += [make(string) for string in strings if string]
+                    if taken == len(block):
+                        return
+                    block = block[taken:]
+            block = self._parse_lines(block, events)
+
+    # ---- what they say ----------------------------------------------------------------------------------------
+
+    def _handle_event(self, event: _Chunk, payload: bytes, events: list[AnyModelEvent]) -> bool:
+        chunk, known = event, self._repeated_chunks
+        self._has_event = True
+        if chunk.usage is not None:
+            self._usage = _convert_usage(chunk.usage)
+        if chunk.error is not None or chunk.object == "error":
+            error = chunk.error or {"message": chunk.message, "code": chunk.code}
+            self.failure = self._errors.from_event(msgspec.json.encode(error))
+            return False
+        for choice in chunk.choices or ():
+            if choice.index:
+                continue  # one answer was asked for
+            try:
+                self._handle_choice(choice, chunk, payload, events)
+            except MalformedToolCall as error:
+                self.failure = self._errors.invalid_response(str(error))
+        return self._repeated_chunks is not known and self._repeated_chunks is not None and not self.is_over
+
+    def _handle_choice(
+        self, choice: _Choice, chunk: _Chunk, payload: bytes, events: list[AnyModelEvent]
+    ) -> None:
+        told = len(events)
+        delta = choice.delta or choice.message
+        if delta is not None:
+            if thought := delta.reasoning_content or delta.reasoning:
+                events.append(ModelReasoningDelta(thought))
+            if content := delta.content:
+                self._handle_content(content, choice, events)
+            if delta.refusal:
+                events.append(ModelRefusalDelta(delta.refusal))
+            if delta.tool_calls or delta.function_call:
+                self._repeated_chunks = None  # whose arguments the same bytes are may change now
+                for call in delta.tool_calls or [ToolCallDelta(index=0, function=delta.function_call)]:
+                    self._tool_calls.add(call, events)
+        if choice.finish_reason:
+            if choice.finish_reason == "error":
+                self.failure = self._errors.invalid_response(
+                    "it ended the turn with an error that it does not name"
+                )
+            self._finish_reason = choice.finish_reason
+        elif payload and self._attempts_left and len(events) == told + 1:
+            self._learn_repetition(chunk, payload, events[-1])
+
+    def _handle_content(
+        self, content: str | list[_Part], choice: _Choice, events: list[AnyModelEvent]
+    ) -> None:
+        if isinstance(content, str):
+            logprobs = None if choice.logprobs is None else choice.logprobs.content
+            events.append(
+                ModelTextDelta(content, [*map(_convert_logprob, logprobs)])
+                if logprobs
+                else ModelTextDelta(content)
+            )
+            return
+        for part in content:
+            if part.type == "thinking":
+                if thought := _join_thinking(part.thinking):
+                    events.append(ModelReasoningDelta(thought))
+            elif part.text:
+                events.append(ModelTextDelta(part.text))
+
+    def _finish_turn(self, events: list[AnyModelEvent]) -> None:
+        try:
+            self._tool_calls.finish(events)
+        except MalformedToolCall as error:
+            self.failure = self._errors.invalid_response(str(error))
+            return
+        reason = _FINISH_REASONS.get(self._finish_reason or "")
+        events.append(
+            ModelTurnEnded(reason or ("calls" if self._tool_calls.has_calls else "stop"), self._usage)
+        )
+        self.has_ended = True
+
+    # ---- what repeats -----------------------------------------------------------------------------------------
+
+    def _learn_repetition(self, chunk: _Chunk, payload: bytes, event: AnyModelEvent) -> None:
+        """Expect more events like this one, if it says nothing but one string."""
+        self._repeated_chunks = None
+        if not self._has_several_chunks:  # many answers are one chunk long
+            self._has_several_chunks = True
+            return
+        self._attempts_left -= 1
+        name, holder = _find_only_string(chunk)
+        if holder is None:
+            return
+
+        def same(other: bytes, string: str) -> bool:
+            setattr(holder, name, string)
+            try:
+                return _chunk_decoder.decode(other) == chunk
+            except ValueError:
+                return False
+
+        match event:
+            case ModelCallArgumentsDelta():
+                self._make_repeated_event = partial(ModelCallArgumentsDelta, event.key)
+            case ModelTextDelta() | ModelReasoningDelta() | ModelRefusalDelta():
+                self._make_repeated_event = type(event)
+            case _:
+                return
+        self._repeated_chunks = RepeatedChunkDecoder.learn(payload, name.encode(), same)
+
+
+def _find_only_string(chunk: _Chunk) -> tuple[str, _Delta | FunctionDelta | None]:
+    """The one field that a chunk consists of, and what it is a field of."""
+    choice = chunk.choices[0] if chunk.choices and len(chunk.choices) == 1 else _Choice()
+    delta = choice.delta
+    if delta is None or choice.logprobs is not None or chunk.usage is not None:
+        return "", None
+    said = [name for name in _Delta.__struct_fields__ if getattr(delta, name)]
+    if said == ["tool_calls"] and delta.tool_calls and len(delta.tool_calls) == 1:
+        function = delta.tool_calls[0].function
+        plain = function is not None and not function.name and isinstance(function.arguments, str)
+        return "arguments", function if plain else None
+    plain = len(said) == 1 and isinstance(getattr(delta, said[0]), str)
+    return (said[0], delta) if plain else ("", None)
+
+
+def _convert_logprob(found: _Logprob) -> Raw:
+    """In the words of the Responses API, with nothing left out."""
+    found.top_logprobs = found.top_logprobs or []
+    for one in (found, *found.top_logprobs):
+        if one.bytes is None:
+            one.bytes = list(one.token.encode())
+        if one.logprob is None:
+            one.logprob = _MIN_LOGPROB
+    return Raw(msgspec.json.encode(found))
+
+
+def _join_thinking(thinking: str | list[_Part]) -> str:
+    return thinking if isinstance(thinking, str) else "".join(part.text for part in thinking)
+
+
+def _convert_usage(usage: _Usage) -> Usage:
+    prompt, completion = clamp_token_count(usage.prompt_tokens), clamp_token_count(usage.completion_tokens)
+    read = usage.prompt_tokens_details or _PromptDetails()
+    written = usage.completion_tokens_details or _CompletionDetails()
+    return Usage(
+        input_tokens=prompt,
+        input_tokens_details=InputTokensDetails(
+            cached_tokens=clamp_token_count(read.cached_tokens),
+            cache_write_tokens=clamp_token_count(read.cache_write_tokens),
+        ),
+        output_tokens=completion,
+        output_tokens_details=OutputTokensDetails(
+            reasoning_tokens=clamp_token_count(written.reasoning_tokens)
+        ),
+        total_tokens=max(clamp_token_count(usage.total_tokens), prompt + completion),
+    )

@@ -1,0 +1,139 @@
+"""Puts the fragments of a turn's calls together, however they are numbered."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from fumehood.models.upstream.stream_parser import arguments_to_json
+from fumehood.protocol.model_turns import AnyModelEvent, ModelCallArgumentsDelta, ModelCallStarted
+from fumehood.protocol.openai.ids import MAX_ID_LENGTH
+
+_MAX_CALLS = 128
+
+
+class FunctionDelta(msgspec.Struct):
+    name: str | None = None
+    arguments: str | dict[str, object] | None = None
+
+
+class ToolCallDelta(msgspec.Struct):
+    """A fragment of a call, or the whole of it."""
+
+    index: int | None = None
+    id: str | None = None
+    function: FunctionDelta | None = None
+
+
+class MalformedToolCall(ValueError):
+    """A call that cannot be made sense of."""
+
+
+@dataclass(slots=True, eq=False)
+class _ToolCall:
+    key: int
+    server_id: str | None  # the server's id
+    name: str = ""
+    is_started: bool = False
+    has_arguments: bool = False
+    buffered: list[str] = field(default_factory=list[str])
+
+
+class ToolCallAssembler:
+    """Turns fragments into events; the order of first appearance gives the keys.
+
+    A name may come in pieces. A call is told as soon as its name is one of `names` and begins no longer one, and
+    otherwise with its first arguments.
+    """
+
+    def __init__(self, names: Iterable[str], new_call_id: Callable[[], str]) -> None:
+        offered = self._offered_names = set(names)
+        self._unambiguous_names = {
+            name for name in offered if not any(other != name and other.startswith(name) for other in offered)
+        }
+        self._new_call_id = new_call_id
+        self._calls: list[_ToolCall] = []
+        self._by_index: dict[int, _ToolCall] = {}
+        self._used_ids: set[str] = set()
+
+    @property
+    def has_calls(self) -> bool:
+        return bool(self._calls)
+
+    def add(self, delta: ToolCallDelta, events: list[AnyModelEvent]) -> None:
+        """Raises StrangeCall."""
+        function = delta.function or FunctionDelta()
+        known = len(self._calls)
+        call = self._find_call(delta, function.name or "")
+        if len(self._calls) > known:
+            self._start_named_calls(events)
+        text = arguments_to_json(function.arguments)
+        if call.is_started:
+            if text:
+                call.has_arguments = True
+                events.append(ModelCallArgumentsDelta(call.key, text))
+            return
+        call.server_id = call.server_id or delta.id
+        said_again = function.name == call.name and call.name in self._offered_names
+        if not said_again:
+            call.name += function.name or ""
+        if text:
+            call.buffered.append(text)
+        if call.name and (text or call.name in self._unambiguous_names):
+            self._emit_start(call, events)
+
+    def finish(self, events: list[AnyModelEvent]) -> None:
+        """Tell what was held back; a call without arguments has empty ones. Raises StrangeCall."""
+        for call in self._calls:
+            if not call.is_started:
+                if not call.name:
+                    raise MalformedToolCall("it called a function without naming it")
+                self._emit_start(call, events)
+            if not call.has_arguments:
+                call.has_arguments = True
+                events.append(ModelCallArgumentsDelta(call.key, "{}"))
+
+    def _start_named_calls(self, events: list[AnyModelEvent]) -> None:
+        """Another call begins: the names before it are whole, if they are names at all."""
+        for call in self._calls[:-1]:
+            if not call.is_started and call.name in self._offered_names:
+                self._emit_start(call, events)
+
+    def _find_call(self, delta: ToolCallDelta, name: str) -> _ToolCall:
+        index, theirs = delta.index, delta.id
+        if index is not None:
+            call = self._by_index.get(index)
+            # Some servers give every call the index 0.
+            if call is not None and not (name and theirs and call.server_id and theirs != call.server_id):
+                return call
+            call = self._by_index[index] = self._add_call(theirs)
+            return call
+        last = self._calls[-1] if self._calls else None
+        if theirs:
+            known = next((call for call in self._calls if call.server_id == theirs), None)
+            if known is not None:
+                return known
+            return last if last is not None and not name else self._add_call(theirs)
+        # Without index and id, a name after arguments begins the next call.
+        if last is None or (name and (last.has_arguments or last.buffered)):
+            return self._add_call(None)
+        return last
+
+    def _add_call(self, server_id: str | None) -> _ToolCall:
+        if len(self._calls) >= _MAX_CALLS:
+            raise MalformedToolCall(f"it made more than {_MAX_CALLS} calls in one turn")
+        call = _ToolCall(len(self._calls), server_id or None)
+        self._calls.append(call)
+        return call
+
+    def _emit_start(self, call: _ToolCall, events: list[AnyModelEvent]) -> None:
+        call_id = call.server_id
+        if not call_id or len(call_id) > MAX_ID_LENGTH or call_id in self._used_ids:
+            call_id = self._new_call_id()
+        self._used_ids.add(call_id)
+        call.is_started = True
+        events.append(ModelCallStarted(call.key, call_id, call.name))
+        if call.buffered:
+            call.has_arguments = True
+            events.extend(ModelCallArgumentsDelta(call.key, text) for text in call.buffered)
+            call.buffered.clear()

@@ -1,0 +1,1 @@
+"""Rendering conversations for model servers."""

@@ -1,0 +1,1 @@
+"""Backend for model servers that speak the Responses API."""

@@ -1,0 +1,150 @@
+"""Models behind a server that speaks the Responses API itself.
+
+The server is asked for single turns and keeps nothing: every request has the whole conversation. The tools that are
+hosted here are plain functions to it.
+"""
+
+import msgspec
+from msgspec import Raw
+
+from fumehood.models.model_settings import ModelSettings, RequestFields, Secret
+from fumehood.models.rendering.rendering_cache import encode_object_with_list
+from fumehood.models.responses_api.encrypted_reasoning import ReasoningOrigin
+from fumehood.models.responses_api.responses_renderer import ResponsesDialect, ResponsesRenderer
+from fumehood.models.responses_api.responses_stream_parser import ResponsesStreamParser
+from fumehood.models.upstream.http_backend import HttpModelBackend
+from fumehood.models.upstream.stream_parser import TurnParser
+from fumehood.models.upstream.upstream_client import UpstreamClient
+from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
+from fumehood.protocol.model_turns import ModelRequest, SamplingParameters
+from fumehood.protocol.openai.response_aggregation import INCLUDE_ENCRYPTED_REASONING, INCLUDE_LOGPROBS
+from fumehood.protocol.openai.tool_specs import FunctionSpec
+
+_COPIED_FIELDS = (
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "top_logprobs",
+    "max_output_tokens",
+    "service_tier",
+    "prompt_cache_key",
+    "safety_identifier",
+    "user",
+)
+# Of a request, what a counter of its tokens wants to know.
+_COUNT_FIELDS = ("model", "instructions", "tools", "tool_choice", "parallel_tool_calls", "reasoning", "text")
+
+
+class _Function(msgspec.Struct, tag_field="type", tag="function"):
+    """`strict` is always said: without it, it would be true."""
+
+    name: str
+    description: str
+    parameters: Raw
+    strict: bool
+
+
+class ResponsesApiBackend(HttpModelBackend):
+    """A `ModelBackend` over a server that has the Responses API itself."""
+
+    api_name = "Responses API"
+    endpoint = "/responses"
+
+    def __init__(
+        self, settings: ModelSettings, upstream: UpstreamClient, api_key: Secret | None = None
+    ) -> None:
+        super().__init__(settings, upstream, api_key)
+        self._custom_tools = settings.passes_tool("custom")
+        self._renderer = ResponsesRenderer(
+            ResponsesDialect(
+                takes_images=settings.takes_images,
+                developer_role=settings.developer_role,
+                replay_reasoning=settings.replay_reasoning,
+                custom_tools=self._custom_tools,
+                foreign_items=any(kind != "custom" for kind in settings.pass_tools),
+                takes_files=bool(settings.sends_files),
+            )
+        )
+
+    def validate_request(self, request: ModelRequest) -> None:
+        self._render_input(request)
+
+    # ---- what is sent -----------------------------------------------------------------------------------------
+
+    def _build_body(self, request: ModelRequest) -> list[bytes]:
+        fields = self._build_fields(request)
+        include: list[str] = []
+        if self._settings.encrypted_reasoning:
+            include.append(INCLUDE_ENCRYPTED_REASONING)
+        if request.sampling.logprobs:
+            include.append(INCLUDE_LOGPROBS)
+        if include:
+            fields["include"] = include
+        self._settings.add_passthrough_fields(fields, request.sampling.passed)
+        self._settings.apply_extra_body(fields)
+        return self._encode_with_input(request, fields)
+
+    def _build_count_body(self, request: ModelRequest) -> list[bytes]:
+        fields = {name: value for name, value in self._build_fields(request).items() if name in _COUNT_FIELDS}
+        return self._encode_with_input(request, fields)
+
+    def _encode_with_input(self, request: ModelRequest, fields: RequestFields) -> list[bytes]:
+        return encode_object_with_list("input", self._render_input(request), fields)
+
+    def _render_input(self, request: ModelRequest) -> list[bytes]:
+        """Raises InvalidRequest."""
+        return self._renderer.render_input(request.segments, self._get_origin(request))
+
+    def _get_origin(self, request: ModelRequest) -> ReasoningOrigin:
+        return ReasoningOrigin.for_model(self._settings.base_url or "", self._settings.name or request.model)
+
+    def _build_fields(self, request: ModelRequest) -> RequestFields:
+        fields: RequestFields = {
+            "model": self._settings.name or request.model,
+            "stream": request.streamed,
+            "store": False,
+        }
+        if request.instructions:
+            fields["instructions"] = request.instructions
+        self._add_tools(fields, request)
+        _add_sampling(fields, request.sampling)
+        return fields
+
+    def _add_tools(self, fields: RequestFields, request: ModelRequest) -> None:
+        tools: list[object] = [self._render_tool(spec) for spec in request.function_tools]
+        tools += [Raw(spec.raw) for spec in request.other_tools if self._settings.passes_tool(spec.type)]
+        if not tools:
+            return
+        fields["tools"] = tools
+        choice = request.tool_choice
+        if isinstance(choice, FunctionSpec):
+            kind = "custom" if choice.custom and self._custom_tools else "function"
+            fields["tool_choice"] = {"type": kind, "name": choice.name}
+        elif choice != "auto":  # the default
+            fields["tool_choice"] = choice
+        if not request.parallel_calls:
+            fields["parallel_tool_calls"] = False
+
+    def _render_tool(self, spec: FunctionSpec) -> object:
+        if spec.custom and self._custom_tools:
+            return Raw(spec.custom)
+        return _Function(spec.name, spec.description, spec.parameters, spec.strict)
+
+    # ---- what comes -------------------------------------------------------------------------------------------
+
+    def _create_parser(self, request: ModelRequest, errors: UpstreamErrorFactory) -> TurnParser:
+        return ResponsesStreamParser(errors, self._get_origin(request))
+
+
+def _add_sampling(fields: RequestFields, sampling: SamplingParameters) -> None:
+    for name in _COPIED_FIELDS:
+        value = getattr(sampling, name)
+        if value is not None:
+            fields[name] = value
+    for name in ("text", "reasoning"):
+        config = getattr(sampling, name)
+        if config is not None:
+            said = {key: value for key, value in msgspec.structs.asdict(config).items() if value is not None}
+            if said:
+                fields[name] = said

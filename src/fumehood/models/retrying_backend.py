@@ -1,0 +1,133 @@
+"""Asks a model again for a turn that has not begun, and counts turns."""
+
+import random
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+
+from fumehood.interfaces import AcceptBatch, Clock, ModelBackend
+from fumehood.metrics import ModelStats
+from fumehood.models.upstream.upstream_errors import INSUFFICIENT_QUOTA
+from fumehood.protocol.model_turns import AnyModelEvent, ModelProfile, ModelRequest
+from fumehood.protocol.openai.api_errors import (
+    ModelError,
+    ModelRateLimited,
+    ModelRejectedRequest,
+    ModelTimeout,
+    ModelUnreachable,
+)
+
+_INITIAL_BACKOFF = 0.25
+_MAX_BACKOFF = 10.0
+_ERROR_KINDS: dict[type[ModelError], str] = {
+    ModelRejectedRequest: "refused",
+    ModelRateLimited: "rate_limited",
+    ModelUnreachable: "unreachable",
+    ModelTimeout: "timeout",
+}
+
+
+class RetryingBackend:
+    """A `ModelBackend` around another.
+
+    A turn is asked for again when the server could not be reached or was busy, `retries` times at most, and never once
+    anything of it was given on. The waits double and are spread, so that those who failed together do not come back
+    together. A server that says when to come back is believed, unless that is longer than a caller should wait.
+    """
+
+    def __init__(
+        self,
+        backend: ModelBackend,
+        retries: int,
+        clock: Clock,
+        *,
+        jitter: Callable[[], float] = random.random,
+        stats: ModelStats | None = None,
+    ) -> None:
+        self._backend = backend
+        self._retries = retries
+        self._clock = clock
+        self._jitter = jitter
+        self._stats = stats or ModelStats()
+
+    async def stream(
+        self, request: ModelRequest, accept_batch: AcceptBatch | None = None
+    ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+        turn = _TurnRecorder(self._stats, self._clock)
+        attempt = 0
+        try:
+            while True:
+                try:
+                    async with aclosing(self._backend.stream(request, accept_batch)) as batches:
+                        async for batch in batches:
+                            if not turn.has_started:
+                                turn.record_first_event()
+                            yield batch
+                    turn.outcome = "ended"
+                    return
+                except ModelError as error:
+                    kind = turn.record_error(error)
+                    attempt += 1
+                    wait = self._backoff(error, attempt)
+                    if turn.has_started or attempt > self._retries or wait is None:
+                        turn.outcome = kind
+                        raise
+                self._stats.retries += 1
+                await self._clock.sleep(wait)
+        finally:
+            turn.record_end()
+
+    def _backoff(self, error: ModelError, attempt: int) -> float | None:
+        """Seconds before the next attempt; None if it would be no use."""
+        if (
+            not isinstance(error, ModelUnreachable | ModelRateLimited)
+            or error.wire_code == INSUFFICIENT_QUOTA
+        ):
+            return None
+        usual = min(_INITIAL_BACKOFF * 2 ** (attempt - 1), _MAX_BACKOFF) * (0.5 + self._jitter() / 2)
+        if error.retry_after is None:
+            return usual
+        return max(error.retry_after, usual) if error.retry_after <= _MAX_BACKOFF else None
+
+    def validate_request(self, request: ModelRequest) -> None:
+        self._backend.validate_request(request)
+
+    async def count_tokens(self, request: ModelRequest) -> tuple[int, bool]:
+        return await self._backend.count_tokens(request)
+
+    def get_profile(self, model: str) -> ModelProfile:
+        return self._backend.get_profile(model)
+
+    async def close(self) -> None:
+        await self._backend.close()
+
+
+class _TurnRecorder:
+    """One turn, as it is counted.
+
+    begun: whether anything of it has come. outcome: by how it ended; nothing else was said, so somebody left it.
+    """
+
+    __slots__ = ("_clock", "_requested_at", "_stats", "has_started", "outcome")
+
+    def __init__(self, stats: ModelStats, clock: Clock) -> None:
+        self._stats = stats
+        self._clock = clock
+        self._requested_at = clock.monotonic()
+        self.has_started = False
+        self.outcome = "cancelled"
+        stats.running_turns += 1
+
+    def record_first_event(self) -> None:
+        self.has_started = True
+        self._stats.first_event_seconds.observe(self._clock.monotonic() - self._requested_at)
+
+    def record_error(self, error: ModelError) -> str:
+        """The kind of what went wrong this time."""
+        kind = _ERROR_KINDS.get(type(error), "failed")
+        self._stats.errors[kind] += 1
+        return kind
+
+    def record_end(self) -> None:
+        self._stats.running_turns -= 1
+        self._stats.ended_turns[self.outcome] += 1
+        self._stats.turn_seconds.observe(self._clock.monotonic() - self._requested_at)

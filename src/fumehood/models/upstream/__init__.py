@@ -1,0 +1,1 @@
+"""HTTP connections to model servers: requests, streams, errors, retries."""

@@ -1,0 +1,573 @@
+"""A small HTTP/1.1 client made for streams of many small events.
+
+HttpTrouble
+├── NotConnected     no connection came about
+├── Broken           the connection ended before the answer did
+├── Silent           nothing came for longer than one waits
+└── NotHttp          what came is no HTTP
+
+One task reads an answer, and gets all that has come since it last asked. There are no redirects, no proxies, no
+cookies and no compression: a model server has no use for them, and each is a way for a key to get lost.
+"""
+
+import asyncio
+import os
+import socket
+import ssl
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import cached_property, partial
+from time import perf_counter
+from types import TracebackType
+from typing import Any, NamedTuple, Self, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from fumehood.http_server.read_scheduler import SLICE_BYTES, ReadScheduler, split_slices
+
+# Less than servers keep an idle connection, which is five seconds for many: else one is used while it is being closed.
+_KEEP_ALIVE_SECONDS = 4.0
+_MAX_CONNECTIONS = 1024
+_MAX_IDLE_PER_SERVER = 256  # of one server
+_MAX_HEAD_BYTES = 1 << 16
+_HIGH_WATER_BYTES = 1 << 17  # of a body that nobody has read yet
+_SINGLE_WRITE_BYTES = 1 << 14  # up to here a copy is cheaper than many pieces
+_DRAIN_SECONDS = 1.0
+
+
+class UpstreamHttpError(Exception):
+    """The answer cannot be had, or cannot go on."""
+
+
+class UpstreamConnectError(UpstreamHttpError):
+    """Its text says why, without naming an address."""
+
+
+class UpstreamDisconnected(UpstreamHttpError):
+    pass
+
+
+class UpstreamReadTimeout(UpstreamHttpError):
+    pass
+
+
+class UpstreamProtocolError(UpstreamHttpError):
+    pass
+
+
+class UpstreamTimeouts(NamedTuple):
+    """In seconds: until there is a connection, and how long the server may be silent."""
+
+    connect: float
+    read: float
+
+
+# Takes a piece of a body; whether it wants to hear more.
+type BodyConsumer = Callable[[bytes], bool]
+
+
+class UpstreamAddress(NamedTuple):
+    """Where a server is, and what requests to it begin with."""
+
+    secure: bool
+    host: str
+    port: int
+    host_header: str
+    path: str
+
+    @classmethod
+    def parse(cls, url: str) -> "UpstreamAddress":
+        """Of an http(s) URL without query; raises ValueError."""
+        parts = urlsplit(url)
+        secure = parts.scheme == "https"
+        host = parts.hostname or ""
+        name = parts.netloc.rpartition("@")[2]
+        return cls(secure, host, parts.port or (443 if secure else 80), name, parts.path.rstrip("/"))
+
+
+class _Connection(asyncio.Protocol):
+    """One connection: an asyncio protocol, and the callbacks of the parser."""
+
+    def __init__(self, scheduler: ReadScheduler) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._scheduler = scheduler
+        self._unparsed: deque[bytes] = deque()  # bytes that wait for their share of time, in slices
+        self._close_exception: tuple[Exception | None] | None = (
+            None  # how the connection ended, while some of them waited
+        )
+        self._transport: asyncio.Transport | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._read_timeout = 0.0
+        self._last_activity = 0.0
+        self._body_chunks: list[bytes] = []
+        self._buffered_bytes = 0
+        self._is_paused = False
+        self._consumer: BodyConsumer | None = None
+        self._error: Exception | None = None
+        self._keeps_alive = False
+        self.was_used = False
+        self.idle_since = 0.0
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self._head_bytes = 0
+        self._bytes_without_body = 0  # bytes that have come since the last of the body
+        self._in_body = False
+        self._ends_with_connection = False  # the body ends with the connection
+        self.is_complete = False
+
+    # ---- for whoever asks -------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def has_received(self) -> bool:
+        """Whether anything has come."""
+        return self._head_bytes > 0
+
+    def send(self, message: Sequence[bytes], read_timeout: float) -> None:
+        """Begin an exchange."""
+        if self._transport is None:
+            raise UpstreamDisconnected
+        self._parser = httptools.HttpResponseParser(self)
+        self._body_chunks, self._buffered_bytes = [], 0
+        self._head_bytes, self._bytes_without_body, self._in_body, self._ends_with_connection = (
+            0,
+            0,
+            False,
+            False,
+        )
+        self.headers = {}
+        self.is_complete = self._keeps_alive = False
+        self._read_timeout = read_timeout
+        self._last_activity = self._loop.time()
+        self._timer = self._loop.call_later(read_timeout, self._check_read_timeout)
+        if len(message) == 1:
+            self._transport.write(message[0])
+        else:
+            self._transport.writelines(message)
+
+    async def read_head(self) -> None:
+        """Until status and headers are there; raises HttpTrouble."""
+        while not self._in_body:
+            await self._wait_for_data()
+
+    async def read(self) -> bytes:
+        """The body that has come since the last time, at least something and about a slice at most; nothing at the end.
+        Raises HttpTrouble.
+        """
+        while not self._body_chunks:
+            if self.is_complete:
+                return b""
+            await self._wait_for_data()
+        return self._pop_body()
+
+    async def stream_to(self, consumer: BodyConsumer) -> bool:
+        """Give what comes of the body to the listener, at once and without waking anybody, until it has heard enough or
+        there is no more; whether there is no more. Raises HttpTrouble, and what the listener does.
+        """
+        while True:
+            while self._body_chunks:
+                if not consumer(self._pop_body()):
+                    return False
+                if self._body_chunks:
+                    await asyncio.sleep(0)  # others have their turns
+            if self.is_complete and self._error is None:
+                return True
+            self._consumer = consumer
+            try:
+                await self._wait_for_data()
+            finally:
+                enough, self._consumer = self._consumer is None, None
+            if enough:
+                return False
+
+    def _pop_body(self) -> bytes:
+        """What has come of the body, but for what is more than a slice."""
+        if self._buffered_bytes <= 2 * SLICE_BYTES:
+            parts, self._body_chunks = self._body_chunks, []
+            self._buffered_bytes = 0
+        else:
+            size = number = 0
+            while size < SLICE_BYTES:
+                size += len(self._body_chunks[number])
+                number += 1
+            parts, self._body_chunks = self._body_chunks[:number], self._body_chunks[number:]
+            self._buffered_bytes -= size
+        if self._is_paused:
+            self._pause_or_resume()
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _pause_or_resume(self) -> None:
+        """Read from the socket unless something of what it brought is still to be parsed, or much of it to be read."""
+        paused = bool(self._unparsed) or self._buffered_bytes > _HIGH_WATER_BYTES
+        if self._transport is None or paused == self._is_paused or self._transport.is_closing():
+            return
+        self._is_paused = paused
+        if paused:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+    def finish_exchange(self) -> bool:
+        """The exchange is over; whether the connection may be used again."""
+        if self._timer is not None:
+            self._timer.cancel()
+        unread = self._body_chunks or self._unparsed
+        reusable = self.is_complete and self._keeps_alive and not unread and self.is_open
+        self._parser = None
+        self.was_used = True
+        self.idle_since = self._loop.time()
+        return reusable
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    async def _wait_for_data(self) -> None:
+        """Until something has happened; raises HttpTrouble if nothing can any more."""
+        if self._error is not None:
+            raise self._error
+        self._last_activity = self._loop.time()
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _wake_waiter(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _fail(self, error: UpstreamHttpError) -> None:
+        if self._error is None and not self.is_complete:
+            self._error = error
+        self._wake_waiter()
+        self.abort()
+
+    def _check_read_timeout(self) -> None:
+        """One timer for a whole answer: it looks when something was last heard, and goes on waiting for the rest."""
+        left = self._last_activity + self._read_timeout - self._loop.time()
+        if self._waiter is not None and left <= 0.001:
+            self._fail(UpstreamReadTimeout())
+        else:
+            wait = left if self._waiter is not None else self._read_timeout
+            self._timer = self._loop.call_later(wait, self._check_read_timeout)
+
+    # ---- asyncio.Protocol -------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._parser is None:
+            self.abort()  # nobody asked
+            return
+        self._last_activity = self._loop.time()
+        share = self._scheduler
+        if len(data) > SLICE_BYTES or share.is_exhausted or self._unparsed:
+            if not self._unparsed:
+                share.schedule(self)
+            self._unparsed.extend(split_slices(data))
+            self._pause_or_resume()
+            return
+        began = perf_counter()
+        self._parse(data)
+        share.spent_seconds += perf_counter() - began
+
+    def parse_slice(self) -> bool:
+        """Parse some of the bytes that wait for it; whether others still do."""
+        if self._parser is None or self._error is not None:
+            self._unparsed.clear()
+        if self._unparsed:
+            began = perf_counter()
+            try:
+                self._parse(self._unparsed.popleft())
+            except BaseException:  # as the event loop does where it calls
+                self._unparsed.clear()
+                self._fail(UpstreamDisconnected())
+                raise
+            finally:
+                self._scheduler.spent_seconds += perf_counter() - began
+        if self._unparsed:
+            return True
+        if self._close_exception is not None:
+            self._handle_close(*self._close_exception)
+        elif self._parser is not None:
+            self._pause_or_resume()
+        return False
+
+    def _parse(self, data: bytes) -> None:
+        if self._parser is None:
+            return
+        if not self._in_body:
+            self._head_bytes += len(data)
+        size = self._buffered_bytes
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._fail(UpstreamProtocolError())
+            return
+        # Between two pieces of a body, or after the last, can be as much of what is none as somebody likes to say.
+        self._bytes_without_body = (
+            self._bytes_without_body + len(data) if self._in_body and self._buffered_bytes == size else 0
+        )
+        if (self._head_bytes if not self._in_body else self._bytes_without_body) > _MAX_HEAD_BYTES:
+            self._fail(UpstreamProtocolError())
+            return
+        if self._body_chunks and self._error is None and self._feed_consumer():
+            return
+        self._wake_waiter()
+        if self._buffered_bytes > _HIGH_WATER_BYTES:
+            self._pause_or_resume()
+
+    def _feed_consumer(self) -> bool:
+        """Give what has come to whoever listens; False if somebody has to be woken."""
+        if self._consumer is None:
+            return False
+        try:
+            if not self._consumer(self._pop_body()):
+                self._consumer = None
+        except Exception as error:  # a mistake of the listener's, for whoever waits
+            self._error = error
+            return False
+        return self._consumer is not None and not self.is_complete
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._unparsed:
+            self._close_exception = (exc,)  # what came before that is parsed first
+        else:
+            self._handle_close(exc)
+
+    def _handle_close(self, exc: Exception | None) -> None:
+        if self._in_body and self._ends_with_connection and exc is None:
+            self.is_complete = True
+        self._transport = None
+        self._fail(UpstreamDisconnected())
+
+    # ---- callbacks of the parser ------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self.is_complete:
+            self._keeps_alive = False  # an answer that nobody asked for
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_body:  # nobody looks at what comes after a body
+            self.headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        parser = self._parser
+        if parser is None or self.is_complete:
+            return
+        self.status = parser.get_status_code()
+        if self.status < 200:
+            self.headers.clear()
+            return
+        self._in_body = True
+        self._keeps_alive = parser.should_keep_alive()
+        self._ends_with_connection = (
+            b"content-length" not in self.headers and b"transfer-encoding" not in self.headers
+        )
+
+    def on_body(self, body: bytes) -> None:
+        if not self.is_complete:
+            self._body_chunks.append(body)
+            self._buffered_bytes += len(body)
+
+    def on_message_complete(self) -> None:
+        if self._in_body:
+            self.is_complete = True
+
+
+class StreamedHttpResponse:
+    """An answer whose body is still coming; a context manager, which asks for it.
+
+    complete: set it where nothing of interest is to come: then the end of the body is waited for, for a moment, and
+        the connection lives on.
+    """
+
+    def __init__(
+        self, exchange: Coroutine[Any, Any, _Connection], release: Callable[[_Connection], None]
+    ) -> None:
+        self._exchange = exchange
+        self._release = release
+        self._connection: _Connection | None = None
+        self.status = 0
+        self.reuse_connection = False
+
+    async def __aenter__(self) -> Self:
+        connection = self._connection = await self._exchange
+        self.status = connection.status
+        self.read = connection.read
+        self.stream_to = connection.stream_to
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        connection = self._connection
+        if connection is None:
+            return
+        try:
+            if self.reuse_connection and not connection.is_complete:
+                await _drain(connection)
+        finally:
+            self._release(connection)
+
+    def get_header(self, name: bytes) -> str:
+        """By its name in lower case; empty if there is none."""
+        headers = self._connection.headers if self._connection is not None else {}
+        return headers.get(name, b"").decode("latin-1")
+
+
+class PooledHttpClient:
+    """Connections to any number of servers, kept alive between requests."""
+
+    def __init__(self, max_connections: int = _MAX_CONNECTIONS) -> None:
+        self._idle: dict[tuple[bool, str, int], list[_Connection]] = {}
+        self._connections: set[_Connection] = set()
+        self._connection_slots = asyncio.Semaphore(max_connections)
+        self._scheduler = ReadScheduler()
+        self._closed = False
+
+    async def close(self) -> None:
+        self._closed = True
+        for connection in self._connections:
+            connection.abort()
+        self._idle.clear()
+        await asyncio.sleep(0)  # lets the transports go
+
+    @cached_property
+    def _ssl_context(self) -> ssl.SSLContext:
+        return ssl.create_default_context()
+
+    def request(
+        self,
+        address: UpstreamAddress,
+        path: str,
+        headers: bytes,
+        timeouts: UpstreamTimeouts,
+        body: Sequence[bytes] | None = None,
+    ) -> StreamedHttpResponse:
+        """A POST with that body, which is given in pieces, or a GET; its answer, whatever its status. Entering it
+        raises HttpTrouble. Leaving it before its end closes the connection, which is how a server learns that nobody
+        wants the rest.
+        """
+        asking = self._start_exchange(address, _encode_request(address, path, headers, body), timeouts)
+        return StreamedHttpResponse(asking, partial(self._release, address))
+
+    async def _start_exchange(
+        self, address: UpstreamAddress, message: Sequence[bytes], timeouts: UpstreamTimeouts
+    ) -> _Connection:
+        """A connection on which the head of the answer has come."""
+        while True:
+            connection = self._pop_idle(address) or await self._connect(address, timeouts.connect)
+            try:
+                connection.send(message, timeouts.read)
+                await connection.read_head()
+                return connection
+            except UpstreamDisconnected:
+                again = connection.was_used and not connection.has_received
+                self._release(address, connection)
+                if not again:  # else the server had closed it while it was idle
+                    raise
+            except BaseException:
+                self._release(address, connection)
+                raise
+
+    def _pop_idle(self, address: UpstreamAddress) -> _Connection | None:
+        if self._closed:
+            raise UpstreamConnectError("the gateway is closing its connections")
+        idle = self._idle.get(address[:3])
+        while idle:
+            connection = idle.pop()
+            fresh = asyncio.get_running_loop().time() - connection.idle_since < _KEEP_ALIVE_SECONDS
+            if fresh and connection.is_open:
+                return connection
+            self._discard(connection)
+        return None
+
+    async def _connect(self, address: UpstreamAddress, seconds: float) -> _Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(seconds):
+                self._evict_idle()
+                await self._connection_slots.acquire()
+                try:
+                    _, connection = await loop.create_connection(
+                        partial(_Connection, self._scheduler),
+                        address.host,
+                        address.port,
+                        ssl=self._ssl_context if address.secure else None,
+                    )
+                except BaseException:
+                    self._connection_slots.release()
+                    raise
+        except TimeoutError:
+            raise UpstreamConnectError(f"no connection within {seconds:g} s") from None
+        except (OSError, ValueError) as error:
+            raise UpstreamConnectError(_describe_connect_error(error)) from error
+        self._connections.add(connection)
+        return connection
+
+    def _evict_idle(self) -> None:
+        """What is idle gives way to what is needed."""
+        if self._connection_slots.locked():
+            for idle in self._idle.values():
+                while idle:
+                    self._discard(idle.pop())
+
+    def _release(self, address: UpstreamAddress, connection: _Connection) -> None:
+        idle = self._idle.setdefault(address[:3], [])
+        if connection.finish_exchange() and not self._closed and len(idle) < _MAX_IDLE_PER_SERVER:
+            idle.append(connection)
+        else:
+            self._discard(connection)
+
+    def _discard(self, connection: _Connection) -> None:
+        connection.abort()
+        self._connections.discard(connection)
+        self._connection_slots.release()
+
+
+def encode_headers(headers: Mapping[str, str]) -> bytes:
+    """Headers as requests take them, made once for many."""
+    return "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode("latin-1")
+
+
+def _encode_request(
+    address: UpstreamAddress, path: str, headers: bytes, body: Sequence[bytes] | None
+) -> Sequence[bytes]:
+    """The whole request; in one piece, if it is short."""
+    start = f"{'GET' if body is None else 'POST'} {address.path}{path} HTTP/1.1\r\nHost: {address.host_header}\r\n".encode()
+    if body is None:
+        return [b"%b%b\r\n" % (start, headers)]
+    size = sum(map(len, body))
+    head = b"%b%bContent-Length: %d\r\n\r\n" % (start, headers, size)
+    return [b"".join([head, *body])] if size < _SINGLE_WRITE_BYTES else [head, *body]
+
+
+async def _drain(connection: _Connection) -> None:
+    try:
+        async with asyncio.timeout(_DRAIN_SECONDS):
+            await connection.read()
+    except (UpstreamHttpError, TimeoutError):
+        pass
+
+
+def _describe_connect_error(error: Exception) -> str:
+    match error:
+        case ssl.SSLCertVerificationError():
+            return "its certificate is not to be trusted"
+        case ssl.SSLError():
+            return "it does not speak TLS as it should"
+        case socket.gaierror():
+            return "its name is not known"
+        case OSError() if error.errno and error.errno > 0:
+            return os.strerror(error.errno)
+        case _:
+            return "no connection could be made"

@@ -1,1 +1,0 @@
-"""Server tool calls of every vendor as one pair of parts, and as what OpenTelemetry records; imports nothing."""

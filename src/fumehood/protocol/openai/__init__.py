@@ -1,0 +1,1 @@
+"""Wire types of the OpenAI Responses, Files and Containers APIs."""

@@ -1,0 +1,226 @@
+"""Containers and their files as clients see them, and as they are kept."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, Raw, UnsetType
+
+from fumehood.protocol.openai.api_errors import InvalidRequest
+from fumehood.protocol.safe_names import sanitize_name
+from fumehood.protocol.sandbox.sandbox_messages import (
+    MEMORY_TIERS,
+    MemoryTier,
+    NetworkAllowlist,
+    NetworkDisabled,
+    NetworkPolicy,
+)
+
+DATA_DIRECTORY = "/mnt/data"
+_MAX_PATH_LENGTH = 4200  # longer than any path in a sandbox
+_ALLOWLIST_FIELDS = frozenset({"allowed_domains", "domain_secrets"})
+
+type ContainerFileSource = Literal["user", "assistant"]
+type ContainerStatus = Literal["running", "expired", "deleted"]
+
+
+# --- as they are kept ---------------------------------------------------------------------------------
+
+
+class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a caller may choose about a container.
+
+    file_ids: uploads that are in it from the beginning.
+    idle_minutes: how long it lives without being used; None for as long as the operator has chosen.
+    """
+
+    name: str = "auto"
+    memory: MemoryTier = "1g"
+    network: NetworkPolicy = NetworkDisabled()
+    file_ids: tuple[str, ...] = ()
+    idle_minutes: int | None = None
+
+
+class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A container as it is kept; times are seconds since 1970.
+
+    spec: with everything chosen, and without what is secret.
+    secrets: the values that its network policy names, sealed.
+    automatic: it began with a call, not because somebody asked for a container.
+    status: one that is deleted is there for nobody; its record stays a while for those who look for leftovers.
+    ended_at: when it expired or was deleted, 0 before. retained: bytes of users' files that outlive it.
+    sandbox, address: where it lives now, empty before the first call and after its sandbox was lost.
+    incarnation: how many sandboxes it has had.
+    mark: the state of its files at the last look.
+    """
+
+    id: str
+    tenant: str
+    spec: ContainerSpec
+    secrets: str = ""
+    automatic: bool = False
+    status: ContainerStatus = "running"
+    created_at: float
+    last_active_at: float
+    ended_at: float = 0.0
+    retained: int = 0
+    sandbox: str = ""
+    address: str = ""
+    incarnation: int = 0
+    mark: str = ""
+
+
+class ContainerFileRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A file of a container; `path` is relative to /mnt/data and comes from untrusted code.
+
+    id: stays the same while the path does, however often the file is written.
+    modified_ns: as its sandbox tells it, 0 where it is in none. changed_ns, inode: the same, 0 where nobody told.
+    source: who made it first; what a user gave stays a user's, also when code has changed it.
+    executable: whether it may be run, which new sandboxes of the container are told.
+    blob: the copy that outlives its sandbox, empty where there is none.
+    """
+
+    id: str
+    container_id: str
+    path: str
+    bytes: int
+    created_at: float
+    modified_ns: int
+    changed_ns: int = 0
+    inode: int = 0
+    source: ContainerFileSource
+    executable: bool = False
+    blob: str = ""
+
+
+# --- on the wire --------------------------------------------------------------------------------------
+
+
+class ExpiresAfter(msgspec.Struct, frozen=True, kw_only=True):
+    anchor: Literal["last_active_at"] = "last_active_at"
+    minutes: int
+
+
+class CreateContainer(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /v1/containers. Nulls are tolerated, and so are fields that nobody here knows."""
+
+    name: str
+    expires_after: ExpiresAfter | None = None
+    file_ids: list[str] | None = None
+    memory_limit: str | None = None
+    network_policy: dict[str, Raw] | None = None
+    skills: list[Raw] | None = None
+
+
+class CreateContainerFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of POST /v1/containers/{container_id}/files, where it is JSON."""
+
+    file_id: str
+
+
+class NetworkPolicyObject(msgspec.Struct, frozen=True, kw_only=True):
+    """A network policy without its secrets."""
+
+    type: Literal["disabled", "allowlist"]
+    allowed_domains: list[str] | UnsetType = UNSET
+
+
+class ContainerObject(msgspec.Struct, frozen=True, kw_only=True):
+    """A container on the wire."""
+
+    id: str
+    object: Literal["container"] = "container"
+    created_at: int
+    name: str
+    status: str
+    expires_after: ExpiresAfter
+    last_active_at: int
+    memory_limit: MemoryTier
+    network_policy: NetworkPolicyObject
+
+
+class ContainerFileObject(msgspec.Struct, frozen=True, kw_only=True):
+    """A container file on the wire; `path` is absolute, and fit to be read."""
+
+    id: str
+    object: Literal["container.file"] = "container.file"
+    bytes: int
+    container_id: str
+    created_at: int
+    path: str
+    source: ContainerFileSource
+
+
+class UnpackedFilesObject(ContainerFileObject, frozen=True, kw_only=True):
+    """What an archive left: the first file, as clients expect an answer to an upload, and with it all of them."""
+
+    unpacked: list[ContainerFileObject] = msgspec.field(name="fumehood:unpacked")
+
+
+def to_container_object(record: ContainerRecord) -> ContainerObject:
+    network = record.spec.network
+    shown = NetworkPolicyObject(type="disabled")
+    if isinstance(network, NetworkAllowlist):
+        shown = NetworkPolicyObject(type="allowlist", allowed_domains=list(network.allowed_domains))
+    return ContainerObject(
+        id=record.id,
+        created_at=int(record.created_at),
+        name=record.spec.name,
+        status=record.status,
+        expires_after=ExpiresAfter(minutes=record.spec.idle_minutes or 0),
+        last_active_at=int(record.last_active_at),
+        memory_limit=record.spec.memory,
+        network_policy=shown,
+    )
+
+
+def to_container_file_object(record: ContainerFileRecord) -> ContainerFileObject:
+    return ContainerFileObject(
+        id=record.id,
+        bytes=record.bytes,
+        container_id=record.container_id,
+        created_at=int(record.created_at),
+        path=sanitize_name(f"{DATA_DIRECTORY}/{record.path}", _MAX_PATH_LENGTH),
+        source=record.source,
+    )
+
+
+def to_unpacked_files_object(records: Sequence[ContainerFileRecord]) -> UnpackedFilesObject:
+    """What an archive left, as it is told to whoever sent it; at least one file."""
+    files = [to_container_file_object(record) for record in records]
+    return UnpackedFilesObject(**msgspec.structs.asdict(files[0]), unpacked=files)
+
+
+# --- what clients ask for -----------------------------------------------------------------------------
+
+
+class _NetworkType(msgspec.Struct):
+    type: Literal["disabled", "allowlist"]
+
+
+def parse_memory_tier(limit: str | None, param: str) -> MemoryTier:
+    """Raises InvalidRequest, which names the parameter."""
+    if limit is None:
+        return ContainerSpec().memory
+    for tier in MEMORY_TIERS:
+        if tier == limit:
+            return tier
+    tiers = ", ".join(f"'{tier}'" for tier in MEMORY_TIERS)
+    raise InvalidRequest(
+        f"{param} must be one of {tiers}, not '{sanitize_name(limit, 20)}'.",
+        param=param,
+        code="invalid_value",
+    )
+
+
+def parse_network_policy(policy: Mapping[str, Raw] | None, param: str) -> NetworkPolicy:
+    """Raises InvalidRequest, which names the parameter. Whether so much is allowed, `Containers.approve` says."""
+    if policy is None:
+        return NetworkDisabled()
+    known = {key: value for key, value in policy.items() if key in _ALLOWLIST_FIELDS}
+    try:
+        if msgspec.json.decode(msgspec.json.encode(policy), type=_NetworkType).type == "disabled":
+            return NetworkDisabled()
+        return msgspec.json.decode(msgspec.json.encode({**known, "type": "allowlist"}), type=NetworkAllowlist)
+    except msgspec.DecodeError as error:
+        raise InvalidRequest(f"{param}: {error}", param=param, code="invalid_value") from None

@@ -1,0 +1,75 @@
+"""Files that clients upload, as they see them and as they are kept."""
+
+from typing import Literal
+
+import msgspec
+
+from fumehood.protocol.safe_names import sanitize_name
+
+type UploadPurpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
+"""What a client may upload a file for."""
+
+type FilePurpose = Literal[
+    "assistants",
+    "assistants_output",
+    "batch",
+    "batch_output",
+    "fine-tune",
+    "fine-tune-results",
+    "vision",
+    "user_data",
+    "evals",
+]
+
+
+class UploadedFileRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """An upload as it is kept; times are seconds since 1970.
+
+    filename: the last part of the name that the client gave, fit to be read; nobody looks for a file by it.
+    blob: its content.
+    """
+
+    id: str
+    tenant: str
+    filename: str
+    bytes: int
+    purpose: FilePurpose
+    created_at: float
+    expires_at: float | None = None
+    blob: str
+
+
+class FileUploadMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client says of a file that it uploads; the name is whatever it sent.
+
+    expires_after: seconds; None keeps it until it is deleted.
+    """
+
+    filename: str
+    purpose: UploadPurpose
+    expires_after: int | None = None
+
+
+class FileObject(msgspec.Struct, frozen=True, kw_only=True):
+    """An upload on the wire."""
+
+    id: str
+    object: Literal["file"] = "file"
+    bytes: int
+    created_at: int
+    expires_at: int | None
+    filename: str
+    purpose: FilePurpose
+    status: Literal["uploaded", "processed", "error"] = "processed"
+    status_details: str | None = None
+
+
+def to_file_object(record: UploadedFileRecord) -> FileObject:
+    return FileObject(
+        id=record.id,
+        bytes=record.bytes,
+        created_at=int(record.created_at),
+        expires_at=None if record.expires_at is None else int(record.expires_at),
+        filename=sanitize_name(record.filename),
+        purpose=record.purpose,
+    )

@@ -1,0 +1,290 @@
+"""The units of a conversation: what we author as Structs, what others authored as their own bytes.
+
+msgspec drops unknown fields and refuses unknown tags, so nothing that somebody else wrote is decoded and encoded
+again: its type and id are peeked at and its bytes are passed on.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+from fumehood.protocol.openai.api_errors import InvalidRequest
+
+type ItemStatus = Literal["in_progress", "completed", "incomplete"]
+type CallStatus = Literal["in_progress", "interpreting", "completed", "incomplete", "failed"]
+type MessagePhase = Literal["commentary", "final_answer"]
+
+
+# --- what a message says ------------------------------------------------------------------------------
+
+
+class ContainerFileCitationAnnotation(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="container_file_citation"
+):
+    """A file of a container that the text speaks of; the indexes count code points."""
+
+    container_id: str
+    file_id: str
+    filename: str
+    start_index: int
+    end_index: int
+
+
+class FileCitationAnnotation(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="file_citation"
+):
+    file_id: str
+    filename: str
+    index: int
+
+
+class UrlCitationAnnotation(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="url_citation"):
+    url: str
+    title: str
+    start_index: int
+    end_index: int
+
+
+type Annotation = ContainerFileCitationAnnotation | FileCitationAnnotation | UrlCitationAnnotation
+
+
+class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
+    text: str = ""
+    annotations: list[Annotation] = []
+    logprobs: list[Raw] = []
+
+
+class Refusal(msgspec.Struct, kw_only=True, tag_field="type", tag="refusal"):
+    refusal: str = ""
+
+
+class ReasoningText(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning_text"):
+    text: str = ""
+
+
+class SummaryText(msgspec.Struct, kw_only=True, tag_field="type", tag="summary_text"):
+    text: str = ""
+
+
+type ContentPart = OutputText | Refusal | ReasoningText
+
+
+# --- items that we author -----------------------------------------------------------------------------
+
+
+class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+    id: str
+    role: Literal["assistant"] = "assistant"
+    status: ItemStatus = "in_progress"
+    content: list[OutputText | Refusal] = []
+    phase: MessagePhase | UnsetType = UNSET
+
+
+class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
+    """`content` is the model's own text, which open models show; `summary` what others tell of it."""
+
+    id: str
+    summary: list[SummaryText] = []
+    content: list[ReasoningText] | UnsetType = UNSET
+    encrypted_content: str | UnsetType | None = UNSET
+    status: ItemStatus | UnsetType = UNSET
+
+
+class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
+    """A call that the client answers, in its next request."""
+
+    id: str
+    call_id: str
+    name: str
+    arguments: str = ""
+    status: ItemStatus = "in_progress"
+
+
+class CustomToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    """The same for a tool whose input is text instead of JSON."""
+
+    id: str
+    call_id: str
+    name: str
+    input: str = ""
+    status: ItemStatus = "in_progress"
+
+
+class CodeInterpreterLogs(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="logs"):
+    logs: str
+
+
+class CodeInterpreterImage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="image"):
+    """`url` is a data: URL, or the address of a container file where that would be too long."""
+
+    url: str
+
+
+class ProducedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that a call wrote or changed; `path` begins with /mnt/data/."""
+
+    file_id: str
+    container_id: str
+    filename: str
+    path: str
+    bytes: int
+
+
+class ExecutionDetailsFile(ProducedFile, frozen=True, kw_only=True):
+    """A produced file with what identifies its content.
+
+    sha256: hexadecimal; None where no copy of the file is kept.
+    content: base64; None where the client did not ask for it in time, or the file is too large.
+    """
+
+    mime_type: str
+    sha256: str | None = None
+    content: str | None = None
+
+
+class MissingFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A file that a call wrote or changed and that could not be fetched."""
+
+    filename: str
+    path: str
+    bytes: int
+
+
+class ExecutionDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """What OpenAI's item has no place for; sent on request, as `fumehood:execution`.
+
+    files_complete: whether all files that the call wrote are in `files`; those that are known not to be are in
+        `missing_files`.
+    """
+
+    stdout: str
+    stderr: str
+    exit_code: int
+    duration_ms: int
+    files: list[ExecutionDetailsFile] = []
+    files_complete: bool = True
+    missing_files: list[MissingFile] = []
+    truncated: bool = False
+
+
+class CodeInterpreterCall(msgspec.Struct, kw_only=True, tag_field="type", tag="code_interpreter_call"):
+    id: str
+    status: CallStatus = "in_progress"
+    code: str | None = ""
+    container_id: str
+    outputs: list[CodeInterpreterLogs | CodeInterpreterImage] | None = None
+    execution: ExecutionDetails | UnsetType = msgspec.field(name="fumehood:execution", default=UNSET)
+
+
+class ContainerReference(
+    msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="container_reference"
+):
+    container_id: str
+
+
+class ShellAction(msgspec.Struct, kw_only=True):
+    """What the model wants to be run; the limits are None where it has not chosen any."""
+
+    commands: list[str] = []
+    timeout_ms: int | None = None
+    max_output_length: int | None = None
+
+
+class ShellCall(msgspec.Struct, kw_only=True, tag_field="type", tag="shell_call"):
+    """Commands for a container; `ShellCallOutput` of the same `call_id` tells what came of them."""
+
+    id: str
+    call_id: str
+    action: ShellAction
+    environment: ContainerReference
+    status: ItemStatus = "in_progress"
+
+
+class ShellExit(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="exit"):
+    """-1 for a command that did not run, or whose sandbox was lost."""
+
+    exit_code: int
+
+
+class ShellTimeout(msgspec.Struct, frozen=True, tag_field="type", tag="timeout"):
+    pass
+
+
+class ShellCallOutputContent(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one command."""
+
+    stdout: str
+    stderr: str
+    outcome: ShellExit | ShellTimeout
+
+
+class ShellCallOutput(msgspec.Struct, kw_only=True, tag_field="type", tag="shell_call_output"):
+    """What the commands of a call said, in their order, and how each ended.
+
+    execution: of all of them together, as if they were one program.
+    """
+
+    id: str
+    call_id: str
+    output: list[ShellCallOutputContent] = []
+    max_output_length: int | None = None
+    status: ItemStatus = "in_progress"
+    execution: ExecutionDetails | UnsetType = msgspec.field(name="fumehood:execution", default=UNSET)
+
+
+class CompactionItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="compaction"):
+    """Stands for everything before it; only the gateway can read what it holds."""
+
+    id: str
+    encrypted_content: str
+
+
+type AuthoredItem = (
+    OutputMessage
+    | ReasoningItem
+    | FunctionCall
+    | CustomToolCall
+    | CodeInterpreterCall
+    | ShellCall
+    | ShellCallOutput
+    | CompactionItem
+)
+# An item of a model server that speaks Responses itself stays its own bytes.
+type OutputItem = AuthoredItem | Raw
+
+
+# --- items as they came -------------------------------------------------------------------------------
+
+
+class InputItem(msgspec.Struct, frozen=True):
+    """One item of somebody's input: what it is, and its bytes."""
+
+    type: str
+    id: str | None
+    raw: bytes
+
+
+class _ItemTag(msgspec.Struct):
+    type: str | None = None
+    id: Annotated[str, Meta(max_length=64)] | None = None
+    role: str | None = None
+
+
+_json_decoder = msgspec.json.Decoder()
+
+
+def peek_item(raw: bytes | Raw, where: str) -> InputItem:
+    """The item in these bytes; raises InvalidRequest, naming `where`, if they are none.
+
+    An item with a role and no type is a message, as in OpenAI's easy form; one with an id alone refers to another.
+    """
+    try:
+        # Raw is not looked at closely: lone surrogates and the like are found here.
+        tag = msgspec.convert(_json_decoder.decode(raw), _ItemTag)
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        raise InvalidRequest(f"{where} is not a valid item: {error}", param=where) from None
+    kind = tag.type or ("message" if tag.role else "item_reference" if tag.id else None)
+    if kind is None:
+        raise InvalidRequest(f"{where} has no `type`.", param=where)
+    return InputItem(kind, tag.id, bytes(raw))

@@ -1,1 +1,0 @@
-"""Sandboxes as the gateway sees them: on a sandbox server elsewhere, or on one of its own; imports nothing."""

@@ -1,0 +1,14 @@
+"""Sandbox providers: an embedded sandbox server or a remote one."""
+
+from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings
+from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
+from fumehood.sandbox_client.sandbox_readiness import SandboxReadiness
+from fumehood.sandbox_client.server_connection import SandboxConnectionLost
+
+__all__ = [
+    "LocalSandboxProvider",
+    "LocalServerSettings",
+    "RemoteSandboxProvider",
+    "SandboxConnectionLost",
+    "SandboxReadiness",
+]

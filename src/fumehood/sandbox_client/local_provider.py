@@ -1,0 +1,385 @@
+"""A sandbox server of one's own on this host, started and ended with its user."""
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, cast
+
+from fumehood.interfaces import SandboxRef
+from fumehood.protocol.sandbox.sandbox_errors import SandboxError, SandboxGone, SandboxServerUnreachable
+from fumehood.protocol.sandbox.sandbox_messages import (
+    IsolationMode,
+    LimitEnforcement,
+    SandboxInfo,
+    SandboxSpec,
+    ServerHealth,
+)
+from fumehood.sandbox_client.remote_provider import RemoteSandbox, RemoteSandboxProvider
+from fumehood.sandbox_client.server_connection import SandboxTimeouts
+
+logger = logging.getLogger(__name__)
+
+# What the server may know of this process's environment. Everything else could be a secret.
+_INHERITED_ENVIRONMENT = (
+    "FUMEHOOD_PACKAGES_DIR",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "PATH",
+    "TMPDIR",
+    "TZ",
+    "XDG_CACHE_HOME",
+    "XDG_RUNTIME_DIR",
+)
+_DIRECTORY_PREFIX = "fumehood-local-"
+_MAX_BASE_PATH_BYTES = 65  # a socket's path has at most 107 bytes
+_ABANDONED_SECONDS = 60.0
+_STOP_TIMEOUT = 15.0
+_KEPT_OUTPUT_LINES = 20
+_MAX_LINE_BYTES = 1 << 20
+# It is next door: what is not there at once will not come.
+_TIMEOUTS = SandboxTimeouts(retries=4, backoff=0.05)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalServerSettings:
+    """How a sandbox server of one's own is started.
+
+    mode, limits, pool, capacity: as the options of `fumehood sandbox`, which has more of them.
+    options: those others, as one would write them.
+    environment: variables for the server besides the few that it is given anyway, e.g. FUMEHOOD_INDEX_URL, which
+        may hold a password.
+    start_seconds: until a server that is not ready counts as failed.
+    """
+
+    mode: IsolationMode = "namespaces"
+    limits: LimitEnforcement = "enforced"
+    pool: int = 4
+    capacity: int = 256
+    options: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    start_timeout: float = 120.0
+
+    def command(self, socket: Path) -> list[str]:
+        chosen: list[tuple[str, object]] = [
+            ("--socket", socket),
+            ("--mode", self.mode),
+            ("--limits", self.limits),
+            ("--pool", self.pool),
+            ("--capacity", self.capacity),
+            ("--log-format", "json"),
+            ("--grace", 0),
+        ]
+        options = [str(part) for option in chosen for part in option]
+        # -P: the working directory is not a place to import from.
+        return [
+            sys.executable,
+            "-P",
+            "-m",
+            "fumehood",
+            "sandbox",
+            "--exit-with-stdin",
+            *options,
+            *self.options,
+        ]
+
+    def environ(self) -> dict[str, str]:
+        passed = {name: os.environ[name] for name in _INHERITED_ENVIRONMENT if name in os.environ}
+        return {**passed, **self.environment}
+
+
+class LocalSandboxProvider:
+    """A `SandboxProvider` on a server that it starts itself, when it is first needed and when it has died.
+
+    The server listens on a unix socket that only this user can open, and ends with this process, however that ends.
+    Its sandboxes end with it: they are then SandboxGone. `async with` starts it at once, and closes it.
+
+    A start is a task of its own: a caller that is cancelled stops waiting for it, and the next caller waits for the
+    same one.
+
+    Starting raises Unreachable with the server's own words, e.g. why code cannot be isolated here.
+    """
+
+    def __init__(self, settings: LocalServerSettings | None = None) -> None:
+        self._settings = settings or LocalServerSettings()
+        self._server: _ServerProcess | None = None
+        self._start_task: asyncio.Task[_ServerProcess] | None = None
+        self._earlier_failures = 0  # of the servers before this one
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        await self._running_server()
+
+    async def create(self, spec: SandboxSpec, name: str | None = None) -> SandboxRef:
+        return await self._call_server(lambda remote: remote.create(spec, name))
+
+    async def attach(self, ref: SandboxRef) -> RemoteSandbox:
+        return await self._call_server(lambda remote: remote.attach(ref))
+
+    async def destroy(self, ref: SandboxRef) -> None:
+        await self._call_server(lambda remote: remote.destroy(ref))
+
+    async def list_sandboxes(self) -> list[SandboxInfo]:
+        return await self._call_server(lambda remote: remote.list_sandboxes())
+
+    async def health(self) -> ServerHealth:
+        return await self._call_server(lambda remote: remote.health())
+
+    async def metrics(self) -> bytes:
+        """The server's own figures. None is started for them: where none runs, that is Unreachable."""
+        server = self._server
+        if server is None or not server.is_alive:
+            raise SandboxServerUnreachable("No sandbox server runs on this host.")
+        return await server.remote.metrics()
+
+    async def _call_server[T](self, operation: Callable[[RemoteSandboxProvider], Awaitable[T]]) -> T:
+        """Ask the server; if it dies meanwhile, its successor."""
+        server = await self._running_server()
+        try:
+            return await operation(server.remote)
+        except SandboxGone:
+            if server.is_alive or self._closed:
+                raise
+        return await operation((await self._running_server()).remote)
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._start_task is not None:
+            self._start_task.cancel()
+            await asyncio.gather(self._start_task, return_exceptions=True)
+        if self._server is not None:
+            server, self._server = self._server, None
+            await server.close()
+
+    @property
+    def server_pid(self) -> int | None:
+        """Of the server, while one runs."""
+        return None if self._server is None or not self._server.is_alive else self._server.process.pid
+
+    @property
+    def failures(self) -> int:
+        """How often a server could not be asked, or had died; only ever more."""
+        server = self._server
+        if server is None:
+            return self._earlier_failures
+        return self._earlier_failures + server.remote.failures + (not server.is_alive)
+
+    async def _running_server(self) -> "_ServerProcess":
+        """The server, once it is ready; raises Unreachable."""
+        server = self._server
+        if server is not None and server.is_alive and not self._closed:
+            return server
+        if self._start_task is None:
+            self._check_open()
+            self._start_task = asyncio.create_task(self._start_server(), name="sandbox server: start")
+            self._start_task.add_done_callback(self._on_start_done)
+        starting = self._start_task
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            if starting.cancelled():  # not whoever waits, but `close`
+                self._check_open()
+            raise
+
+    async def _start_server(self) -> "_ServerProcess":
+        dead, self._server = self._server, None
+        if dead is not None:
+            logger.error("The sandbox server on this host ended by itself; another one is started.")
+            self._earlier_failures += dead.remote.failures + 1
+            await dead.close()
+        self._server = await _ServerProcess.start(self._settings)
+        return self._server
+
+    def _on_start_done(self, starting: "asyncio.Task[_ServerProcess]") -> None:
+        self._start_task = None
+        if not starting.cancelled() and (error := starting.exception()) is not None:
+            # Perhaps nobody waits any more.
+            logger.warning("The sandbox server on this host could not be started: %s", error)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SandboxServerUnreachable("The sandbox server on this host has been closed.")
+
+
+class _ServerProcess:
+    """One process and all that belongs to it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, home: "_SocketDirectory") -> None:
+        self.process = process
+        self.remote = RemoteSandboxProvider(f"unix:{home.socket}", timeouts=_TIMEOUTS, explain=self._explain)
+        self._directory = home
+        self._output_lines: deque[str] = deque(maxlen=_KEPT_OUTPUT_LINES)
+        self._stderr_task = asyncio.ensure_future(self._read_stderr())
+
+    @property
+    def is_alive(self) -> bool:
+        if self.process.returncode is not None:
+            return False
+        try:  # the loop may not have heard of it yet
+            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return False
+        return ended is None
+
+    @classmethod
+    async def start(cls, settings: LocalServerSettings) -> Self:
+        home = await asyncio.to_thread(_SocketDirectory)
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *settings.command(home.socket),
+                stdin=asyncio.subprocess.PIPE,  # its end tells the server that this process has ended
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=settings.environ(),
+                cwd="/",
+                start_new_session=True,
+                limit=_MAX_LINE_BYTES,
+            )
+        except BaseException:
+            await asyncio.to_thread(home.remove)
+            raise
+        server = cls(process, home)
+        try:
+            await server._wait_ready(settings.start_timeout)
+        except BaseException:
+            await asyncio.shield(asyncio.ensure_future(server.close(immediately=True)))
+            raise
+        return server
+
+    async def _wait_ready(self, timeout: float) -> None:
+        assert self.process.stdout is not None  # noqa: S101 - asked for above
+        try:
+            async with asyncio.timeout(timeout):
+                if await self.process.stdout.readline():
+                    return
+                await self.process.wait()
+                await self._stderr_task
+        except TimeoutError:
+            raise SandboxServerUnreachable(
+                f"The sandbox server on this host was not ready within {timeout:g} s."
+            ) from None
+        words = " ".join(self._output_lines) or f"it ended with exit code {self.process.returncode}"
+        raise SandboxServerUnreachable(f"The sandbox server on this host cannot start: {words}")
+
+    def _explain(self, error: SandboxServerUnreachable) -> SandboxError:
+        if self.is_alive:
+            return error
+        return SandboxGone("The sandbox is gone: its server on this host has ended.")
+
+    async def _read_stderr(self) -> None:
+        """Pass on what the server logs; keep what else it says."""
+        assert self.process.stderr is not None  # noqa: S101
+        while True:
+            try:
+                line = await self.process.stderr.readline()
+            except ValueError:  # longer than anybody would read
+                continue
+            if not line:
+                return
+            text = line.decode(errors="replace").strip()
+            if text and not _forward_log_line(text):
+                self._output_lines.append(text)
+
+    async def close(self, *, immediately: bool = False) -> None:
+        """End it: by its standard input, then by signals; remove what it leaves. `at_once`: it was never ready."""
+        await self.remote.close()
+        try:
+            if self.process.stdin is not None:
+                self.process.stdin.close()
+            if immediately:
+                self._send_signal(signal.SIGTERM)
+            for number in (signal.SIGTERM, signal.SIGKILL):
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.process.wait(), _STOP_TIMEOUT)
+                    break
+                self._send_signal(number)
+            await self.process.wait()
+        finally:
+            if self.is_alive:
+                self._send_signal(signal.SIGKILL)
+            self._stderr_task.cancel()
+            await asyncio.gather(self._stderr_task, return_exceptions=True)
+            await asyncio.to_thread(self._directory.remove)
+
+    def _send_signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)  # it is not reaped yet, so the number is its own
+
+
+def _forward_log_line(text: str) -> bool:
+    """Repeat a line of the server's log in ours; False if it is none."""
+    try:
+        line: Any = json.loads(text)
+    except ValueError:
+        return False
+    if not isinstance(line, dict) or "event" not in line:
+        return False
+    fields = {str(key): value for key, value in cast("dict[Any, Any]", line).items()}
+    level = logging.getLevelNamesMapping().get(str(fields.pop("level", "")).upper(), logging.INFO)
+    fields.pop("time", None)
+    event = str(fields.pop("event"))
+    if event == "message":
+        logger.log(level, "%s", "\n".join(map(str, fields.values())))
+    else:
+        logger.log(level, event, extra={"fields": fields})
+    return True
+
+
+class _SocketDirectory:
+    """A directory for the socket, for this user only, which tells others that it is in use."""
+
+    def __init__(self) -> None:
+        base = tempfile.gettempdir()
+        if len(os.fsencode(base)) > _MAX_BASE_PATH_BYTES:
+            base = "/tmp"  # noqa: S108 - what is made there is private
+        remove_abandoned_directories(Path(base))
+        self.path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=base))
+        self.socket = self.path / "socket"
+        self._lock = _try_lock(self.path)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _try_lock(directory: Path) -> int | None:
+    """The directory's lock, or None if somebody has it."""
+    fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def remove_abandoned_directories(base: Path) -> None:
+    """Remove what processes left that were killed."""
+    for path in base.glob(f"{_DIRECTORY_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            about = path.lstat()
+            old = time.time() - about.st_mtime > _ABANDONED_SECONDS  # else it may be about to be locked
+            if about.st_uid == os.geteuid() and old and (lock := _try_lock(path)) is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)

@@ -1,0 +1,458 @@
+"""Sandboxes on a sandbox server, over TCP or a unix socket."""
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from typing import Self
+
+import aiohttp
+import msgspec
+
+from fumehood.interfaces import SandboxRef
+from fumehood.protocol.sandbox.bundle_encoding import (
+    BundleContent,
+    BundledFile,
+    BundleReader,
+    InvalidBundle,
+    encode_bundle,
+)
+from fumehood.protocol.sandbox.sandbox_errors import (
+    ExecutionNotFound,
+    FileNotFound,
+    FileRefused,
+    InvalidSandboxRequest,
+    SandboxError,
+    SandboxNotFound,
+    SandboxServerUnreachable,
+)
+from fumehood.protocol.sandbox.sandbox_messages import (
+    ArchiveFormat,
+    ExecuteRequest,
+    ExecutionEnd,
+    ExecutionEvent,
+    FileEntry,
+    FileListing,
+    ReadFilesRequest,
+    ResourceName,
+    SandboxInfo,
+    SandboxSpec,
+    ServerHealth,
+    UnpackSummary,
+    WriteSummary,
+)
+from fumehood.sandbox_client.server_connection import (
+    BYTES_TYPE,
+    SandboxConnectError,
+    SandboxConnectionLost,
+    SandboxReadTimeout,
+    SandboxServerConnection,
+    SandboxTimeouts,
+    quote_path_segment,
+)
+
+
+class LineTooLong(ValueError):
+    """A line that does not end within what one may hold."""
+
+
+class LineSplitter:
+    """Give it pieces, take the lines that are complete, without their newline.
+
+    The work is linear in the bytes: a line of many megabytes that comes in small pieces is joined once, at its end.
+    """
+
+    def __init__(self, max_length: int) -> None:
+        self._max_length = max_length
+        self._pending: list[bytes] = []
+        self._length = 0
+
+    @property
+    def pending_bytes(self) -> int:
+        """How many bytes of an unfinished line have come."""
+        return self._length
+
+    def feed(self, piece: bytes) -> list[bytes]:
+        first, *others = piece.split(b"\n")
+        self._append(first)
+        lines: list[bytes] = []
+        for part in others:
+            lines.append(b"".join(self._pending))
+            self._pending.clear()
+            self._length = 0
+            self._append(part)
+        return lines
+
+    def _append(self, part: bytes) -> None:
+        self._length += len(part)
+        if self._length > self._max_length:
+            raise LineTooLong(f"a line of more than {self._max_length} bytes")
+        if part:
+            self._pending.append(part)
+
+
+_MAX_LINE_BYTES = 256 << 20
+
+
+_DRAIN_TIMEOUT = 1.0
+
+
+_decode_event = msgspec.json.Decoder(ExecutionEvent).decode
+
+
+class _SandboxListResponse(msgspec.Struct):
+    sandboxes: list[SandboxInfo]
+
+
+class _InterruptResponse(msgspec.Struct):
+    interrupted: bool
+
+
+class RemoteSandboxProvider:
+    """The sandboxes of one server: a `SandboxProvider`, and `async with` closes it.
+
+    Sandboxes stay when it is closed; another one, also in another process, can attach to them.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        *,
+        timeouts: SandboxTimeouts | None = None,
+        explain: Callable[[SandboxServerUnreachable], SandboxError] | None = None,
+    ) -> None:
+        self.connection = SandboxServerConnection(url, token, timeouts or SandboxTimeouts(), explain)
+
+    def __repr__(self) -> str:
+        return f"<RemoteSandboxes {self.connection.url}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def create(self, spec: SandboxSpec, name: str | None = None) -> SandboxRef:
+        # Chosen here, so that a request that has to be repeated makes no second sandbox.
+        chosen = secrets.token_hex(12) if name is None else name
+        if not _is_valid_name(chosen):
+            raise InvalidSandboxRequest(f"{chosen!r} cannot be the name of a sandbox.", param="name")
+        info = await self.connection.request_json(
+            "PUT", _sandbox_path(chosen), SandboxInfo, body=_encode(spec)
+        )
+        return SandboxRef(info.id, from_warm_pool=info.warm)
+
+    async def attach(self, ref: SandboxRef) -> "RemoteSandbox":
+        if not _is_valid_name(ref.id):
+            raise SandboxNotFound(f"There is no sandbox {ref.id!r}.")
+        info = await self.connection.request_json("GET", _sandbox_path(ref.id), SandboxInfo)
+        return RemoteSandbox(self.connection, info.id)
+
+    async def destroy(self, ref: SandboxRef) -> None:
+        if _is_valid_name(ref.id):
+            await self.connection.retry_on_disconnect(
+                lambda: self.connection.request_without_body("DELETE", _sandbox_path(ref.id))
+            )
+
+    async def list_sandboxes(self) -> list[SandboxInfo]:
+        return (await self.connection.request_json("GET", "/sandboxes", _SandboxListResponse)).sandboxes
+
+    @property
+    def failures(self) -> int:
+        """How often the server could not be asked; only ever more."""
+        return self.connection.failures
+
+    async def health(self) -> ServerHealth:
+        """What the server tells of itself; raises Unreachable also while it starts or stops."""
+        return await self.connection.request_json("GET", "/health", ServerHealth)
+
+    async def metrics(self) -> bytes:
+        """The server's own figures, as it tells them to Prometheus."""
+        async with self.connection.open_response("GET", "/metrics") as response:
+            with self.connection.translate_errors():
+                return await response.read()
+
+    async def close(self) -> None:
+        await self.connection.close()
+
+
+class RemoteSandbox:
+    """One sandbox of a server: a `Sandbox`, made by `RemoteSandboxes.attach`."""
+
+    def __init__(self, connection: SandboxServerConnection, sandbox_id: str) -> None:
+        self._connection = connection
+        self._id = sandbox_id
+
+    def __repr__(self) -> str:
+        return f"<RemoteSandbox {self._id} at {self._connection.url}>"
+
+    @property
+    def id(self) -> str:
+        return self._id
+
+    # ---- calls ------------------------------------------------------------------------------------------------
+
+    async def execute(self, request: ExecuteRequest) -> AsyncGenerator[ExecutionEvent]:
+        execution_id = request.execution_id or secrets.token_hex(12)
+        body = _encode(msgspec.structs.replace(request, execution_id=execution_id))
+        async with aclosing(self._stream_events(execution_id, -1, body)) as events:
+            async for event in events:
+                yield event
+
+    async def follow(self, execution_id: str, *, after: int = -1) -> AsyncGenerator[ExecutionEvent]:
+        if not _is_valid_name(execution_id):
+            raise ExecutionNotFound(f"There is no execution {execution_id!r} of this sandbox.")
+        async with aclosing(self._stream_events(execution_id, after, None)) as events:
+            async for event in events:
+                yield event
+
+    async def _stream_events(
+        self, execution_id: str, after: int, request: bytes | None
+    ) -> AsyncGenerator[ExecutionEvent]:
+        """The events after number `after`, each once; a stream that breaks is taken up again where it broke.
+
+        request: what starts the call, until the server has taken it.
+        """
+        stream = _ResumableEventStream(
+            self._connection, self._url_path("executions", quote_path_segment(execution_id)), after
+        )
+        if request is not None:
+            stream.set_start_request(self._url_path("execute"), request)
+        while True:
+            try:
+                async with aclosing(stream.read()) as events:
+                    async for event in events:
+                        yield event
+                return
+            except (SandboxConnectError, SandboxConnectionLost, SandboxReadTimeout) as error:
+                pause = stream.next_backoff(error)
+                if pause is None:
+                    raise
+            except SandboxError as error:
+                # After a connection that broke, the first request may have begun the call.
+                error.nothing_started = error.nothing_started and not stream.failures
+                error.disconnected_at = stream.disconnected_at
+                raise
+            stream.failures += 1
+            await asyncio.sleep(pause)
+
+    async def interrupt(self, execution_id: str | None = None) -> bool:
+        query = None if execution_id is None else {"execution_id": execution_id}
+        path = self._url_path("interrupt")
+        return (
+            await self._connection.request_json("POST", path, _InterruptResponse, query=query)
+        ).interrupted
+
+    # ---- files ------------------------------------------------------------------------------------------------
+
+    async def list_files(self, since: str | None = None) -> FileListing:
+        query = None if since is None else {"since": since}
+        return await self._connection.request_json("GET", self._url_path("files"), FileListing, query=query)
+
+    async def read_file(self, path: str) -> AsyncGenerator[bytes]:
+        async with self._connection.open_response("GET", self._file_url_path(path)) as response:
+            while piece := await self._read_chunk(response):
+                yield piece
+
+    async def read_files(self, paths: Sequence[str]) -> AsyncGenerator[Sequence[BundleContent]]:
+        answers = BundleReader(paths)
+        body = _encode(ReadFilesRequest(paths=[path if _is_utf8(path) else "" for path in paths]))
+        try:
+            async with self._connection.open_response("POST", self._url_path("read"), body=body) as response:
+                while piece := await self._read_chunk(response):
+                    yield answers.feed(piece)
+            answers.finish()
+        except InvalidBundle as error:
+            raise self._connection.protocol_violation(str(error)) from error
+
+    async def _read_chunk(self, response: aiohttp.ClientResponse) -> bytes:
+        with self._connection.translate_errors():
+            return await response.content.readany()
+
+    async def write_files(self, files: AsyncIterable[Sequence[BundledFile]]) -> WriteSummary:
+        return await self._connection.request_json(
+            "POST", self._url_path("write"), WriteSummary, body=encode_bundle(files), content_type=BYTES_TYPE
+        )
+
+    async def write_file(
+        self, path: str, content: bytes | AsyncIterable[bytes], *, executable: bool = False
+    ) -> FileEntry:
+        query = {"executable": "true"} if executable else None
+        return await self._connection.request_json(
+            "PUT", self._file_url_path(path), FileEntry, query=query, body=content, content_type=BYTES_TYPE
+        )
+
+    async def delete_file(self, path: str) -> None:
+        address = self._file_url_path(path)
+        tries = 0
+
+        async def once() -> None:
+            nonlocal tries
+            tries += 1
+            try:
+                await self._connection.request_without_body("DELETE", address)
+            except FileNotFound:
+                if tries == 1:  # else the answer to the first request was lost
+                    raise
+
+        await self._connection.retry_on_disconnect(once)
+
+    async def unpack_archive(
+        self, content: bytes | AsyncIterable[bytes], *, kind: ArchiveFormat, into: str = ""
+    ) -> UnpackSummary:
+        query = {"kind": kind, "into": _check_utf8(into)}
+        return await self._connection.request_json(
+            "POST",
+            self._url_path("unpack"),
+            UnpackSummary,
+            query=query,
+            body=content,
+            content_type=BYTES_TYPE,
+        )
+
+    # ---- addresses --------------------------------------------------------------------------------------------
+
+    def _url_path(self, *parts: str) -> str:
+        return "/".join((_sandbox_path(self._id), *parts))
+
+    def _file_url_path(self, path: str) -> str:
+        if not path:
+            raise FileRefused("The path of the file is empty; name a file below /mnt/data.", param="path")
+        return self._url_path(
+            "files", "/".join(quote_path_segment(part) for part in _check_utf8(path).split("/"))
+        )
+
+
+class _ResumableEventStream:
+    """Where one is in the events of one call, over as many connections as it takes.
+
+    after: the number of the last event that has come.
+    accepted: whether the server has taken the request.
+    failures: connections in a row that brought nothing.
+    broke_at: when the first of them broke, by the event loop's clock.
+    """
+
+    def __init__(self, connection: SandboxServerConnection, path: str, after: int) -> None:
+        self.after = self._requested_after = after
+        self.accepted = False
+        self.failures = 0
+        self.disconnected_at: float | None = None
+        self._connection = connection
+        self._path = path
+        self._start_request: tuple[str, bytes] | None = None
+        self._is_starting = False
+
+    def set_start_request(self, path: str, request: bytes) -> None:
+        self._start_request = (path, request)
+        self._is_starting = True
+
+    async def read(self) -> AsyncGenerator[ExecutionEvent]:
+        """The events of one connection, up to the `End`; raises Interrupted if it ends before."""
+        async with self._open_connection() as response:
+            self.accepted = True
+            self._start_request = None
+            splitter = LineSplitter(_MAX_LINE_BYTES)
+            while piece := await self._read_chunk(response):
+                for line in self._split_lines(splitter, piece):
+                    self.failures = 0
+                    self.disconnected_at = None
+                    if not line:  # a sign of life
+                        continue
+                    event = self._parse_event(line)
+                    self.after += 1
+                    yield event
+                    if isinstance(event, ExecutionEnd):
+                        await self._drain(response)
+                        return
+        if self.after == self._requested_after and not self._is_starting:
+            return  # somebody asked for what comes after the end
+        raise self._connection.record_failure(
+            SandboxConnectionLost(
+                f"The sandbox server at {self._connection.url} ended a call's events before their end."
+            )
+        )
+
+    def next_backoff(
+        self, error: SandboxConnectError | SandboxConnectionLost | SandboxReadTimeout
+    ) -> float | None:
+        """How long to wait before the next connection; None when it is not worth another one, and then the error
+        tells what whoever gets it has to know.
+        """
+        if isinstance(error, SandboxConnectError) and not self.accepted and not self.failures:
+            return None  # nothing has begun
+        patience = self._connection.timeouts
+        now = asyncio.get_running_loop().time()
+        if self.disconnected_at is None:
+            self.disconnected_at = now
+        left = self.disconnected_at + patience.resume - now
+        if self.failures < patience.retries and left > 0:
+            return min(patience.backoff_delay(self.failures + 1), left)
+        error.nothing_started = False
+        error.retries_exhausted = True
+        error.disconnected_at = self.disconnected_at
+        return None
+
+    def _open_connection(self) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        silence = self._connection.timeouts.read
+        if self._start_request is not None:
+            path, request = self._start_request
+            return self._connection.open_response("POST", path, body=request, read_timeout=silence)
+        return self._connection.open_response(
+            "GET", self._path, query={"after": str(self.after)}, read_timeout=silence
+        )
+
+    async def _read_chunk(self, response: aiohttp.ClientResponse) -> bytes:
+        with self._connection.translate_errors():
+            return await response.content.readany()
+
+    def _split_lines(self, splitter: LineSplitter, piece: bytes) -> list[bytes]:
+        try:
+            return splitter.feed(piece)
+        except LineTooLong as error:
+            raise self._connection.protocol_violation(str(error)) from error
+
+    def _parse_event(self, line: bytes) -> ExecutionEvent:
+        try:
+            return _decode_event(line)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise self._connection.protocol_violation(f"an event cannot be read: {error}") from error
+
+    async def _drain(self, response: aiohttp.ClientResponse) -> None:
+        """Hear the stream's own end, so that the connection can be used again."""
+        with suppress(TimeoutError, SandboxServerUnreachable):
+            async with asyncio.timeout(_DRAIN_TIMEOUT):
+                await self._read_chunk(response)
+
+
+def _sandbox_path(sandbox_id: str) -> str:
+    return f"/sandboxes/{quote_path_segment(sandbox_id)}"
+
+
+def _is_valid_name(text: str) -> bool:
+    try:
+        msgspec.convert(text, ResourceName)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def _encode(value: msgspec.Struct) -> bytes:
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError as error:
+        raise InvalidSandboxRequest(f"The request is not valid text: {error.reason}.") from error
+
+
+def _check_utf8(path: str) -> str:
+    if not _is_utf8(path):
+        raise FileRefused("The path is not valid text: it cannot be written as UTF-8.", param="path")
+    return path
+
+
+def _is_utf8(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

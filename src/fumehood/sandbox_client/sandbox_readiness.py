@@ -1,0 +1,64 @@
+"""Whether a sandbox server can be asked now."""
+
+import asyncio
+import math
+from typing import Protocol
+
+from fumehood.interfaces import Clock
+from fumehood.protocol.sandbox.sandbox_errors import SandboxError
+from fumehood.protocol.sandbox.sandbox_messages import ServerHealth
+
+_CACHE_SECONDS = 0.5  # that an answer holds
+_MIN_CHECK_INTERVAL = 0.1  # between two questions, however often calls fail
+_HEALTH_TIMEOUT = 1.5
+_NOT_READY = "The sandbox server does not answer, so no code can be run."
+
+
+class HealthSource(Protocol):
+    """A provider whose server can be asked how it is.
+
+    failures: counts the requests that did not reach the server.
+    """
+
+    @property
+    def failures(self) -> int: ...
+
+    async def health(self) -> ServerHealth:
+        """Raises SandboxError unless the server takes new work."""
+        ...
+
+
+class SandboxReadiness:
+    """Why no code can be run now, None if it can.
+
+    Anybody may ask, and asks often, so an answer holds for half a second; a call that failed since makes it void. A
+    server that has died, stops, or hangs is noticed within two seconds.
+    """
+
+    def __init__(self, source: HealthSource, clock: Clock) -> None:
+        self._source = source
+        self._clock = clock
+        self._checked_at = -math.inf
+        self._failures = 0
+        self._reason: str | None = None
+        self._lock = asyncio.Lock()
+
+    async def __call__(self) -> str | None:
+        async with self._lock:
+            if not self._is_fresh():
+                self._reason = await self._check_health()
+                self._checked_at = self._clock.monotonic()
+                self._failures = self._source.failures
+        return self._reason
+
+    def _is_fresh(self) -> bool:
+        age = self._clock.monotonic() - self._checked_at
+        return age < (_CACHE_SECONDS if self._source.failures == self._failures else _MIN_CHECK_INTERVAL)
+
+    async def _check_health(self) -> str | None:
+        try:
+            async with asyncio.timeout(_HEALTH_TIMEOUT):
+                await self._source.health()
+        except (SandboxError, TimeoutError):
+            return _NOT_READY
+        return None

@@ -1,0 +1,375 @@
+"""One sandbox server over HTTP: connections, tokens, and what its answers mean.
+
+Unreachable
+├── NotConnected     no connection came about
+├── Interrupted      a connection broke: asking again may help
+└── Silent           nothing came for longer than one waits
+The last three are for whoever asks again; others see Unreachable.
+"""
+
+import asyncio
+import os
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Mapping,
+)
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from urllib.parse import quote, urlencode, urlsplit
+
+import aiohttp
+import msgspec
+from yarl import URL
+
+from fumehood.protocol.sandbox.sandbox_errors import (
+    SandboxError,
+    SandboxErrorBody,
+    SandboxServerUnreachable,
+    from_sandbox_error_body,
+)
+from fumehood.protocol.sandbox.sandbox_messages import PROTOCOL_VERSION
+
+VERSION_HEADER = "fumehood-sandbox-protocol"
+JSON_TYPE = "application/json"
+BYTES_TYPE = "application/octet-stream"
+
+_CONNECT_TIMEOUT = 10.0
+# Less than servers keep an idle connection: else one is used while it is being closed.
+_KEEP_ALIVE_SECONDS = 4.0
+_CHUNK_BYTES = 1 << 18
+_MAX_ERROR_BYTES = 1 << 20
+_GATEWAY_ERROR_STATUSES = (502, 503, 504)
+
+type RequestContent = bytes | AsyncIterable[bytes]
+
+
+class SandboxConnectError(SandboxServerUnreachable):
+    """The server cannot be connected to."""
+
+
+class SandboxConnectionLost(SandboxServerUnreachable):
+    """The connection broke, or somebody between here and the server could not pass the request on."""
+
+
+class SandboxReadTimeout(SandboxServerUnreachable):
+    """The server said nothing for too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxTimeouts:
+    """How long to wait for a server, in seconds.
+
+    answer: for the answer to a request; installing packages and unpacking archives take their time.
+    silence: between two signs of life of a running call; servers send one every ten seconds.
+    retries: how often in a row a broken connection is made again without anything having come of it.
+    backoff: the wait before the first of them; it doubles each time, up to two seconds.
+    resume: how long after its connection broke a running call is tried to be resumed.
+    """
+
+    response: float = 600.0
+    read: float = 45.0
+    retries: int = 6
+    backoff: float = 0.1
+    resume: float = 2.0
+
+    def backoff_delay(self, attempt: int) -> float:
+        return min(self.backoff * 2 ** (attempt - 1), 2.0)
+
+
+class SandboxServerConnection:
+    """What all sandboxes of one server share. `url` is `http://host:port`, `https://…` or `unix:/path`.
+
+    explain: may turn an Unreachable into what is known better, e.g. that the server has ended.
+    failures: how often no connection came about, one broke, or the server was silent.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None,
+        timeouts: SandboxTimeouts,
+        explain: Callable[[SandboxServerUnreachable], SandboxError] | None = None,
+    ) -> None:
+        self.url = url
+        self.timeouts = timeouts
+        self._socket, self._base = _parse_url(url)
+        self._token = None if token is None else _checked_token(token)
+        self._explain = explain
+        self.failures = 0
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Connection {self.url}>"
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._session is not None:
+            await self._session.close()
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._closed:
+            closed = SandboxServerUnreachable(
+                f"The connection to the sandbox server at {self.url} has been closed."
+            )
+            raise self.record_failure(closed)
+        if self._session is None:
+            # Every running call holds a connection, so their number is the server's business.
+            connector = (
+                aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS)
+                if self._socket is None
+                else aiohttp.UnixConnector(self._socket, limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS)
+            )
+            headers = {VERSION_HEADER: str(PROTOCOL_VERSION), "Accept-Encoding": "identity"}
+            if self._token is not None:
+                headers["Authorization"] = f"Bearer {self._token}"
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                headers=headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+            )
+        return self._session
+
+    # ---- requests ---------------------------------------------------------------------------------------------
+
+    async def request_json[T](
+        self,
+        method: str,
+        path: str,
+        response_type: type[T],
+        *,
+        query: Mapping[str, str] | None = None,
+        body: RequestContent | None = None,
+        content_type: str = JSON_TYPE,
+    ) -> T:
+        """One request and its answer; asked again if the connection broke and the body can be sent again."""
+
+        async def once() -> T:
+            async with self.open_response(
+                method, path, query=query, body=body, content_type=content_type
+            ) as response:
+                with self.translate_errors():
+                    content = await response.read()
+            try:
+                return msgspec.json.decode(content, type=response_type)
+            except msgspec.MsgspecError as error:
+                raise self.protocol_violation(f"its answer cannot be read: {error}") from error
+
+        if body is None or isinstance(body, bytes):
+            return await self.retry_on_disconnect(once)
+        return await once()
+
+    async def request_without_body(self, method: str, path: str) -> None:
+        """A request whose answer has no body."""
+        async with self.open_response(method, path):
+            pass
+
+    async def retry_on_disconnect[T](self, operation: Callable[[], Awaitable[T]]) -> T:
+        """Do it again while connections break; only for what may be done twice."""
+        attempt = 0
+        while True:
+            try:
+                return await operation()
+            except SandboxConnectionLost:
+                attempt += 1
+                if attempt > self.timeouts.retries:
+                    raise
+            await asyncio.sleep(self.timeouts.backoff_delay(attempt))
+
+    @asynccontextmanager
+    async def open_response(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: RequestContent | None = None,
+        content_type: str = JSON_TYPE,
+        read_timeout: float | None = None,
+    ) -> AsyncGenerator[aiohttp.ClientResponse]:
+        """The answer to a request, if it is a success; what its body still holds is read with `translating`."""
+        session = self._open_session()
+        sent = None if body is None else _RequestBody(body, content_type)
+        url = URL(f"{self._base}{path}" + (f"?{urlencode(query)}" if query else ""), encoded=True)
+        try:
+            with self.translate_errors():
+                response = await session.request(
+                    method,
+                    url,
+                    data=sent,
+                    headers={} if sent is None else sent.headers,
+                    timeout=aiohttp.ClientTimeout(
+                        total=None,
+                        sock_connect=_CONNECT_TIMEOUT,
+                        sock_read=read_timeout or self.timeouts.response,
+                    ),
+                    allow_redirects=False,  # the token is for this server only
+                )
+        except SandboxServerUnreachable:
+            if sent is not None and sent.failure is not None:
+                raise sent.failure from None  # the caller's own: it could not be read
+            raise
+        try:
+            self._check_version(response)
+            if not 200 <= response.status < 300:
+                error = await self._read_error(response)
+                error.nothing_started = True
+                raise error
+            yield response
+        finally:
+            if response.content.at_eof():
+                response.release()
+            else:
+                response.close()
+
+    # ---- what went wrong --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def translate_errors(self) -> Generator[None]:
+        """Failures of the connection as Unreachable, in a sentence."""
+        try:
+            yield
+        except (aiohttp.ClientError, OSError, RuntimeError, ValueError) as error:
+            unreachable = self._to_unreachable(error)
+            # This one shows the request's headers, and so the token.
+            cause = None if isinstance(error, aiohttp.ClientResponseError) else error
+            raise self.record_failure(unreachable) from cause
+
+    def record_failure(self, error: SandboxServerUnreachable) -> SandboxError:
+        self.failures += 1
+        told = error if self._explain is None else self._explain(error)
+        told.nothing_started = isinstance(error, SandboxConnectError)
+        return told
+
+    def _to_unreachable(self, error: Exception) -> SandboxServerUnreachable:
+        where = f"The sandbox server at {self.url}"
+        match error:
+            case aiohttp.ConnectionTimeoutError():
+                return SandboxConnectError(
+                    f"{where} cannot be reached: no connection within {_CONNECT_TIMEOUT:g} s."
+                )
+            case aiohttp.ClientConnectorError():
+                return SandboxConnectError(
+                    f"{where} cannot be reached: {_describe_os_error(error.os_error)}."
+                )
+            case TimeoutError():
+                return SandboxReadTimeout(f"{where} has stopped answering.")
+            case aiohttp.ClientResponseError():
+                return SandboxServerUnreachable(f"{where} does not speak HTTP: {_shorten(error.message)}.")
+            # aiohttp raises RuntimeError when it is asked to read from what has been closed.
+            case aiohttp.ClientConnectionError() | aiohttp.ClientPayloadError() | OSError() | RuntimeError():
+                return SandboxConnectionLost(f"The connection to the sandbox server at {self.url} broke.")
+            case _:
+                return SandboxServerUnreachable(f"{where} cannot be asked: {_shorten(str(error))}.")
+
+    def protocol_violation(self, detail: str) -> SandboxServerUnreachable:
+        return SandboxServerUnreachable(
+            f"The sandbox server at {self.url} does not keep to the protocol: {_shorten(detail)}."
+        )
+
+    def _check_version(self, response: aiohttp.ClientResponse) -> None:
+        version = response.headers.get(VERSION_HEADER)
+        if version == str(PROTOCOL_VERSION):
+            return
+        if version is not None:
+            raise SandboxServerUnreachable(
+                f"The sandbox server at {self.url} speaks version {_shorten(version)} of the sandbox protocol, and this "
+                f"program version {PROTOCOL_VERSION}: bring the older one up to date."
+            )
+        if response.status in _GATEWAY_ERROR_STATUSES:
+            self.failures += 1
+            raise SandboxConnectionLost(
+                f"The sandbox server at {self.url} cannot be reached: something before it answers {response.status}."
+            )
+        raise SandboxServerUnreachable(
+            f"What answers at {self.url} is not a sandbox server (HTTP {response.status}, no {VERSION_HEADER})."
+        )
+
+    async def _read_error(self, response: aiohttp.ClientResponse) -> SandboxError:
+        with self.translate_errors():
+            try:
+                content = await response.content.readexactly(_MAX_ERROR_BYTES)
+            except asyncio.IncompleteReadError as end:
+                content = end.partial
+        try:
+            return from_sandbox_error_body(
+                response.status, msgspec.json.decode(content, type=SandboxErrorBody)
+            )
+        except msgspec.MsgspecError:
+            return self.protocol_violation(f"it answered {response.status} without saying why")
+
+
+class _RequestBody:
+    """A request's body in pieces, read once and no faster than it is sent."""
+
+    def __init__(self, content: RequestContent, content_type: str) -> None:
+        self.failure: BaseException | None = None
+        self.headers = {"Content-Type": content_type}
+        self._content = content
+        self._was_read = False
+        if isinstance(content, bytes):
+            self.headers["Content-Length"] = str(len(content))
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._chunks()
+
+    async def _chunks(self) -> AsyncGenerator[bytes]:
+        if isinstance(self._content, bytes):
+            for start in range(0, len(self._content), _CHUNK_BYTES):
+                yield self._content[start : start + _CHUNK_BYTES]
+            return
+        if self._was_read:
+            raise ConnectionResetError("a stream cannot be sent twice")
+        self._was_read = True
+        try:
+            async for piece in self._content:
+                yield piece
+        except Exception as error:
+            self.failure = error
+            raise
+
+
+def _parse_url(url: str) -> tuple[str | None, str]:
+    """The socket's path, if it is one, and what URLs begin with."""
+    scheme, _, rest = url.partition(":")
+    if scheme == "unix":
+        path = rest.removeprefix("//")
+        if not path.startswith("/"):
+            raise ValueError(f"{url!r} is not the URL of a sandbox server: a socket's path is absolute")
+        return path, "http://sandbox"
+    parts = urlsplit(url)
+    if parts.username is not None or parts.password is not None:
+        raise ValueError("The URL of a sandbox server holds no user or password: give the token instead")
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError(
+            f"{url!r} is not the URL of a sandbox server: http://HOST:PORT, https://HOST or unix:/PATH"
+        )
+    _ = parts.port  # raises ValueError if it is none
+    return None, url.rstrip("/")
+
+
+def _checked_token(token: str) -> str:
+    if not token or not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError("The token of a sandbox server is printable ASCII without spaces")
+    return token
+
+
+def quote_path_segment(text: str) -> str:
+    """One part of a path, such that nobody on the way takes it for anything else."""
+    return quote(text, safe="").replace(".", "%2E") if text in (".", "..") else quote(text, safe="")
+
+
+def _describe_os_error(error: OSError) -> str:
+    return os.strerror(error.errno) if error.errno and error.errno > 0 else _shorten(str(error))
+
+
+def _shorten(text: str) -> str:
+    """What a stranger said, fit for a sentence."""
+    line = " ".join(text.split())
+    return "".join(char if char.isprintable() else "?" for char in line[:200]).rstrip(".")

@@ -1,0 +1,442 @@
+"""The HTTP face of the service, on bare ASGI.
+
+It holds no logic of its own: it reads requests, asks the service, writes answers.
+"""
+
+import asyncio
+import contextlib
+import errno
+import hmac
+import logging
+import re
+from typing import override
+
+import msgspec
+from starlette.routing import Match, Route, Router
+
+from fumehood.http_server.asgi_request import ClientDisconnected, Receive, Scope, Send
+from fumehood.http_server.cross_site_protection import AllowedHosts, decode_header, is_cross_site
+from fumehood.http_server.route_suggestions import suggest_routes
+from fumehood.protocol.sandbox.sandbox_errors import (
+    InvalidSandboxRequest,
+    InvalidServerToken,
+    SandboxAccessForbidden,
+    SandboxError,
+    SandboxResourceNotFound,
+    SandboxServerAtCapacity,
+)
+from fumehood.protocol.sandbox.sandbox_messages import (
+    ArchiveFormat,
+    ExecuteRequest,
+    ExecutionEnd,
+    OneShotRequest,
+    ReadFilesRequest,
+    SandboxSpec,
+)
+from fumehood.sandbox_server import structured_logging
+from fumehood.sandbox_server.api import openapi, sandbox_metrics
+from fumehood.sandbox_server.api.api_sandbox import ApiSandbox
+from fumehood.sandbox_server.api.operations import (
+    ARCHIVE_FORMATS,
+    OPERATIONS,
+    ApiOperation,
+    InterruptResponse,
+    SandboxList,
+)
+from fumehood.sandbox_server.api.sandbox_request_context import (
+    SandboxRequestContext,
+    UnsupportedMethod,
+    decode_json,
+    encode_json,
+)
+from fumehood.sandbox_server.api.sandbox_service import NAME_PATTERN, SandboxService, validate_name
+from fumehood.sandbox_server.supervisor.execution_registry import RegisteredExecution
+
+KEEPALIVE_SECONDS = 10.0
+# What code prints at once travels with the head of the answer: one packet, one wake-up of the reader.
+_FIRST_EVENT_WAIT = 0.02
+_DISCONNECT_CHECK_AFTER = 1.0  # seconds until it is worth watching whether a reader is still there
+_TENANT_PATTERN = re.compile(r"[A-Za-z0-9_.:@-]{0,128}")
+_ARCHIVE_FORMATS: dict[str, ArchiveFormat] = {kind: kind for kind in ARCHIVE_FORMATS}
+
+_encode_lines = msgspec.json.Encoder().encode_lines
+_decode_spec = msgspec.json.Decoder(SandboxSpec)
+_decode_execute = msgspec.json.Decoder(ExecuteRequest)
+_decode_read = msgspec.json.Decoder(ReadFilesRequest)
+_decode_one_shot = msgspec.json.Decoder(OneShotRequest)
+
+
+class SandboxServerApp:
+    """An ASGI application.
+
+    token: what callers have to show; None serves everybody but the web pages of other sites.
+    metrics_token: lets those who show it read the metrics, and nothing else.
+    hosts: without a token, the names by which the server may be called; None on a unix socket, which browsers do not
+    reach.
+    """
+
+    def __init__(
+        self,
+        service: SandboxService,
+        *,
+        token: str | None = None,
+        metrics_token: str | None = None,
+        host_names: AllowedHosts | None = None,
+        keepalive_seconds: float = KEEPALIVE_SECONDS,
+    ) -> None:
+        self._service = service
+        self._host_names = host_names
+        self._token = None if token is None else b"Bearer " + token.encode()
+        self._metrics_token = None if metrics_token is None else b"Bearer " + metrics_token.encode()
+        self._keepalive_seconds = keepalive_seconds
+        self._openapi = encode_json(openapi.build_document(service.settings, protected=token is not None))
+        by_path: dict[str, dict[str, ApiOperation]] = {}
+        for operation in OPERATIONS:
+            by_path.setdefault(operation.path, {})[operation.method] = operation
+        self._router = Router(
+            [_PathRoute(self, path, operations) for path, operations in by_path.items()],
+            redirect_slashes=False,
+            default=self._raise_not_found,
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"this server does not speak {scope['type']}")
+        exchange = SandboxRequestContext(scope, receive, send)
+        scope["exchange"] = exchange
+        try:
+            scope["path"] = exchange.decode_path()
+            await self._router.app(scope, receive, send)
+        except SandboxError as error:
+            await self._send_error(exchange, error)
+        except ClientDisconnected:
+            structured_logging.log_event("client_disconnected", level=logging.DEBUG, method=exchange.method)
+        except Exception as error:
+            lacking = _find_exhausted_resource(error)
+            if lacking is None:
+                structured_logging.logger.exception("A request could not be served.")
+            if exchange.started:
+                raise
+            if lacking is None:
+                await self._send_error(exchange, SandboxError("The sandbox server failed; its log says why."))
+            else:
+                await self._send_error(
+                    exchange,
+                    SandboxServerAtCapacity(f"The sandbox server is short of {lacking}; try again later."),
+                )
+
+    async def _send_error(self, context: SandboxRequestContext, error: SandboxError) -> None:
+        self._service.metrics.record_error(error.code)
+        structured_logging.log_event(
+            "request_rejected",
+            level=logging.WARNING if error.status >= 500 else logging.INFO,
+            method=context.method,
+            status=error.status,
+            code=error.code,
+            param=error.param,
+            sandbox=_sandbox_for_log(context.path_parameters.get("id")),
+        )
+        if not context.started:
+            extra = [(b"www-authenticate", b"Bearer")] if isinstance(error, InvalidServerToken) else None
+            if isinstance(error, _PathMethodNotAllowed):
+                extra = [(b"allow", error.allowed.encode())]
+            await context.send_error(error, extra)
+
+    async def _raise_not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del receive, send
+        exchange: SandboxRequestContext = scope["exchange"]
+        self.authorize(exchange)
+        path: str = scope["path"]
+        served = suggest_routes(path, [operation.path for operation in OPERATIONS])
+        raise SandboxResourceNotFound(f"Unknown request URL: {exchange.method} {path[:200]}. {served}")
+
+    def authorize(
+        self, context: SandboxRequestContext, *, protected: bool = True, for_metrics: bool = False
+    ) -> bool:
+        """Whether the caller showed the token; NotAllowed if it is needed, Forbidden for web pages of other sites."""
+        if self._token is None:
+            self._check_origin(context)
+        allowed = self._token is None or _has_token(context, self._token)
+        if for_metrics and self._metrics_token is not None:
+            allowed = allowed or _has_token(context, self._metrics_token)
+        if protected and not allowed:
+            raise InvalidServerToken("This server wants its token: Authorization: Bearer TOKEN.")
+        context.check_protocol_version()
+        return allowed
+
+    def _check_origin(self, context: SandboxRequestContext) -> None:
+        host = context.headers.get(b"host", b"")
+        if self._host_names is not None and not self._host_names.matches(host):
+            raise SandboxAccessForbidden(
+                f"This server is not called {decode_header(host)[:100]!r}. Call it by its address or as localhost, or "
+                "give it a token (--token-file): then any name will do.",
+                param="host",
+            )
+        if is_cross_site(context.headers):
+            raise SandboxAccessForbidden("Web pages of other sites may not use this server.", param="origin")
+
+    def _find_sandbox(self, context: SandboxRequestContext) -> ApiSandbox:
+        return self._service.get(_read_name(context, "id"))
+
+    # ---- sandboxes --------------------------------------------------------------------------------------------
+
+    async def put_sandbox(self, context: SandboxRequestContext) -> None:
+        name = _read_name(context, "id")
+        settings = self._service.settings
+        context.require_json()
+        body = await context.read_body(settings.request_bytes, settings.request_seconds)
+        spec = decode_json(_decode_spec, body) if body.strip() else SandboxSpec()
+        served, new = await self._service.get_or_create(name, spec)
+        await context.send_json(served.info(), 201 if new else 200)
+
+    async def get_sandbox(self, context: SandboxRequestContext) -> None:
+        await context.send_json(self._find_sandbox(context).info())
+
+    async def delete_sandbox(self, context: SandboxRequestContext) -> None:
+        await self._service.destroy(_SandboxId(_read_name(context, "id")))
+        await context.send_no_content()
+
+    async def list_sandboxes(self, context: SandboxRequestContext) -> None:
+        tenant = context.query_value("tenant")
+        if tenant is not None and _TENANT_PATTERN.fullmatch(tenant) is None:
+            raise InvalidSandboxRequest(
+                "A tenant has at most 128 letters, digits and . _ : @ -", param="tenant"
+            )
+        await context.send_json(SandboxList(sandboxes=await self._service.list_sandboxes(tenant)))
+
+    # ---- executions -------------------------------------------------------------------------------------------
+
+    async def execute(self, context: SandboxRequestContext) -> None:
+        name = _read_name(context, "id")
+        settings = self._service.settings
+        request = await context.read_json(_decode_execute, settings.request_bytes, settings.request_seconds)
+        served = self._service.get_live_or_ended(name) if request.execution_id else self._service.get(name)
+        await self._stream_events(context, served.start_execution(request))
+
+    async def follow(self, context: SandboxRequestContext) -> None:
+        served = self._service.get_live_or_ended(_read_name(context, "id"))
+        after = _parse_number(context.query_value("after"), "after", -1)
+        if after < -1:
+            raise InvalidSandboxRequest("`after` is the number of an event, or -1.", param="after")
+        call = served.executions.get(_read_name(context, "execution_id"))
+        served.touch()
+        await self._stream_events(context, call, after)
+
+    async def _stream_events(
+        self, context: SandboxRequestContext, call: RegisteredExecution, after: int = -1
+    ) -> None:
+        """Write events as they come; the code does not mind when nobody listens any more."""
+        if context.method == "HEAD":
+            await context.start_event_stream(call.id)
+            await context.send(b"", more=False)
+            return
+        if not call.execution.event_log:
+            await call.execution.wait_for_events(_FIRST_EVENT_WAIT)
+        await context.start_event_stream(call.id)
+        patience = min(_DISCONNECT_CHECK_AFTER, self._keepalive_seconds)
+        watcher: asyncio.Task[None] | None = None
+        silent = 0.0
+        try:
+            async for batch in call.event_batches(after, timeout=patience):
+                if watcher is None and not batch:
+                    watcher = asyncio.ensure_future(context.wait_for_disconnect())
+                    watcher.add_done_callback(lambda _: call.execution.notify_readers())
+                if watcher is not None and watcher.done():
+                    return
+                if batch:
+                    silent = 0.0
+                    last = isinstance(batch[-1], ExecutionEnd)
+                    await context.send(_encode_lines(batch), more=not last)
+                    if last:
+                        return
+                elif (silent := silent + patience) >= self._keepalive_seconds:
+                    silent = 0.0
+                    await context.send(b"\n")
+            await context.send(b"", more=False)
+        finally:
+            if watcher is not None:
+                watcher.cancel()
+
+    async def interrupt(self, context: SandboxRequestContext) -> None:
+        served = self._find_sandbox(context)
+        execution_id = context.query_value("execution_id")
+        if execution_id is not None:
+            validate_name(execution_id, "execution_id")
+        await context.send_json(InterruptResponse(interrupted=await served.interrupt(execution_id)))
+
+    async def execute_once(self, context: SandboxRequestContext) -> None:
+        settings = self._service.settings
+        request = await context.read_json(_decode_one_shot, settings.one_shot_bytes, settings.request_seconds)
+        work = asyncio.ensure_future(self._service.execute_once(request))
+        del request  # it may be large
+        watcher = asyncio.ensure_future(context.wait_for_disconnect())
+        watcher.add_done_callback(lambda _: work.cancel())
+        try:
+            await context.send_json(await work)
+        except asyncio.CancelledError:
+            if not watcher.done():
+                raise
+            raise ClientDisconnected from None
+        finally:
+            work.cancel()
+            watcher.cancel()
+
+    # ---- files ------------------------------------------------------------------------------------------------
+
+    async def list_files(self, context: SandboxRequestContext) -> None:
+        await context.send_json(await self._find_sandbox(context).list_files(context.query_value("since")))
+
+    async def read_file(self, context: SandboxRequestContext) -> None:
+        async with self._find_sandbox(context).open(context.path_parameters["path"]) as opened:
+            await context.start_binary_response(opened.size)
+            if context.method == "HEAD":
+                await context.send(b"", more=False)
+                return
+            left = opened.size
+            async with contextlib.aclosing(opened.chunks()) as chunks:
+                async for chunk in chunks:
+                    chunk = chunk[:left]
+                    left -= len(chunk)
+                    await context.send(chunk, more=left > 0)
+                    if not left:
+                        return
+            if left == opened.size == 0:
+                await context.send(b"", more=False)
+
+    async def write_file(self, context: SandboxRequestContext) -> None:
+        served = self._find_sandbox(context)
+        chunks = context.read_body_chunks(self._service.settings.file_bytes)
+        executable = context.query_value("executable") or "false"
+        if executable not in ("true", "false"):
+            raise InvalidSandboxRequest("`executable` is true or false.", param="executable")
+        path = context.path_parameters["path"]
+        await context.send_json(await served.write_file(path, chunks, executable=executable == "true"))
+
+    async def read_files(self, context: SandboxRequestContext) -> None:
+        served = self._find_sandbox(context)
+        settings = self._service.settings
+        request = await context.read_json(_decode_read, settings.request_bytes, settings.request_seconds)
+        async with contextlib.aclosing(served.read_bundle(request.paths)) as pieces:
+            first = await anext(pieces, b"")  # until then it can be refused
+            await context.start_binary_response()
+            await context.send(first)
+            async for piece in pieces:
+                await context.send(piece)
+        await context.send(b"", more=False)
+
+    async def write_files(self, context: SandboxRequestContext) -> None:
+        context.require_binary()
+        served = self._find_sandbox(context)
+        chunks = context.read_body_chunks(self._service.settings.file_bytes)
+        await context.send_json(await served.write_bundle(chunks))
+
+    async def delete_file(self, context: SandboxRequestContext) -> None:
+        await self._find_sandbox(context).delete_file(context.path_parameters["path"])
+        await context.send_no_content()
+
+    async def unpack(self, context: SandboxRequestContext) -> None:
+        context.require_binary()
+        served = self._find_sandbox(context)
+        kind = _ARCHIVE_FORMATS.get(context.query_value("kind") or "")
+        if kind is None:
+            raise InvalidSandboxRequest(f"`kind` is one of {', '.join(ARCHIVE_FORMATS)}.", param="kind")
+        unpacked = await served.unpack_archive(
+            context.read_body_chunks(self._service.settings.file_bytes),
+            kind=kind,
+            into=context.query_value("into") or "",
+        )
+        await context.send_json(unpacked)
+
+    # ---- the server itself ------------------------------------------------------------------------------------
+
+    async def health(self, context: SandboxRequestContext) -> None:
+        health = self._service.health()
+        status = 200 if health.status == "ok" else 503
+        if self.authorize(context, protected=False):
+            await context.send_json(health, status)
+        else:
+            await context.send_json({"status": health.status}, status)
+
+    async def metrics(self, context: SandboxRequestContext) -> None:
+        await context.send_response(
+            200, self._service.metrics.render(), sandbox_metrics.CONTENT_TYPE.encode()
+        )
+
+    async def openapi(self, context: SandboxRequestContext) -> None:
+        await context.send_response(200, self._openapi)
+
+
+class _PathRoute(Route):
+    """All operations of one path."""
+
+    def __init__(self, app: SandboxServerApp, path: str, operations: dict[str, ApiOperation]) -> None:
+        super().__init__(path.replace("{path}", "{path:path}"), app, methods=[*operations])
+        self.path_regex = re.compile(self.path_regex.pattern, re.DOTALL)  # a name may hold a newline
+        self._application = app
+        self._operations = {
+            method: (getattr(app, operation.handler), operation) for method, operation in operations.items()
+        }
+        if "GET" in self._operations:
+            self._operations["HEAD"] = self._operations["GET"]
+        self.methods = {*self._operations}
+
+    @override
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        found = self.path_regex.match(scope["path"])
+        if found is None:
+            return Match.NONE, {}
+        return Match.FULL, {"path_params": found.groupdict()}
+
+    @override
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        del receive, send
+        exchange: SandboxRequestContext = scope["exchange"]
+        operation = self._operations.get(exchange.method)
+        if operation is None:
+            self._application.authorize(exchange)
+            raise _PathMethodNotAllowed(", ".join(sorted(self._operations)))
+        handler, described = operation
+        if described.protected:
+            self._application.authorize(exchange, for_metrics=described.accepts_metrics_token)
+        exchange.path_parameters = scope["path_params"]
+        await handler(exchange)
+
+
+class _PathMethodNotAllowed(UnsupportedMethod):
+    def __init__(self, allowed: str) -> None:
+        super().__init__(f"This path allows {allowed}.")
+        self.allowed = allowed
+
+
+class _SandboxId:
+    def __init__(self, name: str) -> None:
+        self.id = name
+
+
+def _has_token(context: SandboxRequestContext, token: bytes) -> bool:
+    shown = context.authorization_headers()
+    return len(shown) == 1 and hmac.compare_digest(shown[0], token)
+
+
+def _read_name(context: SandboxRequestContext, parameter: str) -> str:
+    return validate_name(context.path_parameters[parameter], parameter)
+
+
+def _parse_number(text: str | None, parameter: str, default: int) -> int:
+    if text is None:
+        return default
+    if re.fullmatch(r"-?[0-9]{1,18}", text) is None:
+        raise InvalidSandboxRequest(f"`{parameter}` is not a number.", param=parameter)
+    return int(text)
+
+
+def _find_exhausted_resource(error: Exception) -> str | None:
+    """What there was too little of when that was raised; None if it is about something else."""
+    if isinstance(error, MemoryError):
+        return "memory"
+    scarce = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+    return "file descriptors" if scarce else None
+
+
+def _sandbox_for_log(name: str | None) -> str | None:
+    return name if name is not None and NAME_PATTERN.fullmatch(name) else None

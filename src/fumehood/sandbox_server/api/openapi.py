@@ -1,0 +1,170 @@
+"""Describes the HTTP server as OpenAPI 3.1, from the types themselves."""
+
+from collections.abc import Iterable
+from importlib import metadata
+from typing import Any
+
+import msgspec
+
+from fumehood.protocol.sandbox.sandbox_errors import SandboxErrorBody
+from fumehood.protocol.sandbox.sandbox_messages import ExecutionEvent
+from fumehood.sandbox_server.api.operations import NDJSON, OPERATIONS, ApiOperation, OperationParameter
+from fumehood.sandbox_server.api.sandbox_request_context import EXECUTION_HEADER, PROTOCOL_HEADER
+from fumehood.sandbox_server.settings import Settings
+
+type JsonObject = dict[str, Any]
+
+_REF = "#/components/schemas/{name}"
+_ERROR_DESCRIPTIONS = {
+    400: "A parameter or body that cannot be served; `param` names it.",
+    401: "No token, or the wrong one.",
+    403: "Sent by a web page of another site, or to a name that is not the server's.",
+    404: "No such sandbox, execution or file.",
+    405: "The path does not know this method.",
+    408: "The body took too long to arrive.",
+    409: "The id is taken by something else.",
+    410: "The sandbox has ended; the message says why.",
+    413: "More than a limit allows.",
+    415: "A body of a type that is not read here.",
+    429: "The same request may be served later.",
+    500: "The server failed.",
+    503: "The server is starting or stopping, or a sandbox could not be made.",
+}
+
+
+def build_document(settings: Settings, *, protected: bool) -> JsonObject:
+    """The whole description; `protected` says whether a token is wanted."""
+    schemas, components = _build_schemas()
+    paths: dict[str, JsonObject] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method.lower()] = _describe_operation(
+            operation, schemas, settings, protected=protected
+        )
+    found: JsonObject = {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Fumehood sandbox server",
+            "version": metadata.version("fumehood"),
+            "description": "Runs Python in isolated sandboxes. docs/sandbox-protocol.md has the rules in words.",
+            "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        },
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+    if protected:
+        found["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    return found
+
+
+def _list_types() -> list[Any]:
+    kinds: list[Any] = [ExecutionEvent, SandboxErrorBody]
+    for operation in OPERATIONS:
+        kinds += [operation.body, *operation.responses.values()]
+        kinds += [parameter.schema for parameter in operation.parameters]
+    return [kind for kind in kinds if kind is not None and not isinstance(kind, str | dict)]
+
+
+def _build_schemas() -> tuple[dict[int, JsonObject], JsonObject]:
+    """The schema of each type by its identity, and what they refer to."""
+    kinds = _list_types()
+    made, components = msgspec.json.schema_components(kinds, ref_template=_REF)
+    return {id(kind): schema for kind, schema in zip(kinds, made, strict=True)}, components
+
+
+def _describe_operation(
+    operation: ApiOperation, schemas: dict[int, JsonObject], settings: Settings, *, protected: bool
+) -> JsonObject:
+    described: JsonObject = {
+        "operationId": operation.handler,
+        "summary": operation.summary,
+        "parameters": [
+            *(_describe_parameter(parameter, schemas) for parameter in operation.parameters),
+            _describe_version_header(),
+        ],
+        "responses": dict(_describe_responses(operation, schemas, protected=protected)),
+    }
+    if operation.body is not None:
+        described["requestBody"] = _describe_body(operation, schemas, settings)
+    if protected:
+        described["security"] = [{"token": []}] if operation.protected else [{}, {"token": []}]
+    return described
+
+
+def _describe_parameter(parameter: OperationParameter, schemas: dict[int, JsonObject]) -> JsonObject:
+    return {
+        "name": parameter.name,
+        "in": parameter.location,
+        "description": parameter.description,
+        "required": parameter.location == "path" or parameter.required,
+        "schema": schemas.get(id(parameter.schema), parameter.schema),
+    }
+
+
+def _describe_version_header() -> JsonObject:
+    return {
+        "name": PROTOCOL_HEADER,
+        "in": "header",
+        "description": "The version of the protocol that the caller speaks; another one than the server's is refused.",
+        "required": False,
+        "schema": {"type": "string", "const": "1"},
+    }
+
+
+def _describe_body(operation: ApiOperation, schemas: dict[int, JsonObject], settings: Settings) -> JsonObject:
+    if isinstance(operation.body, str):
+        content: JsonObject = {operation.body: {"schema": {"type": "string", "format": "binary"}}}
+        limit = settings.file_bytes
+    else:
+        content = {"application/json": {"schema": schemas[id(operation.body)]}}
+        limit = settings.one_shot_bytes if operation.handler == "execute_once" else settings.request_bytes
+    return {
+        "required": not operation.body_optional,
+        "description": f"At most {limit} bytes.",
+        "content": content,
+    }
+
+
+def _describe_responses(
+    operation: ApiOperation, schemas: dict[int, JsonObject], *, protected: bool
+) -> Iterable[tuple[str, JsonObject]]:
+    headers = {PROTOCOL_HEADER: {"schema": {"type": "string"}}}
+    for status, kind in operation.responses.items():
+        answer: JsonObject = {"description": operation.summary, "headers": headers}
+        if isinstance(kind, str):
+            answer["content"] = {kind: {"schema": _schema_of_media_type(kind)}}
+        elif kind is not None:
+            answer["content"] = {"application/json": {"schema": schemas[id(kind)]}}
+        if kind == NDJSON:
+            answer["description"] = "One event a line; empty lines are signs of life and mean nothing."
+            answer["headers"] = {**headers, EXECUTION_HEADER: {"schema": {"type": "string"}}}
+            answer["x-ndjson-schema"] = {"anyOf": schemas[id(ExecutionEvent)]["anyOf"]}
+        yield str(status), answer
+    if operation.handler == "health":
+        yield "503", {**_describe_response(operation, schemas), "description": "It is starting or stopping."}
+    statuses = {400, *operation.errors}
+    if not protected:
+        statuses.add(403)
+    elif operation.protected:
+        statuses.add(401)
+    if operation.body is not None and (operation.method == "POST" or not isinstance(operation.body, str)):
+        statuses.add(415)
+    if operation.handler not in ("health", "metrics", "openapi"):
+        statuses |= {500, 503}
+    for status in sorted(statuses):
+        extra: JsonObject = {"retry-after": {"schema": {"type": "integer"}}} if status == 429 else {}
+        yield (
+            str(status),
+            {
+                "description": _ERROR_DESCRIPTIONS[status],
+                "headers": {**headers, **extra},
+                "content": {"application/json": {"schema": schemas[id(SandboxErrorBody)]}},
+            },
+        )
+
+
+def _describe_response(operation: ApiOperation, schemas: dict[int, JsonObject]) -> JsonObject:
+    return {"content": {"application/json": {"schema": schemas[id(operation.responses[200])]}}}
+
+
+def _schema_of_media_type(kind: str) -> JsonObject:
+    return {"type": "object"} if kind == "application/json" else {"type": "string"}

@@ -1,0 +1,282 @@
+"""What the HTTP server offers, as a table: routes, OpenAPI and tests are made from it."""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import msgspec
+
+from fumehood.protocol.sandbox.sandbox_messages import (
+    ArchiveFormat,
+    ExecuteRequest,
+    FileEntry,
+    FileListing,
+    OneShotRequest,
+    OneShotResponse,
+    ReadFilesRequest,
+    ResourceName,
+    SandboxInfo,
+    SandboxSpec,
+    ServerHealth,
+    Tenant,
+    UnpackSummary,
+    WriteSummary,
+)
+
+type HttpMethod = Literal["GET", "PUT", "POST", "DELETE"]
+
+
+class SandboxList(msgspec.Struct, frozen=True, kw_only=True):
+    """Every sandbox that lives."""
+
+    sandboxes: list[SandboxInfo]
+
+
+class InterruptResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether there was something to stop."""
+
+    interrupted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OperationParameter:
+    """`schema` is a JSON schema, or a type to make one from."""
+
+    name: str
+    location: Literal["path", "query"]
+    description: str
+    schema: object
+    required: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiOperation:
+    """One method on one path of the sandbox server.
+
+    handler: the method of the application that serves it.
+    body: a type for JSON, a media type for bytes, None for no body.
+    answers: status and type of each success; a string is a media type, None no body.
+    errors: the statuses of refusals, besides those that every operation may give.
+    for_metrics: whether the token for metrics is enough.
+    """
+
+    method: HttpMethod
+    path: str
+    handler: str
+    summary: str
+    parameters: tuple[OperationParameter, ...] = ()
+    body: object = None
+    body_optional: bool = False
+    responses: dict[int, object] = field(default_factory=dict[int, object])
+    errors: tuple[int, ...] = ()
+    protected: bool = True
+    accepts_metrics_token: bool = False
+
+
+OCTET_STREAM = "application/octet-stream"
+NDJSON = "application/x-ndjson"
+PROMETHEUS = "text/plain"
+ARCHIVE_FORMATS: tuple[ArchiveFormat, ...] = get_args(ArchiveFormat.__value__)
+
+_ID = OperationParameter("id", "path", "The sandbox's name, chosen by the caller.", ResourceName)
+_PATH = OperationParameter(
+    "path",
+    "path",
+    "Percent-encoded UTF-8, below /mnt/data; slashes may stand as they are.",
+    {"type": "string", "minLength": 1},
+)
+
+OPERATIONS: tuple[ApiOperation, ...] = (
+    ApiOperation(
+        method="POST",
+        path="/sandboxes/{id}/execute",
+        handler="execute",
+        summary="Run code in a sandbox and stream its events, one JSON object a line, the end last.",
+        parameters=(_ID,),
+        body=ExecuteRequest,
+        responses={200: NDJSON},
+        errors=(404, 408, 409, 410, 413, 429),
+    ),
+    ApiOperation(
+        method="PUT",
+        path="/sandboxes/{id}",
+        handler="put_sandbox",
+        summary="Make a sandbox, or find the one of that name and specification.",
+        parameters=(_ID,),
+        body=SandboxSpec,
+        body_optional=True,
+        responses={201: SandboxInfo, 200: SandboxInfo},
+        errors=(408, 409, 413, 429),
+    ),
+    ApiOperation(
+        method="GET",
+        path="/sandboxes/{id}",
+        handler="get_sandbox",
+        summary="A sandbox that lives.",
+        parameters=(_ID,),
+        responses={200: SandboxInfo},
+        errors=(404, 410),
+    ),
+    ApiOperation(
+        method="DELETE",
+        path="/sandboxes/{id}",
+        handler="delete_sandbox",
+        summary="End a sandbox with all its files; one that is not there is no error.",
+        parameters=(_ID,),
+        responses={204: None},
+    ),
+    ApiOperation(
+        method="GET",
+        path="/sandboxes",
+        handler="list_sandboxes",
+        summary="All sandboxes that live, or those of one tenant.",
+        parameters=(OperationParameter("tenant", "query", "Only this tenant's.", Tenant),),
+        responses={200: SandboxList},
+    ),
+    ApiOperation(
+        method="GET",
+        path="/sandboxes/{id}/executions/{execution_id}",
+        handler="follow",
+        summary="The events of an execution again, or from a certain one on.",
+        parameters=(
+            _ID,
+            OperationParameter("execution_id", "path", "The execution's id.", ResourceName),
+            OperationParameter(
+                "after",
+                "query",
+                "The number of the last event that is known already; they count from 0.",
+                {"type": "integer", "minimum": -1, "default": -1},
+            ),
+        ),
+        responses={200: NDJSON},
+        errors=(404, 410),
+    ),
+    ApiOperation(
+        method="POST",
+        path="/sandboxes/{id}/interrupt",
+        handler="interrupt",
+        summary="Stop the execution that runs, or a certain one, as a keyboard interrupt would.",
+        parameters=(_ID, OperationParameter("execution_id", "query", "The execution to stop.", ResourceName)),
+        responses={200: InterruptResponse},
+        errors=(404, 410),
+    ),
+    ApiOperation(
+        method="GET",
+        path="/sandboxes/{id}/files",
+        handler="list_files",
+        summary="The regular files below /mnt/data, or what changed since an earlier listing.",
+        parameters=(
+            _ID,
+            OperationParameter(
+                "since", "query", "The mark of an earlier listing.", {"type": "string", "maxLength": 1024}
+            ),
+        ),
+        responses={200: FileListing},
+        errors=(404, 410),
+    ),
+    ApiOperation(
+        method="GET",
+        path="/sandboxes/{id}/files/{path}",
+        handler="read_file",
+        summary="The content of one regular file.",
+        parameters=(_ID, _PATH),
+        responses={200: OCTET_STREAM},
+        errors=(404, 410),
+    ),
+    ApiOperation(
+        method="PUT",
+        path="/sandboxes/{id}/files/{path}",
+        handler="write_file",
+        summary="Put a file in place, whole or not at all; directories are made as needed.",
+        parameters=(
+            _ID,
+            _PATH,
+            OperationParameter(
+                "executable",
+                "query",
+                "Whether the file may be executed.",
+                {"type": "boolean", "default": False},
+            ),
+        ),
+        body=OCTET_STREAM,
+        body_optional=True,
+        responses={200: FileEntry},
+        errors=(404, 410, 413),
+    ),
+    ApiOperation(
+        method="DELETE",
+        path="/sandboxes/{id}/files/{path}",
+        handler="delete_file",
+        summary="Remove one file.",
+        parameters=(_ID, _PATH),
+        responses={204: None},
+        errors=(404, 410),
+    ),
+    ApiOperation(
+        method="POST",
+        path="/sandboxes/{id}/read",
+        handler="read_files",
+        summary="The content of many small files, one after another, or why one has none.",
+        parameters=(_ID,),
+        body=ReadFilesRequest,
+        responses={200: OCTET_STREAM},
+        errors=(404, 408, 410, 413),
+    ),
+    ApiOperation(
+        method="POST",
+        path="/sandboxes/{id}/write",
+        handler="write_files",
+        summary="Put many files in place; one that cannot be is told, and the rest is there.",
+        parameters=(_ID,),
+        body=OCTET_STREAM,
+        responses={200: WriteSummary},
+        errors=(404, 410, 413),
+    ),
+    ApiOperation(
+        method="POST",
+        path="/sandboxes/{id}/unpack",
+        handler="unpack",
+        summary="Unpack an archive below /mnt/data, all of it or nothing.",
+        parameters=(
+            _ID,
+            OperationParameter("kind", "query", "The archive's format.", ArchiveFormat, required=True),
+            OperationParameter(
+                "into", "query", "The directory to unpack into.", {"type": "string", "default": ""}
+            ),
+        ),
+        body=OCTET_STREAM,
+        responses={200: UnpackSummary},
+        errors=(404, 410, 413),
+    ),
+    ApiOperation(
+        method="POST",
+        path="/execute",
+        handler="execute_once",
+        summary="Run code in a fresh sandbox that ends with it: files in, output and files out.",
+        body=OneShotRequest,
+        responses={200: OneShotResponse},
+        errors=(408, 413, 429),
+    ),
+    ApiOperation(
+        method="GET",
+        path="/health",
+        handler="health",
+        summary="Whether sandboxes can be made; without the token only the status is told.",
+        responses={200: ServerHealth},
+        protected=False,
+    ),
+    ApiOperation(
+        method="GET",
+        path="/metrics",
+        handler="metrics",
+        summary="Figures for Prometheus.",
+        responses={200: PROMETHEUS},
+        accepts_metrics_token=True,
+    ),
+    ApiOperation(
+        method="GET",
+        path="/openapi.json",
+        handler="openapi",
+        summary="This description.",
+        responses={200: "application/json"},
+    ),
+)

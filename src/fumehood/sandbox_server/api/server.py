@@ -1,0 +1,79 @@
+"""Runs the sandbox server: starts, serves, stops in good order."""
+
+import gc
+import socket
+from collections.abc import Callable
+from typing import override
+
+from fumehood.http_server.cross_site_protection import AllowedHosts
+from fumehood.http_server.listening_sockets import ListeningSocket
+from fumehood.http_server.web_server import WebServer, render_error_response
+from fumehood.protocol.sandbox.sandbox_errors import (
+    InvalidSandboxRequest,
+    RetryLater,
+    SandboxServerUnreachable,
+    to_sandbox_error_body,
+)
+from fumehood.sandbox_server import structured_logging
+from fumehood.sandbox_server.api.app import SandboxServerApp
+from fumehood.sandbox_server.api.sandbox_request_context import PROTOCOL_VERSION_HEADER, encode_json
+from fumehood.sandbox_server.api.sandbox_service import SandboxService
+from fumehood.sandbox_server.settings import Settings
+
+
+class SandboxServer(WebServer):
+    """One run of the server, which leaves nothing behind however it ends; `run` raises IsolationUnavailable."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        listener: ListeningSocket,
+        *,
+        token: str | None = None,
+        metrics_token: str | None = None,
+        grace_seconds: float = 10.0,
+        keepalive_seconds: float | None = None,
+    ) -> None:
+        self.service = SandboxService(settings)
+        self._listener = listener
+        self._grace_seconds = grace_seconds
+        app = SandboxServerApp(
+            self.service,
+            token=token,
+            metrics_token=metrics_token,
+            host_names=None if listener.sock.family == socket.AF_UNIX else AllowedHosts(),
+            **({} if keepalive_seconds is None else {"sign_of_life": keepalive_seconds}),
+        )
+        super().__init__(app, listener.sock, _render_connection_refusal, max_connections=settings.connections)
+
+    @override
+    async def start(self) -> None:
+        await self.service.start()
+        gc.collect()
+        gc.freeze()  # what there is now stays, and need not be looked through again and again
+        structured_logging.log_event("started", where=self._listener.url, mode=self.service.settings.mode)
+
+    @override
+    async def drain(self) -> None:
+        structured_logging.log_event(
+            "stopping", grace=self._grace_seconds, running=self.service.health().running
+        )
+        await self.service.stop(self._grace_seconds)
+
+    @override
+    async def close(self) -> None:
+        await self.service.close()
+
+    @override
+    async def serve(self, on_ready: Callable[[], None]) -> None:
+        try:
+            await super().serve(on_ready)
+        finally:
+            self._listener.close()
+            structured_logging.log_event("stopped")
+
+
+def _render_connection_refusal(status: int, reason: str) -> bytes:
+    kinds = {429: RetryLater, 503: SandboxServerUnreachable}
+    error = kinds.get(status, InvalidSandboxRequest)(reason)
+    return render_error_response([PROTOCOL_VERSION_HEADER], encode_json(to_sandbox_error_body(error)))

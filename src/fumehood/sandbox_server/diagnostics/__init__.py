@@ -1,0 +1,1 @@
+"""Checks of the host for `fumehood doctor`."""

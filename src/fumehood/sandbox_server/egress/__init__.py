@@ -1,0 +1,1 @@
+"""Egress proxy for sandboxes with an allow-list."""

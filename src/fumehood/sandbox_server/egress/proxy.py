@@ -1,0 +1,198 @@
+"""The egress proxy itself: one for all sandboxes, with a door for each.
+
+It parses what hostile programs send, and runs in a process of its own: see `worker` and `control`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+import traceback
+from collections.abc import Callable
+
+import msgspec
+
+from fumehood.http_server.address_policy import AddressPolicy, parse_networks
+from fumehood.http_server.dns_resolver import DnsResolver
+from fumehood.sandbox_server.egress import control_messages
+from fumehood.sandbox_server.egress.byte_streams import SocketStream
+from fumehood.sandbox_server.egress.certificate_authority import SandboxCertificateAuthority
+from fumehood.sandbox_server.egress.egress_policy import EgressPolicy
+from fumehood.sandbox_server.egress.proxy_session import ProxySession, SessionContext
+from fumehood.sandbox_server.egress.secret_placeholders import SecretPlaceholders
+from fumehood.sandbox_server.egress.upstream_connector import UpstreamConnector
+
+logger = logging.getLogger(__name__)
+
+_ACCEPT_RETRY_SECONDS = 0.2  # after a failure to accept, mostly for want of descriptors
+_BUSY_RESPONSE = (
+    b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+)
+
+
+class EgressProxy:
+    """The connections of all sandboxes.
+
+    upstream_tls: see `verifying_context`.
+    on_event: hears what was done for a sandbox; on_change: that `connections` or the bytes of a door have changed.
+    """
+
+    def __init__(
+        self,
+        configuration: control_messages.ProxyConfiguration,
+        upstream_tls: ssl.SSLContext,
+        *,
+        on_event: Callable[[control_messages.EgressEvent], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        bounds = configuration.limits
+        self.connector = UpstreamConnector(
+            DnsResolver(configuration.hosts, timeout=bounds.resolve_seconds),
+            AddressPolicy(parse_networks(configuration.private)),
+            bounds,
+        )
+        self.on_event = on_event
+        self.on_change = on_change
+        self.upstream_tls = upstream_tls
+        self.connections = 0
+        self._max_connections = configuration.connections_total
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def track_session(self, session: asyncio.Task[None]) -> None:
+        """Remember it until it has ended."""
+        self._tasks.add(session)
+        session.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Every door has been closed before; wait until nothing is left."""
+        for task in [*self._tasks]:
+            task.cancel()
+        while self._tasks:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # of tasks that were done already, the loop has to hear as well
+        self.connector.resolver.close()
+
+    @property
+    def is_full(self) -> bool:
+        return self.connections >= self._max_connections
+
+
+class SandboxListener:
+    """One sandbox's door to the network; takes the listener over, and begins to accept. Raises ValueError."""
+
+    def __init__(
+        self, proxy: EgressProxy, number: int, access: control_messages.SandboxAccess, listener: socket.socket
+    ) -> None:
+        self._proxy = proxy
+        self._number = number
+        self._max_connections = access.connections
+        self._budget = access.budget
+        self.bytes_used = access.spent
+        self._sessions: set[asyncio.Task[None]] = set()
+        self._unstarted_sockets: set[socket.socket] = set()  # accepted, and its task has not begun
+        keys = access.authority
+        self._context = SessionContext(
+            policy=EgressPolicy(frozenset(access.domains), frozenset(access.ports), access.secrets),
+            limits=access.limits,
+            connector=proxy.connector,
+            send_event=self._send_event,
+            consume_budget=self._consume_budget,
+            authority=None
+            if keys is None
+            else SandboxCertificateAuthority.load(keys.private, keys.certificate),
+            upstream_tls=proxy.upstream_tls,
+            placeholders={domain: SecretPlaceholders(values) for domain, values in access.secrets.items()},
+        )
+        self._listener: socket.socket | None = listener
+        listener.setblocking(False)
+        self._resume_accepting()
+
+    def close(self) -> None:
+        """The sandbox is gone, or on its way: so are its connections."""
+        if self._listener is not None:
+            self._pause_accepting()
+            self._listener.close()
+            self._listener = None
+        for task in [*self._sessions]:
+            task.cancel()
+        for sock in self._unstarted_sockets:  # cancelled before it began
+            sock.close()
+        self._unstarted_sockets.clear()
+
+    def _resume_accepting(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept, self._listener)
+
+    def _pause_accepting(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+
+    def _accept(self, listener: socket.socket) -> None:
+        """As many at a time as are allowed; the others wait in the kernel's queue, at the sandbox's expense."""
+        while len(self._sessions) < self._max_connections:
+            try:
+                sock, _ = listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                logger.warning("The proxy could not accept a connection: %s.", error.strerror)
+                self._pause_accepting()
+                asyncio.get_running_loop().call_later(_ACCEPT_RETRY_SECONDS, self._resume_accepting)
+                return
+            self._unstarted_sockets.add(sock)
+            task = asyncio.ensure_future(self._serve(sock))
+            self._sessions.add(task)
+            task.add_done_callback(self._on_session_done)
+            self._proxy.track_session(task)
+        self._pause_accepting()
+
+    def _on_session_done(self, task: asyncio.Task[None]) -> None:
+        self._sessions.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # Its place and kind only: the text might tell what passed through.
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            logger.error("The proxy failed: %s in %s:%s.", type(error).__name__, place.name, place.lineno)
+        self._resume_accepting()
+
+    async def _serve(self, sock: socket.socket) -> None:
+        self._unstarted_sockets.discard(sock)
+        sock.setblocking(False)
+        if self._proxy.is_full:
+            with sock, contextlib.suppress(OSError):
+                sock.send(_BUSY_RESPONSE)
+            return
+        self._proxy.connections += 1
+        self._proxy.on_change()
+        try:
+            await ProxySession(await _open_stream(sock), self._context).run()
+        finally:
+            self._proxy.connections -= 1
+            self._proxy.on_change()
+
+    def _consume_budget(self, count: int) -> bool:
+        if count:
+            self.bytes_used += count
+            self._proxy.on_change()
+        return self._budget is None or self.bytes_used <= self._budget
+
+    def _send_event(self, event: control_messages.EgressEvent) -> None:
+        self._proxy.on_event(msgspec.structs.replace(event, number=self._number))
+
+
+async def _open_stream(sock: socket.socket) -> SocketStream:
+    try:
+        return await SocketStream.open(sock)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def client_tls_context(extra_certificates: str) -> ssl.SSLContext:
+    """For connections to servers: certificates and names are checked."""
+    context = ssl.create_default_context()
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    if extra_certificates:
+        context.load_verify_locations(cadata=extra_certificates)
+    return context

@@ -1,0 +1,311 @@
+"""One connection of a sandbox to its proxy, from the first byte to the last."""
+
+import asyncio
+import contextlib
+import ssl
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
+from typing import TYPE_CHECKING
+
+import h11
+
+from fumehood.sandbox_server.egress import byte_streams as tunnel
+from fumehood.sandbox_server.egress import tls_client_hello
+from fumehood.sandbox_server.egress.byte_streams import ByteStream, SocketStream, TlsServerStream
+from fumehood.sandbox_server.egress.control_messages import EgressEvent, ProxyLimits, Verdict
+from fumehood.sandbox_server.egress.domain_names import Authority, InvalidDomainName, normalise_domain
+from fumehood.sandbox_server.egress.egress_policy import EgressPolicy
+from fumehood.sandbox_server.egress.request_forwarding import (
+    ForwardingAborted,
+    RequestForwarder,
+    UpstreamConnection,
+)
+from fumehood.sandbox_server.egress.request_parsing import (
+    ForwardRequest,
+    ProxyRefusal,
+    bad_request,
+    parse_head,
+    read_head,
+    validate_request,
+)
+from fumehood.sandbox_server.egress.secret_placeholders import SecretPlaceholders
+from fumehood.sandbox_server.egress.upstream_connector import UpstreamConnector
+
+if TYPE_CHECKING:  # it takes a while to import, and most servers never need it
+    from fumehood.sandbox_server.egress.certificate_authority import SandboxCertificateAuthority
+
+_ESTABLISHED = b"HTTP/1.1 200 Connection established\r\n\r\n"
+_ACCESS_DENIED = b"\x15\x03\x03\x00\x02\x02\x31"  # a TLS alert, so that programs can say more than "closed"
+_LINGER = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionContext:
+    """What the connections of one sandbox share.
+
+    spend: takes a number of bytes off what the sandbox may move; False when that was too many.
+    """
+
+    policy: EgressPolicy
+    limits: ProxyLimits
+    connector: UpstreamConnector
+    send_event: Callable[[EgressEvent], None]
+    consume_budget: Callable[[int], bool]
+    authority: "SandboxCertificateAuthority | None" = None
+    upstream_tls: ssl.SSLContext | None = None
+    placeholders: dict[str, SecretPlaceholders] = field(
+        default_factory=dict[str, SecretPlaceholders], repr=False
+    )
+
+
+class _BudgetExhausted(Exception):
+    """The sandbox has moved as many bytes as it may."""
+
+
+class ProxySession:
+    """One connection of a sandbox to the proxy, from its first byte to its last."""
+
+    def __init__(self, client: SocketStream, context: SessionContext) -> None:
+        self._client = client
+        self._context = context
+        self._upstream: UpstreamConnection | None = None
+        self._idle_timeout: asyncio.Timeout | None = None
+        self._next_check: asyncio.TimerHandle | None = None
+        self._is_quiet = True
+        self._sent = self._received = 0
+
+    async def run(self) -> None:
+        """Until the client, the server or a bound ends it; closes everything."""
+        try:
+            async with asyncio.timeout(self._context.limits.total_seconds):
+                await self._serve(self._client, None)
+        except (TimeoutError, OSError, EOFError, ForwardingAborted, _BudgetExhausted, h11.ProtocolError):
+            self._client.reset()
+        finally:
+            self._close_upstream()
+            self._client.close()
+
+    async def _serve(self, stream: SocketStream | TlsServerStream, tls_authority: Authority | None) -> None:
+        """Request after request, each checked for itself; `within` as in `understood`."""
+        held = b""
+        first = True
+        goes_on = True
+        to: Authority | None = tls_authority
+        while goes_on:
+            try:
+                head, held = await read_head(stream, held, self._context.limits, is_first=first)
+                if not head:
+                    return
+                to = tls_authority
+                incoming, request = parse_head(head, self._context.limits)
+                asked = validate_request(request, tls_authority)
+                to = asked.authority
+                self._check_policy(to)
+                if asked.method == b"CONNECT":
+                    await self._handle_connect(request, to, held)
+                    return
+                goes_on, held = await self._forward(stream, incoming, asked, held, tls_authority)
+            except ProxyRefusal as refusal:
+                verdict = "failed" if refusal.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "refused"
+                self._send_event(to, verdict, refusal.text)
+                await stream.send(refusal.encode_response())
+                break
+            first = False
+        await self._linger(stream)
+
+    async def _linger(self, stream: SocketStream | TlsServerStream) -> None:
+        async with asyncio.timeout(self._context.limits.idle_seconds):
+            await stream.linger(_LINGER)
+
+    def _check_policy(self, to: Authority) -> None:
+        why = self._context.policy.refusal_reason(to)
+        if why is not None:
+            raise ProxyRefusal(HTTPStatus.FORBIDDEN, why)
+        if not self._context.consume_budget(0):
+            raise ProxyRefusal(HTTPStatus.FORBIDDEN, "this sandbox has moved as many bytes as it may")
+
+    # ---- plain requests, and those within a terminated TLS connection ---------------------------------------------
+
+    async def _forward(
+        self,
+        stream: ByteStream,
+        incoming: h11.Connection,
+        request: ForwardRequest,
+        buffered: bytes,
+        tls_authority: Authority | None,
+    ) -> tuple[bool, bytes]:
+        """Whether the connection goes on, and what the client has sent of its next request."""
+        upstream = await self._upstream_for(request.authority, secure=tls_authority is not None)
+        placeholders = self._context.placeholders.get(request.authority.name)
+        if tls_authority is not None and placeholders is not None:  # never over plain HTTP
+            request = replace(request, headers=placeholders.fill(request.headers))
+        if buffered:
+            incoming.receive_data(buffered)
+        exchange = RequestForwarder(stream, incoming, upstream, self._count_bytes)
+        try:
+            async with self._idle_guard():
+                await exchange.run(request)
+        except (TimeoutError, ForwardingAborted, _BudgetExhausted) as error:
+            if isinstance(error, TimeoutError) and not exchange.has_response_started:
+                text = f"{request.authority.name} did not answer in time"
+                raise ProxyRefusal(HTTPStatus.GATEWAY_TIMEOUT, text) from None
+            self._send_event(request.authority, "failed", "broken off")
+            raise
+        finally:
+            if not exchange.can_reuse_upstream:
+                self._close_upstream()
+        self._send_event(request.authority, "allowed")
+        return exchange.can_reuse_client, incoming.trailing_data[0]
+
+    async def _upstream_for(self, to: Authority, *, secure: bool) -> UpstreamConnection:
+        """The connection of the last request if it leads to the same server, else a new one, checked anew."""
+        if (
+            self._upstream is not None
+            and self._upstream.authority == to
+            and not self._upstream.stream.is_at_eof
+        ):
+            return self._upstream
+        self._close_upstream()
+        sock = await self._context.connector.connect(to)
+        context = self._context.upstream_tls if secure else None
+        seconds = self._context.limits.connect_seconds if secure else None
+        try:
+            stream = await SocketStream.open(
+                sock, context=context, name=to.name if secure else None, timeout=seconds
+            )
+        except ssl.SSLCertVerificationError as error:
+            sock.close()
+            raise ProxyRefusal(
+                HTTPStatus.BAD_GATEWAY, f"the certificate of {to.name} is not valid: {error.verify_message}"
+            ) from None
+        except OSError:
+            sock.close()
+            raise ProxyRefusal(HTTPStatus.BAD_GATEWAY, f"there is no TLS connection to {to.name}") from None
+        except BaseException:
+            sock.close()
+            raise
+        self._upstream = UpstreamConnection(stream, to)
+        return self._upstream
+
+    def _close_upstream(self) -> None:
+        if self._upstream is not None:
+            self._upstream.stream.close()
+            self._upstream = None
+
+    # ---- CONNECT ----------------------------------------------------------------------------------------------
+
+    async def _handle_connect(self, request: h11.Request, to: Authority, held: bytes) -> None:
+        if any(name in (b"content-length", b"transfer-encoding") for name, _ in request.headers):
+            raise bad_request("CONNECT has no body")
+        if to.name in self._context.placeholders:
+            await self._accept_connect(held)
+            await self._terminate_tls(to)
+            return
+        sock = await self._context.connector.connect(to)
+        try:
+            server = await SocketStream.open(sock)
+        except BaseException:
+            sock.close()
+            raise
+        try:
+            await self._accept_connect(held)
+            if await self._check_client_hello(to):
+                await self._run_tunnel(server, to)
+        finally:
+            server.close()
+
+    async def _accept_connect(self, held: bytes) -> None:
+        self._client.push_back(held)
+        await self._client.send(_ESTABLISHED)
+
+    async def _run_tunnel(self, server: SocketStream, to: Authority) -> None:
+        try:
+            async with self._idle_guard():
+                await tunnel.relay(self._client, server, self._count_bytes)
+        finally:
+            self._send_event(to, "allowed")
+
+    async def _terminate_tls(self, to: Authority) -> None:
+        """Be the server of a domain with secrets, so that its requests can be read and filled in."""
+        if not await self._check_client_hello(to) or self._context.authority is None:
+            return
+        stream = TlsServerStream(self._client, await self._context.authority.server_context(to.name))
+        async with asyncio.timeout(self._context.limits.head_seconds):
+            await stream.handshake()
+        await self._serve(stream, to)
+
+    async def _check_client_hello(self, to: Authority) -> bool:
+        """Whether TLS begins, for the very server that was asked for; the hello stays to be read."""
+        data = b""
+        name: str | None = None
+        try:
+            async with asyncio.timeout(self._context.limits.head_seconds):
+                while name is None:
+                    header = await self._client.read_exactly(tls_client_hello.RECORD_HEADER)
+                    data += header
+                    data += await self._client.read_exactly(tls_client_hello.parse_record_length(header))
+                    name = tls_client_hello.parse_server_name(data)
+            if normalise_domain(name) != to.name or name.endswith("."):
+                raise tls_client_hello.InvalidClientHello("it is for another server")
+        except (tls_client_hello.InvalidClientHello, InvalidDomainName) as error:
+            self._send_event(to, "refused", f"within the tunnel: {error}")
+            if data[:1] == b"\x16":
+                await self._client.send(_ACCESS_DENIED)
+                await self._linger(self._client)
+            return False
+        self._client.push_back(data)
+        return True
+
+    # ---- counting ---------------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def _idle_guard(self) -> AsyncGenerator[None]:
+        """TimeoutError after a silence, which is shorter once the client has ended its side."""
+        try:
+            async with asyncio.timeout(self._context.limits.idle_seconds) as self._idle_timeout:
+                self._schedule_check()
+                yield
+        finally:
+            self._idle_timeout = None
+            if self._next_check is not None:
+                self._next_check.cancel()
+
+    def _schedule_check(self) -> None:
+        self._is_quiet = True
+        self._next_check = asyncio.get_running_loop().call_later(
+            self._context.limits.half_closed_seconds, self._check_half_closed
+        )
+
+    def _check_half_closed(self) -> None:
+        if self._idle_timeout is None:
+            return
+        if self._is_quiet and self._client.is_peer_closed:
+            self._idle_timeout.reschedule(asyncio.get_running_loop().time())
+        else:
+            self._schedule_check()
+
+    def _count_bytes(self, sent: int, received: int) -> None:
+        self._sent += sent
+        self._received += received
+        self._is_quiet = False
+        if not self._context.consume_budget(sent + received):
+            raise _BudgetExhausted
+        if self._idle_timeout is not None:
+            self._idle_timeout.reschedule(
+                asyncio.get_running_loop().time() + self._context.limits.idle_seconds
+            )
+
+    def _send_event(self, to: Authority | None, verdict: Verdict, reason: str = "") -> None:
+        name, port = ("", 0) if to is None else (to.name, to.port)
+        self._context.send_event(
+            EgressEvent(
+                domain=name,
+                port=port,
+                verdict=verdict,
+                reason=reason,
+                sent=self._sent,
+                received=self._received,
+            )
+        )
+        self._sent = self._received = 0

@@ -1,0 +1,1 @@
+"""Host resources of sandboxes: cgroups, users, disks, outer jail, watchdog."""

@@ -1,0 +1,163 @@
+"""The capabilities of this process, read and given up.
+
+Numbers are the kernel's (linux/capability.h).
+"""
+
+import ctypes
+import logging
+import os
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+from fumehood.sandbox_server.inside import syscalls
+from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
+
+CHOWN = 0
+DAC_OVERRIDE = 1
+FOWNER = 3
+KILL = 5
+SETGID = 6
+SETUID = 7
+SETPCAP = 8
+SYS_PTRACE = 19
+SYS_ADMIN = 21
+
+SUPERVISOR_CAPABILITIES = (
+    CHOWN,  # packages become the supervisor's files, directories those of the users who work in them
+    DAC_OVERRIDE,  # reading files of sandboxes, and removing what the users above have left
+    FOWNER,  # the same, where it is about modes and times
+    KILL,  # the processes of sandboxes are other users'
+    SETGID,  # zygotes, installers and the egress proxy become other users, and user namespaces are mapped
+    SETUID,
+    SETPCAP,  # what is started gives up its capabilities for good
+    SYS_ADMIN,  # mounts: the jails of zygotes that follow others, disks, quotas of file systems in memory
+)
+"""What a supervisor that is root needs while it runs."""
+
+PR_SET_NO_NEW_PRIVS = 38
+_PR_CAPBSET_READ = 23
+_CAPABILITY_VERSION_3 = 0x20080522
+_SYS_CAPSET = {"x86_64": 126, "aarch64": 91}.get(os.uname().machine, -1)
+_CAPABILITY_COUNT = 64
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+logger = logging.getLogger(__name__)
+
+
+def read_capabilities(pid: int | str = "self") -> dict[str, int]:
+    """Inheritable, permitted, effective, bounding and ambient sets, as `/proc` names them (CapEff, …)."""
+    lines = Path(f"/proc/{pid}/status").read_bytes().decode(errors="replace").splitlines()
+    return {
+        name: int(value, 16)
+        for name, _, value in (line.partition(":") for line in lines)
+        if name[:3] == "Cap"
+    }
+
+
+def limit_capabilities(allowed: Iterable[int]) -> None:
+    """Give up all others, for this process and for whatever it starts; raises OSError.
+
+    Those that this process lacks it does not get. Called before threads are started: each has sets of its own.
+    Without SETPCAP the kernel does not let the bounding set be changed; then it stays as it is.
+    """
+    wanted = _to_mask(allowed)
+    if _has_capability(SETPCAP):
+        _limit_bounding_set(wanted)
+    syscalls.prctl(syscalls.PR_CAP_AMBIENT, syscalls.PR_CAP_AMBIENT_CLEAR_ALL)
+    remaining = read_capabilities("thread-self")["CapPrm"] & wanted
+    header = struct.pack("=II", _CAPABILITY_VERSION_3, 0)
+    low, high = remaining & 0xFFFFFFFF, remaining >> 32
+    # Two halves of effective, permitted and inheritable.
+    sets = struct.pack("=6I", low, low, 0, high, high, 0)
+    if _SYS_CAPSET < 0 or _libc.syscall(ctypes.c_long(_SYS_CAPSET), header, sets) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"capset: {os.strerror(number)}")
+
+
+def limit_supervisor_capabilities() -> None:
+    """As root: keep what a supervisor needs while it runs.
+
+    Raises IsolationUnavailable, also if a thread was started before and has more.
+    """
+    if os.geteuid() != 0:
+        return
+    bounded = _has_capability(SETPCAP)
+    kept = SUPERVISOR_CAPABILITIES
+    if is_proc_restricted(Path("/proc/self/mounts").read_text(errors="replace")):
+        kept = (
+            *SUPERVISOR_CAPABILITIES,
+            SYS_PTRACE,
+        )  # else /proc would not show it the processes that it starts
+    try:
+        limit_capabilities(kept)
+    except OSError as error:
+        raise _limit_error(str(error)) from error
+    beyond = ~_to_mask(kept)
+    for thread in os.listdir("/proc/self/task"):
+        sets = read_capabilities(f"self/task/{thread}")
+        if not bounded:
+            del sets["CapBnd"]
+        if any(held & beyond for held in sets.values()):
+            raise _limit_error(f"thread {thread} has more")
+    if not bounded:
+        logger.warning(
+            "CAP_SETPCAP is missing: programs that this server starts as root may have all capabilities of its "
+            "container."
+        )
+
+
+def is_proc_restricted(mounts: str) -> bool:
+    """Whether /proc hides the processes of other users from root without SYS_PTRACE, by the text of /proc/self/mounts.
+
+    `hidepid` exempts the group `gid`, which is root's unless the mount names another one; `ptraceable` exempts none.
+    """
+    for line in mounts.splitlines():
+        fields = line.split()
+        if len(fields) < 4 or fields[1] != "/proc" or fields[2] != "proc":
+            continue
+        parted = (option.partition("=") for option in fields[3].split(","))
+        options = {name: value for name, _, value in parted}
+        hidden = options.get("hidepid", "off")
+        if hidden in ("ptraceable", "4") or (hidden not in ("off", "0") and options.get("gid", "0") != "0"):
+            return True
+    return False
+
+
+def _limit_error(why: str) -> IsolationUnavailable:
+    return IsolationUnavailable(
+        f"Capabilities that the server does not need cannot be given up: {why}.",
+        "Allow the system calls capset and prctl, or run it as an ordinary user.",
+    )
+
+
+def _to_mask(numbers: Iterable[int]) -> int:
+    return sum(1 << number for number in numbers)
+
+
+def _has_capability(number: int) -> bool:
+    return bool(read_capabilities("thread-self")["CapEff"] >> number & 1)
+
+
+def _limit_bounding_set(allowed: int) -> None:
+    """No program that is executed from now on gets more than `wanted`."""
+    for number in range(_CAPABILITY_COUNT):
+        if not allowed >> number & 1 and _libc.prctl(_PR_CAPBSET_READ, number, 0, 0, 0) == 1:
+            syscalls.prctl(syscalls.PR_CAPBSET_DROP, number)
+
+
+def switch_user(uid: int) -> None:
+    """As root: be this user, and its group, for good, and without any capability; raises OSError."""
+    if _has_capability(SETPCAP):
+        _limit_bounding_set(0)
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    drop_all_privileges()
+
+
+def drop_all_privileges() -> None:
+    """Give up every capability, and every way to get one by executing a program; raises OSError."""
+    syscalls.drop_all_capabilities()
+    syscalls.prctl(PR_SET_NO_NEW_PRIVS, 1)

@@ -1,0 +1,1 @@
+"""File operations inside the jail."""

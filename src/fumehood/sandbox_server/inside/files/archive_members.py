@@ -1,0 +1,51 @@
+"""What a member of an archive may be called, and who takes it."""
+
+import os
+import re
+from collections.abc import Iterable
+from typing import Protocol
+
+from fumehood.sandbox_server.inside.files import data_directory
+from fumehood.sandbox_server.inside.files.quota_permit import FileTaskRefused
+
+_DRIVE = re.compile(r"[A-Za-z]:")
+
+
+class MemberSink(Protocol):
+    """Takes members one after another; raises Refused for one that cannot be."""
+
+    max_members: int
+
+    def add_file(self, name: str, content: Iterable[bytes], *, executable: bool) -> None: ...
+
+    def add_directory(self, name: str) -> None: ...
+
+    def skip(self) -> None:
+        """A member that is neither: a link, a device, a pipe."""
+        ...
+
+
+def split_member_name(name: str, into: list[bytes]) -> list[bytes]:
+    """The parts of a member's path below the data directory; none for the directory itself. Raises Refused."""
+    if name.startswith("/") or _DRIVE.match(name):
+        raise FileTaskRefused(f"{printable_name(name)}: an absolute name")
+    if "\\" in name:
+        # Meant as a separator by some, as a letter by others: whoever reads it otherwise is deceived.
+        raise FileTaskRefused(
+            f"{printable_name(name)}: a name with a backslash; archives separate directories by /"
+        )
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if not parts:
+        return []
+    try:
+        return data_directory.check_path(
+            os.fsdecode(b"/".join([*into, *(part.encode() for part in parts)]))
+        ).split(b"/")
+    except (data_directory.UnsafePath, UnicodeEncodeError) as error:
+        raise FileTaskRefused(f"{printable_name(name)}: {error}") from None
+
+
+def printable_name(name: str | bytes) -> str:
+    if isinstance(name, bytes):
+        name = name.decode(errors="backslashreplace")
+    return ascii(name[:200])[1:-1]

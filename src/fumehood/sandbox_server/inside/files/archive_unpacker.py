@@ -1,0 +1,348 @@
+"""Unpacks archives of untrusted authors into a sandbox's data directory, whole or not at all.
+
+Runs in a helper: as the sandbox's user, in its cgroup, behind its filter. Members are first written, flat and under
+numbers, into a directory of ours; no name of the archive is used before all of it has been read and checked. Then
+they are moved into place one by one, each replacing what bears its name, and if one cannot be, all are moved back.
+"""
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from fumehood.sandbox_server.inside import syscalls
+from fumehood.sandbox_server.inside.files import (
+    atomic_writes,
+    data_directory,
+    decompression,
+    tar_reader,
+    zip_reader,
+)
+from fumehood.sandbox_server.inside.files.archive_members import printable_name, split_member_name
+from fumehood.sandbox_server.inside.files.quota_permit import FileTaskRefused, QuotaPermit
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK
+_MAX_REASONS = 20
+_MAX_TAR_HEADER_BYTES = 64 << 20  # what a tar may have besides its members' content
+
+# A file's number, or what is below a directory.
+type _Tree = dict[bytes, int | _Tree]
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackLimits:
+    """How much one archive may unpack to.
+
+    members: files, directories and what is skipped; size: bytes that are written, not those declared.
+    """
+
+    members: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class UnpackOutcome:
+    """What has been put in place.
+
+    modified_ns: when the last file was written, changed_ns: when all were in place; what is newer, by either, somebody
+        else has changed since.
+    refused: how many files could not be put in place; reasons: why, of the first of them, by name.
+    """
+
+    files: int
+    size: int
+    skipped: int = 0
+    modified_ns: int = field(default=0, compare=False)
+    changed_ns: int = field(default=0, compare=False)
+    refused: int = 0
+    reasons: list[str] = field(default_factory=list[str])
+
+
+def unpack_archive(
+    data: int, source: int, *, kind: str, into: str, token: str, limits: UnpackLimits, permit: QuotaPermit
+) -> UnpackOutcome:
+    """Unpack what comes from `source` below `into`; on any failure all is as it was."""
+    unpacker = ArchiveUnpacker(data, into, token, limits, permit)
+    arriving = CountedSource(source, permit)
+    try:
+        if kind == "zip":
+            _unpack_spooled_zip(data, arriving, unpacker, permit)
+        else:
+            decoded = decompression.DECOMPRESSORS[kind](arriving.iter_chunks(), permit)
+            tar_reader.unpack_tar(
+                decompression.limit_size(decoded, limits.size + _MAX_TAR_HEADER_BYTES), unpacker
+            )
+            permit.confirm_complete(arriving.received_bytes)
+        return unpacker.commit()
+    except UnicodeDecodeError as error:
+        raise FileTaskRefused(f"{printable_name(error.object)}: a name that is not UTF-8") from None
+    finally:
+        unpacker.discard()
+
+
+class CountedSource:
+    """What comes in, counted."""
+
+    def __init__(self, source: int, permit: QuotaPermit) -> None:
+        self._source = source
+        self._permit = permit
+        self.received_bytes = 0
+
+    def iter_chunks(self) -> Iterator[bytes]:
+        for piece in atomic_writes.read_chunks(self._source):
+            self.received_bytes += len(piece)
+            self._permit.reserve(0)
+            yield piece
+
+
+def _unpack_spooled_zip(
+    data: int, source: CountedSource, unpacker: "ArchiveUnpacker", permit: QuotaPermit
+) -> None:
+    """Its table of contents is at the end: keep it in a file without a name, at the sandbox's expense."""
+    try:
+        spool = syscalls.openat2(
+            data, b".", os.O_TMPFILE | os.O_RDWR, 0o600, resolve=data_directory.RESOLVE_BENEATH
+        )
+    except OSError:  # a file system that has no such files
+        spool = os.memfd_create("archive")
+    try:
+        size = atomic_writes.write_chunks(spool, source.iter_chunks(), permit)
+        permit.confirm_complete(size)
+        zip_reader.unpack_zip(spool, size, unpacker)
+    finally:
+        os.close(spool)
+
+
+def _file_mode(executable: bool) -> int:
+    return 0o755 if executable else 0o644
+
+
+class ArchiveUnpacker:
+    """Takes members, keeps them aside, and puts all of them in place at the end.
+
+    partly: what cannot be put in place is told, and the rest is; else there is all or nothing.
+    """
+
+    def __init__(
+        self,
+        data: int,
+        into: str,
+        token: str,
+        limits: UnpackLimits,
+        permit: QuotaPermit,
+        *,
+        allow_partial: bool = False,
+    ) -> None:
+        self._data = data
+        self._into = data_directory.check_path(into).split(b"/") if into else []
+        self._limits = limits
+        self.max_members = limits.members
+        self._permit = permit
+        self._allow_partial = allow_partial
+        self._tree: _Tree = {}
+        self._members = self._size = self._skipped = self._name_bytes = self._modified_ns = 0
+        self._sizes: list[int] = []  # of the files that are aside, by their numbers
+        self._moved_files = self._moved_bytes = self._refused = 0
+        self._reasons: list[str] = []
+        self._undo: list[Callable[[], None]] = []
+        self._staging_name = atomic_writes.staging_name(token)
+        os.mkdir(self._staging_name, 0o700, dir_fd=data)
+        self._staging_fd = syscalls.openat2(
+            data, self._staging_name, _DIRECTORY, resolve=data_directory.RESOLVE_BENEATH
+        )
+
+    def add_file(self, name: str, content: Iterable[bytes], *, executable: bool) -> None:
+        parts = self._member_path(name)
+        if not parts:
+            raise FileTaskRefused(f"{printable_name(name)}: a file without a name")
+        self._add_to_tree(parts, lambda: self._write_staged(content, _file_mode(executable)))
+
+    def add_plain_file(self, raw: bytes, content: Iterator[bytes], *, executable: bool = False) -> None:
+        """A file of exactly that name, as if it were written alone; where that would be refused, it alone is."""
+        self._count_member(len(raw))
+        try:
+            parts = data_directory.check_path(raw.decode(errors="surrogateescape")).split(b"/")
+            number = self._write_staged(content, _file_mode(executable))
+            self._add_to_tree(parts, lambda: number)
+        except (OSError, data_directory.UnsafePath, FileTaskRefused) as error:
+            self._record_refusal(raw, 1, _as_refusal(error))
+            for _ in content:  # the next one comes behind it
+                pass
+
+    def _add_to_tree(self, parts: list[bytes], number: Callable[[], int]) -> None:
+        above = self._tree_directory(parts[:-1])
+        if parts[-1] in above:
+            raise FileTaskRefused(f"{printable_name(b'/'.join(parts))}: the name is there twice")
+        above[parts[-1]] = number()
+
+    def _write_staged(self, content: Iterable[bytes], mode: int) -> int:
+        """Write it aside; its number there."""
+        number = len(self._sizes)
+        name = str(number).encode()
+        self._sizes.append(0)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        target = syscalls.openat2(self._staging_fd, name, flags, mode, resolve=data_directory.RESOLVE_BENEATH)
+        try:
+            self._sizes[number] = atomic_writes.write_chunks(target, self._count_bytes(content), self._permit)
+            self._modified_ns = max(self._modified_ns, os.fstat(target).st_mtime_ns)
+        except BaseException:
+            os.unlink(name, dir_fd=self._staging_fd)
+            raise
+        finally:
+            os.close(target)
+        return number
+
+    def add_directory(self, name: str) -> None:
+        self._tree_directory(self._member_path(name))
+
+    def skip(self) -> None:
+        """A member that is neither: a link, a device, a pipe."""
+        self._count_member()
+        self._skipped += 1
+
+    def _member_path(self, name: str) -> list[bytes]:
+        self._count_member(len(name))
+        return split_member_name(name, self._into)
+
+    def _count_member(self, name_bytes: int = 0) -> None:
+        self._permit.reserve(0)
+        self._members += 1
+        if self._members > self._limits.members:
+            raise FileTaskRefused(f"there are more than {self._limits.members} members", "too_large")
+        self._name_bytes += name_bytes
+        if self._name_bytes > data_directory.MAX_NAME_BYTES:
+            raise FileTaskRefused("the names are too long together", "too_large")
+
+    def _record_refusal(self, path: bytes, number: int, refusal: FileTaskRefused) -> None:
+        """So many files are not put in place; raises what tells why, where that is the end of all of them."""
+        if not self._allow_partial or refusal.kind != "refused":
+            raise refusal
+        self._refused += number
+        if len(self._reasons) < _MAX_REASONS:
+            text = str(refusal)
+            self._reasons.append(
+                text if text.startswith(printable_name(path)) else f"{printable_name(path)}: {text}"
+            )
+
+    def _tree_directory(self, parts: list[bytes]) -> _Tree:
+        here = self._tree
+        for part in parts:
+            below = here.setdefault(part, {})
+            if isinstance(below, int):
+                raise FileTaskRefused(f"{printable_name(b'/'.join(parts))}: a file and a directory at once")
+            here = below
+        return here
+
+    def _count_bytes(self, content: Iterable[bytes]) -> Iterator[bytes]:
+        for piece in content:
+            self._size += len(piece)
+            if self._size > self._limits.size:
+                raise FileTaskRefused(f"there are more than {self._limits.size} bytes", "too_large")
+            yield piece
+
+    # ---- into place -------------------------------------------------------------------------------------------
+
+    def commit(self) -> UnpackOutcome:
+        try:
+            root = syscalls.openat2(self._data, b".", _DIRECTORY, resolve=data_directory.RESOLVE_BENEATH)
+            try:
+                self._move_tree(root, b"", self._tree)
+            finally:
+                os.close(root)
+        except BaseException:
+            for undo in reversed(self._undo):
+                with contextlib.suppress(OSError):  # the code has moved it meanwhile
+                    undo()
+            raise
+        return UnpackOutcome(
+            self._moved_files,
+            self._moved_bytes,
+            self._skipped,
+            self._modified_ns,
+            self._file_system_time_ns(),
+            self._refused,
+            self._reasons,
+        )
+
+    def _file_system_time_ns(self) -> int:
+        """Now, by the clock of the file system: moving a file has changed its time, and theirs are compared with it."""
+        os.utime(self._staging_fd)
+        return os.fstat(self._staging_fd).st_ctime_ns
+
+    def _move_tree(self, here: int, prefix: bytes, tree: _Tree) -> None:
+        """Depth is bounded with the names."""
+        for name, below in tree.items():
+            self._permit.reserve(0)
+            path = prefix + name
+            try:
+                if isinstance(below, int):
+                    self._move_file(here, name, path, below)
+                    continue
+                directory = self._enter_directory(here, name, path)
+            except (OSError, FileTaskRefused) as error:
+                self._record_refusal(path, _count_files(below), _as_refusal(error, path))
+                continue
+            try:
+                self._move_tree(directory, path + b"/", below)
+            finally:
+                os.close(directory)
+
+    def _enter_directory(self, here: int, name: bytes, path: bytes) -> int:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, 0o755, dir_fd=here)
+            self._undo.append(lambda: self._remove_at(path, os.rmdir))
+        return syscalls.openat2(here, name, _DIRECTORY, resolve=data_directory.RESOLVE_BENEATH)
+
+    def _move_file(self, here: int, name: bytes, path: bytes, number: int) -> None:
+        old = f"old-{number}"
+        try:
+            about = os.stat(name, dir_fd=here, follow_symlinks=False)
+        except FileNotFoundError:
+            about = None
+        if about is not None:
+            if stat.S_ISDIR(about.st_mode):
+                raise FileTaskRefused(f"{printable_name(path)}: a directory is there already")
+            os.link(name, old, src_dir_fd=here, dst_dir_fd=self._staging_fd, follow_symlinks=False)
+        os.rename(str(number), name, src_dir_fd=self._staging_fd, dst_dir_fd=here)
+        self._moved_files += 1
+        self._moved_bytes += self._sizes[number]
+        self._undo.append(
+            lambda: self._remove_at(path, os.unlink) if about is None else self._restore_file(path, old)
+        )
+
+    def _restore_file(self, path: bytes, old: str) -> None:
+        parent = atomic_writes.open_parent(self._data, path)
+        try:
+            os.rename(old, path.rpartition(b"/")[2], src_dir_fd=self._staging_fd, dst_dir_fd=parent)
+        finally:
+            os.close(parent)
+
+    def _remove_at(self, path: bytes, remove: Callable[..., None]) -> None:
+        parent = atomic_writes.open_parent(self._data, path)
+        try:
+            remove(path.rpartition(b"/")[2], dir_fd=parent)
+        finally:
+            os.close(parent)
+
+    def discard(self) -> None:
+        """What is still aside: everything after a failure, what was replaced after a success."""
+        with contextlib.suppress(OSError):
+            atomic_writes.remove_files(self._staging_fd, 2 * self._limits.members)
+            os.rmdir(self._staging_name, dir_fd=self._data)
+        os.close(self._staging_fd)
+
+
+def _as_refusal(
+    error: OSError | data_directory.UnsafePath | FileTaskRefused, path: bytes | None = None
+) -> FileTaskRefused:
+    if isinstance(error, FileTaskRefused):
+        return error
+    text = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+    number = error.errno or 0 if isinstance(error, OSError) else errno.EINVAL
+    return FileTaskRefused(text if path is None else f"{printable_name(path)}: {text}", number=number)
+
+
+def _count_files(tree: int | _Tree) -> int:
+    return 1 if isinstance(tree, int) else sum(_count_files(below) for below in tree.values())

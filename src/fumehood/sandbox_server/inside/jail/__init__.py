@@ -1,0 +1,1 @@
+"""Building the jail of one sandbox."""

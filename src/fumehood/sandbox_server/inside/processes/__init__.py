@@ -1,0 +1,1 @@
+"""Processes of the jail: spawner, zygote, init, interpreter, helpers."""

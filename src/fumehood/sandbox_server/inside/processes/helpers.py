@@ -1,0 +1,201 @@
+"""The short-lived process that works on a sandbox's files as its user and in its cgroup.
+
+It answers once: what it did, or why not. On the way it may ask (`leave`), and the supervisor answers.
+"""
+
+import errno
+import json
+import os
+import re
+import socket
+from dataclasses import astuple
+from typing import Any, NoReturn
+
+from fumehood.sandbox_server.inside import layout, syscalls
+from fumehood.sandbox_server.inside.files import archive_unpacker, atomic_writes, data_directory, file_bundles
+from fumehood.sandbox_server.inside.files.quota_permit import FileTaskRefused, SupervisorPermit
+from fumehood.sandbox_server.inside.jail import jail_builder, landlock, seccomp_filter
+
+_MAX_TASK_BYTES = 64 * 1024
+
+
+_OOM_SCORE = 1000  # before anything of the sandbox itself
+
+
+def run_file_helper(
+    uid: int, seccomp_program: bytes, supervisor_socket: socket.socket, data_fd: int, cgroups: list[int]
+) -> NoReturn:
+    """The helper's whole life: become the sandbox's user in its cgroup, hear the task, do it, answer, end."""
+    answer: dict[str, Any]
+    opened: list[int] = []
+    try:
+        jail_builder.join_cgroups(cgroups)
+        jail_builder.raise_oom_score(_OOM_SCORE)
+        jail_builder.switch_user(uid)
+        jail_builder.drop_privileges()
+        seccomp_filter.install(seccomp_program)
+        body, fds, _, _ = socket.recv_fds(supervisor_socket, _MAX_TASK_BYTES, 1)
+        if not body:
+            os._exit(0)
+        answer = _FileTask(json.loads(body), data_fd, fds[0] if fds else -1, opened).perform(
+            SupervisorPermit(supervisor_socket)
+        )
+    except data_directory.UnsafePath as error:
+        answer = {"error": str(error), "errno": errno.EINVAL}
+    except FileTaskRefused as error:
+        answer = {"error": str(error), "errno": error.number, "kind": error.kind}
+    except OSError as error:
+        answer = {"error": error.strerror or str(error), "errno": error.errno or errno.EIO}
+    except BaseException as error:
+        answer = {"error": f"{type(error).__name__}: {error}", "errno": errno.EIO}
+    try:
+        socket.send_fds(supervisor_socket, [json.dumps(answer).encode()], opened)
+    except OSError:  # nobody waits any more
+        os._exit(1)
+    os._exit(0)
+
+
+class _FileTask:
+    def __init__(self, task: dict[str, Any], data_fd: int, source_fd: int, opened_fds: list[int]) -> None:
+        self._task = task
+        self._data_fd = data_fd
+        self._source_fd = source_fd
+        self._opened_fds = opened_fds
+
+    def perform(self, permit: SupervisorPermit) -> dict[str, Any]:
+        task, data = self._task, self._data_fd
+        match task["do"]:
+            case "write":
+                found = atomic_writes.write_file(
+                    data, task["path"], self._source_fd, task["token"], permit, executable=task["executable"]
+                )
+                return {
+                    "size": found.size,
+                    "modified_ns": found.modified_ns,
+                    "changed_ns": found.changed_ns,
+                    "inode": found.inode,
+                    "executable": found.executable,
+                }
+            case "unpack":
+                return self._unpack_archive(permit)
+            case "receive":
+                return self._receive_files(permit)
+            case "give":
+                return self._send_files()
+            case "discard":
+                atomic_writes.discard_staged(data, task["token"], task["most"])
+            case "delete":
+                data_directory.delete_file(data, task["path"])
+            case "open":
+                self._opened_fds.append(data_directory.open_regular_file(data, task["path"]))
+            case "walk":
+                return self._list_files()
+            case unknown:
+                raise ValueError(f"unknown task {unknown!r}")
+        return {}
+
+    def _unpack_archive(self, permit: SupervisorPermit) -> dict[str, Any]:
+        """Decoders are written in C and read what strangers wrote: nothing but the data directory is in reach."""
+        task = self._task
+        landlock.restrict_to_directory(self._data_fd)
+        done = archive_unpacker.unpack_archive(
+            self._data_fd,
+            self._source_fd,
+            kind=task["kind"],
+            into=task["into"],
+            token=task["token"],
+            limits=self._limits(),
+            permit=permit,
+        )
+        return {
+            "files": done.files,
+            "bytes": done.size,
+            "skipped": done.skipped,
+            "modified_ns": done.modified_ns,
+            "changed_ns": done.changed_ns,
+        }
+
+    def _receive_files(self, permit: SupervisorPermit) -> dict[str, Any]:
+        landlock.restrict_to_directory(self._data_fd)
+        done = file_bundles.receive_files(
+            self._data_fd, self._source_fd, token=self._task["token"], limits=self._limits(), permit=permit
+        )
+        return {
+            "files": done.files,
+            "bytes": done.size,
+            "modified_ns": done.modified_ns,
+            "changed_ns": done.changed_ns,
+            "refused": done.refused,
+            "reasons": done.reasons,
+        }
+
+    def _limits(self) -> archive_unpacker.UnpackLimits:
+        return archive_unpacker.UnpackLimits(members=self._task["members"], size=self._task["bytes"])
+
+    def _send_files(self) -> dict[str, Any]:
+        """The paths come through the same socket through which the files go: there can be many."""
+        with socket.socket(fileno=os.dup(self._source_fd)) as stream:
+            paths = json.loads(b"".join(atomic_writes.read_chunks(self._source_fd)))
+            for piece in file_bundles.stream_contents(self._data_fd, paths):
+                stream.sendall(piece)
+            stream.shutdown(socket.SHUT_WR)
+        return {}
+
+    def _list_files(self) -> dict[str, Any]:
+        """A listing can be longer than a packet."""
+        found, cut = data_directory.list_files(self._data_fd)
+        listing = os.memfd_create("listing")
+        with os.fdopen(os.dup(listing), "wb") as file:
+            file.write(json.dumps([astuple(item) for item in found]).encode())
+        self._opened_fds.append(listing)
+        return {"cut": cut}
+
+
+_MAX_LAYERS_BYTES = 64 * 1024
+
+
+_LAYER_NAME = re.compile(r"[0-9a-f]{64}")
+
+
+_MOUNT_FLAGS = syscalls.MS_NOSUID | syscalls.MS_NODEV
+
+
+def run_package_helper(supervisor_socket: socket.socket, mount_namespaces: list[int]) -> NoReturn:
+    """The helper's whole life: hear which layers, the first on top, attach them, answer, end.
+
+    mounts: the mount namespace of the sandbox, and the one that has the store, if there is one.
+    """
+    answer: dict[str, str] = {}
+    try:
+        names: list[str] = json.loads(supervisor_socket.recv(_MAX_LAYERS_BYTES))["layers"]
+        if len(mount_namespaces) != 2:
+            raise OSError("this zygote has no store of packages")
+        namespace, layers = mount_namespaces
+        os.setns(layers, os.CLONE_NEWNS)
+        os.unshare(os.CLONE_NEWNS)
+        tree = _assemble_layers(names)
+        os.setns(namespace, os.CLONE_NEWNS)
+        syscalls.attach_mount(tree, layout.ATTACHED_PACKAGES)
+    except BaseException as error:
+        answer = {"error": f"{type(error).__name__}: {error}"}
+    supervisor_socket.send(json.dumps(answer).encode())
+    os._exit(0)
+
+
+def _assemble_layers(names: list[str]) -> int:
+    """One read-only tree of all these layers, detached."""
+    stage = layout.STAGING
+    syscalls.mount("stage", stage, "tmpfs", _MOUNT_FLAGS, "mode=0755,size=1m")
+    for number, name in enumerate(names):
+        if not _LAYER_NAME.fullmatch(name):
+            raise ValueError(f"{name!r} is no layer")
+        os.mkdir(f"{stage}/{number}")
+        syscalls.mount(f"{layout.PACKAGE_LAYERS}/{name}", f"{stage}/{number}", None, syscalls.MS_BIND)
+    os.mkdir(f"{stage}/empty")  # an overlay is of two trees at least
+    os.mkdir(f"{stage}/whole")
+    os.chdir(stage)
+    lower = ":".join([*map(str, range(len(names))), "empty"])
+    syscalls.mount(
+        "packages", f"{stage}/whole", "overlay", _MOUNT_FLAGS | syscalls.MS_RDONLY, f"lowerdir={lower}"
+    )
+    return syscalls.clone_mount(f"{stage}/whole")

@@ -1,0 +1,87 @@
+"""The process in which a sandbox's code runs, from its fork to its first request."""
+
+import functools
+import os
+import socket
+import sys
+from typing import NoReturn
+
+from fumehood.sandbox_server.inside import layout, syscalls
+from fumehood.sandbox_server.inside.jail import jail_builder
+from fumehood.sandbox_server.inside.processes import init_process
+from fumehood.sandbox_server.inside.runner import code_runner
+from fumehood.sandbox_server.inside.warm_start import fork_hooks
+
+_START_RUNNER = (
+    "import sys; sys.path.insert(0, {guest!r}); "
+    "from fumehood.sandbox_server.inside.runner import code_runner; code_runner.main(['{fd}'])"
+)
+
+
+def enter_jail(
+    common_plan: jail_builder.JailPlan,
+    seccomp_program: bytes,
+    channel: socket.socket,
+    init_handles: tuple[int, int],
+    cgroups: list[int],
+    warm_runner: code_runner.CodeRunner,
+) -> NoReturn:
+    """The interpreter of a sandbox with namespaces, in a fresh fork of the zygote: builds the jail around itself.
+
+    Every page that is touched here is copied, and that is what a start costs: so it does little, and what can be
+    done for all is done in the zygote. `common` is what all plans of this zygote have in common,
+    `first_process` a pidfd, and a pipe that ends when it is done.
+    """
+    first, done = init_handles
+    try:
+        jail_builder.join_cgroups(cgroups)
+        jail_builder.raise_oom_score(init_process.OOM_SCORE)
+        fork_hooks.restore_hooks()
+        body, disks, _, _ = socket.recv_fds(channel, init_process.MAX_PLAN_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        plan = common_plan.with_overrides(body)
+        jail_builder.build_jail(plan, first, disks)
+        os.close(first)
+        init_process.link_font_cache(list_cached_files())
+        init_process.send_handles(channel, plan)
+        jail_builder.set_resource_limits(plan)
+        jail_builder.drop_privileges()
+        os.read(done, 1)  # ends when the first process has no right left, so that code may come
+        os.close(done)
+        run_interpreter(plan, seccomp_program, channel, warm_runner, fresh_process=plan.fresh_interpreter)
+    except BaseException as error:
+        init_process.report_failure(channel, f"{type(error).__name__}: {error}")
+    os._exit(125)
+
+
+@functools.cache
+def list_cached_files() -> list[str]:
+    """What the zygote has prepared by the time it first asks."""
+    return os.listdir(layout.ZYGOTE_CACHE)
+
+
+def run_interpreter(
+    plan: jail_builder.JailPlan,
+    seccomp_program: bytes,
+    channel: socket.socket,
+    warm_runner: code_runner.CodeRunner,
+    *,
+    fresh_process: bool,
+) -> NoReturn:
+    try:
+        os.setsid()
+        syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)
+        os.chdir(plan.work_directory)
+        jail_builder.apply_restrictions(plan, seccomp_program)
+        if fresh_process:
+            _exec_fresh_interpreter(channel)
+    except BaseException as error:
+        init_process.report_failure(channel, f"{type(error).__name__}: {error}")
+        os._exit(125)
+    warm_runner.serve(channel)
+    os._exit(0)
+
+
+def _exec_fresh_interpreter(channel: socket.socket) -> NoReturn:
+    channel.set_inheritable(True)
+    source = _START_RUNNER.format(guest=layout.IMPORT_ROOT, fd=channel.fileno())
+    os.execv(sys.executable, [sys.executable, "-c", source])

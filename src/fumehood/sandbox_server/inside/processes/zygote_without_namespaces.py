@@ -1,0 +1,153 @@
+"""The zygote of modes without namespaces, warm interpreter and spawner in one."""
+
+import os
+import signal
+import socket
+import sys
+from typing import Any, NoReturn
+
+from fumehood.sandbox_server.inside import syscalls
+from fumehood.sandbox_server.inside.jail import jail_builder, seccomp_filter
+from fumehood.sandbox_server.inside.processes import fork_server, init_process, interpreter, zygote
+from fumehood.sandbox_server.inside.processes.jail_spawner import JailSpawner, decode_seccomp_programs
+from fumehood.sandbox_server.inside.runner import code_runner
+from fumehood.sandbox_server.inside.warm_start import preload
+
+
+class NamespacelessZygote(JailSpawner):
+    """Each sandbox is a tree of processes below a first one of its own, which adopts, reaps and hands signals on."""
+
+    def __init__(
+        self, control: socket.socket, seccomp_programs: tuple[bytes, bytes], *, single_use: bool
+    ) -> None:
+        super().__init__(control, seccomp_programs)
+        self._single_use = single_use
+        self._runner = code_runner.CodeRunner()
+
+    def spawn(self, number: int, fds: list[int]) -> None:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self.send_event({"event": "refused", "number": number, "error": f"fork: {error}"})
+            return
+        if pid == 0:
+            fork_server.close_other_fds(fds)
+            run_subreaper(self.seccomp_program, socket.socket(fileno=fds[0]), fds[1:], self._runner)
+        self.send_event({"event": "spawned", "number": number}, [self.watch_child(number, pid)])
+        zygote.reseed_generators()
+
+    def on_child_exit(self, number: int, code: int) -> None:
+        helper = number in self._helpers
+        super().on_child_exit(number, code)
+        if self._single_use and not helper:
+            os._exit(0)  # a pod is never used twice: its container ends with its one sandbox
+
+
+def main(control_fd: int) -> NoReturn:
+    fork_server.replace_stdin()
+    control = socket.socket(fileno=control_fd)
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # code of the same user may see this process
+    request: dict[str, Any]
+    request, _ = fork_server.receive_request(control)
+    problems = preload.preload(request["preload"])
+    zygote.remove_guest_from_path()
+    bare = NamespacelessZygote(
+        control, decode_seccomp_programs(request), single_use=request.get("single", False)
+    )
+    preload.freeze_objects(many_forks=not request.get("single", False))
+    bare.send_event(zygote.describe_zygote(problems))
+    bare.serve()
+
+
+def run_subreaper(
+    seccomp_program: bytes, channel: socket.socket, cgroups: list[int], warm_runner: code_runner.CodeRunner
+) -> NoReturn:
+    """The first process of a sandbox without namespaces: limits, then the interpreter, then watch and reap."""
+    try:
+        init_process.discard_output()
+        jail_builder.join_cgroups(cgroups)
+        jail_builder.raise_oom_score(init_process.OOM_SCORE)
+        plan = jail_builder.JailPlan.decode(channel.recv(init_process.MAX_PLAN_BYTES).decode())
+        syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGTERM)  # no namespace ends with the zygote
+        init_process.send_handles(channel, plan)
+        jail_builder.set_resource_limits(plan)
+        jail_builder.drop_privileges()
+        _start_interpreter(plan, seccomp_program, channel, warm_runner)
+    except BaseException as error:
+        init_process.report_failure(channel, f"{type(error).__name__}: {error}")
+    os._exit(125)
+
+
+def _start_interpreter(
+    plan: jail_builder.JailPlan,
+    seccomp_program: bytes,
+    channel: socket.socket,
+    warm_runner: code_runner.CodeRunner,
+) -> None:
+    watched = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # same user as the code: it must not open our memory
+    pid = os.fork()
+    if pid == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
+        plan = plan._replace(read_only=[*plan.read_only, *_python_paths()])
+        interpreter.run_interpreter(
+            plan, seccomp_program, channel, warm_runner, fresh_process=plan.fresh_interpreter
+        )
+    channel.close()
+    seccomp_filter.install(seccomp_program)
+    _reap_until_exit(pid, watched)
+
+
+def _reap_until_exit(interpreter_pid: int, watched: set[signal.Signals]) -> NoReturn:
+    """Reap whatever ends up here until the interpreter itself is gone; its end is the sandbox's."""
+    while True:
+        received = signal.sigwait(watched)
+        if received == signal.SIGINT:
+            _signal_group(interpreter_pid, signal.SIGINT)
+            continue
+        if received == signal.SIGTERM:
+            _kill_orphans()  # SIGKILL would end this process alone and leave the others running
+            os._exit(128 + signal.SIGKILL)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                os._exit(125)
+            if pid == 0:
+                break
+            if pid == interpreter_pid:
+                _exit_with(status)
+
+
+def _exit_with(status: int) -> NoReturn:
+    """Leave with the interpreter's status, and with everything that it left."""
+    _kill_orphans()
+    code = os.waitstatus_to_exitcode(status)
+    os._exit(code if code >= 0 else 128 - code)
+
+
+def _kill_orphans() -> None:
+    """End what the interpreter left, generation by generation."""
+    while True:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            children = [int(pid) for pid in file.read().split()]
+        if not children:
+            return
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _signal_group(leader: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(leader, number)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _python_paths() -> list[str]:
+    """Without mounts of its own, a sandbox finds interpreter and packages where the zygote found them."""
+    return [sys.base_prefix, *(entry for entry in sys.path if os.path.isdir(entry))]

@@ -1,0 +1,1 @@
+"""Running code and commands and capturing their output."""

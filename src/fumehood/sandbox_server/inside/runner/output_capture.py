@@ -1,0 +1,607 @@
+"""Captures what a program writes and sends it while it runs.
+
+File descriptors 1 and 2 are pipes which this process reads itself, so that child processes and C code are
+captured as well. `sys.stdout` and `sys.stderr` do not go through those pipes: they append to the ordered
+queue of `Output`, after whatever the pipes hold at that moment. That keeps both kinds in the order in which
+they were written, and makes a `print` cheap.
+"""
+
+import _thread
+import builtins
+import codecs
+import concurrent.futures.thread
+import contextlib
+import errno
+import functools
+import importlib
+import io
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Buffer, Callable, Generator, Iterable
+from typing import Any
+
+from fumehood.sandbox_server.inside import framing, output_batches
+from fumehood.sandbox_server.inside.runner import output_limits
+from fumehood.sandbox_server.inside.runner.interrupts import InterruptGuard
+
+# Functions look up their builtins where their module was told to when they were made: in a copy that a
+# program which deletes `builtins.len` cannot reach.
+globals()["__builtins__"] = dict(vars(builtins))
+
+_PIPE_BYTES = 64 * 1024
+_MAX_FINAL_READS = 64  # a background process that never stops writing must not hold up the end of a call
+_TEXT_KINDS = frozenset({framing.MessageKind.STDOUT, framing.MessageKind.STDERR})
+_DISPLAY_KINDS = frozenset({framing.MessageKind.DISPLAY, framing.MessageKind.RESULT})
+_CALL_ATTRIBUTE = "_fumehood_call"  # attribute of a Thread: the number of the call that started it
+_TRANSIENT_ERRORS = frozenset({errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN})
+_ALL_SIGNALS = frozenset(map(int, signal.valid_signals()))
+# signal.pthread_sigmask() without its conversions to enums: an exception for each real-time signal in every sandbox.
+_mask_signals: Callable[[int, Iterable[int]], set[int]] = importlib.import_module("_signal").pthread_sigmask
+# Programs replace those of the module, to test with a time of their own.
+_now = time.monotonic
+_sleep = time.sleep
+
+
+class _OutputPipes:
+    """Descriptors 1 and 2 as pipes, with the ends that are needed to read them and to put them back."""
+
+    def __init__(self) -> None:
+        while (spare := os.open("/dev/null", os.O_RDWR)) <= 2:
+            os.set_inheritable(spare, True)
+        os.close(spare)
+        self.readers: list[int] = []
+        self.writers: list[int] = []
+        self._inodes: list[int] = []
+        for fd in (1, 2):
+            reader, writer = os.pipe()
+            os.set_blocking(reader, False)
+            os.dup2(writer, fd)
+            self.readers.append(reader)
+            self.writers.append(writer)
+            self._inodes.append(os.fstat(writer).st_ino)
+        self.kinds = {
+            self.readers[0]: framing.MessageKind.STDOUT,
+            self.readers[1]: framing.MessageKind.STDERR,
+        }
+        self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self.poll = self.poller()
+
+    def poller(self) -> select.poll:
+        poller = select.poll()
+        for reader in self.readers:
+            poller.register(reader, select.POLLIN)
+        return poller
+
+    def restore(self) -> None:
+        """Point 1 and 2 at the pipes again, if the program closed or replaced them, and 0 at nothing."""
+        try:
+            os.fstat(0)
+        except OSError:
+            os.open("/dev/null", os.O_RDONLY)  # the lowest number that is free
+            os.set_inheritable(0, True)
+        for fd in (1, 2):
+            try:
+                same = os.fstat(fd).st_ino == self._inodes[fd - 1]
+            except OSError:
+                same = False
+            if not same:
+                os.dup2(self.writers[fd - 1], fd)
+
+    def close(self) -> None:
+        for fd in (*self.readers, *self.writers, self.wake):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+class OutputQueue:
+    """The one ordered queue of everything a call sends, and the only user of the channel for sending.
+
+    Every method may be entered again by the thread that is in it, through a signal handler or a finaliser
+    which prints: then the text is only queued, and the outer entry sends it.
+    """
+
+    def __init__(self, guard: InterruptGuard) -> None:
+        self.is_forked = False
+        self.guard = guard
+        self.max_bytes = output_limits.MAX_OUTPUT_BYTES
+        self.max_display_bytes = output_limits.MAX_TOTAL_DISPLAY_BYTES
+        self._call: bytes | None = None
+        self._call_number = 0
+        self._lock = threading.RLock()
+        self._is_busy = False
+        self._queue: list[tuple[framing.MessageKind, bytes]] = []
+        self._queued_bytes = 0
+        self._output_budget = 0
+        self._display_budget = 0
+        self._flushes_left = 0
+        self._last_kind: framing.MessageKind | None = None
+        self._is_truncated = False
+        self._sent_at = 0.0
+        self._decoders: list[tuple[framing.MessageKind, codecs.IncrementalDecoder]] = []
+        self._pipe_decoders = {
+            kind: self.add_decoder(kind) for kind in (framing.MessageKind.STDOUT, framing.MessageKind.STDERR)
+        }
+        self._partial_lines = dict.fromkeys(_TEXT_KINDS, b"")  # of a forked child: lines not yet complete
+        self._tick_pending = False
+        self._thread_local = threading.local()
+        self._is_pumping = False
+        self._track_threads()
+
+    def open_channel(self, channel: socket.socket) -> None:
+        """From here on there is somebody to send to, in this process and in no fork of it."""
+        self._channel = channel
+        self.guard.main = threading.get_ident()
+        self._pipes = _OutputPipes()
+        self._start_pump()
+        os.register_at_fork(after_in_child=self._reset_after_fork)
+
+    @contextlib.contextmanager
+    def warm_up(self, channel: socket.socket) -> Generator[None]:
+        """Send to `channel` for a while, without the thread that pumps; afterwards all is as before."""
+        saved = [os.dup(1), os.dup(2)]
+        self._channel = channel
+        self._pipes = _OutputPipes()
+        self._is_pumping = True
+        try:
+            yield
+        finally:
+            self._is_pumping = False
+            self._call_number = 0
+            self._pipes.close()
+            for fd in (1, 2):
+                os.dup2(saved[fd - 1], fd)
+                os.close(saved[fd - 1])
+
+    # --- a call's beginning and end ---------------------------------------------------------------
+
+    def begin_call(self, call: bytes) -> None:
+        """What is written from now on belongs to this call; what lies in the pipes belongs to none."""
+        with self._lock:
+            self._is_busy = True
+            try:
+                if self._is_pumping:
+                    self._pipes.restore()
+                else:  # the program closed descriptors that were not its own
+                    self._pipes.close()
+                    self._pipes = _OutputPipes()
+                    self._start_pump()
+                self._drain(_MAX_FINAL_READS)
+                for _, decoder in self._decoders:
+                    decoder.reset()
+                self._queue.clear()
+                self._queued_bytes = 0
+                self._output_budget = self.max_bytes
+                self._display_budget = self.max_display_bytes
+                self._flushes_left = output_limits.MAX_FLUSHES
+                self._last_kind = None
+                self._is_truncated = False
+                self._sent_at = 0.0  # the first line of a call never waits
+                self._call_number += 1
+                self._call = call
+            finally:
+                self._is_busy = False
+
+    def end_call(self, body: bytes) -> None:
+        """Send what is left and then END, after which nothing of this call can follow."""
+        with self._lock:
+            self._is_busy = True
+            try:
+                call = self._call or framing.NO_CALL
+                try:
+                    self._drain(_MAX_FINAL_READS)
+                    for kind, decoder in self._decoders:
+                        self._append(kind, decoder.decode(b"", final=True).encode())
+                    self._flush()
+                except MemoryError:
+                    pass  # output is lost, the reply is not
+                self._call = None
+                self._queue.clear()
+                self._queued_bytes = 0
+                for packet in framing.encode_packets(
+                    framing.RunnerMessage(framing.MessageKind.END, call, body)
+                ):
+                    self._send(packet)
+            finally:
+                self._is_busy = False
+
+    def add_decoder(self, kind: framing.MessageKind) -> codecs.IncrementalDecoder:
+        """For bytes that may end in the middle of a character; what is left of one at the end is replaced."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoders.append((kind, decoder))
+        return decoder
+
+    # --- what is written --------------------------------------------------------------------------
+
+    def write_text(self, kind: framing.MessageKind, data: bytes) -> None:
+        """Queue text (whole UTF-8 characters) of the thread that calls."""
+        guard = self.guard
+        main = threading.get_ident() == guard.main
+        if main:
+            guard.depth += 1
+        try:
+            with self._lock:
+                if self.is_forked:
+                    self._write_through(kind, data)
+                elif self._belongs_to_call(main):
+                    if self._is_busy:
+                        self._append(kind, data)
+                        return
+                    self._is_busy = True
+                    try:
+                        self._drain()
+                        self._append(kind, data)
+                        self._flush_or_wake(at_once=b"\n" in data)
+                    finally:
+                        self._is_busy = False
+        finally:
+            if main:
+                guard.leave_critical_section()
+
+    def send_message(self, kind: framing.MessageKind, body: bytes) -> bool:
+        """Send a message after everything written before it; False when so much cannot be shown any more.
+
+        Of a thread that belongs to no call nothing is sent.
+        """
+        guard = self.guard
+        main = threading.get_ident() == guard.main
+        if main:
+            guard.depth += 1
+        try:
+            with self._lock:
+                if self.is_forked or not self._belongs_to_call(main):
+                    return True
+                if kind in _DISPLAY_KINDS:
+                    if len(body) > self._display_budget:
+                        return False
+                    self._display_budget -= len(body)
+                if self._is_busy:
+                    self._queue.append((kind, body))
+                    return True
+                self._is_busy = True
+                try:
+                    self._drain()
+                    self._queue.append((kind, body))
+                    self._flush()
+                finally:
+                    self._is_busy = False
+                return True
+        finally:
+            if main:
+                guard.leave_critical_section()
+
+    def flush(self) -> None:
+        guard = self.guard
+        main = threading.get_ident() == guard.main
+        if main:
+            guard.depth += 1
+        try:
+            with self._lock:
+                if self.is_forked:
+                    for kind in _TEXT_KINDS:
+                        self._write_through(kind, b"", whole=True)
+                elif self._queue and not self._is_busy:
+                    self._is_busy = True
+                    try:
+                        # A program may end its process next, or crash. But a progress bar flushes after
+                        # every step: in the long run, keep to the same pace as for lines.
+                        if self._flushes_left:
+                            self._flushes_left -= 1
+                            self._flush()
+                        else:
+                            self._flush_or_wake(at_once=True)
+                    finally:
+                        self._is_busy = False
+        finally:
+            if main:
+                guard.leave_critical_section()
+
+    def send_reply(self, kind: framing.MessageKind, body: bytes) -> None:
+        """Send a message that belongs to no call."""
+        with self._lock:
+            for packet in framing.encode_packets(framing.RunnerMessage(kind, framing.NO_CALL, body)):
+                self._send(packet)
+
+    # --- under the lock ---------------------------------------------------------------------------
+
+    def _append(self, kind: framing.MessageKind, data: bytes) -> None:
+        if self._is_truncated or not data:
+            return
+        if kind is not self._last_kind:
+            if self._last_kind is not None:
+                self._output_budget -= output_limits.SWITCH_COST  # bounds the number of pieces as well
+            self._last_kind = kind
+        if len(data) > self._output_budget:
+            self._is_truncated = True
+            data = data[: output_batches.utf8_boundary(data, self._output_budget)]
+            line = f"[output truncated: more than {self.max_bytes} bytes]\n".encode()
+            data += line if not data or data.endswith(b"\n") else b"\n" + line
+        self._output_budget -= len(data)
+        self._queue.append((kind, data))
+        self._queued_bytes += len(data)
+
+    def _drain(self, rounds: int = 1) -> None:
+        """Queue what the pipes hold, without waiting; drop it while no call runs."""
+        pipes = self._pipes
+        for _ in range(rounds):
+            ready = pipes.poll.poll(0)
+            if not ready:
+                return
+            for fd, events in ready:
+                data = b""
+                if events & select.POLLIN:
+                    with contextlib.suppress(OSError):
+                        data = os.read(fd, _PIPE_BYTES)
+                if not data:  # only if the program closed our end
+                    pipes.poll.unregister(fd)
+                    self._is_pumping = False
+                elif self._call is not None and not self._is_truncated:
+                    kind = pipes.kinds[fd]
+                    self._append(kind, self._pipe_decoders[kind].decode(data).encode())
+
+    def _flush_or_wake(self, *, at_once: bool) -> None:
+        if not self._queue:
+            return
+        quiet = _now() - self._sent_at >= output_limits.QUIET_SECONDS
+        if (
+            (at_once and quiet)
+            or self._queued_bytes >= output_limits.FLUSH_BYTES
+            or len(self._queue) >= output_limits.FLUSH_PIECES
+        ):
+            self._flush()
+        elif at_once and not self._tick_pending:
+            # Part of a line waits for its end, as it would on a terminal; nobody needs to be woken for it.
+            self._tick_pending = True
+            with contextlib.suppress(OSError):
+                os.eventfd_write(self._pipes.wake, 1)
+
+    def _flush(self) -> None:
+        while self._queue:
+            items = self._queue[:]
+            ready = self._packets(items)
+            # From here on nothing fails for lack of memory or stack: a message is sent whole or not at all.
+            del self._queue[: len(items)]
+            self._queued_bytes = 0
+            for packet in ready:
+                self._send(packet)
+        self._sent_at = _now()
+
+    def _packets(self, items: list[tuple[framing.MessageKind, bytes]]) -> list[bytes]:
+        call = self._call or framing.NO_CALL
+        ready: list[framing.RunnerMessage] = []
+        texts: list[tuple[framing.MessageKind, bytes]] = []
+        for kind, data in items:
+            if kind in _TEXT_KINDS:
+                texts.append((kind, data))
+            else:
+                ready.extend(output_batches.pack_output(call, texts))
+                texts = []
+                ready.append(framing.RunnerMessage(kind, call, data))
+        ready.extend(output_batches.pack_output(call, texts))
+        return [packet for message in ready for packet in framing.encode_packets(message)]
+
+    def _send(self, packet: bytes) -> None:
+        while True:
+            try:
+                self._channel.send(packet)
+                return
+            except OSError as error:
+                if error.errno not in _TRANSIENT_ERRORS:
+                    os._exit(1)  # nobody is left to talk to
+                _sleep(0.01)
+
+    # --- threads and processes --------------------------------------------------------------------
+
+    def _belongs_to_call(self, main: bool) -> bool:
+        return self._call is not None and (main or self._thread_call_number() == self._call_number)
+
+    def _thread_call_number(self) -> int:
+        """The number of the call for which this thread runs; a foreign thread runs for the current one."""
+        serial = getattr(self._thread_local, "serial", None)
+        if serial is None:
+            active: dict[int, threading.Thread] = getattr(threading, "_active")  # noqa: B009 (private)
+            serial = getattr(active.get(threading.get_ident()), _CALL_ATTRIBUTE, self._call_number)
+        return serial
+
+    def _track_threads(self) -> None:
+        """Remember for each thread, and for each task of a thread pool, which call it was started by."""
+        start = threading.Thread.start
+        thread_serial = self._thread_call_number
+        submit: Callable[..., Any] = concurrent.futures.thread.ThreadPoolExecutor.submit
+
+        @functools.wraps(start)
+        def marked_start(self: threading.Thread) -> None:
+            setattr(self, _CALL_ATTRIBUTE, thread_serial())
+            start(self)
+
+        def carry(serial: int, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            before = getattr(self._thread_local, "serial", None)
+            self._thread_local.serial = serial
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._thread_local.serial = before
+
+        @functools.wraps(submit)
+        def marked_submit(pool: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            return submit(pool, carry, self._thread_call_number(), function, *args, **kwargs)
+
+        threading.Thread.start = marked_start
+        concurrent.futures.thread.ThreadPoolExecutor.submit = marked_submit
+
+    def _reset_after_fork(self) -> None:
+        """In a child of the program: no channel and no queue, its output goes into the pipes."""
+        self.is_forked = True
+        self._lock = threading.RLock()
+        self._is_busy = False
+        self._queue.clear()
+        self.guard.reset_after_fork()
+        with contextlib.suppress(OSError):
+            self._channel.close()
+        self._pipes.close()
+
+    def _write_through(self, kind: framing.MessageKind, data: bytes, *, whole: bool = False) -> None:
+        """Write to descriptor 1 or 2 itself, by lines, so that processes do not cut each other's."""
+        data = self._partial_lines[kind] + data
+        cut = len(data) if whole or len(data) > output_limits.FLUSH_BYTES else data.rfind(b"\n") + 1
+        self._partial_lines[kind] = data[cut:]
+        view = memoryview(data)[:cut]
+        while view:
+            view = view[os.write(1 if kind is framing.MessageKind.STDOUT else 2, view) :]
+
+    # --- the pump ---------------------------------------------------------------------------------
+
+    def _start_pump(self) -> None:
+        """Not a `threading.Thread`: programs count and join those."""
+        before = _mask_signals(signal.SIG_BLOCK, _ALL_SIGNALS)
+        self._is_pumping = True
+        self._tick_pending = False
+        try:
+            _thread.start_new_thread(self._pump, (self._pipes,))
+        finally:
+            _mask_signals(signal.SIG_SETMASK, before)
+
+    def _pump(self, pipes: _OutputPipes) -> None:
+        poller = pipes.poller()
+        poller.register(pipes.wake, select.POLLIN)
+        timeout: int | None = None
+        while True:
+            try:
+                events = poller.poll(timeout)
+                if any(event & (select.POLLNVAL | select.POLLERR) for _, event in events):
+                    self._is_pumping = False
+                if any(fd == pipes.wake for fd, _ in events):
+                    os.eventfd_read(pipes.wake)
+                timeout = self._tick(pipes, expired=not events)
+            except MemoryError:
+                _sleep(output_limits.TICK_MS / 1000)  # the program is at its limit; it will raise there, too
+            except Exception:
+                self._is_pumping = False
+            if not self._is_pumping or self._pipes is not pipes:
+                return
+
+    def _tick(self, pipes: _OutputPipes, *, expired: bool) -> int | None:
+        with self._lock:
+            if self._is_busy or self._pipes is not pipes:
+                return output_limits.TICK_MS
+            self._is_busy = True
+            try:
+                self._drain()
+                if self._call is None:
+                    self._queue.clear()
+                else:
+                    self._tick_pending = True  # this thread is awake already
+                    if expired:
+                        self._flush()
+                    self._flush_or_wake(at_once=True)
+                self._tick_pending = bool(self._queue)
+                return output_limits.TICK_MS if self._tick_pending else None
+            finally:
+                self._is_busy = False
+
+
+class _CapturedBinaryStream(io.BufferedIOBase):
+    """`sys.stdout.buffer`: bytes, decoded piece by piece."""
+
+    def __init__(self, output: OutputQueue, kind: framing.MessageKind) -> None:
+        self._output = output
+        self._kind = kind
+        self._decoder = output.add_decoder(kind)
+
+    @property
+    def closed(self) -> bool:
+        return False
+
+    @property
+    def name(self) -> str:
+        return "<stdout>" if self._kind is framing.MessageKind.STDOUT else "<stderr>"
+
+    @property
+    def mode(self) -> str:
+        return "wb"
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 1 if self._kind is framing.MessageKind.STDOUT else 2
+
+    def write(self, data: Buffer, /) -> int:
+        if isinstance(data, str):
+            raise TypeError("a bytes-like object is required, not 'str'")
+        raw = bytes(data)
+        text = self._decoder.decode(raw)
+        if text:
+            self._output.write_text(self._kind, text.encode())
+        return len(raw)
+
+    def flush(self) -> None:
+        self._output.flush()
+
+    def close(self) -> None:
+        """Stays open: a TextIOWrapper which a program puts around it closes it when it is collected."""
+        self._output.flush()
+
+
+class CapturedStream(io.TextIOBase):
+    """`sys.stdout` or `sys.stderr` of the program."""
+
+    encoding = "utf-8"
+    errors = "backslashreplace"
+
+    def __init__(self, output: OutputQueue, kind: framing.MessageKind) -> None:
+        self._output = output
+        self._kind = kind
+        self._buffer = _CapturedBinaryStream(output, kind)
+
+    @property
+    def buffer(self) -> io.BufferedIOBase:
+        return self._buffer
+
+    @property
+    def closed(self) -> bool:
+        return False
+
+    @property
+    def line_buffering(self) -> bool:
+        return True
+
+    @property
+    def write_through(self) -> bool:
+        return False
+
+    @property
+    def name(self) -> str:
+        return self._buffer.name
+
+    @property
+    def mode(self) -> str:
+        return "w"
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._buffer.fileno()
+
+    def write(self, text: str, /) -> int:
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance] (called by untyped code)
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        self._output.write_text(self._kind, text.encode("utf-8", "backslashreplace"))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str], /) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        self._output.flush()
+
+    def close(self) -> None:
+        self._output.flush()
+
+    def reconfigure(self, **options: object) -> None:
+        """Accepted and ignored: the text is UTF-8 on its whole way."""

@@ -1,0 +1,1 @@
+"""Loading libraries before the fork, and sharing their memory."""

@@ -1,0 +1,1 @@
+"""Installing requested packages as read-only layers."""

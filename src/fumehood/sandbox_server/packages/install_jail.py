@@ -1,0 +1,228 @@
+"""Runs uv in a jail that has the network and nothing of the host.
+
+What uv reads comes from an index that anybody may publish to. Wheels alone are taken, so nothing of them is executed;
+should uv itself be tricked, it finds a cache, an output directory and no rights.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fumehood.sandbox_server.host.cgroups import Cgroup, CgroupLimits, CgroupTree
+from fumehood.sandbox_server.host.jail_launcher import (
+    list_system_mounts,
+    outer_jail_command,
+    read_root_links,
+    send_jail_config,
+)
+from fumehood.sandbox_server.host.outer_jail import FAILURE_PREFIX
+from fumehood.sandbox_server.host.python_runtime import PythonRuntime
+from fumehood.sandbox_server.inside import layout
+from fumehood.sandbox_server.packages.package_index import PackageIndexConfig
+
+_ETC = ("resolv.conf", "hosts", "nsswitch.conf", "host.conf", "gai.conf")
+_CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
+_MAX_MEMORY = 2 << 30
+_MAX_PROCESSES = 256
+_MAX_OUTPUT_BYTES = 4 << 20
+_MIN_FREE_BYTES = 1 << 30  # what stays free on the disk, or a twentieth of it
+_WATCH_SECONDS = 0.25
+_UV_ENVIRONMENT = {
+    "HOME": "/tmp",
+    "PATH": "/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "UV_CACHE_DIR": "/cache",
+    "UV_NO_CONFIG": "1",
+    "UV_NO_PROGRESS": "1",
+    "UV_NO_ENV_FILE": "1",
+    "UV_PYTHON_DOWNLOADS": "never",
+    "UV_KEYRING_PROVIDER": "disabled",
+    "UV_LINK_MODE": "copy",  # a layer never shares an inode with the cache
+    "UV_HTTP_RETRIES": "1",
+    "UV_HTTP_TIMEOUT": "30",
+}
+
+
+class InstallTimeout(Exception):
+    """The jail was ended at its time-out."""
+
+
+class DiskSpaceExhausted(Exception):
+    """The jail was ended because it left too little space on the disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class UvResult:
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+@dataclass(slots=True, kw_only=True)
+class InstallJail:
+    """Runs uv where it can do no harm: with the network, and with no rights.
+
+    uid: as root, the kernel user that the jail runs as; else None, and it is the operator's own.
+    """
+
+    runtime: PythonRuntime
+    uv: Path
+    index: PackageIndexConfig
+    cache: Path
+    uid: int | None
+    tree: CgroupTree | None
+    timeout: float
+    max_bytes: int
+    cgroup_numbers: "itertools.count[int]"
+
+    @property
+    def python(self) -> str:
+        """The interpreter inside, under the name that it has in a sandbox: scripts are written for it."""
+        return f"{layout.VIRTUALENV}/bin/python"
+
+    def pyvenv_config(self) -> str:
+        home = "/usr/bin" if self.runtime.prefix is None else f"{layout.PYTHON_PREFIX}/bin"
+        return f"home = {home}\ninclude-system-site-packages = false\nversion = {self.runtime.version}\n"
+
+    async def run(self, arguments: Sequence[str], inputs: Path, output: Path | None = None) -> UvResult:
+        """uv with these arguments; `inputs` is at /in, `output` where a sandbox has its packages.
+
+        Raises TookTooLong, TookTooMuch, and OSError where the jail cannot be made.
+        """
+        read, write = os.pipe()
+        with os.fdopen(read, "rb", buffering=0) as pipe, os.fdopen(write, "wb", buffering=0) as sender:
+            config = self._jail_config(arguments, inputs, output)
+            async with self._cgroup() as cgroup:
+                # In the loop's own thread: the kernel ends the jail when the thread that started it ends.
+                process = await asyncio.create_subprocess_exec(
+                    *outer_jail_command(pipe.fileno()),
+                    env={**_UV_ENVIRONMENT, **self.index.environment()},
+                    cwd="/",
+                    pass_fds=(pipe.fileno(),),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.PIPE,
+                    stderr=asyncio.subprocess.PIPE,
+                    start_new_session=True,
+                )
+                try:
+                    if cgroup is not None:
+                        cgroup.add(process.pid)
+                    send_jail_config(sender, config)
+                    return await self._collect_output(process)
+                finally:
+                    await _kill(process)
+
+    async def _collect_output(self, process: asyncio.subprocess.Process) -> UvResult:
+        if process.stdout is None or process.stderr is None:
+            raise OSError("the jail has no output")
+        watch = asyncio.ensure_future(self._watch_disk_space(process))
+        try:
+            async with asyncio.timeout(self.timeout):
+                stdout, stderr = await asyncio.gather(
+                    _read_bounded(process.stdout), _read_bounded(process.stderr)
+                )
+                code = await process.wait()
+        except TimeoutError:
+            raise InstallTimeout from None
+        finally:
+            watch.cancel()
+        if watch.done() and not watch.cancelled():
+            raise DiskSpaceExhausted
+        said = stderr.decode(errors="replace")
+        if code and ("Traceback (most" in said or said.startswith(FAILURE_PREFIX)):  # not uv's words
+            raise OSError(f"the install jail did not start: {said.strip().splitlines()[-1][:300]}")
+        return UvResult(code, stdout.decode(errors="replace"), said)
+
+    async def _watch_disk_space(self, process: asyncio.subprocess.Process) -> None:
+        """End the jail before the disk is full: what a wheel unpacks to is known only afterwards."""
+        while True:
+            about = os.statvfs(self.cache)
+            free = about.f_bavail * about.f_frsize
+            if free < min(_MIN_FREE_BYTES, about.f_blocks * about.f_frsize // 20):
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGKILL)
+                return
+            await asyncio.sleep(_WATCH_SECONDS)
+
+    @contextlib.asynccontextmanager
+    async def _cgroup(self) -> AsyncGenerator[Cgroup | None]:
+        if self.tree is None:
+            yield None
+            return
+        limits = CgroupLimits(memory=_MAX_MEMORY, pids=_MAX_PROCESSES, cpus=2.0)
+        cgroup = self.tree.create(f"install-{next(self.cgroup_numbers)}", limits)
+        try:
+            yield cgroup
+        finally:
+            await asyncio.to_thread(cgroup.remove)
+
+    def _jail_config(self, arguments: Sequence[str], inputs: Path, output: Path | None) -> dict[str, Any]:
+        """For outer_jail.py: trees and files of the host, by name, and where they are in the jail."""
+        roots = read_root_links()
+        places = {"uv": str(self.uv), "cache": str(self.cache), "in": str(inputs), **list_system_mounts()}
+        binds = {"uv": "/uv", "cache": "/cache", "in": "/in", "usr": "/usr"}
+        binds |= {f"root-{name[1:]}": name for name, link in roots.items() if link is None}
+        home, environ = "/usr/bin", dict[str, str]()
+        if self.runtime.prefix is not None:
+            places["python"], binds["python"] = str(self.runtime.prefix), layout.PYTHON_PREFIX
+            home = f"{layout.PYTHON_PREFIX}/bin"
+            if self.runtime.has_shared_library:
+                environ["LD_LIBRARY_PATH"] = f"{layout.PYTHON_PREFIX}/lib"
+        places["pyvenv"], binds["pyvenv"] = str(inputs / "pyvenv.cfg"), f"{layout.VIRTUALENV}/pyvenv.cfg"
+        if output is not None:
+            places["out"], binds["out"] = str(output), layout.ATTACHED_PACKAGES
+        if self.index.find_links is not None:
+            places["links"], binds["links"] = str(self.index.find_links), "/links"
+        self._add_network(places, binds, environ)
+        return {
+            "kind": "program",
+            "parent": os.getpid(),
+            "unshared": None,
+            "drop_to": self.uid,
+            "user": layout.USER_ID,
+            "hostname": "install",
+            "places": places,
+            "writable": ["cache", "out"],
+            "binds": binds,
+            "directories": [f"{layout.VIRTUALENV}/lib/{self.runtime.library}/site-packages"],
+            "links": {
+                **{name: link for name, link in roots.items() if link is not None},
+                self.python: f"{home}/{self.runtime.executable.name}",
+            },
+            "environ": environ,
+            "file_bytes": self.max_bytes,
+            "arguments": ["/uv", *arguments],
+        }
+
+    def _add_network(self, places: dict[str, str], binds: dict[str, str], environ: dict[str, str]) -> None:
+        """Name look-ups and certificates."""
+        for name in _ETC:
+            if os.path.isfile(f"/etc/{name}"):
+                places[f"etc-{name}"], binds[f"etc-{name}"] = os.path.realpath(f"/etc/{name}"), f"/etc/{name}"
+        chosen = os.environ.get("SSL_CERT_FILE") or self.runtime.certificates
+        if chosen and os.path.isfile(chosen):
+            places["certificates"], binds["certificates"] = os.path.realpath(chosen), _CERTIFICATES
+            environ["SSL_CERT_FILE"] = _CERTIFICATES
+
+
+async def _read_bounded(stream: asyncio.StreamReader) -> bytes:
+    """All of it, of which the first part is kept: a reader that stopped would stop the writer."""
+    kept = bytearray()
+    while chunk := await stream.read(1 << 16):
+        kept += chunk[: _MAX_OUTPUT_BYTES - len(kept)]
+    return bytes(kept)
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    """Nothing of the jail runs afterwards: its processes end with the one that was started."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGKILL)
+    await process.wait()

@@ -1,0 +1,70 @@
+"""Puts the parts of package installation together from settings."""
+
+import importlib
+import itertools
+import os
+from pathlib import Path
+
+from fumehood.sandbox_server.host.cgroups import CgroupTree
+from fumehood.sandbox_server.host.python_runtime import (
+    PythonRuntime,
+    PythonRuntimeUnavailable,
+    find_sandbox_distributions,
+)
+from fumehood.sandbox_server.packages.base_environment import BaseEnvironment
+from fumehood.sandbox_server.packages.install_jail import InstallJail
+from fumehood.sandbox_server.packages.installer import Installer
+from fumehood.sandbox_server.packages.layer_store import LayerStore
+from fumehood.sandbox_server.packages.package_index import PackageIndexConfig
+from fumehood.sandbox_server.packages.uv_resolver import UvResolver
+from fumehood.sandbox_server.settings import Settings
+
+
+def open_store(settings: Settings) -> LayerStore:
+    store = LayerStore(packages_directory(settings), max_bytes=settings.packages_bytes)
+    store.open()
+    return store
+
+
+def packages_directory(settings: Settings) -> Path:
+    """Where installed packages and bytecode are kept; absolute, since jails are made in another directory."""
+    return (settings.packages_dir or _default_directory()).absolute()
+
+
+def _default_directory() -> Path:
+    if chosen := os.environ.get("FUMEHOOD_PACKAGES_DIR"):
+        return Path(chosen)
+    if os.geteuid() == 0:
+        return Path("/var/cache/fumehood/packages")
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "fumehood" / "packages"
+
+
+def open_installer(
+    settings: Settings,
+    store: LayerStore,
+    *,
+    runtime: PythonRuntime,
+    uid: int | None,
+    tree: CgroupTree | None,
+) -> Installer:
+    """uid: as root, the kernel user of install jails; raises RuntimeUnavailable, OSError."""
+    jail = InstallJail(
+        runtime=runtime,
+        uv=_find_uv(),
+        index=PackageIndexConfig.from_environment(settings.index_url, settings.find_links),
+        cache=store.cache_directory(uid),
+        uid=uid,
+        tree=tree,
+        timeout=settings.install_timeout,
+        max_bytes=settings.packages_bytes,
+        cgroup_numbers=itertools.count(1),
+    )
+    return Installer(store, UvResolver(jail, BaseEnvironment(find_sandbox_distributions)))
+
+
+def _find_uv() -> Path:
+    try:
+        return Path(importlib.import_module("uv").find_uv_bin())
+    except (ImportError, FileNotFoundError) as error:
+        raise PythonRuntimeUnavailable(f"packages cannot be installed without uv ({error})") from error

@@ -1,0 +1,179 @@
+"""Asks uv for exact versions and says in plain words why there are none."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from fumehood.sandbox_server.packages.base_environment import BaseEnvironment
+from fumehood.sandbox_server.packages.install_jail import InstallJail, UvResult
+from fumehood.sandbox_server.packages.layer_store import PinnedPackage
+
+# One that is a sentence of its own in every case is quoted as uv wrote it.
+_MAX_QUOTED = 600
+_MAX_READ = 8000  # of what uv said: an index chooses much of it, and patterns take their time
+_NETWORK_ERROR = re.compile(
+    r"error sending request|tcp connect error|dns error|operation timed out|Could not connect|"
+    r"connection (?:refused|reset|closed)|HTTP status server error|network is unreachable",
+    re.IGNORECASE,
+)
+_INDEX_REFUSED = re.compile(r"(?:HTTP status client error|authentication credentials) \((\d{3}[^)]*)\)")
+_UNKNOWN_PACKAGE = re.compile(
+    r"([\w.-]{1,120}) was not found in the (package registry|cache|provided package locations|index)"
+)
+_NO_WHEELS = re.compile(r"([\w.=<>,|*-]{1,120}) (?:have|has) no (?:usable wheels|wheels with a matching)")
+_WHEELS_REQUIRED = re.compile(r"Wheels are required for `([^`]+)`")
+_BECAUSE = re.compile(r"\b(Because .*)", re.DOTALL)
+_CONCLUSION = re.compile(r",? ?(?:and )?we can conclude that your requirements are unsatisfiable\.?")
+_HASH = re.compile(r"--hash=(sha256:[0-9a-f]{64})")
+_COMMON_ARGUMENTS = (
+    "--only-binary",
+    ":all:",
+    "--no-header",
+    "--no-annotate",
+    "--color",
+    "never",
+    "--generate-hashes",
+)
+
+
+class ResolutionFailed(Exception):
+    """No versions were found; `network`: because the index was not reached. The text is uv's own, to be explained."""
+
+    def __init__(self, uv_output: str) -> None:
+        super().__init__(uv_output)
+        self.uv_output = uv_output = uv_output[:_MAX_READ]
+        self.is_network_error = bool(_NETWORK_ERROR.search(uv_output))
+        self.has_no_solution = "No solution found" in uv_output
+
+
+@dataclass(frozen=True, slots=True)
+class UvResolver:
+    """Finds out which packages are needed for what was asked for."""
+
+    jail: InstallJail
+    base: BaseEnvironment
+
+    async def resolve(
+        self,
+        wanted: Sequence[str],
+        present: Mapping[str, str],
+        staging: Path,
+        *,
+        fixed: bool,
+        offline: bool,
+    ) -> list[PinnedPackage]:
+        """Versions of everything that is needed; `fixed`: what is present stays, else it is only preferred.
+
+        Raises Unresolved, TookTooLong, OSError.
+        """
+        inputs = staging / f"resolve-{int(fixed)}{int(offline)}"
+        inputs.mkdir(mode=0o755)
+        versions = "".join(f"{name}=={version}\n" for name, version in sorted(present.items()))
+        (inputs / "requirements.in").write_text("\n".join(wanted) + "\n")
+        (inputs / "versions.txt").write_text(versions)
+        (inputs / "pyvenv.cfg").write_text(self.jail.pyvenv_config())
+        self.base.write_stub_wheels(inputs / "links")
+        arguments = [
+            "pip",
+            "compile",
+            "/in/requirements.in",
+            "--python",
+            self.jail.python,
+            *_COMMON_ARGUMENTS,
+        ]
+        arguments += [
+            "--find-links",
+            "/in/links",
+            *self._find_links_arguments(),
+            *(["--offline"] if offline else []),
+        ]
+        if fixed:
+            arguments += ["--constraints", "/in/versions.txt"]
+        finished = await self.jail.run(arguments, inputs)
+        if finished.exit_code != 0:
+            raise ResolutionFailed(finished.stderr)
+        return parse_pins(finished.stdout)
+
+    async def install(
+        self, pins: Iterable[PinnedPackage], staging: Path, output: Path, *, offline: bool
+    ) -> UvResult:
+        """Exactly these, each by its hashes, into `output`."""
+        inputs = staging / f"install-{int(offline)}"
+        inputs.mkdir(mode=0o755)
+        lines = [
+            " ".join([f"{pin.name}=={pin.version}", *(f"--hash={digest}" for digest in pin.hashes)])
+            for pin in pins
+        ]
+        (inputs / "pins.txt").write_text("\n".join(lines) + "\n")
+        (inputs / "pyvenv.cfg").write_text(self.jail.pyvenv_config())
+        arguments = ["pip", "install", "--python", self.jail.python, "--target", "/opt/packages", "--no-deps"]
+        arguments += ["--only-binary", ":all:", "--require-hashes", "--compile-bytecode", "--color", "never"]
+        arguments += [
+            *self._find_links_arguments(),
+            *(["--offline"] if offline else []),
+            "-r",
+            "/in/pins.txt",
+        ]
+        return await self.jail.run(arguments, inputs, output)
+
+    async def empty_cache(self, staging: Path) -> None:
+        inputs = staging / "clean"
+        inputs.mkdir(mode=0o755)
+        (inputs / "pyvenv.cfg").write_text(self.jail.pyvenv_config())
+        await self.jail.run(["cache", "clean"], inputs)
+
+    def _find_links_arguments(self) -> list[str]:
+        return [] if self.jail.index.find_links is None else ["--find-links", "/links"]
+
+
+def parse_pins(text: str) -> list[PinnedPackage]:
+    """What `uv pip compile` printed; whatever is not `name==version` with hashes is refused."""
+    pins: list[PinnedPackage] = []
+    for line in text.replace("\\\n", " ").splitlines():
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        head = line.split(" ", 1)[0]
+        try:
+            requirement = Requirement(head)
+            (specifier,) = requirement.specifier
+        except (InvalidRequirement, ValueError):
+            raise ResolutionFailed(f"uv resolved to something that is no version: {head[:100]}") from None
+        if specifier.operator != "==" or requirement.url is not None:
+            raise ResolutionFailed(f"uv resolved to something that is no version: {head[:100]}")
+        hashes = tuple(sorted(set(_HASH.findall(line))))
+        pins.append(PinnedPackage(canonicalize_name(requirement.name), specifier.version, hashes))
+    return sorted(pins)
+
+
+def is_unknown_package(uv_output: str) -> bool:
+    """Whether an index answered that it has no such package."""
+    return bool(_UNKNOWN_PACKAGE.search(uv_output[:_MAX_READ]))
+
+
+def explain_failure(uv_output: str) -> str:
+    """uv's error as one sentence for whoever asked; quoted only where nothing simpler is known."""
+    uv_output = uv_output[:_MAX_READ]
+    if refusal := _INDEX_REFUSED.search(uv_output):
+        return f"the package index refused the request ({refusal[1]})"
+    if "No space left on device" in uv_output:
+        return "the server has no space left for packages"
+    if unknown := _UNKNOWN_PACKAGE.search(uv_output):
+        return f"there is no package {unknown[1]} on the index"
+    if missing := _NO_WHEELS.search(uv_output) or _WHEELS_REQUIRED.search(uv_output):
+        return (
+            f"{missing[1]} has no wheel for this Python and platform, and packages that must be built from "
+            "source are not installed"
+        )
+    if _NETWORK_ERROR.search(uv_output):
+        return "the package index cannot be reached"
+    because = _BECAUSE.search(uv_output)
+    text = because[1] if because else uv_output.strip()
+    text = text.split("hint:")[0]
+    text = _CONCLUSION.sub("", " ".join(text.split())).rstrip(" .,")
+    text = text.removeprefix("Because ").removeprefix("error: ")
+    return text[:_MAX_QUOTED] or "uv gave no reason"

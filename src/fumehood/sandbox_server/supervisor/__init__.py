@@ -1,0 +1,1 @@
+"""Zygotes, sandboxes and executions of one host."""

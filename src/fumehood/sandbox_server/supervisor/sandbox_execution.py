@@ -1,0 +1,221 @@
+"""One call of code in a sandbox: its log of events and who waits for it."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from sys import getsizeof
+from typing import Annotated
+
+import msgspec
+
+from fumehood.protocol.sandbox.sandbox_messages import (
+    DisplayData,
+    ExceptionRaised,
+    ExecutionEnd,
+    ExecutionEvent,
+    ExecutionLanguage,
+    ExecutionNote,
+    ExpressionResult,
+    Stderr,
+    Stdout,
+)
+from fumehood.sandbox_server.inside import framing, output_batches
+from fumehood.sandbox_server.inside.framing import MessageKind
+from fumehood.sandbox_server.inside.runner import output_limits
+
+
+class ProtocolViolation(Exception):
+    """The sandbox sent what the runner never sends: code inside has taken hold of the channel."""
+
+
+class _RunnerError(msgspec.Struct, forbid_unknown_fields=True):
+    name: str
+    value: str
+    traceback: str
+
+
+class _RunnerEnd(msgspec.Struct, forbid_unknown_fields=True):
+    """What the runner says of an end. Whether it was interrupted, the supervisor knows better."""
+
+    exit_code: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    interrupted: bool
+
+
+_decode_bundle = msgspec.json.Decoder(dict[str, str]).decode
+_decode_error = msgspec.json.Decoder(_RunnerError).decode
+_decode_end = msgspec.json.Decoder(_RunnerEnd).decode
+
+_MAX_MIME_TYPES = 64
+_EVENT_OVERHEAD_BYTES = 100  # bytes of memory beyond an event's texts
+_MAX_CHARACTER_BYTES = 4  # bytes of memory that a character takes at most
+
+
+def _decode_mime_bundle(body: bytes) -> dict[str, str]:
+    """MIME types and their data; how many there are is bounded before time is spent on decoding them."""
+    if body.count(b'"') - body.count(b'\\"') > 4 * _MAX_MIME_TYPES:
+        raise ProtocolViolation("a display in more forms than the runner ever sends")
+    return _decode_bundle(body)
+
+
+def estimate_memory(event: ExecutionEvent) -> int:
+    """About how much memory an event takes: one odd character makes all of its text take four times as much."""
+    match event:
+        case Stdout(text) | Stderr(text) | ExecutionNote(text):
+            return _EVENT_OVERHEAD_BYTES + getsizeof(text)
+        case DisplayData(data) | ExpressionResult(data):
+            return _EVENT_OVERHEAD_BYTES + sum(
+                getsizeof(kind) + getsizeof(content) for kind, content in data.items()
+            )
+        case ExceptionRaised(value=value, traceback=traceback):
+            return _EVENT_OVERHEAD_BYTES + getsizeof(value) + getsizeof(traceback)
+        case ExecutionEnd():
+            return _EVENT_OVERHEAD_BYTES
+
+
+class SandboxExecution:
+    """A call from the moment it is asked for until its `End`; events stay readable from any point.
+
+    The `End` is always the supervisor's: what the sandbox claims about its own end only fills in the exit code.
+    `output_bytes` and `display_bytes` are what the runner was told: a peer that sends more than the runner would
+    is not the runner any more.
+    """
+
+    def __init__(
+        self,
+        code: str,
+        timeout: float,
+        *,
+        output_bytes: int,
+        display_bytes: int,
+        language: ExecutionLanguage = "python",
+    ) -> None:
+        self.call_id = os.urandom(
+            framing.CALL_ID_BYTES
+        )  # cannot be guessed by code that runs before the call
+        self.code = code
+        self.language: ExecutionLanguage = language
+        self.timeout = timeout
+        self.requirements: Sequence[str] = ()  # to be installed before the code runs
+        self.event_log: list[ExecutionEvent] = []
+        self.reported_end: asyncio.Future[_RunnerEnd] = asyncio.get_running_loop().create_future()
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        # Done when the deadline has moved to now.
+        self.interrupt_requested: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.interrupted_by_caller = False
+        self.on_end: Callable[[ExecutionEnd], None] | None = None
+        self.install_seconds: float | None = None
+        self.seconds_to_first_event: float | None = None  # seconds from its turn to its first event
+        self.log_bytes = 0  # bytes of memory that its log takes, about
+        self._bytes_left = output_limits.max_body_bytes(output_bytes, display_bytes)
+        self._batched_events_left = output_limits.max_batched_events(output_bytes)
+        self._messages_left = output_limits.max_message_burst(output_bytes)
+        self._started_at = 0.0
+        self._log_changed = asyncio.Event()
+
+    def start_clock(self) -> None:
+        self.seconds_to_first_event = None
+        self._started_at = asyncio.get_running_loop().time()
+
+    @property
+    def noun(self) -> str:
+        """What runs, for sentences."""
+        return "command" if self.language == "shell" else "code"
+
+    @property
+    def elapsed(self) -> float:
+        return asyncio.get_running_loop().time() - self._started_at
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.event_log) and isinstance(self.event_log[-1], ExecutionEnd)
+
+    def accept(self, message: framing.RunnerMessage) -> None:
+        """Take one message of the sandbox; raises ProtocolBroken for anything the runner would not send."""
+        if message.call != self.call_id:
+            raise ProtocolViolation("a message for a call that is not running")
+        if self.reported_end.done():
+            raise ProtocolViolation("a message after the end of its call")
+        self._messages_left -= 1
+        if self._messages_left + output_limits.MAX_MESSAGES_PER_SECOND * self.elapsed < 0:
+            raise ProtocolViolation("more messages than the runner ever sends")
+        self._bytes_left -= len(message.body)
+        if self._bytes_left < 0:
+            raise ProtocolViolation("more output than the runner ever sends")
+        try:
+            self._append_message(message)
+        except (msgspec.MsgspecError, framing.FrameError, UnicodeDecodeError, RecursionError) as error:
+            raise ProtocolViolation(f"a malformed {message.kind.name} message") from error
+
+    def _append_message(self, message: framing.RunnerMessage) -> None:
+        match message.kind:
+            case MessageKind.STDOUT:
+                self._append_counted(Stdout(message.body.decode()))
+            case MessageKind.STDERR:
+                self._append_counted(Stderr(message.body.decode()))
+            case MessageKind.OUTPUT:
+                self._append_batch(message.body)
+            case MessageKind.DISPLAY:
+                self._append_counted(DisplayData(_decode_mime_bundle(message.body)))
+            case MessageKind.RESULT:
+                self._append_counted(ExpressionResult(_decode_mime_bundle(message.body)))
+            case MessageKind.ERROR:
+                body = _decode_error(message.body)
+                self._append_counted(ExceptionRaised(body.name, body.value, body.traceback))
+            case MessageKind.END:
+                self.reported_end.set_result(_decode_end(message.body))
+            case unexpected:
+                raise ProtocolViolation(f"a {unexpected.name} message during a call")
+
+    def _append_batch(self, body: bytes) -> None:
+        pieces = output_batches.unpack_output(body)
+        self._batched_events_left -= len(pieces)
+        if self._batched_events_left < 0:
+            raise ProtocolViolation("more pieces of output than the runner ever sends")
+        self.log_bytes += _EVENT_OVERHEAD_BYTES * len(pieces) + _MAX_CHARACTER_BYTES * len(
+            body
+        )  # at most: to look at each takes time
+        for kind, text in pieces:
+            self.append(Stdout(text) if kind is MessageKind.STDOUT else Stderr(text))
+
+    def _append_counted(self, event: ExecutionEvent) -> None:
+        self.log_bytes += estimate_memory(event)
+        self.append(event)
+
+    def append(self, event: ExecutionEvent) -> None:
+        if self.seconds_to_first_event is None and self._started_at:
+            self.seconds_to_first_event = self.elapsed
+        self.event_log.append(event)
+        self._log_changed.set()
+        if self.on_end is not None and isinstance(event, ExecutionEnd):
+            self.on_end(event)
+
+    def append_note(self, text: str) -> None:
+        self.append(ExecutionNote(text))
+
+    async def events(self, after: int = -1) -> AsyncIterator[ExecutionEvent]:
+        """Everything from the event after number `after` up to the `End`, waiting for what is to come."""
+        number = after + 1
+        while True:
+            while number < len(self.event_log):
+                event = self.event_log[number]
+                number += 1
+                yield event
+            if self.has_ended:
+                return
+            await self.wait_for_events()
+
+    async def wait_for_events(self, timeout: float | None = None) -> None:
+        """Wait for the next event, or for so many seconds; whoever waits looks at the log again either way."""
+        self._log_changed.clear()
+        if timeout is None:
+            await self._log_changed.wait()
+            return
+        alarm = asyncio.get_running_loop().call_later(timeout, self._log_changed.set)
+        try:
+            await self._log_changed.wait()
+        finally:
+            alarm.cancel()
+
+    def notify_readers(self) -> None:
+        """Have everybody who waits look again."""
+        self._log_changed.set()

@@ -1,0 +1,507 @@
+"""Files in and out of one live sandbox, in bounded pieces.
+
+Reading goes by descriptors that were opened beneath the data directory, in the supervisor where it may, else
+through a helper. Writing, unpacking and deleting are always a helper's: in the sandbox's cgroup and as its user.
+"""
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import secrets
+import socket
+import stat
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import msgspec
+
+from fumehood.protocol.sandbox.sandbox_errors import (
+    FileNotFound,
+    FileRefused,
+    SandboxError,
+    SandboxLimitExceeded,
+)
+from fumehood.protocol.sandbox.sandbox_messages import (
+    ArchiveFormat,
+    FileEntry,
+    FileListing,
+    UnpackSummary,
+    WriteSummary,
+)
+from fumehood.sandbox_server.inside.files import atomic_writes, data_directory, file_bundles
+from fumehood.sandbox_server.inside.files.data_directory import FileStat
+from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.supervisor.helper_processes import HelperProcess, HelperSpawner
+from fumehood.sandbox_server.supervisor.sandbox_upload import SandboxUpload, UploadSourceFailed
+
+MAX_SNAPSHOTS = 8
+
+
+_ENTRY_BYTES = 250  # what an entry takes besides its name, about
+
+
+_MAX_SNAPSHOT_BYTES = 16 << 20
+
+
+class FileSnapshots:
+    """The last few states of one sandbox; an older one, or one too large to keep, is forgotten."""
+
+    def __init__(self) -> None:
+        self._snapshots: OrderedDict[str, dict[str, FileStat]] = OrderedDict()
+        self._sizes: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._snapshots)
+
+    def get(self, token: str) -> dict[str, FileStat] | None:
+        return self._snapshots.get(token)
+
+    def add(self, found: list[FileStat]) -> str:
+        """The mark of this state; an unchanged one keeps the mark it has."""
+        state = {item.path: item for item in found}
+        if self._snapshots:
+            mark, latest = next(reversed(self._snapshots.items()))
+            if latest == state:
+                return mark
+        mark = secrets.token_hex(12)
+        size = sum(_ENTRY_BYTES + len(item.path) for item in found)
+        if size <= _MAX_SNAPSHOT_BYTES:
+            self._snapshots[mark], self._sizes[mark] = state, size
+        while len(self._snapshots) > MAX_SNAPSHOTS or sum(self._sizes.values()) > _MAX_SNAPSHOT_BYTES:
+            oldest, _ = self._snapshots.popitem(last=False)
+            del self._sizes[oldest]
+        return mark
+
+    @staticmethod
+    def diff(before: dict[str, FileStat], found: list[FileStat]) -> tuple[list[FileStat], list[str]]:
+        """What is new or not what it was, and the paths that are no more."""
+        there = {item.path for item in found}
+        return [item for item in found if before.get(item.path) != item], sorted(before.keys() - there)
+
+
+_CONCURRENT_TASKS = (
+    2  # short tasks, and transfers apart from them: they run in the sandbox's share of the processor
+)
+
+
+_TASK_TIMEOUT = 30.0
+
+
+_CHUNK_BYTES = 256 * 1024
+
+
+_MAX_REASON_CHARACTERS = 500
+
+
+# The class below has a method `list`, which its own annotations would mean.
+type _WalkResult = tuple[list[data_directory.FileStat], bool]
+
+
+type _HelperAnswer = tuple[dict[str, Any], list[int]]
+
+
+_MAX_DISCARDED_ENTRIES = data_directory.MAX_ENTRIES * 4
+
+
+@dataclass(frozen=True, slots=True)
+class FileAccess:
+    """How the files of one sandbox are reached.
+
+    data: its data directory, or SandboxGone.
+    room: bytes that it may still take without the kernel ending a process for want of memory; None without a bound.
+    directly: whether the supervisor itself may read there.
+    """
+
+    helpers: HelperSpawner
+    require_data_fd: Callable[[], int]
+    free_memory: Callable[[], int | None]
+    reads_directly: bool
+    settings: Settings
+
+
+class OpenFile:
+    """A regular file as it was when opened: exactly `size` bytes come, or FileRefused when it has become shorter.
+
+    What is appended meanwhile is left out; what is overwritten meanwhile shows.
+    """
+
+    def __init__(self, fd: int, path: str) -> None:
+        self._fd = fd
+        self._path = path
+        self._reading: asyncio.Future[bytes] | None = None
+        self.bytes_read = 0  # bytes so far
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode):  # a helper's word
+            os.close(fd)
+            raise OSError(errno.EINVAL, "not a regular file")
+        self.size = about.st_size
+
+    async def chunks(self) -> AsyncGenerator[bytes]:
+        at = 0
+        while at < self.size:
+            piece = await self._read(min(_CHUNK_BYTES, self.size - at), at)
+            if not piece:
+                raise FileRefused(f"{to_printable(self._path)}: it became shorter while it was read")
+            at += len(piece)
+            self.bytes_read += len(piece)
+            yield piece
+
+    async def _read(self, size: int, at: int) -> bytes:
+        if self._fd < 0:
+            raise ValueError("the file is closed")
+        loop = asyncio.get_running_loop()
+        self._reading = loop.run_in_executor(None, os.pread, self._fd, size, at)
+        return await asyncio.shield(self._reading)
+
+    async def read(self) -> bytes:
+        return b"".join([piece async for piece in self.chunks()])
+
+    def close(self) -> None:
+        if self._fd < 0:
+            return
+        fd, self._fd = self._fd, -1
+        if self._reading is not None and not self._reading.done():
+            # A thread still reads, though nobody waits for it: the number must not become another file's yet.
+            self._reading.add_done_callback(lambda _: os.close(fd))
+        else:
+            os.close(fd)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+
+class SandboxFiles:
+    """Every method raises SandboxGone once the sandbox has ended, and ends in bounded time."""
+
+    def __init__(self, access: FileAccess) -> None:
+        self._access = access
+        self._settings = access.settings
+        self._snapshots = FileSnapshots()
+        self._tasks = asyncio.Semaphore(_CONCURRENT_TASKS)
+        self._transfers = asyncio.Semaphore(_CONCURRENT_TASKS)
+
+    # ---- out --------------------------------------------------------------------------------------------------
+
+    async def list(self, since: str | None = None) -> FileListing:
+        """Regular files below the data directory; with a mark that is still known, what changed since."""
+        found, cut = await self._walk()
+        before = None if since is None or cut else self._snapshots.get(since)
+        # What was cut is unknown, so nothing can be told from it later.
+        mark = secrets.token_hex(12) if cut else self._snapshots.add(found)
+        deleted: list[str] = []
+        if before is not None:
+            found, deleted = FileSnapshots.diff(before, found)
+        return FileListing(
+            files=[_to_entry(item) for item in found],
+            mark=mark,
+            deleted=deleted,
+            complete=before is None,
+            truncated=cut,
+        )
+
+    async def _walk(self) -> _WalkResult:
+        if not self._access.reads_directly:
+            answer, opened = await self._run_helper({"do": "walk"})
+            return await asyncio.to_thread(_read_listing, opened.pop()), bool(answer["cut"])
+        async with self._tasks:
+            # A descriptor of its own: should the sandbox end meanwhile, its number may become a neighbour's.
+            data = os.dup(self._access.require_data_fd())
+            return await _with_timeout(asyncio.to_thread(_walk_and_close, data))
+
+    async def open(self, path: str) -> OpenFile:
+        """One regular file; raises FileNotFound, FileRefused, and TooLarge for more than `file_bytes`."""
+        try:
+            if self._access.reads_directly:
+                fd = data_directory.open_regular_file(self._access.require_data_fd(), path)
+            else:
+                _, opened = await self._run_helper({"do": "open", "path": path})
+                fd = opened.pop()
+        except (OSError, data_directory.UnsafePath) as error:
+            raise to_file_error(path, error) from error
+        try:
+            file = OpenFile(fd, path)
+        except OSError as error:
+            raise to_file_error(path, error) from error
+        if file.size > self._settings.file_bytes:
+            file.close()
+            raise _too_large_error(path, self._settings.file_bytes)
+        return file
+
+    async def read(self, path: str, *, limit: int) -> bytes:
+        """The whole content, for callers with little to read; TooLarge for more than `limit` bytes."""
+        async with await self.open(path) as file:
+            if file.size > limit:
+                raise _too_large_error(path, limit)
+            return await file.read()
+
+    async def read_bundle(self, paths: Sequence[str]) -> AsyncGenerator[bytes]:
+        """The content of many small files as one stream, see `sandbox_bundles`; none is opened before its turn."""
+        pieces = (
+            self._read_bundle_directly(paths)
+            if self._access.reads_directly
+            else self._read_bundle_by_helper(paths)
+        )
+        async with contextlib.aclosing(pieces):
+            async for piece in pieces:
+                yield piece
+
+    async def _read_bundle_directly(self, paths: Sequence[str]) -> AsyncGenerator[bytes]:
+        loop = asyncio.get_running_loop()
+        data = os.dup(self._access.require_data_fd())
+        answers = file_bundles.stream_contents(data, paths)
+        reading: asyncio.Future[bytes] = loop.create_future()
+        reading.set_result(b"")
+        try:
+            while True:
+                reading = loop.run_in_executor(None, next, answers, b"")
+                if not (piece := await asyncio.shield(reading)):
+                    return
+                yield piece
+        finally:
+            # As in `OpenFile`: a thread may still read, though nobody waits for it.
+            reading.add_done_callback(lambda _: os.close(data))
+
+    async def _read_bundle_by_helper(self, paths: Sequence[str]) -> AsyncGenerator[bytes]:
+        if not paths:
+            return
+        loop = asyncio.get_running_loop()
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        mine.setblocking(False)
+        async with self._transfers:
+            try:
+                with mine, theirs:
+                    task = {"do": "give"}
+                    at_work = self._access.helpers.spawn(
+                        self._access.require_data_fd(), task, [theirs.fileno()]
+                    )
+                    async with at_work as helper:
+                        theirs.close()
+                        with mine:  # what the helper would still send ends with this
+                            await _with_timeout(loop.sock_sendall(mine, json.dumps(paths).encode()))
+                            mine.shutdown(socket.SHUT_WR)
+                            while piece := await _with_timeout(loop.sock_recv(mine, _CHUNK_BYTES)):
+                                yield piece
+                        answer, _ = await _with_timeout(helper.receive())
+            except EOFError:
+                self._access.require_data_fd()
+                raise FileRefused(f"the sandbox's files: {_HELPER_ENDED}") from None
+            except OSError as error:
+                raise to_file_error("the sandbox's files", error) from error
+        _raise_for_error(answer, "the sandbox's files")
+
+    # ---- in ---------------------------------------------------------------------------------------------------
+
+    async def write(
+        self,
+        path: str,
+        content: bytes | AsyncIterable[bytes],
+        *,
+        executable: bool = False,
+        limit: int | None = None,
+    ) -> FileEntry:
+        """Put a file in place, whole or not at all, at the sandbox's expense.
+
+        Raises FileRefused, and TooLarge for more than `limit` bytes (`file_bytes` if None is given).
+        """
+        task = {"do": "write", "path": path, "executable": executable}
+        answer = await self._transfer(task, path, content, limit)
+        return _convert_answer({**answer, "path": path}, FileEntry)
+
+    async def unpack(
+        self,
+        content: bytes | AsyncIterable[bytes],
+        *,
+        kind: ArchiveFormat,
+        into: str = "",
+        limit: int | None = None,
+    ) -> UnpackSummary:
+        """Unpack an archive below `into`, whole or not at all; files of the same names are replaced.
+
+        Raises FileRefused, and TooLarge for more than `limit` bytes or for contents beyond the bounds.
+        """
+        if into:
+            _check_path(into, "into")
+        task = {"do": "unpack", "kind": kind, "into": into, **self._unpack_limits()}
+        answer = await self._transfer(task, "the archive", content, limit)
+        return _convert_answer(answer, UnpackSummary)
+
+    async def write_bundle(self, content: AsyncIterable[bytes]) -> WriteSummary:
+        """Put many files in place that come as one stream, see `sandbox_bundles`.
+
+        Raises FileRefused and TooLarge, with bounds as those of archives, and then nothing is in place.
+        """
+        answer = await self._transfer({"do": "receive", **self._unpack_limits()}, "the files", content, None)
+        return _convert_answer(answer, WriteSummary)
+
+    def _unpack_limits(self) -> dict[str, int]:
+        return {"members": self._settings.unpacked_members, "bytes": self._settings.unpacked_bytes}
+
+    async def delete(self, path: str) -> None:
+        """Remove one file; raises FileNotFound, FileRefused."""
+        await self._run_helper({"do": "delete", "path": path})
+
+    async def _transfer(
+        self, task: dict[str, Any], subject: str, content: bytes | AsyncIterable[bytes], limit: int | None
+    ) -> dict[str, Any]:
+        _check_task(task)
+        self._access.require_data_fd()
+        most = self._settings.file_bytes if limit is None else min(limit, self._settings.file_bytes)
+        if isinstance(content, bytes) and len(content) > most:
+            raise _too_large_error(subject, most)
+        token = secrets.token_hex(8)
+        helper: HelperProcess | None = None
+        async with self._transfers:
+            try:
+                upload = SandboxUpload(
+                    to_printable(subject), content, most, self._access.free_memory, self._settings
+                )
+                with contextlib.closing(upload):
+                    at_work = self._access.helpers.spawn(
+                        self._access.require_data_fd(),
+                        {**task, "token": token},
+                        [upload.helper_socket.fileno()],
+                    )
+                    async with at_work as helper:
+                        answer = await upload.run(helper)
+            except UploadSourceFailed as failed:
+                raise failed.error from None
+            except EOFError:
+                self._access.require_data_fd()
+                raise FileRefused(f"{to_printable(subject)}: {_HELPER_ENDED}") from None
+            except OSError as error:
+                raise to_file_error(subject, error, may_be_missing=False) from error
+            finally:
+                if helper is not None and not helper.has_answered:
+                    await asyncio.shield(asyncio.ensure_future(self._discard(token)))
+        return _raise_for_error(answer, subject, may_be_missing=False)
+
+    async def _discard(self, token: str) -> None:
+        """After a helper that was killed: what it left is known by its token."""
+        with contextlib.suppress(SandboxError, OSError):
+            if self._access.reads_directly:
+                data = os.dup(self._access.require_data_fd())
+                await asyncio.to_thread(_discard_and_close, data, token)
+            else:
+                await self._run_helper({"do": "discard", "token": token, "most": _MAX_DISCARDED_ENTRIES})
+
+    # ---- helpers ----------------------------------------------------------------------------------------------
+
+    async def _run_helper(self, task: dict[str, Any]) -> _HelperAnswer:
+        """Have a helper do one short thing; FileRefused and FileNotFound say why not."""
+        _check_task(task)
+        subject: str = task.get("path", "the sandbox's files")
+        async with self._tasks:
+            try:
+                async with self._access.helpers.spawn(self._access.require_data_fd(), task) as helper:
+                    answer, opened = await _with_timeout(helper.receive())
+            except EOFError:
+                self._access.require_data_fd()
+                raise FileRefused(f"{to_printable(subject)}: {_HELPER_ENDED}") from None
+            except OSError as error:
+                raise to_file_error(subject, error) from error
+        return _raise_for_error(answer, subject), opened
+
+
+_HELPER_ENDED = "the helper ended, probably for want of memory in the sandbox"
+
+
+def _check_task(task: dict[str, Any]) -> None:
+    if "path" in task:
+        _check_path(task["path"], "path")
+
+
+def _check_path(path: str, param: str) -> None:
+    try:
+        data_directory.check_path(path)
+    except data_directory.UnsafePath as error:
+        raise FileRefused(f"{to_printable(path)}: {error}", param=param) from error
+
+
+async def _with_timeout[T](work: Awaitable[T]) -> T:
+    try:
+        return await asyncio.wait_for(work, _TASK_TIMEOUT)
+    except TimeoutError:
+        raise FileRefused(f"the sandbox's files did not answer within {_TASK_TIMEOUT:g} s") from None
+
+
+def _raise_for_error(answer: dict[str, Any], subject: str, *, may_be_missing: bool = True) -> dict[str, Any]:
+    if "error" not in answer:
+        return answer
+    text = to_printable(str(answer["error"]), _MAX_REASON_CHARACTERS)
+    if answer.get("kind") == "too_large":
+        raise SandboxLimitExceeded(f"{to_printable(subject)}: {text}")
+    raise to_file_error(subject, OSError(answer.get("errno"), text), may_be_missing=may_be_missing)
+
+
+def _convert_answer[T](answer: dict[str, Any], kind: type[T]) -> T:
+    try:
+        return msgspec.convert(answer, kind)
+    except msgspec.ValidationError:
+        raise FileRefused("the helper gave an answer that cannot be") from None
+
+
+def to_file_error(
+    path: str, error: OSError | data_directory.UnsafePath, *, may_be_missing: bool = True
+) -> FileRefused | FileNotFound:
+    """What a caller is told of an error with a path; one to be written cannot be missing."""
+    if isinstance(error, data_directory.UnsafePath):
+        return FileRefused(f"{to_printable(path)}: {error}", param="path")
+    reason = (error.strerror or str(error)).removeprefix("openat2: ")
+    text = f"{to_printable(path)}: {reason}"
+    if may_be_missing and error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return FileNotFound(text)
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        text += " (the sandbox's disk quota)"
+    return FileRefused(text)
+
+
+def _too_large_error(path: str, limit: int) -> SandboxLimitExceeded:
+    return SandboxLimitExceeded(f"{to_printable(path)}: larger than {limit} bytes")
+
+
+def _to_entry(item: data_directory.FileStat) -> FileEntry:
+    return FileEntry(
+        path=item.path,
+        size=item.size,
+        modified_ns=item.modified_ns,
+        changed_ns=item.changed_ns,
+        inode=item.inode,
+        executable=item.executable,
+    )
+
+
+def _walk_and_close(data: int) -> tuple[list[data_directory.FileStat], bool]:
+    try:
+        return data_directory.list_files(data)
+    finally:
+        os.close(data)
+
+
+def _discard_and_close(data: int, token: str) -> None:
+    try:
+        atomic_writes.discard_staged(data, token, _MAX_DISCARDED_ENTRIES)
+    finally:
+        os.close(data)
+
+
+def _read_listing(fd: int) -> list[data_directory.FileStat]:
+    with os.fdopen(fd, "rb") as listing:
+        listing.seek(0)
+        return [data_directory.FileStat(*row) for row in json.load(listing)]
+
+
+def to_printable(name: str, longest: int = 200) -> str:
+    """Text from a sandbox, fit for messages and logs: bounded, no control or bidirectional characters."""
+    shown = "".join(char if char.isprintable() else _escape(char) for char in name[:longest])
+    return shown if len(name) <= longest else shown + "…"
+
+
+def _escape(char: str) -> str:
+    return f"\\x{ord(char):02x}" if ord(char) < 256 else f"\\u{ord(char):04x}"

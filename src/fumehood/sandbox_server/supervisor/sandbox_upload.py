@@ -1,0 +1,169 @@
+"""Passes an upload on to a helper piece by piece, with limits on size and patience.
+
+Nothing is gathered here: the next piece is asked for when the helper has taken the last one.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable
+from typing import Any, Literal
+
+import msgspec
+
+from fumehood.protocol.sandbox.sandbox_errors import FileRefused, SandboxLimitExceeded
+from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.supervisor.helper_processes import HelperProcess
+
+_CHUNK_BYTES = 256 * 1024
+
+
+class _HelperQuestion(msgspec.Struct, frozen=True):
+    """What `inside.leave` asks."""
+
+    ask: Literal["room", "whole"]
+    size: int
+
+
+class UploadSourceFailed(Exception):
+    """What was to be sent could not be had; `error` is whatever its iterator raised."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class SandboxUpload:
+    """One content on its way through a socket; close it in the end.
+
+    theirs: the helper's end, to be handed over before `run`.
+    subject: its name in messages.
+    room: what the sandbox may still take, None for no bound.
+    """
+
+    def __init__(
+        self,
+        subject: str,
+        content: bytes | AsyncIterable[bytes],
+        limit: int,
+        free_memory: Callable[[], int | None],
+        settings: Settings,
+    ) -> None:
+        self._subject = subject
+        self._content = content
+        self._limit = limit
+        self._free_memory = free_memory
+        self._settings = settings
+        self._sent_bytes = 0
+        self._own_socket, self.helper_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._own_socket.setblocking(False)
+
+    def close(self) -> None:
+        self._own_socket.close()
+        self.helper_socket.close()
+
+    async def run(self, helper: HelperProcess) -> dict[str, Any]:
+        """Send everything and answer what the helper asks; its answer. EOFError if it ended without one."""
+        self.helper_socket.close()  # it has been handed over, or waits as a copy
+        pump = asyncio.ensure_future(self._send_content(self._own_socket))
+        try:
+            async with asyncio.timeout(self._settings.transfer_timeout):
+                return await self._answer_questions(helper, pump)
+        except TimeoutError:
+            raise self._refused_error(
+                f"the transfer took longer than {self._settings.transfer_timeout:g} s"
+            ) from None
+        finally:
+            pump.cancel()
+            self._own_socket.close()  # what the helper still reads ends here
+            await asyncio.gather(pump, return_exceptions=True)
+
+    async def _answer_questions(self, helper: HelperProcess, pump: asyncio.Future[None]) -> dict[str, Any]:
+        while True:
+            hearing = asyncio.ensure_future(helper.receive())
+            try:
+                if not pump.done():
+                    await asyncio.wait({hearing, pump}, return_when=asyncio.FIRST_COMPLETED)
+                if pump.done():
+                    pump.result()
+                    # From now on it only has to work: it says something every few seconds if it gets on.
+                    await asyncio.wait({hearing}, timeout=self._settings.transfer_idle_timeout)
+                if not hearing.done():
+                    if pump.done():
+                        raise self._stalled_error()
+                    continue
+                message, opened = hearing.result()
+            finally:
+                hearing.cancel()
+            for fd in opened:
+                os.close(fd)
+            if "ask" not in message:
+                return message
+            try:
+                question = msgspec.convert(message, _HelperQuestion)
+            except msgspec.ValidationError:
+                raise EOFError from None
+            helper.send(self._answer_question(question, finished=pump.done()))
+
+    def _answer_question(self, question: _HelperQuestion, *, finished: bool) -> dict[str, Any]:
+        if question.ask == "whole":
+            if finished and question.size == self._sent_bytes:
+                return {"granted": True}
+            return {"granted": False, "kind": "refused", "reason": "it did not arrive whole"}
+        room = self._free_memory()
+        if room is None or question.size <= room:
+            return {"granted": True}
+        reason = "it does not fit into the sandbox's memory, of which files are a part"
+        return {"granted": False, "kind": "refused", "reason": reason}
+
+    async def _send_content(self, sock: socket.socket) -> None:
+        try:
+            async with contextlib.aclosing(self._iter_content()) as pieces:
+                async for piece in pieces:
+                    self._sent_bytes += len(piece)
+                    if self._sent_bytes > self._limit:
+                        raise SandboxLimitExceeded(f"{self._subject}: larger than {self._limit} bytes")
+                    await self._send_chunk(sock, piece)
+            sock.shutdown(socket.SHUT_WR)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the helper has had enough, and says why
+
+    async def _send_chunk(self, sock: socket.socket, piece: bytes) -> None:
+        loop = asyncio.get_running_loop()
+        view = memoryview(piece)
+        while view:
+            try:
+                async with asyncio.timeout(self._settings.transfer_idle_timeout):
+                    await loop.sock_sendall(sock, view[:_CHUNK_BYTES])
+            except TimeoutError:
+                raise self._stalled_error() from None
+            view = view[_CHUNK_BYTES:]
+
+    async def _iter_content(self) -> AsyncGenerator[bytes]:
+        if isinstance(self._content, bytes):
+            yield self._content
+            return
+        source: AsyncIterator[bytes] = aiter(self._content)
+        while True:
+            patience = asyncio.timeout(self._settings.transfer_idle_timeout)
+            try:
+                async with patience:
+                    piece = await anext(source)
+            except StopAsyncIteration:
+                return
+            except Exception as error:
+                if not patience.expired():
+                    raise UploadSourceFailed(error) from error
+                raise self._refused_error(
+                    f"nothing of it arrived for {self._settings.transfer_idle_timeout:g} s"
+                ) from None
+            yield piece
+
+    def _stalled_error(self) -> FileRefused:
+        return self._refused_error(
+            f"the sandbox took nothing of it for {self._settings.transfer_idle_timeout:g} s"
+        )
+
+    def _refused_error(self, reason: str) -> FileRefused:
+        return FileRefused(f"{self._subject}: {reason}")

@@ -1,0 +1,178 @@
+"""The supervisor's end of a zygote: starting it, asking it, hearing from it."""
+
+import asyncio
+import base64
+import json
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from fumehood.sandbox_server.host import jail_launcher
+from fumehood.sandbox_server.host.jail_launcher import JailProcess, ZygoteLaunchConfig
+from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
+from fumehood.sandbox_server.packet_channel import PacketChannel
+
+_ADVICE = "Run `fumehood doctor` to see what this machine lacks."
+
+
+@dataclass(frozen=True, slots=True)
+class ZygoteInfo:
+    """What the zygote said of itself when it was ready."""
+
+    python: str
+    problems: dict[str, str]
+    threads: int
+    landlock: int
+
+
+class ZygoteConnection:
+    """A running zygote with its spawner; `on_event` gets what they report about sandboxes, `on_death` their end, once.
+
+    Without namespaces both are one process, and one socket leads to it.
+    """
+
+    def __init__(self, sock: socket.socket, process: JailProcess | None) -> None:
+        self._process = process
+        self._ready: asyncio.Future[ZygoteInfo] = asyncio.get_running_loop().create_future()
+        self._spawner_channel = PacketChannel(
+            sock, on_packet=self._on_packet, on_close=self._on_close, accept_fds=True
+        )
+        self._interpreter_channel: PacketChannel | None = None
+        self.on_event: Callable[[dict[str, Any], list[int]], None] | None = None
+        self.on_death: Callable[[], None] | None = None
+        self._end_event = asyncio.Event()
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._end_event.is_set()
+
+    async def wait_ended(self, seconds: float) -> bool:
+        """Whether it has ended, or does in that time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._end_event.wait()
+        return not self.is_alive
+
+    @classmethod
+    async def launch(cls, launch: ZygoteLaunchConfig) -> Self:
+        """Start one in its jail; IsolationUnavailable says why it cannot be."""
+        try:
+            process, sock = await jail_launcher.launch_jail(launch)
+        except (OSError, ValueError, EOFError, TimeoutError, subprocess.SubprocessError) as error:
+            said = "; ".join(getattr(error, "__notes__", [])) or f"{type(error).__name__}: {error}"
+            raise IsolationUnavailable(f"The jail could not be made: {said}.", _ADVICE) from error
+        zygote = cls(sock, process)
+        special = {
+            "common": launch.common_plan and launch.common_plan._asdict(),
+            "thorough": launch.optimizes_forks,
+        }
+        programs = (launch.seccomp_program, launch.helper_seccomp_program)
+        await zygote._initialize(programs, launch.preload, launch.timeout, special)
+        if zygote.info.threads != 1:
+            # A fork copies one thread only: the locks of the others would stay locked in every sandbox.
+            await zygote.close()
+            raise IsolationUnavailable(
+                f"The zygote runs {zygote.info.threads} threads after its preload.",
+                "Preload fewer packages.",
+            )
+        return zygote
+
+    @classmethod
+    async def connect(
+        cls, path: Path, programs: tuple[bytes, bytes], preload: tuple[str, ...], timeout: float
+    ) -> Self:
+        """Mode `pod`: the zygote runs in the neighbouring container and listens on a socket."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        try:
+            sock.connect(str(path))
+        except OSError as error:
+            sock.close()
+            raise IsolationUnavailable(
+                f"Nothing listens for code on {path}: {error.strerror}.",
+                "Start the code container first: `python -m fumehood.sandbox_server.inside.pod_entrypoint PATH`.",
+            ) from error
+        zygote = cls(sock, None)
+        await zygote._initialize(programs, preload, timeout, {"single": True})
+        return zygote
+
+    async def _initialize(
+        self, programs: tuple[bytes, bytes], preload: tuple[str, ...], timeout: float, special: dict[str, Any]
+    ) -> None:
+        """`programs` are the filters of the code and of helpers."""
+        code, helpers = (base64.b64encode(program).decode() for program in programs)
+        self.send_request({"program": code, "helper_program": helpers, "preload": list(preload), **special})
+        try:
+            await asyncio.wait_for(asyncio.shield(self._ready), timeout)
+        except (TimeoutError, EOFError) as error:
+            await self.close()
+            said = (
+                (self._process.log_tail() if self._process else "")
+                or str(error)
+                or "it did not answer in time"
+            )
+            raise IsolationUnavailable(f"The zygote did not start: {said}.", _ADVICE) from error
+        except BaseException:
+            await self.close()
+            raise
+        if self._process is not None:
+            self._process.clear_log()
+
+    @property
+    def info(self) -> ZygoteInfo:
+        return self._ready.result()
+
+    @property
+    def pid(self) -> int | None:
+        """The outermost process on this host, None where the zygote runs in another container."""
+        return None if self._process is None else self._process.pid
+
+    @property
+    def last_log_line(self) -> str:
+        """What it said last since it was ready: why it ended, if that was its own doing."""
+        return "" if self._process is None else self._process.log_tail()
+
+    def send_request(self, body: dict[str, Any], fds: list[int] | None = None) -> None:
+        self._spawner_channel.send(json.dumps(body).encode(), fds)
+
+    def send_interrupt(self, number: int) -> None:
+        """SIGINT for the process group of a sandbox's interpreter."""
+        body = {"op": "signal", "number": number, "signal": int(signal.SIGINT)}
+        (self._interpreter_channel or self._spawner_channel).send(json.dumps(body).encode())
+
+    def _on_packet(self, body: bytes, fds: list[int]) -> None:
+        event: dict[str, Any] = json.loads(body)
+        if event["event"] == "zygote":
+            sock = socket.socket(fileno=fds.pop())
+            self._interpreter_channel = PacketChannel(
+                sock, on_packet=self._on_packet, on_close=self._on_close
+            )
+        elif event["event"] == "started":
+            del event["event"]
+            self._ready.set_result(ZygoteInfo(**event))
+        elif self.on_event is not None:
+            self.on_event(event, fds)
+
+    def _on_close(self) -> None:
+        if not self.is_alive:
+            return
+        self._end_event.set()
+        if not self._ready.done():
+            self._ready.set_exception(EOFError("it ended while starting"))
+            self._ready.exception()  # seen, even if nobody waits any more
+        if self.on_death is not None:
+            self.on_death()
+
+    async def close(self) -> None:
+        """End the zygote and with it every sandbox it made."""
+        self._end_event.set()
+        self.on_death = None
+        self._spawner_channel.close()
+        if self._interpreter_channel is not None:
+            self._interpreter_channel.close()
+        if self._process is not None:
+            await self._process.kill()

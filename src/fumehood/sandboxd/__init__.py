@@ -1,1 +1,0 @@
-"""Isolated execution of model-written Python; imports the sandbox protocol and `serving`."""

@@ -1,1 +1,0 @@
-"""Everything that runs inside the jail: zygote, init, runner; imports only the standard library."""

@@ -1,1 +1,0 @@
-"""Further packages for sandboxes: asked for, resolved, installed, stored, attached; imports nothing itself."""

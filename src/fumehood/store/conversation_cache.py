@@ -1,0 +1,166 @@
+"""The conversations that were used last, in memory.
+
+A turn knows the turn before it, so a conversation that goes on costs one more turn, and forks share what they have in
+common. A `Segment` stays the same object for as long as anything here leads to it: whoever renders it keeps his work
+on it.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fumehood.protocol.conversation import Conversation, ConversationEntry, ConversationSegment, SegmentRun
+
+_TURNS_PER_SEGMENT_RUN = 16  # turns
+
+
+class ThreadPosition(NamedTuple):
+    """Where the entries of a response begin; it never means two things."""
+
+    thread: int
+    start: int
+
+
+class _CachedTurn:
+    """What one response added to a conversation, with the turn before it.
+
+    users: the responses and later turns that lead here; without any it is forgotten.
+    stretches: those that the conversation has up to here; loose: how many turns come after them.
+    in_stretch: whether there is a stretch with this turn, here or in a fork.
+    """
+
+    __slots__ = (
+        "is_grouped",
+        "memory_bytes",
+        "position",
+        "previous",
+        "ref_count",
+        "segment",
+        "segment_runs",
+        "ungrouped",
+    )
+
+    def __init__(
+        self, position: ThreadPosition, segment: ConversationSegment, previous: "_CachedTurn | None"
+    ) -> None:
+        self.position = position
+        self.segment = segment
+        self.previous = previous
+        self.ref_count = 0
+        self.memory_bytes = segment.memory_bytes
+        self.segment_runs: tuple[SegmentRun, ...] = () if previous is None else previous.segment_runs
+        self.ungrouped = 1 if previous is None else previous.ungrouped + 1
+        self.is_grouped = False
+        if self.ungrouped == _TURNS_PER_SEGMENT_RUN:
+            self._group_turns()
+
+    @property
+    def end(self) -> int:
+        return self.position.start + len(self.segment.entries)
+
+    def to_conversation(self) -> Conversation:
+        return Conversation((*self.segment_runs, *[turn.segment for turn in self._list_ungrouped()]))
+
+    def _group_turns(self) -> None:
+        """Lay the loose ones together. What is kept of a stretch goes with its turns, but each fork keeps its own of
+        those that it shares.
+        """
+        turns = self._list_ungrouped()
+        stretch = SegmentRun(tuple([turn.segment for turn in turns]))
+        self.segment_runs, self.ungrouped = (*self.segment_runs, stretch), 0
+        for turn in turns:
+            if turn.is_grouped and stretch.in_one:
+                self.memory_bytes += turn.segment.size
+            turn.is_grouped = True
+
+    def _list_ungrouped(self) -> "list[_CachedTurn]":
+        """The loose ones."""
+        turn: _CachedTurn | None = self
+        turns: list[_CachedTurn] = []
+        while turn is not None and len(turns) < self.ungrouped:
+            turns.append(turn)
+            turn = turn.previous
+        return turns[::-1]
+
+
+class ConversationCache:
+    """Ended responses and what they stand on, up to `limit` bytes; the least recently used go first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self.memory_bytes = 0
+        self._turn_by_response: dict[str, tuple[str, _CachedTurn]] = {}
+        self._turns: dict[ThreadPosition, _CachedTurn] = {}
+
+    def get(self, tenant: str, response_id: str) -> Conversation | None:
+        found = self._turn_by_response.get(response_id)
+        if found is None or found[0] != tenant:
+            return None
+        self._turn_by_response[response_id] = self._turn_by_response.pop(response_id)  # now the last to go
+        return found[1].to_conversation()
+
+    def append(
+        self,
+        tenant: str,
+        response_id: str,
+        previous: str | None,
+        position: ThreadPosition,
+        entries: Sequence[ConversationEntry],
+    ) -> None:
+        """A response that just ended. It is not kept if what it stands on is not here."""
+        if position.start == 0:
+            self._insert(tenant, response_id, self._get_or_add_turn(position, entries, None))
+            return
+        found = self._turn_by_response.get(previous) if previous is not None else None
+        if found is not None and found[0] == tenant and found[1].end == position.start:
+            self._insert(tenant, response_id, self._get_or_add_turn(position, entries, found[1]))
+
+    def load(
+        self,
+        tenant: str,
+        response_id: str,
+        turns: Sequence[tuple[ThreadPosition, Sequence[ConversationEntry]]],
+    ) -> Sequence[ConversationSegment]:
+        """A conversation from the database, by what of it is here already."""
+        known = next((n for n in reversed(range(len(turns))) if turns[n][0] in self._turns), -1)
+        tip = self._turns[turns[known][0]] if known >= 0 else None
+        for place, entries in turns[known + 1 :]:
+            tip = self._get_or_add_turn(place, entries, tip)
+        if tip is None:
+            return ()
+        path = tip.to_conversation()
+        self._insert(tenant, response_id, tip)
+        return path
+
+    def remove(self, response_id: str) -> None:
+        found = self._turn_by_response.pop(response_id, None)
+        if found is not None:
+            self._release(found[1])
+
+    def _get_or_add_turn(
+        self, position: ThreadPosition, entries: Sequence[ConversationEntry], previous: _CachedTurn | None
+    ) -> _CachedTurn:
+        turn = self._turns.get(position)
+        if turn is None:
+            turn = self._turns[position] = _CachedTurn(
+                position, ConversationSegment(tuple(entries)), previous
+            )
+            self.memory_bytes += turn.memory_bytes
+            if previous is not None:
+                previous.ref_count += 1
+        return turn
+
+    def _insert(self, tenant: str, response_id: str, turn: _CachedTurn) -> None:
+        turn.ref_count += 1
+        self.remove(response_id)
+        self._turn_by_response[response_id] = (tenant, turn)
+        while self.memory_bytes > self._max_bytes and self._turn_by_response:
+            self.remove(next(iter(self._turn_by_response)))
+
+    def _release(self, turn: _CachedTurn | None) -> None:
+        while turn is not None:
+            turn.ref_count -= 1
+            if turn.ref_count:
+                return
+            del self._turns[turn.position]
+            self.memory_bytes -= turn.memory_bytes
+            turn = turn.previous

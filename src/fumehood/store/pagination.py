@@ -1,0 +1,45 @@
+"""Parts of lists that are too long to be read whole, by time and id."""
+
+import sqlite3
+from collections.abc import Mapping
+
+from fumehood.protocol.openai.api_errors import InvalidRequest
+from fumehood.protocol.openai.page_query import PageQuery
+
+
+def select_page(
+    db: sqlite3.Connection, table: str, where: str, values: Mapping[str, object], query: PageQuery
+) -> list[tuple[str, bytes]]:
+    """The columns `id` and `record` of those rows that are in the window; the table has `created_at` and `id`, and an
+    index that ends with them after what `where` asks for. Raises InvalidRequest.
+    """
+    bounds = dict(values)
+    conditions = [where]
+    for param, cursor in (("after", query.after), ("before", query.before)):
+        if not cursor:
+            continue
+        bounds[f"{param}_time"], bounds[f"{param}_id"] = _find_cursor(db, table, where, values, cursor, param)
+        side = ">" if (param == "after") != query.newest_first else "<"
+        conditions.append(f"(created_at, id) {side} (:{param}_time, :{param}_id)")
+    way = "DESC" if query.newest_first else "ASC"
+    found = db.execute(
+        f"SELECT id, record FROM {table} WHERE {' AND '.join(conditions)}"  # noqa: S608
+        f" ORDER BY created_at {way}, id {way} LIMIT {query.limit + 1:d}",
+        bounds,
+    )
+    return found.fetchall()
+
+
+def _find_cursor(
+    db: sqlite3.Connection, table: str, where: str, values: Mapping[str, object], cursor: str, param: str
+) -> tuple[float, str]:
+    try:
+        found = db.execute(
+            f"SELECT created_at, id FROM {table} WHERE id = :cursor AND {where}",  # noqa: S608
+            {**values, "cursor": cursor},
+        ).fetchone()
+    except UnicodeEncodeError:  # what is no text names nothing
+        found = None
+    if found is None:
+        raise InvalidRequest(f"'{param}' names nothing in this list.", param=param, code="invalid_value")
+    return found

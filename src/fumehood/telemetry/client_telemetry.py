@@ -1,0 +1,469 @@
+"""Evaluations of the client as spans and metrics.
+
+Only what happens here has a duration: evaluations, requests, functions of the prompt. Of tools that the provider ran it
+is known that they ran, not when; they are events of the evaluation's span, and parts of its messages.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+try:
+    from opentelemetry import metrics, trace
+    from opentelemetry.metrics import Histogram, MeterProvider
+    from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider, use_span
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+except ImportError as error:
+    raise ImportError("Telemetry of the client needs an extra: pip install 'fumehood[otel]'") from error
+
+from fumehood import __version__
+from fumehood.client import serde
+from fumehood.client.budget import TokenUsage
+from fumehood.client.runtime.events import PromptExecuted, PromptRendered, ToolInvoked
+from fumehood.client.runtime.observer import (
+    EvaluationStarted,
+    ModelRequestStarted,
+    ModelResponseReceived,
+    ToolCallStarted,
+)
+from fumehood.message_parts import (
+    REPRESENTATIONS,
+    Json,
+    JsonObject,
+    Part,
+    TextPart,
+    ToolCallPart,
+    ToolCallResponsePart,
+    from_vendor,
+    infer_finish_reason,
+    redact_parts,
+    replace_inline_data,
+    to_messages,
+    to_representation,
+    truncate_parts,
+)
+from fumehood.telemetry.semantic_conventions import (
+    CAPTURE_CONTENT_VARIABLE,
+    DURATION_BUCKETS,
+    MAX_CONTENT_BYTES,
+    PROPAGATORS_VARIABLE,
+    TOKEN_BUCKETS,
+    map_finish_reason,
+)
+
+_CAPTURE_VALUES = frozenset({"true", "span_only", "span_and_event"})
+
+CONTAINER_IDS = "fumehood.container.ids"
+MEMORY_LIMIT = "fumehood.container.memory_limit"
+REQUEST_ID = "fumehood.request.id"
+
+_W3C = TraceContextTextMapPropagator()
+_log = logging.getLogger(__name__)
+
+type Attributes = dict[str, str | int | float | bool | Sequence[str]]
+
+
+class ClientTelemetry:
+    """An observer for an adapter: `OpenAIAdapter(model=…, observer=ClientTelemetry())`.
+
+    Spans are below whatever span is current where a prompt is evaluated, and current themselves while they last: those
+    that a tool's handler makes are below the tool's. One object serves any number of adapters and threads.
+    """
+
+    def __init__(
+        self,
+        *,
+        tracer_provider: TracerProvider | None = None,
+        meter_provider: MeterProvider | None = None,
+        capture_content: bool | None = None,
+        representation: str = "option2",
+        redact: Callable[[str], str] | None = None,
+        max_content_bytes: int = MAX_CONTENT_BYTES,
+        propagate: bool | None = None,
+    ) -> None:
+        """The providers are OpenTelemetry's global ones unless given.
+
+        capture_content: whether what was said is recorded; unless given, as the environment says. view: what its parts
+        look like; redact: what becomes of each text in it; longest: bytes of an attribute.
+        propagate: whether requests carry the W3C trace context; unless given, as the environment says.
+        """
+        if representation not in REPRESENTATIONS:
+            raise ValueError(f"There is no view {representation!r}; there are {', '.join(REPRESENTATIONS)}.")
+        tracers = tracer_provider or trace.get_tracer_provider()
+        meter = (meter_provider or metrics.get_meter_provider()).get_meter("fumehood.client", __version__)
+        self._tracer = tracers.get_tracer("fumehood.client", __version__)
+        self._durations = {
+            "chat": _create_duration_histogram(
+                meter, "gen_ai.client.operation.duration", "How long requests took."
+            ),
+            "invoke_agent": _create_duration_histogram(
+                meter, "gen_ai.invoke_agent.duration", "How long evaluations took."
+            ),
+            "execute_tool": _create_duration_histogram(
+                meter, "gen_ai.execute_tool.duration", "How long functions took."
+            ),
+        }
+        self._token_usage = meter.create_histogram(
+            "gen_ai.client.token.usage",
+            "{token}",
+            "Tokens that requests used.",
+            explicit_bucket_boundaries_advisory=TOKEN_BUCKETS,
+        )
+        if capture_content is None:
+            capture_content = os.environ.get(CAPTURE_CONTENT_VARIABLE, "").lower() in _CAPTURE_VALUES
+        self._content_recorder = (
+            _ContentRecorder(representation, redact, max_content_bytes) if capture_content else None
+        )
+        self._propagates = "tracecontext" in _enabled_propagators() if propagate is None else propagate
+
+    # ---- what an observer is told ---------------------------------------------------------------------------
+
+    @contextmanager
+    def observe_evaluation(self, evaluation: EvaluationStarted) -> Generator[None]:
+        attributes: Attributes = {
+            "gen_ai.operation.name": "invoke_agent",
+            "gen_ai.provider.name": evaluation.adapter,
+            "gen_ai.request.model": evaluation.model,
+            "gen_ai.agent.name": evaluation.prompt_name,
+        }
+        session: Attributes = {}
+        if evaluation.session_id:
+            session["gen_ai.conversation.id"] = evaluation.session_id
+        name = f"invoke_agent {evaluation.prompt_name}"
+        with self._start_step(name, SpanKind.INTERNAL, attributes, session) as step:
+            evaluated = _EvaluationSpan(step.span, session)
+            token = _evaluation.set(evaluated)
+            try:
+                yield
+            finally:
+                _evaluation.reset(token)
+                evaluated.record_totals()
+
+    @contextmanager
+    def observe_request(self, event: ModelRequestStarted) -> Generator["_RequestObservation"]:
+        model = str(event.request.get("model", ""))
+        server = urlsplit(event.base_url)
+        attributes: Attributes = {
+            "gen_ai.operation.name": event.operation,
+            "gen_ai.provider.name": event.adapter,
+            "gen_ai.request.model": model,
+            "server.address": server.hostname or "",
+            "server.port": server.port or (80 if server.scheme == "http" else 443),
+        }
+        name = f"{event.operation} {model}"
+        within = _evaluation.get()
+        about = _request_attributes(event) | (within.session if within else {})
+        with self._start_step(name, SpanKind.CLIENT, attributes, about) as step:
+            headers: dict[str, str] = {}
+            if self._propagates:
+                _W3C.inject(headers)
+            asking = _RequestObservation(step, self._token_usage, self._content_recorder, within, headers)
+            if self._content_recorder is not None:
+                self._content_recorder.record_input(step.span, event.request)
+            yield asking
+
+    @contextmanager
+    def observe_tool_call(self, call: ToolCallStarted) -> Generator[None]:
+        attributes: Attributes = {"gen_ai.operation.name": "execute_tool"}
+        about: Attributes = {"gen_ai.tool.name": call.name, "gen_ai.tool.type": "function"}
+        # A name that a model made up must not become a name of spans and series.
+        if call.exists:
+            attributes["gen_ai.tool.name"] = call.name
+        if call.call_id:
+            about["gen_ai.tool.call.id"] = call.call_id
+        name = f"execute_tool {call.name}" if call.exists else "execute_tool"
+        with self._start_step(name, SpanKind.INTERNAL, attributes, about) as step:
+            within = _evaluation.get()
+            if within is not None:
+                within.running_function = _RunningFunction(step, call)
+            try:
+                yield
+            finally:
+                if within is not None:
+                    within.running_function = None
+
+    def publish(self, event: object) -> None:
+        """The events that the client publishes anyway, each where it belongs.
+
+        Handlers may publish some, too, and put anything into them; that is left out.
+        """
+        try:
+            self._record_event(event)
+        except Exception as error:
+            _log.warning("A %s is left out of a span: %s", type(event).__name__, type(error).__name__)
+
+    def _record_event(self, event: object) -> None:
+        match event:
+            case ToolInvoked():
+                self._record_tool_invoked(event)
+            case PromptRendered():
+                _current_span().add_event("fumehood.prompt_rendered")
+            case PromptExecuted() if self._content_recorder is not None:
+                self._content_recorder.record_answer(_current_span(), event.result.text)
+            case _:
+                pass
+
+    def _record_tool_invoked(self, event: ToolInvoked) -> None:
+        within = _evaluation.get()
+        running = within.running_function if within else None
+        if running is not None and (running.call.name, running.call.call_id) == (event.name, event.call_id):
+            if not event.result.success:
+                running.step.set_error("failed")
+            if self._content_recorder is not None:
+                self._content_recorder.record_call(running.step.span, event)
+            return
+        about: Attributes = {
+            "gen_ai.tool.name": event.name,
+            "gen_ai.tool.type": "extension",
+            "fumehood.tool.success": event.result.success,
+        }
+        if event.call_id:
+            about["gen_ai.tool.call.id"] = event.call_id
+        if isinstance(container := getattr(event.params, "container_id", None), str):
+            about[CONTAINER_IDS] = [container]
+        _current_span().add_event("fumehood.tool_invoked", about)
+
+    # ---- what has a duration --------------------------------------------------------------------------------
+
+    @contextmanager
+    def _start_step(
+        self, name: str, kind: SpanKind, attributes: Attributes, span_attributes: Attributes
+    ) -> Generator["_SpanStep"]:
+        """attributes: also of the measurements; about: of the span alone."""
+        began = time.perf_counter()
+        span = self._tracer.start_span(name, kind=kind, attributes={**attributes, **span_attributes})
+        step = _SpanStep(span, attributes)
+        try:
+            with use_span(span, record_exception=False, set_status_on_exception=False):
+                yield step
+        except BaseException as error:
+            step.record_exception(error)
+            raise
+        finally:
+            duration = self._durations.get(str(attributes["gen_ai.operation.name"]), self._durations["chat"])
+            duration.record(time.perf_counter() - began, step.metric_attributes)
+            span.end()
+
+
+def _enabled_propagators() -> list[str]:
+    wanted = os.environ.get(PROPAGATORS_VARIABLE) or "tracecontext"
+    return [name.strip() for name in wanted.split(",")]
+
+
+def _create_duration_histogram(meter: metrics.Meter, name: str, description: str) -> Histogram:
+    return meter.create_histogram(
+        name, "s", description, explicit_bucket_boundaries_advisory=DURATION_BUCKETS
+    )
+
+
+def _current_span() -> Span:
+    """The evaluation's; events of handlers that nobody here began are lost, not misplaced."""
+    evaluation = _evaluation.get()
+    return evaluation.span if evaluation else trace.INVALID_SPAN
+
+
+def _request_attributes(event: ModelRequestStarted) -> Attributes:
+    """Of a request: its limits, and where its code runs."""
+    request = event.request
+    found: Attributes = {}
+    for name, member in (
+        ("gen_ai.request.max_tokens", "max_output_tokens"),
+        ("gen_ai.request.temperature", "temperature"),
+        ("gen_ai.request.top_p", "top_p"),
+    ):
+        if isinstance(value := request.get(member), int | float):
+            found[name] = value
+    if event.memory_limit:
+        found[MEMORY_LIMIT] = event.memory_limit
+    containers = [tool.get("container") for tool in request.get("tools") or ()]
+    if named := [container for container in containers if isinstance(container, str)]:
+        found[CONTAINER_IDS] = named
+    return found
+
+
+# --- what is going on ---------------------------------------------------------------------------------
+
+
+@dataclass
+class _SpanStep:
+    span: Span
+    metric_attributes: Attributes
+
+    def set_error(self, kind: str) -> None:
+        self.metric_attributes["error.type"] = kind
+        self.span.set_attribute("error.type", kind)
+        self.span.set_status(Status(StatusCode.ERROR))
+
+    def record_exception(self, error: BaseException) -> None:
+        """Errors are told by their types: their words may hold anything."""
+        self.set_error(type(error).__name__)
+        status = getattr(error.__cause__, "status_code", None)
+        if isinstance(status, int):
+            self.span.set_attribute("http.response.status_code", status)
+
+
+@dataclass
+class _EvaluationSpan:
+    """What its requests used together, also where it failed in the end."""
+
+    span: Span
+    session: Attributes
+    usage: TokenUsage = field(default_factory=TokenUsage)
+    containers: set[str] = field(default_factory=set[str])
+    running_function: "_RunningFunction | None" = None  # that runs now
+
+    def record_totals(self) -> None:
+        _set_usage_attributes(self.span, self.usage)
+        if self.containers:
+            self.span.set_attribute(CONTAINER_IDS, sorted(self.containers))
+
+
+@dataclass(frozen=True)
+class _RunningFunction:
+    step: _SpanStep
+    call: ToolCallStarted
+
+
+_evaluation: ContextVar[_EvaluationSpan | None] = ContextVar("fumehood_evaluation", default=None)
+
+
+def _set_usage_attributes(span: Span, usage: TokenUsage) -> None:
+    span.set_attribute("gen_ai.usage.input_tokens", usage.input_tokens)
+    span.set_attribute("gen_ai.usage.output_tokens", usage.output_tokens)
+    if usage.cached_tokens:
+        span.set_attribute("gen_ai.usage.cache_read.input_tokens", usage.cached_tokens)
+
+
+@dataclass(frozen=True)
+class _RequestObservation:
+    step: _SpanStep
+    token_usage: Histogram
+    content_recorder: "_ContentRecorder | None"
+    evaluation: _EvaluationSpan | None
+    headers: Mapping[str, str]
+
+    def on_response(self, response: ModelResponseReceived) -> None:
+        span = self.step.span
+        span.set_attribute("gen_ai.response.id", response.id)
+        if response.model:
+            span.set_attribute("gen_ai.response.model", response.model)
+            self.step.metric_attributes["gen_ai.response.model"] = response.model
+        if response.request_id:
+            span.set_attribute(REQUEST_ID, response.request_id)
+        if response.container_ids:
+            span.set_attribute(CONTAINER_IDS, response.container_ids)
+        span.set_attribute("gen_ai.response.finish_reasons", [_finish_reason(response)])
+        if response.finish_reason in ("failed", "cancelled"):
+            self.step.set_error(response.finish_reason)
+        self._record_usage(response)
+        if self.content_recorder is not None:
+            self.content_recorder.record_output(span, response)
+
+    def _record_usage(self, answer: ModelResponseReceived) -> None:
+        if self.evaluation is not None:
+            self.evaluation.containers.update(answer.container_ids)
+        if answer.usage is None:
+            return
+        _set_usage_attributes(self.step.span, answer.usage)
+        if self.evaluation is not None:
+            self.evaluation.usage += answer.usage
+        for kind, count in (("input", answer.usage.input_tokens), ("output", answer.usage.output_tokens)):
+            self.token_usage.record(count, {**self.step.metric_attributes, "gen_ai.token.type": kind})
+
+
+def _finish_reason(answer: ModelResponseReceived) -> str:
+    asks = any(item.get("type") == "function_call" for item in answer.output)
+    return "tool_call" if asks and answer.finish_reason == "stop" else map_finish_reason(answer.finish_reason)
+
+
+# --- content ------------------------------------------------------------------------------------------
+
+
+class _ContentRecorder:
+    """What was said, in attributes; a span without it is better than an evaluation that failed over it."""
+
+    def __init__(self, representation: str, redact: Callable[[str], str] | None, max_bytes: int) -> None:
+        self._representation = representation
+        self._redactor = redact
+        self._max_bytes = max_bytes
+
+    def record_input(self, span: Span, request: Mapping[str, Any]) -> None:
+        def made() -> list[JsonObject]:
+            return to_messages(
+                self._representation, self._redact(from_vendor("openai", _as_item_list(request.get("input"))))
+            )
+
+        self._set_attribute(span, "gen_ai.input.messages", lambda: self._dump_messages(made()))
+
+    def record_output(self, span: Span, answer: ModelResponseReceived) -> None:
+        def made() -> list[JsonObject]:
+            parts = self._redact(from_vendor("openai", _as_item_list(answer.output)))
+            stopped = answer.finish_reason == "stop"
+            return to_messages(
+                self._representation,
+                parts,
+                infer_finish_reason(parts) if stopped else map_finish_reason(answer.finish_reason),
+            )
+
+        self._set_attribute(span, "gen_ai.output.messages", lambda: self._dump_messages(made()))
+
+    def record_answer(self, span: Span, text: str | None) -> None:
+        def made() -> list[JsonObject]:
+            return to_messages(self._representation, self._redact([TextPart(content=text or "")]), "stop")
+
+        self._set_attribute(span, "gen_ai.output.messages", lambda: self._dump_messages(made()))
+
+    def record_call(self, span: Span, event: ToolInvoked) -> None:
+        """What a function was called with, and what the model reads of it."""
+
+        def arguments() -> str:
+            value = event.params if isinstance(event.params, str) else serde.to_builtins(event.params)
+            call = ToolCallPart(kind="function", name=event.name, payload={"arguments": cast(Json, value)})
+            return json.dumps(self._payload(call, "tool_call")["arguments"])
+
+        def result() -> str:
+            value = cast(Json, json.loads(event.rendered_output))
+            return json.dumps(
+                self._payload(ToolCallResponsePart(kind="function", payload={"result": value}), "response")[
+                    "result"
+                ]
+            )
+
+        self._set_attribute(span, "gen_ai.tool.call.arguments", arguments)
+        self._set_attribute(span, "gen_ai.tool.call.result", result)
+
+    def _payload(self, part: Part, member: str) -> JsonObject:
+        (written,) = truncate_parts(to_representation("option1", self._redact([part])), self._max_bytes)
+        return cast(JsonObject, written[member])
+
+    def _redact(self, parts: list[Part]) -> list[Part]:
+        bare = replace_inline_data(parts)
+        return bare if self._redactor is None else redact_parts(bare, self._redactor)
+
+    def _dump_messages(self, messages: list[JsonObject]) -> str:
+        share = self._max_bytes // max(1, len(messages))
+        return json.dumps(
+            [
+                {**message, "parts": truncate_parts(cast(list[JsonObject], message["parts"]), share)}
+                for message in messages
+            ]
+        )
+
+    def _set_attribute(self, span: Span, attribute: str, build_value: Callable[[], str]) -> None:
+        if not span.is_recording():
+            return
+        try:
+            span.set_attribute(attribute, build_value())
+        except Exception as error:
+            _log.warning("%s is left out of a span: %s", attribute, type(error).__name__)
+
+
+def _as_item_list(given: object) -> list[Json]:
+    return cast(list[Json], given) if isinstance(given, list) else []

@@ -1,0 +1,86 @@
+"""Events of what was seen: what models were asked and said, and what went wrong.
+
+The conventions know an event for a turn and one for a turn that failed. A tool that failed and a sandbox that was lost
+have events of our own beside them.
+"""
+
+from typing import override
+
+from opentelemetry._logs import Logger, SeverityNumber
+from opentelemetry.util.types import AnyValue
+
+from fumehood.telemetry.span_records import (
+    RecordListener,
+    SandboxTimingRecord,
+    SpanRecord,
+    ToolCallRecord,
+    TurnRecord,
+)
+
+INFERENCE_DETAILS = "gen_ai.client.inference.operation.details"
+OPERATION_EXCEPTION = "gen_ai.client.operation.exception"
+TOOL_FAILED = "fumehood.tool.failed"
+SANDBOX_LOST = "fumehood.sandbox.lost"
+_LOST_STATUSES = frozenset({"lost", "out_of_memory"})
+
+
+class LogEventEmitter(RecordListener):
+    """Tells of turns that were asked for, and of what went wrong.
+
+    with_details: whether there is an event for every turn; with_content: whether it has what was said in it.
+    """
+
+    def __init__(self, logger: Logger, *, with_details: bool = False, with_content: bool = False) -> None:
+        self._logger = logger
+        self._with_details = with_details
+        self._with_content = with_content
+
+    @override
+    def on_end(self, record: SpanRecord) -> None:
+        if isinstance(record, TurnRecord):
+            if self._with_details or record.error:
+                self._emit_turn(record)
+            return
+        match record:
+            case ToolCallRecord(error=error) if error:
+                told: dict[str, AnyValue] = {
+                    "gen_ai.operation.name": "execute_tool",
+                    "gen_ai.tool.name": record.name,
+                    "gen_ai.tool.call.id": record.call_id,
+                    "error.type": error,
+                }
+                self._emit(TOOL_FAILED, record, told, SeverityNumber.WARN)
+            case SandboxTimingRecord(timing=phase) if phase.attributes.get("status") in _LOST_STATUSES:
+                lost: dict[str, AnyValue] = {
+                    "gen_ai.tool.name": record.call.name,
+                    "gen_ai.tool.call.id": record.call.call_id,
+                    "error.type": phase.attributes["status"],
+                }
+                self._emit(SANDBOX_LOST, record.call, lost, SeverityNumber.WARN)
+            case _:
+                pass
+
+    def _emit_turn(self, turn: TurnRecord) -> None:
+        if self._with_details:
+            told: dict[str, AnyValue] = {
+                **turn.start_attributes().build_attributes(),
+                **turn.end_attributes(),
+            }
+            if turn.error:
+                told["error.type"] = turn.error
+            if self._with_content:
+                told |= turn.content
+            self._emit(INFERENCE_DETAILS, turn, told, SeverityNumber.INFO)
+        if turn.error and turn.error != "cancelled":
+            self._emit(OPERATION_EXCEPTION, turn, {"exception.type": turn.error}, SeverityNumber.WARN)
+
+    def _emit(
+        self, name: str, record: SpanRecord, attributes: dict[str, AnyValue], severity: SeverityNumber
+    ) -> None:
+        self._logger.emit(
+            timestamp=record.started_at_ns + record.duration_ns,
+            context=record.as_context(),
+            severity_number=severity,
+            event_name=name,
+            attributes=attributes,
+        )

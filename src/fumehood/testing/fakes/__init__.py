@@ -1,0 +1,1 @@
+"""Scripted models, tools and sandboxes, and stores in memory."""

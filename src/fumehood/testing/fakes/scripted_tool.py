@@ -1,0 +1,205 @@
+"""A hosted tool that answers as a test says."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+from msgspec import Raw
+
+from fumehood.interfaces import (
+    Caller,
+    ConfiguredTool,
+    ToolCallContext,
+    ToolCallResult,
+    ToolCallStep,
+    ToolStateSnapshot,
+)
+from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
+from fumehood.protocol.openai.ids import new_id
+from fumehood.protocol.openai.items import ProducedFile
+from fumehood.protocol.openai.stream_events import OutputItemAdded, OutputItemDone, StreamEvent
+from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
+
+_PARAMETERS = Raw(b'{"type":"object","properties":{},"additionalProperties":true}')
+
+
+@dataclass(frozen=True, slots=True)
+class ToolAnswer:
+    """One call: what it says, or `error` that it raises, after `wait` was set; and the files that it leaves.
+
+    arguments: what is expected, as the model writes it; None for anything.
+    """
+
+    output: str = ""
+    arguments: str | None = None
+    wait_for: asyncio.Event | None = None
+    error: Exception | None = None
+    files: Sequence[ProducedFile] = ()
+
+    def matches(self, arguments: str) -> bool:
+        return self.arguments in (None, arguments)
+
+
+class ScriptedTool:
+    """A `HostedTool` whose calls get the answers, in the order in which they run; its items are of a type of its own.
+
+    always: answers that may be given any number of times, when the next one does not fit. files: what `find_files`
+    knows. calls: the arguments of the calls that ran; interrupted: of those that were left before they had answered.
+    A call that is not expected raises AssertionError, there and in `assert_consumed`, which also fails when answers are
+    left over.
+    """
+
+    def __init__(
+        self,
+        *answers: ToolAnswer,
+        name: str = "scripted",
+        repeatable: Sequence[ToolAnswer] = (),
+        files: Sequence[ProducedFile] = (),
+    ) -> None:
+        self.name = name
+        self.files = files
+        self.calls: list[str] = []
+        self.interrupted_calls: list[str] = []
+        self._answers = deque(answers)
+        self._repeatable = tuple(repeatable)
+        self._failures: list[str] = []
+
+    @property
+    def types(self) -> frozenset[str]:
+        return frozenset({self.name})
+
+    @property
+    def finds_files(self) -> bool:
+        return False
+
+    @property
+    def item_types(self) -> frozenset[str]:
+        return frozenset({f"{self.name}_call"})
+
+    async def configure(
+        self,
+        spec: ToolSpec,  # noqa: ARG002
+        caller: Caller,  # noqa: ARG002
+        past: Sequence[ConversationSegment],  # noqa: ARG002
+        other_tools: Sequence[ConfiguredTool] = (),  # noqa: ARG002
+    ) -> "ConfiguredScriptedTool":
+        return ConfiguredScriptedTool(self)
+
+    def echo_spec(self, spec: ToolSpec) -> bytes:
+        return spec.raw
+
+    def rebuild_exchange(self, entry: ConversationEntry) -> ToolExchange | None:
+        return ToolExchange(
+            call_id=entry.id or "call_recalled", name=self.name, arguments="{}", output="(recalled)"
+        )
+
+    async def snapshot_state(
+        self,
+        caller: Caller,
+        past: Sequence[ConversationSegment],
+        kept_items: Sequence[ConversationEntry] = (),
+    ) -> ToolStateSnapshot | None:
+        """The latest item of each kind that it has made."""
+        del caller, kept_items
+        latest = {entry.type: entry.raw for segment in past for entry in segment.entries}
+        items = [raw for kind, raw in latest.items() if kind in self.item_types]
+        return ToolStateSnapshot(items, f"{self.name} was used.") if items else None
+
+    def next_answer(self, arguments: str) -> ToolAnswer:
+        self.calls.append(arguments)
+        if self._answers and self._answers[0].matches(arguments):
+            return self._answers.popleft()
+        for answer in self._repeatable:
+            if answer.matches(arguments):
+                return answer
+        expected = repr(self._answers[0].arguments) if self._answers else "nothing more"
+        failure = f"{self.name} was called with {arguments!r}; expected was {expected}."
+        self._failures.append(failure)
+        raise AssertionError(failure)
+
+    def assert_consumed(self) -> None:
+        """Fail unless every answer was given and nothing else was asked."""
+        left = [f"Nobody asked for the answer {answer.output!r}." for answer in self._answers]
+        if problems := [*self._failures, *left]:
+            raise AssertionError("\n".join(problems))
+
+
+class ConfiguredScriptedTool:
+    def __init__(self, tool: ScriptedTool) -> None:
+        self._tool = tool
+
+    @property
+    def function(self) -> FunctionSpec:
+        return FunctionSpec(
+            name=self._tool.name, description="Does what a test says.", parameters=_PARAMETERS
+        )
+
+    def start_call(self, context: ToolCallContext) -> "ScriptedToolCall":
+        return ScriptedToolCall(self._tool, context)
+
+    async def find_files(self, paths: Sequence[str]) -> Sequence[ProducedFile]:
+        return [file for file in self._tool.files if file.path in paths]
+
+    def close(self) -> None:
+        pass
+
+
+class ScriptedToolCall:
+    def __init__(self, tool: ScriptedTool, context: ToolCallContext) -> None:
+        self._tool = tool
+        self._context = context
+        self._id = new_id("st")
+        self._fragments: list[str] = []
+
+    def open(self) -> Sequence[StreamEvent]:
+        return (
+            OutputItemAdded(output_index=self._context.output_index, item=self._make_item("in_progress")),
+        )
+
+    def feed(self, fragments: Sequence[str]) -> Sequence[StreamEvent]:
+        self._fragments += fragments
+        return ()
+
+    async def run(self) -> AsyncGenerator[ToolCallStep]:
+        arguments = "".join(self._fragments)
+        answer = self._tool.next_answer(arguments)
+        finished = False
+        try:
+            if answer.wait_for is not None:
+                await answer.wait_for.wait()
+            finished = True
+        finally:
+            if not finished:
+                self._tool.interrupted_calls.append(arguments)
+        if answer.error is not None:
+            raise answer.error
+        yield self._make_result("completed", answer.output, answer.files)
+
+    def abort(self, reason: str) -> ToolCallResult:
+        return self._make_result("incomplete", reason, ())
+
+    def _make_result(self, status: str, output: str, files: Sequence[ProducedFile]) -> ToolCallResult:
+        item = self._make_item(status, output)
+        exchange = ToolExchange(
+            call_id=self._context.call_id,
+            name=self._tool.name,
+            arguments=self._valid_arguments(),
+            output=output,
+        )
+        done = OutputItemDone(output_index=self._context.output_index, item=item)
+        return ToolCallResult(events=(done,), item=item, exchange=exchange, files=files)
+
+    def _make_item(self, status: str, output: str | None = None) -> Raw:
+        (kind,) = self._tool.item_types
+        fields = {"type": kind, "id": self._id, "status": status, "output": output}
+        return Raw(msgspec.json.encode(fields))
+
+    def _valid_arguments(self) -> str:
+        text = "".join(self._fragments)
+        try:
+            msgspec.json.decode(text, type=dict[str, Raw])
+        except msgspec.DecodeError:
+            return "{}"
+        return text

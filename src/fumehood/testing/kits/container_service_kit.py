@@ -1,0 +1,283 @@
+"""What every implementation of `Containers` and `Container` must pass.
+
+Give a test class the fixture `subject` and inherit from `ContainersKit`; docs/testing.md has an example.
+"""
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+
+from fumehood.interfaces import CollectedFiles
+from fumehood.protocol.openai.api_errors import ContainerExpired, NotFound
+from fumehood.protocol.openai.container_objects import ContainerSpec
+from fumehood.protocol.sandbox.sandbox_messages import ExceptionRaised, ExecutionEvent, ExecutionNote, Stdout
+from fumehood.testing.kits.container_lifecycle_kit import ContainerLifecycleKit, ContainerUserFilesKit
+from fumehood.testing.kits.container_subject import (
+    PYTHON_PROGRAMS,
+    SECONDS,
+    SOMEBODY,
+    STRANGER,
+    ContainerProgram,
+    ContainerSubject,
+    collect_stdout,
+    get_end,
+)
+
+__all__ = [
+    "PYTHON_PROGRAMS",
+    "SOMEBODY",
+    "STRANGER",
+    "ContainerProgram",
+    "ContainerServiceKit",
+    "ContainerSubject",
+    "collect_stdout",
+    "get_end",
+]
+
+
+class ContainerIdentityKit:
+    """Containers begin when they are opened, belong to one tenant, and end when nobody uses them."""
+
+    async def test_ids(self, subject: ContainerSubject) -> None:
+        ids = {subject.containers.reserve_id() for _ in range(20)}
+        assert len(ids) == 20
+        assert all(name.startswith("cntr_") and len(name) <= 64 for name in ids)
+
+    async def test_what_is_only_reserved_is_not_there(self, subject: ContainerSubject) -> None:
+        name = subject.containers.reserve_id()
+        with pytest.raises(NotFound):
+            await subject.containers.check_active(SOMEBODY, name)
+        with pytest.raises(NotFound):
+            await subject.containers.list_files(SOMEBODY, name)
+
+    @pytest.mark.parametrize("name", ["cntr_" + 48 * "0", "cntr_", "", "x", "cntr_\N{SNOWMAN}", "a" * 10_000])
+    async def test_what_was_never_reserved_cannot_be_opened(
+        self, subject: ContainerSubject, name: str
+    ) -> None:
+        with pytest.raises(NotFound):
+            await subject.containers.check_active(SOMEBODY, name)
+        with pytest.raises(NotFound):
+            await subject.open_container(name)
+
+    async def test_opening_begins_it(self, subject: ContainerSubject) -> None:
+        spec = ContainerSpec(name="mine", memory="4g")
+        container = await subject.open_container(spec=spec)
+        record = await subject.containers.check_active(SOMEBODY, container.id)
+        assert (record.id, record.tenant, record.status) == (container.id, "somebody", "running")
+        assert record.spec == subject.containers.validate_spec(spec)
+        assert (await subject.open_container(container.id)).id == container.id
+        assert await subject.containers.list_files(SOMEBODY, container.id) == []
+
+    async def test_nothing_of_it_exists_for_another_tenant(self, subject: ContainerSubject) -> None:
+        container = await subject.open_container()
+        files = await subject.run_and_collect(container, "writes out.txt")
+        with pytest.raises(NotFound):
+            await subject.containers.check_active(STRANGER, container.id)
+        with pytest.raises(NotFound):
+            await subject.containers.open_container(STRANGER, container.id, ContainerSpec())
+        with pytest.raises(NotFound):
+            await subject.containers.list_files(STRANGER, container.id)
+        with pytest.raises(NotFound):
+            await subject.containers.get_file(STRANGER, container.id, files["out.txt"].id)
+        with pytest.raises(NotFound):
+            await subject.read_content(container.id, files["out.txt"].id, STRANGER)
+
+    async def test_one_that_nobody_uses_expires(self, subject: ContainerSubject) -> None:
+        if subject.advance_clock is None:
+            pytest.skip("the adapter cannot let time pass")
+        container = await subject.open_container(spec=ContainerSpec(idle_minutes=20))
+        files = await subject.run_and_collect(container, "writes out.txt")
+        await subject.advance_clock(19 * 60)
+        await subject.run(await subject.open_container(container.id), "prints hello")
+        await subject.advance_clock(19 * 60)
+        assert (await subject.containers.check_active(SOMEBODY, container.id)).status == "running"
+        await subject.advance_clock(61)
+        for _ in range(2):
+            with pytest.raises(ContainerExpired):
+                await subject.containers.check_active(SOMEBODY, container.id)
+        with pytest.raises(ContainerExpired):
+            await subject.open_container(container.id)
+        with pytest.raises(NotFound):
+            await subject.containers.list_files(SOMEBODY, container.id)
+        with pytest.raises(NotFound):
+            await subject.read_content(container.id, files["out.txt"].id)
+        assert get_end(await subject.run(container, "prints hello")).status == "lost"
+
+    async def test_one_that_was_opened_and_not_left_stays(self, subject: ContainerSubject) -> None:
+        if subject.advance_clock is None:
+            pytest.skip("the adapter cannot let time pass")
+        container = await subject.open_container(spec=ContainerSpec(idle_minutes=20))
+        again = await subject.open_container(container.id)
+        for _ in range(2):  # once is enough
+            again.release()
+        await subject.advance_clock(21 * 60)
+        assert (await subject.containers.check_active(SOMEBODY, container.id)).status == "running"
+        container.release()
+        await subject.advance_clock(19 * 60)
+        assert (await subject.containers.check_active(SOMEBODY, container.id)).status == "running"
+        await subject.advance_clock(61)
+        with pytest.raises(ContainerExpired):
+            await subject.containers.check_active(SOMEBODY, container.id)
+
+
+class ContainerExecutionKit:
+    """Code runs; whatever becomes of its sandbox, the next call has one."""
+
+    async def test_events_and_their_end(self, subject: ContainerSubject) -> None:
+        container = await subject.open_container()
+        events = await subject.run(container, "prints hello")
+        assert collect_stdout(events) == "hello\n"
+        assert (get_end(events).status, get_end(events).exit_code) == ("ok", 0)
+
+    async def test_code_that_raises(self, subject: ContainerSubject) -> None:
+        container = await subject.open_container()
+        events = await subject.run(container, "raises ValueError")
+        assert [event.name for event in events if isinstance(event, ExceptionRaised)] == ["ValueError"]
+        assert (get_end(events).status, get_end(events).exit_code) == ("error", 1)
+
+    async def test_closing_the_events_interrupts_the_code(self, subject: ContainerSubject) -> None:
+        container = await subject.open_container()
+        async with asyncio.timeout(SECONDS):
+            async with aclosing(subject.stream_events(container, "waits to be interrupted")) as events:
+                async for event in events:
+                    if isinstance(event, Stdout):
+                        break
+            # It would wait behind the first one for ever.
+            again = await subject.open_container(container.id)
+            assert get_end(await subject.run(again, "prints hello")).status == "ok"
+
+    async def test_calls_at_once(self, subject: ContainerSubject) -> None:
+        container = await subject.open_container()
+        handles = [await subject.open_container(container.id) for _ in range(3)]
+        done = await asyncio.gather(*(subject.run(handle, "prints hello") for handle in handles))
+        assert [collect_stdout(events) for events in done] == ["hello\n"] * 3
+
+    async def test_after_a_lost_sandbox_comes_another_one_with_the_files(
+        self, subject: ContainerSubject
+    ) -> None:
+        if subject.destroy_sandbox is None or not subject.keeps_variables:
+            pytest.skip("there is no sandbox between calls, or the adapter cannot end it")
+        container = await subject.open_container()
+        await subject.run(container, "writes out.txt")
+        await subject.destroy_sandbox(container.id)
+        events = await subject.run(await subject.open_container(container.id), "prints out.txt")
+        (note,) = [event.text for event in events if isinstance(event, ExecutionNote)]
+        assert "variables" in note
+        assert collect_stdout(events) == "made\n"
+        events = await subject.run(await subject.open_container(container.id), "prints out.txt")
+        assert not [event for event in events if isinstance(event, ExecutionNote)]
+
+    async def test_a_sandbox_lost_while_code_runs_ends_the_call(self, subject: ContainerSubject) -> None:
+        if subject.destroy_sandbox is None:
+            pytest.skip("the adapter cannot end a sandbox")
+        container = await subject.open_container()
+        ended = False
+        seen: list[ExecutionEvent] = []
+        async with asyncio.timeout(SECONDS):
+            async for event in subject.stream_events(container, "waits to be interrupted"):
+                seen.append(event)
+                if not ended:
+                    ended = True
+                    await subject.destroy_sandbox(container.id)
+        end = get_end(seen)
+        assert (end.status, end.exit_code, end.state_kept) == ("lost", -1, False)
+        assert end.reason
+        assert get_end(await subject.run(container, "prints hello")).status == "ok"
+
+
+class ContainerFilesKit:
+    """What code writes is found once, keeps its id, and can be read."""
+
+    async def test_files_are_carried_from_call_to_call(self, subject: ContainerSubject) -> None:
+        container = await subject.open_container()
+        await subject.run(container, "writes out.txt")
+        assert (
+            collect_stdout(await subject.run(await subject.open_container(container.id), "prints out.txt"))
+            == "made\n"
+        )
+
+    async def test_a_file_is_found_once(self, subject: ContainerSubject) -> None:
+        container = await subject.open_container()
+        assert await container.collect_files() == CollectedFiles()
+        files = await subject.run_and_collect(container, "writes out.txt")
+        record = files["out.txt"]
+        assert list(files) == ["out.txt"]
+        assert record.id.startswith("cfile_")
+        assert len(record.id) <= 64
+        assert (record.container_id, record.bytes, record.source) == (container.id, 4, "assistant")
+        assert await container.collect_files() == CollectedFiles()
+        assert await subject.run_and_collect(container, "prints hello") == {}
+        assert await subject.containers.list_files(SOMEBODY, container.id) == [record]
+        assert await subject.containers.get_file(SOMEBODY, container.id, record.id) == record
+        assert await subject.read_content(container.id, record.id) == b"made"
+
+    async def test_a_file_that_changes_keeps_its_id(self, subject: ContainerSubject) -> None:
+        container = await subject.open_container()
+        old = (await subject.run_and_collect(container, "writes out.txt"))["out.txt"]
+        new = (await subject.run_and_collect(container, "changes out.txt"))["out.txt"]
+        assert (new.id, new.created_at, new.bytes) == (old.id, old.created_at, 7)
+        assert await subject.read_content(container.id, new.id) == b"changed"
+
+    async def test_a_file_that_is_deleted_is_gone(self, subject: ContainerSubject) -> None:
+        container = await subject.open_container()
+        record = (await subject.run_and_collect(container, "writes out.txt"))["out.txt"]
+        assert await subject.run_and_collect(container, "deletes out.txt") == {}
+        assert await subject.containers.list_files(SOMEBODY, container.id) == []
+        with pytest.raises(NotFound):
+            await subject.containers.get_file(SOMEBODY, container.id, record.id)
+        with pytest.raises(NotFound):
+            await subject.read_content(container.id, record.id)
+        again = (await subject.run_and_collect(container, "writes out.txt"))["out.txt"]
+        assert again.id == record.id
+
+    async def test_the_same_path_elsewhere_is_another_file(self, subject: ContainerSubject) -> None:
+        one, other = await subject.open_container(), await subject.open_container()
+        mine = (await subject.run_and_collect(one, "writes out.txt"))["out.txt"]
+        theirs = (await subject.run_and_collect(other, "changes out.txt"))["out.txt"]
+        assert mine.id != theirs.id
+        with pytest.raises(NotFound):
+            await subject.containers.get_file(SOMEBODY, one.id, theirs.id)
+        assert await subject.read_content(one.id, mine.id) == b"made"
+        assert await subject.read_content(other.id, theirs.id) == b"changed"
+
+    async def test_the_same_content_twice_is_deleted_once(self, subject: ContainerSubject) -> None:
+        one, other = await subject.open_container(), await subject.open_container()
+        await subject.run_and_collect(one, "writes out.txt", "deletes out.txt")
+        record = (await subject.run_and_collect(other, "writes out.txt"))["out.txt"]
+        await subject.run_and_collect(one, "writes out.txt", "deletes out.txt")
+        assert await subject.read_content(other.id, record.id) == b"made"
+
+    async def test_hidden_files_count_and_temporary_ones_do_not(self, subject: ContainerSubject) -> None:
+        container = await subject.open_container()
+        found = await subject.run_and_collect(container, "writes hidden and temporary files")
+        assert list(found) == [".hidden"]
+
+    async def test_what_is_saved_is_a_file_of_the_container(self, subject: ContainerSubject) -> None:
+        container = await subject.open_container()
+        await subject.run(container, "prints hello")
+        first = await container.save_file("figure.png", b"one")
+        second = await container.save_file("figure.png", b"two")
+        assert (first.path, second.path) == ("figure.png", "figure-2.png")
+        assert first.id != second.id
+        assert {first.source, second.source} == {"assistant"}
+        assert await subject.read_content(container.id, first.id) == b"one"
+        assert await subject.read_content(container.id, second.id) == b"two"
+        # Nobody takes it for something that the next call made.
+        assert await subject.run_and_collect(container, "prints hello") == {}
+
+    async def test_what_is_saved_is_there_for_the_code(self, subject: ContainerSubject) -> None:
+        container = await subject.open_container()
+        await subject.run(container, "prints hello")
+        await container.save_file("out.txt", b"saved")
+        assert collect_stdout(await subject.run(container, "prints out.txt")) == "saved\n"
+
+
+class ContainerServiceKit(
+    ContainerIdentityKit,
+    ContainerExecutionKit,
+    ContainerFilesKit,
+    ContainerLifecycleKit,
+    ContainerUserFilesKit,
+):
+    """Every promise of the two seams; a subclass has a fixture `subject` that gives a `Subject`."""

@@ -1,0 +1,265 @@
+"""What every implementation of `HostedTool` must pass.
+
+Give a test class the fixture `subject` and inherit from `HostedToolKit`; docs/testing.md has an example.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+from msgspec import Raw
+
+from fumehood.interfaces import (
+    Caller,
+    ConfiguredTool,
+    HostedTool,
+    ToolCallContext,
+    ToolCallResult,
+    ToolCallSession,
+    ToolCallStep,
+)
+from fumehood.protocol.conversation import ConversationEntry
+from fumehood.protocol.openai.items import OutputItem
+from fumehood.protocol.openai.response_aggregation import aggregate_events
+from fumehood.protocol.openai.responses import Response
+from fumehood.protocol.openai.stream_events import (
+    OutputItemAdded,
+    OutputItemDone,
+    ResponseCreated,
+    StreamEvent,
+)
+from fumehood.protocol.openai.tool_specs import ToolSpec, parse_tool
+
+SOMEBODY = Caller("somebody")
+_SECONDS = 60
+_INDEX = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ToolSubject:
+    """The implementation under test.
+
+    configuration: an entry of `tools` that it serves. now: the monotonic time of its clock.
+    works: arguments of a call that succeeds. broken: arguments that it cannot take, whole as they are.
+    waits: arguments of a call that goes on until it is stopped, and whether such a call has come so far that it waits;
+        without them stopping is not tested.
+    """
+
+    tool: HostedTool
+    configuration: str
+    valid_arguments: str
+    invalid_arguments: Sequence[str] = ()
+    hanging_call: tuple[str, Callable[[], bool]] | None = None
+    monotonic_now: float = 0.0
+
+    @property
+    def spec(self) -> ToolSpec:
+        return parse_tool(Raw(self.configuration.encode()), "tools[0]")
+
+    async def configure(self) -> ConfiguredTool:
+        offered = await self.tool.configure(self.spec, SOMEBODY, [])
+        assert offered is not None
+        return offered
+
+    def make_context(self, call_id: str = "call_1", output_index: int = _INDEX) -> ToolCallContext:
+        return ToolCallContext(
+            caller=SOMEBODY,
+            response_id="resp_1",
+            output_index=output_index,
+            call_id=call_id,
+            deadline=self.monotonic_now + 10 * _SECONDS,
+            allocate_output_index=itertools.count(output_index + 1).__next__,
+        )
+
+    async def start_call(self) -> ToolCallSession:
+        return (await self.configure()).start_call(self.make_context())
+
+
+async def run_call(
+    session: ToolCallSession, arguments: str, fragment: int = 7
+) -> tuple[list[StreamEvent], ToolCallResult]:
+    """All events of a call whose arguments come in fragments; fails unless the result comes, and comes last."""
+    events = [*session.open()]
+    for start in range(0, len(arguments), fragment):
+        events += session.feed([arguments[start : start + fragment]])
+    async with asyncio.timeout(_SECONDS):
+        steps = [step async for step in session.run()]
+    for step in steps[:-1]:
+        assert not isinstance(step, ToolCallResult), "a result that is not the last step"
+        events += step
+    result = steps[-1]
+    assert isinstance(result, ToolCallResult), "no result"
+    return [*events, *result.events], result
+
+
+def assert_call_complete(events: Sequence[StreamEvent], result: ToolCallResult, tool: HostedTool) -> None:
+    """What holds for every call, however it went."""
+    made = {
+        _INDEX: result.item,
+        **{further.output_index: further.item for further in result.additional_items},
+    }
+    assert [*made] == [*range(_INDEX, _INDEX + len(made))]
+    for index, item in made.items():
+        assert_item_complete(
+            [event for event in events if getattr(event, "output_index", None) == index], item, tool
+        )
+    assert {getattr(event, "output_index", None) for event in events} == {*made}
+    assert {event.sequence_number for event in events} == {-1}, "only the engine numbers"
+    beginning = ResponseCreated(response=Response(id="resp_1", created_at=0, model="m"))
+    assert aggregate_events([beginning, *events]).output == [*made.values()]
+    assert msgspec.json.encode(list(events))
+    assert isinstance(msgspec.json.decode(result.exchange.arguments), dict)
+    exchanges = [result.exchange, *(further.exchange for further in result.additional_items)]
+    assert {exchange.call_id for exchange in exchanges} == {"call_1"}
+    assert [exchange.tells for exchange in exchanges] in (["both"], ["call", "result"])
+
+
+def assert_item_complete(events: Sequence[StreamEvent], made: OutputItem, tool: HostedTool) -> None:
+    """The events of one item."""
+    first, last = events[0], events[-1]
+    assert isinstance(first, OutputItemAdded)
+    assert isinstance(last, OutputItemDone)
+    assert [type(event) for event in events if isinstance(event, OutputItemAdded | OutputItemDone)] == [
+        OutputItemAdded,
+        OutputItemDone,
+    ]
+    assert last.item == made
+    item = decode_fields(made)
+    assert item["type"] in tool.item_types
+    assert decode_fields(first.item)["id"] == item["id"]
+    assert {getattr(event, "item_id", item["id"]) for event in events} == {item["id"]}
+
+
+def get_model_output(result: ToolCallResult) -> str:
+    """What the model reads, in whichever item it is."""
+    return "".join(
+        [result.exchange.output, *(further.exchange.output for further in result.additional_items)]
+    )
+
+
+def decode_fields(item: OutputItem) -> dict[str, object]:
+    return msgspec.json.decode(msgspec.json.encode(item))
+
+
+def make_conversation_item(item: OutputItem) -> ConversationEntry:
+    raw = msgspec.json.encode(item)
+    known = decode_fields(item)
+    return ConversationEntry(type=str(known["type"]), id=str(known["id"]), turn=1, raw=raw)
+
+
+class HostedToolKit:
+    """A subclass has a fixture `subject` that gives a `Subject`."""
+
+    async def test_what_the_model_is_told(self, subject: ToolSubject) -> None:
+        function = (await subject.configure()).function
+        assert function.name.isidentifier()
+        assert function.description
+        schema = msgspec.json.decode(function.parameters)
+        assert schema["type"] == "object"
+        assert "properties" in schema
+
+    async def test_the_configuration_is_shown(self, subject: ToolSubject) -> None:
+        assert subject.spec.type in subject.tool.types
+        shown = msgspec.json.decode(subject.tool.echo_spec(subject.spec))
+        assert shown["type"] == subject.spec.type
+
+    @pytest.mark.parametrize("fragment", [1, 7, 10_000])
+    async def test_a_call_that_works(self, subject: ToolSubject, fragment: int) -> None:
+        offered = await subject.configure()
+        events, result = await run_call(
+            offered.start_call(subject.make_context()), subject.valid_arguments, fragment
+        )
+        assert_call_complete(events, result, subject.tool)
+        assert decode_fields(result.item)["status"] == "completed"
+        assert (result.exchange.name, result.exchange.arguments) == (
+            offered.function.name,
+            subject.valid_arguments,
+        )
+        assert get_model_output(result)
+
+    async def test_arguments_that_cannot_be_taken_are_told_to_the_model(self, subject: ToolSubject) -> None:
+        for arguments in subject.invalid_arguments:
+            events, result = await run_call(await subject.start_call(), arguments)
+            assert_call_complete(events, result, subject.tool)
+            assert decode_fields(result.item)["status"] in ("incomplete", "failed")
+            assert get_model_output(result)
+
+    @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+    async def test_a_call_that_will_not_run(self, subject: ToolSubject, share: float) -> None:
+        session = await subject.start_call()
+        events = [
+            *session.open(),
+            *session.feed([subject.valid_arguments[: int(share * len(subject.valid_arguments))]]),
+        ]
+        result = session.abort("the turn was cut off")
+        assert_call_complete([*events, *result.events], result, subject.tool)
+        assert decode_fields(result.item)["status"] in ("incomplete", "failed")
+        assert "the turn was cut off" in get_model_output(result)
+        assert not result.files
+
+    async def test_a_call_that_is_stopped(self, subject: ToolSubject) -> None:
+        if subject.hanging_call is None:
+            pytest.skip("the adapter knows no call that waits")
+        arguments, is_waiting = subject.hanging_call
+        session = await subject.start_call()
+        events = [*session.open(), *session.feed([arguments])]
+        async with asyncio.timeout(_SECONDS), aclosing(session.run()) as steps:
+            running = asyncio.ensure_future(_read_until_result(steps, events))
+            while not is_waiting():
+                assert not running.done()
+                await asyncio.sleep(0)
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+        result = session.abort("it was cancelled")
+        assert_call_complete([*events, *result.events], result, subject.tool)
+        last = [result.item, *(further.item for further in result.additional_items)][-1]
+        assert decode_fields(last)["status"] in ("incomplete", "failed")
+        assert "it was cancelled" in get_model_output(result)
+
+    async def test_calls_at_once(self, subject: ToolSubject) -> None:
+        offered = await subject.configure()
+        sessions = [offered.start_call(subject.make_context(f"call_{number}", number)) for number in range(3)]
+        results = [
+            result
+            for _, result in await asyncio.gather(
+                *(run_call(one, subject.valid_arguments) for one in sessions)
+            )
+        ]
+        assert [result.exchange.call_id for result in results] == ["call_0", "call_1", "call_2"]
+        assert len({str(decode_fields(result.item)["id"]) for result in results}) == 3
+
+    async def test_an_item_that_comes_back(self, subject: ToolSubject) -> None:
+        _, result = await run_call(await subject.start_call(), subject.valid_arguments)
+        made = [(result.item, result.exchange)]
+        made += [(further.item, further.exchange) for further in result.additional_items]
+        for item, before in made:
+            exchange = subject.tool.rebuild_exchange(make_conversation_item(item))
+            assert exchange is not None
+            assert (exchange.name, exchange.tells) == (before.name, before.tells)
+            assert exchange.tells == "result" or isinstance(msgspec.json.decode(exchange.arguments), dict)
+            assert exchange.tells == "call" or exchange.output
+            assert subject.tool.rebuild_exchange(make_conversation_item(item)) == exchange
+
+    async def test_an_item_that_is_damaged_is_no_failure(self, subject: ToolSubject) -> None:
+        nested = b'{"x":%s%s}' % (b"[" * 100_000, b"]" * 100_000)
+        for raw in (b"", b"5", b"\xff", b'{"id":"\xff"}', b'{"id":"\\ud800"}', nested):
+            for kind in subject.tool.item_types:
+                exchange = subject.tool.rebuild_exchange(
+                    ConversationEntry(type=kind, id="x", turn=0, raw=raw)
+                )
+                assert exchange is None or exchange.name
+
+    async def test_files_that_are_not_there(self, subject: ToolSubject) -> None:
+        offered = await subject.configure()
+        assert not await offered.find_files([])
+        assert not await offered.find_files(["/mnt/data/never-written.txt", "../x", "\N{SNOWMAN}"])
+
+
+async def _read_until_result(steps: AsyncGenerator[ToolCallStep], events: list[StreamEvent]) -> None:
+    async for step in steps:
+        if not isinstance(step, ToolCallResult):
+            events += step

@@ -1,0 +1,158 @@
+"""The part of the store kit about leases and several processes."""
+
+import asyncio
+import itertools
+
+import pytest
+
+from fumehood.interfaces import Lease, LeaseLost
+from fumehood.testing.kits.store_fixtures import (
+    StoreSubject,
+    assert_same_response,
+    find_stored_items,
+    list_user_texts,
+    make_response,
+    make_user_item,
+    store_response,
+)
+
+
+class LeaseKit:
+    """Only who holds the lease writes."""
+
+    async def test_a_lost_response_fails_clearly(self, subject: StoreSubject) -> None:
+        store = subject.store
+        before = await store_response(store, "before")
+        one = make_response(store, "lost", after=before)
+        one.response.output = []
+        lease = await one.begin()
+        assert await store.fail_orphaned_responses() == 0
+        await subject.expire_leases()
+        assert await store.fail_orphaned_responses() == 1
+        assert await store.fail_orphaned_responses() == 0
+        found = await store.get_response("tenant", one.response.id)
+        assert found is not None
+        assert found.error is not None
+        assert (found.status, found.error.code, found.output) == ("failed", "server_error", [])
+        assert "stopped" in found.error.message
+        assert list_user_texts(await store.get_conversation("tenant", one.response.id)) == ["before"]
+        with pytest.raises(LeaseLost):
+            await one.complete(lease)
+        assert await find_stored_items(store, one.entries) == []
+        again = await store.get_response("tenant", one.response.id)
+        assert again is not None
+        assert again.status == "failed"
+        after = await store_response(store, "after", after=one.response)
+        assert list_user_texts(await store.get_conversation("tenant", after.id)) == ["before", "after"]
+
+    async def test_a_lease_can_be_renewed(self, subject: StoreSubject) -> None:
+        store = subject.store
+        kept, lost, done = (
+            make_response(store, "kept"),
+            make_response(store, "lost"),
+            make_response(store, "done"),
+        )
+        leases = [await one.begin() for one in (kept, lost, done)]
+        await done.complete(leases[2])
+        assert list(await store.renew_leases([])) == []
+        await subject.expire_leases()
+        unknown = Lease("resp_unknown", 1)
+        assert list(await store.renew_leases([leases[0], leases[2], unknown])) == [leases[0]]
+        assert await store.fail_orphaned_responses() == 1
+        assert list(await store.renew_leases(leases)) == [leases[0]]
+        await kept.complete(leases[0])
+        with pytest.raises(LeaseLost):
+            await lost.complete(leases[1])
+
+    async def test_another_epoch_is_not_ours(self, subject: StoreSubject) -> None:
+        one = make_response(subject.store)
+        lease = await one.begin()
+        wrong = Lease(lease.response_id, lease.epoch + 1)
+        assert list(await subject.store.renew_leases([wrong])) == []
+        with pytest.raises(LeaseLost):
+            await one.complete(wrong)
+        await subject.store.renew_leases([lease])
+        with pytest.raises(LeaseLost):
+            await one.complete(wrong)
+        await one.complete(lease)
+
+    async def test_an_ended_response_stays_as_it_is(self, subject: StoreSubject) -> None:
+        store = subject.store
+        one = make_response(store, "once")
+        lease = await one.begin()
+        response = await one.complete(lease)
+        one.entries.append(make_user_item("twice"))
+        with pytest.raises(LeaseLost):
+            await one.complete(lease)
+        await subject.expire_leases()
+        assert await store.fail_orphaned_responses() == 0
+        assert_same_response(await store.get_response("tenant", response.id), response)
+        assert await find_stored_items(store, one.entries) == one.entries[:-1]
+
+    async def test_one_that_was_never_begun(self, subject: StoreSubject) -> None:
+        store = subject.store
+        first = await store_response(store, "first")
+        one = make_response(store, "one", after=first)
+        one.response.status = "completed"
+        await store.commit_response(None, "tenant", one.response, one.entries)
+        assert_same_response(await store.get_response("tenant", one.response.id), one.response)
+        assert list_user_texts(await store.get_conversation("tenant", one.response.id)) == ["first", "one"]
+        with pytest.raises(LeaseLost):
+            await store.commit_response(None, "tenant", one.response, one.entries)
+        assert list_user_texts(await store.get_conversation("tenant", one.response.id)) == ["first", "one"]
+
+    async def test_a_cancelled_commit_is_whole_or_nothing(self, subject: StoreSubject) -> None:
+        store = subject.store
+        for steps in range(6):
+            one = make_response(store, "cancelled")
+            task = asyncio.create_task(one.complete(await one.begin()))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            await store.renew_leases([])  # behind it in the queue, if there is one
+            found = await store.get_response("tenant", one.response.id)
+            assert found is not None
+            if found.status == "completed":
+                assert await find_stored_items(store, one.entries) == one.entries
+                assert found.output == one.response.output
+            else:
+                assert await find_stored_items(store, one.entries) == []
+
+
+class SharedStoreKit:
+    """For stores that several processes may use at once."""
+
+    async def test_another_process_takes_over(self, subject: StoreSubject) -> None:
+        assert subject.second_store
+        store, another = subject.store, subject.second_store
+        one, alive = make_response(store, "one"), make_response(another, "alive")
+        lease = await one.begin()
+        await store.renew_leases([lease])  # written by now
+        await subject.expire_leases()
+        held = await alive.begin()
+        assert await another.fail_orphaned_responses() == 1
+        found = await store.get_response("tenant", one.response.id)
+        assert found is not None
+        assert found.status == "failed"
+        assert list(await store.renew_leases([lease])) == []
+        with pytest.raises(LeaseLost):
+            await one.complete(lease)
+        assert await find_stored_items(another, one.entries) == []
+        response = await alive.complete(held)
+        after = await store_response(store, "after", after=response)
+        assert list_user_texts(await another.get_conversation("tenant", after.id)) == ["alive", "after"]
+        assert await another.delete_response("tenant", after.id)
+        assert await store.get_conversation("tenant", after.id) is None
+
+    async def test_two_processes_continue_one_conversation(self, subject: StoreSubject) -> None:
+        assert subject.second_store
+        first = await store_response(subject.store, "first")
+        stores = itertools.cycle((subject.store, subject.second_store))
+        turns = [make_response(next(stores), str(number), after=first) for number in range(20)]
+        leases = [await one.begin() for one in turns]
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(one.complete(lease) for one, lease in zip(turns, leases, strict=True)))
+        for number, one in enumerate(turns):
+            said = list_user_texts(await next(stores).get_conversation("tenant", one.response.id))
+            assert said == ["first", str(number)]

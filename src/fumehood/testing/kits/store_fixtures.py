@@ -1,0 +1,130 @@
+"""A store under test, and responses to put into it."""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from fumehood.interfaces import Lease, Store
+from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
+from fumehood.protocol.openai.ids import new_id
+from fumehood.protocol.openai.items import OutputItem, OutputMessage, OutputText
+from fumehood.protocol.openai.responses import Response
+
+
+def make_user_item(text: str) -> ConversationEntry:
+    """A message of a user's."""
+    raw = msgspec.json.encode({"type": "message", "role": "user", "content": text})
+    return ConversationEntry(type="message", id=new_id("msg"), turn=0, raw=raw)
+
+
+def make_model_item(
+    item: OutputItem, turn: int = 1, exchange: ToolExchange | None = None
+) -> ConversationEntry:
+    """An item of the model's."""
+    raw = msgspec.json.encode(item)
+    tag = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+    kind, item_id = (msgspec.json.decode(tag[name], type=str) for name in ("type", "id"))
+    return ConversationEntry(type=kind, id=item_id, turn=turn, raw=raw, exchange=exchange)
+
+
+def make_assistant_message(text: str) -> OutputMessage:
+    return OutputMessage(id=new_id("msg"), status="completed", content=[OutputText(text=text)])
+
+
+@dataclass(slots=True)
+class PendingResponse:
+    """A response with its entries, on its way into a store."""
+
+    store: Store
+    tenant: str
+    response: Response
+    entries: list[ConversationEntry] = field(default_factory=list[ConversationEntry])
+
+    async def begin(self) -> Lease:
+        return await self.store.begin_response(self.tenant, self.response)
+
+    async def complete(self, lease: Lease) -> Response:
+        self.response.status = "completed"
+        self.response.completed_at = self.response.created_at + 1
+        await self.store.commit_response(lease, self.tenant, self.response, self.entries)
+        return self.response
+
+
+def make_response(
+    store: Store,
+    text: str = "hello",
+    *,
+    after: Response | None = None,
+    tenant: str = "tenant",
+    output: Sequence[OutputItem] | None = None,
+) -> PendingResponse:
+    """One that says the text and is answered with the same in capitals, or with these items."""
+    items: list[OutputItem] = [make_assistant_message(text.upper())] if output is None else list(output)
+    response = Response(
+        id=new_id("resp"),
+        created_at=1_700_000_000,
+        model="kit",
+        previous_response_id=after.id if after else None,
+        output=items,
+    )
+    return PendingResponse(
+        store, tenant, response, [make_user_item(text), *(make_model_item(item) for item in items)]
+    )
+
+
+async def store_response(
+    store: Store,
+    text: str = "hello",
+    *,
+    after: Response | None = None,
+    tenant: str = "tenant",
+    output: Sequence[OutputItem] | None = None,
+) -> Response:
+    """The same, done."""
+    one = make_response(store, text, after=after, tenant=tenant, output=output)
+    return await one.complete(await one.begin())
+
+
+# --- what a test asks ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSubject:
+    """The implementation under test, empty at first.
+
+    lapse: lets all leases that were given until now run out.
+    another: the same data as another process sees them, where there may be one.
+    """
+
+    store: Store
+    expire_leases: Callable[[], Awaitable[None]]
+    second_store: Store | None = None
+
+
+async def load_segments(store: Store, response: Response) -> list[ConversationSegment]:
+    found = await store.get_conversation("tenant", response.id)
+    assert found is not None
+    return list(found)
+
+
+def list_user_texts(conversation: Sequence[ConversationSegment] | None) -> list[str] | None:
+    """What was said, one for each segment."""
+    if conversation is None:
+        return None
+    said: list[str] = []
+    for segment in conversation:
+        assert segment.entries, "an empty segment"
+        said.append(msgspec.json.decode(segment.entries[0].raw)["content"])
+    return said
+
+
+def assert_same_response(found: Response | None, expected: Response) -> None:
+    assert found is not None
+    assert msgspec.json.encode(found) == msgspec.json.encode(expected)
+
+
+async def find_stored_items(store: Store, entries: Sequence[ConversationEntry]) -> list[ConversationEntry]:
+    """Those of them that can still be found."""
+    found = await store.find_items("tenant", [entry.id for entry in entries if entry.id])
+    return [found[entry.id] for entry in entries if entry.id in found]

@@ -1,0 +1,223 @@
+"""The hosted tool `code_interpreter`: Python in containers, for any model.
+
+docs/code-interpreter.md tells what the model is offered and what clients see.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Raw
+from msgspec.structs import replace
+
+from fumehood.interfaces import (
+    Caller,
+    Clock,
+    ConfiguredTool,
+    ContainerService,
+    FileService,
+    ToolCallContext,
+    ToolStateSnapshot,
+)
+from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
+from fumehood.protocol.openai.api_errors import NotFound
+from fumehood.protocol.openai.container_objects import DATA_DIRECTORY
+from fumehood.protocol.openai.items import ProducedFile
+from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
+from fumehood.protocol.safe_names import sanitize_name
+from fumehood.tools.container_binding import (
+    ConfiguredContainerTool,
+    bind_container,
+    find_call_container,
+    list_used_containers,
+)
+from fumehood.tools.container_config import echo_code_interpreter, read_container_choice
+from fumehood.tools.container_execution import NO_OUTPUT
+from fumehood.tools.container_inputs import ConversationFile, collect_conversation_files, snapshot_files
+from fumehood.tools.interpreter_call import TOOL_NAME, CodeInterpreterToolSettings, InterpreterCallSession
+from fumehood.tools.produced_files import to_produced_file
+
+_ITEM_TYPE = "code_interpreter_call"
+_PARAMETERS = Raw(
+    msgspec.json.encode(
+        {
+            "type": "object",
+            "properties": {
+                "code": {"type": "string", "description": "The Python code to run."},
+                "requirements": {
+                    "type": "array",
+                    "items": {"type": "string"},
+                    "description": 'Packages to install first, e.g. ["humanize", "polars>=1.0"].',
+                },
+            },
+            "required": ["code"],
+            "additionalProperties": False,
+        }
+    )
+)
+_OUTPUT_NOT_STORED = "(the output was not kept)"
+_MAX_SNAPSHOT_CONTAINERS = 8  # containers of a conversation that is compacted
+_MAX_LISTED_FILES = 50  # files of the last one that the model is told of
+
+
+class _ContainerSnapshot(msgspec.Struct, kw_only=True, tag_field="type", tag=_ITEM_TYPE):
+    """What stands for the calls of a container once they are compacted."""
+
+    container_id: str
+    files: list[ProducedFile]
+
+
+class _ReplayedOutput(msgspec.Struct):
+    type: str = ""
+    logs: str | None = None
+    url: str | None = None
+
+
+class _ReplayedCall(msgspec.Struct):
+    """An item that a client gives back, with whatever it has left of it."""
+
+    id: str | None = None
+    code: str | None = None
+    outputs: list[_ReplayedOutput] | None = None
+
+
+_replayed_decoder = msgspec.json.Decoder(_ReplayedCall)
+
+
+class CodeInterpreterTool:
+    """A `HostedTool`."""
+
+    types = frozenset({TOOL_NAME})
+    item_types = frozenset({_ITEM_TYPE})
+    finds_files = True
+
+    def __init__(
+        self,
+        containers: ContainerService,
+        clock: Clock,
+        settings: CodeInterpreterToolSettings | None = None,
+        uploads: FileService | None = None,
+    ) -> None:
+        self._containers = containers
+        self._clock = clock
+        self._settings = settings or CodeInterpreterToolSettings()
+        self._uploads = uploads
+
+    async def configure(
+        self,
+        spec: ToolSpec,
+        caller: Caller,
+        past: Sequence[ConversationSegment],
+        other_tools: Sequence[ConfiguredTool] = (),
+    ) -> "ConfiguredCodeInterpreter":
+        choice = read_container_choice(spec)
+        place = await bind_container(self._containers, self._uploads, caller, choice, past, other_tools)
+        return ConfiguredCodeInterpreter(place, self._settings, self._clock)
+
+    def echo_spec(self, spec: ToolSpec) -> bytes:
+        return echo_code_interpreter(spec)
+
+    def rebuild_exchange(self, entry: ConversationEntry) -> ToolExchange | None:
+        try:
+            item = _replayed_decoder.decode(entry.raw)
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            return None
+        urls = [output.url for output in item.outputs or () if output.url is not None]
+        return ToolExchange(
+            call_id=item.id or f"call_{hashlib.sha256(entry.raw).hexdigest()[:24]}",
+            name=TOOL_NAME,
+            arguments=msgspec.json.encode({"code": item.code or ""}).decode(),
+            output=_OUTPUT_NOT_STORED if item.outputs is None else _format_outputs(item.outputs),
+            images=tuple(url for url in urls if url.startswith("data:image/")),
+        )
+
+    async def snapshot_state(
+        self,
+        caller: Caller,
+        past: Sequence[ConversationSegment],
+        kept_items: Sequence[ConversationEntry] = (),
+    ) -> ToolStateSnapshot | None:
+        """The containers that were used, by any tool, the latest last, each with its files; and files that wait."""
+        ids = list_used_containers(past)[-_MAX_SNAPSHOT_CONTAINERS:]
+        remembered = [await self._snapshot_container(caller, container_id) for container_id in ids]
+        # A container may hold ten thousand files, and clients carry what is sealed with every request.
+        items = [
+            msgspec.json.encode(replace(one, files=one.files[-_MAX_LISTED_FILES:])) for one in remembered
+        ]
+        files = collect_conversation_files(past, find_call_container)
+        if (waiting := await snapshot_files(files, kept_items)) is not None:
+            items.append(waiting)
+        if not items:
+            return None
+        notes = [
+            f"The code interpreter was used in an earlier container, {one.container_id}."
+            for one in remembered[:-1]
+        ]
+        notes += [_describe_container(one) for one in remembered[-1:]]
+        return ToolStateSnapshot(items, "\n".join([*notes, *_describe_given_files(files)]))
+
+    async def _snapshot_container(self, caller: Caller, container_id: str) -> _ContainerSnapshot:
+        try:
+            records = await self._containers.list_files(caller, container_id)
+        except NotFound:  # it never began, or is over; whoever offers the next one has to know
+            records = ()
+        return _ContainerSnapshot(
+            container_id=sanitize_name(container_id), files=[to_produced_file(record) for record in records]
+        )
+
+
+class ConfiguredCodeInterpreter(ConfiguredContainerTool[CodeInterpreterToolSettings]):
+    """An `ConfiguredTool`."""
+
+    @property
+    def function(self) -> FunctionSpec:
+        return FunctionSpec(name=TOOL_NAME, description=self._describe(), parameters=_PARAMETERS)
+
+    def start_call(self, context: ToolCallContext) -> InterpreterCallSession:
+        return InterpreterCallSession(self.binding, self._settings, self._clock, context)
+
+    def _describe(self) -> str:
+        settings = self._settings
+        state = (
+            "Variables, imports and files are kept from call to call."
+            if settings.keeps_variables
+            else "Files are kept from call to call; variables and imports are not."
+        )
+        directory, network = self.binding.describe()
+        return (
+            f"Runs Python {settings.python} in an isolated container and returns what it prints, the value of the "
+            "last expression and the names of the files it wrote. The user sees the figures it shows.\n"
+            f"- {state}\n"
+            f"- {directory}\n"
+            f"- Installed: {', '.join(settings.libraries)} and more; name other packages in `requirements`.\n"
+            f"- {network}\n"
+            f"- Code may run for {settings.execution_timeout:g} seconds."
+        )
+
+
+def _describe_given_files(files: Sequence[ConversationFile]) -> list[str]:
+    if not files:
+        return []
+    names = ", ".join(one.file.name for one in files[-_MAX_LISTED_FILES:])
+    return [f"The user has given these files, which code finds in {DATA_DIRECTORY}: {names}."]
+
+
+def _describe_container(container: _ContainerSnapshot) -> str:
+    files = container.files
+    if not files:
+        return f"The code interpreter's container is {container.container_id}; it holds no files."
+    listed = ", ".join(f"{file.path} ({file.bytes} bytes)" for file in files[-_MAX_LISTED_FILES:])
+    more = f", and {len(files) - _MAX_LISTED_FILES} older ones" if len(files) > _MAX_LISTED_FILES else ""
+    return f"Files in the code interpreter's container {container.container_id}: {listed}{more}."
+
+
+def _format_outputs(outputs: Sequence[_ReplayedOutput]) -> str:
+    figures = 0
+    parts: list[str] = []
+    for output in outputs:
+        if output.url is not None:
+            figures += 1
+            parts.append(f"[figure {figures}]")
+        elif output.logs:
+            parts.append(output.logs)
+    return "\n".join(parts) or NO_OUTPUT

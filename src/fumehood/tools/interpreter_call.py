@@ -1,0 +1,241 @@
+"""One call of the code interpreter, from its first character to its result."""
+
+import sys
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import msgspec
+
+from fumehood.interfaces import (
+    Clock,
+    Container,
+    ExecutionStarted,
+    ToolCallContext,
+    ToolCallResult,
+    ToolCallStep,
+)
+from fumehood.protocol.conversation import ToolExchange
+from fumehood.protocol.openai.api_errors import ApiError
+from fumehood.protocol.openai.ids import new_id
+from fumehood.protocol.openai.items import (
+    CallStatus,
+    CodeInterpreterCall,
+    CodeInterpreterLogs,
+    ExecutionDetails,
+)
+from fumehood.protocol.openai.stream_events import (
+    CodeInterpreterCallCodeDelta,
+    CodeInterpreterCallCodeDone,
+    CodeInterpreterCallCompleted,
+    CodeInterpreterCallFailed,
+    CodeInterpreterCallInProgress,
+    CodeInterpreterCallInterpreting,
+    OutputItemAdded,
+    OutputItemDone,
+    StreamEvent,
+)
+from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, ExecutionEnd, Requirements
+from fumehood.protocol.streaming_json import StringFieldScanner
+from fumehood.tools.call_arguments import decode_arguments, to_replayable
+from fumehood.tools.call_output import CallOutput, OutputLimits
+from fumehood.tools.container_binding import ContainerBinding
+from fumehood.tools.container_execution import NO_OUTPUT, RAN_STATUSES, execute_within, make_end
+from fumehood.tools.produced_files import InlineLimits, ProducedFileCollector, ProducedFiles, describe_files
+
+TOOL_NAME = "code_interpreter"
+
+ANNOUNCED_LIBRARIES = (
+    *("numpy", "pandas", "scipy", "scikit-learn", "matplotlib", "seaborn"),
+    *("sympy", "pillow", "pyarrow", "openpyxl"),
+)
+_OMISSION_MARK = (
+    "[{left_out:,} characters are left out here. Print less, or write to a file and look at parts of it.]"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeInterpreterToolSettings:
+    """How the code interpreter runs code, and what the model is told of it.
+
+    execution_timeout: seconds that the code of one call may run.
+    keeps_variables: whether they are there in the next call: what the containers do, for the model to know.
+    inline: how much of what produced files hold is sent inside of items.
+    python, libraries: what the model is told is there.
+    """
+
+    execution_timeout: float = 60.0
+    keeps_variables: bool = True
+    inline: InlineLimits = field(default_factory=InlineLimits)
+    output: OutputLimits = field(default_factory=OutputLimits)
+    python: str = f"{sys.version_info.major}.{sys.version_info.minor}"
+    libraries: tuple[str, ...] = ANNOUNCED_LIBRARIES
+
+
+class _InterpreterArguments(msgspec.Struct):
+    code: str
+    requirements: Requirements | None = None
+
+
+_arguments_decoder = msgspec.json.Decoder(_InterpreterArguments)
+
+
+class InterpreterCallSession:
+    """A `ToolCallSession`."""
+
+    def __init__(
+        self,
+        binding: ContainerBinding,
+        settings: CodeInterpreterToolSettings,
+        clock: Clock,
+        context: ToolCallContext,
+    ) -> None:
+        self._binding = binding
+        self._settings = settings
+        self._clock = clock
+        self._context = context
+        self._index = context.output_index
+        self._id = new_id("ci")
+        self._code_field = StringFieldScanner("code")
+        self._output = CallOutput(settings.output)
+        self._is_code_done = False
+        self._started_at: float | None = None
+
+    # ---- while the model writes -----------------------------------------------------------------------------------
+
+    def open(self) -> Sequence[StreamEvent]:
+        item = CodeInterpreterCall(id=self._id, container_id=self._binding.container_id, outputs=[])
+        return (
+            OutputItemAdded(output_index=self._index, item=item),
+            CodeInterpreterCallInProgress(item_id=self._id, output_index=self._index),
+        )
+
+    def feed(self, fragments: Sequence[str]) -> Sequence[StreamEvent]:
+        item_id, index = self._id, self._index
+        return [
+            CodeInterpreterCallCodeDelta(item_id=item_id, output_index=index, delta=delta)
+            for delta in self._code_field.feed(fragments)
+        ]
+
+    # ---- when it has written --------------------------------------------------------------------------------------
+
+    async def run(self) -> AsyncGenerator[ToolCallStep]:
+        try:
+            arguments = self._read_arguments()
+        except ValueError as error:
+            yield self._fail(f"Nothing ran: {error}.")
+            return
+        yield self._finish_code()
+        try:
+            container = await self._binding.open()
+        except ApiError as error:
+            yield self._fail(f"The code did not run: {error.message}")
+            return
+        async with aclosing(self._execute(container, arguments)) as steps:
+            async for step in steps:
+                yield step
+        gatherer = ProducedFileCollector(
+            self._binding.containers,
+            container,
+            self._context.caller,
+            limits=self._settings.inline,
+            max_images=self._settings.output.images,
+            content_budget=self._settings.inline.total_bytes if self._context.wants_contents else None,
+        )
+        yield self._finish(await gatherer.collect(self._output.images))
+
+    def _read_arguments(self) -> _InterpreterArguments:
+        """Raises ValueError with a sentence for the model."""
+        arguments = decode_arguments(_arguments_decoder, self._code_field.text)
+        if arguments.code != self._code_field.value:
+            raise ValueError("the arguments name `code` more than once")
+        return arguments
+
+    async def _execute(
+        self, container: Container, arguments: _InterpreterArguments
+    ) -> AsyncGenerator[Sequence[StreamEvent]]:
+        """Run the code, at most as long as the whole response has; what it says is in `self._output`."""
+        remaining = self._context.deadline - self._clock.monotonic()
+        request = ExecuteRequest(
+            code=arguments.code,
+            timeout_seconds=self._settings.execution_timeout,
+            requirements=arguments.requirements or [],
+        )
+        async with aclosing(execute_within(container, request, remaining)) as events:
+            async for event in events:
+                if not isinstance(event, ExecutionStarted):
+                    self._output.add_event(event)
+                elif self._started_at is None:
+                    self._started_at = self._clock.monotonic()
+                    yield (CodeInterpreterCallInterpreting(item_id=self._id, output_index=self._index),)
+
+    def abort(self, reason: str) -> ToolCallResult:
+        ran = 0.0 if self._started_at is None else self._clock.monotonic() - self._started_at
+        self._output.add_event(make_end("interrupted", f"The call was not finished: {reason}.", ran))
+        return self._build_result("incomplete", self._finish_code(), ProducedFiles())
+
+    # ---- what comes of it -----------------------------------------------------------------------------------------
+
+    def _finish_code(self) -> tuple[StreamEvent, ...]:
+        if self._is_code_done:
+            return ()
+        self._is_code_done = True
+        return (
+            CodeInterpreterCallCodeDone(
+                item_id=self._id, output_index=self._index, code=self._code_field.value or ""
+            ),
+        )
+
+    def _fail(self, reason: str) -> ToolCallResult:
+        """The result of a call that never ran."""
+        self._output.add_event(make_end("lost", reason))
+        return self._finish(ProducedFiles())
+
+    def _finish(self, produced: ProducedFiles) -> ToolCallResult:
+        completed = self._output.end is not None and self._output.end.status in RAN_STATUSES
+        kind = CodeInterpreterCallCompleted if completed else CodeInterpreterCallFailed
+        last = kind(item_id=self._id, output_index=self._index)
+        status: CallStatus = "completed" if completed else "failed"
+        return self._build_result(status, (*self._finish_code(), last), produced)
+
+    def _build_result(
+        self, status: CallStatus, events: Sequence[StreamEvent], produced: ProducedFiles
+    ) -> ToolCallResult:
+        output, end = self._output, self._output.end or make_end("lost", "")
+        item = CodeInterpreterCall(
+            id=self._id,
+            status=status,
+            code=self._code_field.value or "",
+            container_id=self._binding.container_id,
+            outputs=[
+                *([] if output.logs.is_empty else [CodeInterpreterLogs(logs=output.logs.render())]),
+                *produced.images,
+            ],
+            execution=ExecutionDetails(
+                stdout=output.stdout.render(),
+                stderr=output.stderr.render(),
+                exit_code=end.exit_code,
+                duration_ms=end.duration_ms,
+                files=produced.list_details(),
+                files_complete=produced.is_complete,
+                missing_files=produced.missing,
+                truncated=output.is_truncated,
+            ),
+        )
+        done = OutputItemDone(output_index=self._index, item=item)
+        exchange = ToolExchange(
+            call_id=self._context.call_id,
+            name=TOOL_NAME,
+            arguments=to_replayable(self._code_field.text, {"code": self._code_field.value or ""}),
+            output=self._format_for_model(produced, end),
+            images=tuple(produced.model_image_urls) if self._context.accepts_images else (),
+        )
+        return ToolCallResult(events=(*events, done), item=item, exchange=exchange, files=produced.files)
+
+    def _format_for_model(self, produced: ProducedFiles, end: ExecutionEnd) -> str:
+        """What the model reads: news, output, files, and the exit code if it is not 0."""
+        lines = [self._binding.pop_notices(), self._output.model_text.render(_OMISSION_MARK).rstrip("\n")]
+        lines.append(describe_files(produced.files))
+        if end.exit_code:
+            lines.append(f"Exit code: {end.exit_code}")
+        return "\n".join(line for line in lines if line) or NO_OUTPUT

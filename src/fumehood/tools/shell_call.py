@@ -1,0 +1,419 @@
+"""One call of the shell, from its first character to its result.
+
+A call is two items. The first, the commands, is done when the model has written it; the second, what they say, begins
+then, and grows while they run, one after another.
+"""
+
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+from msgspec.structs import replace
+
+from fumehood.interfaces import (
+    AdditionalItem,
+    Clock,
+    Container,
+    ExecutionStarted,
+    ToolCallContext,
+    ToolCallResult,
+    ToolCallStep,
+)
+from fumehood.protocol.conversation import ToolExchange
+from fumehood.protocol.openai.api_errors import ApiError
+from fumehood.protocol.openai.ids import new_id
+from fumehood.protocol.openai.items import (
+    ContainerReference,
+    ExecutionDetails,
+    ItemStatus,
+    ProducedFile,
+    ShellAction,
+    ShellCall,
+    ShellCallOutput,
+    ShellCallOutputContent,
+    ShellExit,
+    ShellTimeout,
+)
+from fumehood.protocol.openai.stream_events import (
+    OutputItemAdded,
+    OutputItemDone,
+    ShellCallCommandAdded,
+    ShellCallCommandDelta,
+    ShellCallCommandDone,
+    ShellCallOutputDelta,
+    ShellCallOutputDone,
+    ShellOutputText,
+    StreamEvent,
+)
+from fumehood.protocol.sandbox.sandbox_messages import (
+    ExecuteRequest,
+    ExecutionEnd,
+    ExecutionEvent,
+    ExecutionNote,
+    Stderr,
+    Stdout,
+)
+from fumehood.protocol.streaming_json import StringArrayPiece, StringArrayScanner
+from fumehood.tools.call_arguments import decode_arguments, to_replayable
+from fumehood.tools.call_output import CallOutput, OutputLimits
+from fumehood.tools.container_binding import ContainerBinding
+from fumehood.tools.container_execution import NO_OUTPUT, RAN_STATUSES, execute_within, make_end
+from fumehood.tools.produced_files import InlineLimits, ProducedFileCollector, ProducedFiles, describe_files
+
+TOOL_NAME = "shell"
+MAX_COMMANDS = 64
+_OMISSION_MARK = "[{left_out:,} characters are left out here. Write to a file, and look at parts of it.]"
+_MAX_HEADING_LENGTH = 200
+_CONTINUABLE_STATUSES = RAN_STATUSES | {
+    "timeout"
+}  # after anything else the rest would not find what it stands on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShellToolSettings:
+    """How the shell runs commands, and what the model is told of it.
+
+    execution_timeout: seconds that one command may run; the model may choose less.
+    keeps_processes: whether what runs in the background is there in the next call: what the containers do, for the
+        model to know.
+    inline: how much of what produced files hold is sent inside of items; larger pictures are not shown to models.
+    """
+
+    execution_timeout: float = 60.0
+    keeps_processes: bool = True
+    inline: InlineLimits = field(default_factory=InlineLimits)
+    output: OutputLimits = field(default_factory=OutputLimits)
+
+
+class _ShellArguments(msgspec.Struct):
+    commands: Annotated[list[str], Meta(min_length=1, max_length=MAX_COMMANDS)]
+    timeout_ms: Annotated[int, Meta(ge=1)] | None = None
+    max_output_length: Annotated[int, Meta(ge=1)] | None = None
+
+    @property
+    def action(self) -> ShellAction:
+        return ShellAction(
+            commands=self.commands, timeout_ms=self.timeout_ms, max_output_length=self.max_output_length
+        )
+
+
+_arguments_decoder = msgspec.json.Decoder(_ShellArguments)
+
+
+class ShellCallSession:
+    """A `ToolCallSession`."""
+
+    def __init__(
+        self, binding: ContainerBinding, settings: ShellToolSettings, clock: Clock, context: ToolCallContext
+    ) -> None:
+        self._binding = binding
+        self._settings = settings
+        self._clock = clock
+        self._context = context
+        self._index = context.output_index
+        self._commands_field = StringArrayScanner("commands")
+        self._announced_commands = 0  # commands that were told
+        self._call = ShellCall(
+            id=new_id("sh"),
+            call_id=context.call_id,
+            action=ShellAction(),
+            environment=ContainerReference(container_id=binding.container_id),
+        )
+        self._call_output: _ShellOutputBuilder | None = None
+
+    # ---- while the model writes -----------------------------------------------------------------------------------
+
+    def open(self) -> Sequence[StreamEvent]:
+        return (OutputItemAdded(output_index=self._index, item=self._call),)
+
+    def feed(self, fragments: Sequence[str]) -> Sequence[StreamEvent]:
+        return [
+            event
+            for fragment in fragments
+            for piece in self._commands_field.feed(fragment)
+            for event in self._make_command_events(piece)
+        ]
+
+    def _make_command_events(self, piece: StringArrayPiece) -> list[StreamEvent]:
+        number, index = piece.position, self._index
+        events: list[StreamEvent] = []
+        if number == self._announced_commands:
+            self._announced_commands += 1
+            events.append(ShellCallCommandAdded(output_index=index, command_index=number))
+        if piece.text:
+            events.append(ShellCallCommandDelta(output_index=index, command_index=number, delta=piece.text))
+        if piece.is_complete:
+            command = self._commands_field.values[number]
+            events.append(ShellCallCommandDone(output_index=index, command_index=number, command=command))
+        return events
+
+    # ---- when it has written --------------------------------------------------------------------------------------
+
+    async def run(self) -> AsyncGenerator[ToolCallStep]:
+        try:
+            arguments = self._read_arguments()
+        except ValueError as error:
+            yield self._build_unrun_result(f"Nothing ran: {error}.")
+            return
+        self._call = replace(self._call, action=arguments.action, status="completed")
+        answer = self._call_output = _ShellOutputBuilder(arguments, self._settings.output, self._context)
+        yield [OutputItemDone(output_index=self._index, item=self._call), answer.make_added_event()]
+        try:
+            container = await self._binding.open()
+        except ApiError as error:
+            events = answer.end_all(f"The command did not run: {error.message}")
+            yield self._build_result(events, ProducedFiles())
+            return
+        produced = ProducedFiles()
+        for command in arguments.commands:
+            if answer.stop_reason is not None:
+                break
+            async with aclosing(self._run_command(container, command, arguments, answer)) as steps:
+                async for step in steps:
+                    yield step
+            await self._collect_files(container, produced)
+        await self._drop_deleted_files(produced, len(answer.command_outputs))
+        yield self._build_result(answer.end_all(answer.stop_reason or ""), produced)
+
+    def _read_arguments(self) -> _ShellArguments:
+        """Raises ValueError with a sentence for the model."""
+        arguments = decode_arguments(_arguments_decoder, self._commands_field.text)
+        if arguments.commands != self._commands_field.values:
+            raise ValueError("the arguments name `commands` more than once")
+        return arguments
+
+    async def _run_command(
+        self, container: Container, command: str, arguments: _ShellArguments, answer: "_ShellOutputBuilder"
+    ) -> AsyncGenerator[Sequence[StreamEvent]]:
+        longest = self._settings.execution_timeout * 1000
+        request = ExecuteRequest(
+            code=command,
+            language="shell",
+            timeout_seconds=min(longest, arguments.timeout_ms or longest) / 1000,  # of any size: no float yet
+        )
+        remaining = self._context.deadline - self._clock.monotonic()
+        answer.begin_command()
+        async with aclosing(execute_within(container, request, remaining)) as events:
+            async for event in events:
+                if not isinstance(event, ExecutionStarted) and (step := answer.add_event(event)):
+                    yield step
+
+    async def _collect_files(self, container: Container, produced: ProducedFiles) -> None:
+        """What a command left, beside what those before it did."""
+        settings = self._settings
+        left = None
+        if self._context.wants_contents:
+            sent = sum(file.bytes for file in produced.details.values() if file.content is not None)
+            left = max(0, settings.inline.total_bytes - sent)
+        gatherer = ProducedFileCollector(
+            self._binding.containers,
+            container,
+            self._context.caller,
+            limits=settings.inline,
+            max_images=max(0, settings.output.images - len(produced.model_image_urls)),
+            content_budget=left,
+        )
+        found = await gatherer.collect(())
+        again = {file.file_id for file in found.files}
+        produced.files = [file for file in produced.files if file.file_id not in again] + found.files
+        produced.details |= found.details
+        produced.model_image_urls += found.model_image_urls
+        # What one command could not fetch, the look after the next one may have.
+        produced.missing, produced.is_complete = found.missing, found.is_complete
+
+    async def _drop_deleted_files(self, produced: ProducedFiles, commands: int) -> None:
+        """What one command wrote, a later one may have removed."""
+        if commands > 1 and produced.files:
+            there = {file.file_id for file in await self._binding.list_files()}
+            produced.files = [file for file in produced.files if file.file_id in there]
+
+    # ---- what comes of it -----------------------------------------------------------------------------------------
+
+    def abort(self, reason: str) -> ToolCallResult:
+        reason = f"The call was not finished: {reason}."
+        if self._call_output is None:
+            return self._build_unrun_result(reason)
+        return self._build_result(self._call_output.end_all(reason), ProducedFiles())
+
+    def _build_unrun_result(self, reason: str) -> ToolCallResult:
+        """The result of a call that never ran: it is one item only."""
+        commands = self._commands_field.values[: self._announced_commands]
+        last = len(commands) - 1
+        events: list[StreamEvent] = []
+        if commands and not self._commands_field.is_string_complete(last):
+            events.append(
+                ShellCallCommandDone(output_index=self._index, command_index=last, command=commands[last])
+            )
+        self._call = replace(self._call, action=ShellAction(commands=commands), status="incomplete")
+        events.append(OutputItemDone(output_index=self._index, item=self._call))
+        exchange = self._make_exchange(reason, ())
+        return ToolCallResult(events=events, item=self._call, exchange=exchange)
+
+    def _build_result(self, events: Sequence[StreamEvent], produced: ProducedFiles) -> ToolCallResult:
+        answer = self._call_output
+        if answer is None:
+            raise AssertionError("a result without commands that ran")
+        item, done = answer.finish(produced)
+        images = tuple(produced.model_image_urls) if self._context.accepts_images else ()
+        exchange = self._make_exchange(self._format_for_model(answer, produced.files), images)
+        return ToolCallResult(
+            events=(*events, done),
+            item=self._call,
+            exchange=replace(exchange, tells="call", output="", images=()),
+            additional_items=[
+                AdditionalItem(
+                    output_index=answer.index,
+                    item=item,
+                    exchange=replace(exchange, tells="result", arguments=""),
+                )
+            ],
+            files=produced.files,
+        )
+
+    def _make_exchange(self, output: str, images: tuple[str, ...]) -> ToolExchange:
+        return ToolExchange(
+            call_id=self._context.call_id,
+            name=TOOL_NAME,
+            arguments=to_replayable(self._commands_field.text, {"commands": self._commands_field.values}),
+            output=output,
+            images=images,
+        )
+
+    def _format_for_model(self, answer: "_ShellOutputBuilder", files: Sequence[ProducedFile]) -> str:
+        """What the model reads: news, what each command said and how it ended, and files."""
+        lines = [self._binding.pop_notices(), *answer.format_for_model(), describe_files(files)]
+        return "\n".join(line for line in lines if line) or NO_OUTPUT
+
+
+class _ShellOutputBuilder:
+    """The second item of a call, command by command.
+
+    said: what the commands that have begun said. stopped: why the rest will not run.
+    """
+
+    def __init__(self, arguments: _ShellArguments, limits: OutputLimits, context: ToolCallContext) -> None:
+        self.index = context.allocate_output_index()
+        self.command_outputs: list[CallOutput] = []
+        self.stop_reason: str | None = None
+        self._commands = arguments.commands
+        self._limits = _divide_limits(limits, len(self._commands), arguments.max_output_length)
+        self._streamed_characters = 0  # characters of the command that runs
+        self._item = ShellCallOutput(
+            id=new_id("sho"), call_id=context.call_id, max_output_length=arguments.max_output_length
+        )
+
+    def make_added_event(self) -> StreamEvent:
+        return OutputItemAdded(output_index=self.index, item=self._item)
+
+    def begin_command(self) -> None:
+        self.command_outputs.append(CallOutput(self._limits))
+        self._streamed_characters = 0
+
+    def add_event(self, event: ExecutionEvent) -> list[StreamEvent]:
+        """An event of the command that runs."""
+        self.command_outputs[-1].add_event(event)
+        match event:
+            case Stdout(text):
+                return self._make_delta_events(ShellOutputText(stdout=text))
+            case Stderr(text):
+                return self._make_delta_events(ShellOutputText(stderr=text))
+            case ExecutionNote(text):
+                return self._make_delta_events(ShellOutputText(stderr=f"{text}\n"))
+            case ExecutionEnd():
+                if event.status not in _CONTINUABLE_STATUSES:
+                    self.stop_reason = "The command did not run, since one before it did not come to its end."
+                return [self._make_done_event(len(self.command_outputs) - 1)]
+            case _:  # a shell shows nothing else
+                return []
+
+    def _make_delta_events(self, text: ShellOutputText) -> list[StreamEvent]:
+        """The event for it, until as much was sent as is kept: of more, the item shows the beginning and the end."""
+        if self._streamed_characters > self._limits.stored_output_characters:
+            return []
+        self._streamed_characters += len(text.stdout) + len(text.stderr)
+        number = len(self.command_outputs) - 1
+        delta = ShellCallOutputDelta(
+            item_id=self._item.id, output_index=self.index, command_index=number, delta=text
+        )
+        return [delta]
+
+    def _make_done_event(self, number: int) -> StreamEvent:
+        output = _to_shell_output(self.command_outputs[number])
+        return ShellCallOutputDone(
+            item_id=self._item.id, output_index=self.index, command_index=number, output=[output]
+        )
+
+    def end_all(self, reason: str) -> list[StreamEvent]:
+        """End what runs, and what has not begun, for this reason."""
+        events: list[StreamEvent] = []
+        if self.command_outputs and self.command_outputs[-1].end is None:
+            events += self.add_event(make_end("interrupted", reason))
+        while len(self.command_outputs) < len(self._commands):
+            self.begin_command()
+            events += self.add_event(make_end("lost", reason))
+        return events
+
+    def finish(self, produced: ProducedFiles) -> tuple[ShellCallOutput, StreamEvent]:
+        ends = [one.end or make_end("lost", "") for one in self.command_outputs]
+        whole = all(end.status in _CONTINUABLE_STATUSES for end in ends)
+        status: ItemStatus = "completed" if whole else "incomplete"
+        output = [_to_shell_output(one) for one in self.command_outputs]
+        execution = ExecutionDetails(
+            stdout=_join_lines(one.stdout for one in output),
+            stderr=_join_lines(one.stderr for one in output),
+            exit_code=ends[-1].exit_code,
+            duration_ms=sum(end.duration_ms for end in ends),
+            files=produced.list_details(),
+            files_complete=produced.is_complete,
+            missing_files=produced.missing,
+            truncated=any(one.is_truncated for one in self.command_outputs),
+        )
+        item = replace(self._item, output=output, status=status, execution=execution)
+        return item, OutputItemDone(output_index=self.index, item=item)
+
+    def format_for_model(self) -> list[str]:
+        lines: list[str] = []
+        for command, said in zip(self._commands, self.command_outputs, strict=True):
+            if len(self._commands) > 1:
+                lines.append(f"$ {_format_heading(command)}")
+            lines.append(said.model_text.render(_OMISSION_MARK).rstrip("\n"))
+            if said.end is not None and said.end.exit_code:
+                lines.append(f"Exit code: {said.end.exit_code}")
+        return lines
+
+
+def _divide_limits(limits: OutputLimits, commands: int, length: int | None) -> OutputLimits:
+    """The share of one command, so that all together keep to what one call may say."""
+    model, kept = (
+        most // commands for most in (limits.model_output_characters, limits.stored_output_characters)
+    )
+    return OutputLimits(
+        model_output_characters=min(model, length or model),
+        stored_output_characters=min(kept, length or kept),
+        images=0,
+    )
+
+
+def _to_shell_output(said: CallOutput) -> ShellCallOutputContent:
+    end = said.end or make_end("lost", "")
+    return ShellCallOutputContent(
+        stdout=said.stdout.render(),
+        stderr=said.stderr.render(),
+        outcome=ShellTimeout() if end.status == "timeout" else ShellExit(exit_code=end.exit_code),
+    )
+
+
+def _join_lines(texts: Iterable[str]) -> str:
+    """Each beginning with a line of its own."""
+    whole = ""
+    for text in texts:
+        whole += f"\n{text}" if text and whole and whole[-1] != "\n" else text
+    return whole
+
+
+def _format_heading(command: str) -> str:
+    first, _, rest = command.strip().partition("\n")
+    return f"{first[:_MAX_HEADING_LENGTH]} …" if rest or len(first) > _MAX_HEADING_LENGTH else first

@@ -1,0 +1,197 @@
+"""The hosted tool `shell`: commands in containers, for any model.
+
+A shell whose environment is the client's own machine is not served here: it stays the client's to run. docs/shell.md
+tells what the model is offered and what clients see.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+from msgspec import Raw
+
+from fumehood.interfaces import (
+    Caller,
+    Clock,
+    ConfiguredTool,
+    ContainerService,
+    FileService,
+    ToolCallContext,
+    ToolStateSnapshot,
+)
+from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
+from fumehood.protocol.openai.api_errors import InvalidRequest
+from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
+from fumehood.tools.container_binding import ConfiguredContainerTool, bind_container, find_call_container
+from fumehood.tools.container_config import echo_shell, read_shell_environment
+from fumehood.tools.container_execution import NO_OUTPUT
+from fumehood.tools.shell_call import MAX_COMMANDS, TOOL_NAME, ShellCallSession, ShellToolSettings
+
+_CALL_TYPE = "shell_call"
+_OUTPUT_TYPE = "shell_call_output"
+_PARAMETERS = Raw(
+    msgspec.json.encode(
+        {
+            "type": "object",
+            "properties": {
+                "commands": {
+                    "type": "array",
+                    "items": {"type": "string"},
+                    "minItems": 1,
+                    "maxItems": MAX_COMMANDS,
+                    "description": 'The commands to run, one after another, e.g. ["ls -l", "wc -l *.csv | tail -1"].',
+                },
+                "timeout_ms": {
+                    "type": "integer",
+                    "minimum": 1,
+                    "description": "Milliseconds that each command may take, if fewer than usual.",
+                },
+                "max_output_length": {
+                    "type": "integer",
+                    "minimum": 1,
+                    "description": "Characters to return of each command, if fewer than usual.",
+                },
+            },
+            "required": ["commands"],
+            "additionalProperties": False,
+        }
+    )
+)
+
+
+class _Action(msgspec.Struct, omit_defaults=True):
+    commands: list[str] = []
+    timeout_ms: int | None = None
+    max_output_length: int | None = None
+
+
+class _Outcome(msgspec.Struct):
+    type: str = "exit"
+    exit_code: int | None = None
+
+
+class _ReplayedOutput(msgspec.Struct):
+    stdout: str | None = None
+    stderr: str | None = None
+    outcome: _Outcome | None = None
+
+
+class _ReplayedItem(msgspec.Struct):
+    """An item that a client gives back, a call or its result, with whatever it has left of it."""
+
+    call_id: str
+    action: _Action | None = None
+    output: list[_ReplayedOutput] | None = None
+
+
+_replayed_decoder = msgspec.json.Decoder(_ReplayedItem)
+
+
+class ShellTool:
+    """A `HostedTool`. One that is not enabled still knows which shells are none of its business."""
+
+    types = frozenset({TOOL_NAME})
+    item_types = frozenset({_CALL_TYPE, _OUTPUT_TYPE})
+    finds_files = True
+
+    def __init__(
+        self,
+        containers: ContainerService,
+        clock: Clock,
+        settings: ShellToolSettings | None = None,
+        uploads: FileService | None = None,
+        *,
+        enabled: bool = True,
+    ) -> None:
+        self._containers = containers
+        self._clock = clock
+        self._settings = settings or ShellToolSettings()
+        self._uploads = uploads
+        self._enabled = enabled
+
+    async def configure(
+        self,
+        spec: ToolSpec,
+        caller: Caller,
+        past: Sequence[ConversationSegment],
+        other_tools: Sequence[ConfiguredTool] = (),
+    ) -> "ConfiguredShell | None":
+        choice = read_shell_environment(spec)
+        if choice is None:
+            return None
+        if not self._enabled:
+            raise InvalidRequest(f"{TOOL_NAME} is not enabled on this server.", param="tools")
+        place = await bind_container(self._containers, self._uploads, caller, choice, past, other_tools)
+        return ConfiguredShell(place, self._settings, self._clock)
+
+    def echo_spec(self, spec: ToolSpec) -> bytes:
+        return echo_shell(spec)
+
+    def rebuild_exchange(self, entry: ConversationEntry) -> ToolExchange | None:
+        """For a call in a container, and for any result: whoever shows it knows whether its call was shown."""
+        try:
+            item = _replayed_decoder.decode(entry.raw)
+        except (msgspec.DecodeError, UnicodeError, RecursionError):
+            return None
+        if entry.type == _OUTPUT_TYPE:
+            told = _format_outputs(item.output or ())
+            return ToolExchange(
+                call_id=item.call_id, name=TOOL_NAME, arguments="", output=told, tells="result"
+            )
+        if find_call_container(entry) is None:
+            return None
+        arguments = msgspec.json.encode(item.action or _Action()).decode()
+        return ToolExchange(
+            call_id=item.call_id, name=TOOL_NAME, arguments=arguments, output="", tells="call"
+        )
+
+    async def snapshot_state(
+        self,
+        caller: Caller,
+        past: Sequence[ConversationSegment],
+        kept_items: Sequence[ConversationEntry] = (),
+    ) -> ToolStateSnapshot | None:
+        """Nothing of its own: the code interpreter remembers the containers of both."""
+        del caller, past, kept_items
+        return None
+
+
+class ConfiguredShell(ConfiguredContainerTool[ShellToolSettings]):
+    """An `ConfiguredTool`."""
+
+    @property
+    def function(self) -> FunctionSpec:
+        return FunctionSpec(name=TOOL_NAME, description=self._describe(), parameters=_PARAMETERS)
+
+    def start_call(self, context: ToolCallContext) -> ShellCallSession:
+        return ShellCallSession(self.binding, self._settings, self._clock, context)
+
+    def _describe(self) -> str:
+        kept = (
+            "Files, and what runs in the background, are kept from call to call."
+            if self._settings.keeps_processes
+            else "Files are kept from call to call; nothing goes on running in the background."
+        )
+        directory, network = self.binding.describe()
+        return (
+            "Runs commands in a shell in an isolated Linux container and returns what they write to stdout and stderr, "
+            "their exit codes if these are not 0, and the names of the files they wrote.\n"
+            "- Commands run one after another, whether or not those before them failed; each in a shell of its own, so "
+            "that `cd` and variables do not outlast it: join what belongs together with &&.\n"
+            f"- {kept} They are shared with the code interpreter, if you have one.\n"
+            f"- {directory}\n"
+            "- `python` is there; `pip install` installs packages. There is no keyboard: nothing can ask you back.\n"
+            f"- {network}\n"
+            f"- A command may run for {self._settings.execution_timeout:g} seconds."
+        )
+
+
+def _format_outputs(output: Sequence[_ReplayedOutput]) -> str:
+    lines: list[str] = []
+    for said in output:
+        lines += [(said.stdout or "").rstrip("\n"), (said.stderr or "").rstrip("\n")]
+        outcome = said.outcome or _Outcome()
+        if outcome.type == "timeout":
+            lines.append("It ran too long and was stopped.")
+        elif outcome.exit_code:
+            lines.append(f"Exit code: {outcome.exit_code}")
+    return "\n".join(line for line in lines if line) or NO_OUTPUT

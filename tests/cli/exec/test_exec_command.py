@@ -1,0 +1,573 @@
+"""`fumehood exec` with real sandboxes, and the parts that guard the operator."""
+
+import fcntl
+import json
+import os
+import re
+import select
+import signal
+import stat
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from fumehood.cli import app
+from fumehood.cli.exec.exec_output import escape_control_sequences
+from fumehood.cli.exec.exec_session import choose_preload
+from fumehood.cli.output_directory import FileNotSaved, OutputDirectory, decode_images, split_safe_path
+from fumehood.protocol.sandbox.sandbox_messages import ExecutionEnd, ExecutionEvent, Stdout
+from tests.support.sandbox_runs import build_environment, has_cgroups, strip_limits_warning
+
+ROOT = Path(__file__).resolve().parent.parent
+FUMEHOOD = Path(sys.executable).parent / "fumehood"
+TIMEOUT_SECONDS = 60
+
+
+def run(
+    *args: str | Path, stdin: str | None = None, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [FUMEHOOD, *args],
+        input=stdin,
+        cwd=cwd,
+        env=build_environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+    if not has_cgroups():
+        done.stderr = strip_limits_warning(done.stderr)
+    return done
+
+
+needs_memory_bounds = pytest.mark.skipif(not has_cgroups(), reason="this user may not bound memory here")
+
+
+# ---- what the README says -------------------------------------------------------------------------------------
+
+
+def readme_examples() -> list[str]:
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    return [block for _, block in blocks if block.startswith("fumehood exec")]
+
+
+def test_readme_examples(tmp_path: Path) -> None:
+    examples = readme_examples()
+    assert len(examples) == 2
+    environ = {**build_environment(), "PATH": f"{FUMEHOOD.parent}:{os.environ['PATH']}"}
+    printed = [
+        subprocess.run(
+            ["sh", "-c", text],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+            check=True,
+        ).stdout
+        for text in examples
+    ]
+    assert printed == ["45\n", ""]
+    assert (tmp_path / "out/squares.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "out/figure-1.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- exit codes -----------------------------------------------------------------------------------------------
+
+_MEMORY_FILES = """
+import os
+kept = []
+for number in range(3000):
+    kept.append(os.memfd_create(str(number)))
+    os.write(kept[-1], b"x" * (2 << 20))
+"""
+_DEAF_LOOP = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
+_FORK_BOMB = """
+import os
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "stdout", "stderr"),
+    [
+        ("print('a', end=''); 'b'", 0, "a\n'b'\n", r""),
+        ("1/0", 1, "", r"Traceback .*ZeroDivisionError: division by zero"),
+        ("import sys; sys.exit(3)", 3, "", r""),
+        ("import os; os._exit(0)", 125, "", r"The sandbox was lost: .*exited with code 0"),
+        ("bytearray(2 << 30)", 1, "", r"MemoryError"),
+        pytest.param(_MEMORY_FILES, 137, "", r"out of memory \(1g\)", marks=needs_memory_bounds),
+    ],
+    ids=["ends", "raises", "exits", "dies", "MemoryError", "memory bomb"],
+)
+def test_exit_code(code: str, exit_code: int, stdout: str, stderr: str) -> None:
+    done = run("exec", "-c", code)
+    assert (done.returncode, done.stdout) == (exit_code, stdout), done.stderr
+    assert re.search(stderr, done.stderr, re.DOTALL)
+    assert stderr or not done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("while True: pass", "and was interrupted."),
+        (_DEAF_LOOP, "was killed"),
+        (_FORK_BOMB, "ran longer than 1 s"),
+    ],
+    ids=["loop", "deaf loop", "fork bomb"],
+)
+def test_time_out(code: str, reason: str) -> None:
+    done = run("exec", "--json", "--timeout", "1", "-c", code)
+    assert done.returncode == 124
+    *_, end, last = [json.loads(line) for line in done.stdout.splitlines()]
+    assert end["type"] == "end"
+    assert end["status"] == "timeout"
+    assert end["duration_ms"] < 4000
+    assert reason in end["reason"]
+    assert last["code"] == 124
+
+
+def test_nothing_runs_where_nothing_isolates(tmp_path: Path) -> None:
+    done = run("exec", "--mode", "pod", "--guest-socket", tmp_path / "none", "-c", "print('ran')")
+    assert done.returncode == 125
+    assert done.stdout == ""
+    assert "Code cannot be isolated here, so nothing was run." in done.stderr
+    assert "Start the code container first" in done.stderr
+    as_json = run(
+        "exec", "--json", "--mode", "pod", "--guest-socket", tmp_path / "none", "-c", "print('ran')"
+    )
+    (last,) = [json.loads(line) for line in as_json.stdout.splitlines()]
+    assert last["type"] == "exit"
+    assert last["code"] == as_json.returncode == 125
+    assert "nothing was run" in last["reason"]
+
+
+@pytest.mark.root
+def test_refuses_without_cgroups() -> None:
+    script = 'umount -l /sys/fs/cgroup && exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", script, "sh", FUMEHOOD, "exec", "-c", "print('ran')"]
+    done = subprocess.run(
+        command, env=build_environment(), capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+    )
+    assert (done.returncode, done.stdout) == (125, ""), done.stderr
+    assert "Mount a cgroup file system" in done.stderr
+    assert "best-effort" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        ("-c", "1", "file.py"),
+        ("no-such-file.py",),
+        ("--memory", "8g", "-c", "1"),
+        ("--timeout", "0", "-c", "1"),
+        ("--timeout", "nan", "-c", "1"),
+        ("--timeout", "soon", "-c", "1"),
+        ("--mode", "none", "-c", "1"),
+        ("--mode", "pod", "-c", "1"),
+        ("--file", "no-such-file.csv", "-c", "1"),
+        ("--files-out", "/dev/null", "-c", "1"),
+        ("--no-such-option", "-c", "1"),
+    ],
+    ids=" ".join,
+)
+def test_wrong_use(args: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(app, ["exec", *args])
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    assert "Usage: " in done.stderr
+
+
+def test_code_must_be_text(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_bytes(b"print('\xff')\n")
+    assert run("exec", tmp_path / "bad.py").returncode == 2
+    assert run("exec", "-c", os.fsdecode(b"print('\xff')")).returncode == 2
+
+
+# ---- code in, output and files out ----------------------------------------------------------------------------
+
+
+def test_file_with_uploads_and_subdirectories(tmp_path: Path) -> None:
+    (tmp_path / "numbers.csv").write_text("1\n2\n3\n")
+    (tmp_path / "sum.py").write_bytes(
+        "# -*- coding: latin-1 -*-\nimport os\nos.makedirs('a/b')\n"
+        "total = sum(map(int, open('numbers.csv')))\nopen('a/b/total.txt', 'w').write(f'é{total}')\n".encode(
+            "latin-1"
+        )
+    )
+    args = ("exec", "--file", "numbers.csv", "--files-out", "out", "sum.py")
+    done = run(*args, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a"], (
+        "what was uploaded is not brought back"
+    )
+    assert (tmp_path / "out/a/b/total.txt").read_text() == "é6"
+    assert done.stderr == "saved: out/a/b/total.txt\n"
+    (tmp_path / "out/a/b/total.txt").write_text("mine")
+    assert run(*args, "--quiet", cwd=tmp_path).stderr == ""
+    assert (tmp_path / "out/a/b/total.txt").read_text() == "mine"
+    assert (tmp_path / "out/a/b/total-2.txt").read_text() == "é6"
+
+
+_HOSTILE = r"""
+import os
+for name in ("n\nl", "e\x1b[31m", b"\xff\xfe", "\u202egnp.exe", "x" * 255, "-rf", "taken", "good.txt"):
+    open(name, "w").write("theirs")
+os.mkdir("link")
+open("link/inside", "w").write("theirs")
+os.symlink("/etc/passwd", "passwd")
+os.symlink("/", "root")
+os.mkfifo("fifo")
+os.truncate(os.open("sparse", os.O_CREAT | os.O_RDWR), 10 << 30)
+print("\x1b[2Jraw")
+"""
+
+
+def test_hostile_files_through_standard_input(tmp_path: Path) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    out.mkdir()
+    elsewhere.mkdir()
+    (elsewhere / "secret").write_text("mine")
+    (out / "link").symlink_to(elsewhere)
+    (out / "taken").symlink_to(elsewhere / "secret")
+    done = run("exec", "--files-out", out, "-", stdin=_HOSTILE)
+    assert (done.returncode, done.stdout) == (0, "\x1b[2Jraw\n"), "a pipe gets the output as it is"
+    assert (elsewhere / "secret").read_text() == "mine"
+    assert [path.name for path in elsewhere.iterdir()] == ["secret"]
+    saved = {path.name for path in out.iterdir() if not path.is_symlink()}
+    assert saved == {"x" * 255, "-rf", "taken-2", "good.txt"}
+    assert all(stat.S_IMODE((out / name).stat().st_mode) & 0o111 == 0 for name in saved)
+    assert "\x1b" not in done.stderr
+    skipped = re.findall(r"^not saved: ([^:]+): (.*)$", done.stderr, re.MULTILINE)
+    assert dict(skipped).keys() == {
+        "n\\x0al",
+        "e\\x1b[31m",
+        "…",
+        "\\u202egnp.exe",
+        "link/inside",
+        "sparse",
+    }
+    assert "10737418240 bytes" in dict(skipped)["sparse"]
+    assert "names that are not text" in dict(skipped)["…"]
+    assert "a link stands" in dict(skipped)["link/inside"]
+
+
+def test_json(tmp_path: Path) -> None:
+    code = (
+        "import sys, matplotlib.pyplot as plt\nprint('out\\x9b'); print('err', file=sys.stderr)\n"
+        "plt.plot([1, 2]); plt.show()\nopen('made.txt', 'w').write('x')\nraise KeyError('no')"
+    )
+    done = run("exec", "--json", "--files-out", tmp_path / "out", "-c", code)
+    assert done.returncode == 1
+    *lines, last = done.stdout.splitlines()
+    events = [msgspec.json.decode(line, type=ExecutionEvent) for line in lines]
+    assert [type(event).__name__ for event in events] == ["Stdout", "Stderr", "Display", "Raised", "End"]
+    assert events[0] == Stdout("out\x9b\n")
+    assert "\x9b" not in done.stdout
+    assert isinstance(events[-1], ExecutionEnd)
+    picture = (tmp_path / "out/figure-1.png").stat().st_size
+    assert json.loads(last) == {
+        "type": "exit",
+        "code": 1,
+        "reason": "",
+        "directory": str(tmp_path / "out"),
+        "files": [
+            {"path": "figure-1.png", "source": None, "size": picture},
+            {"path": "made.txt", "source": "made.txt", "size": 1},
+        ],
+        "skipped": [],
+    }
+
+
+def test_hidden_files_and_files_without_an_end_stay_behind(tmp_path: Path) -> None:
+    code = (
+        "import os\nos.makedirs('.git/hooks'); os.makedirs('a/.b')\n"
+        "for name in ('.envrc', '.git/hooks/post-checkout', 'a/.b/c', 'a/plain'): open(name, 'w').write('x')\n"
+        "os.truncate(os.open('large', os.O_CREAT | os.O_RDWR), (256 << 20) + 1)"
+    )
+    done = run("exec", "--json", "--files-out", tmp_path / "out", "-c", code)
+    assert done.returncode == 0, done.stderr
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert [file["path"] for file in last["files"]] == ["a/plain"]
+    skipped = {file["path"]: file["reason"] for file in last["skipped"]}
+    assert skipped.keys() == {".envrc", ".git/hooks/post-checkout", "a/.b/c", "large"}
+    assert skipped.pop("large") == f"{(256 << 20) + 1} bytes, more than is copied of one file (256 MiB)"
+    assert set(skipped.values()) == {"hidden: a part of its path begins with a dot"}
+    assert [path.name for path in (tmp_path / "out").rglob("*")] == ["a", "plain"]
+    assert done.stderr.count("not saved: ") == 4
+
+
+def test_a_picture_without_a_place_for_it_does_not_end_the_run() -> None:
+    code = "import matplotlib.pyplot as plt\nplt.plot([1, 2]); plt.show(); print('went on')"
+    source = (
+        "import sys, tempfile; tempfile.tempdir = '/nowhere'; from fumehood.cli import main\n"
+        f"sys.argv = ['fumehood', 'exec', '-c', {code!r}]; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", source],
+        env=build_environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("went on\n")
+    assert "A picture was not saved: " in done.stderr
+
+
+# ---- signals and terminals ------------------------------------------------------------------------------------
+
+_SLEEPER = "import time\nprint('here', flush=True)\ntime.sleep(50)"
+
+
+def start(*args: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [FUMEHOOD, *args], env=build_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def find_leftovers(pid: int) -> list[Path]:
+    """The cgroups that a command has made, and the jail that it has started (in a session of its own)."""
+    found = [path for path in Path("/sys/fs/cgroup").glob(f"**/fumehood-{pid}-*") if path.is_dir()]
+    assert not found or has_cgroups()
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with suppress(OSError):
+            if f"\nPPid:\t{pid}\n" in status.read_text():
+                found.append(status)
+    return found
+
+
+def test_output_comes_while_the_code_runs_and_an_interrupt_ends_it() -> None:
+    process = start("exec", "-c", _SLEEPER)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"here\n"
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 130
+    assert b"KeyboardInterrupt" in stderr
+    assert b"The code was interrupted" in stderr
+
+
+def test_termination_leaves_nothing_behind() -> None:
+    process = start("exec", "-c", _SLEEPER)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"here\n"
+    made = find_leftovers(process.pid)
+    assert made
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert [path for path in made if path.exists()] == find_leftovers(process.pid) == []
+
+
+def test_a_reader_that_leaves_ends_the_code() -> None:
+    process = start("exec", "-c", "while True: print('x' * 1000, flush=True)")
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr is not None
+    assert strip_limits_warning(process.stderr.read().decode()) == ""
+    assert process.wait(TIMEOUT_SECONDS) == 141
+    process.stderr.close()
+
+
+def test_a_reader_that_does_not_read_does_not_stop_the_clock() -> None:
+    process = start("exec", "--timeout", "1", "-c", "while True: print('x' * 10_000)")
+    assert process.stderr is not None
+    began = time.monotonic()
+    # Standard output is full by then, and nobody has read from it.
+    while find_leftovers(process.pid) or time.monotonic() - began < 1:
+        assert time.monotonic() - began < 20, "the sandbox outlives its time"
+        time.sleep(0.05)
+    process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 124
+
+
+class PseudoTerminal:
+    """The command on a terminal of its own, which is its controlling one."""
+
+    def __init__(self, *args: str) -> None:
+        self.master, slave = os.openpty()
+        self.output = ""
+        self.process = subprocess.Popen(
+            [FUMEHOOD, *args],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            env={**build_environment(), "TERM": "xterm", "COLUMNS": "120"},
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509
+        )
+        os.close(slave)
+
+    def until(self, text: str | None) -> str:
+        """Everything up to and with the text, or up to the end."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while text is None or text not in self.output:
+            assert time.monotonic() < deadline, self.output
+            if not select.select([self.master], [], [], 1)[0]:
+                continue
+            try:
+                self.output += os.read(self.master, 65536).decode(errors="replace")
+            except OSError:  # the terminal's other end is closed
+                assert text is None, self.output
+                break
+        return self.output
+
+    def press(self, keys: bytes) -> None:
+        os.write(self.master, keys)
+
+    def close(self) -> int:
+        self.until(None)
+        os.close(self.master)
+        return self.process.wait(TIMEOUT_SECONDS)
+
+
+def test_code_cannot_drive_the_terminal() -> None:
+    code = r"print('A\x1b]0;owned\x07\x1b[2J\x1b[31mred\x9b2J\x08\x7fZ'); raise ValueError('\x1b[3J')"
+    terminal = PseudoTerminal("exec", "-c", code)
+    terminal.until("Z")
+    assert terminal.close() == 1
+    assert "starting the sandbox…" in terminal.output
+    shown = terminal.output[terminal.output.index("A␛") :]
+    assert shown.startswith("A␛]0;owned␇␛[2J\x1b[31mred\\x9b2J␈␡Z\r\n")
+    assert (
+        set(re.findall(r"\x1b\S*?[@-Z\\^-~]", shown.replace("\x1b[31m", "").replace("\x1b[0m", ""))) == set()
+    )
+    assert "ValueError: ␛[3J" in shown
+
+
+def test_second_interrupt_ends_deaf_code() -> None:
+    terminal = PseudoTerminal("exec", "-c", f"print('he' + 're', flush=True)\n{_DEAF_LOOP}")
+    terminal.until("here")
+    terminal.press(b"\x03")
+    terminal.until("press Ctrl-C again")
+    terminal.press(b"\x03")
+    assert terminal.close() == 130
+    assert "Traceback" not in terminal.output
+    assert not find_leftovers(terminal.process.pid)
+
+
+# ---- the parts ------------------------------------------------------------------------------------------------
+
+
+@settings(database=None)  # the working directory may not be ours to write to
+@given(st.text(st.characters(exclude_categories=["Cs"])))
+def test_neutral_text_has_no_controls_but_colours(text: str) -> None:
+    shown = re.sub(r"\x1b\[[0-9;:]*m", "", escape_control_sequences(text))
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
+    if text.isprintable():
+        assert shown == text
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "/etc/passwd",
+        "../up",
+        "a/../../up",
+        "a//b",
+        "./a",
+        "a/",
+        "a\0b",
+        "a\nb",
+        "a\x9bb",
+        "\udcff",
+        "d/" * 40 + "f",
+        ".envrc",
+        "..a",
+        ".git/hooks/post-checkout",
+        "a/.vscode/tasks.json",
+    ],
+)
+def test_names_that_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(FileNotSaved):
+        split_safe_path(name)
+    with pytest.raises(FileNotSaved):
+        OutputDirectory(tmp_path / "out").save(name, b"")
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_folder_only_grows(tmp_path: Path) -> None:
+    folder = OutputDirectory(tmp_path)
+    assert folder.save("a.txt", b"1") == "a.txt"
+    assert folder.save("a.txt", b"1") == "a.txt"
+    assert folder.save("a.txt", b"2") == "a-2.txt"
+    assert folder.save("a.txt", b"2") == "a-2.txt"
+    assert folder.save_image(".png", b"x") == "figure-1.png"
+    assert folder.save_image(".png", b"y") == "figure-2.png"
+    os.mkfifo(tmp_path / "figure-3.png")
+    assert folder.save_image(".png", b"z") == "figure-4.png"
+    assert (tmp_path / "a.txt").read_bytes() == b"1"
+
+
+def test_pictures_of_a_bundle() -> None:
+    bundle = {"text/plain": "x", "image/png": "aGk=", "image/svg+xml": "<svg/>", "application/x-sh": "aGk="}
+    assert list(decode_images(bundle)) == [(".png", b"hi"), (".svg", b"<svg/>")]
+    with pytest.raises(FileNotSaved):
+        list(decode_images({"image/png": "é"}))
+
+
+@pytest.mark.parametrize(
+    ("code", "light"),
+    [
+        ("print(1)", True),
+        ("import json, os.path\nfrom collections import deque", True),
+        ("import pandas as pd", False),
+        ("def f():\n    from matplotlib import pyplot", False),
+        ("__import__('numpy')", False),
+        ("import importlib", False),
+        ("import helper", False),
+        ("from . import x", False),
+        ("!not python", False),
+    ],
+)
+def test_only_code_of_the_standard_library_starts_light(code: str, light: bool) -> None:
+    preload = ("numpy",)
+    assert choose_preload(code, (), preload) == (() if light else preload)
+
+
+def test_version_and_module() -> None:
+    commands: list[list[Any]] = [[FUMEHOOD, "--version"], [sys.executable, "-m", "fumehood", "--version"]]
+    printed = {
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout for command in commands
+    }
+    assert len(printed) == 1
+    assert re.fullmatch(r"fumehood \d+\.\d+\.\d+\n", printed.pop())
+
+
+def test_help_tells_the_exit_codes_and_what_is_not_saved() -> None:
+    text = run("exec", "--help").stdout
+    for phrase in (
+        "256 MiB",
+        "1 GiB",
+        "hidden files",
+        "FUMEHOOD_MODE",
+        "FUMEHOOD_LIMITS",
+        "FUMEHOOD_GUEST_SOCKET",
+    ):
+        assert phrase in " ".join(text.split())
+        assert phrase in " ".join((ROOT / "docs/command-line.md").read_text().split())
+    for code in ("124", "125", "130", "137"):
+        assert re.search(rf"^\s+{code}\s+\w", text, re.MULTILINE)

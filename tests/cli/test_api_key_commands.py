@@ -1,0 +1,177 @@
+"""`fumehood keys`, beside a gateway that runs and without one."""
+
+import fcntl
+import json
+import sqlite3
+import time
+import urllib.error
+import urllib.request
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fumehood.cli import app
+from fumehood.store.migrations import MIGRATIONS, migrate
+from tests.support import gateway_process
+
+NO_CODE: dict[str, Any] = {"providers": {"code_interpreter": {"enabled": False}}}
+TIMEOUT_SECONDS = 60.0
+
+
+@dataclass
+class KeysResult:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture(autouse=True)
+def isolated_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def run_keys(*arguments: str) -> KeysResult:
+    result = CliRunner().invoke(app, ["keys", *arguments], env={"COLUMNS": "300"})
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return KeysResult(result.exit_code, result.stdout.strip(), result.stderr.strip())
+
+
+def list_keys(*arguments: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run_keys("list", "--json", *arguments).out.splitlines()]
+
+
+def read_all_bytes(directory: Path) -> bytes:
+    return b"".join(file.read_bytes() for file in directory.glob("*.db*"))
+
+
+def test_a_key_is_made_listed_and_revoked(tmp_path: Path) -> None:
+    done = run_keys("create", "--tenant", "acme", "--name", "a lap-top", "--concurrent", "3")
+    assert done.code == 0
+    secret = done.out
+    assert secret.startswith("fh-")
+    assert len(secret) == 46
+    (key,) = list_keys()
+    assert key["id"] in done.err
+    assert (key["tenant"], key["name"], key["limits"]) == ("acme", "a lap-top", {"concurrent": 3})
+    assert secret.endswith(key["hint"])
+    assert secret not in done.err + run_keys("list").out
+    assert secret.encode() not in read_all_bytes(tmp_path)
+    assert run_keys("revoke", key["id"]).code == 0
+    assert list_keys()[0]["revoked_at"] is not None
+    assert key["id"] in run_keys("list").out
+
+
+def test_keys_have_scopes() -> None:
+    run_keys("create", "--scope", "metrics")
+    run_keys("create", "--concurrent", "2", "--scope", "models", "--scope", "responses", "--scope", "models")
+    run_keys("create")
+    assert [key["scopes"] for key in list_keys()] == [
+        ["metrics"],
+        ["responses", "models"],
+        ["responses", "containers", "files", "models"],
+    ]
+    assert "concurrent=2  responses,models" in run_keys("list").out
+
+
+def test_a_key_without_a_tenant_is_one() -> None:
+    assert run_keys("create").out != run_keys("create").out
+    first, second = list_keys()
+    assert first["tenant"] == first["id"] != second["tenant"] == second["id"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["create", "--tenant", "a/b"], "letters, digits"),
+        (["create", "--tenant", ""], "letters, digits"),
+        (["create", "--name", "a\nb"], "visible"),
+        (["create", "--concurrent", "0"], "--concurrent"),
+        (["create", "--scope", "everything"], "one of responses, containers, files, models, metrics"),
+        (["create", "--scope", "metrics", "--scope", ""], "one of responses"),
+        (["list", "--config", "none.yaml"], "none.yaml: No such file or directory."),
+    ],
+)
+def test_what_cannot_be_done(arguments: list[str], words: str) -> None:
+    done = run_keys(*arguments)
+    assert done.code == 2
+    assert words in done.err
+    assert not list(Path().glob("*.db"))
+
+
+def test_a_key_that_is_not_there_is_not_repeated() -> None:
+    secret = run_keys("create").out
+    done = run_keys("revoke", secret)
+    assert done.code == 1
+    assert secret not in done.err + done.out
+
+
+def _downgrade_database(path: Path) -> None:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode = WAL")
+        migrate(connection, MIGRATIONS[:1])
+
+
+def test_a_file_of_an_older_release_is_brought_up_to_date() -> None:
+    _downgrade_database(Path("fumehood.db"))
+    assert run_keys("create").code == 0
+    assert len(list_keys()) == 1
+
+
+def test_a_gateway_of_another_release_is_left_alone() -> None:
+    _downgrade_database(Path("fumehood.db"))
+    with Path("fumehood.db.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("4711\n")
+        lock.flush()
+        done = run_keys("create")
+    assert done.code == 125
+    assert done.out == ""
+    assert "a gateway of another release is using it (process 4711)" in done.err
+
+
+# --- beside a gateway that runs -----------------------------------------------------------------------
+
+
+def ask(url: str, key: str | None) -> tuple[int, Any]:
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as refused:
+        with refused:
+            return refused.code, json.loads(refused.read())
+
+
+def wait_for_status(url: str, key: str | None, status: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while ask(url, key)[0] != status:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_keys_are_made_and_revoked_beside_a_gateway(tmp_path: Path) -> None:
+    with gateway_process.run_gateway(tmp_path, NO_CODE) as running:
+        models = f"{running.url}/models"
+        config = ("--config", str(tmp_path / "config.json"))
+        assert ask(models, None)[0] == 200
+        secret = run_keys("create", *config).out
+        wait_for_status(models, None, 401)  # there is a key now, so one is needed
+        newest = run_keys("create", *config).out
+        wait_for_status(models, newest, 200)
+        assert ask(models, secret)[0] == 200
+        assert ask(running.url.replace("/v1", "/healthz"), None)[0] == 200
+        status, body = ask(models, "fh-wrong")
+        assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+        for key in list_keys(*config):
+            assert run_keys("revoke", key["id"], *config).code == 0
+        wait_for_status(models, secret, 401)
+        assert ask(models, newest)[0] == 401
+        assert ask(models, None)[0] == 401
+    output = "".join(running.output)
+    assert list_keys(*config)[0]["id"] in output
+    for word in (secret, newest, "fh-wrong", secret[-12:]):
+        assert word not in output

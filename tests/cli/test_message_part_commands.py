@@ -1,0 +1,234 @@
+"""`fumehood parts`, as a shell sees it."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from typer.testing import CliRunner
+
+from fumehood.cli import app
+from fumehood.message_parts.conversion import list_formats
+from fumehood.message_parts.part_types import REPRESENTATIONS
+from tests.support.vendor_item_samples import DOCUMENTS, SAMPLES
+
+
+@dataclass
+class PartsResult:
+    code: int
+    out: str
+    err: str
+
+
+def run_parts(*arguments: str, given: str | None = None) -> PartsResult:
+    result = CliRunner().invoke(app, ["parts", *arguments], input=given, env={"COLUMNS": "300"})
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return PartsResult(result.exit_code, result.stdout, result.stderr)
+
+
+def write_json(directory: Path, document: Any) -> str:
+    file = directory / "document.json"
+    file.write_text(json.dumps(document), encoding="utf-8")
+    return str(file)
+
+
+def test_schemas_are_printed() -> None:
+    for view in REPRESENTATIONS:
+        done = run_parts("schema", view)
+        assert done.code == 0
+        jsonschema_rs.meta.validate(json.loads(done.out))
+    unknown = run_parts("schema", "option9")
+    assert unknown.code == 2
+    assert "option3-alternative" in unknown.err
+
+
+@pytest.mark.parametrize("view", REPRESENTATIONS)
+def test_items_come_back_equal(view: str, tmp_path: Path) -> None:
+    """One item, a list of them, and a whole response."""
+    for document in (SAMPLES["openai"][2], SAMPLES["openai"], DOCUMENTS[0][1]):
+        there = run_parts("convert", "--from", "openai", "--to", view, write_json(tmp_path, document))
+        assert there.code == 0, there.err
+        assert run_parts("validate", write_json(tmp_path, json.loads(there.out))) == PartsResult(0, "", "")
+        back = run_parts("convert", "--from", view, "--to", "openai", "-", given=there.out)
+        assert json.loads(back.out) == document
+
+
+def test_any_vendor_or_view_may_be_named(tmp_path: Path) -> None:
+    file = write_json(tmp_path, SAMPLES["anthropic"])
+    for name in list_formats():
+        assert json.loads(run_parts("convert", "--from", "anthropic", "--to", name, file).out)
+    unknown = run_parts("convert", "--from", "anthropic", "--to", "acme", file)
+    assert unknown.code == 2
+    assert "bedrock-agents" in unknown.err
+    assert "--to" in unknown.err
+
+
+@pytest.mark.parametrize(
+    ("document", "reason"),
+    [
+        ({"type": "server_tool_call", "name": "code_interpreter"}, "`server_tool_call` is missing"),
+        (
+            [
+                {
+                    "type": "server_tool_call",
+                    "name": "code_interpreter",
+                    "server_tool_call": {"type": "banana"},
+                }
+            ],
+            "[0]: a tool with the name code_interpreter cannot have a payload of the type banana",
+        ),
+        (
+            [{"type": "server_tool_call_response", "id": "1", "server_tool_call_response": {"type": "x"}}],
+            "[0]: the response 1 has no call before it",
+        ),
+    ],
+)
+def test_what_is_malformed_is_told(document: Any, reason: str, tmp_path: Path) -> None:
+    done = run_parts("validate", write_json(tmp_path, document))
+    assert done.code == 1
+    assert done.out == ""
+    assert reason in done.err
+
+
+def test_the_form_before_is_taken_if_asked_for(tmp_path: Path) -> None:
+    file = write_json(tmp_path, {"type": "tool_call", "name": "f", "arguments": {}})
+    assert run_parts("validate", file).code == 1
+    assert run_parts("validate", "--compat", file).code == 0
+    upgraded = run_parts("convert", "--from", "option1-compat", "--to", "option1", file)
+    assert run_parts("validate", "-", given=upgraded.out).code == 0
+
+
+def test_malformed_parts_are_not_converted(tmp_path: Path) -> None:
+    done = run_parts(
+        "convert", "--from", "option2", "--to", "openai", write_json(tmp_path, [{"type": "text"}])
+    )
+    assert (done.code, done.out) == (1, "")
+    assert "part 0: a text part needs `content`" in done.err
+
+
+def test_what_has_no_words_in_the_target_is_told(tmp_path: Path) -> None:
+    """As when an item is taken for a part of a view: nothing would be left of it, and nobody would know."""
+    item = write_json(tmp_path, SAMPLES["openai"][2])
+    done = run_parts("convert", "--from", "option2", "--to", "openai", item)
+    assert (done.code, done.out) == (0, "[]\n")
+    assert done.err == "1 part has no words in openai and is left out: code_interpreter_call\n"
+    picture = {"type": "uri", "modality": "image", "uri": "https://e.x/y.png"}
+    text = {"type": "text", "content": "x"}
+    several = write_json(tmp_path, [picture, text, {"type": "e\nvil"}, picture])
+    done = run_parts("convert", "--from", "option2", "--to", "openai", several)
+    assert done.code == 0
+    assert len(json.loads(done.out)) == 1
+    assert done.err == "3 parts have no words in openai and are left out: uri, e\\nvil\n"
+    assert run_parts("convert", "--from", "option2", "--to", "option1", several).err == ""
+
+
+@pytest.mark.parametrize("vendor", SAMPLES)
+def test_nothing_of_a_vendors_own_is_left_out(vendor: str, tmp_path: Path) -> None:
+    there = run_parts("convert", "--from", vendor, "--to", "option2", write_json(tmp_path, SAMPLES[vendor]))
+    back = run_parts("convert", "--from", "option2", "--to", vendor, "-", given=there.out)
+    assert (there.err, back.err) == ("", "")
+
+
+CONVERT = ("convert", "--from", "openai", "--to", "option2")
+REFUSED: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "is not JSON: Expecting value"),
+    "cut off": (b"{", "is not JSON: Expecting property name"),
+    "two documents": (b"[] []", "is not JSON: Extra data"),
+    "a bare line feed": (b'{"a": "x\ny"}', "is not JSON: Invalid control character"),
+    "no UTF-8": (b'["\xff"]', "is not JSON: at byte 2 it is not UTF-8"),
+    "zeros": (b"\x00\x00\x00", "is not JSON"),
+    "NaN": (b"[NaN]", "NaN is no number of JSON"),
+    "infinity": (b"[-Infinity]", "-Infinity is no number of JSON"),
+    "beyond all bounds": (b"[1e999]", "the number 1e999 is too large"),
+    "next to nothing": (b"[1e-999]", "the number 1e-999 is too small"),
+    "many digits": (b"[" + b"9" * 10_000 + b"]", "a number has too many digits"),
+    "two of one name": (b'{"a": {"type": 1, "type": 2}}', "an object has the member 'type' twice"),
+    "deep": (b"[" * 10**5, "is nested too deeply"),
+    "deep and closed": (b"[" * 10**5 + b"]" * 10**5, "is nested too deeply"),
+}
+
+
+@pytest.mark.parametrize("command", [("validate",), CONVERT, ("convert", "--from", "option1", "--to", "xai")])
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_read_is_refused_in_one_line(
+    case: str, command: tuple[str, ...], tmp_path: Path
+) -> None:
+    content, reason = REFUSED[case]
+    file = tmp_path / "hostile.json"
+    file.write_bytes(content)
+    done = run_parts(*command, str(file))
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"{file} ")
+    assert reason in done.err
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [("validate",), CONVERT])
+def test_a_file_that_is_none_is_told_in_one_line(command: tuple[str, ...], tmp_path: Path) -> None:
+    assert run_parts(*command, str(tmp_path)) == PartsResult(2, "", f"{tmp_path}: Is a directory\n")
+    missing = tmp_path / "nothing"
+    assert run_parts(*command, str(missing)) == PartsResult(2, "", f"{missing}: No such file or directory\n")
+    closed = tmp_path / "closed.json"
+    closed.write_text("[]", encoding="utf-8")
+    closed.chmod(0)
+    if not os.access(closed, os.R_OK):  # the superuser reads everything
+        assert run_parts(*command, str(closed)) == PartsResult(2, "", f"{closed}: Permission denied\n")
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+def test_json_in_any_of_its_encodings_is_read(encoding: str, tmp_path: Path) -> None:
+    file = tmp_path / "document.json"
+    file.write_bytes(json.dumps([SAMPLES["openai"][2]], ensure_ascii=False).encode(encoding))
+    assert run_parts(*CONVERT, str(file)).code == 0
+
+
+@pytest.mark.parametrize("depth", [10, 200, 400, 800, 900, 950, 980])
+def test_what_is_nested_deeply_is_converted_or_refused(depth: int) -> None:
+    given = (
+        f'{{"type": "function_call", "call_id": "c", "name": "f", "arguments": {"[" * depth}{"]" * depth}}}'
+    )
+    done = run_parts(*CONVERT, "-", given=given)
+    assert (done.code == 0) == (done.err == "")
+    assert done.code == 0 or done == PartsResult(2, "", "standard input is nested too deeply\n")
+    assert done.code == 0 or depth > 100
+
+
+def test_half_a_character_is_text_as_any_other(tmp_path: Path) -> None:
+    item = {"type": "shell_call_output", "call_id": "c", "output": "\ud800", "\udfff": "\udfff"}
+    there = run_parts(*CONVERT, write_json(tmp_path, item))
+    assert there.code == 0, there.err
+    back = run_parts("convert", "--from", "option2", "--to", "openai", "-", given=there.out)
+    assert json.loads(back.out) == item
+    response = {"type": "shell", "outputs": "\ud800"}
+    malformed = {"type": "server_tool_call_response", "server_tool_call_response": response}
+    done = run_parts("validate", write_json(tmp_path, malformed))
+    assert (done.code, done.out) == (1, "")
+    assert done.err == "`server_tool_call_response`: Expected `array | null`, got `str` - at `$.outputs`\n"
+
+
+def test_a_document_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
+    evil = "\x1b[2J\rfine\nall is fine\u202e\u0085"
+    call = {"type": "server_tool_call", "id": evil, "name": "x", "server_tool_call": {"type": "x"}}
+    done = run_parts("validate", write_json(tmp_path, [call, call]))
+    assert done.code == 1
+    assert done.err == ("[1]: the id \\x1b[2J\\rfine\\nall is fine\\u202e\\x85 is called a second time\n")
+
+
+def shell(line: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "empty.json").write_text("[]", encoding="utf-8")
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    return subprocess.run(
+        ["sh", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def test_streams_that_are_closed_or_full_are_told_in_one_line(tmp_path: Path) -> None:
+    closed = shell("fumehood parts validate - <&-", tmp_path)
+    assert (closed.returncode, closed.stderr) == (2, "standard input: it is closed\n")
+    full = shell("fumehood parts convert --from openai --to option2 empty.json >/dev/full", tmp_path)
+    assert (full.returncode, full.stderr) == (2, "standard output: No space left on device\n")

@@ -1,0 +1,199 @@
+"""`fumehood serve` as a process of its own: how it starts, what it refuses, how it ends."""
+
+import json
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fumehood.cli import app
+from tests.support import gateway_process
+
+SETTINGS = "FUMEHOOD_PROVIDERS__CODE_INTERPRETER__SETTINGS__"
+NO_CODE: dict[str, Any] = {"providers": {"code_interpreter": {"enabled": False}}}
+
+
+@dataclass
+class ServeResult:
+    code: int
+    stderr: str
+
+
+def run_refused(*options: str, environment: dict[str, str] | None = None) -> ServeResult:
+    """A server that should not start, in this process."""
+    result = CliRunner().invoke(app, ["serve", *options], env={"COLUMNS": "300", **(environment or {})})
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    return ServeResult(result.exit_code, " ".join(result.output.replace("│", " ").split()))
+
+
+def run(*options: str, cwd: Path, environment: dict[str, str] | None = None) -> ServeResult:
+    """A server that should not start, as a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", "fumehood", "serve", *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=cwd,
+        env={**os.environ, **(environment or {})},
+    )
+    assert "Traceback" not in done.stderr
+    return ServeResult(done.returncode, " ".join(done.stderr.split()))
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        return json.loads(answer.read())
+
+
+@pytest.fixture(autouse=True)
+def isolated_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written where tests are started, and what they log stays with them."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("fumehood", "uvicorn"):
+        for attribute in ("handlers", "propagate", "level"):
+            monkeypatch.setattr(
+                logging.getLogger(name), attribute, getattr(logging.getLogger(name), attribute)
+            )
+
+
+def test_help_says_what_it_is_for() -> None:
+    done = run_refused("--help")
+    assert done.code == 0
+    for word in ("--config", "--host", "--port", "--upstream", "--upstream-key-env", "FUMEHOOD_SERVER__PORT"):
+        assert word in done.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--allow-unauthenticated",)])
+def test_a_place_that_others_can_reach_is_refused_without_keys(options: tuple[str, ...]) -> None:
+    done = run_refused("--host", "0.0.0.0", "--port", "0", *options)
+    assert done.code == 2
+    assert "0.0.0.0 can be reached from other machines and there are no keys" in done.stderr
+    assert "make one with `fumehood keys create`" in done.stderr
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "gateway.example"])
+def test_a_place_that_others_can_reach_is_not_opened_by_a_setting_alone(host: str) -> None:
+    done = run_refused("--host", host, environment={"FUMEHOOD_AUTH__REQUIRED": "false"})
+    assert done.code == 2
+    assert f"{host} can be reached from other machines and auth.required is false" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "words"),
+    [
+        (["--config", "none.yaml"], {}, "none.yaml: No such file or directory."),
+        ([], {"FUMEHOOD_SERVER__PRT": "1"}, "there is no setting server.prt; did you mean port?"),
+        (["--upstream-key-env", "KEY"], {}, "it goes with --upstream"),
+        (["--upstream", "nonsense"], {}, "base_url 'nonsense' is not the address of a server"),
+        (
+            ["--upstream", "http://127.0.0.1:1/v1", "--upstream-key-env", "NO_SUCH_KEY"],
+            {},
+            "the environment variable NO_SUCH_KEY for the models '*' is not set",
+        ),
+        (
+            [],
+            {f"{SETTINGS}SANDBOX_URL": "http://127.0.0.1:1", f"{SETTINGS}SANDBOX_TOKEN_ENV": "NO_SUCH_TOKEN"},
+            "sandbox_token_env names the variable NO_SUCH_TOKEN, which holds nothing",
+        ),
+        (
+            [],
+            {"FUMEHOOD_SERVER__CORS_ORIGINS": "*"},
+            "without keys, * would let every web page run code here",
+        ),
+        (
+            [],
+            {"FUMEHOOD_SERVER__CORS_ORIGINS": "https://app.example/"},
+            "server.cors_origins: an origin is written as browsers do",
+        ),
+        # Specification 003, US4-2 and FR-016.
+        (
+            [],
+            {f"{SETTINGS}SANDBOX_URL": "http://127.0.0.1:1", f"{SETTINGS}SANDBOX_TEMPLATE": "python"},
+            "it excludes sandbox_template and sandbox_warm_pool",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_one_sentence(
+    options: list[str], environment: dict[str, str], words: str
+) -> None:
+    done = run_refused("--port", "0", *options, environment=environment)
+    assert done.code == 2
+    assert words in done.stderr
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = run_refused("--port", str(taken.getsockname()[1]))
+    assert done.code == 125
+    assert "cannot be listened on: Address already in use. Choose another port" in done.stderr
+
+
+def test_where_code_cannot_be_isolated_nobody_is_served(tmp_path: Path) -> None:
+    nowhere = tmp_path / "settings.toml"
+    nowhere.write_text('mode = "pod"\nguest_socket = "/nonexistent/guest.sock"\n')
+    done = run("--port", "0", environment={f"{SETTINGS}SANDBOX_CONFIG": str(nowhere)}, cwd=tmp_path)
+    assert done.code == 125
+    assert "`fumehood doctor` says what to do." in done.stderr
+
+
+def test_it_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
+    running = gateway_process.start_gateway(tmp_path, NO_CODE)
+    try:
+        assert [card["id"] for card in get(f"{running.url}/models")["data"]] == ["direct"]
+        assert get(running.url.replace("/v1", "/readyz")) == {"status": "ready"}
+        asked = urllib.request.Request(
+            f"{running.url}/responses",
+            json.dumps(
+                {"model": "direct", "input": "a secret", "tools": [{"type": "code_interpreter"}]}
+            ).encode(),
+            {"content-type": "application/json"},
+        )
+        with pytest.raises(urllib.error.HTTPError) as answer:
+            urllib.request.urlopen(asked, timeout=30)
+        # Specification 003, edge case: what is not enabled is refused.
+        assert answer.value.code == 400
+        assert "code_interpreter is not enabled" in answer.value.read().decode()
+        answer.value.close()
+    finally:
+        assert running.stop() == 0
+    output = "".join(running.output)
+    lines = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    requests = [line for line in lines if line["event"] == "request"]
+    assert [(line["route"], line["status"]) for line in requests] == [
+        ("/v1/models", 200),
+        ("/readyz", 200),
+        ("/v1/responses", 400),
+    ]
+    assert requests[-1]["model"] == "direct"
+    assert re.fullmatch(r"req_[0-9a-f]{32}", requests[-1]["request_id"])
+    assert "secret" not in output
+
+
+def test_it_is_not_ready_while_its_sandbox_server_is_away(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nowhere = f"http://127.0.0.1:{free.getsockname()[1]}"
+    settings = {"providers": {"code_interpreter": {"settings": {"sandbox_url": nowhere}}}}
+    with gateway_process.run_gateway(tmp_path, settings) as running:
+        assert get(running.url.replace("/v1", "/healthz")) == {"status": "ok"}
+        with pytest.raises(urllib.error.HTTPError) as answer:
+            get(running.url.replace("/v1", "/readyz"))
+        assert answer.value.code == 503
+        assert "The sandbox server does not answer" in answer.value.read().decode()
+        answer.value.close()
+
+
+def test_two_servers_do_not_share_a_database(tmp_path: Path) -> None:
+    with gateway_process.run_gateway(tmp_path, NO_CODE):
+        done = run("--config", str(tmp_path / "config.json"), "--port", "0", cwd=tmp_path)
+    assert done.code == 125
+    assert "gateway.db" in done.stderr

@@ -1,0 +1,573 @@
+"""Evaluations as spans and metrics, and what they must not tell."""
+
+import contextlib
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from inline_snapshot import snapshot
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import HistogramDataPoint, InMemoryMetricReader
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from opentelemetry.trace import SpanKind, StatusCode, TraceFlags
+
+from fumehood.client import (
+    Deadline,
+    PromptEvaluationError,
+    PromptExecuted,
+    Session,
+    Tool,
+    ToolContext,
+    ToolInvoked,
+    ToolResult,
+)
+from fumehood.client.adapters.openai import (
+    AutoContainerConfig,
+    CompactionConfig,
+    ExistingContainerRef,
+    OpenAICodeInterpreterTool,
+)
+from fumehood.client.errors import ContainerExpiredError, DeadlineExceededError, ThrottleError
+from fumehood.message_parts.representations import REPRESENTATIONS
+from fumehood.message_parts.validation import validate
+from fumehood.telemetry.client_telemetry import ClientTelemetry
+from tests.client.conftest import OpenAIStandIn
+from tests.support.client_prompts import HOSTED, PATIENT, Query, code_call, function_call, prompt, query_tool
+from tests.support.openai_server import Reply, error, message, response
+
+SECRET = "the-word-that-nobody-may-see"
+
+
+@dataclass
+class TelemetryRecorder:
+    """A telemetry, and what it told."""
+
+    exporter: InMemorySpanExporter = field(default_factory=InMemorySpanExporter)
+    reader: InMemoryMetricReader = field(default_factory=InMemoryMetricReader)
+
+    def __post_init__(self) -> None:
+        self.tracers = TracerProvider(shutdown_on_exit=False)
+        self.tracers.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.meters = MeterProvider([self.reader], shutdown_on_exit=False)
+
+    def telemetry(self, **settings: Any) -> ClientTelemetry:
+        return ClientTelemetry(tracer_provider=self.tracers, meter_provider=self.meters, **settings)
+
+    def spans(self) -> list[ReadableSpan]:
+        """In the order in which they began."""
+        return sorted(self.exporter.get_finished_spans(), key=lambda span: span.start_time or 0)
+
+    def points(self) -> dict[str, list[HistogramDataPoint]]:
+        data = self.reader.get_metrics_data()
+        found: dict[str, list[HistogramDataPoint]] = {}
+        for resource in data.resource_metrics if data else ():
+            for scope in resource.scope_metrics:
+                for metric in scope.metrics:
+                    points = metric.data.data_points
+                    found[metric.name] = [one for one in points if isinstance(one, HistogramDataPoint)]
+        return found
+
+
+def attributes_of(span: ReadableSpan | HistogramDataPoint) -> dict[str, Any]:
+    return dict(span.attributes or {})
+
+
+def ids(span: ReadableSpan) -> str:
+    """As a traceparent has them, without its flags."""
+    context = span.get_span_context()
+    assert context is not None
+    return f"00-{context.trace_id:032x}-{context.span_id:016x}"
+
+
+def find_span(spans: list[ReadableSpan], name: str) -> ReadableSpan:
+    (found,) = [span for span in spans if span.name == name]
+    return found
+
+
+def is_child_of(span: ReadableSpan, parent: ReadableSpan) -> bool:
+    return span.parent is not None and ids(parent).endswith(f"{span.parent.span_id:016x}")
+
+
+def span_endings(spans: list[ReadableSpan]) -> list[tuple[str, Any, StatusCode]]:
+    return [(span.name, attributes_of(span).get("error.type"), span.status.status_code) for span in spans]
+
+
+# --- spans --------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_is_a_trace_of_its_requests_and_functions(elsewhere: OpenAIStandIn) -> None:
+    recorded, session = TelemetryRecorder(), Session()
+    elsewhere.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
+    adapter = elsewhere.adapter(observer=recorded.telemetry())
+    with recorded.tracers.get_tracer("mine").start_as_current_span("mine"):
+        adapter.evaluate(prompt(query_tool), session=session)
+    mine, evaluation, first, function, second = recorded.spans()
+    assert [span.name for span in (evaluation, first, function, second)] == [
+        "invoke_agent task",
+        "chat gpt-4.1",
+        "execute_tool run_query",
+        "chat gpt-4.1",
+    ]
+    assert is_child_of(evaluation, mine)
+    assert all(is_child_of(span, evaluation) for span in (first, function, second))
+    assert (first.kind, evaluation.kind, function.kind) == (
+        SpanKind.CLIENT,
+        SpanKind.INTERNAL,
+        SpanKind.INTERNAL,
+    )
+    port = int(elsewhere.server.url.rpartition(":")[2].removesuffix("/v1"))
+    assert attributes_of(first) == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "openai",
+        "gen_ai.request.model": "gpt-4.1",
+        "server.address": "127.0.0.1",
+        "server.port": port,
+        "gen_ai.conversation.id": session.session_id,
+        "gen_ai.response.id": "resp_1",
+        "gen_ai.response.model": "gpt-4.1",
+        "fumehood.request.id": "req_1",
+        "gen_ai.response.finish_reasons": ("tool_call",),
+        "gen_ai.usage.input_tokens": 10,
+        "gen_ai.usage.output_tokens": 5,
+    }
+    assert attributes_of(second)["gen_ai.response.finish_reasons"] == ("stop",)
+    assert attributes_of(function) == {
+        "gen_ai.operation.name": "execute_tool",
+        "gen_ai.tool.name": "run_query",
+        "gen_ai.tool.type": "function",
+        "gen_ai.tool.call.id": "c1",
+    }
+    assert attributes_of(evaluation) == {
+        "gen_ai.operation.name": "invoke_agent",
+        "gen_ai.provider.name": "openai",
+        "gen_ai.request.model": "gpt-4.1",
+        "gen_ai.agent.name": "task",
+        "gen_ai.conversation.id": session.session_id,
+        "gen_ai.usage.input_tokens": 20,
+        "gen_ai.usage.output_tokens": 10,
+    }
+    assert [event.name for event in evaluation.events] == ["fumehood.prompt_rendered"]
+
+
+def test_each_request_carries_the_context_of_its_span(
+    elsewhere: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = TelemetryRecorder()
+    busy = error(503, "Busy.")
+    elsewhere.server.script(busy, response(function_call("c1", '{"sql": "x"}')), response(message("done")))
+    elsewhere.adapter(observer=recorded.telemetry(), throttle=PATIENT).evaluate(prompt(query_tool))
+    expected = [ids(span) for span in recorded.spans() if span.kind is SpanKind.CLIENT]
+    sent = [headers["traceparent"].rpartition("-")[0] for headers in elsewhere.server.headers]
+    assert sent == [expected[0], *expected]
+    elsewhere.server.script(response(message("done")))
+    elsewhere.adapter(observer=recorded.telemetry(propagate=False)).evaluate(prompt())
+    assert "traceparent" not in elsewhere.server.headers[0]
+    elsewhere.server.script(response(message("done")))
+    monkeypatch.setenv("OTEL_PROPAGATORS", "none")
+    elsewhere.adapter(observer=recorded.telemetry()).evaluate(prompt())
+    assert "traceparent" not in elsewhere.server.headers[0]
+
+
+def test_a_tool_that_the_provider_ran_is_an_event_and_has_no_duration(elsewhere: OpenAIStandIn) -> None:
+    recorded = TelemetryRecorder()
+    elsewhere.server.script(response(code_call(), message("42")))
+    tool = OpenAICodeInterpreterTool(container=AutoContainerConfig(memory_limit="4g"))
+    elsewhere.adapter(observer=recorded.telemetry()).evaluate(prompt(tool))
+    evaluation, chat = recorded.spans()
+    container = code_call()["container_id"]
+    assert attributes_of(chat)["fumehood.container.memory_limit"] == "4g"
+    assert (
+        attributes_of(chat)["fumehood.container.ids"]
+        == attributes_of(evaluation)["fumehood.container.ids"]
+        == (container,)
+    )
+    assert [(event.name, dict(event.attributes or {})) for event in evaluation.events[1:]] == [
+        (
+            "fumehood.tool_invoked",
+            {
+                "gen_ai.tool.name": tool.name,
+                "gen_ai.tool.type": "extension",
+                "gen_ai.tool.call.id": code_call()["id"],
+                "fumehood.tool.success": True,
+                "fumehood.container.ids": (container,),
+            },
+        )
+    ]
+
+
+def test_a_call_of_the_providers_is_never_taken_for_one_that_has_ended_here(elsewhere: OpenAIStandIn) -> None:
+    recorded = TelemetryRecorder()
+    own = Tool[Query, Query](name="code_interpreter", description="Mine.", handler=query_tool.handler)
+    elsewhere.server.script(
+        response(function_call("ci_1", '{"sql": "x"}', "code_interpreter")),
+        response(code_call(status="failed", outputs=None), message("done")),
+    )
+    elsewhere.adapter(observer=recorded.telemetry(), hosted_tools=HOSTED).evaluate(prompt(own))
+    assert span_endings(recorded.spans())[2] == ("execute_tool code_interpreter", None, StatusCode.UNSET)
+    assert [event.name for event in recorded.spans()[0].events] == [
+        "fumehood.prompt_rendered",
+        "fumehood.tool_invoked",
+    ]
+
+
+def test_spans_of_handlers_and_of_inner_prompts_are_below_the_tools(elsewhere: OpenAIStandIn) -> None:
+    recorded = TelemetryRecorder()
+
+    def ask(params: Query, *, context: ToolContext) -> ToolResult[Query]:
+        with recorded.tracers.get_tracer("mine").start_as_current_span("mine"):
+            context.adapter.evaluate(prompt())
+        return ToolResult.ok(params)
+
+    outer = prompt(Tool[Query, Query](name="ask", description="Ask.", handler=ask))
+    elsewhere.server.script(
+        response(function_call("c1", '{"sql": "x"}', "ask")),
+        response(code_call(), message("inner")),
+        response(message("outer")),
+    )
+    adapter = elsewhere.adapter(observer=recorded.telemetry(), hosted_tools=HOSTED)
+    adapter.evaluate(outer)
+    first, _, tool, mine, inner, chat, _ = recorded.spans()
+    assert (first.name, tool.name, inner.name) == ("invoke_agent task", "execute_tool ask", first.name)
+    assert is_child_of(tool, first)
+    assert is_child_of(mine, tool)
+    assert is_child_of(inner, mine)
+    assert is_child_of(chat, inner)
+    assert [event.name for event in inner.events] == ["fumehood.prompt_rendered", "fumehood.tool_invoked"]
+    assert [event.name for event in first.events] == ["fumehood.prompt_rendered"]
+    assert attributes_of(first)["gen_ai.usage.input_tokens"] == 20
+
+
+def test_a_compaction_is_a_request_too(elsewhere: OpenAIStandIn) -> None:
+    recorded = TelemetryRecorder()
+    window = {"type": "compaction", "id": "cmp_1", "encrypted_content": "x"}
+    elsewhere.server.script(response(message("done")), response(window, id="cmp_2"))
+    compaction = CompactionConfig(threshold_tokens=1)
+    elsewhere.adapter(observer=recorded.telemetry(), compaction=compaction).evaluate(prompt())
+    evaluation, _, compact = recorded.spans()
+    assert (compact.name, compact.kind) == ("compact gpt-4.1", SpanKind.CLIENT)
+    assert is_child_of(compact, evaluation)
+    assert attributes_of(evaluation)["gen_ai.usage.output_tokens"] == 10
+    assert elsewhere.server.headers[1]["traceparent"].startswith(ids(compact))
+
+
+# --- ends ---------------------------------------------------------------------------------------------
+
+
+def test_a_function_that_fails_is_told_and_the_evaluation_goes_on(elsewhere: OpenAIStandIn) -> None:
+    recorded = TelemetryRecorder()
+    elsewhere.server.script(
+        response(
+            function_call("c1", '{"sql": "raise"}'),
+            function_call("c2", "no json"),
+            function_call("c3", "{}", name="made_up"),
+        ),
+        response(message("done")),
+    )
+    elsewhere.adapter(observer=recorded.telemetry()).evaluate(prompt(query_tool))
+    assert span_endings(recorded.spans()) == snapshot(
+        [
+            ("invoke_agent task", None, StatusCode.UNSET),
+            ("chat gpt-4.1", None, StatusCode.UNSET),
+            ("execute_tool run_query", "failed", StatusCode.ERROR),
+            ("execute_tool run_query", "failed", StatusCode.ERROR),
+            ("execute_tool", "failed", StatusCode.ERROR),
+            ("chat gpt-4.1", None, StatusCode.UNSET),
+        ]
+    )
+    assert attributes_of(recorded.spans()[4])["gen_ai.tool.name"] == "made_up"
+    names = {
+        attributes_of(point).get("gen_ai.tool.name")
+        for point in recorded.points()["gen_ai.execute_tool.duration"]
+    }
+    assert names == {"run_query", None}
+
+
+def test_a_refused_request_ends_its_spans_without_its_words(elsewhere: OpenAIStandIn) -> None:
+    recorded = TelemetryRecorder()
+    elsewhere.server.script(error(400, f"What is {SECRET}?"))
+    with pytest.raises(PromptEvaluationError, match=SECRET):
+        elsewhere.adapter(observer=recorded.telemetry()).evaluate(prompt())
+    evaluation, chat = recorded.spans()
+    assert span_endings([evaluation, chat]) == snapshot(
+        [
+            ("invoke_agent task", "PromptEvaluationError", StatusCode.ERROR),
+            ("chat gpt-4.1", "PromptEvaluationError", StatusCode.ERROR),
+        ]
+    )
+    assert attributes_of(chat)["http.response.status_code"] == 400
+    assert not any(SECRET in span.to_json() for span in (evaluation, chat))
+
+
+def test_whatever_ends_an_evaluation_ends_its_spans(elsewhere: OpenAIStandIn) -> None:
+    start = Deadline.after(0).expires_at
+    now = [start]
+
+    def late(params: Query, *, context: ToolContext) -> ToolResult[Query]:
+        now[0] = start.replace(year=start.year + 1)
+        if params.sql == "interrupt":
+            raise KeyboardInterrupt
+        assert context.deadline is not None
+        context.deadline.check("the rest of it")
+        return ToolResult.ok(params)
+
+    slow = prompt(Tool[Query, Query](name="slow", description="Slow.", handler=late))
+    recorded = TelemetryRecorder()
+    adapter = elsewhere.adapter(observer=recorded.telemetry(), throttle=PATIENT)
+    for sql, raised in (("wait", DeadlineExceededError), ("interrupt", KeyboardInterrupt)):
+        now[0] = start
+        deadline = Deadline(start.replace(month=12, day=31, hour=23), clock=lambda: now[0])
+        elsewhere.server.script(response(function_call("c1", json.dumps({"sql": sql}), "slow")))
+        with pytest.raises(raised):
+            adapter.evaluate(slow, deadline=deadline)
+        assert [kind for _, kind, _ in span_endings(recorded.spans())] == [
+            raised.__name__,
+            None,
+            raised.__name__,
+        ]
+        assert attributes_of(recorded.spans()[0])["gen_ai.usage.input_tokens"] == 10
+        recorded.exporter.clear()
+    elsewhere.server.script(*[Reply(closes=True)] * 9)
+    with pytest.raises(ThrottleError):
+        adapter.evaluate(prompt())
+    assert [kind for _, kind, _ in span_endings(recorded.spans())] == ["ThrottleError", "ThrottleError"]
+    recorded.exporter.clear()
+    elsewhere.server.script(response(status="failed", error={"code": "server_error", "message": SECRET}))
+    with pytest.raises(PromptEvaluationError):
+        adapter.evaluate(prompt())
+    assert [kind for _, kind, _ in span_endings(recorded.spans())] == ["PromptEvaluationError", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("ended", "reason"),
+    [
+        ({"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}, "length"),
+        ({"status": "incomplete", "incomplete_details": {"reason": "content_filter"}}, "content_filter"),
+        ({"status": "failed"}, "error"),
+    ],
+)
+def test_why_a_model_stopped_is_said_in_the_words_of_the_conventions(
+    elsewhere: OpenAIStandIn, ended: dict[str, Any], reason: str
+) -> None:
+    recorded = TelemetryRecorder()
+    elsewhere.server.script(response(message("so far"), **ended))
+    with contextlib.suppress(PromptEvaluationError):
+        elsewhere.adapter(observer=recorded.telemetry(capture_content=True)).evaluate(prompt())
+    asked = attributes_of(recorded.spans()[1])
+    assert asked["gen_ai.response.finish_reasons"] == (reason,)
+    assert {each["finish_reason"] for each in json.loads(str(asked["gen_ai.output.messages"]))} == {reason}
+
+
+def test_what_is_wrong_before_a_request_is_an_evaluation_that_failed(elsewhere: OpenAIStandIn) -> None:
+    recorded = TelemetryRecorder()
+    tool = OpenAICodeInterpreterTool(container=ExistingContainerRef("cntr_gone"))
+    with pytest.raises(ContainerExpiredError):
+        elsewhere.adapter(observer=recorded.telemetry()).evaluate(prompt(tool))
+    assert span_endings(recorded.spans()) == [
+        ("invoke_agent task", "ContainerExpiredError", StatusCode.ERROR),
+    ]
+
+
+# --- metrics ------------------------------------------------------------------------------------------
+
+
+def test_tokens_and_durations_are_measured(elsewhere: OpenAIStandIn) -> None:
+    recorded = TelemetryRecorder()
+    adapter = elsewhere.adapter(observer=recorded.telemetry())
+    elsewhere.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
+    adapter.evaluate(prompt(query_tool))
+    elsewhere.server.script(error(400, "No."))
+    with pytest.raises(PromptEvaluationError):
+        adapter.evaluate(prompt())
+    points = recorded.points()
+    assert sorted(points) == [
+        "gen_ai.client.operation.duration",
+        "gen_ai.client.token.usage",
+        "gen_ai.execute_tool.duration",
+        "gen_ai.invoke_agent.duration",
+    ]
+    tokens = {
+        attributes_of(point)["gen_ai.token.type"]: (point.count, point.sum)
+        for point in points["gen_ai.client.token.usage"]
+    }
+    assert tokens == {"input": (2, 20), "output": (2, 10)}
+    requests = {
+        attributes_of(point).get("error.type"): point.count
+        for point in points["gen_ai.client.operation.duration"]
+    }
+    assert requests == {None: 2, "PromptEvaluationError": 1}
+    (function,) = points["gen_ai.execute_tool.duration"]
+    assert attributes_of(function) == {
+        "gen_ai.operation.name": "execute_tool",
+        "gen_ai.tool.name": "run_query",
+    }
+    assert all(point.sum > 0 for name in points for point in points[name])
+
+
+# --- content ------------------------------------------------------------------------------------------
+
+
+def test_nothing_that_was_said_is_told_unless_it_is_asked_for(elsewhere: OpenAIStandIn) -> None:
+    recorded = TelemetryRecorder()
+    said = response(function_call("c1", json.dumps({"sql": SECRET})), code_call(code=SECRET))
+    elsewhere.server.script(said, response(message(SECRET)))
+    elsewhere.adapter(observer=recorded.telemetry(), hosted_tools=HOSTED).evaluate(prompt(query_tool))
+    spans = recorded.spans()
+    assert len(spans) == 4
+    assert not any(SECRET in span.to_json() or "Do it." in span.to_json() for span in spans)
+
+
+@pytest.mark.parametrize("view", [view for view in REPRESENTATIONS if view != "option1-compat"])
+def test_content_is_told_in_the_chosen_view(elsewhere: OpenAIStandIn, view: str) -> None:
+    recorded = TelemetryRecorder()
+    said = response(function_call("c1", '{"sql": "x"}'), code_call())
+    elsewhere.server.script(said, response(message("done")))
+    telemetry = recorded.telemetry(capture_content=True, view=view)
+    elsewhere.adapter(observer=telemetry, hosted_tools=HOSTED).evaluate(prompt(query_tool))
+    evaluation, first, function, second = recorded.spans()
+    for span, attribute in (
+        (first, "gen_ai.input.messages"),
+        (first, "gen_ai.output.messages"),
+        (second, "gen_ai.input.messages"),
+        (second, "gen_ai.output.messages"),
+        (evaluation, "gen_ai.output.messages"),
+    ):
+        assert validate(json.loads(attributes_of(span)[attribute])) == []
+    roles = [message["role"] for message in json.loads(attributes_of(second)["gen_ai.input.messages"])]
+    assert (roles[0], roles[-1]) == ("system", "tool")
+    answered = json.loads(attributes_of(evaluation)["gen_ai.output.messages"])
+    assert [part["content"] for message in answered for part in message["parts"]] == ["done"]
+    assert json.loads(attributes_of(function)["gen_ai.tool.call.arguments"]) == {"sql": "x"}
+    assert json.loads(attributes_of(function)["gen_ai.tool.call.result"])["success"] is True
+
+
+def test_content_is_redacted_and_bounded(elsewhere: OpenAIStandIn) -> None:
+    recorded = TelemetryRecorder()
+    long = f"{SECRET} {'x' * 50_000}"
+    elsewhere.server.script(
+        response(function_call("c1", json.dumps({"sql": long})), code_call(code=long)),
+        response(message(long)),
+    )
+
+    def redact(text: str) -> str:
+        return text.replace(SECRET, "[gone]")
+
+    telemetry = recorded.telemetry(capture_content=True, redact=redact, longest=4000)
+    elsewhere.adapter(observer=telemetry, hosted_tools=HOSTED).evaluate(prompt(query_tool))
+    values = [
+        value for span in recorded.spans() for value in attributes_of(span).values() if isinstance(value, str)
+    ]
+    assert not any(SECRET in value for value in values)
+    assert sum("[gone]" in value for value in values) >= 5
+    assert max(len(value) for value in values) <= 4200
+    for span in recorded.spans():
+        for name in ("gen_ai.input.messages", "gen_ai.output.messages"):
+            if name in attributes_of(span):
+                assert validate(json.loads(attributes_of(span)[name])) == []
+
+
+def test_pictures_are_told_by_their_digests(elsewhere: OpenAIStandIn) -> None:
+    recorded = TelemetryRecorder()
+    picture = {"type": "image", "url": "data:image/png;base64,aGVsbG8="}
+    elsewhere.server.script(response(code_call(outputs=[picture]), message("done")))
+    telemetry = recorded.telemetry(capture_content=True)
+    elsewhere.adapter(observer=telemetry, hosted_tools=HOSTED).evaluate(prompt())
+    told_of = attributes_of(find_span(recorded.spans(), "chat gpt-4.1"))["gen_ai.output.messages"]
+    assert "aGVsbG8=" not in told_of
+    assert "urn:sha256:2cf24dba" in told_of
+
+
+def test_the_environment_asks_for_content(elsewhere: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = TelemetryRecorder()
+    monkeypatch.setenv("OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT", "span_only")
+    elsewhere.server.script(response(message("done")))
+    elsewhere.adapter(observer=recorded.telemetry()).evaluate(prompt())
+    assert "Do it." in attributes_of(find_span(recorded.spans(), "chat gpt-4.1"))["gen_ai.input.messages"]
+    elsewhere.server.script(response(message("done")))
+    recorded.exporter.clear()
+    elsewhere.adapter(observer=recorded.telemetry(capture_content=False)).evaluate(prompt())
+    assert "gen_ai.input.messages" not in attributes_of(find_span(recorded.spans(), "chat gpt-4.1"))
+
+
+def test_content_that_cannot_be_written_does_not_fail_the_evaluation(
+    elsewhere: OpenAIStandIn, caplog: pytest.LogCaptureFixture
+) -> None:
+    def redact(text: str) -> str:
+        raise ValueError(text)
+
+    recorded = TelemetryRecorder()
+    elsewhere.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
+    telemetry = recorded.telemetry(capture_content=True, redact=redact)
+    with caplog.at_level(logging.WARNING):
+        assert elsewhere.adapter(observer=telemetry).evaluate(prompt(query_tool)).text == "done"
+    assert "gen_ai.output.messages is left out of a span: ValueError" in caplog.text
+    assert "Do it." not in caplog.text
+
+
+def test_events_of_a_handlers_own_do_not_fail_the_evaluation(elsewhere: OpenAIStandIn) -> None:
+    def publish(params: Query, *, context: ToolContext) -> ToolResult[Query]:
+        about: Any = {"prompt_name": "p", "adapter": "a", "session_id": None, "result": None}
+        context.event_bus.publish(PromptExecuted(**about))
+        context.event_bus.publish(ToolInvoked(**about, name="mine", params=None))
+        context.event_bus.publish("anything")
+        return ToolResult.ok(params)
+
+    recorded = TelemetryRecorder()
+    elsewhere.server.script(
+        response(function_call("c1", '{"sql": "x"}', "publish")), response(message("done"))
+    )
+    tool = Tool[Query, Query](name="publish", description="Publish.", handler=publish)
+    adapter = elsewhere.adapter(observer=recorded.telemetry(capture_content=True))
+    assert adapter.evaluate(prompt(tool)).text == "done"
+    assert span_endings(recorded.spans())[2] == ("execute_tool publish", None, StatusCode.UNSET)
+
+
+def test_a_trace_that_is_not_sampled_costs_no_content(elsewhere: OpenAIStandIn) -> None:
+    seen: list[str] = []
+
+    def redact(text: str) -> str:
+        seen.append(text)
+        return text
+
+    tracers = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False)
+    telemetry = ClientTelemetry(tracer_provider=tracers, capture_content=True, redact=redact)
+    elsewhere.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
+    assert elsewhere.adapter(observer=telemetry).evaluate(prompt(query_tool)).text == "done"
+    assert seen == []
+    flags = elsewhere.server.headers[0]["traceparent"].rpartition("-")[2]
+    assert int(flags, 16) & TraceFlags.SAMPLED == 0
+
+
+def test_without_the_extra_it_says_what_to_install() -> None:
+    script = "import sys; sys.modules['opentelemetry'] = None; import fumehood.telemetry.client_telemetry"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "needs an extra: pip install 'fumehood[otel]'" in done.stderr.splitlines()[-1]
+
+
+def test_a_view_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="no view 'option9'; there are option1"):
+        ClientTelemetry(representation="option9")
+
+
+# --- events stay as they are --------------------------------------------------------------------------
+
+
+def test_whoever_listens_hears_the_same_with_and_without_telemetry(elsewhere: OpenAIStandIn) -> None:
+    def heard(**settings: Any) -> list[tuple[Any, ...]]:
+        session, events = Session(), list[ToolInvoked]()
+        session.bus.subscribe(ToolInvoked, events.append)
+        elsewhere.server.script(
+            response(function_call("c1", '{"sql": "x"}'), code_call()), response(message("done"))
+        )
+        elsewhere.adapter(hosted_tools=HOSTED, **settings).evaluate(prompt(query_tool), session=session)
+        return [(event.name, event.params, event.result, event.call_id) for event in events]
+
+    plain = heard()
+    assert len(plain) == 2
+    assert heard(observer=TelemetryRecorder().telemetry(capture_content=True)) == plain

@@ -1,0 +1,548 @@
+"""Containers of workspaces that expire, fail, are shared and outlive their client."""
+
+import itertools
+import pickle
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fumehood.client import (
+    CompactionError,
+    ContainerExpiredError,
+    Deadline,
+    DeadlineExceededError,
+    FumehoodError,
+    HostMount,
+    HostWorkspaceSection,
+    MarkdownSection,
+    Prompt,
+    PromptEvaluationError,
+    PromptSection,
+    Session,
+    ThrottleError,
+    ThrottlePolicy,
+    Tool,
+    ToolContext,
+    ToolResult,
+)
+from fumehood.client.adapters.openai import (
+    ContainerConfig,
+    ContainerFilesystem,
+    OpenAIAdapter,
+    OpenAIContainerWorkspaceSection,
+    OpenAIHostedToolsConfig,
+)
+from fumehood.client.prompt import AnyTool, NoParams
+from tests.client.conftest import OpenAIStandIn
+from tests.support.openai_server import Reply, error, message, response
+
+HOSTED = OpenAIHostedToolsConfig(code_interpreter=True)
+QUICK = ThrottlePolicy(base_delay=0)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    root = tmp_path / "project"
+    (root / "src").mkdir(parents=True)
+    (root / "src" / "main.py").write_text("print(1)")
+    (root / "README.md").write_text("# Hi")
+    return root
+
+
+@pytest.fixture
+def mounted(project: Path) -> Iterator[Callable[..., OpenAIContainerWorkspaceSection]]:
+    made: list[OpenAIContainerWorkspaceSection] = []
+
+    def mounted(**more: Any) -> OpenAIContainerWorkspaceSection:
+        made.append(
+            OpenAIContainerWorkspaceSection(
+                session=Session(),
+                mounts=(HostMount(str(project), "project"),),
+                allowed_host_roots=(project,),
+                **more,
+            )
+        )
+        return made[-1]
+
+    yield mounted
+    for workspace in made:
+        workspace.sync_on_cleanup = False
+        workspace.cleanup()
+
+
+type Mounted = Callable[..., OpenAIContainerWorkspaceSection]
+
+
+def create_prompt(section: PromptSection, *tools: AnyTool) -> Prompt[None]:
+    task = MarkdownSection(title="Task", key="task", template="Review it.", tools=tools)
+    return Prompt(ns="tests", key="review", sections=[task, section])
+
+
+def count_created_containers(elsewhere: OpenAIStandIn) -> int:
+    return elsewhere.server.calls.count("POST /v1/containers")
+
+
+class RequestInterceptor:
+    """Answers requests about containers instead of the server, as long as it has something to say."""
+
+    def __init__(self, elsewhere: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.says: Callable[[str, str], Reply | None] = lambda method, path: None
+        server = elsewhere.server
+        answer = server.answer
+
+        def first(method: str, target: str, kind: str, body: bytes) -> Reply:
+            said = self.says(method, target.partition("?")[0]) if "/containers" in target else None
+            return answer(method, target, kind, body) if said is None else said
+
+        monkeypatch.setattr(server, "answer", first)
+
+
+@pytest.fixture
+def interferes(elsewhere: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> RequestInterceptor:
+    return RequestInterceptor(elsewhere, monkeypatch)
+
+
+# --- expiry -------------------------------------------------------------------------------------------
+
+
+def test_one_that_a_tool_has_renewed_is_not_made_a_third_time(
+    elsewhere: OpenAIStandIn, mounted: Mounted
+) -> None:
+    workspace = mounted(client=elsewhere.client)
+
+    def note(params: NoParams, *, context: ToolContext) -> ToolResult[NoParams]:
+        elsewhere.server.expire()
+        assert context.filesystem is not None
+        context.filesystem.write_text("note.txt", "n")
+        return ToolResult.ok(params)
+
+    def look(asked: dict[str, Any]) -> Reply:
+        named = elsewhere.server.containers[asked["tools"][1]["container"]]
+        return error(400, "Container is expired.") if named.status == "expired" else response(message("fine"))
+
+    called = {"type": "function_call", "call_id": "c1", "name": "note", "arguments": "{}"}
+    elsewhere.server.script(response(called), look, look)
+    tool = Tool[NoParams, NoParams](name="note", description="Note it.", handler=note)
+    elsewhere.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace, tool))
+    assert count_created_containers(elsewhere) == 2
+    assert elsewhere.server.asked[-1]["tools"][1]["container"] == workspace.container_id
+
+
+def test_threads_that_find_it_expired_share_another(elsewhere: OpenAIStandIn, mounted: Mounted) -> None:
+    files = mounted(client=elsewhere.client).filesystem
+    files.ensure_container()
+    elsewhere.server.script()
+    elsewhere.server.expire()
+    found: list[bool] = []
+    threads = [threading.Thread(target=lambda: found.append(files.is_file("no"))) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [False] * 5
+    assert count_created_containers(elsewhere) == 1
+
+
+def test_one_that_expires_between_the_list_and_the_file(
+    elsewhere: OpenAIStandIn, interferes: RequestInterceptor, mounted: Mounted
+) -> None:
+    files = mounted(client=elsewhere.client).filesystem
+    files.write_text("notes.txt", "mine")
+
+    def expire(method: str, path: str) -> None:
+        if path.endswith("/content"):
+            interferes.says = lambda method, path: None
+            elsewhere.server.expire()
+
+    interferes.says = expire
+    assert files.read_text("notes.txt") == "mine"
+
+
+def test_what_took_the_place_of_something_else_is_there_again(
+    elsewhere: OpenAIStandIn, mounted: Mounted
+) -> None:
+    files = mounted(client=elsewhere.client).filesystem
+    files.delete("project/src/main.py")
+    files.write_text("project/src", "a file now")
+    files.write_text("notes.txt", "n")
+    files.delete("notes.txt")
+    files.write_text("notes.txt/one", "1")
+    elsewhere.server.expire()
+    assert files.glob("**") == ["notes.txt/one", "project/README.md", "project/src"]
+    assert files.read_text("project/src") == "a file now"
+
+
+# --- failures on the way ------------------------------------------------------------------------------
+
+
+def test_one_that_could_not_be_filled_is_not_left_behind(
+    elsewhere: OpenAIStandIn, interferes: RequestInterceptor, mounted: Mounted
+) -> None:
+    files = mounted(client=elsewhere.client).filesystem
+    elsewhere.server.containers.clear()
+    interferes.says = lambda method, path: error(413, "Too large.") if path.endswith("/files") else None
+    with pytest.raises(PromptEvaluationError, match=r"\(413\): Too large\. \(.*exclude_glob"):
+        files.ensure_container()
+    assert elsewhere.server.containers == {}
+    assert files.container_id is None
+
+
+def test_a_busy_provider_of_containers_is_asked_again(
+    elsewhere: OpenAIStandIn, interferes: RequestInterceptor, mounted: Mounted
+) -> None:
+    busy = [error(429, "Slow down.", retry_after_ms="1"), error(503, "Later."), Reply(closes=True)]
+    tried: set[str] = set()
+
+    def refuse(method: str, path: str) -> Reply | None:
+        """The first of each kind."""
+        kind = f"{method} {path.count('/')}"
+        if kind in tried or not busy:
+            return None
+        tried.add(kind)
+        return busy.pop(0)
+
+    interferes.says = refuse
+    elsewhere.server.script(response(message("fine")))
+    workspace = mounted()
+    adapter = elsewhere.adapter(hosted_tools=HOSTED, throttle=QUICK)
+    assert adapter.evaluate(create_prompt(workspace)).text == "fine"
+    assert workspace.filesystem.read_text("project/README.md") == "# Hi"
+    assert busy == []
+
+
+def test_a_deadline_holds_for_the_upload_too(
+    elsewhere: OpenAIStandIn, interferes: RequestInterceptor, mounted: Mounted
+) -> None:
+    over = threading.Event()
+
+    def hang(method: str, path: str) -> Reply | None:
+        if not path.endswith("/files"):
+            return None
+        over.wait(60)
+        return Reply(closes=True)
+
+    interferes.says = hang
+    workspace = mounted()
+    with pytest.raises(DeadlineExceededError):
+        elsewhere.adapter(hosted_tools=HOSTED).evaluate(
+            create_prompt(workspace), deadline=Deadline.after(0.3)
+        )
+    over.set()
+    assert "POST /v1/responses" not in elsewhere.server.calls
+    assert workspace.container_id is None
+
+
+def test_a_workspace_that_was_cleaned_up_is_refused(elsewhere: OpenAIStandIn, mounted: Mounted) -> None:
+    workspace = mounted(client=elsewhere.client)
+    here = HostWorkspaceSection(session=Session())
+    for section in (workspace, here):
+        section.cleanup()
+        with pytest.raises(PromptEvaluationError, match="was cleaned up") as refused:
+            elsewhere.adapter(hosted_tools=HOSTED).evaluate(create_prompt(section))
+        assert refused.value.phase == "configuration"
+    for act in (workspace.filesystem.ensure_container, lambda: workspace.filesystem.exists("x")):
+        with pytest.raises(PromptEvaluationError, match="was cleaned up"):
+            act()
+    assert elsewhere.server.calls == []
+
+
+# --- clients ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def environment(elsewhere: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", elsewhere.server.url)
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+
+
+@pytest.mark.usefixtures("environment")
+def test_results_come_back_after_the_adapter_was_closed(
+    elsewhere: OpenAIStandIn, mounted: Mounted, tmp_path: Path
+) -> None:
+    workspace = mounted(sync_on_cleanup=True, sync_dir=tmp_path / "back")
+    adapter = OpenAIAdapter(model="gpt-4.1", hosted_tools=HOSTED)
+    elsewhere.server.script(response(message("one")), response(message("two")))
+    for text in ("one", "two"):
+        with adapter:
+            assert adapter.evaluate(create_prompt(workspace)).text == text
+    assert count_created_containers(elsewhere) == 1
+    elsewhere.server.containers[workspace.container_id or ""].files["cfile_x"] = ("report.md", b"# Report")
+    client = workspace.filesystem.client
+    workspace.cleanup()
+    assert (tmp_path / "back/report.md").read_text() == "# Report"
+    assert client.is_closed()
+
+
+@pytest.mark.usefixtures("environment")
+def test_files_can_be_written_before_the_first_evaluation(elsewhere: OpenAIStandIn, mounted: Mounted) -> None:
+    workspace = mounted()
+    workspace.filesystem.write_text("notes.txt", "mine")
+    elsewhere.server.script(response(message("fine")))
+    with OpenAIAdapter(model="gpt-4.1", hosted_tools=HOSTED) as adapter:
+        assert adapter.evaluate(create_prompt(workspace)).text == "fine"
+    assert workspace.filesystem.read_text("notes.txt") == "mine"
+    (request,) = elsewhere.server.asked
+    ((_, (place, _)),) = [*elsewhere.server.containers[workspace.container_id or ""].files.items()][1:]
+    assert f"- `notes.txt` is `/mnt/data/{place}`" in request["input"][0]["content"]
+
+
+# --- what comes back ----------------------------------------------------------------------------------
+
+
+def test_files_that_cannot_come_back_do_not_keep_the_others(
+    elsewhere: OpenAIStandIn, mounted: Mounted, tmp_path: Path
+) -> None:
+    workspace = mounted(client=elsewhere.client, sync_on_cleanup=True, sync_dir=tmp_path / "back")
+    made = workspace.filesystem.ensure_container()
+    elsewhere.server.containers[made].files |= {
+        "cfile_a": ("a", b"1"),
+        "cfile_b": ("a/b", b"2"),
+        "cfile_c": ("n" * 300, b"3"),
+        "cfile_d": ("z.txt", b"last"),
+        "cfile_e": ("/etc/evil", b"x"),
+        "cfile_f": ("link/evil", b"x"),
+    }
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back/link").symlink_to(tmp_path)
+    with pytest.raises(
+        OSError, match=r"3 file\(s\) could not be brought back, among them 'a/b': NotADir"
+    ) as failed:
+        workspace.cleanup()
+    assert failed.value.__notes__ == [
+        "The container is still there: workspace.filesystem.download_all tries again."
+    ]
+    assert (tmp_path / "back/z.txt").read_bytes() == b"last"
+    assert not workspace.temp_dir.exists()
+    assert not list(tmp_path.rglob("evil"))
+    assert not list(tmp_path.rglob("*.part"))
+    elsewhere.server.containers[made].files = {"cfile_d": ("z.txt", b"again")}
+    workspace.filesystem.download_all(tmp_path / "back")
+    assert (tmp_path / "back/z.txt").read_bytes() == b"again"
+
+
+def test_a_file_that_breaks_off_leaves_the_old_one(
+    elsewhere: OpenAIStandIn, interferes: RequestInterceptor, tmp_path: Path
+) -> None:
+    files = ContainerFilesystem(client=elsewhere.client, container_config=ContainerConfig())
+    files.policy = ThrottlePolicy(max_attempts=2, base_delay=0)
+    files.write("a.txt", b"new")
+    (tmp_path / "a.txt").write_text("old")
+    short = Reply(b"ne", headers={"content-length": "3", "connection": "close"})
+    interferes.says = lambda method, path: short if path.endswith("/content") else None
+    with pytest.raises(PromptEvaluationError, match="2 attempts"):
+        files.download_all(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+    assert (tmp_path / "a.txt").read_text() == "old"
+
+
+def test_everything_comes_back_with_one_request_for_each_file(
+    elsewhere: OpenAIStandIn, tmp_path: Path
+) -> None:
+    files = ContainerFilesystem(client=elsewhere.client, container_config=ContainerConfig())
+    stored = elsewhere.server.containers[files.ensure_container()].files
+    stored |= {f"cfile_x{number}": (f"out/{number}", b"x") for number in range(20)}
+    elsewhere.server.script()
+    files.download_all(tmp_path / "new")
+    assert len([*(tmp_path / "new/out").iterdir()]) == 20
+    assert len(elsewhere.server.calls) == 21
+
+
+def filesystem_with_files(elsewhere: OpenAIStandIn, number: int) -> ContainerFilesystem:
+    files = ContainerFilesystem(client=elsewhere.client, container_config=ContainerConfig())
+    stored = elsewhere.server.containers[files.ensure_container()].files
+    stored |= {f"cfile_x{one}": (f"out/{one}", b"%d" % one) for one in range(number)}
+    return files
+
+
+def download_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("fumehood download")]
+
+
+def test_files_come_back_eight_at_a_time(
+    elsewhere: OpenAIStandIn, interferes: RequestInterceptor, tmp_path: Path
+) -> None:
+    eight, lock = threading.Barrier(8), threading.Lock()
+    now = most = 0
+
+    def wait_for_the_others(method: str, path: str) -> None:
+        nonlocal now, most
+        if path.endswith("/content"):
+            with lock:
+                now += 1
+                most = max(most, now)
+            eight.wait(20)
+            with lock:
+                now -= 1
+
+    files = filesystem_with_files(elsewhere, 24)
+    interferes.says = wait_for_the_others
+    files.download_all(tmp_path / "new")
+    assert {path.name: path.read_text() for path in (tmp_path / "new/out").iterdir()} == {
+        str(number): str(number) for number in range(24)
+    }
+    assert most == 8
+    assert download_threads() == []
+
+
+def test_the_first_error_ends_the_others(
+    elsewhere: OpenAIStandIn, interferes: RequestInterceptor, tmp_path: Path
+) -> None:
+    """Also those of which nothing comes, and those that wait to be tried again."""
+    eight, never = threading.Barrier(8), threading.Event()
+    numbers = itertools.count()
+
+    def refuse_one(method: str, path: str) -> Reply | None:
+        if not path.endswith("/content"):
+            return None
+        number = next(numbers)
+        eight.wait(20)
+        if number == 0:
+            return error(403, "Not this one.")
+        if number < 4:
+            return error(503, "Later.", retry_after="3000")
+        never.wait(60)
+        return None
+
+    files = filesystem_with_files(elsewhere, 100)
+    files.policy = ThrottlePolicy(max_total_delay=10_000)
+    interferes.says = refuse_one
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/7").write_text("old")
+    try:
+        with pytest.raises(PromptEvaluationError, match="Not this one"):
+            files.download_all(tmp_path)
+        assert next(numbers) == 8
+        assert [path.name for path in (tmp_path / "out").iterdir()] == ["7"]
+        left = download_threads()
+        assert len(left) <= 4, "those that wait end at once"
+    finally:
+        never.set()
+    for thread in left:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["7"]
+    assert (tmp_path / "out/7").read_text() == "old"
+
+
+def test_who_interrupts_a_download_need_not_wait_for_it(
+    elsewhere: OpenAIStandIn, interferes: RequestInterceptor, tmp_path: Path
+) -> None:
+    never = threading.Event()
+    interrupted = threading.Lock()
+
+    def stall(method: str, path: str) -> None:
+        if path.endswith("/content"):
+            if interrupted.acquire(blocking=False):
+                # As Ctrl-C does: a signal that wakes the main thread, which waits.
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            never.wait(60)
+
+    files = filesystem_with_files(elsewhere, 3)
+    interferes.says = stall
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            files.download_all(tmp_path)
+        assert not list(tmp_path.rglob("*.part"))
+    finally:
+        never.set()
+    for thread in download_threads():
+        thread.join(20)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_what_fails_is_told_in_the_order_of_the_names(
+    elsewhere: OpenAIStandIn, interferes: RequestInterceptor, tmp_path: Path
+) -> None:
+    eight = threading.Barrier(8)
+    files = filesystem_with_files(elsewhere, 8)
+    listed = sorted(elsewhere.server.containers[files.container_id or ""].files)
+
+    def lose_all(method: str, path: str) -> Reply | None:
+        if not path.endswith("/content"):
+            return None
+        eight.wait(20)
+        return error(404, f"There is no file {path.split('/')[-2]} in the container.")
+
+    interferes.says = lose_all
+    with pytest.raises(OSError, match=r"8 file\(s\) could not be brought back, among them 'out/0'") as failed:
+        files.download_all(tmp_path)
+    assert listed[0] in str(failed.value)
+    assert not list((tmp_path / "out").iterdir())
+
+
+# --- a server that unpacks nothing --------------------------------------------------------------------
+
+
+def test_unpacking_touches_nothing_that_is_there(
+    elsewhere: OpenAIStandIn, mounted: Mounted, tmp_path: Path
+) -> None:
+    """The prompt says it in every turn; what an earlier one has made of the files has to stay."""
+    elsewhere.server.script(response(message("fine")))
+    workspace = mounted()
+    elsewhere.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace))
+    text: str = elsewhere.server.asked[0]["input"][0]["content"]
+    place = tmp_path / "data"
+    place.mkdir()
+    for name, content in elsewhere.server.containers[workspace.container_id or ""].files.values():
+        (place / name).write_bytes(content)
+    code = text.partition("```python\n")[2].partition("```")[0].replace("/mnt/data/", f"{place}/")
+    exec(code, {})
+    assert (place / "project/src/main.py").read_text() == "print(1)"
+    (place / "project/src/main.py").write_text("changed")
+    (place / "project/README.md").unlink()
+    exec(code, {})
+    assert (place / "project/src/main.py").read_text() == "changed"
+    assert (place / "project/README.md").read_text() == "# Hi"
+
+
+def test_what_is_written_goes_before_what_was_unpacked(elsewhere: OpenAIStandIn, mounted: Mounted) -> None:
+    files = mounted(client=elsewhere.client).filesystem
+    stored = elsewhere.server.containers[files.ensure_container()].files
+    stored["cfile_x"] = ("project/src/main.py", b"unpacked")
+    assert files.read("project/src/main.py") == b"unpacked"
+    for content in (b"mine", b"mine again"):
+        files.write("project/src/main.py", content)
+        assert files.read("project/src/main.py") == content
+    assert len(stored) == 3  # the archive, what code has unpacked, and what was written last
+    assert "cfile_x" in stored
+    assert files.relocated_files.keys() == {"project/src/main.py"}
+    files.delete("project/src/main.py")
+    assert files.relocated_files == {}
+
+
+# --- errors -------------------------------------------------------------------------------------------
+
+
+def test_errors_can_come_out_of_another_process() -> None:
+    answered = CompactionError(7, ValueError("x"))
+    answered.response = "the answer"
+    for raised in (
+        ContainerExpiredError("cntr_1", ValueError("x")),
+        ContainerExpiredError("cntr_1", ValueError("x"), "in other words"),
+        answered,
+        PromptEvaluationError("no", prompt_name="p", phase="tool", provider_payload={"a": 1}),
+    ):
+        back: FumehoodError = pickle.loads(pickle.dumps(raised))
+        assert (type(back), str(back)) == (type(raised), str(raised))
+        assert {name: str(value) for name, value in vars(back).items()} == {
+            name: str(value) for name, value in vars(raised).items()
+        }
+
+
+def test_a_provider_that_is_not_there_is_named(elsewhere: OpenAIStandIn) -> None:
+    task = MarkdownSection(title="Task", key="task", template="x")
+    elsewhere.server.script(Reply(closes=True), Reply(closes=True))
+    adapter = elsewhere.adapter(throttle=ThrottlePolicy(max_attempts=2, base_delay=0))
+    with pytest.raises(ThrottleError, match=rf"\({elsewhere.server.url.removesuffix('/v1')}\)"):
+        adapter.evaluate(Prompt(ns="n", key="k", sections=[task]))
+
+
+def test_a_model_may_be_called_what_it_likes(elsewhere: OpenAIStandIn) -> None:
+    elsewhere.server.script(error(404, "There is no model container-7b.", "model_not_found"))
+    task = MarkdownSection(title="Task", key="task", template="x")
+    with pytest.raises(PromptEvaluationError, match="no model container-7b"):
+        elsewhere.adapter(model="container-7b").evaluate(Prompt(ns="n", key="k", sections=[task]))

@@ -1,0 +1,145 @@
+"""Containers that our gateway lets expire because nobody has used them for a while."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from fumehood.client import (
+    ContainerExpiredError,
+    HostMount,
+    MarkdownSection,
+    Prompt,
+    Session,
+    Tool,
+    ToolContext,
+    ToolInvoked,
+    ToolResult,
+)
+from fumehood.client.adapters.openai import (
+    ContainerConfig,
+    ExistingContainerRef,
+    OpenAICodeInterpreterTool,
+    OpenAIContainerWorkspaceSection,
+    OpenAIHostedToolsConfig,
+)
+from fumehood.client.prompt import AnyTool, NoParams
+from tests.client.conftest import GatewayServer
+from tests.e2e.conftest import client_of, settings_for
+from tests.support import gateway_process, shifted_clock_gateway
+from tests.support.gateway_process import ScriptedModelServer, code_call, text_answer, tool_call, tool_calls
+
+HOSTED = OpenAIHostedToolsConfig(code_interpreter=True)
+LOOKS = "import os; print(*sorted(os.path.join(a, f) for a, _, fs in os.walk('.') for f in fs))"
+
+
+@dataclass
+class LateGateway:
+    """A gateway that can be told that time has passed."""
+
+    house: GatewayServer
+    clock: Path
+    passed: float = 0
+
+    def pass_time(self, minutes: float) -> None:
+        self.passed += 60 * minutes
+        self.clock.write_text(str(self.passed))
+
+
+@pytest.fixture(scope="module")
+def late(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LateGateway]:
+    directory = tmp_path_factory.mktemp("late")
+    clock = directory / "clock"
+    clock.write_text("0")
+    program = (str(Path(shifted_clock_gateway.__file__)),)
+    with (
+        ScriptedModelServer() as model,
+        gateway_process.run_gateway(
+            directory, settings_for(model), {"LATE_BY": str(clock)}, program
+        ) as running,
+        client_of(running) as client,
+    ):
+        yield LateGateway(GatewayServer(running, model, client), clock)
+
+
+@pytest.fixture
+def workspace(late: LateGateway, tmp_path: Path) -> Iterator[OpenAIContainerWorkspaceSection]:
+    (tmp_path / "data.csv").write_text("1,2")
+    made = OpenAIContainerWorkspaceSection(
+        session=Session(),
+        mounts=(HostMount(str(tmp_path / "data.csv"), "in/data.csv"),),
+        allowed_host_roots=(tmp_path,),
+        container_config=ContainerConfig("1g"),
+        client=late.house.client,
+        sync_on_cleanup=True,
+        sync_dir=tmp_path / "back",
+    )
+    yield made
+    made.cleanup()
+
+
+def evaluate(late: LateGateway, workspace: OpenAIContainerWorkspaceSection, *tools: AnyTool) -> list[str]:
+    """What its code has printed."""
+    session, heard = Session(), list[ToolInvoked]()
+    session.bus.subscribe(ToolInvoked, heard.append)
+    task = MarkdownSection(title="Task", key="task", template="Look.", tools=tools)
+    prompt = Prompt(ns="tests", key="idle", sections=[task, workspace])
+    late.house.adapter(hosted_tools=HOSTED).evaluate(prompt, session=session)
+    return [event.result.message.strip() for event in heard if event.name == "code_interpreter"]
+
+
+def test_a_workspace_outlives_its_idle_container(
+    late: LateGateway, workspace: OpenAIContainerWorkspaceSection, tmp_path: Path
+) -> None:
+    model, client = late.house.model, late.house.client
+    workspace.filesystem.write_text("notes.txt", "mine")
+    model.script(code_call(f"open('made.txt', 'w').write('x'); {LOOKS}"), text_answer("Done."))
+    assert evaluate(late, workspace) == ["./in/data.csv ./made.txt ./notes.txt"]
+    first = workspace.container_id or ""
+    late.pass_time(19)
+    assert workspace.filesystem.is_file("made.txt")  # looking at it is using it
+    late.pass_time(19)
+    assert workspace.filesystem.is_alive()
+    late.pass_time(21)
+    assert client.containers.retrieve(first).status == "expired"
+    model.script(code_call(LOOKS), text_answer("Done."))
+    assert evaluate(late, workspace) == ["./in/data.csv ./notes.txt"]  # what code has made is lost
+    assert workspace.container_id not in (None, first)
+    late.pass_time(21)
+    assert workspace.filesystem.read_text("notes.txt") == "mine"
+    late.pass_time(21)
+    workspace.cleanup()
+    assert (tmp_path / "back/in/data.csv").read_text() == "1,2"
+    assert (tmp_path / "back/notes.txt").read_text() == "mine"
+
+
+def test_an_idle_container_is_replaced_in_the_middle_of_an_evaluation(
+    late: LateGateway, workspace: OpenAIContainerWorkspaceSection
+) -> None:
+    def think(params: NoParams, *, context: ToolContext) -> ToolResult[NoParams]:
+        _ = context
+        late.pass_time(21)
+        return ToolResult.ok(params)
+
+    tool = Tool[NoParams, NoParams](name="think", description="Think for long.", handler=think)
+    late.house.model.script(
+        code_call("print(open('in/data.csv').read())"),
+        tool_calls(tool_call("think", {}, call_id="call_2")),
+        tool_calls(
+            tool_call("code_interpreter", {"code": "print(open('in/data.csv').read())"}, call_id="call_3")
+        ),
+        text_answer("Done."),
+    )
+    assert evaluate(late, workspace, tool) == ["1,2", "1,2"]
+
+
+def test_one_that_was_only_named_is_not_replaced(late: LateGateway) -> None:
+    container = late.house.client.containers.create(name="mine", memory_limit="1g").id
+    late.pass_time(21)
+    python = OpenAICodeInterpreterTool(container=ExistingContainerRef(container))
+    task = MarkdownSection(title="Task", key="task", template="Look.", tools=(python,))
+    late.house.model.script()
+    with pytest.raises(ContainerExpiredError, match=container):
+        late.house.adapter().evaluate(Prompt(ns="tests", key="idle", sections=[task]))
+    assert not late.house.model.requests

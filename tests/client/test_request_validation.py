@@ -1,0 +1,274 @@
+"""What the adapter refuses before it asks a server that is not ours, and what it takes."""
+
+import math
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from fumehood.client import (
+    ContainerExpiredError,
+    PromptEvaluationError,
+    ProviderTool,
+    Session,
+    ToolResult,
+)
+from fumehood.client.adapters.openai import (
+    CompactionConfig,
+    ContainerConfig,
+    ContainerManager,
+    ExistingContainerRef,
+    FileSearchConfig,
+    OpenAIAdapter,
+    OpenAIClientConfig,
+    OpenAICodeInterpreterSection,
+    OpenAICodeInterpreterTool,
+    OpenAIContainerWorkspaceSection,
+    OpenAIFileSearchSection,
+    OpenAIModelConfig,
+    OpenAIWebSearchSection,
+)
+from fumehood.client.adapters.openai.native_tools.code_interpreter_section import CodeInterpreterParams
+from fumehood.client.adapters.openai.native_tools.file_search_section import FileSearchParams
+from fumehood.client.adapters.openai.native_tools.web_search_section import WebSearchParams
+from fumehood.client.prompt import AnyTool, NoParams
+from tests.client.conftest import OpenAIStandIn
+from tests.support.client_prompts import (
+    HOSTED,
+    Answer,
+    prompt,
+    query_tool,
+)
+from tests.support.openai_server import message, response
+
+
+def create_provider_tool(native_type: str, config: object, provider: str = "openai") -> AnyTool:
+    return ProviderTool[NoParams, Answer, Any](
+        name="python",
+        description="x",
+        provider=provider,
+        native_type=native_type,
+        config=config,
+        handle_provider_output=lambda data, context, kind: ToolResult.ok(kind(1)),
+    )
+
+
+def code_interpreter_in(container: object) -> AnyTool:
+    """A code interpreter whose settings nobody has checked yet."""
+    return create_provider_tool("code_interpreter", {"container": container})
+
+
+@pytest.mark.parametrize(
+    ("settings", "asked", "said"),
+    [
+        (
+            {},
+            lambda: prompt(create_provider_tool("web_search", NoParams(), "anthropic")),
+            "'python' is anthropic's; this adapter is openai's",
+        ),
+        (
+            {},
+            lambda: prompt(create_provider_tool("teleport", {})),
+            "does not advertise the native tool 'teleport'",
+        ),
+        (
+            {"model": "local"},
+            lambda: prompt(create_provider_tool("teleport", {})),
+            "no native tool 'teleport'",
+        ),
+        ({}, lambda: prompt(sections=(OpenAIFileSearchSection(),)), "file_search has no vector_store_ids"),
+        (
+            {"openai_native_tools": {"gpt-4.1": {"file_search"}}, "hosted_tools": HOSTED},
+            prompt,
+            "'gpt-4.1' does not advertise the native tool 'code_interpreter' .it has: file_search",
+        ),
+        ({"model": "local", "strict": True, "hosted_tools": HOSTED}, prompt, "it has: none"),
+        (
+            {"tool_choice": {"type": "web_search"}},
+            lambda: prompt(query_tool),
+            "does not ask for 'web_search'",
+        ),
+        ({"tool_choice": "sometimes"}, lambda: prompt(query_tool), "'sometimes'"),
+        ({"tool_choice": "required"}, prompt, "no tools that could be required"),
+        ({"tool_choice": "none"}, lambda: prompt(OpenAICodeInterpreterTool()), "'none' forbids them"),
+        (
+            {},
+            lambda: prompt(sections=(OpenAIContainerWorkspaceSection(session=Session()),)),
+            "needs the code interpreter",
+        ),
+        (
+            {},
+            lambda: prompt(
+                OpenAICodeInterpreterTool(), sections=(OpenAIContainerWorkspaceSection(session=Session()),)
+            ),
+            "container of its own besides",
+        ),
+        *[
+            ({}, lambda container=container: prompt(code_interpreter_in(container)), said)
+            for container, said in (
+                ({"type": "auto", "memory_limit": "8g"}, r"container\.memory_limit is '8g'"),
+                ({"type": "other"}, r"container\.type is 'other'"),
+                ({}, r"container\.type is None"),
+                ({"type": "auto", "file_ids": "file-1"}, r"container\.file_ids is 'file-1'"),
+                ({"id": ""}, r"container\.id is ''"),
+                (" ", r"container\.id is ' '"),
+                (None, "container is None"),
+                (5, "container is 5"),
+            )
+        ],
+        (
+            {},
+            lambda: prompt(
+                OpenAICodeInterpreterTool(), code_interpreter_in({"type": "auto", "memory_limit": "1g"})
+            ),
+            "'code_interpreter' and 'python' are both code_interpreter",
+        ),
+        ({}, lambda: prompt(create_provider_tool("web_search", 5)), "config of the tool 'python' is 5"),
+        *[
+            ({"tool_choice": choice}, lambda: prompt(query_tool), "tool_choice")
+            for choice in (5, ["auto"], {"type": "function", "name": ["a"]}, {"type": "allowed_tools"})
+        ],
+        ({}, lambda: prompt(OpenAICodeInterpreterTool()).bind, "is no prompt; of a template, make Prompt"),
+    ],
+)
+def test_what_is_wrong_is_found_before_a_request(
+    elsewhere: OpenAIStandIn, settings: dict[str, Any], asked: Any, said: str
+) -> None:
+    with pytest.raises(PromptEvaluationError, match=said) as refused:
+        elsewhere.adapter(**settings).evaluate(asked())
+    assert refused.value.phase == "configuration"
+    assert refused.value.prompt_name == ("" if said.startswith("is no prompt") else "task")
+    assert elsewhere.server.calls == []
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"), [({"deadline": 5}, r"Deadline\.after\(5\)"), ({"budget": 1000}, "Budget\\(max_total")]
+)
+def test_limits_have_their_types(elsewhere: OpenAIStandIn, limit: dict[str, Any], said: str) -> None:
+    with pytest.raises(PromptEvaluationError, match=said):
+        elsewhere.adapter().evaluate(prompt(), **limit)
+    assert elsewhere.server.calls == []
+
+
+def test_containers_are_understood_however_they_are_written(elsewhere: OpenAIStandIn) -> None:
+    alive = ContainerManager(elsewhere.client).create()
+    for container, sent in (
+        ({"id": alive, "memory_limit": "4g"}, alive),
+        (alive, alive),
+        (
+            {"type": "auto", "network_policy": {"type": "disabled"}},
+            {"type": "auto", "network_policy": {"type": "disabled"}},
+        ),
+    ):
+        elsewhere.server.script(response(message("done")))
+        elsewhere.adapter().evaluate(prompt(code_interpreter_in(container)))
+        assert elsewhere.server.asked[0]["tools"] == [{"type": "code_interpreter", "container": sent}]
+
+
+def test_what_openai_does_not_know_is_sent_all_the_same(elsewhere: OpenAIStandIn) -> None:
+    elsewhere.server.script(response(message("done")))
+    config = OpenAIModelConfig(extra={"seed": 7, "chat_template_kwargs": {"thinking": False}})
+    elsewhere.adapter(model_config=config).evaluate(prompt())
+    (request,) = elsewhere.server.asked
+    assert (request["seed"], request["chat_template_kwargs"]) == (7, {"thinking": False})
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: OpenAIAdapter(model=" "), "model is ' '"),
+        (lambda: OpenAIAdapter(model="m", client=AsyncOpenAI(api_key="k")), "asynchronous"),  # pyright: ignore[reportArgumentType]
+        (
+            lambda: OpenAIAdapter(model="m", openai_native_tools={"m": {"teleport"}}),
+            r"openai_native_tools\['m'\] has teleport",
+        ),
+        (
+            lambda: OpenAIAdapter(model="m", openai_native_tools={"m": "web_search"}),
+            r"openai_native_tools\['m'\] is 'web_search'",
+        ),
+        (lambda: OpenAIAdapter(model="m", openai_native_tools=["m"]), "has to map models"),  # pyright: ignore[reportArgumentType]
+        (lambda: OpenAIClientConfig(base_url="localhost:8080"), "base_url is 'localhost:8080'"),
+        (lambda: OpenAIClientConfig(timeout=0), "timeout is 0"),
+        (lambda: ContainerConfig(memory_limit=None), r"container_config\.memory_limit is None"),  # pyright: ignore[reportArgumentType]
+        (lambda: OpenAIAdapter(model="m", max_turns=0), "max_turns"),
+        (lambda: ContainerConfig(memory_limit="8g"), r"container_config\.memory_limit is '8g'"),
+        (lambda: ContainerConfig(mode="other"), "mode is 'other'"),  # pyright: ignore[reportArgumentType]
+        (lambda: CompactionConfig(threshold_tokens=0), "threshold_tokens is 0"),
+        (lambda: FileSearchConfig(max_results=0), "max_results is 0"),
+        (lambda: FileSearchConfig(max_results="5"), "max_results is '5'"),  # pyright: ignore[reportArgumentType]
+        (lambda: FileSearchConfig("vs_1"), "vector_store_ids is 'vs_1'"),  # pyright: ignore[reportArgumentType]
+        (lambda: FileSearchConfig(("",)), "vector_store_ids is"),
+        (
+            lambda: OpenAIFileSearchSection(default_params=FileSearchParams(max_results=51)),
+            "max_results is 51",
+        ),
+        (lambda: OpenAIFileSearchSection(default_params=FileSearchParams(("a",), 5, ("b",))), "two names"),
+        (
+            lambda: OpenAIFileSearchSection(default_params=WebSearchParams()),  # pyright: ignore[reportArgumentType]
+            r"takes .*FileSearchParams.*; default_params is WebSearchParams",
+        ),
+        (
+            lambda: OpenAIFileSearchSection(model="m-1", openai_native_tools={"m": {"web_search"}}),
+            "'m-1' does not advertise the native tool 'file_search' .it has: web_search",
+        ),
+        (
+            lambda: OpenAIWebSearchSection(model="gpt-4.1-nano"),
+            "'gpt-4.1-nano' does not advertise .* 'web_search'",
+        ),
+        (
+            lambda: OpenAICodeInterpreterSection(default_params=CodeInterpreterParams(None)),  # pyright: ignore[reportArgumentType]
+            "container is None",
+        ),
+        (
+            lambda: OpenAIWebSearchSection(default_params=WebSearchParams("huge")),  # pyright: ignore[reportArgumentType]
+            "search_context_size is 'huge'",
+        ),
+        (
+            lambda: OpenAIWebSearchSection(default_params=WebSearchParams(allowed_domains="x.org")),  # pyright: ignore[reportArgumentType]
+            "allowed_domains is 'x.org'",
+        ),
+        (
+            lambda: OpenAIWebSearchSection(default_params=WebSearchParams(allowed_domains=("http://x",))),
+            "allowed_domains",
+        ),
+        (lambda: OpenAIModelConfig(max_output_tokens=0), "max_output_tokens is 0"),
+        (lambda: OpenAIModelConfig(temperature=math.nan), "temperature is nan"),
+        (lambda: OpenAIModelConfig(top_p=1.1), r"top_p is 1\.1"),
+        (lambda: OpenAIModelConfig(reasoning="high"), "reasoning is 'high'"),  # pyright: ignore[reportArgumentType]
+        (lambda: OpenAIModelConfig(extra={"input": 1}), "'input', which is set elsewhere"),
+        (lambda: OpenAIModelConfig(extra={"background": True}), "'background', which is set elsewhere"),
+        (lambda: OpenAIModelConfig(top_p=1, extra={"top_p": 0}), "'top_p', which is set elsewhere"),
+    ],
+)
+def test_malformed_settings_are_refused_where_they_are_made(make: Any, said: str) -> None:
+    with pytest.raises(PromptEvaluationError, match=said):
+        make()
+
+
+def test_client_and_client_config_exclude_each_other(elsewhere: OpenAIStandIn) -> None:
+    with pytest.raises(PromptEvaluationError, match="client and client_config exclude each other"):
+        elsewhere.adapter(client_config=OpenAIClientConfig())
+
+
+def test_a_client_is_made_of_its_settings(elsewhere: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere.server.script(response(message("made")))
+    config = OpenAIClientConfig(api_key="k", base_url=elsewhere.server.url, timeout=5)
+    with OpenAIAdapter(model="gpt-4.1", client_config=config) as adapter:
+        assert adapter.evaluate(prompt()).text == "made"
+        client = adapter.client
+    assert client.is_closed()
+    elsewhere.adapter().close()
+    assert not elsewhere.client.is_closed()
+    assert "'k'" not in repr(config)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    with pytest.raises(PromptEvaluationError, match="No client of OpenAI could be made"):
+        OpenAIAdapter(model="gpt-4.1").evaluate(prompt())
+
+
+def test_an_existing_container_is_looked_up_first(elsewhere: OpenAIStandIn) -> None:
+    tool = OpenAICodeInterpreterTool(container=ExistingContainerRef("cntr_gone"))
+    with pytest.raises(ContainerExpiredError, match="'cntr_gone' has expired; make another one") as gone:
+        elsewhere.adapter().evaluate(prompt(tool))
+    assert gone.value.container_id == "cntr_gone"
+    assert isinstance(gone.value.original_error, Exception)
+    assert elsewhere.server.calls == ["GET /v1/containers/cntr_gone"]

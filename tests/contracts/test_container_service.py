@@ -1,0 +1,166 @@
+"""The conformance kit of containers on ours, over a double and over real sandboxes."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import pytest_asyncio
+
+from fumehood.containers.container_handle import ContainerSettings, IsolationScope
+from fumehood.containers.container_service import SandboxContainerService
+from fumehood.files.uploaded_files import UploadedFiles
+from fumehood.interfaces import BlobStore, SandboxProvider, SandboxRef, Store
+from fumehood.protocol.openai.file_objects import FileUploadMetadata
+from fumehood.protocol.sandbox.sandbox_messages import BaseExecutionEvent, ExceptionRaised, Stdout
+from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings
+from fumehood.store.disk_blob_store import DiskBlobStore
+from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
+from fumehood.store.sqlite_store import SqliteStore
+from fumehood.testing import (
+    DeleteFile,
+    ExecutionStep,
+    FakeClock,
+    MemoryBlobStore,
+    MemoryStore,
+    SandboxAction,
+    ScriptedSandbox,
+    ScriptedSandboxProvider,
+    WriteFile,
+)
+from fumehood.testing.kits.container_service_kit import (
+    PYTHON_PROGRAMS,
+    SOMEBODY,
+    ContainerProgram,
+    ContainerServiceKit,
+    ContainerSubject,
+)
+from tests.support.sandbox_runs import has_cgroups
+
+
+@pytest_asyncio.fixture(loop_scope="class", scope="class")
+async def subject(request: pytest.FixtureRequest) -> AsyncGenerator[ContainerSubject]:
+    kit = cast("type[Any]", request.cls)  # pyright: ignore[reportUnknownMemberType]
+    async with kit.opened() as made:
+        yield made
+
+
+def make_subject(
+    provider: SandboxProvider,
+    isolation: IsolationScope = "container",
+    store: Store | None = None,
+    blobs: BlobStore | None = None,
+) -> ContainerSubject:
+    clock = FakeClock()
+    settings = ContainerSettings(isolation=isolation, containers_per_tenant=1000)
+    kept = store or MemoryStore(clock)
+    shared = GarbageCollectedBlobs(blobs or MemoryBlobStore(), kept)
+    uploads = UploadedFiles(kept, shared, clock)
+    containers = SandboxContainerService(provider, kept, shared, clock, settings, uploads=uploads)
+
+    async def end_sandbox(container_id: str) -> None:
+        (name,) = [one.id for one in await provider.list_sandboxes() if one.id.startswith(container_id)]
+        await provider.destroy(SandboxRef(name))
+
+    async def upload(name: str, content: bytes) -> str:
+        async def pieces() -> AsyncGenerator[bytes]:
+            yield content
+
+        return (
+            await uploads.create_file(
+                SOMEBODY, FileUploadMetadata(filename=name, purpose="user_data"), pieces()
+            )
+        ).id
+
+    async def let_pass(seconds: float) -> None:
+        clock.advance(seconds)
+
+    return ContainerSubject(
+        containers,
+        keeps_variables=isolation == "container",
+        destroy_sandbox=end_sandbox,
+        advance_clock=let_pass,
+        upload=upload,
+    )
+
+
+async def _print_out_file(sandbox: ScriptedSandbox) -> BaseExecutionEvent:
+    return Stdout(sandbox.files.read_file("out.txt").decode() + "\n")
+
+
+def make_scripted_sandboxes() -> ScriptedSandboxProvider:
+    behaviours: dict[ContainerProgram, list[SandboxAction]] = {
+        "prints hello": [Stdout("hello\n")],
+        "raises ValueError": [ExceptionRaised("ValueError", "no", "ValueError: no\n")],
+        "waits to be interrupted": [Stdout("waiting\n"), asyncio.Event()],
+        "writes out.txt": [WriteFile("out.txt", b"made")],
+        "changes out.txt": [WriteFile("out.txt", b"changed")],
+        "deletes out.txt": [DeleteFile("out.txt")],
+        "prints out.txt": [_print_out_file],
+        "writes hidden and temporary files": [
+            WriteFile(name, b"x") for name in (".hidden", "__pycache__/x.pyc", "backup~", "half.tmp")
+        ],
+    }
+    return ScriptedSandboxProvider(
+        repeatable=[ExecutionStep(PYTHON_PROGRAMS[name], actions) for name, actions in behaviours.items()]
+    )
+
+
+@asynccontextmanager
+async def open_real_subject(isolation: IsolationScope) -> AsyncGenerator[ContainerSubject]:
+    limits = "enforced" if has_cgroups() else "best-effort"
+    async with LocalSandboxProvider(
+        LocalServerSettings(limits=limits, pool=1, options=("--preload", ""))
+    ) as provider:
+        yield make_subject(provider, isolation)
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestOverADouble(ContainerServiceKit):
+    @staticmethod
+    @asynccontextmanager
+    async def opened() -> AsyncGenerator[ContainerSubject]:
+        async with make_scripted_sandboxes() as provider:
+            yield make_subject(provider)
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestOnADisk(ContainerServiceKit):
+    @staticmethod
+    @asynccontextmanager
+    async def opened() -> AsyncGenerator[ContainerSubject]:
+        with tempfile.TemporaryDirectory() as directory:
+            store = await SqliteStore.open(Path(directory) / "store.db")
+            async with make_scripted_sandboxes() as provider:
+                yield make_subject(provider, store=store, blobs=DiskBlobStore(Path(directory) / "blobs"))
+            await store.close()
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestOverADoubleForEachCall(ContainerServiceKit):
+    @staticmethod
+    @asynccontextmanager
+    async def opened() -> AsyncGenerator[ContainerSubject]:
+        async with make_scripted_sandboxes() as provider:
+            yield make_subject(provider, "execution")
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestOverSandboxes(ContainerServiceKit):
+    @staticmethod
+    @asynccontextmanager
+    async def opened() -> AsyncGenerator[ContainerSubject]:
+        async with open_real_subject("container") as subject:
+            yield subject
+
+
+@pytest.mark.asyncio(loop_scope="class")
+class TestOverASandboxForEachCall(ContainerServiceKit):
+    @staticmethod
+    @asynccontextmanager
+    async def opened() -> AsyncGenerator[ContainerSubject]:
+        async with open_real_subject("execution") as subject:
+            yield subject

@@ -1,0 +1,205 @@
+"""What the gateway counts, and shows where its sandbox server does not answer."""
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from fumehood.gateway import gateway_metrics
+from fumehood.gateway.authentication import AnonymousAuthenticator, ApiKeyAuthenticator
+from fumehood.gateway.gateway_metrics import EventLoopLagMonitor, GatewayMetrics
+from fumehood.gateway.request_limits import RequestLimits
+from fumehood.interfaces import Caller
+from fumehood.metrics import BucketHistogram
+from fumehood.protocol.api_keys import ApiKeyLimits
+from fumehood.protocol.openai.api_errors import RateLimited, ServiceUnavailable
+from fumehood.protocol.openai.items import CompactionItem
+from fumehood.protocol.openai.responses import Response
+from fumehood.protocol.openai.stream_events import ResponseCompleted
+from fumehood.protocol.sandbox.sandbox_errors import SandboxServerUnreachable
+from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings
+from fumehood.testing import FakeClock, MemoryStore
+from tests.support.prometheus_page import MetricsPage
+from tests.support.sandbox_runs import has_cgroups
+from tests.support.scripted_gateway import ScriptedGateway, number_events, run_gateway, text_events
+from tests.support.two_tenant_gateway import TenantClient, put_key
+from tests.support.websocket_client import open_socket
+
+
+async def page(served: ScriptedGateway) -> MetricsPage:
+    return MetricsPage.parse((await served.request("GET", "/metrics")).body.decode())
+
+
+async def test_everything_that_can_be_counted_is_there_from_the_beginning() -> None:
+    """So that a rate sees the first one, too. What has a route or a model for a label cannot be."""
+    async with run_gateway() as served:
+        shown = await page(served)
+    counters = {name for name, kind in shown.kinds.items() if kind == "counter"}
+    without = counters - {name for name, _ in shown.samples}
+    assert without == {
+        "fumehood_requests_total",
+        "fumehood_tool_calls_total",
+        "fumehood_model_turns_total",
+        "fumehood_model_turn_retries_total",
+        "fumehood_model_errors_total",
+    }
+
+
+async def test_limits_are_counted_by_name() -> None:
+    store = MemoryStore()
+    ann = await put_key(store, "ann", ApiKeyLimits(concurrent=1))
+    ben, scraper = (
+        await put_key(store, "ben", ApiKeyLimits(requests_per_minute=1)),
+        await put_key(store, scopes=["metrics"]),
+    )
+    async with (
+        ApiKeyAuthenticator(store, FakeClock(), AnonymousAuthenticator()) as holders,
+        run_gateway(callers=holders, limits=RequestLimits(max_concurrent=1)) as served,
+    ):
+        served.runs.script = lambda response: [text_events(response)[:2]]
+        waits = asyncio.ensure_future(TenantClient(served, ann).create())
+        await served.runs.started.wait()
+        answers = [await TenantClient(served, who).create() for who in (ann, ben, ben)]
+        assert [answer.status for answer in answers] == [429, 429, 429]
+        served.runs.runs[0].cancel("enough")
+        await waits
+        shown = MetricsPage.parse((await TenantClient(served, scraper).ask("GET", "/metrics")).body.decode())
+    limits = ("key", "total", "rate", "key_bytes", "total_bytes")
+    assert [shown.value("fumehood_limit_rejections_total", limit=limit) for limit in limits] == [
+        1,
+        1,
+        1,
+        0,
+        0,
+    ]
+
+
+async def test_large_bodies_beyond_a_limit() -> None:
+    limits = RequestLimits(ApiKeyLimits(body_bytes=100), max_memory_bytes=1000)
+    ann, ben, somebody = Caller("a", "ann"), Caller("b", "ben"), Caller()
+    with limits.memory_budget(ann) as one, limits.memory_budget(ben) as other:
+        one.reserve(400)
+        other.reserve(400)
+        with limits.memory_budget(ann) as more, pytest.raises(RateLimited):
+            more.reserve(200)
+        with limits.memory_budget(somebody) as more, pytest.raises(ServiceUnavailable):
+            more.reserve(201)
+    async with run_gateway(limits=limits) as served:
+        shown = await page(served)
+    assert shown.value("fumehood_limit_rejections_total", limit="key_bytes") == 1
+    assert shown.value("fumehood_limit_rejections_total", limit="total_bytes") == 1
+
+
+async def test_those_who_may_not_ask() -> None:
+    store = MemoryStore()
+    scraper = await put_key(store, scopes=["metrics"])
+    async with (
+        ApiKeyAuthenticator(store, FakeClock(), AnonymousAuthenticator()) as holders,
+        run_gateway(callers=holders) as served,
+    ):
+        assert (await served.create_response()).status == 401
+        assert (await TenantClient(served, "fh-wrong").create()).status == 401
+        assert (await TenantClient(served, "fh-wrong").create()).status == 401
+        assert (await TenantClient(served, scraper).create()).status == 403
+        shown = MetricsPage.parse((await TenantClient(served, scraper).ask("GET", "/metrics")).body.decode())
+    reasons = ("no_key", "wrong_key", "scope", "host")
+    assert [shown.value("fumehood_auth_rejections_total", reason=reason) for reason in reasons] == [
+        1,
+        2,
+        1,
+        0,
+    ]
+    async with run_gateway() as served:
+        assert (await served.create_response(headers={"host": "evil.example"})).status == 403
+        assert (await page(served)).value("fumehood_auth_rejections_total", reason="host") == 1
+
+
+async def test_sockets_that_are_open() -> None:
+    async with run_gateway() as served:
+        async with open_socket(served) as one, open_socket(served) as other:
+            await one.create_and_read()
+            await other.create_and_read()
+            assert (await page(served)).value("fumehood_open_websockets") == 2
+        async with asyncio.timeout(30):
+            while (await page(served)).value("fumehood_open_websockets"):
+                await asyncio.sleep(0.01)
+
+
+async def test_compactions_within_a_response() -> None:
+    def compacts(response: Response) -> list[list[ResponseCompleted]]:
+        item = CompactionItem(id="cmp_1", encrypted_content="sealed")
+        ended = msgspec.structs.replace(response, status="completed", output=[item])
+        return [
+            [event]
+            for event in number_events([ResponseCompleted(response=ended)])
+            if isinstance(event, ResponseCompleted)
+        ]
+
+    async with run_gateway() as served:
+        served.runs.script = compacts
+        await served.create_response()
+        assert (await page(served)).value("fumehood_compactions_total", kind="automatic") == 1
+
+
+async def test_a_blocked_loop_is_seen() -> None:
+    lag = BucketHistogram()
+    with EventLoopLagMonitor(lag, interval=0.001):
+        while not lag.count:
+            await asyncio.sleep(0.001)
+        time.sleep(0.25)
+        async with asyncio.timeout(30):
+            while lag.sum < 0.2:
+                await asyncio.sleep(0.001)
+    seen = lag.count
+    await asyncio.sleep(0.01)
+    assert lag.count == seen
+
+
+async def test_a_disk_that_is_not_there_is_left_out(tmp_path: Path) -> None:
+    shown = MetricsPage.parse(
+        (await GatewayMetrics(disk_paths={"here": tmp_path, "gone": tmp_path / "gone"}).render()).decode()
+    )
+    assert shown.value("fumehood_disk_size_bytes", place="here") > 0
+    assert ("fumehood_disk_free_bytes", (("place", "gone"),)) not in shown.samples
+
+
+# --- the sandbox server of the gateway's own -----------------------------------------------------------
+
+
+async def test_its_figures_are_on_the_page_unless_it_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = LocalServerSettings(
+        limits="enforced" if has_cgroups() else "best-effort", pool=0, options=("--preload", "")
+    )
+    async with (
+        LocalSandboxProvider(settings) as local,
+        run_gateway(gateway_metrics=GatewayMetrics(fetch_sandbox_metrics=local.metrics)) as served,
+    ):
+        shown = await page(served)
+        assert (
+            shown.value("fumehood_local_sandbox_server_up"),
+            shown.value("fumehood_sandbox_instances"),
+        ) == (1, 0)
+        pid = local.server_pid
+        assert pid is not None
+        monkeypatch.setattr(gateway_metrics, "_SANDBOX_METRICS_TIMEOUT", 0.2)
+        for blow in (signal.SIGSTOP, signal.SIGKILL):
+            os.kill(pid, blow)
+            shown = await page(served)
+            assert shown.value("fumehood_local_sandbox_server_up") == 0
+            assert "fumehood_sandbox_instances" not in shown.kinds
+            assert shown.value("fumehood_requests_total", route="/metrics", status="200") >= 1
+        async with asyncio.timeout(30):
+            while local.server_pid is not None:
+                await asyncio.sleep(0.01)
+        with pytest.raises(SandboxServerUnreachable):
+            await local.metrics()
+        assert local.server_pid is None, "none is started for its figures"
+
+
+async def test_without_one_nothing_is_said_of_it() -> None:
+    async with run_gateway() as served:
+        assert not [name for name, _ in (await page(served)).samples if "sandbox" in name]

@@ -1,0 +1,223 @@
+"""How much a key may ask for, and that nobody pays for another."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fumehood.gateway.authentication import AnonymousAuthenticator, ApiKeyAuthenticator
+from fumehood.gateway.request_limits import RequestLimits
+from fumehood.interfaces import Caller
+from fumehood.protocol.api_keys import DEFAULT_KEY_LIMITS, ApiKeyLimits
+from fumehood.protocol.openai.api_errors import BodyTooLarge, RateLimited, ServiceUnavailable
+from fumehood.testing import FakeClock, MemoryStore
+from tests.support.scripted_gateway import HttpResponse, ScriptedGateway, run_gateway, text_events
+from tests.support.two_tenant_gateway import TenantClient, put_key, two_tenants
+
+
+@dataclass
+class Parties:
+    served: ScriptedGateway
+    clock: FakeClock
+    ann: TenantClient
+    ben: TenantClient
+
+
+@asynccontextmanager
+async def parties(
+    usual: ApiKeyLimits = DEFAULT_KEY_LIMITS, *, ann: ApiKeyLimits = DEFAULT_KEY_LIMITS, total: int = 512
+) -> AsyncGenerator[Parties]:
+    store, clock = MemoryStore(), FakeClock()
+    secrets = [await put_key(store, None, ann), await put_key(store)]
+    limits = RequestLimits(usual, max_concurrent=total, monotonic=clock.monotonic)
+    async with (
+        ApiKeyAuthenticator(store, clock, AnonymousAuthenticator()) as holders,
+        run_gateway(callers=holders, limits=limits) as served,
+    ):
+        yield Parties(served, clock, *(TenantClient(served, secret) for secret in secrets))
+
+
+def told(answer: HttpResponse) -> tuple[str, str, str]:
+    """Limit, remaining, reset."""
+    names = ("limit", "remaining", "reset")
+    found = [answer.headers[f"x-ratelimit-{name}-requests"] for name in names]
+    return found[0], found[1], found[2]
+
+
+async def test_requests_in_a_minute() -> None:
+    async with parties(ApiKeyLimits(requests_per_minute=2)) as house:
+        assert told(await house.ann.create()) == ("2", "1", "30s")
+        assert told(await house.ann.create()) == ("2", "0", "1m0s")
+        refused = await house.ann.create()
+        assert refused.error == (429, "rate_limit_exceeded", None)
+        assert refused.headers["retry-after"] == "30"
+        assert told(refused) == ("2", "0", "1m0s")
+        assert told(await house.ben.create()) == ("2", "1", "30s")
+        house.clock.advance(29.9)
+        assert (await house.ann.create()).headers["retry-after"] == "1"
+        house.clock.advance(0.2)
+        assert told(await house.ann.create()) == ("2", "0", "1m0s")
+        assert len(house.served.runs.requests) == 4
+
+
+async def test_what_asks_no_model_is_not_counted() -> None:
+    async with parties(ApiKeyLimits(requests_per_minute=1)) as house:
+        for _ in range(3):
+            answer = await house.ann.ask("GET", "/v1/models")
+            assert answer.status == 200
+            assert "x-ratelimit-limit-requests" not in answer.headers
+
+
+async def test_a_request_that_is_refused_has_counted() -> None:
+    async with parties(ApiKeyLimits(requests_per_minute=2)) as house:
+        refused = await house.ann.ask("POST", "/v1/responses", b"{")
+        assert refused.status == 400
+        assert told(refused) == ("2", "1", "30s")
+
+
+async def test_a_key_has_limits_of_its_own() -> None:
+    usual = ApiKeyLimits(requests_per_minute=5, body_bytes=1000)
+    async with parties(usual, ann=ApiKeyLimits(requests_per_minute=60, body_bytes=100)) as house:
+        assert told(await house.ann.create()) == ("60", "59", "1s")
+        assert told(await house.ben.create()) == ("5", "4", "12s")
+        assert (await house.ann.create(input="x" * 100)).error == (413, "request_too_large", None)
+        assert (await house.ben.create(input="x" * 100)).status == 200
+        assert (await house.ben.create(input="x" * 1000)).error == (413, "request_too_large", None)
+
+
+async def test_responses_at_once_of_one_key() -> None:
+    async with parties(ApiKeyLimits(concurrent=1)) as house:
+        runs = house.served.runs
+        runs.script = lambda response: [text_events(response)[:2]]
+        async with house.served.session.post(
+            house.served.url("/v1/responses"),
+            json={"model": "small", "input": "hi", "stream": True},
+            headers={"authorization": f"Bearer {house.ann.secret}"},
+        ) as running:
+            runs.script = lambda response: [text_events(response)]
+            refused = await house.ann.create()
+            assert refused.error == (429, "rate_limit_exceeded", None)
+            assert refused.headers["retry-after"] == "1"
+            for path in ("input_tokens", "compact"):
+                body = {"model": "small", "input": "hi"}
+                refused = await house.ann.ask("POST", f"/v1/responses/{path}", body)
+                assert refused.error == (429, "rate_limit_exceeded", None)
+            assert (await house.ben.create()).status == 200
+            run = runs.runs[0]
+            run.emit(*text_events(run.response)[2:])
+            assert b"[DONE]" in await running.read()
+        assert (await house.ann.create()).status == 200
+
+
+def test_all_keys_together() -> None:
+    limits = RequestLimits(ApiKeyLimits(concurrent=2), max_concurrent=3)
+    ann, ben = Caller("a", "key_a"), Caller("b", "key_b")
+    with limits.concurrency_slot(ann), limits.concurrency_slot(ann), limits.concurrency_slot(ben):
+        with pytest.raises(RateLimited, match="This key may have 2"):
+            limits.concurrency_slot(ann)
+        with pytest.raises(RateLimited, match="This server makes 3"):
+            limits.concurrency_slot(ben)
+    with limits.concurrency_slot(ben), limits.concurrency_slot(ben), limits.concurrency_slot(ann):
+        pass
+
+
+def test_without_keys_only_all_together_counts() -> None:
+    limits = RequestLimits(ApiKeyLimits(concurrent=1), max_concurrent=2)
+    with (
+        limits.concurrency_slot(Caller()),
+        limits.concurrency_slot(Caller()),
+        pytest.raises(RateLimited, match="server"),
+    ):
+        limits.concurrency_slot(Caller())
+
+
+def test_no_key_takes_the_room_of_all_for_large_bodies() -> None:
+    limits = RequestLimits(ApiKeyLimits(body_bytes=100), max_memory_bytes=1000)
+    ann, ben = Caller("a", "ann"), Caller("b", "ben")
+    with (
+        limits.memory_budget(ann) as hers,
+        limits.memory_budget(ann) as more,
+        limits.memory_budget(ben) as his,
+    ):
+        hers.reserve(400)
+        with pytest.raises(RateLimited, match="This key"):
+            more.reserve(101)
+        more.reserve(100)
+        his.reserve(400)
+        with limits.memory_budget(Caller()) as anybodys:
+            anybodys.reserve(100)
+            with pytest.raises(ServiceUnavailable, match="This server"):
+                anybodys.reserve(1)
+    with limits.memory_budget(Caller()) as anybodys:
+        anybodys.reserve(1000)
+
+
+def test_one_body_always_has_room() -> None:
+    with RequestLimits(ApiKeyLimits(body_bytes=800), max_memory_bytes=1000).memory_budget(
+        Caller("a", "ann")
+    ) as room:
+        room.reserve(800)
+        with pytest.raises(BodyTooLarge):  # however long one waits
+            room.reserve(1)
+
+
+def test_whoever_is_refused_takes_no_place() -> None:
+    limits = RequestLimits(ApiKeyLimits(concurrent=1))
+    caller = Caller("a", "key_a")
+    with limits.concurrency_slot(caller), pytest.raises(RateLimited):
+        limits.concurrency_slot(caller)
+    for _ in range(3):
+        with limits.concurrency_slot(caller):
+            pass
+
+
+@given(
+    st.integers(1, 1000),
+    st.lists(st.tuples(st.floats(0, 100), st.integers(0, 50)), max_size=20),
+)
+def test_no_more_pass_than_the_rate_allows(rate: int, bursts: list[tuple[float, int]]) -> None:
+    clock = FakeClock()
+    limits = RequestLimits(ApiKeyLimits(requests_per_minute=rate), monotonic=clock.monotonic)
+    caller, passed = Caller("a", "key_a"), 0
+    waits: list[float] = []
+    for seconds, requests in bursts:
+        clock.advance(seconds)
+        for _ in range(requests):
+            headers: list[tuple[bytes, bytes]] = []
+            try:
+                limits.count_request(caller, headers)
+            except RateLimited as refused:
+                waits.append(refused.retry_after or 0)
+            else:
+                passed += 1
+            assert len(headers) == 3
+        assert passed <= rate + clock.monotonic() * rate / 60 + 1e-6
+    assert all(0 < wait <= 60 / rate + 1e-6 for wait in waits)
+    clock.advance(61)
+    for _ in range(rate):  # a minute of silence gives everything back
+        limits.count_request(caller, [])
+    with pytest.raises(RateLimited):
+        limits.count_request(caller, [])
+
+
+async def test_containers_of_a_tenant(tmp_path: Path) -> None:
+    async with two_tenants(tmp_path) as house:
+        few = await house.add_tenant("few", ApiKeyLimits(containers=1))
+        tools = [{"type": "code_interpreter"}]
+        answers = [await few.create(tools=tools), await few.create(tools=tools)]
+        made = await few.ask("POST", "/v1/containers", {"name": "asked for"})
+        refused = await few.ask("POST", "/v1/containers", {"name": "one more"})
+        answers += [await few.create(tools=tools), await house.ben.create(tools=tools)]
+    statuses = [
+        [item["status"] for item in answer.json["output"] if item["type"] == "code_interpreter_call"]
+        for answer in answers
+    ]
+    assert statuses[:2] == [["completed"], ["completed"]]  # an idle one that nobody asked for makes room
+    assert (made.status, refused.status) == (200, 429)
+    assert refused.json["error"]["code"] == "container_limit_exceeded"
+    assert statuses[2][0] == "failed"
+    assert statuses[3] == ["completed"]

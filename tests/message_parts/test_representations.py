@@ -1,0 +1,686 @@
+"""How parts look in each view, and what becomes of parts that others wrote."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from inline_snapshot import snapshot
+
+from fumehood.message_parts.canonical_parts import GenericPart, Json, ToolCallPart, ToolCallResponsePart
+from fumehood.message_parts.conversion import convert, from_vendor, to_vendor
+from fumehood.message_parts.messages import infer_finish_reason, to_messages
+from fumehood.message_parts.part_types import (
+    REPRESENTATIONS,
+    TOOL_PART_TYPES,
+    MalformedPartError,
+    find_part_error,
+)
+from fumehood.message_parts.redaction import drop_vendor_items
+from fumehood.message_parts.representations import (
+    UnknownRepresentationError,
+    from_representation,
+    to_representation,
+)
+from fumehood.message_parts.validation import validate
+from tests.support.vendor_item_samples import GEMINI, GEMINI_GROUNDED, OPENAI, SAMPLES
+
+CODE = OPENAI[2]
+
+
+def represent_items(representation: str, items: Any, vendor: str = "openai") -> list[Any]:
+    """As the view shows it to somebody who does not care for the way back."""
+    written: Any = convert(vendor, representation, items)
+    return [{key: value for key, value in part.items() if key != "fumehood.source"} for part in written]
+
+
+def test_option_1() -> None:
+    assert represent_items("option1", CODE) == snapshot(
+        [
+            {
+                "type": "tool_call",
+                "id": "ci_1",
+                "name": "code_interpreter",
+                "tool_call": {"type": "code_interpreter", "code": "print(2)", "container_id": "cntr_1"},
+                "arguments": {"code": "print(2)", "container_id": "cntr_1"},
+            },
+            {
+                "type": "tool_call_response",
+                "id": "ci_1",
+                "response": {
+                    "type": "code_interpreter",
+                    "outputs": [
+                        {"type": "logs", "logs": "2\n"},
+                        {"type": "image", "url": "https://e.x/y.png"},
+                    ],
+                },
+            },
+        ]
+    )
+
+
+def test_option_2() -> None:
+    assert represent_items("option2", CODE) == snapshot(
+        [
+            {
+                "type": "server_tool_call",
+                "id": "ci_1",
+                "name": "code_interpreter",
+                "server_tool_call": {
+                    "type": "code_interpreter",
+                    "code": "print(2)",
+                    "container_id": "cntr_1",
+                },
+            },
+            {
+                "type": "server_tool_call_response",
+                "id": "ci_1",
+                "server_tool_call_response": {
+                    "type": "code_interpreter",
+                    "outputs": [
+                        {"type": "logs", "logs": "2\n"},
+                        {"type": "image", "url": "https://e.x/y.png"},
+                    ],
+                },
+            },
+        ]
+    )
+
+
+def test_option_3() -> None:
+    assert represent_items("option3", CODE) == snapshot(
+        [
+            {
+                "type": "server_tool",
+                "id": "ci_1",
+                "name": "code_interpreter",
+                "tool_call": {"type": "code_interpreter", "code": "print(2)", "container_id": "cntr_1"},
+                "tool_response": {
+                    "type": "code_interpreter",
+                    "outputs": [
+                        {"type": "logs", "logs": "2\n"},
+                        {"type": "image", "url": "https://e.x/y.png"},
+                    ],
+                },
+                "status": "completed",
+            }
+        ]
+    )
+
+
+def test_the_alternative_of_option_3() -> None:
+    assert represent_items("option3-alternative", CODE) == snapshot(
+        [
+            {
+                "type": "server_tool_execution",
+                "id": "ci_1",
+                "name": "code_interpreter",
+                "request": {"type": "code_interpreter", "code": "print(2)", "container_id": "cntr_1"},
+                "response": {
+                    "type": "code_interpreter",
+                    "outputs": [
+                        {"type": "logs", "logs": "2\n"},
+                        {"type": "image", "url": "https://e.x/y.png"},
+                    ],
+                },
+                "execution_metadata": {"status": "completed"},
+            }
+        ]
+    )
+
+
+def test_what_travels_for_the_way_back() -> None:
+    written: Any = convert("openai", "option2", CODE)
+    assert [part["fumehood.source"] for part in written] == snapshot(
+        [
+            {
+                "vendor": "openai",
+                "type": "code_interpreter_call",
+                "status": "completed",
+                "item": {
+                    "type": "code_interpreter_call",
+                    "id": "ci_1",
+                    "status": "completed",
+                    "container_id": None,
+                    "code": None,
+                    "outputs": None,
+                },
+                "moved": [["code", ["code"]], ["container_id", ["container_id"]]],
+                "envelope": {"document": None, "places": [[]]},
+            },
+            {
+                "vendor": "openai",
+                "type": "code_interpreter_call",
+                "status": "completed",
+                "follows": True,
+                "moved": [["outputs", ["outputs"]]],
+            },
+        ]
+    )
+
+
+def test_tools_of_the_client_are_not_the_servers() -> None:
+    """The type does not tell: a shell in a container is the server's, one without is the client's, with its output."""
+    theirs = [item for item in OPENAI if item["type"].startswith("shell_call")]
+    ours = [{key: value for key, value in item.items() if key != "environment"} for item in theirs]
+    assert [part["type"] for part in represent_items("option2", theirs)] == [
+        "server_tool_call",
+        "server_tool_call_response",
+    ]
+    assert [part["type"] for part in represent_items("option2", ours)] == ["tool_call", "tool_call_response"]
+    for view in REPRESENTATIONS:
+        parts = from_representation(to_representation(view, from_vendor("openai", [*theirs, *ours])))
+        assert [
+            part.execution for part in parts if isinstance(part, ToolCallPart | ToolCallResponsePart)
+        ] == [*("server", "server", "client", "client")], view
+
+
+def test_the_id_is_what_call_and_result_share() -> None:
+    computer: list[Any] = [item for item in OPENAI if item["type"].startswith("computer_call")]
+    assert [part["id"] for part in represent_items("option2", computer)] == ["call_1", "call_1"]
+    assert [
+        part.id
+        for part in from_vendor("openai", computer)
+        if isinstance(part, ToolCallPart | ToolCallResponsePart)
+    ] == [*("cu_1", "cuo_1")]
+
+
+def test_a_call_whose_outcome_is_not_shown_has_no_response() -> None:
+    for hidden in (
+        {**CODE, "outputs": None},
+        {key: CODE[key] for key in ("type", "id", "code", "container_id")},
+    ):
+        assert [part["type"] for part in represent_items("option2", hidden)] == ["server_tool_call"]
+    assert [part["type"] for part in represent_items("option2", {**CODE, "outputs": []})] == [
+        *("server_tool_call", "server_tool_call_response")
+    ]
+
+
+def test_what_was_never_seen_as_a_call_says_so() -> None:
+    parts = from_vendor("gemini", GEMINI_GROUNDED)
+    assert [
+        (part.kind, part.provenance)
+        for part in parts
+        if isinstance(part, ToolCallPart | ToolCallResponsePart)
+    ] == [
+        *(("web_search", "synthesized"), ("web_search", "synthesized")),
+        *(("url_context", "synthesized"), ("url_context", "synthesized")),
+    ]
+    assert represent_items("option2", GEMINI_GROUNDED, "gemini")[1:3] == snapshot(
+        [
+            {
+                "type": "server_tool_call",
+                "id": None,
+                "name": "web_search",
+                "server_tool_call": {"type": "web_search", "queries": ["q"]},
+            },
+            {
+                "type": "server_tool_call_response",
+                "id": None,
+                "server_tool_call_response": {
+                    "type": "web_search",
+                    "results": [{"url": "https://e.x", "title": "e.x"}],
+                },
+            },
+        ]
+    )
+    observed = from_vendor("gemini", GEMINI)
+    assert {
+        part.provenance for part in observed if isinstance(part, ToolCallPart | ToolCallResponsePart)
+    } == {"observed"}
+    for view in REPRESENTATIONS:
+        again = from_representation(to_representation(view, parts))
+        assert [part.provenance for part in again if isinstance(part, ToolCallPart)] == ["synthesized"] * 2, (
+            view
+        )
+
+
+GROUNDED: list[tuple[str, Any, Any, Any]] = [
+    ("google_maps", {"groundingChunks": [{"maps": {"uri": "https://m.x", "title": "Café", "placeId": "p"}}]},
+     {"queries": None}, {"results": [{"url": "https://m.x", "title": "Café", "place_id": "p"}]}),
+    ("file_search", {"groundingChunks": [{"retrievedContext": {"title": "a.pdf", "text": "t", "documentName": "d"}}]},
+     {"queries": None}, {"results": [{"file_id": "d", "title": "a.pdf", "text": "t"}]}),
+    ("file_search", {"retrieval_queries": ["q"], "grounding_chunks": [{"retrieved_context": {"uri": "gs://a"}}]},
+     {"queries": ["q"]}, {"results": [{"file_id": "gs://a"}]}),
+    ("image_search", {"imageSearchQueries": ["q"], "groundingChunks": [
+        {"image": {"sourceUri": "https://e.x", "imageUri": "https://e.x/i.png", "title": "i"}}]},
+     {"queries": ["q"]}, {"results": [{"url": "https://e.x", "image_url": "https://e.x/i.png", "title": "i"}]}),
+    ("web_search", {"groundingChunks": [{"web": {"uri": "https://e.x"}}]},
+     {"queries": None}, {"results": [{"url": "https://e.x"}]}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "metadata", "asked", "found"), GROUNDED)
+def test_what_an_answer_is_grounded_in_was_searched_for(
+    kind: str, metadata: Any, asked: Any, found: Any
+) -> None:
+    """Also where the queries are not told, as for files and maps."""
+    document: Any = {"candidates": [{"content": {"parts": [{"text": "a"}]}, "groundingMetadata": metadata}]}
+    (_, call, result) = from_vendor("gemini", document)
+    assert isinstance(call, ToolCallPart)
+    assert isinstance(result, ToolCallResponsePart)
+    assert (call.kind, result.kind, call.provenance, result.provenance) == (kind, kind, *["synthesized"] * 2)
+    assert (call.payload, result.payload) == (asked, found)
+    for view in REPRESENTATIONS:
+        written: Any = convert("gemini", view, document)
+        assert validate(written) == []
+        assert convert(view, "gemini", written) == document
+
+
+def test_parallel_calls_keep_their_order_in_one_object_each() -> None:
+    calls: list[Any] = [
+        {"type": "server_tool_use", "id": name, "name": "web_search", "input": {"query": name}}
+        for name in "ab"
+    ]
+    results: list[Any] = [
+        {"type": "web_search_tool_result", "tool_use_id": name, "content": []} for name in "ba"
+    ]
+    written: Any = convert("anthropic", "option3", [*calls, *results])
+    assert [part["id"] for part in written] == ["a", "b"]
+    assert convert("option3", "anthropic", written) == [*calls, *results]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {
+            "type": "server_tool_call",
+            "id": None,
+            "name": "x",
+            "server_tool_call": {"type": "x", "deep": {"a": [1]}},
+        },
+        {
+            "type": "server_tool_call_response",
+            "id": "1",
+            "server_tool_call_response": {"type": "x"},
+            "more": 1,
+        },
+        {
+            "type": "server_tool",
+            "id": "1",
+            "name": "x",
+            "tool_call": {"type": "x"},
+            "status": "completed",
+            "more": 1,
+        },
+        {
+            "type": "server_tool_execution",
+            "id": "1",
+            "name": "code_interpreter",
+            "request": {"type": "code_interpreter", "code": "1"},
+            "response": {"type": "code_interpreter", "outputs": []},
+            "execution_metadata": {
+                "status": "completed",
+                "duration_ms": 250,
+                "timestamp": "2026-01-12T10:30:45Z",
+            },
+        },
+        {
+            "type": "tool_call",
+            "id": "1",
+            "name": "f",
+            "tool_call": {"type": "function", "arguments": {"a": 1}},
+            "arguments": '{"a": 1}',
+        },
+        {"type": "text", "content": "x", "more": 1},
+        {"type": "reasoning", "content": "x"},
+        {"type": "blob", "mime_type": None, "modality": "image", "content": "aGk="},
+        {"type": "file", "mime_type": "image/png", "modality": "image", "file_id": "f"},
+        {"type": "uri", "mime_type": None, "modality": "image", "uri": "https://e.x"},
+        {"type": "somebody:else", "anything": [1]},
+    ],
+)
+def test_parts_that_others_wrote_keep_what_they_have(part: Any) -> None:
+    view = {"server_tool": "option3", "server_tool_execution": "option3-alternative"}.get(
+        part["type"], "option2"
+    )
+    assert to_representation(view, from_representation([part])) == [part]
+
+
+CALL: Any = {"type": "weird", "q": 1}
+RESPONSE: Any = {"type": "weird", "z": []}
+FOREIGN: dict[str, list[list[Any]]] = {
+    "option1": [
+        [{"type": "tool_call", "id": "a", "name": "t", "tool_call": CALL, "arguments": {"q": 1}}],
+        [{"type": "tool_call_response", "id": "a", "response": RESPONSE}],
+    ],
+    "option2": [
+        [{"type": "server_tool_call", "id": "a", "name": "t", "server_tool_call": CALL}],
+        [{"type": "server_tool_call_response", "id": "a", "server_tool_call_response": RESPONSE}],
+    ],
+    "option3": [
+        [{"type": "server_tool", "id": "a", "name": "t", "tool_call": CALL}],
+        [{"type": "server_tool", "id": "a", "name": "t", "tool_response": RESPONSE}],
+        [{"type": "server_tool", "id": "a", "name": "t", "tool_call": CALL, "tool_response": RESPONSE}],
+    ],
+    "option3-alternative": [
+        [{"type": "server_tool_execution", "id": "a", "name": "t", "request": CALL,
+          "execution_metadata": {"duration_ms": 5}}],
+        [{"type": "server_tool_execution", "id": "a", "name": "t", "request": CALL, "response": RESPONSE,
+          "execution_metadata": {"status": "failed"}}],
+    ],
+}  # fmt: skip
+for _view in ("option1", "option2"):
+    _calls, _responses = FOREIGN[_view]
+    FOREIGN[_view].append([*_calls, *_responses])
+# What has a meaning of its own in some view, and what has not.
+MEMBERS = st.fixed_dictionaries(
+    {},
+    optional={
+        "name": st.sampled_from(["shell", "weird", "u", 5]),
+        "status": st.sampled_from(["completed", "odd", None, 5]),
+        "execution_metadata": st.sampled_from(
+            [{"duration_ms": 3}, {"status": "odd"}, {"status": "failed"}, 5]
+        ),
+        "arguments": st.just({"x": 1}),
+        "timestamp": st.just("2026-01-12T10:30:45Z"),
+    },
+)
+
+
+@pytest.mark.parametrize("view", FOREIGN)
+@given(data=st.data())
+def test_members_that_others_added_stay_with_their_part_through_every_view(
+    view: str, data: st.DataObject
+) -> None:
+    parts = [data.draw(MEMBERS) | part for part in data.draw(st.sampled_from(FOREIGN[view]))]
+    assume(not any(map(find_part_error, parts)))
+    for other in REPRESENTATIONS:
+        written: Any = json.loads(json.dumps(to_representation(other, from_representation(parts))))
+        assert [problem for problem in map(find_part_error, written) if problem] == []
+        assert to_representation(view, from_representation(written)) == parts
+
+
+@pytest.mark.parametrize("view", REPRESENTATIONS)
+def test_halves_that_ran_in_two_places_are_two_parts_in_every_view(view: str) -> None:
+    """Others may write a call as the server's and its response as the client's; neither is lost or told twice."""
+    call: Any = {"type": "function", "arguments": "{}"}
+    response: Any = {"type": "function", "result": "r"}
+    calls: list[Any] = [
+        {"type": "server_tool_call", "id": "a", "name": "f", "server_tool_call": call},
+        {"type": "tool_call", "id": "b", "name": "f", "tool_call": call, "arguments": "{}"},
+    ]
+    responses: list[Any] = [
+        {"type": "tool_call_response", "id": "a", "response": response},
+        {"type": "server_tool_call_response", "id": "b", "server_tool_call_response": response},
+    ]
+    parts = [*calls, *responses]
+    written: Any = json.loads(json.dumps(to_representation(view, from_representation(parts))))
+    assert validate(written) == []
+    assert to_representation("option2", from_representation(written)) == parts
+
+
+def test_a_part_that_is_none_is_refused() -> None:
+    with pytest.raises(MalformedPartError, match=r"part 1: `server_tool_call` is missing"):
+        from_representation([{"type": "text", "content": ""}, {"type": "server_tool_call", "name": "x"}])
+    with pytest.raises(UnknownRepresentationError, match="option2"):
+        to_representation("option9", [])
+
+
+HOSTILE: list[Any] = [
+    5,
+    {"vendor": 5},
+    {"vendor": "openai"},
+    {"vendor": "openai", "item": {}, "moved": 5},
+    {"vendor": "openai", "item": {}, "moved": [[]]},
+    {"vendor": "openai", "item": {}, "moved": [["code", ["a", {}]]]},
+    {"vendor": "openai", "item": {}, "moved": [["code", ["a"], "no such lens"]]},
+    {"vendor": "openai", "item": [], "moved": [["code", [10**12]]]},
+    {"vendor": "openai", "item": [], "moved": [["code", [-1]]]},
+    {"vendor": "openai", "item": {}, "moved": [["__class__", ["a"]]]},
+    {"vendor": "openai", "item": {}, "envelope": {}},
+    {"vendor": "openai", "item": {}, "envelope": {"document": [], "places": [[7]]}},
+    {"vendor": "openai", "item": {}, "envelope": {"document": 1, "places": 5}},
+    {"vendor": "openai", "item": {}, "place": "x"},
+    {"vendor": "openai", "follows": True},
+]
+
+
+@pytest.mark.parametrize("source", HOSTILE)
+@pytest.mark.parametrize("kind", ["server_tool_call", "fumehood:item"])
+def test_a_source_from_elsewhere_is_read_or_refused(kind: str, source: Any) -> None:
+    """Telemetry comes from anywhere: a part may be refused with a reason, and nothing else happens."""
+    part: Any = {"type": kind, "fumehood.source": source}
+    if kind == "server_tool_call":
+        part |= {"id": "1", "name": "code_interpreter", kind: {"type": "code_interpreter", "code": "1"}}
+    try:
+        convert("option2", "openai", [part])
+    except MalformedPartError as refused:
+        assert "fumehood.source" in str(refused)  # noqa: PT017 - both ends are right
+
+
+ASIDE: dict[str, Any] = {
+    "type": "text",
+    "id": 5,
+    "name": 5,
+    "status": "failed",
+    "execution_metadata": 5,
+    "more": 1,
+    **{
+        key: {"type": "code_interpreter"}
+        for form in TOOL_PART_TYPES.values()
+        for key in (form.call, form.response)
+        if key
+    },
+}
+
+
+@pytest.mark.parametrize("name", ASIDE)
+@pytest.mark.parametrize("view", REPRESENTATIONS)
+def test_what_waits_in_a_source_from_elsewhere_takes_no_ones_place(view: str, name: str) -> None:
+    call: Any = {"type": "weird", "q": 1}
+    parts: list[Any] = [
+        {"type": "server_tool_call", "id": "a", "name": "t", "server_tool_call": call},
+        {"type": "server_tool_call_response", "id": "a", "server_tool_call_response": {"type": "weird"}},
+        {"type": "server_tool", "id": "b", "name": "t", "tool_call": call},
+    ]
+    for number, part in enumerate(parts):
+        aside: Any = {"aside": {name: ASIDE[name]}}
+        source = {"call": aside} if part["type"] == "server_tool" else aside
+        hostile = [*parts]
+        hostile[number] = {**part, "fumehood.source": source}
+        written: Any = json.loads(json.dumps(to_representation(view, from_representation(hostile))))
+        assert validate(written) == []
+        shown = to_representation(view, from_representation(parts))
+        assert [each["type"] for each in written] == [each["type"] for each in shown]
+        assert [each["id"] for each in written] == [each["id"] for each in shown]
+
+
+@pytest.mark.parametrize("tool", ["deep_research", "fabric_dataagent", "novelty", "no.vel", "no|vel", "0"])
+def test_a_step_of_azures_that_says_what_came_of_it_is_split(tool: str) -> None:
+    for asked in ("input", "arguments"):
+        step: Any = {"id": "c", "type": tool, "no": 1, tool: {asked: "q", "output": "a", "steps": [1]}}
+        call, result = from_vendor("azure", [step])
+        assert isinstance(call, ToolCallPart)
+        assert isinstance(result, ToolCallResponsePart)
+        assert (call.kind, call.call_id, call.payload) == (tool, "c", {"arguments": "q"})
+        assert (result.kind, result.call_id, result.payload) == (tool, "c", {"output": "a"})
+        assert to_vendor("azure", [call, result]) == [step]
+    (alone,) = from_vendor("azure", [{"id": "c", "type": tool, "no": 1, tool: {"output": "a"}}])
+    assert isinstance(alone, ToolCallPart)
+    assert alone.payload == {"arguments": {"output": "a"}}
+
+
+def test_files_that_a_command_left_are_told_with_its_output() -> None:
+    def ran(*files: Any) -> Any:
+        outcome = {"type": "bash_code_execution_result", "stdout": "o", "stderr": "", "return_code": 0}
+        return {
+            "type": "bash_code_execution_tool_result",
+            "tool_use_id": "t",
+            "content": {**outcome, "content": [*files]},
+        }
+
+    file: Any = {"type": "bash_code_execution_output", "file_id": "f"}
+    for files, told in (
+        ([file, {**file, "file_id": "g"}], {"file_ids": ["f", "g"]}),
+        ([], {}),
+        ([file, 5], {}),
+    ):
+        (result,) = from_vendor("anthropic", [ran(*files)])
+        assert isinstance(result, ToolCallResponsePart)
+        assert result.payload["outputs"] == [{"stdout": "o", "stderr": "", "exit_code": 0, **told}]
+        assert to_vendor("anthropic", [result]) == [ran(*files)]
+    (result,) = drop_vendor_items(from_vendor("anthropic", [ran(file)]))
+    assert to_vendor("anthropic", [result]) == [ran(file)]
+    made: Any = to_vendor("openai", [result])
+    assert made[0]["output"] == [{"stdout": "o", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}]
+
+
+def test_a_commands_output_from_before_its_files_were_told_goes_back() -> None:
+    """As an earlier version wrote it."""
+    content: Any = {"type": "bash_code_execution_result", "content": [{"type": "x", "file_id": "f"}]}
+    item = {
+        "type": "bash_code_execution_tool_result",
+        "tool_use_id": "t",
+        "content": {**content, "stdout": None},
+    }
+    payload = {"type": "shell", "outputs": [{"stdout": "o"}]}
+    source: Any = {"vendor": "anthropic", "item": item, "moved": [["outputs", ["content"], "process"]]}
+    part: Any = {"type": "server_tool_call_response", "id": "t", "server_tool_call_response": payload}
+    back = convert("option2", "anthropic", [{**part, "fumehood.source": source}])
+    assert back == [{**item, "content": {**content, "stdout": "o"}}]
+
+
+def test_tools_that_could_not_be_listed_have_failed() -> None:
+    for error, status in (("boom", "failed"), (None, None)):
+        listed: Any = {"type": "mcp_list_tools", "id": "m", "server_label": "s", "tools": [], "error": error}
+        parts = from_vendor("openai", [listed])
+        assert [part.status for part in parts if isinstance(part, ToolCallPart | ToolCallResponsePart)] == [
+            status
+        ] * 2
+
+
+def test_unknown_items_are_carried_whole() -> None:
+    unknown: list[Json] = [{"type": "novelty", "a": [None, 1.0, True]}, "text", 7, None, [], {"no": "type"}]
+    for item in unknown:
+        (part,) = from_vendor("openai", [item])
+        assert isinstance(part, GenericPart)
+        assert part.source is not None
+        assert part.source.item == item
+
+
+def test_a_result_that_was_parted_from_its_call_goes_another_way() -> None:
+    """The call knew the item; without it, the result is written anew."""
+    parts = from_vendor("openai", [CODE, OPENAI[0]])
+    results = [part for part in parts if isinstance(part, ToolCallResponsePart)]
+    assert to_vendor("openai", [*results, *parts[2:]]) == [
+        {**CODE, "container_id": "", "code": None, "id": "ci_1"},
+        OPENAI[0],
+    ]
+    other: Any = {**CODE, "id": "ci_2", "outputs": [{"type": "logs", "logs": "of another\n"}]}
+    silent: Any = {**CODE, "outputs": None}
+    for first in (CODE, silent):
+        *kept, _, parted = from_vendor("openai", [first, other])
+        assert to_vendor("openai", [*kept, parted]) == [first, {**other, "container_id": "", "code": None}]
+    anthropic = from_vendor("anthropic", [{"type": "text", "text": "a"}])
+    made: Any = to_vendor("openai", [*anthropic, *results])
+    assert [item["type"] for item in made] == ["message", "code_interpreter_call"]
+
+
+def test_what_the_user_said_is_not_put_into_the_mouth_of_the_model() -> None:
+    told: list[Json] = [
+        {"type": "message", "role": role, "content": "x"} for role in ("user", "system", "assistant")
+    ]
+    parts = from_vendor("openai", told)
+    for view in REPRESENTATIONS:
+        again = drop_vendor_items(from_representation(to_representation(view, parts)))
+        made: Any = to_vendor("openai", again)
+        assert [item["role"] for item in made] == ["user", "system", "assistant"], view
+    entries: Any = to_vendor("mistral", parts)
+    assert [entry["type"] for entry in entries] == ["message.input", "message.input", "message.output"]
+    steps: Any = to_vendor("gemini-interactions", parts)
+    assert [step["type"] for step in steps] == ["user_input", "user_input", "model_output"]
+
+
+def test_a_tool_of_others_may_have_the_name_of_a_kind() -> None:
+    asked: Any = {
+        "type": "mcp_approval_request",
+        "id": "1",
+        "server_label": "s",
+        "name": "shell",
+        "arguments": "{}",
+    }
+    called: Any = {
+        "type": "mcp_call",
+        "id": "2",
+        "server_label": "s",
+        "name": "web_search",
+        "arguments": "{}",
+    }
+    for view in REPRESENTATIONS:
+        assert convert(view, "openai", convert("openai", view, [asked, called])) == [asked, called]
+
+
+def test_a_result_may_name_its_call_by_either_id() -> None:
+    call: Any = {"type": "local_shell_call", "id": "lsh", "call_id": "call", "action": {"command": ["ls"]}}
+    for named in ({"id": "call"}, {"id": "other", "call_id": "call"}):
+        result: Any = {"type": "local_shell_call_output", **named, "output": "a"}
+        assert [part["id"] for part in represent_items("option2", [call, result])] == ["call", "call"]
+
+
+def test_a_place_that_is_not_there_is_refused() -> None:
+    document: Any = {"output": [CODE]}
+    written: Any = convert("openai", "option2", document)
+    written[0]["fumehood.source"]["place"] = 7
+    with pytest.raises(MalformedPartError, match="there is no place 7"):
+        convert("option2", "openai", written)
+
+
+# --- messages -----------------------------------------------------------------------------------------
+
+TURN: list[Any] = [
+    {"type": "message", "role": "user", "content": "Compute."},
+    CODE,
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c", "output": "3"},
+    {"type": "message", "role": "assistant", "content": "It is 2."},
+]
+
+
+def message_shape(representation: str, items: list[Any]) -> list[tuple[Any, list[Any]]]:
+    messages: Any = to_messages(representation, from_vendor("openai", items))
+    return [(message["role"], [part["type"] for part in message["parts"]]) for message in messages]
+
+
+def test_messages_of_option_2_have_a_servers_tools_with_the_assistant() -> None:
+    assert message_shape("option2", TURN) == [
+        ("user", ["text"]),
+        ("assistant", ["server_tool_call", "server_tool_call_response", "tool_call"]),
+        ("tool", ["tool_call_response"]),
+        ("assistant", ["text"]),
+    ]
+
+
+def test_messages_of_option_1_have_every_response_with_the_tool() -> None:
+    assert message_shape("option1", TURN[:3]) == [
+        ("user", ["text"]),
+        ("assistant", ["tool_call"]),
+        ("tool", ["tool_call_response"]),
+        ("assistant", ["tool_call"]),
+    ]
+
+
+def test_output_messages_say_why_the_model_stopped() -> None:
+    for items, reason in ((TURN[1:3], "tool_call"), (TURN[1:], "stop"), (TURN[1:2], "stop")):
+        parts = from_vendor("openai", items)
+        assert infer_finish_reason(parts) == reason
+        for message in to_messages("option2", parts, infer_finish_reason(parts)):
+            assert message["finish_reason"] == reason
+            assert validate(message) == [] or items == TURN[1:]
+
+
+OTEL = Path(__file__).parents[3] / "shared" / "reference" / "otel"
+
+
+@pytest.mark.skipif(not OTEL.is_dir(), reason="the reference is not here")
+def test_opentelemetry_takes_the_messages() -> None:
+    for name, reason in (("input", None), ("output", "stop")):
+        schema = jsonschema_rs.Draft202012Validator(
+            json.loads((OTEL / f"gen-ai-{name}-messages.json").read_bytes())
+        )
+        for vendor, items in SAMPLES.items():
+            for view in REPRESENTATIONS:
+                schema.validate(to_messages(view, from_vendor(vendor, items), reason))

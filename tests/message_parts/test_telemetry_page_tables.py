@@ -1,0 +1,52 @@
+"""docs/telemetry.md says what the converters do."""
+
+import re
+
+from fumehood.cli import app
+from fumehood.message_parts import messages, redaction, representations
+from fumehood.message_parts.part_types import REPRESENTATIONS, TOOL_PART_TYPES
+from fumehood.message_parts.streaming import assembler
+from fumehood.message_parts.vendors import VENDORS
+from tools.build_message_parts import PAGE, update_tables
+
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def test_the_tables_are_what_the_converters_say() -> None:
+    assert update_tables(TEXT) == TEXT
+    for vendor in VENDORS.values():
+        assert TEXT.count(f"| {vendor.title} |") == 3
+
+
+def test_every_view_and_its_parts_are_named() -> None:
+    rows = dict(re.findall(r"^\| `(option[\w-]+)` \| (.*) \|$", TEXT, re.MULTILINE))
+    assert set(rows) == set(REPRESENTATIONS) - {"option1-compat"}
+    for view, row in rows.items():
+        assert f"`{REPRESENTATIONS[view][0]}`" in row
+        for key in (
+            TOOL_PART_TYPES[REPRESENTATIONS[view][0]].call,
+            TOOL_PART_TYPES[REPRESENTATIONS[view][0]].response,
+        ):
+            assert f"`{key}`" in row or not key
+    assert "`option1-compat`" in TEXT
+
+
+def test_the_functions_and_commands_that_it_names_are_there() -> None:
+    modules = {"assembly": assembler, "content": redaction, "messages": messages, "views": representations}
+    named = re.findall(r"`(assembly|content|messages|views)\.(\w+)`", TEXT)
+    assert len(named) == 7
+    for module, name in named:
+        assert callable(getattr(modules[module], name))
+    assert representations.SOURCE_FIELD in TEXT
+    assert redaction.TRUNCATED_FIELD in TEXT
+    (parts,) = [group for group in app.registered_groups if group.name == "parts"]
+    assert parts.typer_instance is not None
+    commands = {command.name for command in parts.typer_instance.registered_commands}
+    assert set(re.findall(r"^fumehood parts (\w+)", TEXT, re.MULTILINE)) == commands
+
+
+def test_the_example_runs() -> None:
+    # Those of the client are run by its own tests.
+    (example,) = re.findall(r"(?<!-->\n)^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    exec(compile(example, str(PAGE), "exec"), {})
+    assert example.count("assert ") == 3

@@ -1,0 +1,608 @@
+"""The chat completions backend against a server on a real socket."""
+
+import asyncio
+import logging
+import socket
+import threading
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from inline_snapshot import snapshot
+from msgspec import Raw
+
+from fumehood.models.chat_completions.chat_backend import ChatCompletionsBackend
+from fumehood.models.chat_completions.chat_stream_parser import ChatStreamParser
+from fumehood.models.model_settings import ModelSettings, Secret
+from fumehood.models.upstream.upstream_client import UpstreamClient
+from fumehood.protocol.model_turns import (
+    AnyModelEvent,
+    ModelRequest,
+    ModelTextDelta,
+    ModelTurnEnded,
+    SamplingParameters,
+)
+from fumehood.protocol.openai.api_errors import (
+    InvalidRequest,
+    ModelError,
+    ModelRateLimited,
+    ModelRejectedRequest,
+    ModelTimeout,
+    ModelUnreachable,
+)
+from fumehood.protocol.openai.responses import ReasoningConfig, TextConfig, TextFormat, Usage
+from fumehood.protocol.openai.tool_specs import FunctionSpec
+from tests.support.conversations import message, segment
+from tests.support.raw_model_server import (
+    BREAK_CONNECTION,
+    DONE,
+    RawModelServer,
+    Responder,
+    chunk,
+    data,
+    disconnect,
+    document,
+    error,
+    open_raw_model_server,
+    says,
+    stream,
+)
+
+KEY = "sk-upstream-secret-0123456789"
+REQUEST = ModelRequest(model="small", segments=[segment(message("hi"))])
+FUNCTION = FunctionSpec(name="f", description="Does f.", parameters=Raw(b'{"type":"object"}'))
+
+
+@asynccontextmanager
+async def upstream(
+    *answers: Responder, **settings: object
+) -> AsyncGenerator[tuple[ChatCompletionsBackend, RawModelServer]]:
+    async with open_raw_model_server(*answers) as server:
+        connections = UpstreamClient()
+        chosen = ModelSettings(base_url=server.url, **settings)  # pyright: ignore[reportArgumentType]
+        try:
+            yield ChatCompletionsBackend(chosen, connections, Secret(KEY)), server
+        finally:
+            await connections.close()
+
+
+async def turn(backend: ChatCompletionsBackend, request: ModelRequest = REQUEST) -> list[AnyModelEvent]:
+    return [event async for batch in backend.stream(request) for event in batch]
+
+
+async def failure(*answers: Responder, **settings: object) -> ModelError:
+    async with upstream(*answers, **settings) as (backend, _):
+        with pytest.raises(ModelError) as caught:
+            await turn(backend)
+    assert KEY not in repr(caught.value) + str(caught.value.__cause__) + caught.value.message
+    return caught.value
+
+
+# --- what is sent -------------------------------------------------------------------------------------
+
+
+async def test_the_least_that_is_sent() -> None:
+    async with upstream(stream(says("a")), headers={"x-team": "blue"}) as (backend, server):
+        assert await turn(backend) == [ModelTextDelta("a"), ModelTurnEnded("stop")]
+    (asked,) = server.requests
+    assert (asked.method, asked.path) == ("POST", "/v1/chat/completions")
+    assert asked.headers["authorization"] == f"Bearer {KEY}"
+    assert asked.headers["x-team"] == "blue"
+    assert asked.headers["content-type"] == "application/json"
+    assert asked.json == {
+        "messages": [{"role": "user", "content": "hi"}],
+        "model": "small",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+async def test_everything_that_can_be_sent() -> None:
+    schema = {"type": Raw(b'"object"')}
+    request = ModelRequest(
+        model="small",
+        instructions="Be brief.",
+        segments=[segment(message("hi"))],
+        function_tools=[FUNCTION, FunctionSpec(name="g", description="", parameters=Raw(b"{}"), strict=True)],
+        tool_choice=FUNCTION,
+        parallel_calls=False,
+        sampling=SamplingParameters(
+            temperature=0.5,
+            top_p=0.9,
+            presence_penalty=0.1,
+            frequency_penalty=0.2,
+            top_logprobs=3,
+            max_output_tokens=100,
+            text=TextConfig(
+                format=TextFormat(
+                    type="json_schema", name="out", description="d", schema=schema, strict=True
+                ),
+                verbosity="low",
+            ),
+            reasoning=ReasoningConfig(effort="high"),
+            service_tier="flex",
+            prompt_cache_key="k",
+            safety_identifier="s",
+            user="u",
+        ),
+    )
+    settings = {"name": "org/small", "max_tokens_field": "max_completion_tokens"}
+    extra = {"service_tier": None, "temperature": 0.7, "chat_template_kwargs": {"thinking": True}}
+    async with upstream(stream(says("a")), **settings, extra_body=extra) as (backend, server):
+        await turn(backend, request)
+    assert server.requests[0].json == snapshot(
+        {
+            "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}],
+            "model": "org/small",
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {"name": "f", "description": "Does f.", "parameters": {"type": "object"}},
+                },
+                {
+                    "type": "function",
+                    "function": {"name": "g", "description": "", "parameters": {}, "strict": True},
+                },
+            ],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+            "parallel_tool_calls": False,
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "presence_penalty": 0.1,
+            "frequency_penalty": 0.2,
+            "prompt_cache_key": "k",
+            "safety_identifier": "s",
+            "user": "u",
+            "max_completion_tokens": 100,
+            "logprobs": True,
+            "top_logprobs": 3,
+            "reasoning_effort": "high",
+            "verbosity": "low",
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {
+                    "name": "out",
+                    "schema": {"type": "object"},
+                    "description": "d",
+                    "strict": True,
+                },
+            },
+            "chat_template_kwargs": {"thinking": True},
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("choice", "sent"),
+    [
+        ("auto", None),
+        ("none", "none"),
+        ("required", "required"),
+        (FUNCTION, {"type": "function", "function": {"name": "f"}}),
+    ],
+)
+async def test_choices(choice: object, sent: object) -> None:
+    request = ModelRequest(
+        model="m",
+        segments=REQUEST.segments,
+        function_tools=[FUNCTION],
+        tool_choice=choice,  # pyright: ignore[reportArgumentType]
+    )
+    async with upstream(stream(says("a"))) as (backend, server):
+        await turn(backend, request)
+    assert server.requests[0].json.get("tool_choice") == sent
+    assert "parallel_tool_calls" not in server.requests[0].json
+
+
+async def test_without_functions_nothing_is_said_of_them() -> None:
+    request = ModelRequest(model="m", segments=REQUEST.segments, tool_choice="none", parallel_calls=False)
+    async with upstream(stream(says("a"))) as (backend, server):
+        await turn(backend, request)
+    assert server.requests[0].json.keys() == {"messages", "model", "stream", "stream_options"}
+
+
+async def test_other_formats_and_fields() -> None:
+    sampling = SamplingParameters(max_output_tokens=5, text=TextConfig(format=TextFormat(type="json_object")))
+    plain = SamplingParameters(text=TextConfig(format=TextFormat(type="text")))
+    requests = [
+        ModelRequest(model="m", segments=REQUEST.segments, sampling=each) for each in (sampling, plain)
+    ]
+    async with upstream(stream(says("a")), stream(says("a")), extra_body={"stream_options": None}) as (
+        backend,
+        server,
+    ):
+        for request in requests:
+            await turn(backend, request)
+    first, second = (asked.json for asked in server.requests)
+    assert (first["max_tokens"], first["response_format"]) == (5, {"type": "json_object"})
+    assert "stream_options" not in first
+    assert "response_format" not in second
+
+
+async def test_in_one_piece_where_nobody_watches() -> None:
+    request = ModelRequest(model="m", segments=REQUEST.segments, streamed=False)
+    answer = document(b'{"choices":[{"message":{"content":"a"},"finish_reason":"length"}]}')
+    async with upstream(answer, extra_body={"stream_options": {"include_usage": True}}) as (backend, server):
+        assert await turn(backend, request) == [ModelTextDelta("a"), ModelTurnEnded("length")]
+    assert server.requests[0].json["stream"] is False
+    assert "stream_options" not in server.requests[0].json
+
+
+async def test_a_key_in_a_header_of_its_own() -> None:
+    async with upstream(stream(says("a")), api_key_header="api-key") as (backend, server):
+        await turn(backend)
+    assert server.requests[0].headers["api-key"] == KEY
+    assert "authorization" not in server.requests[0].headers
+
+
+async def test_a_long_conversation_arrives_whole() -> None:
+    text = "x" * 3_000_000
+    async with upstream(stream(says("a"))) as (backend, server):
+        await turn(backend, ModelRequest(model="m", segments=[segment(message(text))]))
+    assert server.requests[0].json["messages"][0]["content"] == text
+
+
+async def test_what_cannot_be_shown_is_not_sent() -> None:
+    request = ModelRequest(model="m", segments=[segment(message([{"type": "input_hologram"}]))])
+    async with upstream() as (backend, server):
+        with pytest.raises(InvalidRequest, match="input_hologram"):
+            backend.validate_request(request)
+        with pytest.raises(InvalidRequest):
+            await turn(backend, request)
+    assert server.requests == []
+
+
+# --- what comes ---------------------------------------------------------------------------------------
+
+
+async def test_what_one_read_brings_is_one_batch() -> None:
+    go = asyncio.Event()
+    pieces = [chunk({"content": "a"}) + chunk({"content": "b"}), go, chunk({"content": "c"}) + says("d")]
+    async with upstream(stream(*pieces)) as (backend, _), aclosing(backend.stream(REQUEST)) as batches:
+        assert await anext(batches) == [ModelTextDelta("a"), ModelTextDelta("b")]
+        go.set()
+        rest: list[Sequence[AnyModelEvent]] = [batch async for batch in batches]
+        assert rest == [[ModelTextDelta("c"), ModelTextDelta("d"), ModelTurnEnded("stop")]]
+
+
+async def test_what_is_taken_is_not_given() -> None:
+    first, second = asyncio.Event(), asyncio.Event()
+    offered: list[Sequence[AnyModelEvent]] = []
+
+    def take(batch: Sequence[AnyModelEvent]) -> bool:
+        offered.append(batch)
+        second.set()
+        return batch == [ModelTextDelta("b")]
+
+    pieces = [chunk({"content": "a"}), first, chunk({"content": "b"}), second, says("c")]
+    async with upstream(stream(*pieces)) as (backend, _), aclosing(backend.stream(REQUEST, take)) as batches:
+        assert await anext(batches) == [ModelTextDelta("a")]  # before which nothing is offered
+        assert offered == []
+        first.set()
+        rest = [event async for batch in batches for event in batch]
+    assert offered[0] == [ModelTextDelta("b")]
+    assert (
+        rest
+        == [ModelTextDelta("c"), ModelTurnEnded("stop")]
+        == [event for batch in offered[1:] for event in batch]
+    )
+
+
+async def test_connections_are_used_again() -> None:
+    answers = [
+        stream(says("a")),
+        stream(says("b")),
+        document(b'{"choices":[{"message":{"content":"c"}}]}'),
+        error("400 Bad Request", {"error": "no"}),
+        stream(says("d")),
+    ]
+    async with upstream(*answers) as (backend, server):
+        for text in "abc":
+            assert await turn(backend) == [ModelTextDelta(text), ModelTurnEnded("stop")]
+        with pytest.raises(ModelRejectedRequest):
+            await turn(backend)
+        async with aclosing(backend.stream(REQUEST)) as batches:  # and by one who leaves at the end
+            async for batch in batches:
+                if isinstance(batch[-1], ModelTurnEnded):
+                    break
+    assert server.connections == 1
+
+
+async def test_usage_that_comes_late_and_an_end_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fumehood.models.upstream.http_backend._USAGE_TIMEOUT", 0.05)
+    usage = data({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2}})
+    for more, expected in [(b"", None), (usage, Usage(input_tokens=1, output_tokens=2, total_tokens=3))]:
+        never = asyncio.Event()
+        async with upstream(stream(chunk({"content": "a"}, finish="stop"), more, never)) as (backend, server):
+            assert await turn(backend) == [ModelTextDelta("a"), ModelTurnEnded("stop", expected)]
+            await server.client_disconnected.wait()
+
+
+async def test_a_connection_that_breaks_after_the_end_is_no_error() -> None:
+    async with upstream(stream(chunk({"content": "a"}, finish="stop"), BREAK_CONNECTION)) as (backend, _):
+        assert await turn(backend) == [ModelTextDelta("a"), ModelTurnEnded("stop")]
+
+
+async def test_leaving_tells_the_server() -> None:
+    async with upstream(stream(chunk({"content": "a"}), asyncio.Event())) as (backend, server):
+        async with aclosing(backend.stream(REQUEST)) as batches:
+            await anext(batches)
+        await asyncio.wait_for(server.client_disconnected.wait(), 10)
+
+
+# --- what goes wrong ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", ["401 Unauthorized", "403 Forbidden"])
+async def test_our_credentials_are_not_the_callers_business(status: str) -> None:
+    told = await failure(error(status, {"error": {"message": f"Incorrect API key provided: {KEY}"}}))
+    assert type(told) is ModelError
+    assert told.status == 502
+    assert told.message == (
+        f"The server of the model 'small' does not accept the gateway's credentials (HTTP {status[:3]}); whoever runs "
+        "the gateway has to check that model's api_key_env."
+    )
+
+
+async def test_too_long() -> None:
+    said = {
+        "error": {
+            "message": "This model's maximum context length is 8192 tokens.",
+            "code": "context_length_exceeded",
+        }
+    }
+    for status, body in [
+        ("400 Bad Request", said),
+        ("400 Bad Request", {"object": "error", "message": "the prompt is too long", "code": 400}),
+        ("413 Payload Too Large", {"error": "request too large"}),
+        (
+            "500 Internal Server Error",
+            {"error": {"message": "exceeds the available context size", "code": 500}},
+        ),
+    ]:
+        told = await failure(error(status, body))
+        assert isinstance(told, ModelRejectedRequest)
+        assert (told.status, told.wire_code, told.param) == (400, "context_length_exceeded", "input")
+
+
+async def test_refused() -> None:
+    told = await failure(
+        error(
+            "422 Unprocessable Entity", {"error": {"message": f"bad\nvalue for {KEY}", "code": "bad_value"}}
+        )
+    )
+    assert isinstance(told, ModelRejectedRequest)
+    assert (told.status, told.type, told.wire_code) == (400, "invalid_request_error", "bad_value")
+    assert told.message == snapshot(
+        "The server of the model 'small' refused the request (HTTP 422): bad value for [hidden]."
+    )
+    told = await failure(error("400 Bad Request", {"detail": [{"msg": "field required", "loc": ["body"]}]}))
+    assert told.message.endswith(": field required.")
+    told = await failure(
+        error("404 Not Found", {"error": {"message": "no model small", "code": "model_not_found"}})
+    )
+    assert isinstance(told, ModelRejectedRequest)
+    assert told.wire_code == "model_not_found"
+    told = await failure(document(b"<html>Not here</html>", "404 Not Found"))
+    assert type(told) is ModelError
+    assert "base_url" in told.message
+
+
+async def test_busy() -> None:
+    busy = {"error": {"message": "slow down", "code": "rate_limit_exceeded"}}
+    told = await failure(error("429 Too Many Requests", busy, headers={"Retry-After": "7"}))
+    assert isinstance(told, ModelRateLimited)
+    assert (told.status, told.retry_after, told.wire_code) == (429, 7.0, "rate_limit_exceeded")
+    told = await failure(error("429 Too Many Requests", busy, headers={"Retry-After": "Fri, 31 Dec 1999"}))
+    assert told.retry_after is None
+    told = await failure(
+        error("429 Too Many Requests", {"error": {"message": "pay", "code": "insufficient_quota"}})
+    )
+    assert told.wire_code == "insufficient_quota"
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        ("500 Internal Server Error", ModelError),
+        ("502 Bad Gateway", ModelUnreachable),
+        ("503 Service Unavailable", ModelUnreachable),
+        ("504 Gateway Timeout", ModelUnreachable),
+        ("408 Request Timeout", ModelTimeout),
+        ("307 Temporary Redirect", ModelError),
+    ],
+)
+async def test_other_failures(status: str, kind: type[ModelError]) -> None:
+    told = await failure(document(b"\xff" * 200_000, status, headers={"Location": "http://127.0.0.1:1/"}))
+    assert type(told) is kind
+    assert status[:3] in told.message
+    assert len(told.message) < 500
+
+
+async def test_no_server() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        connections = UpstreamClient()
+        backend = ChatCompletionsBackend(
+            ModelSettings(base_url=f"http://127.0.0.1:{taken.getsockname()[1]}"), connections
+        )
+        with pytest.raises(ModelUnreachable) as caught:
+            await turn(backend)
+        await connections.close()
+        with pytest.raises(ModelUnreachable, match="closing its connections"):
+            await turn(backend)
+    assert caught.value.message == snapshot(
+        "The server of the model 'small' cannot be reached: Connection refused."
+    )
+
+
+async def test_a_server_that_hangs_up() -> None:
+    assert isinstance(await failure(disconnect()), ModelUnreachable)
+
+
+async def test_an_answer_that_is_cut_off() -> None:
+    answer = stream(chunk({"content": "a"}), BREAK_CONNECTION)
+    async with upstream(answer) as (backend, _), aclosing(backend.stream(REQUEST)) as batches:
+        assert await anext(batches) == [ModelTextDelta("a")]
+        with pytest.raises(ModelUnreachable, match="broke before its answer was complete"):
+            await anext(batches)
+
+
+async def test_a_body_that_ends_too_early() -> None:
+    told = await failure(stream(chunk({"content": "a"})))
+    assert isinstance(told, ModelUnreachable)
+
+
+async def test_silence() -> None:
+    told = await failure(stream(chunk({"content": "a"}), asyncio.Event()), read_timeout=0.05)
+    assert isinstance(told, ModelTimeout)
+    assert (told.status, told.message) == (
+        504,
+        "The server of the model 'small' was silent for 0.05 seconds.",
+    )
+
+
+async def test_what_is_not_http() -> None:
+    async def answer(_: object, writer: asyncio.StreamWriter) -> bool:
+        writer.write(f"220 mail.example {KEY}\r\n\r\n".encode())
+        await writer.drain()
+        return False
+
+    told = await failure(answer)
+    assert "is not HTTP" in told.message
+
+
+async def test_nothing_secret_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    await failure(error("401 Unauthorized", {"error": KEY}))
+    await failure(stream(chunk({"content": "a"}), data({"error": {"message": KEY}})))
+    assert KEY not in caplog.text
+
+
+async def test_keys_are_not_shown() -> None:
+    async with upstream() as (backend, _):
+        assert KEY not in repr(backend)
+        assert KEY not in repr(vars(backend)["_settings"])
+
+
+async def test_a_server_that_counts_is_asked() -> None:
+    counted = document(b'{"count": 77, "max_model_len": 4096, "tokens": [1, 2, 3]}')
+    async with upstream(counted, document(b'{"count": -1}'), error("404 Not Found", {}), name="served") as (
+        plain,
+        server,
+    ):
+        assert not plain.get_profile("small").counts_tokens
+        settings = ModelSettings(
+            base_url=server.url,
+            tokenize_url=server.url + "/tokenize",
+            name="served",
+            extra_body={"chat_template_kwargs": {"think": False}, "top_k": 1},
+        )
+        connections = UpstreamClient()
+        backend = ChatCompletionsBackend(settings, connections, Secret(KEY))
+        request = ModelRequest(
+            model="small", instructions="Be brief.", segments=REQUEST.segments, function_tools=[FUNCTION]
+        )
+        assert backend.get_profile("small").counts_tokens
+        assert await backend.count_tokens(request) == (77, True)
+        for _ in range(2):
+            with pytest.raises(ModelError):
+                await backend.count_tokens(request)
+        await connections.close()
+        asked = server.requests[0]
+        assert asked.path == "/v1/tokenize"
+        assert asked.headers["authorization"] == f"Bearer {KEY}"
+        assert asked.json == snapshot(
+            {
+                "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}],
+                "model": "served",
+                "add_generation_prompt": True,
+                "chat_template_kwargs": {"think": False},
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "description": "Does f.", "parameters": {"type": "object"}},
+                    }
+                ],
+            }
+        )
+
+
+async def test_the_count_uses_the_clients_template_arguments() -> None:
+    async with open_raw_model_server(document(b'{"count": 7}')) as server:
+        settings = ModelSettings(base_url=server.url, tokenize_url=server.url + "/tokenize")
+        connections = UpstreamClient()
+        passed = {"chat_template_kwargs": Raw(b'{"think":false}'), "seed": Raw(b"1"), "n": Raw(b"2")}
+        request = msgspec.structs.replace(REQUEST, sampling=SamplingParameters(passed=passed))
+        assert await ChatCompletionsBackend(settings, connections).count_tokens(request) == (7, True)
+        await connections.close()
+        asked = server.requests[0].json
+        assert asked["chat_template_kwargs"] == {"think": False}
+        assert not {"seed", "n"} & set(asked)
+
+
+async def test_the_count_is_an_estimate() -> None:
+    async with upstream() as (backend, _):
+        tokens, exact = await backend.count_tokens(REQUEST)
+    assert not exact
+    assert 10 < tokens < 100
+
+
+async def test_the_profile_is_as_configured() -> None:
+    async with upstream(context_window=8192, takes_images=True) as (backend, _):
+        profile = backend.get_profile("anything")
+    assert (profile.context_window, profile.takes_images) == (8192, True)
+
+
+# --- its list of models -------------------------------------------------------------------------------
+
+
+async def test_cards() -> None:
+    listed = {"object": "list", "data": [{"id": "a", "created": 5, "owned_by": "vllm"}, {"id": "b"}]}
+    async with upstream(error("200 OK", listed)) as (backend, server):
+        assert [(card.id, card.created, card.owned_by) for card in await backend.list_models()] == [
+            ("a", 5, "vllm"),
+            ("b", 0, "upstream"),
+        ]
+    assert (server.requests[0].method, server.requests[0].path) == ("GET", "/v1/models")
+    assert server.requests[0].headers["authorization"] == f"Bearer {KEY}"
+
+
+async def test_a_list_that_is_none() -> None:
+    async with upstream(document(b"[]"), stream(DONE)) as (backend, _):
+        for _ in range(2):
+            with pytest.raises(ModelError, match="list of models"):
+                await backend.list_models()
+
+
+# --- much at once -------------------------------------------------------------------------------------
+
+LONG = "é\n" * 300_000
+WHOLE = msgspec.json.encode({"choices": [{"message": {"content": LONG}, "finish_reason": "stop"}]})
+
+
+@pytest.mark.parametrize("answer", [stream(says(LONG)), document(WHOLE)], ids=["line", "document"])
+async def test_an_answer_that_comes_at_once_is_read_beside_the_loop_and_told_bit_by_bit(
+    answer: Responder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = threading.get_ident()
+    read: list[bool] = []
+    take = ChatStreamParser._handle_event  # pyright: ignore[reportPrivateUsage]
+
+    def taking(*arguments: Any) -> bool:
+        read.append(threading.get_ident() != here)
+        return take(*arguments)
+
+    monkeypatch.setattr(ChatStreamParser, "_take", taking)
+    async with upstream(answer) as (model, _):
+        request = msgspec.structs.replace(REQUEST, streamed=False)
+        batches = [batch async for batch in model.stream(request)]
+    texts = [event.delta for batch in batches for event in batch if isinstance(event, ModelTextDelta)]
+    assert "".join(texts) == LONG
+    assert max(map(len, texts)) <= 1 << 16
+    assert max(map(len, batches)) == 1
+    assert read[0]

@@ -1,0 +1,194 @@
+"""What is rendered once, and in whatever pieces: the invariants."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fumehood.models.chat_completions.chat_renderer import ChatDialect, ChatRenderer
+from fumehood.models.rendering.rendering_cache import render_segments
+from fumehood.protocol.conversation import Conversation, ConversationEntry, ConversationSegment, SegmentRun
+from fumehood.protocol.openai.api_errors import InvalidRequest
+from tests.support.chat_messages import IMAGE_URL, render, render_conversation, summarize_messages
+from tests.support.conversations import (
+    call,
+    hosted_call,
+    message,
+    output,
+    reasoning,
+    segment,
+)
+
+
+def test_a_segment_is_rendered_once() -> None:
+    first, second = segment(message("a"), call("c1", turn=1)), segment(output("c1", "b"))
+    renderer = ChatRenderer(ChatDialect())
+    once = b",".join(renderer.render_messages(None, [first, second]))
+    for part in (first, second):
+        for key in part.renderings:
+            part.renderings[key] = part.renderings[key].replace(b'"a"', b'"A"').replace(b'"b"', b'"B"')
+    again = b",".join(renderer.render_messages(None, [first, second]))
+    assert again == once.replace(b'"a"', b'"A"').replace(b'"b"', b'"B"')
+
+
+def test_dialects_do_not_share() -> None:
+    given = segment(message("d", "developer"), hosted_call("h", "x", images=[IMAGE_URL]))
+    flags = itertools.product([False, True], repeat=3)
+    dialects = [ChatDialect(developer_role=a, takes_images=b, replay_reasoning=c) for a, b, c in flags]
+    assert len({dialect.cache_key for dialect in dialects}) == 8
+    fresh = [render(segment(*given.entries), dialect=dialect) for dialect in dialects]
+    assert [render(given, dialect=dialect) for dialect in dialects] == fresh
+    assert len(given.renderings) <= 17
+
+
+@pytest.mark.parametrize("lost", ["", ">"])
+def test_half_of_what_was_kept_is_as_good_as_nothing(lost: str) -> None:
+    """Somebody beside the loop may have let go of it, and be about to keep it again."""
+    given, dialect = segment(message("a"), call("c1", turn=1)), ChatDialect()
+    expected = render(given, segment(output("c1", "b")), dialect=dialect)
+    del given.renderings[dialect.cache_key + lost]
+    assert render(given, segment(output("c1", "b")), dialect=dialect) == expected
+
+
+def test_whoever_names_many_models_does_not_have_as_many_copies_kept() -> None:
+    large = tuple(segment(message(text * 20_000)) for text in "abc")
+    stretch = SegmentRun(large)
+    for name in map(str, range(20)):
+        for conversation in (Conversation((stretch,)), large):
+            render_segments(conversation, name, lambda entries, _: (entries[0].raw, b"left"))
+            kept = [sum(map(len, one.renderings.values())) for one in large]
+            assert all(held <= 3 * one.size for held, one in zip(kept, large, strict=True))
+            assert (
+                sum(len(said) + len(left) for said, left in stretch.renderings.values()) <= 3 * stretch.size
+            )
+    assert all(one.renderings for one in (stretch, *large))
+
+
+def test_the_same_call_left_open_by_another_conversation() -> None:
+    answer = segment(output("c1", "a"), output("c2", "b"))
+    one = render(segment(call("c1", turn=1), call("c2", turn=1)), answer)
+    other = render(segment(call("c2", turn=1), call("c1", turn=1)), answer)
+    assert summarize_messages(one) == ["assistant c1 c2", "tool a -> c1", "tool b -> c2"]
+    assert summarize_messages(other) == ["assistant c2 c1", "tool b -> c2", "tool a -> c1"]
+
+
+@st.composite
+def responses(draw: st.DrawFn) -> list[list[ConversationEntry]]:
+    """Responses of one conversation, each its input and its turns; calls of clients are answered in the next."""
+    ids = itertools.count()
+    open_calls: list[str] = []
+    made: list[list[ConversationEntry]] = []
+    for _ in range(draw(st.integers(1, 4))):
+        entries = draw(st.permutations([message("u"), *(output(call_id, "r") for call_id in open_calls)]))
+        open_calls = []
+        turns = draw(st.integers(1, 3))
+        for turn in range(1, turns + 1):
+            kinds = draw(st.lists(st.sampled_from(["text", "thought", "hosted", "client"]), max_size=4))
+            for kind in kinds:
+                call_id = f"c{next(ids)}"
+                if kind == "text":
+                    entries.append(message("t", "assistant", turn))
+                elif kind == "thought":
+                    entries.append(reasoning("h", turn))
+                elif kind == "hosted":
+                    entries.append(hosted_call(call_id, "r", turn=turn, images=[IMAGE_URL]))
+                elif turn == turns:
+                    open_calls.append(call_id)
+                    entries.append(call(call_id, turn=turn))
+        made.append(entries)
+    made.append([message("u"), *(output(call_id, "r") for call_id in open_calls)])
+    return made
+
+
+@given(responses(), st.booleans())
+def test_every_call_is_answered_in_order(made: list[list[ConversationEntry]], takes_images: bool) -> None:
+    dialect = ChatDialect(takes_images=takes_images)
+    messages = render(*(ConversationSegment(tuple(entries)) for entries in made), dialect=dialect)
+    expected: list[str] = []
+    for said in messages:
+        if said["role"] == "tool":
+            assert said["tool_call_id"] == expected.pop(0)
+        else:
+            assert expected == []
+            expected = [made_call["id"] for made_call in said.get("tool_calls", [])]
+    assert expected == []
+
+
+@given(responses())
+def test_a_response_in_parts_is_the_response(made: list[list[ConversationEntry]]) -> None:
+    """While it runs, each of its turns is a segment; once it is kept, it is one."""
+    whole = render(*(ConversationSegment(tuple(entries)) for entries in made))
+    parts = [
+        ConversationSegment(tuple(group))
+        for entries in made
+        for _, group in itertools.groupby(entries, key=lambda item: item.turn)
+    ]
+    assert render(*parts) == whole
+
+
+@given(responses(), st.data())
+def test_in_whatever_pieces_a_conversation_is_the_same(
+    made: list[list[ConversationEntry]], data: st.DataObject
+) -> None:
+    """Also where a part of it was rendered before, alone or in other stretches, and for models of all kinds."""
+    segments = [ConversationSegment(tuple(entries)) for entries in made]
+    expected = {
+        flag: render(*map(ConversationSegment, map(tuple, made)), dialect=ChatDialect(takes_images=flag))
+        for flag in (False, True)
+    }
+    for _ in range(3):
+        begin = data.draw(st.integers(0, len(segments) - 1))
+        end = data.draw(st.integers(begin, len(segments)))
+        stretch = SegmentRun(tuple(segments[begin:end]))
+        whole = Conversation((*segments[:begin], stretch, *segments[end:]))
+        for flag in data.draw(st.permutations([False, True])):
+            dialect = ChatDialect(takes_images=flag)
+            assert render(*whole, dialect=dialect) == expected[flag]
+            for _ in range(2):
+                assert render_conversation(whole, dialect) == expected[flag]
+            assert render(*segments, dialect=dialect) == expected[flag]
+
+
+def test_a_stretch_is_rendered_once_and_its_segments_keep_nothing() -> None:
+    segments = tuple(segment(message(text), message(text.upper(), "assistant", turn=1)) for text in "abc")
+    stretch, dialect = SegmentRun(segments), ChatDialect()
+    once = render_conversation(Conversation((segments[0], SegmentRun(segments[1:]))), dialect)
+    assert render_conversation(Conversation((stretch,)), dialect) == once
+    assert [one.renderings for one in segments] == [{}, {}, {}]
+    ((name, (text, left)),) = stretch.renderings.items()
+    stretch.renderings[name] = (text.replace(b'"b"', b'"x"'), left)
+    assert [said["content"] for said in render_conversation(Conversation((stretch,)), dialect)] == [
+        "a",
+        "A",
+        "x",
+        "B",
+        "c",
+        "C",
+    ]
+
+
+def test_what_a_stretch_leaves_open_is_answered_after_it() -> None:
+    open_call, closed = segment(message("a"), call("c1", turn=1)), segment(output("c1", "r"))
+    for pieces in (
+        (SegmentRun((open_call,)), SegmentRun((closed,))),
+        (SegmentRun((open_call,)), closed),
+        (open_call, SegmentRun((closed,))),
+    ):
+        for _ in range(2):
+            assert summarize_messages(render_conversation(Conversation(pieces), ChatDialect())) == [
+                "user a",
+                "assistant c1",
+                "tool r -> c1",
+            ]
+    with pytest.raises(InvalidRequest, match="c1"):
+        render_conversation(Conversation((SegmentRun((open_call,)),)), ChatDialect())
+
+
+def test_a_large_stretch_stays_in_its_parts() -> None:
+    segments = tuple(segment(message("a" * 400_000)) for _ in range(3))
+    parts = ChatRenderer(ChatDialect()).render_messages(
+        None, Conversation((SegmentRun(segments), segment(message("b"))))
+    )
+    assert [len(part) > 400_000 for part in parts] == [True, True, True, False]
+    assert all(one.renderings for one in segments)

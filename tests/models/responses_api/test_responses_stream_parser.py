@@ -1,0 +1,456 @@
+"""Answers of servers that speak the Responses API, right ones and odd ones."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from inline_snapshot import snapshot
+from msgspec import Raw
+
+from fumehood.models.responses_api.encrypted_reasoning import ReasoningOrigin
+from fumehood.models.responses_api.responses_stream_parser import ResponsesStreamParser
+from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
+from fumehood.protocol.model_turns import (
+    AnyModelEvent,
+    ModelCallArgumentsDelta,
+    ModelCallStarted,
+    ModelCitation,
+    ModelMessageStarted,
+    ModelPassthroughItem,
+    ModelReasoningDelta,
+    ModelReasoningEnded,
+    ModelReasoningStarted,
+    ModelReasoningSummaryDelta,
+    ModelRefusalDelta,
+    ModelTextDelta,
+    ModelTurnEnded,
+)
+from fumehood.protocol.openai.api_errors import (
+    ModelError,
+    ModelRateLimited,
+    ModelRejectedRequest,
+    ModelUnreachable,
+)
+from fumehood.protocol.openai.items import UrlCitationAnnotation
+from fumehood.protocol.openai.responses import InputTokensDetails, OutputTokensDetails, Usage
+from tests.support.responses_events import (
+    added,
+    call,
+    created,
+    delta,
+    done,
+    ended,
+    event,
+    message,
+    response,
+    says,
+)
+
+ORIGIN = ReasoningOrigin.for_model("http://x", "m")
+RECORDED = Path(__file__).parents[3] / "shared" / "reference" / "recorded"
+STREAMS = sorted(RECORDED.glob("*.chunks.txt"))
+
+
+def parser() -> ResponsesStreamParser:
+    ids = itertools.count(1)
+    errors = UpstreamErrorFactory("m", api_name="Responses API")
+    return ResponsesStreamParser(errors, ORIGIN, make_id=lambda prefix: f"{prefix}_made_{next(ids)}")
+
+
+def parse(*pieces: bytes) -> list[AnyModelEvent]:
+    """The events of a turn that ends well."""
+    reading = parser()
+    events = [event for piece in pieces for event in reading.feed(piece)]
+    events += reading.finish()
+    assert reading.failure is None, reading.failure
+    assert [isinstance(event, ModelTurnEnded) for event in events].count(True) == 1
+    assert isinstance(events[-1], ModelTurnEnded)
+    return events
+
+
+def fail(*pieces: bytes) -> ModelError:
+    reading = parser()
+    events = [event for piece in pieces for event in reading.feed(piece)] + reading.finish()
+    assert reading.failure is not None
+    assert not any(isinstance(event, ModelTurnEnded) for event in events)
+    return reading.failure
+
+
+# --- messages -----------------------------------------------------------------------------------------
+
+
+def test_text() -> None:
+    assert parse(says("Hel", "lo")) == [
+        ModelMessageStarted(),
+        ModelTextDelta("Hel"),
+        ModelTextDelta("lo"),
+        ModelTurnEnded("stop"),
+    ]
+
+
+def test_two_messages_with_phases() -> None:
+    assert parse(
+        created() + message("a", phase="commentary") + message("b", index=1, phase="final_answer") + ended()
+    ) == [
+        ModelMessageStarted("commentary"),
+        ModelTextDelta("a"),
+        ModelMessageStarted("final_answer"),
+        ModelTextDelta("b"),
+        ModelTurnEnded("stop"),
+    ]
+
+
+def test_logprobs_refusals_and_sources() -> None:
+    logprob: Any = {"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": []}
+    source = {
+        "type": "url_citation",
+        "url": "https://a.example",
+        "title": "A",
+        "start_index": 0,
+        "end_index": 1,
+    }
+    theirs = {"type": "file_citation", "file_id": "file-theirs", "filename": "f", "index": 0}
+    events = parse(
+        added(0, type="message", role="assistant", content=[]),
+        delta("output_text", 0, "a", logprobs=[logprob]),
+        event("response.output_text.annotation.added", output_index=0, annotation=source),
+        event("response.output_text.annotation.added", output_index=0, annotation=theirs),
+        delta("refusal", 0, "No."),
+        ended(),
+    )
+    cited = UrlCitationAnnotation(url="https://a.example", title="A", start_index=0, end_index=1)
+    assert events == [
+        ModelMessageStarted(),
+        ModelTextDelta("a", [Raw(msgspec.json.encode(logprob))]),
+        ModelCitation(cited),
+        ModelRefusalDelta("No."),
+        ModelTurnEnded("stop"),
+    ]
+
+
+# --- reasoning ----------------------------------------------------------------------------------------
+
+
+def test_reasoning_in_all_its_forms() -> None:
+    shown: dict[str, object] = {"type": "reasoning", "id": "rs_theirs", "summary": []}
+    assert parse(
+        added(0, **shown),
+        delta("reasoning_summary_text", 0, "First", summary_index=0),
+        delta("reasoning_summary_text", 0, "Second", summary_index=1),
+        done(0, **shown, encrypted_content="gAAA"),
+        added(1, **shown),
+        delta("reasoning_text", 1, "hm", content_index=0),
+        done(1, **shown),
+        done(2, **shown, encrypted_content="gBBB"),
+        ended(),
+    ) == [
+        ModelReasoningStarted(),
+        ModelReasoningSummaryDelta(0, "First"),
+        ModelReasoningSummaryDelta(1, "Second"),
+        ModelReasoningEnded(f"fh1:{ORIGIN.fingerprint}:rs_theirs:gAAA"),
+        ModelReasoningStarted(),
+        ModelReasoningDelta("hm"),
+        ModelReasoningEnded(),
+        ModelReasoningStarted(),
+        ModelReasoningEnded(f"fh1:{ORIGIN.fingerprint}:rs_theirs:gBBB"),
+        ModelTurnEnded("stop"),
+    ]
+
+
+# --- calls --------------------------------------------------------------------------------------------
+
+
+def test_calls_side_by_side() -> None:
+    first = {"type": "function_call", "call_id": "c1", "name": "f"}
+    second = {"type": "function_call", "call_id": "c1", "name": "g"}
+    assert parse(
+        added(0, **first, arguments=""),
+        added(1, **second, arguments=""),
+        delta("function_call_arguments", 1, '{"y"'),
+        delta("function_call_arguments", 0, '{"x":1}'),
+        delta("function_call_arguments", 1, ":2}"),
+        done(0, **first, arguments='{"x":1}'),
+        done(1, **second, arguments='{"y":2}'),
+        ended(),
+    ) == [
+        ModelCallStarted(0, "c1", "f"),
+        ModelCallStarted(1, "call_made_1", "g"),
+        ModelCallArgumentsDelta(1, '{"y"'),
+        ModelCallArgumentsDelta(0, '{"x":1}'),
+        ModelCallArgumentsDelta(1, ":2}"),
+        ModelTurnEnded("calls"),
+    ]
+
+
+def test_a_custom_tool_is_told_as_a_function_with_one_field() -> None:
+    whole = {"type": "custom_tool_call", "call_id": "c", "name": "sql"}
+    events = parse(
+        added(0, **whole, input=""),
+        delta("custom_tool_call_input", 0, 'SELECT "a'),
+        delta("custom_tool_call_input", 0, '"\n'),
+        done(0, **whole, input='SELECT "a"\n'),
+        ended(),
+    )
+    written = "".join(event.delta for event in events if isinstance(event, ModelCallArgumentsDelta))
+    assert json.loads(written) == {"input": 'SELECT "a"\n'}
+    assert parse(done(0, **whole, input=""), ended())[1:-1] == [
+        ModelCallArgumentsDelta(0, '{"input":"'),
+        ModelCallArgumentsDelta(0, '"}'),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("item", "awaits"),
+    [
+        ({"type": "web_search_call", "id": "ws_theirs", "action": {"type": "search"}}, False),
+        ({"type": "apply_patch_call", "id": "apc_theirs", "call_id": "c"}, True),
+        ({"type": "shell_call", "id": "sh_theirs", "environment": {"type": "container_reference"}}, False),
+        ({"type": "shell_call", "id": "sh_theirs", "environment": None}, True),
+        ({"type": "tool_search_call", "id": "tsc_theirs", "execution": "client"}, True),
+        ({"type": "function_call", "id": "fc_theirs", "call_id": "c", "name": "f", "namespace": "n"}, True),
+    ],
+)
+def test_what_only_the_client_understands_gets_an_id_of_ours(item: dict[str, Any], awaits: bool) -> None:
+    (passed, end) = parse(added(0, **item), done(0, **item), ended())
+    assert isinstance(passed, ModelPassthroughItem)
+    assert passed.awaits_client == awaits
+    assert json.loads(bytes(passed.item)) == item | {"id": item["id"].replace("theirs", "made_1")}
+    assert end == ModelTurnEnded("stop")
+
+
+@pytest.mark.parametrize("kind", ["", "compaction", "a b", "x" * 100])
+def test_items_that_nobody_can_use_are_left_out(kind: str) -> None:
+    """A compaction of the server's own would stand for everything before it, and nobody here could open it."""
+    assert parse(done(0, type=kind, id="cmp_1", encrypted_content="x"), ended()) == [ModelTurnEnded("stop")]
+
+
+# --- how it ends --------------------------------------------------------------------------------------
+
+
+def test_usage() -> None:
+    usage = {
+        "input_tokens": 10,
+        "input_tokens_details": {"cached_tokens": 4},
+        "output_tokens": 5.0,
+        "output_tokens_details": {"reasoning_tokens": -2},
+        "total_tokens": 15,
+    }
+    assert parse(says("a", usage=usage))[-1] == ModelTurnEnded(
+        "stop",
+        Usage(
+            input_tokens=10,
+            input_tokens_details=InputTokensDetails(cached_tokens=4),
+            output_tokens=5,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+            total_tokens=15,
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("why", "reason"),
+    [
+        ({"reason": "max_output_tokens"}, "length"),
+        ({"reason": "content_filter"}, "content_filter"),
+        ({"reason": "weariness"}, "length"),
+        (None, "length"),
+    ],
+)
+def test_incomplete(why: object, reason: Any) -> None:
+    assert parse(message("a"), ended("incomplete", incomplete_details=why))[-1] == ModelTurnEnded(reason)
+
+
+@pytest.mark.parametrize(
+    ("piece", "kind", "words"),
+    [
+        (
+            ended("failed", error={"code": "server_error", "message": "oh"}),
+            ModelError,
+            "failed: oh.",
+        ),
+        (ended("failed", error={"code": "rate_limit_exceeded", "message": "slow"}), ModelRateLimited, "slow"),
+        (ended("failed", error={"code": "invalid_prompt", "message": "no"}), ModelRejectedRequest, "no"),
+        (ended("failed"), ModelError, "ended as failed"),
+        (ended("cancelled"), ModelError, "ended as cancelled"),
+        (event("error", error={"type": "insufficient_quota", "message": "pay"}), ModelRateLimited, "pay"),
+        (event("error", code="server_error", message="flat", param=None), ModelError, "flat"),
+        (event("error", code=429, message="flat"), ModelRateLimited, "flat"),
+        (b'data: {"error":{"message":"bare"}}\n\n', ModelError, "bare"),
+        (b'data: {"object":"error","message":"old","code":400}\n\n', ModelRejectedRequest, "old"),
+        (added(0, type="function_call"), ModelError, "without naming it"),
+        (b"data: rubbish\n\n", ModelError, "Expecting value"),
+        (event("response.output_item.done", item=5), ModelError, "Expected `object`"),
+        (b"", ModelUnreachable, "broke"),
+    ],
+)
+def test_failures(piece: bytes, kind: type[ModelError], words: str) -> None:
+    failure = fail(created(), piece)
+    assert type(failure) is kind
+    assert words in failure.message
+
+
+def test_a_limit_of_calls() -> None:
+    assert "more than 128 calls" in fail(*(call("f", "{}", index=number) for number in range(129))).message
+
+
+# --- servers that leave things out --------------------------------------------------------------------
+
+
+def test_the_whole_in_the_last_event_or_as_a_document() -> None:
+    output = [
+        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "gist"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+        {"type": "message", "role": "assistant", "content": "b"},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": {"x": 1}},
+        {"type": "function_call", "call_id": "d", "name": "g"},
+    ]
+    expected = [
+        ModelReasoningStarted(),
+        ModelReasoningSummaryDelta(0, "gist"),
+        ModelReasoningEnded(),
+        ModelMessageStarted(),
+        ModelTextDelta("a"),
+        ModelMessageStarted(),
+        ModelTextDelta("b"),
+        ModelCallStarted(0, "c", "f"),
+        ModelCallArgumentsDelta(0, '{"x":1}'),
+        ModelCallStarted(1, "d", "g"),
+        ModelCallArgumentsDelta(1, "{}"),
+        ModelTurnEnded("calls"),
+    ]
+    assert parse(created(), ended(output=output)) == expected
+    assert parse(msgspec.json.encode(response(output=output))) == expected
+
+
+def test_text_at_the_end_of_its_part_or_item_only() -> None:
+    item = {"type": "message", "content": [{"type": "output_text", "text": "whole"}]}
+    part = event("response.output_text.done", output_index=0, text="whole")
+    whole = [ModelMessageStarted(), ModelTextDelta("whole"), ModelTurnEnded("stop")]
+    assert parse(added(0, type="message"), part, done(0, **item), ended()) == whole
+    assert parse(done(0, **item), ended()) == whole
+
+
+def test_arguments_at_their_end_only() -> None:
+    item = {"type": "function_call", "call_id": "c", "name": "f"}
+    whole = event("response.function_call_arguments.done", output_index=0, arguments='{"x":1}')
+    assert parse(added(0, **item), whole, ended()) == [
+        ModelCallStarted(0, "c", "f"),
+        ModelCallArgumentsDelta(0, '{"x":1}'),
+        ModelTurnEnded("calls"),
+    ]
+
+
+def test_bytes_that_are_not_utf_8_are_not_passed_on() -> None:
+    passed = done(0, type="web_search_call", id="ws_1", query="\u00e9").replace(b"\xc3\xa9", b"\xe9")
+    told = delta("output_text", 1, "a", logprobs=[{"token": "\u00e9"}]).replace(b"\xc3\xa9", b"\xe9")
+    (item, text, _) = parse(passed, told, ended())
+    assert isinstance(item, ModelPassthroughItem)
+    assert json.loads(bytes(item.item))["query"] == "\ufffd"
+    assert text == ModelTextDelta("a", [Raw('{"token":"\ufffd"}'.encode())])
+
+
+def test_events_that_nobody_knows_may_look_as_they_like() -> None:
+    odd = [event("response.new.delta", delta={"x": 1}), event("response.other", item=[], text=5)]
+    assert parse(created(), *odd, message("a"), ended())[1:] == [ModelTextDelta("a"), ModelTurnEnded("stop")]
+
+
+def test_no_places_and_no_end() -> None:
+    item = {"type": "function_call", "id": "x", "call_id": "c", "name": "f"}
+    assert parse(
+        event("response.output_item.added", item=item),
+        event("response.function_call_arguments.delta", item_id="x", delta="{}"),
+        b"data: [DONE]\n\n",
+    ) == [ModelCallStarted(0, "c", "f"), ModelCallArgumentsDelta(0, "{}"), ModelTurnEnded("calls")]
+
+
+@pytest.mark.parametrize("body", [b"{}", b'{"object":"list"}', msgspec.json.encode(response("queued"))])
+def test_documents_that_are_no_answer(body: bytes) -> None:
+    assert "does not speak as a Responses API server does" in fail(body).message
+
+
+def test_a_flood_is_cut_off() -> None:
+    reading = ResponsesStreamParser(UpstreamErrorFactory("m"), ORIGIN, max_bytes=10_000)
+    for _ in range(100):
+        assert not reading.feed(b": " + b"x" * 998 + b"\n")
+        if reading.is_over:
+            break
+    assert reading.failure is not None
+    assert reading.failure.message == snapshot(
+        "The server of the model 'm' answered without end, and was cut off."
+    )
+
+
+@given(st.data())
+def test_any_split_gives_the_same_events(data: st.DataObject) -> None:
+    body = created() + message("Hé", "llo\n") + call("f", '{"x"', ":1}", index=1) + ended()
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(body)), max_size=6)))
+    pieces = [body[start:end] for start, end in itertools.pairwise([0, *cuts, len(body)])]
+    assert parse(*pieces) == parse(body)
+
+
+# --- what was recorded --------------------------------------------------------------------------------
+
+
+def turns(path: Path) -> list[list[dict[str, Any]]]:
+    """The responses of a recording that are whole."""
+    found: list[list[dict[str, Any]]] = []
+    for line in path.read_bytes().splitlines():
+        try:
+            told = json.loads(line)
+        except ValueError:
+            continue  # cut off in the recording
+        if told["type"] == "response.created" or not found:
+            found.append([])
+        found[-1].append(told)
+    return [turn for turn in found if turn[-1]["type"] in ("response.completed", "response.failed")]
+
+
+def is_plain_call(item: dict[str, Any]) -> bool:
+    called = item["type"] in ("function_call", "custom_tool_call")
+    return called and not item.get("namespace") and not item.get("caller")
+
+
+@pytest.mark.skipif(not STREAMS, reason="the recorded streams are not here")
+@pytest.mark.parametrize("path", STREAMS, ids=lambda path: path.name)
+def test_recorded(path: Path) -> None:
+    whole = turns(path)
+    if not whole:
+        pytest.skip("the recording ends before the response does")
+    for turn in whole:
+        body = b"".join(
+            event(told["type"], **{k: v for k, v in told.items() if k != "type"}) for told in turn
+        )
+        if turn[-1]["type"] == "response.failed":
+            assert isinstance(fail(body), ModelRateLimited)
+            continue
+        events = parse(body)
+        finished = [told["item"] for told in turn if told["type"] == "response.output_item.done"]
+        texts = [part["text"] for item in finished if item["type"] == "message" for part in item["content"]]
+        deltas = [told["delta"] for told in turn if told["type"] == "response.output_text.delta"]
+        # Some recordings leave out most deltas.
+        assert "".join(event.delta for event in events if isinstance(event, ModelTextDelta)) in (
+            "".join(texts),
+            "".join(deltas),
+        )
+        calls = [item for item in finished if is_plain_call(item)]
+        started = [event.name for event in events if isinstance(event, ModelCallStarted)]
+        assert started == [item["name"] for item in calls]
+        passed = [
+            json.loads(bytes(event.item)) for event in events if isinstance(event, ModelPassthroughItem)
+        ]
+        kinds = [item["type"] for item in finished if item not in calls]
+        assert [item["type"] for item in passed] == [
+            kind for kind in kinds if kind not in ("message", "reasoning", "compaction")
+        ]
+        assert kinds.count("reasoning") == sum(isinstance(event, ModelReasoningEnded) for event in events)
+        theirs = {item.get("id") for item in finished}
+        assert not any(item["id"] in theirs for item in passed)
+        end = events[-1]
+        assert isinstance(end, ModelTurnEnded)
+        assert end.usage is not None
+        assert end.usage.total_tokens == turn[-1]["response"]["usage"]["total_tokens"]

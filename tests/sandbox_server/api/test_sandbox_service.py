@@ -1,0 +1,478 @@
+"""Named sandboxes in one process, for real: idempotence, quotas, memory of what was."""
+
+import asyncio
+import base64
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from fumehood.protocol.sandbox.sandbox_errors import (
+    ExecutionNotFound,
+    FileRefused,
+    InvalidSandboxRequest,
+    RetryLater,
+    SandboxConflict,
+    SandboxError,
+    SandboxGone,
+    SandboxLimitExceeded,
+    SandboxNotFound,
+    SandboxServerAtCapacity,
+    SandboxServerUnreachable,
+    TenantQuotaExceeded,
+)
+from fumehood.protocol.sandbox.sandbox_messages import (
+    ExecuteRequest,
+    OneShotRequest,
+    OneShotResponse,
+    SandboxSpec,
+)
+from fumehood.sandbox_server.api.api_sandbox import ApiSandbox
+from fumehood.sandbox_server.api.sandbox_service import SandboxService
+from fumehood.sandbox_server.inside.files.data_directory import MAX_ENTRIES
+from fumehood.sandbox_server.supervisor.execution_registry import RegisteredExecution
+from tests.support.sandbox_runs import ExecutionOutcome, has_cgroups, settings
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+LIMITS: dict[str, Any] = {
+    "preload": (),
+    "capacity": 8,
+    "tenant_sandboxes": 2,
+    "tenant_memory": 5 << 30,
+    "queued_executions": 2,
+    "retained_executions": 3,
+    "retained_output_bytes": 20_000,
+    "departed": 3,
+    "produced_files": 3,
+    "produced_bytes": 1000,
+}
+WAITING = "import time\nprint('waiting', flush=True)\nwhile True: time.sleep(0.01)"
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def service() -> AsyncIterator[SandboxService]:
+    async with SandboxService(settings(**LIMITS)) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def sandbox(service: SandboxService) -> AsyncIterator[ApiSandbox]:
+    made = await service.create(SandboxSpec())
+    yield made
+    await service.destroy(made)
+
+
+async def outcome(
+    sandbox: ApiSandbox, code: str, execution_id: str | None = None, **request: Any
+) -> ExecutionOutcome:
+    asked = ExecuteRequest(code=code, execution_id=execution_id, **request)
+    return ExecutionOutcome([event async for event in sandbox.execute(asked)])
+
+
+async def begun(sandbox: ApiSandbox, execution_id: str) -> RegisteredExecution:
+    """A call that runs until it is interrupted, and has said so."""
+    call = sandbox.start_execution(ExecuteRequest(code=WAITING, execution_id=execution_id))
+    async for batch in call.event_batches():
+        assert batch
+        return call
+    raise AssertionError("it ended")
+
+
+async def ended(call: RegisteredExecution) -> ExecutionOutcome:
+    return ExecutionOutcome([event async for event in call.execution.events()])
+
+
+# ---- sandboxes ------------------------------------------------------------------------------------------------
+
+
+async def test_asked_at_once_for_one_name_all_get_the_same(service: SandboxService) -> None:
+    found = await asyncio.gather(*(service.get_or_create("same", SandboxSpec(tenant="t")) for _ in range(5)))
+    assert len({id(sandbox) for sandbox, _ in found}) == 1
+    assert [new for _, new in found] == [True, False, False, False, False]
+    with pytest.raises(SandboxConflict):
+        await service.get_or_create("same", SandboxSpec(tenant="u"))
+    await service.destroy(found[0][0])
+
+
+async def test_while_one_is_made_another_spec_is_a_conflict(service: SandboxService) -> None:
+    first = asyncio.ensure_future(service.create(SandboxSpec(), "racing"))
+    await asyncio.sleep(0)
+    with pytest.raises(SandboxConflict):
+        await service.create(SandboxSpec(memory="4g"), "racing")
+    await service.destroy(await first)
+
+
+async def test_a_caller_who_leaves_does_not_take_the_sandbox_from_the_others(service: SandboxService) -> None:
+    first = asyncio.ensure_future(service.create(SandboxSpec(), "left"))
+    await asyncio.sleep(0)
+    second = asyncio.ensure_future(service.create(SandboxSpec(), "left"))
+    await asyncio.sleep(0)
+    first.cancel()
+    made = await second
+    assert (await outcome(made, "1")).result == "1"
+    await service.destroy(made)
+
+
+async def test_deleting_one_that_is_being_made(service: SandboxService) -> None:
+    making = asyncio.ensure_future(service.create(SandboxSpec(), "unwanted"))
+    await asyncio.sleep(0)
+    await service.destroy(_Ref("unwanted"))
+    await making
+    with pytest.raises(SandboxGone):
+        service.get("unwanted")
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "a b", "-a", "x" * 65, "a\n", "ä"])
+async def test_what_is_no_name(service: SandboxService, name: str) -> None:
+    with pytest.raises(InvalidSandboxRequest) as caught:
+        await service.create(SandboxSpec(), name)
+    assert caught.value.param == "id"
+
+
+async def test_a_tenant_has_so_many_sandboxes_and_so_much_memory(service: SandboxService) -> None:
+    one = await service.create(SandboxSpec(tenant="t"))
+    two = await service.create(SandboxSpec(tenant="t"))
+    with pytest.raises(TenantQuotaExceeded, match="'t' has 2 sandboxes"):
+        await service.create(SandboxSpec(tenant="t"))
+    with pytest.raises(TenantQuotaExceeded):
+        await service.execute_once(OneShotRequest(code="1", tenant="t"))
+    await service.destroy(one)
+    with pytest.raises(TenantQuotaExceeded, match="16g more would exceed") as caught:
+        await service.create(SandboxSpec(tenant="t", memory="16g"))
+    assert caught.value.param == "memory"
+    await service.destroy(two)
+    assert (await service.execute_once(OneShotRequest(code="1", tenant="t"))).status == "success"
+    both = [await service.create(SandboxSpec(tenant="t")) for _ in range(2)]
+    for made in both:
+        await service.destroy(made)
+
+
+async def test_a_failed_start_costs_no_quota() -> None:
+    async with SandboxService(settings(preload=(), capacity=1, tenant_sandboxes=1)) as small:
+        made = await small.create(SandboxSpec(tenant="a"))
+        for _ in range(3):
+            with pytest.raises(SandboxServerAtCapacity):
+                await small.create(SandboxSpec(tenant="b"))
+        await small.destroy(made)
+        await small.destroy(await small.create(SandboxSpec(tenant="b")))
+
+
+async def test_one_that_ended_is_remembered_with_its_reason(service: SandboxService) -> None:
+    made = await service.create(SandboxSpec(), "departed")
+    last = await outcome(made, "import os; print('last', flush=True); os._exit(3)", "last")
+    assert last.end.status == "lost"
+    with pytest.raises(SandboxGone, match="exited with code 3"):
+        await service.attach(_Ref("departed"))
+    # What it said last can still be read, and asking for it again runs nothing.
+    old = service.get_live_or_ended("departed")
+    assert [event async for event in old.follow("last")] == last.events
+    with pytest.raises(SandboxGone):
+        await outcome(old, "1")
+    again = await service.create(SandboxSpec(), "departed")
+    assert (await outcome(again, "1")).result == "1"
+    await service.destroy(again)
+
+
+async def test_the_memory_of_the_departed_is_bounded(service: SandboxService) -> None:
+    for number in range(4):
+        made = await service.create(SandboxSpec(), f"late-{number}")
+        await outcome(made, "print('x' * 9000)", "call")
+        await service.destroy(made)
+    with pytest.raises(SandboxNotFound):
+        service.get("late-0")
+    for number in range(1, 4):
+        with pytest.raises(SandboxGone, match="it was deleted"):
+            service.get(f"late-{number}")
+    # All of them together keep as much output as one may: that of two calls.
+    with pytest.raises(ExecutionNotFound):
+        service.get_live_or_ended("late-1").executions.get("call")
+    assert service.get_live_or_ended("late-3").executions.get("call")
+
+
+async def test_departed_are_forgotten_in_time() -> None:
+    async with SandboxService(settings(preload=(), tombstone_seconds=0.0)) as short:
+        await short.destroy(await short.create(SandboxSpec(), "gone"))
+        await asyncio.sleep(0.01)
+        with pytest.raises(SandboxNotFound):
+            short.get("gone")
+
+
+async def test_one_that_nobody_uses_is_ended() -> None:
+    async with SandboxService(settings(preload=(), idle_seconds=0.4)) as service:
+        idle = await service.create(SandboxSpec(), "idle")
+        busy = await service.create(SandboxSpec(), "busy")
+        call = await begun(busy, "long")
+        async with asyncio.timeout(20):
+            while idle.end_reason is None:
+                await asyncio.sleep(0.05)
+        with pytest.raises(SandboxGone, match="nobody used it"):
+            service.get("idle")
+        assert busy.end_reason is None
+        await busy.interrupt()
+        assert (await ended(call)).end.status == "interrupted"
+
+
+async def test_the_list_and_its_entries(service: SandboxService) -> None:
+    one = await service.create(SandboxSpec(tenant="a", memory="4g"), "one")
+    two = await service.create(SandboxSpec(tenant="b"), "two")
+    assert {info.id for info in await service.list_sandboxes()} >= {"one", "two"}
+    (info,) = await service.list_sandboxes("a")
+    assert (info.id, info.memory, info.tenant, info.running, info.waiting) == ("one", "4g", "a", None, 0)
+    call = await begun(two, "running")
+    two.start_execution(ExecuteRequest(code="1", execution_id="next"))
+    (info,) = await service.list_sandboxes("b")
+    assert (info.running, info.waiting) == ("running", 1)
+    assert info.last_used_at > info.created_at
+    await two.interrupt()
+    await ended(call)
+    for made in (one, two):
+        await service.destroy(made)
+
+
+# ---- calls ----------------------------------------------------------------------------------------------------
+
+
+async def test_the_same_call_again_runs_once(sandbox: ApiSandbox) -> None:
+    await outcome(sandbox, "n = 0")
+    first = await outcome(sandbox, "n += 1; n", "once")
+    assert (await outcome(sandbox, "n += 1; n", "once")).events == first.events
+    assert (await outcome(sandbox, "n")).result == "1"
+    for other in (
+        ExecuteRequest(code="n += 2", execution_id="once"),
+        ExecuteRequest(code="n += 1; n", execution_id="once", timeout_seconds=5),
+    ):
+        with pytest.raises(SandboxConflict) as caught:
+            sandbox.start_execution(other)
+        assert caught.value.param == "execution_id"
+
+
+async def test_only_so_many_calls_wait(sandbox: ApiSandbox) -> None:
+    running = await begun(sandbox, "running")
+    waiting = [
+        sandbox.start_execution(ExecuteRequest(code="1", execution_id=f"w{number}")) for number in range(2)
+    ]
+    with pytest.raises(RetryLater, match="2 executions wait"):
+        sandbox.start_execution(ExecuteRequest(code="1"))
+    assert sandbox.start_execution(waiting[1].request) is waiting[1]
+    assert await sandbox.interrupt("w0")
+    assert await sandbox.interrupt()
+    assert (await ended(running)).end.status == "interrupted"
+    assert (await ended(waiting[0])).end.status == "interrupted"
+    assert (await ended(waiting[1])).end.status == "ok"
+    assert not await sandbox.interrupt()
+    assert not await sandbox.interrupt("w1")
+    assert not await sandbox.interrupt("unheard-of")
+
+
+async def test_ended_calls_are_forgotten_by_number(sandbox: ApiSandbox) -> None:
+    for number in range(4):
+        await outcome(sandbox, str(number), f"call-{number}")
+    with pytest.raises(ExecutionNotFound, match="not kept"):
+        sandbox.executions.get("call-0")
+    with pytest.raises(ExecutionNotFound, match="not kept"):  # nothing runs twice
+        sandbox.start_execution(ExecuteRequest(code="0", execution_id="call-0"))
+    for number in range(1, 4):
+        assert sandbox.executions.get(f"call-{number}").execution.has_ended
+    with pytest.raises(ExecutionNotFound, match="no execution"):
+        sandbox.executions.get("call-4")
+
+
+async def test_ended_calls_are_forgotten_by_size(sandbox: ApiSandbox) -> None:
+    await outcome(sandbox, "print('x' * 15000)", "large")
+    last = await outcome(sandbox, "print('x' * 30000)", "larger")
+    with pytest.raises(ExecutionNotFound):
+        sandbox.executions.get("large")
+    # The last one can be read whatever its size.
+    assert [event async for event in sandbox.follow("larger", after=-1)] == last.events
+    assert [event async for event in sandbox.follow("larger", after=len(last.events))] == []
+
+
+async def test_output_counts_as_the_memory_it_takes(sandbox: ApiSandbox) -> None:
+    """One character beyond the usual ones, and Python keeps all of the text in four bytes each."""
+    await outcome(sandbox, "display({'text/html': '\\U0001f600' + 'x' * 99_999}, raw=True)", "wide")
+    assert sandbox.executions.retained_bytes > 400_000
+
+
+async def test_all_sandboxes_together_keep_a_bounded_output(
+    service: SandboxService, sandbox: ApiSandbox
+) -> None:
+    """The least recently used lets go, also of its last call; the newest one stays readable."""
+    other = await service.create(SandboxSpec())
+    await outcome(sandbox, "print('x' * 200_000)", "first")
+    await outcome(other, "print('x' * 200_000)", "second")
+    with pytest.raises(ExecutionNotFound, match="not kept any more"):
+        sandbox.executions.get("first")
+    assert other.executions.get("second").execution.has_ended
+    assert (sandbox.executions.retained_bytes, other.executions.retained_bytes > 200_000) == (0, True)
+    await service.destroy(other)
+
+
+async def test_a_call_that_is_read_is_not_lost_when_it_is_forgotten(sandbox: ApiSandbox) -> None:
+    first = await outcome(sandbox, "print(1)\nprint(2)", "first")
+    events = sandbox.follow("first")
+    assert await anext(events) == first.events[0]
+    for _ in range(4):
+        await outcome(sandbox, "0")
+    assert [event async for event in events] == first.events[1:]
+
+
+# ---- one shots ------------------------------------------------------------------------------------------------
+
+
+async def once(
+    service: SandboxService, code: str, files: dict[str, bytes] | None = None, **request: Any
+) -> OneShotResponse:
+    encoded = {name: base64.b64encode(content).decode() for name, content in (files or {}).items()}
+    return await service.execute_once(OneShotRequest(code=code, files=encoded, **request))
+
+
+def produced(response: OneShotResponse) -> dict[str, bytes]:
+    return {name: base64.b64decode(text) for name, text in response.files_produced.items()}
+
+
+async def test_one_shot_gives_back_what_is_new_or_changed(service: SandboxService) -> None:
+    response = await once(
+        service,
+        "import os\nos.makedirs('new/deep')\n"
+        "open('new/deep/a', 'w').write(open('in/same').read() * 2)\nopen('in/changed', 'a').write('!')\n"
+        "os.symlink('/etc/passwd', 'link'); os.mkfifo('fifo')\nprint(os.environ['OUTPUT_DIR'])\n6 * 7",
+        {"in/same": b"ab", "in/changed": b"cd"},
+    )
+    assert (response.status, response.exit_code, response.stderr) == ("success", 0, "")
+    assert response.stdout == "/mnt/data\n42\n"
+    assert produced(response) == {"new/deep/a": b"abab", "in/changed": b"cd!"}
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "said"),
+    [
+        ("1/0", 1, "ZeroDivisionError: division by zero\n"),
+        ("import sys; print('e', file=sys.stderr); sys.exit(3)", 3, "e\n"),
+        (
+            "while True: pass",
+            -1,
+            "The code ran longer than 0.5 s and was interrupted.\n",
+        ),
+        ("import os; os._exit(1)", -1, "The sandbox was lost: the interpreter exited with code 1.\n"),
+    ],
+)
+async def test_one_shot_that_fails(service: SandboxService, code: str, exit_code: int, said: str) -> None:
+    response = await once(service, code, timeout_seconds=0.5 if "while" in code else 20)
+    assert (response.status, response.exit_code) == ("error", exit_code)
+    assert response.stderr.endswith(said)
+
+
+@pytest.mark.skipif(not has_cgroups(), reason="memory cannot be bounded as this user")
+async def test_one_shot_out_of_memory(service: SandboxService) -> None:
+    response = await once(
+        service, "import mmap\nm = mmap.mmap(-1, 2 << 30)\nfor i in range(0, 2 << 30, 4096): m[i] = 1"
+    )
+    assert (response.status, response.exit_code) == ("error", -1)
+    assert "out of memory (1g)" in response.stderr
+
+
+async def test_one_shot_gives_back_only_so_much(service: SandboxService) -> None:
+    response = await once(service, "for n in range(5): open(f'{n}', 'w').write('x')")
+    assert sorted(response.files_produced) == ["0", "1", "2"]
+    assert response.status == "success"
+    assert "2 files that the code wrote are left out: at most 3 files of 1000 bytes" in response.stderr
+    response = await once(
+        service, "open('a', 'w').write('x' * 900); open('b', 'w').write('x' * 101); open('c','w')"
+    )
+    assert sorted(response.files_produced) == ["a", "c"]
+    assert "1 files" in response.stderr
+
+
+@pytest.mark.parametrize(
+    ("files", "error", "said"),
+    [
+        ({"../x": "eA=="}, FileRefused, "a path is relative"),
+        ({"/x": "eA=="}, FileRefused, "a path is relative"),
+        ({"a//b": "eA=="}, FileRefused, "a path is relative"),
+        ({"a\0b": "eA=="}, FileRefused, "a path is relative"),
+        ({"": "eA=="}, FileRefused, "a path is relative"),
+        ({"x": "eA="}, FileRefused, "not base64"),
+        ({"x": "e A=="}, FileRefused, "not base64"),
+        ({"x": "ä"}, FileRefused, "not base64"),
+        (dict.fromkeys(map(str, range(172)), "A" * (4 << 20)), SandboxLimitExceeded, "do not fit"),
+        ({f"f{n}": "" for n in range(MAX_ENTRIES + 1)}, SandboxLimitExceeded, f"{MAX_ENTRIES + 1} files"),
+        ({"a": "", "a/b": ""}, FileRefused, "a/b"),
+    ],
+    ids=[
+        "parent",
+        "absolute",
+        "empty part",
+        "nul",
+        "no name",
+        "length",
+        "space",
+        "letter",
+        "large",
+        "many",
+        "clash",
+    ],
+)
+async def test_one_shot_refuses_files(
+    service: SandboxService, files: dict[str, str], error: type[SandboxError], said: str
+) -> None:
+    with pytest.raises(error, match=said) as caught:
+        await service.execute_once(OneShotRequest(code="1", files=files))
+    assert caught.value.param == "files"
+
+
+async def test_one_shot_is_destroyed_when_its_caller_leaves(service: SandboxService) -> None:
+    before = service.supervisor.live_count
+    work = asyncio.ensure_future(once(service, WAITING))
+    async with asyncio.timeout(20):
+        while service.health().running == 0:
+            await asyncio.sleep(0.01)
+        assert service.supervisor.live_count == before + 1
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+    assert work.cancelled()
+    assert (service.supervisor.live_count, service.health().running) == (before, 0)
+
+
+# ---- stopping -------------------------------------------------------------------------------------------------
+
+
+async def test_stopping_lets_calls_end_and_then_interrupts_them() -> None:
+    async with SandboxService(settings(preload=())) as service:
+        short, long = [await service.create(SandboxSpec()) for _ in range(2)]
+        quick = short.start_execution(ExecuteRequest(code="import time; time.sleep(0.3); 5"))
+        slow = await begun(long, "slow")
+        shot = asyncio.ensure_future(once(service, WAITING))
+        while service.health().running < 3:
+            await asyncio.sleep(0.01)
+        stopping = asyncio.ensure_future(service.stop(grace_seconds=1.0))
+        await asyncio.sleep(0)
+        assert service.health().status == "stopping"
+        for new in (
+            service.create(SandboxSpec()),
+            service.execute_once(OneShotRequest(code="1")),
+            outcome(short, "1"),
+        ):
+            with pytest.raises(SandboxServerUnreachable, match="stopping"):
+                await new
+        await stopping
+        assert ((await ended(quick)).end.status, (await ended(slow)).end.status) == ("ok", "interrupted")
+        answer = await shot
+        assert (answer.status, answer.stdout) == ("error", "waiting\n")
+        assert "interrupted" in answer.stderr
+    assert service.supervisor.live_count == 0
+
+
+async def test_closing_ends_what_does_not_stop() -> None:
+    async with SandboxService(settings(preload=())) as service:
+        sandbox = await service.create(SandboxSpec())
+        call = await begun(sandbox, "long")
+    assert (await ended(call)).end.status == "lost"
+    with pytest.raises(SandboxServerUnreachable):
+        await service.create(SandboxSpec())
+
+
+class _Ref:
+    def __init__(self, name: str) -> None:
+        self.id = name

@@ -1,0 +1,230 @@
+"""Files of untrusted authors: names, types, links, races, bounds."""
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fumehood.sandbox_server.inside.files import atomic_writes, data_directory
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Iterator[tuple[Path, int]]:
+    (tmp_path / "data").mkdir()
+    fd = os.open(tmp_path / "data", os.O_RDONLY | os.O_DIRECTORY)
+    yield tmp_path / "data", fd
+    os.close(fd)
+
+
+class GrantedPermit:
+    """Leave that is always given."""
+
+    def reserve(self, size: int) -> None:
+        pass
+
+    def confirm_complete(self, received: int) -> None:
+        pass
+
+
+def write(data: int, path: str, source: int) -> int:
+    return atomic_writes.write_file(data, path, source, "token", GrantedPermit()).size
+
+
+def content(fd: int) -> bytes:
+    with os.fdopen(fd, "rb") as file:
+        return file.read()
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        "/",
+        "/etc/passwd",
+        "..",
+        "../x",
+        "a/../b",
+        "a//b",
+        ".",
+        "./a",
+        "a/.",
+        "a\0b",
+        "x" * 256,
+        "d/" * 40 + "f",
+        "\ud800",
+    ],
+)
+def test_unsafe_names_are_refused(path: str) -> None:
+    with pytest.raises(data_directory.UnsafePath):
+        data_directory.check_path(path)
+
+
+@given(st.text())
+def test_a_checked_name_stays_below(path: str) -> None:
+    try:
+        raw = data_directory.check_path(path)
+    except data_directory.UnsafePath:
+        return
+    assert not raw.startswith(b"/")
+    assert b".." not in raw.split(b"/")
+    assert os.path.normpath(b"/base/" + raw) == b"/base/" + raw
+
+
+def test_reads_regular_files_only(data: tuple[Path, int], tmp_path: Path) -> None:
+    here, fd = data
+    (here / "f").write_bytes(b"x")
+    (here / "d").mkdir()
+    os.mkfifo(here / "fifo")
+    (tmp_path / "secret").write_text("secret")
+    (here / "link").symlink_to(tmp_path / "secret")
+    (here / "out").symlink_to(tmp_path)
+    assert content(data_directory.open_regular_file(fd, "f")) == b"x"
+    for name, number in (
+        ("d", errno.EINVAL),
+        ("fifo", errno.EINVAL),
+        ("link", errno.ELOOP),
+        ("out/secret", errno.ELOOP),
+    ):
+        with pytest.raises(OSError) as refused:
+            data_directory.open_regular_file(fd, name)
+        assert refused.value.errno == number
+
+
+def test_a_swapped_directory_leads_nowhere(data: tuple[Path, int], tmp_path: Path) -> None:
+    here, fd = data
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "f").write_bytes(b"outside")
+    (here / "d").mkdir()
+    (here / "d" / "f").write_bytes(b"inside")
+    stop = threading.Event()
+
+    def swap() -> None:
+        while not stop.is_set():
+            os.rename(here / "d", here / "kept")
+            os.symlink(outside, here / "d")
+            os.unlink(here / "d")
+            os.rename(here / "kept", here / "d")
+
+    thread = threading.Thread(target=swap)
+    thread.start()
+    seen: set[bytes] = set()
+    refusals: set[int | None] = set()
+    try:
+        for _ in range(2000):
+            try:
+                seen.add(content(data_directory.open_regular_file(fd, "d/f")))
+            except OSError as error:
+                refusals.add(error.errno)
+            found, _ = data_directory.list_files(fd)
+            assert {item.path for item in found} <= {"d/f", "kept/f"}
+    finally:
+        stop.set()
+        thread.join()
+    assert seen <= {b"inside"}
+    assert refusals <= {errno.ELOOP, errno.ENOENT, errno.EAGAIN}
+
+
+def test_writes_replace_whole_and_make_parents(data: tuple[Path, int], tmp_path: Path) -> None:
+    here, fd = data
+    source = tmp_path / "source"
+    source.write_bytes(b"new")
+    (here / "a").mkdir()
+    (here / "a" / "f").write_bytes(b"an older and longer text")
+    for path in ("a/f", "b/c/f"):
+        with source.open("rb") as file:
+            assert write(fd, path, file.fileno()) == 3
+        assert (here / path).read_bytes() == b"new"
+    assert sorted(os.listdir(here / "a")) == ["f"]
+
+
+def test_writes_follow_no_link(data: tuple[Path, int], tmp_path: Path) -> None:
+    here, fd = data
+    (tmp_path / "target").write_text("untouched")
+    (here / "link").symlink_to(tmp_path / "target")
+    (here / "dir").symlink_to(tmp_path)
+    source = tmp_path / "source"
+    source.write_bytes(b"new")
+    with source.open("rb") as file:
+        write(fd, "link", file.fileno())
+        with pytest.raises(OSError):
+            write(fd, "dir/x", file.fileno())
+    assert (tmp_path / "target").read_text() == "untouched"
+    assert (here / "link").read_bytes() == b"new"
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_failed_write_leaves_what_was_there(data: tuple[Path, int], tmp_path: Path) -> None:
+    here, fd = data
+    (here / "f").write_bytes(b"old")
+    directory = os.open(tmp_path, os.O_RDONLY)
+    with pytest.raises(OSError):  # a directory cannot be read as a source
+        write(fd, "f", directory)
+    os.close(directory)
+    assert (here / "f").read_bytes() == b"old"
+    assert os.listdir(here) == ["f"]
+
+
+def test_deletes_one_name(data: tuple[Path, int], tmp_path: Path) -> None:
+    here, fd = data
+    (tmp_path / "target").write_text("kept")
+    (here / "link").symlink_to(tmp_path / "target")
+    data_directory.delete_file(fd, "link")
+    assert os.listdir(here) == []
+    assert (tmp_path / "target").exists()
+    with pytest.raises(FileNotFoundError):
+        data_directory.delete_file(fd, "link")
+
+
+def test_walks_are_bounded(data: tuple[Path, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    here, fd = data
+    for number in range(30):
+        (here / f"f{number:02}").touch()
+    assert len(data_directory.list_files(fd)[0]) == 30
+    monkeypatch.setattr(data_directory, "MAX_ENTRIES", 20)
+    found, cut = data_directory.list_files(fd)
+    assert (len(found), cut) == (20, True)
+
+
+def test_names_of_the_server_count_for_the_bound(
+    data: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where links cost nothing code could make millions of them, which nobody would ever be done with."""
+    folder, fd = data
+    (folder / "a").touch()
+    for number in range(21):
+        (folder / f".fumehood-{number}").hardlink_to(folder / "a")
+    found, cut = data_directory.list_files(fd)
+    assert ([item.path for item in found], cut) == (["a"], False)
+    monkeypatch.setattr(data_directory, "MAX_ENTRIES", 20)
+    assert data_directory.list_files(fd)[1]
+
+
+def test_walks_stop_at_a_depth(data: tuple[Path, int]) -> None:
+    here, fd = data
+    deep = here.joinpath(*["d"] * (data_directory.MAX_DEPTH + 5))
+    deep.mkdir(parents=True)
+    (deep / "f").touch()
+    (here / "top").touch()
+    found, cut = data_directory.list_files(fd)
+    assert ([item.path for item in found], cut) == (["top"], True)
+
+
+def test_hostile_names_are_listed_as_they_are(data: tuple[Path, int]) -> None:
+    here, fd = data
+    for name in (b"new\nline", b"\x1b[31mred", b"\xff\xfe", "tück.txt".encode(), b"-rf"):
+        with open(os.fsencode(here) + b"/" + name, "wb"):
+            pass
+    found, cut = data_directory.list_files(fd)
+    assert cut, "a name that is no text is left out"
+    assert {os.fsencode(item.path) for item in found} == {
+        b"new\nline",
+        b"\x1b[31mred",
+        "tück.txt".encode(),
+        b"-rf",
+    }

@@ -1,0 +1,532 @@
+"""Sandboxes from creation to their end, for real: state, limits, deadlines, files."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import pytest_asyncio
+
+from fumehood.protocol.sandbox.sandbox_errors import (
+    FileNotFound,
+    FileRefused,
+    SandboxError,
+    SandboxGone,
+    SandboxLimitExceeded,
+    SandboxServerAtCapacity,
+    SandboxStartFailed,
+)
+from fumehood.protocol.sandbox.sandbox_messages import MemoryTier, SandboxSpec
+from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
+from fumehood.sandbox_server.supervisor.supervisor import Supervisor
+from tests.support.host_census import descendants
+from tests.support.sandbox_runs import ExecutionOutcome, has_cgroups, run, settings
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+needs_cgroups = pytest.mark.skipif(not has_cgroups(), reason="memory cannot be bounded as this user")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def supervisor() -> AsyncIterator[Supervisor]:
+    async with Supervisor(settings()) as running:
+        yield running
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def sandbox(supervisor: Supervisor) -> AsyncIterator[SandboxInstance]:
+    made = await supervisor.create()
+    yield made
+    await made.destroy()
+
+
+async def test_state_is_kept_between_calls(sandbox: SandboxInstance) -> None:
+    await run(sandbox, "x = 20")
+    outcome = await run(sandbox, "x + 1")
+    assert outcome.result == "21"
+    assert (outcome.end.status, outcome.end.exit_code, outcome.end.state_kept) == ("ok", 0, True)
+
+
+async def test_code_is_an_ordinary_user_without_rights(sandbox: SandboxInstance) -> None:
+    outcome = await run(
+        sandbox,
+        "import os\n"
+        "status = dict(line.split(':\\t', 1) for line in open('/proc/self/status') if ':\\t' in line)\n"
+        "print(os.getuid(), status['CapEff'].strip(), status['CapBnd'].strip(), status['NoNewPrivs'].strip(),"
+        " status['Seccomp'].strip())",
+    )
+    assert outcome.stdout.split() == ["1000", "0" * 16, "0" * 16, "1", "2"]
+
+
+@needs_cgroups
+async def test_what_makes_sandboxes_goes_before_busy_ones(supervisor: Supervisor) -> None:
+    tree = supervisor._host_resources.cgroup_tree  # pyright: ignore[reportPrivateUsage]
+    assert tree is not None
+    if not tree.has_cpu:
+        pytest.skip("processors are not shared out by cgroups here")
+    files = [path / "zygote" / name for path in tree.paths for name in ("cpu.shares", "cpu.weight")]
+    weights = [(file.name, int(file.read_text())) for file in files if file.exists()]
+    assert weights in ([("cpu.shares", 102_400)], [("cpu.weight", 10_000)])
+
+
+async def test_on_the_host_the_code_is_never_root(supervisor: Supervisor, sandbox: SandboxInstance) -> None:
+    execution = sandbox.start_execution("import time; time.sleep(30)", timeout=30)
+    await asyncio.sleep(0.2)
+    jail = supervisor.zygote.pid
+    assert jail is not None
+    users = {_user_of(pid) for pid in {jail, *descendants(jail)}}
+    sandbox.interrupt()
+    assert [event async for event in execution.events()]
+    assert 0 not in users
+    assert len(users) >= (2 if os.geteuid() == 0 else 1), (
+        "as root, zygote and sandbox have users of their own"
+    )
+
+
+@pytest.mark.root
+async def test_as_root_every_sandbox_has_a_kernel_user_of_its_own(supervisor: Supervisor) -> None:
+    one, other = await supervisor.create(), await supervisor.create()
+    maps = [
+        (await run(box, "print(open('/proc/self/uid_map').read())")).stdout.split() for box in (one, other)
+    ]
+    await one.destroy()
+    await other.destroy()
+    assert [row[0] for row in maps] == ["1000", "1000"]
+    assert one.resources.uid != other.resources.uid
+    assert 0 not in (one.resources.uid, other.resources.uid)
+
+
+async def test_time_out_interrupts_and_keeps_the_state(sandbox: SandboxInstance) -> None:
+    await run(sandbox, "kept = 7")
+    began = asyncio.get_running_loop().time()
+    outcome = await run(sandbox, "while True: pass", timeout=0.5)
+    assert asyncio.get_running_loop().time() - began < 1.5
+    assert (outcome.end.status, outcome.end.exit_code, outcome.end.state_kept) == ("timeout", -1, True)
+    assert "longer than 0.5 s" in outcome.end.reason
+    assert (await run(sandbox, "kept")).result == "7"
+
+
+async def test_time_out_kills_what_ignores_the_interrupt(supervisor: Supervisor) -> None:
+    sandbox = await supervisor.create()
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\nwhile True: pass"
+    began = asyncio.get_running_loop().time()
+    outcome = await run(sandbox, code, timeout=0.5)
+    assert asyncio.get_running_loop().time() - began < 3.5
+    assert (outcome.end.status, outcome.end.exit_code, outcome.end.state_kept) == ("timeout", -1, False)
+    assert "killed" in outcome.end.reason
+    with pytest.raises(SandboxGone, match="did not stop"):
+        sandbox.start_execution("1", timeout=1)
+
+
+async def test_calls_are_serialised(sandbox: SandboxInstance) -> None:
+    first = sandbox.start_execution(
+        "import time\norder = ['a']\ntime.sleep(0.3)\norder.append('b')", timeout=10
+    )
+    second = sandbox.start_execution("order.append('c'); order", timeout=10)
+    assert [event async for event in first.events()]
+    assert [event async for event in second.events()]
+    assert (await run(sandbox, "order")).result == "['a', 'b', 'c']"
+
+
+async def test_events_can_be_read_again_and_from_any_point(sandbox: SandboxInstance) -> None:
+    execution = sandbox.start_execution("print('one'); 2", timeout=10)
+    everything = [event async for event in execution.events()]
+    assert [event async for event in execution.events()] == everything
+    assert [event async for event in execution.events(after=0)] == everything[1:]
+
+
+async def test_interrupt_by_the_caller(sandbox: SandboxInstance) -> None:
+    execution = sandbox.start_execution("import time\ntime.sleep(60)", timeout=60)
+    await asyncio.sleep(0.2)
+    sandbox.interrupt()
+    *_, end = [event async for event in execution.events()]
+    assert (getattr(end, "status", None), getattr(end, "state_kept", None)) == ("interrupted", True)
+
+
+async def test_abandoned_iterator_stops_the_code(sandbox: SandboxInstance) -> None:
+    stream = sandbox.execute("print('go', flush=True)\nwhile True: pass", timeout=60)
+    async for _ in stream:
+        break
+    await stream.aclose()
+    assert (await run(sandbox, "1 + 1", timeout=10)).result == "2"
+
+
+async def test_interrupting_a_waiting_call_leaves_the_running_one_alone(sandbox: SandboxInstance) -> None:
+    running = sandbox.start_execution("import time\ntime.sleep(0.5)\n'done'", timeout=10)
+    waiting = sandbox.start_execution("ran = True", timeout=10)
+    await asyncio.sleep(0.1)
+    sandbox.interrupt(waiting)
+    assert ExecutionOutcome([event async for event in running.events()]).result == "'done'"
+    end = ExecutionOutcome([event async for event in waiting.events()]).end
+    assert (end.status, end.reason) == ("interrupted", "The code was interrupted before it started.")
+    assert (await run(sandbox, "'ran' in globals()")).result == "False"
+
+
+async def test_a_listing_never_strays_into_a_neighbour(supervisor: Supervisor) -> None:
+    """A sandbox that ends during a walk gives its descriptor's number to the next one."""
+    for _ in range(3):
+        ending = await supervisor.create()
+        await run(ending, "for i in range(3000): open(f'mine{i}', 'w').close()")
+        listing = asyncio.create_task(ending.files.list())
+        await asyncio.sleep(0)
+        await ending.destroy()
+        neighbour = await supervisor.create()
+        await run(neighbour, "for i in range(300): open(f'theirs{i}', 'w').close()")
+        found = (await listing).files
+        await neighbour.destroy()
+        assert not [item for item in found if item.path.startswith("theirs")]
+
+
+async def test_a_cancelled_creation_leaves_nothing(supervisor: Supervisor) -> None:
+    before = set(supervisor.sandboxes)
+    for pause in range(12):
+        creation = asyncio.create_task(supervisor.create())
+        await asyncio.sleep(pause * 0.004)
+        creation.cancel()
+        made = (await asyncio.gather(creation, return_exceptions=True))[0]
+        if isinstance(made, SandboxInstance):
+            await made.destroy()
+    async with asyncio.timeout(10):
+        while set(supervisor.sandboxes) != before:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_failure_of_the_supervisor_still_ends_the_call(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox = await supervisor.create()
+
+    def failing() -> int:
+        raise RuntimeError("no idea")
+
+    monkeypatch.setattr(sandbox, "_count_oom_kills", failing)
+    end = (await run(sandbox, "1")).end
+    monkeypatch.undo()
+    assert (end.status, end.state_kept, end.reason) == (
+        "lost",
+        False,
+        "The sandbox was lost: the supervisor failed: no idea.",
+    )
+    await sandbox.destroy()
+
+
+async def test_nothing_is_made_by_a_supervisor_that_is_closing() -> None:
+    closing = Supervisor(settings(preload=()))
+    async with closing:
+        zygote = closing.zygote.pid
+        creations = [asyncio.create_task(closing.create()) for _ in range(3)]
+        await asyncio.sleep(0)
+    answers = await asyncio.gather(*creations, return_exceptions=True)
+    assert all(isinstance(answer, SandboxError) for answer in answers), answers
+    with pytest.raises(SandboxStartFailed, match="shutting down"):
+        await closing.create()
+    assert zygote is not None
+    assert not os.path.exists(f"/proc/{zygote}")
+
+
+async def test_a_crowd_stays_within_the_capacity() -> None:
+    async with Supervisor(settings(preload=(), pool=2, capacity=5)) as small:
+        answers = await asyncio.gather(*(small.create() for _ in range(20)), return_exceptions=True)
+        made = [answer for answer in answers if isinstance(answer, SandboxInstance)]
+        assert len(made) == 5
+        assert all(isinstance(answer, (SandboxInstance, SandboxServerAtCapacity)) for answer in answers)
+
+
+async def test_neighbours_leave_no_trace_in_the_heap(supervisor: Supervisor) -> None:
+    """What the zygote has handled, every later fork could read."""
+    first = await supervisor.create()
+    await first.files.write("patient-0815.csv", b"content-of-the-file")
+    await first.files.delete("patient-0815.csv")
+    later = await supervisor.create()
+    code = (
+        "import re\n"
+        "def scan(needles):\n"
+        "    found = set()\n"
+        "    with open('/proc/self/maps') as maps, open('/proc/self/mem', 'rb', 0) as memory:\n"
+        "        for line in maps:\n"
+        "            low, high, rights = re.match('([0-9a-f]+)-([0-9a-f]+) (..)', line).groups()\n"
+        "            if rights[0] != 'r' or 'vsyscall' in line or 'vvar' in line: continue\n"
+        "            memory.seek(int(low, 16))\n"
+        "            try: block = memory.read(int(high, 16) - int(low, 16))\n"
+        "            except OSError: continue\n"
+        "            found |= {n for n in needles if n[::-1].encode() in block}\n"
+        "    return sorted(found)\n"
+    )
+    # Backwards, so that the program itself is no find.
+    needles = [text[::-1] for text in ("patient-0815", "content-of-the-file", first.id)]
+    outcome = await run(later, code + f"scan({needles!r} + ['nohtyp/tpo/'])")
+    await first.destroy()
+    await later.destroy()
+    assert outcome.result == "['nohtyp/tpo/']", "the scan sees the heap, and none of the others' secrets"
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "exit_code"),
+    [("pass", "ok", 0), ("1/0", "error", 1), ("import sys; sys.exit(3)", "error", 3), ("exit(0)", "ok", 0)],
+)
+async def test_exit_codes(sandbox: SandboxInstance, code: str, status: str, exit_code: int) -> None:
+    end = (await run(sandbox, code)).end
+    assert (end.status, end.exit_code, end.state_kept) == (status, exit_code, True)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import os; os._exit(7)", "exited with code 7"),
+        ("import os; os.kill(os.getpid(), 9)", "ended by SIGKILL"),
+        ("import ctypes; ctypes.string_at(0)", "ended by SIGSEGV"),
+    ],
+)
+async def test_lost_interpreters_are_reported(supervisor: Supervisor, code: str, reason: str) -> None:
+    sandbox = await supervisor.create()
+    end = (await run(sandbox, code)).end
+    assert (end.status, end.exit_code, end.state_kept) == ("lost", -1, False)
+    assert reason in end.reason
+    await sandbox.destroy()
+
+
+async def test_last_words_are_heard(supervisor: Supervisor) -> None:
+    for _ in range(10):
+        sandbox = await supervisor.create()
+        outcome = await run(sandbox, "import os\nprint('x' * 40_000 + 'last', flush=True)\nos._exit(0)")
+        assert outcome.stdout.endswith("xlast\n")
+        assert outcome.end.status == "lost"
+
+
+async def test_ordinary_memory_bomb_raises_and_the_state_survives(sandbox: SandboxInstance) -> None:
+    await run(sandbox, "kept = 1")
+    outcome = await run(sandbox, "hoard = []\nwhile True: hoard.append(bytearray(32 << 20))")
+    assert outcome.raised is not None
+    assert outcome.raised.name == "MemoryError"
+    assert (await run(sandbox, "del hoard; kept")).result == "1"
+
+
+@needs_cgroups
+async def test_memory_that_rlimits_do_not_see_ends_the_sandbox(supervisor: Supervisor) -> None:
+    sandbox = await supervisor.create()
+    code = "import os\nfd = os.memfd_create('m')\nblock = bytes(1 << 20)\nwhile True: os.write(fd, block)"
+    end = (await run(sandbox, code)).end
+    assert (end.status, end.exit_code, end.state_kept) == ("out_of_memory", -1, False)
+    assert "1g" in end.reason
+
+
+@needs_cgroups
+async def test_a_child_killed_for_memory_is_only_a_note(sandbox: SandboxInstance) -> None:
+    # Shared pages are in no RLIMIT_DATA, but count as the child's when the kernel looks for a victim.
+    child = "import mmap; m = mmap.mmap(-1, 2 << 30)\nfor i in range(0, len(m), 4096): m[i] = 1"
+    code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}]).returncode"
+    outcome = await run(sandbox, code)
+    assert outcome.result == "-9"
+    assert outcome.end.state_kept
+    assert any("out of memory" in note for note in outcome.notes)
+
+
+@needs_cgroups
+@pytest.mark.parametrize(
+    ("tier", "bytes_"), [("1g", 1 << 30), ("4g", 4 << 30), ("16g", 16 << 30), ("64g", 64 << 30)]
+)
+async def test_tiers_are_set_at_hand_over(supervisor: Supervisor, tier: MemoryTier, bytes_: int) -> None:
+    sandbox = await supervisor.create(SandboxSpec(memory=tier))
+    code = (
+        "import os, resource\n"
+        "room = os.statvfs('/mnt/data')\n"
+        "print(*resource.getrlimit(resource.RLIMIT_DATA), room.f_blocks * room.f_frsize)"
+    )
+    outcome = await run(sandbox, code)
+    *data, room = map(int, outcome.stdout.split())
+    assert data == [bytes_ * 9 // 10] * 2
+    # A disk keeps a little for itself; in memory the quota is exact.
+    assert (bytes_ // 2 * 0.99 if sandbox.resources.disk else bytes_ // 2) <= room <= bytes_ // 2
+    assert sandbox.resources.cgroup is not None
+    limit = _memory_limit(sandbox)
+    assert limit == bytes_
+    await sandbox.destroy()
+
+
+async def test_disk_quota_counts_every_writable_place(sandbox: SandboxInstance) -> None:
+    code = (
+        "import errno\n"
+        "def fill(path):\n"
+        "    written = 0\n"
+        "    try:\n"
+        "        with open(path, 'wb') as file:\n"
+        "            while True: written += file.write(bytes(1 << 20))\n"
+        "    except OSError as error: return written >> 20, error.errno == errno.ENOSPC\n"
+        "[fill(f'{place}/f') for place in ('/mnt/data', '/tmp', '/home/user', '/dev/shm')]"
+    )
+    outcome = await run(sandbox, code)
+    assert outcome.result is not None
+    sizes = eval(outcome.result)
+    assert all(full for _, full in sizes)
+    assert sum(size for size, _ in sizes) <= 512
+
+
+async def test_files_in_and_out(sandbox: SandboxInstance) -> None:
+    await sandbox.files.write("deep/in.txt", b"from outside")
+    assert (await run(sandbox, "open('deep/in.txt').read()")).result == "'from outside'"
+    await run(sandbox, "open('deep/out.bin', 'wb').write(bytes(range(256)) * 1000)")
+    listing = await sandbox.files.list()
+    assert [(item.path, item.size) for item in listing.files] == [
+        ("deep/in.txt", 12),
+        ("deep/out.bin", 256_000),
+    ]
+    assert (listing.complete, listing.truncated) == (True, False)
+    assert await sandbox.files.read("deep/out.bin", limit=1 << 20) == bytes(range(256)) * 1000
+    await sandbox.files.delete("deep/in.txt")
+    assert [item.path for item in (await sandbox.files.list()).files] == ["deep/out.bin"]
+
+
+async def test_refused_files_say_why(sandbox: SandboxInstance) -> None:
+    await run(sandbox, "import os\nos.symlink('/etc/passwd', 'link'); os.mkfifo('fifo')")
+    await run(sandbox, "open('big', 'wb').truncate(1 << 40)")
+    for path, reason in (
+        ("link", "symbolic links"),
+        ("fifo", "not a regular file"),
+        ("big", "larger than"),
+        ("../etc/passwd", "relative"),
+        ("/etc/passwd", "relative"),
+        ("none", "No such file"),
+    ):
+        with pytest.raises((FileRefused, FileNotFound, SandboxLimitExceeded), match=reason):
+            await sandbox.files.read(path, limit=1000)
+    with pytest.raises(FileRefused, match="symbolic links"):
+        await sandbox.files.write("link/x", b"")
+    with pytest.raises(FileRefused, match="relative"):
+        await sandbox.files.write("a/../../x", b"")
+
+
+async def test_a_write_beyond_the_quota_leaves_nothing(sandbox: SandboxInstance) -> None:
+    await run(sandbox, "open('fill', 'wb').write(bytes(500 << 20))")
+    with pytest.raises(FileRefused, match="quota"):
+        await sandbox.files.write("new", bytes(32 << 20))
+    assert [item.path for item in (await sandbox.files.list()).files] == ["fill"]
+    assert (await run(sandbox, "import os; os.listdir()")).result == "['fill']"
+
+
+async def test_fresh_interpreter_has_its_own_hash_seed(supervisor: Supervisor) -> None:
+    code = "hash('fumehood')"
+    boxes = [await supervisor.create(SandboxSpec(fresh_interpreter=fresh)) for fresh in (False, False, True)]
+    hashes = [(await run(box, code)).result for box in boxes]
+    for box in boxes:
+        await box.destroy()
+    assert hashes[0] == hashes[1]
+    assert hashes[2] != hashes[0]
+
+
+async def test_random_numbers_differ_between_forks(supervisor: Supervisor) -> None:
+    code = "import random, numpy, uuid\nprint(random.random(), numpy.random.rand(), uuid.uuid4())"
+    boxes = [await supervisor.create() for _ in range(2)]
+    one, other = [(await run(box, code)).stdout.split() for box in boxes]
+    for box in boxes:
+        await box.destroy()
+    assert all(mine != yours for mine, yours in zip(one, other, strict=True))
+
+
+async def test_orphans_are_reaped(sandbox: SandboxInstance) -> None:
+    code = (
+        "import os, time\n"
+        "for _ in range(20):\n"
+        "    if os.fork() == 0:\n"
+        "        if os.fork() == 0: os._exit(0)\n"
+        "        os._exit(0)\n"
+        "    os.wait()\n"
+        "def state(pid):\n"
+        "    try: return open(f'/proc/{pid}/stat').read().rsplit(')')[-1].split()[0]\n"
+        "    except (FileNotFoundError, ProcessLookupError): return None\n"  # reaped since it was listed
+        "def states():\n"
+        "    found = [state(pid) for pid in os.listdir('/proc') if pid.isdigit()]\n"
+        "    return [each for each in found if each]\n"
+        "deadline = time.time() + 5\n"
+        "while len(states()) > 2 and time.time() < deadline: time.sleep(0.01)\n"
+        "sorted(states())"
+    )
+    outcome = await run(sandbox, code)
+    assert outcome.result is not None
+    assert "Z" not in outcome.result
+    assert len(eval(outcome.result)) == 2
+
+
+async def test_capacity_is_kept_and_said() -> None:
+    async with Supervisor(settings(preload=(), capacity=2)) as small:
+        boxes = [await small.create() for _ in range(2)]
+        with pytest.raises(SandboxServerAtCapacity, match="2 sandboxes"):
+            await small.create()
+        await boxes[0].destroy()
+        assert (await run(await small.create(), "1")).result == "1"
+
+
+async def test_the_pool_refills_and_never_hands_out_twice() -> None:
+    async with Supervisor(settings(preload=(), pool=2)) as pooled:
+        seen: set[str] = set()
+        for _ in range(6):
+            sandbox = await pooled.create()
+            assert sandbox.id not in seen
+            seen.add(sandbox.id)
+            assert (await run(sandbox, "'left' in globals()")).result == "False"
+            await run(sandbox, "left = 1; open('left', 'w').close()")
+            await sandbox.destroy()
+
+
+async def test_closing_goes_on_when_a_task_has_just_ended() -> None:
+    """The loop has to get its turn to hear of it."""
+    closing = Supervisor(settings(preload=()))
+    async with closing:
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        ended.set_result(None)
+        closing._tasks.add(cast(Any, ended))  # pyright: ignore[reportPrivateUsage]
+        loop.call_soon(closing._tasks.discard, ended)  # pyright: ignore[reportPrivateUsage]
+    assert closing.live_count == 0
+
+
+async def test_nothing_is_left_behind() -> None:
+    before = _left_behind()
+    fds = len(os.listdir("/proc/self/fd"))
+    async with Supervisor(settings(preload=(), pool=1)) as busy:
+        for number in range(12):
+            sandbox = await busy.create()
+            await run(sandbox, "import subprocess; subprocess.Popen(['sleep', '60'])")
+            if number % 3 == 0:
+                sandbox.kill("a test")
+            elif number % 3 == 1:
+                await sandbox.destroy()
+    assert _left_behind() == before
+    async with asyncio.timeout(20):
+        # A last look at hoards, in a thread, may have a file open.
+        while len(os.listdir("/proc/self/fd")) > fds:
+            await asyncio.sleep(0.02)
+    assert not descendants(os.getpid()) & _named("sleep")
+
+
+def _left_behind() -> list[str]:
+    """Our cgroups and our mounts."""
+    groups = [str(path) for path in Path("/sys/fs/cgroup").glob(f"**/fumehood-{os.getpid()}-*/sb-*")]
+    mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if "sandbox" in line]
+    return groups + mounts
+
+
+def _memory_limit(sandbox: SandboxInstance) -> int:
+    for name in ("memory.limit_in_bytes", "memory.max"):
+        for path in Path("/sys/fs/cgroup").glob(f"**/fumehood-{os.getpid()}-*/sb-{sandbox.number}/{name}"):
+            return int(path.read_text())
+    raise AssertionError("the sandbox has no cgroup")
+
+
+def _named(name: str) -> set[int]:
+    found: set[int] = set()
+    for path in Path("/proc").glob("[0-9]*/comm"):
+        try:
+            if path.read_text().strip() == name:
+                found.add(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def _user_of(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return -1
+    return next(int(line.split()[1]) for line in lines if line.startswith("Uid:"))

@@ -1,0 +1,181 @@
+"""Settings from a file and from variables: what is taken, what is refused and how that is said."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings_loader import (
+    ENVIRONMENT_PREFIX,
+    SETTING_NAMES,
+    InvalidSetting,
+    load_setting_values,
+)
+
+PAGE = Path(__file__).parents[2] / "docs" / "sandbox-server.md"
+
+
+def rows() -> dict[str, str]:
+    """The documented default of each setting."""
+    text = PAGE.read_text(encoding="utf-8").partition("\n## Settings\n")[2].partition("\n## ")[0]
+    found = re.findall(r"^\| `(\w+)` \| ([^|]*) \| [^|]+ \|$", text, re.MULTILINE)
+    assert len(found) == len(dict(found))
+    return dict(found)
+
+
+def test_every_setting_is_documented_and_nothing_else() -> None:
+    assert set(rows()) == set(SETTING_NAMES) == {field.name for field in fields(Settings)}
+
+
+def test_the_documented_defaults_are_taken_and_are_the_defaults() -> None:
+    """As they stand in the page, but for those that are told in words."""
+    plain = Settings()
+    seen = 0
+    for name, text in rows().items():
+        if match := re.fullmatch(r"`([^`]+)`", text):
+            expected = 4 if name == "pool" else getattr(plain, name)
+            assert load_setting_values(None, {ENVIRONMENT_PREFIX + name.upper(): match[1]}) == {
+                name: expected
+            }
+            seen += 1
+    assert seen > 40
+
+
+def test_the_example_of_the_page_is_taken(tmp_path: Path) -> None:
+    (example,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    file = tmp_path / "sandbox.toml"
+    file.write_text(example, encoding="utf-8")
+    assert load_setting_values(file, {})["egress"] == "allowlist"
+
+
+def test_variables_stand_above_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "sandbox.toml"
+    file.write_text(
+        'pool = 2\negress_ports = [443]\npackages = false\ncpus = "none"\nfile_bytes = "2 GiB"\nidle_seconds = 5\n'
+        'disk_dir = "/srv/disks"\n[egress_hosts]\n"api.example.org" = "10.0.0.1"\n'
+    )
+    environ = {
+        f"{ENVIRONMENT_PREFIX}POOL": "3",
+        f"{ENVIRONMENT_PREFIX}EGRESS_HOSTS": "a.example=10.0.0.2, b.example = ::1",
+        f"{ENVIRONMENT_PREFIX}PRELOAD": "",
+        f"{ENVIRONMENT_PREFIX}IDLE_SECONDS": "0",
+        f"{ENVIRONMENT_PREFIX}TOKEN": "not a setting, and nobody's business here",
+        f"{ENVIRONMENT_PREFIX}PORT": "tcp://10.0.0.1:8080",
+        f"{ENVIRONMENT_PREFIX}PORT_8080_TCP_ADDR": "10.0.0.1",
+        f"{ENVIRONMENT_PREFIX}SERVICE_HOST": "10.0.0.1",
+        "FUMEHOOD_MODE": "pod",
+    }
+    found = load_setting_values(file, environ)
+    assert found == {
+        "pool": 3,
+        "egress_ports": (443,),
+        "packages": False,
+        "cpus": None,
+        "file_bytes": 2 << 30,
+        "idle_seconds": None,
+        "disk_dir": Path("/srv/disks"),
+        "egress_hosts": {"a.example": "10.0.0.2", "b.example": "::1"},
+        "preload": (),
+    }
+    Settings(**found)
+
+
+def test_a_file_with_a_password_is_not_for_others_to_read(tmp_path: Path) -> None:
+    file = tmp_path / "sandbox.toml"
+    file.write_text('index_url = "https://user:very-secret@index.example/simple"\n')
+    file.chmod(0o644)
+    with pytest.raises(InvalidSetting, match=f"holds a password.*chmod 600 {file}") as refused:
+        load_setting_values(file, {})
+    assert "very-secret" not in str(refused.value)
+    file.chmod(0o600)
+    assert "very-secret" in load_setting_values(file, {})["index_url"]
+    file.write_text('index_url = "https://index.example/a@b"\n')
+    file.chmod(0o644)
+    assert load_setting_values(file, {})["index_url"] == "https://index.example/a@b"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("EGRES", "off", "there is no such setting; did you mean egress?"),
+        ("XYZZY", "1", "there is no such setting; docs/sandbox-server.md has all"),
+        ("LISTEN", "x", "an option of the command: --listen"),
+        ("POOL", "many", "must be a whole number"),
+        ("POOL", "-1", "at least 0"),
+        ("SHARDS", "0", "more than 0"),
+        ("EGRESS_BYTES", "0", "more than 0"),
+        ("CPUS", "nan", "more than 0"),
+        ("DISKS", "maybe", "must be one of auto, required, off"),
+        ("PACKAGES", "perhaps", "must be true or false"),
+        ("PACKAGES_DIR", "relative", "must be an absolute path"),
+        ("INDEX_URL", "user:very-secret@example.org", "must be a URL"),
+        ("FILE_BYTES", "lots", "such as 512m or 4g"),
+        ("UID_BASE", "1000", "where no other users are"),
+        ("EGRESS_PORTS", "https", "must be a list of numbers"),
+        ("EGRESS_PORTS", "0", "from 1 to 65535"),
+        ("EGRESS_DOMAINS", "*.example.org", "'*.example.org' cannot be allowed"),
+        ("EGRESS_PRIVATE", "10.0.0.1/8", "has host bits set"),
+        ("EGRESS_HOSTS", "api.example.org", "does not appear to be an IPv4 or IPv6 address"),
+        ("EGRESS_CA_FILE", "/etc/passwd", "no certificates in PEM form"),
+        ("EGRESS_CA_FILE", "/nonexistent", "No such file"),
+        ("FIND_LINKS", "/nonexistent", "not a directory"),
+    ],
+)
+def test_mistakes_in_variables(name: str, value: str, said: str) -> None:
+    with pytest.raises(InvalidSetting) as refused:
+        load_setting_values(None, {ENVIRONMENT_PREFIX + name: value})
+    assert str(refused.value).startswith(ENVIRONMENT_PREFIX + name)
+    assert said in str(refused.value)
+    assert "very-secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("pool = ", "is not TOML"),
+        ("pool = true", "must be a whole number"),
+        ('pool = "4"', "must be a whole number"),
+        ("capcity = 4", "did you mean capacity?"),
+        ('token = "very-secret"', "--token-file"),
+        ("[egress]\ndomains = []", "must be one of off, allowlist"),
+        ("index_url = ['very-secret']", "must be a text"),
+        ("egress_domains = 'example.org'", "must be a list of texts"),
+    ],
+)
+def test_mistakes_in_the_file(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "sandbox.toml"
+    file.write_text(text)
+    with pytest.raises(InvalidSetting) as refused:
+        load_setting_values(file, {})
+    assert said in str(refused.value)
+    assert str(file) in str(refused.value)
+    assert "very-secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(("content", "said"), [(None, "No such file"), (b"\xff", "not UTF-8")])
+def test_files_that_cannot_be_read(tmp_path: Path, content: bytes | None, said: str) -> None:
+    file = tmp_path / "sandbox.toml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(InvalidSetting, match=said):
+        load_setting_values(file, {})
+
+
+def test_every_setting_can_be_given_as_text() -> None:
+    """Whatever type a new setting has, a variable has to be able to hold it."""
+    special: dict[str, Any] = {
+        "find_links": "/tmp",
+        "egress_ca_file": "none",
+        "index_url": "https://x",
+    }
+    for field in fields(Settings):
+        default = getattr(Settings(), field.name)
+        text = special.get(field.name, "none" if default is None else str(default))
+        if isinstance(default, tuple):
+            text = ",".join(map(str, default))  # pyright: ignore[reportUnknownArgumentType]
+        if isinstance(default, dict):
+            text = ""
+        assert field.name in load_setting_values(None, {ENVIRONMENT_PREFIX + field.name.upper(): text})

@@ -1,0 +1,191 @@
+"""Rows and pages that are not what was written: an error that names them, and never garbage."""
+
+import logging
+import random
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fumehood.protocol.openai.api_errors import StorageCorrupted
+from fumehood.protocol.openai.container_objects import ContainerRecord, ContainerSpec
+from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.responses import Response
+from fumehood.store.sqlite_store import SqliteStore, StoreOpenError
+from fumehood.testing.kits.store_fixtures import make_response, store_response
+
+PAGE = 4096
+
+
+async def _make_store(path: Path, number: int = 1) -> list[Response]:
+    """Responses of one conversation each, in a file that nobody has open."""
+    store = await SqliteStore.open(path)
+    made = [await store_response(store, f"text {one} " + "abc" * 400) for one in range(number)]
+    await store.close()
+    return made
+
+
+def _execute_sql(path: Path, statement: str, *values: object) -> None:
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        assert connection.execute(statement, values).rowcount > 0
+
+
+async def _read_corrupted(path: Path, response: Response) -> list[StorageCorrupted]:
+    """What whoever reads it is told, in every way in which it can be read."""
+    store = await SqliteStore.open(path)
+    errors: list[StorageCorrupted] = []
+    for reading in (
+        store.get_response("tenant", response.id),
+        store.get_conversation("tenant", response.id),
+        store.list_input_items("tenant", response.id),
+    ):
+        try:
+            await reading
+        except StorageCorrupted as error:
+            errors.append(error)
+    await store.close()
+    return errors
+
+
+def _read_log_events(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    found = [record for record in caplog.records if record.msg == "storage_corrupted"]
+    assert all(record.levelno == logging.ERROR for record in found)
+    return [getattr(record, "fields", {}) for record in found]
+
+
+@pytest.mark.parametrize("keeps_checksum", [True, False])
+async def test_an_item_that_is_no_text(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, keeps_checksum: bool
+) -> None:
+    path = tmp_path / "store.db"
+    (response,) = await _make_store(path)
+    _execute_sql(path, "UPDATE items SET raw = CAST(x'7bff80fe' || raw AS BLOB)")
+    if not keeps_checksum:  # as an older release wrote it
+        _execute_sql(path, "UPDATE items SET checksum = NULL")
+    told = await _read_corrupted(path, response)
+    assert len(told) == 3
+    assert {(error.status, error.wire_code) for error in told} == {(500, "storage_corrupted")}
+    assert all("items 1/" in error.message for error in told)
+    assert {(line["table"], line["row"].split("/")[0]) for line in _read_log_events(caplog)} == {
+        ("items", "1")
+    }
+
+
+async def test_a_letter_that_became_another(tmp_path: Path) -> None:
+    """Valid JSON, and not what was said."""
+    path = tmp_path / "store.db"
+    (response,) = await _make_store(path)
+    _execute_sql(path, "UPDATE items SET raw = CAST(replace(raw, 'abcabc', 'abcabd') AS BLOB)")
+    told = await _read_corrupted(path, response)
+    assert len(told) == 2  # the output, which is the response's own, is as it was
+    assert all("items 1/0" in error.message for error in told)
+
+
+async def test_a_response_whose_row_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "store.db"
+    (response,) = await _make_store(path)
+    _execute_sql(path, "UPDATE responses SET body = CAST(replace(body, 'completed', 'cancelled') AS BLOB)")
+    (told,) = await _read_corrupted(path, response)  # its items can be read
+    assert f"responses {response.id}" in told.message
+    assert [(line["table"], line["row"]) for line in _read_log_events(caplog)] == [("responses", response.id)]
+
+
+async def test_a_damaged_response_that_was_running_does_not_keep_the_store_from_opening(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "store.db"
+    store = await SqliteStore.open(path)
+    begun = make_response(store, "text")
+    await begun.begin()
+    other = make_response(store, "text")
+    await other.begin()
+    await store.close()
+    _execute_sql(path, "UPDATE responses SET body = x'00' WHERE id = ?", begun.response.id)
+    again = await SqliteStore.open(path)
+    assert await again.fail_orphaned_responses() == 2
+    found = await again.get_response("tenant", other.response.id)
+    assert found is not None
+    assert found.status == "failed"
+    with pytest.raises(StorageCorrupted):
+        await again.get_response("tenant", begun.response.id)
+    assert await again.delete_response("tenant", begun.response.id)
+    await again.close()
+
+
+async def test_a_damaged_container_is_named_and_does_not_hide_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    store = await SqliteStore.open(path)
+    for name in ("cntr_1", "cntr_2"):
+        await store.put_container(
+            ContainerRecord(
+                id=name, tenant="tenant", spec=ContainerSpec(), created_at=1.0, last_active_at=1.0
+            )
+        )
+    await store.close()
+    _execute_sql(path, "UPDATE containers SET record = x'7b22ff' WHERE id = 'cntr_1'")
+    again = await SqliteStore.open(path)
+    with pytest.raises(StorageCorrupted, match="containers cntr_1"):
+        await again.get_container("cntr_1")
+    with pytest.raises(StorageCorrupted, match="containers cntr_1"):
+        await again.list_containers("tenant", PageQuery())
+    # Whoever tidies up goes on with those that can be read.
+    assert [record.id for record in await again.find_containers(running=True)] == ["cntr_2"]
+    await again.close()
+
+
+async def test_a_conversation_that_continues_itself_ends(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    (response,) = await _make_store(path)
+    _execute_sql(path, "UPDATE threads SET parent = id, parent_end = 1")
+    assert "threads 1" in (await _read_corrupted(path, response))[0].message
+
+
+async def test_whatever_page_is_damaged_nothing_wrong_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    made = await _make_store(path, 20)
+    expected = {response.id: response for response in made}
+    whole = path.read_bytes()
+    chance = random.Random(17)
+    outcomes: dict[str, int] = {"right": 0, "missing": 0, "damaged": 0, "unopened": 0}
+    for page in range(len(whole) // PAGE):
+        broken = tmp_path / f"page{page}" / "store.db"
+        broken.parent.mkdir()
+        content = bytearray(whole)
+        start = page * PAGE + chance.randrange(PAGE - 200)
+        content[start : start + 200] = chance.randbytes(200)
+        broken.write_bytes(content)
+        await _read_all(broken, expected, outcomes)
+        shutil.rmtree(broken.parent)
+    assert outcomes["damaged"] > 0
+    assert outcomes["right"] > outcomes["damaged"]
+
+
+async def _read_all(path: Path, expected: dict[str, Response], outcomes: dict[str, int]) -> None:
+    try:
+        store = await SqliteStore.open(path)
+    except StoreOpenError:
+        outcomes["unopened"] += 1
+        return
+    for response_id, response in expected.items():
+        try:
+            found = await store.get_response("tenant", response_id)
+        except StorageCorrupted:
+            outcomes["damaged"] += 1
+            continue
+        if found is None:
+            outcomes["missing"] += 1
+        else:
+            assert found == response
+            outcomes["right"] += 1
+    await store.close()
+
+
+async def test_rows_from_before_checksums_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    (response,) = await _make_store(path)
+    _execute_sql(path, "UPDATE items SET checksum = NULL")
+    _execute_sql(path, "UPDATE responses SET checksum = NULL")
+    assert await _read_corrupted(path, response) == []

@@ -1,0 +1,92 @@
+"""An engine of doubles, driven by requests as clients write them."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from fumehood.engine.event_log import LagLimits
+from fumehood.engine.loop import LoopLimits
+from fumehood.engine.run_service import EngineRun, EngineRunService
+from fumehood.interfaces import AttachmentLoader, Caller, HostedTool, Sealer
+from fumehood.metrics import GatewayStats
+from fumehood.protocol.openai.items import OutputMessage, OutputText, ProducedFile
+from fumehood.protocol.openai.responses import CreateResponse, Response, Usage
+from fumehood.protocol.openai.stream_events import StreamEvent
+from fumehood.testing import FakeClock, MemoryStore, PlainSealer, ScriptedModel, ScriptedModelProvider
+
+ECHO: dict[str, Any] = {"type": "echo"}
+FUNCTION: dict[str, Any] = {
+    "type": "function",
+    "name": "f",
+    "parameters": {"type": "object", "properties": {}},
+}
+
+
+@dataclass
+class EngineHarness:
+    model: ScriptedModel
+    tools: Sequence[HostedTool] = ()
+    limits: LoopLimits = field(default_factory=LoopLimits)
+    lag_limits: LagLimits = field(default_factory=LagLimits)
+    disabled_tools: frozenset[str] = frozenset()
+    clock: FakeClock = field(default_factory=FakeClock)
+    sealer: Sealer = field(default_factory=PlainSealer)
+    attachments: AttachmentLoader | None = None
+    existing_store: MemoryStore | None = None  # what another engine has kept
+
+    def __post_init__(self) -> None:
+        self.store = self.existing_store or MemoryStore(self.clock)
+        self.stats = GatewayStats()
+        self.runs = EngineRunService(
+            ScriptedModelProvider(self.model),
+            self.tools,
+            self.store,
+            self.clock,
+            limits=self.limits,
+            lag_limits=self.lag_limits,
+            disabled_tools=self.disabled_tools,
+            sealer=self.sealer,
+            attachments=self.attachments,
+            stats=self.stats,
+        )
+
+    async def start(self, tenant: str = "", **body: Any) -> EngineRun:
+        body = {"model": "scripted", "input": "Hi", "stream": True} | body
+        request = msgspec.json.decode(msgspec.json.encode(body), type=CreateResponse)
+        return await self.runs.start(request, Caller(tenant))
+
+    async def stream(self, **body: Any) -> list[StreamEvent]:
+        run = await self.start(**body)
+        return [event async for batch in run.subscribe() for event in batch]
+
+    async def create(self, **body: Any) -> Response:
+        return await (await self.start(**body, stream=False)).wait()
+
+
+def make_usage(output: int) -> Usage:
+    return Usage(input_tokens=10, output_tokens=output, total_tokens=10 + output)
+
+
+def message_text(message: object) -> str:
+    assert isinstance(message, OutputMessage)
+    part = message.content[0]
+    assert isinstance(part, OutputText)
+    return part.text
+
+
+async def collect_events(run: EngineRun) -> list[StreamEvent]:
+    return [event async for batch in run.subscribe() for event in batch]
+
+
+async def wait_until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0)
+
+
+def make_produced_file(name: str) -> ProducedFile:
+    return ProducedFile(
+        file_id=f"cfile_{name}", container_id="cntr_1", filename=name, path=f"/mnt/data/{name}", bytes=1
+    )

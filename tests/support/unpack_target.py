@@ -1,0 +1,104 @@
+"""Unpacks archives in a directory of the test's own, and looks what is there."""
+
+import contextlib
+import os
+import threading
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from fumehood.sandbox_server.inside.files import archive_unpacker, file_bundles
+from fumehood.sandbox_server.inside.files.archive_unpacker import UnpackLimits, UnpackOutcome
+from fumehood.sandbox_server.inside.files.quota_permit import FileTaskRefused
+
+
+class GrantedPermit:
+    """Leave that is given until so many bytes were taken."""
+
+    def __init__(self, room: int = 1 << 40) -> None:
+        self.room = room
+        self.received = -1
+
+    def reserve(self, size: int) -> None:
+        if size > self.room:
+            raise FileTaskRefused("no room")
+        self.room -= size
+
+    def confirm_complete(self, received: int) -> None:
+        self.received = received
+
+
+LIMITS = UnpackLimits(members=1000, size=64 << 20)
+
+
+@contextlib.contextmanager
+def feed_pipe(body: bytes) -> Generator[int]:
+    """A pipe through which it comes."""
+    reader, writer = os.pipe()
+
+    def feed() -> None:
+        with os.fdopen(writer, "wb", 0) as file, contextlib.suppress(BrokenPipeError):
+            for at in range(0, len(body), 4096):
+                file.write(body[at : at + 4096])
+
+    feeder = threading.Thread(target=feed)
+    feeder.start()
+    try:
+        yield reader
+    finally:
+        os.close(reader)
+        feeder.join()
+
+
+@dataclass
+class UnpackTarget:
+    """A data directory with something beside it that must stay as it is."""
+
+    data: Path
+    fd: int
+
+    def unpack(
+        self,
+        body: bytes,
+        kind: str,
+        into: str = "",
+        limits: UnpackLimits | None = None,
+        permit: GrantedPermit | None = None,
+    ) -> UnpackOutcome:
+        with feed_pipe(body) as source:
+            return archive_unpacker.unpack_archive(
+                self.fd,
+                source,
+                kind=kind,
+                into=into,
+                token="token",
+                limits=limits or LIMITS,
+                permit=permit or GrantedPermit(),
+            )
+
+    def receive(
+        self, body: bytes, limits: UnpackLimits | None = None, permit: GrantedPermit | None = None
+    ) -> UnpackOutcome:
+        with feed_pipe(body) as source:
+            return file_bundles.receive_files(
+                self.fd, source, token="token", limits=limits or LIMITS, permit=permit or GrantedPermit()
+            )
+
+    def tree(self) -> dict[str, bytes | None]:
+        found: dict[str, bytes | None] = {}
+        for path in sorted(self.data.rglob("*")):
+            name = str(path.relative_to(self.data))
+            found[name] = path.read_bytes() if path.is_file() and not path.is_symlink() else None
+        return found
+
+
+def expect_refusal(
+    target: UnpackTarget, body: bytes, kind: str, reason: str, limits: UnpackLimits | None = None
+) -> FileTaskRefused:
+    before = target.tree()
+    with pytest.raises(FileTaskRefused, match=reason) as caught:
+        target.unpack(body, kind, limits=limits)
+    assert target.tree() == before, "something of a refused archive is there"
+    return caught.value

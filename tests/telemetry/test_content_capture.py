@@ -1,0 +1,290 @@
+"""What is recorded of what was said, in every profile, whole or cut."""
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, get_args
+
+import jsonschema_rs
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import Raw
+
+from fumehood.message_parts.json_schemas import read_published_schema
+from fumehood.message_parts.validation import validate
+from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
+from fumehood.protocol.model_turns import (
+    AnyModelEvent,
+    ModelCallArgumentsDelta,
+    ModelCallStarted,
+    ModelPassthroughItem,
+    ModelReasoningDelta,
+    ModelRequest,
+    ModelTextDelta,
+    ModelTurnEnded,
+)
+from fumehood.protocol.openai.items import CodeInterpreterCall, CodeInterpreterLogs
+from fumehood.protocol.openai.responses import CreateResponse, IncompleteDetails, Response
+from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
+from fumehood.telemetry.content_capture import (
+    CAPTURE_PROFILES,
+    INPUT_MESSAGES,
+    OUTPUT_MESSAGES,
+    SYSTEM_INSTRUCTIONS,
+    TOOL_DEFINITIONS,
+    ContentCapture,
+    ProfileName,
+)
+from fumehood.telemetry.span_records import RunRecord, SpanRecord, ToolCallRecord, TurnRecord
+from tests.support.turn_records import start_turn
+
+OTEL = Path(__file__).parents[3] / "shared" / "reference" / "otel"
+NAMES: list[ProfileName] = [*get_args(ProfileName.__value__)]
+CALL = CodeInterpreterCall(
+    id="ci_1",
+    status="completed",
+    code="print(1)",
+    container_id="cntr_1",
+    outputs=[CodeInterpreterLogs(logs="1\n")],
+)
+SECRETS: Any = {
+    "type": "code_interpreter",
+    "container": {
+        "type": "auto",
+        "network_policy": {
+            "type": "allowlist",
+            "allowed_domains": ["a.example"],
+            "domain_secrets": [{"domain": "a.example", "name": "KEY", "value": "a-secret"}],
+        },
+    },
+}
+
+
+def entry(item: dict[str, Any]) -> ConversationEntry:
+    return ConversationEntry(type=item["type"], id=None, turn=0, raw=msgspec.json.encode(item))
+
+
+def message(role: str, text: str) -> dict[str, Any]:
+    kind = "output_text" if role == "assistant" else "input_text"
+    return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+
+
+def run(**more: Any) -> RunRecord:
+    request = {"model": "m", "input": "Hi", "instructions": "Be brief.", "tools": [SECRETS]}
+    written = msgspec.json.encode(request | more)
+    response = Response(id="resp_1", created_at=1, model="m", status="completed", output=[CALL])
+    asked = msgspec.json.decode(written, type=CreateResponse)
+    return RunRecord(request=asked, model=asked.model, streamed=False, response=response)
+
+
+def turn(pieces: list[AnyModelEvent], *entries: ConversationEntry, **more: Any) -> TurnRecord:
+    function = FunctionSpec(name="f", description="What f does.", parameters=Raw(b'{"type": "object"}'))
+    request = ModelRequest(
+        model="m",
+        instructions="Be brief.",
+        segments=[ConversationSegment(tuple(entries))],
+        function_tools=[function],
+        other_tools=[ToolSpec("web_search", None, b"{}")],
+        **more,
+    )
+    seen = start_turn(request)
+    seen.events = []
+    seen.add_events(pieces)
+    return seen
+
+
+def capture_content(seen: SpanRecord, profile: ProfileName = "option2", **settings: Any) -> dict[str, Any]:
+    ContentCapture(profile, in_events=True, **settings).on_end(seen)
+    assert json.loads(json.dumps(seen.content)) == seen.content
+    return seen.content
+
+
+def redact_word(word: str) -> Callable[[str], str]:
+    return lambda text: text.replace(word, "…")
+
+
+@cache
+def schema_of(view: str) -> jsonschema_rs.Validator:
+    return jsonschema_rs.validator_for(json.loads(read_published_schema(view)))
+
+
+@cache
+def conventions_of(file: str) -> jsonschema_rs.Validator:
+    """Without what they refer to elsewhere: the schema of all schemas, for the parameters of functions."""
+
+    def here(schema: dict[str, Any]) -> dict[str, Any]:
+        return {} if str(schema.get("$ref", "")).startswith("http://json-schema.org/") else schema
+
+    return jsonschema_rs.validator_for(json.loads((OTEL / file).read_text(), object_hook=here))
+
+
+def check_against_schemas(content: dict[str, Any], profile: ProfileName) -> None:
+    """By our own schema of the view, and by OpenTelemetry's where it is at hand."""
+    schema = schema_of(CAPTURE_PROFILES[profile].representation)
+    for name, file in (
+        (INPUT_MESSAGES, "gen-ai-input-messages.json"),
+        (OUTPUT_MESSAGES, "gen-ai-output-messages.json"),
+        (TOOL_DEFINITIONS, "gen-ai-tool-definitions.json"),
+        (SYSTEM_INSTRUCTIONS, "gen-ai-system-instructions.json"),
+    ):
+        if name in (INPUT_MESSAGES, OUTPUT_MESSAGES):
+            assert validate(content[name]) == []
+            for part in (part for each in content[name] for part in each["parts"]):
+                schema.validate(part)
+        if (OTEL / file).exists() and name in content:
+            conventions_of(file).validate(content[name])
+
+
+@pytest.mark.parametrize("profile", NAMES)
+def test_what_is_recorded_of_a_run_is_valid_in_every_profile(profile: ProfileName) -> None:
+    content = capture_content(run(), profile)
+    check_against_schemas(content, profile)
+    assert content[INPUT_MESSAGES] == [{"role": "user", "parts": [{"type": "text", "content": "Hi"}]}]
+    assert content[SYSTEM_INSTRUCTIONS] == [{"type": "text", "content": "Be brief."}]
+    assert content[TOOL_DEFINITIONS] == [{"type": "code_interpreter", "name": "code_interpreter"}]
+    assert "a-secret" not in json.dumps(content)
+    kinds = [part["type"] for each in content[OUTPUT_MESSAGES] for part in each["parts"]]
+    assert (
+        kinds
+        == {
+            "option1": ["tool_call", "tool_call_response"],
+            "option2": ["server_tool_call", "server_tool_call_response"],
+            "option3": ["server_tool"],
+            "option3-alternative": ["server_tool_execution"],
+            "phoenix": ["tool_call", "tool_call_response"],
+        }[profile]
+    )
+    assert ("fumehood.source" in json.dumps(content[OUTPUT_MESSAGES])) is (profile != "phoenix")
+
+
+def test_phoenix_finds_arguments_roles_and_reasons() -> None:
+    output = capture_content(run(), "phoenix")[OUTPUT_MESSAGES]
+    assert [(each["role"], each["finish_reason"]) for each in output] == [
+        ("assistant", "stop"),
+        ("tool", "stop"),
+    ]
+    assert output[0]["parts"][0]["arguments"] == {"code": "print(1)", "container_id": "cntr_1"}
+
+
+@pytest.mark.parametrize("profile", NAMES)
+def test_what_is_recorded_of_a_turn_is_what_the_model_was_asked_and_said(profile: ProfileName) -> None:
+    item: Any = msgspec.json.decode(msgspec.json.encode(CALL))
+    passed = ModelPassthroughItem(
+        Raw(msgspec.json.encode({"type": "web_search_call", "id": "ws", "status": "completed"}))
+    )
+    pieces: list[AnyModelEvent] = [
+        *(
+            ModelReasoningDelta("Let me "),
+            ModelReasoningDelta("see."),
+            passed,
+            ModelTextDelta("I "),
+            ModelTextDelta("try."),
+        ),
+        *(ModelCallStarted(0, "call_1", "code_interpreter"), ModelCallStarted(1, "call_2", "f")),
+        *(
+            ModelCallArgumentsDelta(0, '{"code": '),
+            ModelCallArgumentsDelta(1, "not "),
+            ModelCallArgumentsDelta(0, '"x"}'),
+        ),
+        *(ModelCallArgumentsDelta(1, "JSON"), ModelTurnEnded("calls")),
+    ]
+    content = capture_content(turn(pieces, entry(message("user", "Hi")), entry(item)), profile)
+    check_against_schemas(content, profile)
+    assert [each["role"] for each in content[INPUT_MESSAGES]][:2] == ["user", "assistant"]
+    parts = [part for each in content[OUTPUT_MESSAGES] for part in each["parts"]]
+    assert parts[0] == {"type": "reasoning", "content": "Let me see."}
+    assert parts[-3] == {"type": "text", "content": "I try."}
+    assert (parts[-2]["id"], parts[-2]["tool_call"]) == ("call_1", {"type": "code_interpreter", "code": "x"})
+    assert (parts[-1]["id"], parts[-1]["tool_call"]) == (
+        "call_2",
+        {"type": "function", "arguments": "not JSON"},
+    )
+    assert {each["finish_reason"] for each in content[OUTPUT_MESSAGES]} == {"tool_call"}
+    assert [each["name"] for each in content[TOOL_DEFINITIONS]] == ["f", "web_search"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"status": "failed"}, "error"),
+        ({"incomplete_details": IncompleteDetails(reason="max_output_tokens")}, "length"),
+        ({"incomplete_details": IncompleteDetails(reason="content_filter")}, "content_filter"),
+    ],
+)
+def test_why_it_ended_is_told(changes: dict[str, Any], reason: str) -> None:
+    seen = run()
+    assert seen.response is not None
+    seen.response = msgspec.structs.replace(seen.response, **changes)
+    assert capture_content(seen)[OUTPUT_MESSAGES][0]["finish_reason"] == reason
+
+
+def test_a_call_is_recorded_as_the_model_wrote_and_read_it() -> None:
+    call = ToolCallRecord(name="f", call_id="c", arguments='{"code": "x"}', output="long" * 10_000)
+    content = capture_content(call, longest=10_000, redact=redact_word("x"))
+    assert content["gen_ai.tool.call.arguments"] == '{"code": "…"}'
+    assert len(content["gen_ai.tool.call.result"]) <= 5_000
+    assert capture_content(ToolCallRecord(name="f", call_id="c")) == {}
+
+
+def test_everything_that_is_recorded_was_redacted() -> None:
+    pieces: list[AnyModelEvent] = [ModelTextDelta("A secret."), ModelTurnEnded("stop")]
+    seen = turn(pieces, entry(message("user", "My secret.")))
+    assert seen.request is not None
+    seen.request = msgspec.structs.replace(seen.request, instructions="Keep the secret.")
+    content = capture_content(seen, redact=redact_word("secret"))
+    check_against_schemas(content, "option2")
+    assert "secret" not in json.dumps(content)
+    assert json.dumps(content, ensure_ascii=False).count("…") == 3
+    assert content[TOOL_DEFINITIONS] == [
+        {"type": "function", "name": "f"},
+        {"type": "web_search", "name": "web_search"},
+    ]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["user", "assistant", "call", "f"]), st.integers(0, 3000)), max_size=60
+    ),
+    st.sampled_from(NAMES),
+    st.integers(10_000, 40_000),
+)
+def test_however_much_was_said_what_is_recorded_is_bounded_and_valid(
+    said: list[tuple[str, int]], profile: ProfileName, longest: int
+) -> None:
+    entries: list[ConversationEntry] = []
+    for number, (kind, size) in enumerate(said):
+        if kind == "call":
+            item = msgspec.structs.replace(CALL, id=f"ci_{number}", code="c" * size)
+            entries.append(entry(msgspec.json.decode(msgspec.json.encode(item))))
+        elif kind == "f":
+            shared = {"call_id": f"call_{number}"}
+            entries += [
+                entry({"type": "function_call", "name": "f", "arguments": "{}", **shared}),
+                entry({"type": "function_call_output", "output": "o" * size, **shared}),
+            ]
+        else:
+            entries.append(entry(message(kind, "ü" * size)))
+    pieces: list[AnyModelEvent] = [ModelTextDelta("x" * 30_000), ModelTurnEnded("stop")]
+    content = capture_content(turn(pieces, *entries), profile, longest=longest)
+    check_against_schemas(content, profile)
+    assert len(json.dumps(content)) <= longest
+    kept = sum(len(each["parts"]) for each in content[INPUT_MESSAGES])
+    assert kept or not entries
+
+
+@pytest.mark.parametrize("given", ["x" * 50_000, [message("user", "x" * 50_000), message("user", "y")]])
+def test_what_is_too_much_to_be_read_is_said_to_be_missing(given: Any) -> None:
+    content = capture_content(run(input=given), longest=10_000)
+    check_against_schemas(content, "option2")
+    cut, *rest = [part for each in content[INPUT_MESSAGES] for part in each["parts"]]
+    assert cut == {"type": "fumehood:cut", "parts": 1}
+    assert [part["content"] for part in rest] == ([] if isinstance(given, str) else ["y"])
+
+
+def test_nothing_is_looked_at_for_a_span_that_is_not_recorded() -> None:
+    seen = run()
+    ContentCapture().on_end(seen)
+    assert seen.content == {}

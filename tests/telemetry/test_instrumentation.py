@@ -1,0 +1,275 @@
+"""What an observer is told of runs, turns and calls."""
+
+import asyncio
+import gc
+from array import array
+from collections.abc import Sequence
+from contextvars import Context, copy_context
+from itertools import accumulate
+from typing import Any, override
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fumehood.engine.run_service import EngineRunService
+from fumehood.interfaces import Caller
+from fumehood.metrics import BucketHistogram
+from fumehood.protocol.model_turns import AnyModelEvent, ModelRequest
+from fumehood.protocol.openai.responses import CreateResponse, Response
+from fumehood.telemetry.instrumentation import (
+    InstrumentedHostedTool,
+    InstrumentedModelProvider,
+    InstrumentedRunService,
+)
+from fumehood.telemetry.semantic_conventions import DURATION_BUCKETS
+from fumehood.telemetry.span_records import (
+    RecordDispatcher,
+    RecordListener,
+    RunRecord,
+    SpanRecord,
+    ToolCallRecord,
+    TurnRecord,
+)
+from fumehood.testing import (
+    FakeClock,
+    MemoryStore,
+    PlainSealer,
+    ScriptedModel,
+    ScriptedModelProvider,
+    calls,
+    says,
+)
+from fumehood.timings import start_timing
+from tests.support.echo_tool import EchoTool
+from tests.support.engine_harness import ECHO, make_usage
+from tests.support.turn_records import start_turn
+
+
+class RecordingListener(RecordListener):
+    needs_chunk_times = True
+
+    def __init__(self) -> None:
+        self.started: list[SpanRecord] = []
+        self.ended: list[SpanRecord] = []
+
+    def on_start(self, record: SpanRecord) -> None:
+        self.started.append(record)
+
+    @override
+    def on_end(self, record: SpanRecord) -> None:
+        self.ended.append(record)
+
+
+class FailingListener(RecordListener):
+    def on_start(self, record: SpanRecord) -> None:
+        raise RuntimeError("with a secret")
+
+    @override
+    def on_end(self, record: SpanRecord) -> None:
+        raise RuntimeError("with a secret")
+
+
+async def run_instrumented(
+    dispatcher: RecordDispatcher, tool: EchoTool | None = None, *, flush: bool = True, **body: Any
+) -> str:
+    """The status of a response with a call and an answer. told: whether listeners are told of all of it by then."""
+    clock = FakeClock()
+    model = ScriptedModel([*calls("echo", {"text": "x"})], says("Done"), usage=make_usage(3))
+    runs = InstrumentedRunService(
+        EngineRunService(
+            InstrumentedModelProvider(ScriptedModelProvider(model), dispatcher),
+            [InstrumentedHostedTool(tool or EchoTool(), dispatcher)],
+            MemoryStore(clock),
+            clock,
+            sealer=PlainSealer(),
+        ),
+        dispatcher,
+    )
+    written = msgspec.json.encode(
+        {"model": "scripted", "input": "Hi", "stream": True, "tools": [ECHO]} | body
+    )
+    run = await runs.start(msgspec.json.decode(written, type=CreateResponse), Caller())
+    async for _ in run.subscribe():
+        pass
+    response = await run.wait()
+    await runs.drain(0)
+    assert not dispatcher.running_count
+    if flush:
+        dispatcher.flush()
+    return response.status
+
+
+async def test_everything_is_told_when_it_begins_and_when_it_has_ended() -> None:
+    notes = RecordingListener()
+    assert await run_instrumented(RecordDispatcher([notes], on_start=notes.on_start)) == "completed"
+    assert [type(seen) for seen in notes.started] == [RunRecord, TurnRecord, ToolCallRecord, TurnRecord]
+    assert [type(seen) for seen in notes.ended] == [TurnRecord, ToolCallRecord, TurnRecord, RunRecord]
+    run = notes.started[0]
+    assert isinstance(run, RunRecord)
+    assert run.response_summary is not None
+    assert (run.turns, run.calls) == (2, 1)
+    first, second = _turns(notes)
+    assert first.time_to_first_chunk < run.time_to_first_token < run.duration_ns
+    assert (
+        run.generation_time
+        == first.duration_ns - first.time_to_first_chunk + second.duration_ns - second.time_to_first_chunk
+    )
+    for turn in _turns(notes):
+        assert turn.run is run
+        assert 0 < turn.time_to_first_chunk < turn.duration_ns <= run.duration_ns
+        assert turn.end is not None
+        assert turn.events is None
+    assert all(not seen.error for seen in notes.ended)
+
+
+class CapturingListener(RecordingListener):
+    """Sees things whole."""
+
+    @override
+    def on_end(self, record: SpanRecord) -> None:
+        super().on_end(record)
+        match record:
+            case TurnRecord(request=ModelRequest(), events=list() as pieces):
+                record.content["said"] = len(pieces)
+                assert pieces[-1] == record.end
+            case RunRecord(request=CreateResponse(), response=Response() as response):
+                record.content["status"] = response.status
+            case ToolCallRecord():
+                record.content["heard"] = record.output
+            case _:
+                raise AssertionError(record)
+
+
+async def test_what_was_said_is_seen_at_once_and_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    notes, recorder = RecordingListener(), CapturingListener()
+    await run_instrumented(RecordDispatcher([notes], recorder))
+    assert [seen.content for seen in notes.ended] == [
+        {"said": 5},
+        {"heard": '{"text":"x"}'},
+        {"said": 4},
+        {"status": "completed"},
+    ]
+    assert recorder.ended == notes.ended
+    assert not caplog.records
+    for seen in notes.ended:
+        match seen:
+            case RunRecord():
+                assert (seen.request, seen.response) == (None, None)
+                assert seen.response_summary is not None
+            case TurnRecord():
+                assert (seen.request, seen.events) == (None, None)
+            case _:
+                assert isinstance(seen, ToolCallRecord)
+                assert (seen.arguments, seen.output) == ("", "")
+
+
+async def test_ends_are_told_together_and_soon() -> None:
+    notes = RecordingListener()
+    observer = RecordDispatcher([notes])
+    for number in range(100):
+        observer.end(ToolCallRecord(name="f", call_id=str(number), duration_ns=1))
+        assert len(notes.ended) == (0 if number < 63 else 64)
+    async with asyncio.timeout(30):
+        while len(notes.ended) < 100:
+            await asyncio.sleep(0.05)
+    assert [seen.call_id for seen in notes.ended if isinstance(seen, ToolCallRecord)] == [
+        *map(str, range(100))
+    ]
+    observer.flush()
+    assert len(notes.ended) == 100
+
+
+async def test_connections_made_meanwhile_keep_nothing_of_what_was_seen() -> None:
+    """They keep the variables of whoever made them, as long as they are open."""
+    gate = asyncio.Event()
+    gate.set()
+    kept: list[Context] = []
+
+    def connecting(_: str) -> asyncio.Event:
+        kept.append(copy_context())
+        return gate
+
+    before = {id(seen) for seen in _live_records()}
+    assert await run_instrumented(RecordDispatcher([]), EchoTool(gate=connecting)) == "completed"
+    assert len(kept) == 1
+    assert [seen for seen in _live_records() if id(seen) not in before] == []
+    with kept[0].run(start_timing, "late") as late:
+        assert late.name == "late"
+
+
+def _live_records() -> list[SpanRecord]:
+    gc.collect()
+    return [found for found in gc.get_objects() if isinstance(found, SpanRecord)]
+
+
+def _turns(notes: RecordingListener) -> list[TurnRecord]:
+    return [seen for seen in notes.ended if isinstance(seen, TurnRecord)]
+
+
+async def test_a_turn_that_is_left_is_told_once_and_as_cancelled() -> None:
+    notes = RecordingListener()
+    observer = RecordDispatcher([notes])
+    model = ScriptedModel([*says("a", pieces=1), asyncio.Event()])
+    batches = (
+        InstrumentedModelProvider(ScriptedModelProvider(model), observer)
+        .get_backend("m")
+        .stream(ModelRequest(model="m"))
+    )
+    assert await anext(batches)
+    await batches.aclose()
+    await batches.aclose()
+    observer.flush()
+    assert [request.model for request in model.aborted_requests] == ["m"]
+    (turn,) = _turns(notes)
+    assert (turn.error, turn.end) == ("cancelled", None)
+    assert 0 < turn.time_to_first_chunk < turn.duration_ns
+
+
+async def test_a_listener_that_breaks_is_nobodys_trouble(caplog: pytest.LogCaptureFixture) -> None:
+    broken, notes = FailingListener(), RecordingListener()
+    assert await run_instrumented(RecordDispatcher([broken, notes], on_start=broken.on_start)) == "completed"
+    assert len(notes.ended) == 4
+    said = [
+        record.getMessage() for record in caplog.records if record.name == "fumehood.telemetry.span_records"
+    ]
+    assert len(said) == 8
+    assert all("RuntimeError at " in line and "secret" not in line for line in said)
+
+
+@pytest.mark.parametrize("pieces", [None, []])
+def test_pauses_between_pieces_are_counted(pieces: list[AnyModelEvent] | None) -> None:
+    turn = start_turn(ModelRequest(model="m"))
+    turn.events = pieces
+    take = turn.timestamp_events(lambda events: events == [*says("x")])
+    turn.add_events(())
+    turn.add_events(says("x"))
+    assert take([*says("x")])
+    assert not take([*says("y")])
+    assert take([*says("x")])
+    gaps = turn.take_chunk_intervals()
+    assert (gaps.count, gaps.sum > 0, turn.time_to_first_chunk > 0) == (2, True, True)
+    assert turn.chunk_times is None
+    assert pieces is None or pieces == [*says("x")] * 3
+
+
+def test_where_nobody_watches_there_are_no_pauses() -> None:
+    turn = start_turn(ModelRequest(model="m", streamed=False))
+
+    def take(events: Sequence[AnyModelEvent]) -> bool:
+        return bool(events)
+
+    assert turn.timestamp_events(take) is take
+
+
+@given(st.lists(st.integers(0, 100_000_000_000)))
+def test_pauses_are_counted_as_one_by_one(pauses: list[int]) -> None:
+    turn = start_turn(ModelRequest(model="m"))
+    turn.chunk_times = array("q", accumulate(pauses, initial=0))
+    expected = BucketHistogram(DURATION_BUCKETS)
+    for pause in pauses:
+        expected.observe(pause / 1e9)
+    found = turn.take_chunk_intervals()
+    assert found.counts == expected.counts
+    assert found.sum == pytest.approx(expected.sum)

@@ -1,0 +1,129 @@
+"""Events of turns, and of what went wrong."""
+
+from typing import Any
+
+import pytest
+from opentelemetry._logs import SeverityNumber
+from opentelemetry.sdk._logs import LoggerProvider, ReadableLogRecord
+from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from fumehood.protocol.model_turns import ModelRequest, ModelTextDelta, ModelTurnEnded, SamplingParameters
+from fumehood.protocol.openai.responses import Usage
+from fumehood.telemetry.content_capture import INPUT_MESSAGES, OUTPUT_MESSAGES, ContentCapture
+from fumehood.telemetry.log_events import LogEventEmitter
+from fumehood.telemetry.otlp_span_encoding import EncodingTracer
+from fumehood.telemetry.span_records import (
+    RecordDispatcher,
+    SandboxTimingRecord,
+    SpanRecord,
+    ToolCallRecord,
+    TurnRecord,
+)
+from fumehood.telemetry.spans import SpanEmitter
+from fumehood.telemetry.trace_context import TraceContextPropagator
+from fumehood.timings import Timing
+from tests.support.turn_records import start_turn
+
+
+async def emit_events(
+    seen: SpanRecord, *, contents: ContentCapture | None = None, **settings: bool
+) -> list[ReadableLogRecord]:
+    exporter = InMemoryLogRecordExporter()
+    provider = LoggerProvider(shutdown_on_exit=False)
+    provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
+    tracer = EncodingTracer(
+        TracerProvider(shutdown_on_exit=False), SimpleSpanProcessor(InMemorySpanExporter())
+    )
+    events = LogEventEmitter(provider.get_logger("test"), **settings)
+    spans = SpanEmitter(tracer, TraceContextPropagator({}))
+    observer = RecordDispatcher([events, spans], contents, spans.on_start)
+    observer.start(seen)
+    observer.end(seen)
+    observer.flush()
+    return list(exporter.get_finished_logs())
+
+
+def create_turn(error: str = "") -> TurnRecord:
+    request = ModelRequest(model="m", sampling=SamplingParameters(temperature=0.5))
+    seen = start_turn(request, ("127.0.0.1", 8000))
+    seen.events, seen.error = [], error
+    seen.add_events([ModelTextDelta("Hello.")])
+    if not error:
+        seen.add_events([ModelTurnEnded("stop", Usage(input_tokens=7, output_tokens=2))])
+    return seen
+
+
+def event_attributes(record: ReadableLogRecord) -> dict[str, Any]:
+    return dict(record.log_record.attributes or {})
+
+
+async def test_a_turn_has_an_event_where_it_is_asked_for() -> None:
+    assert await emit_events(create_turn()) == []
+    seen = create_turn()
+    (record,) = await emit_events(seen, with_details=True)
+    assert record.log_record.event_name == "gen_ai.client.inference.operation.details"
+    assert record.log_record.severity_number == SeverityNumber.INFO
+    assert record.log_record.span_id == seen.span_id
+    told = event_attributes(record)
+    assert told.pop("gen_ai.response.time_to_first_chunk") > 0
+    assert told == {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "fumehood",
+        "gen_ai.request.model": "m",
+        "gen_ai.request.stream": True,
+        "gen_ai.request.temperature": 0.5,
+        "server.address": "127.0.0.1",
+        "server.port": 8000,
+        "gen_ai.response.finish_reasons": ("stop",),
+        "gen_ai.usage.input_tokens": 7,
+        "gen_ai.usage.output_tokens": 2,
+    }
+
+
+@pytest.mark.parametrize("with_content", [True, False])
+async def test_what_was_said_is_in_the_event_only_where_it_is_recorded_there(with_content: bool) -> None:
+    contents = ContentCapture(in_spans=not with_content, in_events=with_content)
+    (record,) = await emit_events(
+        create_turn(), contents=contents, with_details=True, with_content=with_content
+    )
+    told = event_attributes(record)
+    assert (OUTPUT_MESSAGES in told, INPUT_MESSAGES in told) == (with_content, with_content)
+    if with_content:
+        # Structured, as events can have it.
+        (message,) = told[OUTPUT_MESSAGES]
+        assert dict(message["parts"][0]) == {"type": "text", "content": "Hello."}
+    else:
+        assert "Hello." not in str(told)
+
+
+async def test_a_turn_that_failed_is_an_exception_without_its_words() -> None:
+    (record,) = await emit_events(create_turn("server_error"))
+    assert record.log_record.event_name == "gen_ai.client.operation.exception"
+    assert record.log_record.severity_number == SeverityNumber.WARN
+    assert event_attributes(record) == {"exception.type": "server_error"}
+    assert await emit_events(create_turn("cancelled")) == []
+    details, _ = await emit_events(create_turn("server_error"), with_details=True)
+    assert event_attributes(details)["error.type"] == "server_error"
+
+
+async def test_a_tool_that_failed_and_a_sandbox_that_was_lost_are_told() -> None:
+    call = ToolCallRecord(name="code_interpreter", call_id="call_1", error="failed")
+    (record,) = await emit_events(call)
+    assert (record.log_record.event_name, event_attributes(record)) == (
+        "fumehood.tool.failed",
+        {
+            "gen_ai.operation.name": "execute_tool",
+            "gen_ai.tool.name": "code_interpreter",
+            "gen_ai.tool.call.id": "call_1",
+            "error.type": "failed",
+        },
+    )
+    assert await emit_events(ToolCallRecord(name="code_interpreter", call_id="call_1")) == []
+    for status, name in (("out_of_memory", "fumehood.sandbox.lost"), ("ok", None), ("error", None)):
+        phase = Timing("run", None)
+        phase.set_attribute("status", status)
+        found = await emit_events(SandboxTimingRecord(timing=phase, call=call, duration_ns=1))
+        assert [each.log_record.event_name for each in found] == ([name] if name else [])

@@ -1,0 +1,27 @@
+"""What telemetry costs a gateway that has none: no module of it is there."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+_LOOKS = """
+import asyncio, sys
+from fumehood.config import load
+from fumehood.wiring import assembled
+
+given = {"providers.code_interpreter.enabled": False, "storage.url": "sqlite:///gateway.db"}
+
+async def look():
+    async with assembled(load(None, {}, given), {}):
+        print([name for name in sys.modules if name.startswith(("opentelemetry", "fumehood.telemetry"))])
+
+asyncio.run(look())
+"""
+
+
+def test_nothing_of_it_is_loaded(tmp_path: Path) -> None:
+    """So it cannot be on the way of an event, a turn or a call."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LOOKS], capture_output=True, text=True, cwd=tmp_path, timeout=100
+    )
+    assert (done.stdout, done.returncode) == ("[]\n", 0), done.stderr

@@ -1,0 +1,132 @@
+"""Writes anew what is made from `fumehood.message_parts`: its schemas, and the tables of docs/telemetry.md.
+
+Run `python -m tools.build_message_parts` after a change of payloads, views or vendors; tests compare what is committed.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from fumehood.message_parts.json_schemas import build_schema
+from fumehood.message_parts.part_types import REPRESENTATIONS
+from fumehood.message_parts.tool_payloads import TOOL_KINDS, ToolKind, required_fields
+from fumehood.message_parts.vendor_codec import ItemMapping, VendorCodec
+from fumehood.message_parts.vendors import VENDORS, openai
+
+ROOT = Path(__file__).resolve().parent.parent
+PUBLISHED_SCHEMAS = ROOT / "src" / "fumehood" / "parts" / "published"
+PAGE = ROOT / "docs" / "telemetry.md"
+_BLOCK = "<!-- {name}: made by tools/build_message_parts.py -->\n"
+
+
+def schema_text(representation: str) -> str:
+    return json.dumps(build_schema(representation), indent=2, ensure_ascii=False) + "\n"
+
+
+# --- the comparison of vendors ------------------------------------------------------------------------
+
+
+def _own_mappings(vendor: VendorCodec) -> list[ItemMapping]:
+    """Two vendors have OpenAI's items beside their own."""
+    return [
+        shape
+        for shape in vendor.item_mappings
+        if vendor is openai.VENDOR or shape not in openai.ITEM_MAPPINGS
+    ]
+
+
+def _format_path(path: tuple[str | int, ...]) -> str:
+    return f"`{'.'.join(map(str, path))}`"
+
+
+def _id_fields(shapes: list[ItemMapping], *, call: bool) -> str:
+    found = [
+        shape.call_id or shape.id for shape in shapes if (shape.call if call else shape.response) is not None
+    ]
+    return ", ".join(dict.fromkeys(f"`{path[-1]}`" for path in found if path))
+
+
+def vendor_table() -> Iterator[str]:
+    yield "| vendor | `--from`, `--to` | server's call and result | id of the call | id of the result | OpenAI's, too |"
+    yield "|---|---|---|---|---|---|"
+    for vendor in VENDORS.values():
+        own = _own_mappings(vendor)
+        code = [shape for shape in own if shape.kind == "code_interpreter"]
+        joint = "one item, split" if any(shape.is_unified for shape in code) else "two items"
+        more = "yes" if len(own) < len(vendor.shapes) else ""
+        ids = f"{_id_fields(own, call=True)} | {_id_fields(own, call=False)}"
+        yield f"| {vendor.title} | `{vendor.name}` | {joint} | {ids} | {more} |"
+
+
+def kind_table() -> Iterator[str]:
+    yield f"| vendor | {' | '.join(TOOL_KINDS)} | other kinds |"
+    yield f"|---|{'---|' * (len(TOOL_KINDS) + 1)}"
+    for vendor in VENDORS.values():
+        own = _own_mappings(vendor)
+        cells = [_cell([shape for shape in own if shape.kind == kind]) for kind in TOOL_KINDS]
+        others = ", ".join(dict.fromkeys(shape.kind for shape in own if shape.kind not in TOOL_KINDS))
+        yield f"| {vendor.title} | {' | '.join(cells)} | {others} |"
+
+
+def _cell(shapes: list[ItemMapping]) -> str:
+    return "<br>".join(f"`{shape.type}`" for shape in shapes)
+
+
+def code_field_table() -> Iterator[str]:
+    yield "| vendor | code | outputs |"
+    yield "|---|---|---|"
+    for vendor in VENDORS.values():
+        code = [shape for shape in _own_mappings(vendor) if shape.kind == "code_interpreter"]
+        asked = [
+            _format_path(field.path) for shape in code for field in shape.call or () if field.name == "code"
+        ]
+        came = [
+            _format_path(field.path)
+            for shape in code
+            for field in shape.response or ()
+            if field.name == "outputs"
+        ]
+        yield f"| {vendor.title} | {', '.join(asked)} | {', '.join(came) or 'in a message that follows'} |"
+
+
+def payload_table() -> Iterator[str]:
+    yield "| kind | a call has | a result has |"
+    yield "|---|---|---|"
+    for kind in TOOL_KINDS.values():
+        yield f"| `{kind.name}` | {_format_fields(kind, call=True)} | {_format_fields(kind, call=False)} |"
+
+
+def _format_fields(kind: ToolKind, *, call: bool) -> str:
+    known = [field.name for field in msgspec.structs.fields(kind.payload_type(call=call))]
+    needed = required_fields(kind, call=call)
+    groups = (needed, [name for name in known if name not in needed])
+    return "; ".join(", ".join(f"`{name}`" for name in group) for group in groups if group)
+
+
+TABLES = {"payloads": payload_table, "vendors": vendor_table, "kinds": kind_table, "code": code_field_table}
+
+
+def update_tables(page: str) -> str:
+    """The page with every table as it is made now."""
+    for name, made in TABLES.items():
+        begin = _BLOCK.format(name=name)
+        table = "\n".join(made())
+        page, count = re.subn(
+            rf"{re.escape(begin)}\n(\|.*\n)*", lambda _, text=f"{begin}\n{table}\n": text, page
+        )
+        assert count == 1, f"docs/telemetry.md has no place for the table of {name}"
+    return page
+
+
+def main() -> None:
+    PUBLISHED_SCHEMAS.mkdir(exist_ok=True)
+    for view in REPRESENTATIONS:
+        (PUBLISHED_SCHEMAS / f"{view}.json").write_text(schema_text(view), encoding="utf-8")
+    PAGE.write_text(update_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
