@@ -44,7 +44,7 @@ async def fresh(net: EgressNetwork) -> AsyncIterator[SandboxInstance]:
 def hasty(net: EgressNetwork, monkeypatch: pytest.MonkeyPatch) -> ProxyLimits:
     """For sandboxes that are made afterwards."""
     bounds = ProxyLimits(head_seconds=0.4, keepalive_seconds=0.4, idle_seconds=0.4, total_seconds=30)
-    monkeypatch.setattr(net.supervisor.egress, "bounds", bounds)
+    monkeypatch.setattr(net.supervisor.egress, "limits", bounds)
     return bounds
 
 
@@ -178,7 +178,7 @@ async def test_a_client_that_gave_up_holds_nothing(
 ) -> None:
     """Long before the silence of a server that somebody waits for is too long."""
     monkeypatch.setattr(
-        net.supervisor.egress, "bounds", replace(hasty, idle_seconds=60, half_closed_seconds=0.1)
+        net.supervisor.egress, "limits", replace(hasty, idle_seconds=60, half_closed_seconds=0.1)
     )
     deaf = asyncio.Event()
 
@@ -212,7 +212,7 @@ async def test_how_long_a_silence_may_be_is_a_setting(authority: WebsiteAuthorit
 async def test_a_life_is_bounded(
     net: EgressNetwork, hasty: ProxyLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(net.supervisor.egress, "bounds", replace(hasty, total_seconds=0.5))
+    monkeypatch.setattr(net.supervisor.egress, "limits", replace(hasty, total_seconds=0.5))
     monkeypatch.setattr(net.plain, "handler", send_forever)
     box = await net.create(PLAIN)
     outcome = await run(

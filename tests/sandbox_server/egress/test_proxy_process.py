@@ -351,8 +351,8 @@ async def test_a_start_that_took_too_long_is_followed_by_another(
 
 async def test_the_proxy_may_not_read_a_working_directory_that_is_on_the_path() -> None:
     source = (
-        "import sys; sys.path.insert(0, '/'); from fumehood.sandbox_server.egress import worker; "
-        "print('/' in worker._module_directories(), bool(worker._module_directories()))"
+        "import sys; sys.path.insert(0, '/'); from fumehood.sandbox_server.egress import proxy_worker; "
+        "print('/' in proxy_worker._module_directories(), bool(proxy_worker._module_directories()))"
     )
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
     assert done.stdout == "False True\n"

@@ -20,7 +20,7 @@ from fumehood.sandbox_server.inside.framing import MessageKind
 from fumehood.sandbox_server.inside.runner import tracebacks
 
 SECONDS = 60  # generous: it bounds a hang, it does not measure
-_START = "from fumehood.sandbox_server.inside import runner; runner.main(['{fd}'])"
+_START = "from fumehood.sandbox_server.inside.runner import code_runner; code_runner.main(['{fd}'])"
 PRELOADED = "import matplotlib; matplotlib.use('Agg'); import matplotlib.pyplot, pandas; " + _START
 
 

@@ -15,7 +15,7 @@ from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.host_census import find_processes_by_role, wait_until
 from tests.support.sandbox_runs import run, settings
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parents[3]
 LOOK = """
 status = dict(line.split(":", 1) for line in open("/proc/1/status").read().splitlines())
 names = ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp")
@@ -33,8 +33,8 @@ def test_it_is_what_its_source_says(tmp_path: Path) -> None:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.build(tmp_path / "first")
-    assert (tmp_path / "first").read_bytes() == module.TARGET.read_bytes()
+    module.build(tmp_path / "init")
+    assert (tmp_path / "init").read_bytes() == module.TARGET.read_bytes()
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="there is none for this machine")
@@ -43,38 +43,38 @@ async def test_it_has_no_right_left() -> None:
         for _ in range(5):
             sandbox = await supervisor.create()
             assert (await run(sandbox, LOOK)).stdout == "[0, 0, 0, 0, 0, 1, 2] init\n"
-            assert _descriptors_of_first() == []
+            assert _init_descriptors() == []
             await sandbox.destroy()
 
 
 async def test_where_there_is_none_python_takes_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here = Path(jail_launcher.__file__).parent
-    copy = tmp_path / "fumehood" / "sandboxd"
-    shutil.copytree(here, copy, ignore=shutil.ignore_patterns("first.*", "__pycache__"))
+    package = Path(jail_launcher.__file__).parents[1]
+    copy = tmp_path / "fumehood" / "sandbox_server"
+    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("init.*", "__pycache__"))
     monkeypatch.setattr(jail_launcher, "_SERVER_PACKAGE", copy)
     async with Supervisor(settings(preload=())) as supervisor:
         for _ in range(5):
             sandbox = await supervisor.create()
             assert (await run(sandbox, LOOK)).stdout == "[0, 0, 0, 0, 0, 1, 2] /opt/s\n"
-            assert _descriptors_of_first() == []
+            assert _init_descriptors() == []
             orphan = "import os, subprocess; subprocess.run(['sh', '-c', 'true &'])"
             assert (await run(sandbox, orphan)).end.status == "ok"
             await sandbox.destroy()
 
 
-def _descriptors_of_first() -> list[str]:
-    (first,) = find_processes_by_role(os.getpid())["init"]
+def _init_descriptors() -> list[str]:
+    (init,) = find_processes_by_role(os.getpid())["init"]
     try:
-        return os.listdir(f"/proc/{first}/fd")
+        return os.listdir(f"/proc/{init}/fd")
     except PermissionError:  # it is not dumpable, and this user is not root
         return []
 
 
 @pytest.mark.root
 @pytest.mark.skipif(shutil.which("prlimit") is None, reason="needs util-linux")
-async def test_a_warden_without_descriptors_leaves_no_first_process() -> None:
+async def test_a_spawner_without_descriptors_leaves_no_init() -> None:
     """Wherever on the way to a sandbox they run out: it is refused, and its neighbour does not notice."""
     async with Supervisor(settings(preload=())) as supervisor:
         neighbour = await supervisor.create()

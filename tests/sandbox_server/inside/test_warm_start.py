@@ -13,7 +13,7 @@ import sys
 from fumehood.sandbox_server.inside.warm_start import immortal_objects
 held = [object() for _ in range(1000)]
 def function(): return ("constant", 12345678901, held)
-immortal.make_objects_immortal()
+immortal_objects.make_objects_immortal()
 count = lambda item: sys.getrefcount(item)
 before = [count(held), count(function), count(function.__code__), count(function.__code__.co_consts[2])]
 kept = [held] * 100, [function] * 100, [function.__code__] * 100
@@ -29,10 +29,10 @@ import hashlib, json, random, sys
 from fumehood.sandbox_server.inside.warm_start import file_backed_heap
 random.seed(1)
 before = {number: str(number) * 3 for number in range(20_000)}
-memory = sharing.SharedMemory()
+memory = file_backed_heap.FileBackedHeap()
 while_shared = [bytes([number % 256]) * random.randrange(1, 3000) for number in range(20_000)]
 digest = hashlib.sha256(b"".join(while_shared)).hexdigest()
-memory.settle()
+memory.make_private()
 import os
 child = os.fork()
 if child == 0:
@@ -57,17 +57,17 @@ VARIABLES = """
 import hashlib, os
 from fumehood.sandbox_server.inside.warm_start import memory_mappings
 from fumehood.sandbox_server.inside.warm_start import file_backed_heap
-memory = sharing.SharedMemory()
+memory = file_backed_heap.FileBackedHeap()
 import numpy
-before = [*mappings.read_mappings()]
-memory.settle()
-after = [*mappings.read_mappings()]
+before = [*memory_mappings.read_mappings()]
+memory.make_private()
+after = [*memory_mappings.read_mappings()]
 of_numpy = lambda found: [one for one in found if "/numpy/" in one.file]
-writable = [one for one in of_numpy(before) if one.rights == "rw-p"]
-assert writable and not any(one.rights == "rw-p" for one in of_numpy(after)), "numpy's variables are not shared"
+writable = [one for one in of_numpy(before) if one.permissions == "rw-p"]
+assert writable and not any(one.permissions == "rw-p" for one in of_numpy(after)), "numpy's variables are not shared"
 for one in writable:
     [now] = [other for other in after if other.start <= one.start and one.end <= other.end]
-    assert now.rights == "rw-p" and "memfd:zygote" in now.file, now
+    assert now.permissions == "rw-p" and "memfd:zygote" in now.file, now
 assert numpy.arange(6.0).reshape(2, 3).T.dot(numpy.ones(2)).tolist() == [3.0, 5.0, 7.0]
 child = os.fork()
 if child == 0:
@@ -76,9 +76,9 @@ if child == 0:
     os._exit(0)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 assert numpy.geterr()["invalid"] == "warn" and numpy.get_printoptions()["precision"] == 8
-rights = lambda: {one.start: one.rights for one in mappings.read_mappings()}
+rights = lambda: {one.start: one.permissions for one in memory_mappings.read_mappings()}
 pieces, before = len(rights()), rights()
-mappings.merge_code_mappings()
+memory_mappings.merge_code_mappings()
 assert len(rights()) < pieces
 assert all(was == rights()[start] or was == "r--p" for start, was in before.items() if start in rights())
 assert not any("w" in now and "x" in now for now in rights().values())

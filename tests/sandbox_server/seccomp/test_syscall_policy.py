@@ -21,7 +21,7 @@ from fumehood.sandbox_server.inside.jail import seccomp_filter
 from fumehood.sandbox_server.seccomp import load_program, syscall_policy
 from tests.support.seccomp_programs import FOLDER, MACHINE, live, run_python_under_filter
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MANIFEST = json.loads((FOLDER / "manifest.json").read_text())
 NUMBERS: dict[str, dict[str, int]] = MANIFEST["numbers"]
 NAMES = {machine: {number: name for name, number in table.items()} for machine, table in NUMBERS.items()}

@@ -14,7 +14,7 @@ from fumehood.sandbox_server.inside.jail import rootfs
 from fumehood.sandbox_server.inside.jail.rootfs import NEW_ROOT
 
 _MASKS = "masks"
-_SITE_OVERLAY = "front"
+_SITE_OVERLAY = "site-overlay"
 _BYTECODE = "bytecode"  # of the packages, where their installer wrote none
 _PIP_SCRIPT = "#!{python}\nimport sys\n\nfrom pip import main\n\nsys.exit(main())\n"
 _START_SPAWNER = (
