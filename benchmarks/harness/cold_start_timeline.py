@@ -1,8 +1,8 @@
-"""Shows where the time of a cold creation goes, from both sides of the jail.
+"""Shows where the time of a cold start goes, on both sides of the jail.
 
-The product is not asked to keep time: a copy of `sandboxd` is made whose zygote wraps the functions that build a
-sandbox, and the code that runs in the sandbox reads the moments out. On the supervisor's side the same is done to
-this process. Clocks agree, since every process reads the same monotonic one.
+The product has no timers for this. The benchmark runs a copy of `sandbox_server` whose zygote wraps the functions
+that build a sandbox; the code in the sandbox prints the recorded times. The supervisor's functions are wrapped in this
+process. All processes read the same monotonic clock.
 """
 
 import ast
@@ -26,17 +26,17 @@ from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from fumehood.sandbox_server.supervisor.zygote_connection import ZygoteConnection
 
-# Goes into the copy. Each entry: name, depth, beginning, end or None.
+# Written into the copy. Each entry: name, depth, start, end or None.
 _RECORDER = """
 import builtins, functools, importlib, os, time, types
-moments, depth = [], [0]
-builtins.fumehood_moments = moments
+timeline, depth = [], [0]
+builtins.fumehood_timeline = timeline
 
 def wrapped(name, function):
     @functools.wraps(function)
     def timed(*args, **kwargs):
         entry = [name, depth[0], time.perf_counter(), None]
-        moments.append(entry)
+        timeline.append(entry)
         depth[0] += 1
         try:
             return function(*args, **kwargs)
@@ -52,35 +52,40 @@ def wrap_module(name):
             continue
         if isinstance(value, types.FunctionType):
             setattr(module, key, wrapped(name + "." + key, value))
-        elif isinstance(value, type) and "__init__" in vars(value) and name in ("runner", "streams"):
+        elif isinstance(value, type) and "__init__" in vars(value) and name.startswith("runner."):
             value.__init__ = wrapped(name + "." + key, value.__init__)
 
 def begin(spawn):
     @functools.wraps(spawn)
     def spawning(*args):
-        moments.clear()
+        timeline.clear()
         depth[0] = 0
         return wrapped("zygote.spawn", spawn)(*args)
     return spawning
 
 def install(zygote):
-    for name in ("init", "interpreter", "jail", "landlock", "filters", "syscalls", "runner", "streams"):
+    for name in (
+        "syscalls", "jail.jail_builder", "jail.landlock", "jail.seccomp_filter",
+        "processes.init_process", "processes.interpreter", "runner.code_runner", "runner.output_capture",
+        "runner.captured_streams",
+    ):
         wrap_module(name)
     for name in ("fork", "unshare", "setns", "closerange"):
         setattr(os, name, wrapped("os." + name, getattr(os, name)))
-    zygote.Zygote._fork = begin(zygote.Zygote._fork)
+    server = zygote.InterpreterForkServer
+    server._fork_interpreter = begin(server._fork_interpreter)
 """
 _INSTALL = """
 
-from fumehood.sandbox_server.inside import moments as _moments
-_moments.install(sys.modules[__name__])
+from fumehood.sandbox_server.inside import timeline_recorder as _recorder
+_recorder.install(sys.modules[__name__])
 """
-_PRINT_MOMENTS = "import builtins; print(list(builtins.fumehood_moments))"
+_PRINT_TIMELINE = "import builtins; print(list(builtins.fumehood_timeline))"
 
 
 @dataclass
 class TimelineEntry:
-    """A stretch of time in one creation; `inside` the jail or in the supervisor."""
+    """One timed step of a creation; `inside`: in the jail, otherwise in the supervisor."""
 
     name: str
     inside: bool
@@ -90,7 +95,7 @@ class TimelineEntry:
 
 
 class SupervisorTimeline:
-    """Moments of the supervisor's side, by wrapping what it calls."""
+    """Records the supervisor's steps by wrapping what it calls."""
 
     def __init__(self) -> None:
         self.entries: list[TimelineEntry] = []
@@ -102,42 +107,50 @@ class SupervisorTimeline:
     def _wrap(self, owner: Any, name: str, replacement: Callable[[Any], Any]) -> None:
         original = getattr(owner, name, None)
         if original is None:
-            return  # renamed since; the other moments are still worth seeing
+            return  # renamed since; the other entries are still useful
         setattr(owner, name, functools.wraps(original)(replacement(original)))
         self._undo.append(lambda: setattr(owner, name, original))
 
     def install(self) -> None:
-        def stretch(title: str) -> Callable[[Any], Any]:
+        def timed_step(title: str) -> Callable[[Any], Any]:
             def replacement(original: Any) -> Any:
                 def timed(*args: Any, **kwargs: Any) -> Any:
-                    moment = TimelineEntry(title, False, 0, time.perf_counter(), None)
-                    self.entries.append(moment)
+                    entry = TimelineEntry(title, False, 0, time.perf_counter(), None)
+                    self.entries.append(entry)
                     try:
                         return original(*args, **kwargs)
                     finally:
-                        moment.ended_at = time.perf_counter()
+                        entry.ended_at = time.perf_counter()
 
                 return timed
 
             return replacement
 
-        def telling(title: Callable[[Any], str]) -> Callable[[Any], Any]:
+        def marked_call(title: Callable[[Any], str]) -> Callable[[Any], Any]:
             def replacement(original: Any) -> Any:
-                def told(*args: Any, **kwargs: Any) -> Any:
+                def marked(*args: Any, **kwargs: Any) -> Any:
                     self.mark(title(args[1]))
                     return original(*args, **kwargs)
 
-                return told
+                return marked
 
             return replacement
 
-        self._wrap(HostResources, "take", stretch("take a user and a cgroup"))
-        self._wrap(Supervisor, "_fork", stretch("ask the zygote"))
-        self._wrap(SandboxInstance, "claim", telling(lambda _: "hand over: begins"))
-        self._wrap(SandboxInstance, "handle_zygote_event", telling(lambda event: f"heard: {event['event']}"))
-        self._wrap(SandboxInstance, "_handle_message", telling(lambda message: f"heard: {message.kind.name}"))
-        self._wrap(SandboxInstance, "_send", telling(lambda kind: f"told: {kind.name}"))
-        self._wrap(ZygoteConnection, "request", telling(lambda body: f"asked: {body.get('op', 'configure')}"))
+        self._wrap(HostResources, "allocate", timed_step("allocate a user and a cgroup"))
+        self._wrap(Supervisor, "_fork", timed_step("request the fork"))
+        self._wrap(SandboxInstance, "claim", marked_call(lambda _: "claim: begins"))
+        self._wrap(
+            SandboxInstance, "handle_zygote_event", marked_call(lambda event: f"received: {event['event']}")
+        )
+        self._wrap(
+            SandboxInstance, "_handle_message", marked_call(lambda message: f"received: {message.kind.name}")
+        )
+        self._wrap(SandboxInstance, "_send", marked_call(lambda kind: f"sent: {kind.name}"))
+        self._wrap(
+            ZygoteConnection,
+            "send_request",
+            marked_call(lambda body: f"requested: {body.get('op', 'configure')}"),
+        )
 
     def uninstall(self) -> None:
         for undo in reversed(self._undo):
@@ -145,15 +158,15 @@ class SupervisorTimeline:
 
 
 def _instrumented_copy(directory: str) -> Path:
-    copy = Path(directory) / "sandboxd"
+    copy = Path(directory) / "sandbox_server"
     shutil.copytree(
-        Path(jail_launcher.__file__).parent,
+        Path(jail_launcher.__file__).parents[1],
         copy,
         ignore=shutil.ignore_patterns("__pycache__"),
         dirs_exist_ok=True,
     )
-    (copy / "inside" / "moments.py").write_text(_RECORDER)
-    zygote = copy / "inside" / "zygote.py"
+    (copy / "inside" / "timeline_recorder.py").write_text(_RECORDER)
+    zygote = copy / "inside" / "processes" / "zygote.py"
     zygote.write_text(zygote.read_text() + _INSTALL)
     for path in [Path(directory), *copy.rglob("*"), copy]:
         path.chmod(0o755)
@@ -161,7 +174,7 @@ def _instrumented_copy(directory: str) -> Path:
 
 
 async def record_timelines(creations: int) -> list[list[TimelineEntry]]:
-    """Moments of some cold creations, each from asking for a sandbox to the end of its first call."""
+    """Timelines of cold creations, each from the request for a sandbox to the end of its first call."""
     here = jail_launcher._SERVER_PACKAGE
     watch = SupervisorTimeline()
     with tempfile.TemporaryDirectory() as directory:
@@ -177,41 +190,41 @@ async def record_timelines(creations: int) -> list[list[TimelineEntry]]:
 
 async def _record_one(supervisor: Supervisor, watch: SupervisorTimeline) -> list[TimelineEntry]:
     watch.entries.clear()
-    watch.mark("asked for a sandbox")
+    watch.mark("sandbox requested")
     sandbox = await supervisor.create()
     watch.mark("created")
     text = ""
-    async for event in sandbox.execute(_PRINT_MOMENTS):
+    async for event in sandbox.execute(_PRINT_TIMELINE):
         if getattr(event, "text", None):
             watch.mark("first output")
             text += event.text  # pyright: ignore[reportAttributeAccessIssue]
-    moments = list(watch.entries)
+    outside = list(watch.entries)
     await sandbox.destroy()
     inside = [TimelineEntry(name, True, depth, *times) for name, depth, *times in ast.literal_eval(text)]
-    return sorted([*moments, *inside], key=lambda moment: moment.started_at)
+    return sorted([*outside, *inside], key=lambda entry: entry.started_at)
 
 
 def print_timelines(creations: Sequence[Sequence[TimelineEntry]]) -> None:
-    """Medians over the creations of when each stretch begins and how long it takes."""
+    """Print the median start and duration of each step over the creations."""
     begins: dict[tuple[str, bool, int, int], list[float]] = {}
     lasts: dict[tuple[str, bool, int, int], list[float]] = {}
-    for moments in creations:
-        start, seen = moments[0].started_at, dict[str, int]()
-        for moment in moments:
-            seen[moment.name] = seen.get(moment.name, 0) + 1
-            key = (moment.name, moment.inside, moment.depth, seen[moment.name])
-            begins.setdefault(key, []).append((moment.started_at - start) * 1000)
-            if moment.ended_at is not None:
-                lasts.setdefault(key, []).append((moment.ended_at - moment.started_at) * 1000)
+    for timeline in creations:
+        start, seen = timeline[0].started_at, dict[str, int]()
+        for entry in timeline:
+            seen[entry.name] = seen.get(entry.name, 0) + 1
+            key = (entry.name, entry.inside, entry.depth, seen[entry.name])
+            begins.setdefault(key, []).append((entry.started_at - start) * 1000)
+            if entry.ended_at is not None:
+                lasts.setdefault(key, []).append((entry.ended_at - entry.started_at) * 1000)
     table = Table(title=f"A cold creation, medians of {len(creations)}", title_justify="left")
     for name in ("at ms", "takes ms", "supervisor", "in the jail"):
         table.add_column(name, justify="right" if name.endswith("ms") else "left")
     for key in sorted(begins, key=lambda key: statistics.median(begins[key])):
         name, inside, depth, _ = key
-        told = "  " * depth + name
+        label = "  " * depth + name
         takes = f"{statistics.median(lasts[key]):.2f}" if key in lasts else ""
         table.add_row(
-            f"{statistics.median(begins[key]):.2f}", takes, "" if inside else told, told if inside else ""
+            f"{statistics.median(begins[key]):.2f}", takes, "" if inside else label, label if inside else ""
         )
     console = Console()
     (console if console.is_terminal else Console(width=120)).print(table)

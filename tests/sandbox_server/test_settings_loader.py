@@ -117,7 +117,7 @@ def test_a_file_with_a_password_is_not_for_others_to_read(tmp_path: Path) -> Non
         ("EGRESS_PORTS", "https", "must be a list of numbers"),
         ("EGRESS_PORTS", "0", "from 1 to 65535"),
         ("EGRESS_DOMAINS", "*.example.org", "'*.example.org' cannot be allowed"),
-        ("EGRESS_PRIVATE", "10.0.0.1/8", "has host bits set"),
+        ("EGRESS_PRIVATE_NETWORKS", "10.0.0.1/8", "has host bits set"),
         ("EGRESS_HOSTS", "api.example.org", "does not appear to be an IPv4 or IPv6 address"),
         ("EGRESS_CA_FILE", "/etc/passwd", "no certificates in PEM form"),
         ("EGRESS_CA_FILE", "/nonexistent", "No such file"),

@@ -1,4 +1,4 @@
-"""The tests' side of `driver.py`: plain blocking calls.
+"""The tests' side of `supervisor_driver.py`: plain blocking calls.
 
 with Driver.start(as_user="ordinary") as host:
     box = host.create()
@@ -211,7 +211,7 @@ class Driver:
         variables = {"FUMEHOOD_TEST_SECRET": secret, "PYTHONPATH": PROJECT / "src", "TMPDIR": temporary}
         command = ["env", *(f"{name}={value}" for name, value in variables.items()), *command]
         if who == "ordinary" and os.geteuid() == 0:
-            delegate = [sys.executable, str(SUPPORT / "ordinary_user.py"), "--delegate", "--"]
+            delegate = [sys.executable, str(SUPPORT / "unprivileged_user.py"), "--delegate", "--"]
             command = delegate + command
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         try:

@@ -63,9 +63,7 @@ HONEST: dict[str, tuple[str, bytes]] = {
 def test_honest_archives(place: UnpackTarget, kind: str, body: bytes, into: str) -> None:
     leave = GrantedPermit()
     done = place.unpack(body, kind, into, permit=leave)
-    assert done == UnpackOutcome(
-        files=4, size=sum(len(content) for _, content in MEMBERS), skipped=0
-    )
+    assert done == UnpackOutcome(files=4, size=sum(len(content) for _, content in MEMBERS), skipped=0)
     assert leave.received == len(body)
     written = {name: content for name, content in place.tree().items() if content is not None}
     prefix = f"{into}/" if into else ""

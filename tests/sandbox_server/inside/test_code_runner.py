@@ -515,7 +515,9 @@ def test_a_bug_in_the_making_of_a_traceback_is_told(monkeypatch: pytest.MonkeyPa
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[1].endswith("in test_a_bug_in_the_making_of_a_traceback_is_told")
     assert lines[2] == '    raise ValueError("theirs")'
-    assert lines[3].startswith("ValueError: <the exception cannot be shown: LookupError at test_runner.py:")
+    assert lines[3].startswith(
+        "ValueError: <the exception cannot be shown: LookupError at test_code_runner.py:"
+    )
 
 
 def test_sources_are_known(kernel: Kernel) -> None:

@@ -37,7 +37,7 @@ _END_MARKER = bytes(FILE_HEADER.size)
 
 class BundleReadOutcome(IntEnum):
     CONTENT = 0
-    NOT_THERE = 1
+    NOT_FOUND = 1
     REFUSED = 2
     TOO_LARGE = 3
 
@@ -112,7 +112,7 @@ class BundleReader:
         match outcome:
             case BundleReadOutcome.CONTENT:
                 return content
-            case BundleReadOutcome.NOT_THERE:
+            case BundleReadOutcome.NOT_FOUND:
                 return FileNotFound(f"There is no file {path[:200]!r}.")
             case BundleReadOutcome.REFUSED:
                 return FileRefused(f"{path[:200]!r} is not a regular file.")

@@ -182,7 +182,9 @@ class EgressController:
         authority: SandboxCertificateAuthority | None = None
         if policy.secrets:
             certificates = await asyncio.to_thread(_import_certificates)
-            made: SandboxCertificateAuthority = await certificates.SandboxCertificateAuthority.create(policy.secrets)
+            made: SandboxCertificateAuthority = await certificates.SandboxCertificateAuthority.create(
+                policy.secrets
+            )
             authority = made
             trust = f"{trust}\n{made.pem}"
         await self._wait_until_ready()

@@ -1,12 +1,12 @@
 """Framing between supervisor and runner over a SOCK_SEQPACKET pair.
 
-One packet is one frame: the kernel keeps packets whole, so a frame can neither be torn by an interrupt
-nor trickled byte by byte, and two processes writing at once cannot mix theirs. A message longer than one
-packet is a run of frames of the same kind and call, all but the last flagged `MORE`.
+One packet is one frame. The kernel keeps packets whole: an interrupt cannot split a frame, and two processes that write
+at once cannot mix theirs. A message longer than one packet is a sequence of frames of the same kind and call; all but
+the last have the flag `MORE`.
 
     packet  = kind (1 byte) | flags (1 byte) | call id (16 bytes) | body (0 .. MAX_BODY bytes)
 
-Both ends use this module, but the supervisor trusts nothing it decodes: see `Assembler`.
+Both ends use this module. The supervisor does not trust what it decodes: see `MessageAssembler`.
 """
 
 import enum
@@ -23,57 +23,61 @@ MORE = 0x01
 
 
 class MessageKind(enum.IntEnum):
-    """What a message is; who sends it is said below."""
+    """The type of a message."""
 
     # supervisor -> runner
     CONFIGURE = 1  # JSON, once, before any user code
     EXECUTE = 2  # JSON {"code": str, …}
-    COMMAND = 3  # the same, for the shell
-    # init -> supervisor, before any user code; fds are taken from no other frame
-    FAILED = 14  # UTF-8 text: the jail could not be built, nothing ran
-    JAILED = 15  # carries fds: the data directory, the mount namespace, the listeners of `namespaces`
+    COMMAND = 3  # the same, for a shell command
+    # init -> supervisor, before any user code; only JAILED may carry fds
+    FAILED = 14  # UTF-8 text: why the jail could not be built; nothing ran
+    JAILED = 15  # with fds: data directory, mount namespace and, in mode `namespaces`, the listeners
     # runner -> supervisor
-    CONFIGURED = 17  # each time; the first one says that the sandbox has started
+    CONFIGURED = 17  # after each CONFIGURE; the first means that the sandbox has started
     STDOUT = 18  # UTF-8 text
     STDERR = 19  # UTF-8 text
     DISPLAY = 20  # JSON {mime type: text or base64}
     RESULT = 21  # JSON {mime type: text or base64}: the value of the last expression
     ERROR = 22  # JSON {"name", "value", "traceback"}: the code raised
     END = 23  # JSON {"exit_code": int, "interrupted": bool}
-    OUTPUT = 24  # text of both streams, in order: see batches.py
+    OUTPUT = 24  # text of both streams, in order: see output_batches.py
 
 
-_KINDS: dict[int, MessageKind] = {kind.value: kind for kind in MessageKind}  # faster than the enum's own way
+_KINDS: dict[int, MessageKind] = {
+    kind.value: kind for kind in MessageKind
+}  # faster than the enum's own lookup
 
 
 class FrameError(Exception):
-    """The peer broke the framing; the sandbox behind it is no longer to be talked to."""
+    """The peer violated the framing; the supervisor ends the sandbox."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerMessage:
+    """One message; `call` is the id of its call, or `NO_CALL`."""
+
     kind: MessageKind
     call: bytes
     body: bytes
 
 
 def encode_packets(message: RunnerMessage) -> Iterator[bytes]:
-    """The packets that carry one message, in order."""
+    """Yield the packets of one message, in order."""
     body = memoryview(message.body)
     start = 0
     while True:
-        piece = body[start : start + MAX_BODY]
+        chunk = body[start : start + MAX_BODY]
         start += MAX_BODY
         last = start >= len(body)
-        yield _HEADER.pack(message.kind, 0 if last else MORE, message.call) + piece
+        yield _HEADER.pack(message.kind, 0 if last else MORE, message.call) + chunk
         if last:
             return
 
 
 class MessageAssembler:
-    """Turns packets back into messages, refusing whatever `packets` would not have sent.
+    """Joins packets into messages and rejects everything that `encode_packets` would not send.
 
-    `limit` bounds the body of one message; memory held is never more than that.
+    limit: the largest body of a message in bytes, and so the most memory that this holds.
     """
 
     def __init__(self, *, limit: int) -> None:
@@ -83,7 +87,7 @@ class MessageAssembler:
         self._size = 0
 
     def feed(self, packet: bytes) -> RunnerMessage | None:
-        """The message that this packet completes, or None while more is to come."""
+        """Return the message that this packet completes, or None. Raises FrameError."""
         if len(packet) < _HEADER.size or len(packet) > MAX_PACKET:
             raise FrameError(f"a packet of {len(packet)} bytes")
         number, flags, call = _HEADER.unpack_from(packet)

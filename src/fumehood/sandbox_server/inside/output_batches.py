@@ -1,8 +1,9 @@
-"""Text of both streams in few messages, in the order in which it was written.
+"""Packs text of stdout and stderr into few messages, in the order in which it was written.
 
-    OUTPUT body = (stream (1 byte: 1 or 2) | length (4 bytes) | UTF-8 text) …, at least two, in one packet
+    OUTPUT body = (stream (1 byte: 1 or 2) | length (4 bytes) | UTF-8 text) …, at least two chunks, in one packet
 
-Text of one stream alone is a STDOUT or STDERR message. Not JSON: escapes would make text up to six times as long.
+Text of one stream alone is a STDOUT or STDERR message. This is not JSON, whose escapes make text up to six times as
+long.
 """
 
 import builtins
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from fumehood.sandbox_server.inside import framing
 from fumehood.sandbox_server.inside.framing import MessageKind
 
-globals()["__builtins__"] = dict(vars(builtins))  # see streams.py
+globals()["__builtins__"] = dict(vars(builtins))  # see output_capture.py
 
 _HEADER = struct.Struct("!BI")
 _STREAM_NUMBERS = {MessageKind.STDOUT: 1, MessageKind.STDERR: 2}
@@ -21,12 +22,12 @@ _LONGEST_CHARACTER = 4
 
 
 def pack_output(
-    call_id: bytes, pieces: Iterable[tuple[MessageKind, bytes]]
+    call_id: bytes, chunks: Iterable[tuple[MessageKind, bytes]]
 ) -> Iterator[framing.RunnerMessage]:
-    """What carries these texts (whole characters), each message in one packet."""
+    """Yield the messages for these texts (whole UTF-8 characters), each of at most one packet."""
     batch: list[tuple[MessageKind, bytes]] = []
     room = framing.MAX_BODY
-    for kind, data in _join_adjacent(pieces):
+    for kind, data in _join_adjacent(chunks):
         start = 0
         while start < len(data):
             if room < _HEADER.size + _LONGEST_CHARACTER:
@@ -43,7 +44,10 @@ def pack_output(
 
 
 def unpack_output(body: bytes) -> list[tuple[MessageKind, str]]:
-    """The texts of an OUTPUT message; FrameError or UnicodeDecodeError for whatever `messages` would not make."""
+    """Return the texts of an OUTPUT message.
+
+    Raises FrameError or UnicodeDecodeError for a body that `pack_output` would not make.
+    """
     if len(body) > framing.MAX_BODY:
         raise framing.FrameError("a batch longer than a packet")
     found: list[tuple[MessageKind, str]] = []
@@ -51,19 +55,19 @@ def unpack_output(body: bytes) -> list[tuple[MessageKind, str]]:
     while start < len(body):
         text = start + _HEADER.size
         if text > len(body):
-            raise framing.FrameError("a batch that is cut off")
+            raise framing.FrameError("a truncated batch")
         number, length = _HEADER.unpack_from(body, start)
         start = text + length
         if number not in _STREAM_KINDS or not length or start > len(body):
-            raise framing.FrameError(f"a piece of {length} bytes for stream {number} in a batch")
+            raise framing.FrameError(f"a chunk of {length} bytes for stream {number} in a batch")
         found.append((_STREAM_KINDS[number], body[text:start].decode()))
     if len(found) < 2:
-        raise framing.FrameError("a batch of less than two pieces")
+        raise framing.FrameError("a batch of fewer than two chunks")
     return found
 
 
 def utf8_boundary(data: bytes, cut: int) -> int:
-    """The largest index not above `cut` at which a character of this UTF-8 text begins or the text ends."""
+    """Return the largest index up to `cut` at which a UTF-8 character begins or the text ends."""
     if cut >= len(data):
         return len(data)
     while cut > 0 and data[cut] & 0xC0 == 0x80:
@@ -71,9 +75,9 @@ def utf8_boundary(data: bytes, cut: int) -> int:
     return max(cut, 0)
 
 
-def _join_adjacent(pieces: Iterable[tuple[MessageKind, bytes]]) -> list[tuple[MessageKind, bytes]]:
+def _join_adjacent(chunks: Iterable[tuple[MessageKind, bytes]]) -> list[tuple[MessageKind, bytes]]:
     runs: list[tuple[MessageKind, list[bytes]]] = []
-    for kind, data in pieces:
+    for kind, data in chunks:
         if runs and runs[-1][0] is kind:
             runs[-1][1].append(data)
         else:

@@ -1,7 +1,7 @@
-"""The few system calls Python does not wrap, through ctypes.
+"""System calls that Python does not wrap, through ctypes.
 
-Prototypes are bound when the module is loaded: nothing here opens a library after a fork or inside a
-finished jail. Every function raises OSError with the call's name and subject.
+Prototypes are bound at import: nothing here opens a library after a fork or in a finished jail. Every function raises
+OSError that names the call and its subject.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ RESOLVE_NO_XDEV = 0x01
 RESOLVE_NO_SYMLINKS = 0x04
 RESOLVE_BENEATH = 0x08
 
-# The numbers of these calls are the same on every 64-bit architecture (they came after the tables were unified).
+# These numbers are the same on every 64-bit architecture.
 _SYS_OPEN_TREE = 428
 _SYS_MOVE_MOUNT = 429
 _SYS_FSOPEN = 430
@@ -82,7 +82,7 @@ def _os_error(what: str) -> OSError:
 
 def _call(what: str, number: int, *arguments: _Argument) -> int:
     if number < 0:
-        raise OSError(f"{what}: not known on {os.uname().machine}")
+        raise OSError(f"{what}: no call number for {os.uname().machine}")
     result: int = _libc.syscall(
         ctypes.c_long(number),
         *[ctypes.c_long(item) if isinstance(item, int) else item for item in arguments],
@@ -100,7 +100,7 @@ def mount(
 
 
 def _encode(text: str | None) -> bytes | None:
-    """As os.fsencode, which is three functions, and a sandbox's start copies the code of each."""
+    """Encode like os.fsencode, but in one function: a sandbox copies the pages of each function it calls."""
     return None if text is None else text.encode("utf-8", "surrogateescape")
 
 
@@ -114,14 +114,14 @@ def pivot_root(new: str, old: str) -> None:
 
 
 def clone_mount(path: str) -> int:
-    """A detached copy of the mount at `path`, as a descriptor."""
+    """Return a descriptor of a detached copy of the mount at `path`."""
     return _call(
         f"open_tree {path}", _SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(path), _OPEN_TREE_CLONE | os.O_CLOEXEC
     )
 
 
 def attach_mount(tree: int, target: str) -> None:
-    """Put a detached mount in place, on top of what is there."""
+    """Attach a detached mount at `target`, on top of what is there."""
     _call(
         f"move_mount to {target}",
         _SYS_MOVE_MOUNT,
@@ -145,30 +145,30 @@ def prctl(option: int, value: int = 0, third: int = 0) -> None:
 
 
 def set_process_name(name: str) -> None:
-    """What `ps` shows, until this process executes something; at most 15 bytes."""
+    """Set the name that `ps` shows (at most 15 bytes) until the next exec."""
     buffer = ctypes.create_string_buffer(name.encode())
     prctl(PR_SET_NAME, ctypes.addressof(buffer))
 
 
 def drop_all_capabilities() -> None:
-    """Leave the calling process without any capability and without a way to regain one by exec."""
+    """Drop every capability of the calling process, and the ways to regain one by exec."""
     drop = _libc.prctl
     for capability in range(64):
         if drop(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
-            break  # past the kernel's last capability
+            break  # past the last capability of this kernel
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     header = struct.pack("=II", _CAPABILITY_VERSION_3, 0)
     _call("capset", _SYS_CAPSET, header, bytes(24))
 
 
 def openat2(directory: int, path: bytes, flags: int, mode: int = 0, resolve: int = 0) -> int:
-    """Open `path` relative to `directory` with the kernel enforcing `resolve`; close-on-exec always."""
+    """Open `path` relative to `directory`, close-on-exec; the kernel enforces the flags `resolve`."""
     how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, resolve)
     return _call("openat2", _SYS_OPENAT2, directory, path, how, len(how))
 
 
 def resize_tmpfs(mount_root: int, *, size: int, inodes: int) -> None:
-    """Change the quota of the tmpfs whose mount root is open as `mount_root`."""
+    """Change the size limits of the tmpfs whose mount root is open as `mount_root`."""
     context = _call("fspick", _SYS_FSPICK, mount_root, b"", _FSPICK_EMPTY_PATH)
     try:
         for key, value in (("size", size), ("nr_inodes", inodes)):
@@ -187,7 +187,7 @@ def resize_tmpfs(mount_root: int, *, size: int, inodes: int) -> None:
 
 
 def mount_detached(filesystem_type: str, source: str, options: dict[str, str | None]) -> int:
-    """A new mount (nosuid, nodev, noatime) that has no place yet: without one it ends with its descriptor."""
+    """Return a descriptor of a new mount (nosuid, nodev, noatime); unattached, it ends with its descriptor."""
     context = _call(f"fsopen {filesystem_type}", _SYS_FSOPEN, filesystem_type.encode(), _CLOEXEC)
     try:
         for key, value in {"source": source, **options}.items():
@@ -203,7 +203,7 @@ def mount_detached(filesystem_type: str, source: str, options: dict[str, str | N
 
 
 def landlock_abi() -> int:
-    """The Landlock version of this kernel, 0 where there is none."""
+    """Return the Landlock ABI version of this kernel, or 0."""
     result: int = _libc.syscall(
         ctypes.c_long(_SYS_LANDLOCK_CREATE_RULESET), None, ctypes.c_long(0), ctypes.c_long(1)
     )
@@ -211,7 +211,7 @@ def landlock_abi() -> int:
 
 
 def landlock_create(files: int, network: int, scoped: int) -> int:
-    # An older kernel refuses a longer structure unless the extra fields are zero, so this fits every version.
+    # Older kernels accept the longer structure if the extra fields are zero.
     attributes = struct.pack("=QQQ", files, network, scoped)
     return _call("landlock_create_ruleset", _SYS_LANDLOCK_CREATE_RULESET, attributes, len(attributes), 0)
 
@@ -225,5 +225,5 @@ def landlock_enforce(ruleset: int) -> None:
     _call("landlock_restrict_self", _SYS_LANDLOCK_RESTRICT_SELF, ruleset, 0)
 
 
-if sys.byteorder != "little":  # the structures above and the committed filters assume it
+if sys.byteorder != "little":  # the structures here and the committed filters assume it
     raise ImportError("fumehood's jail is built for little-endian machines only")

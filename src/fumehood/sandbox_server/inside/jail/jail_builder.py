@@ -1,8 +1,8 @@
-"""Builds one sandbox around the calling process, step by step.
+"""Builds the jail of one sandbox around the calling process.
 
-The order matters and is told in docs/security.md: cgroup, mounts and namespaces while the zygote's
-privileges in its own user namespace last, then a nested user namespace in which the mounts are locked,
-then capabilities, limits, Landlock, and the system-call filter last.
+The order matters (docs/security.md): cgroup, mounts and namespaces while the zygote's privileges in its user namespace
+last; then a nested user namespace in which the mounts are locked; then capabilities, limits, Landlock; the seccomp
+filter last.
 """
 
 import fcntl
@@ -20,22 +20,22 @@ from fumehood.sandbox_server.inside.jail import landlock, seccomp_filter
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP_RUNNING = 0x1 | 0x40
 _BACKLOG = 64
-# Files of a network namespace that tell of the whole host: every packet it takes, its sockets and their memory. The
-# supervisor still reads the last one, which is its own or, for root, any.
+# Files of a network namespace that describe the whole host: its packets, its sockets and their memory. The supervisor
+# still reads the last one.
 _HOST_WIDE_FILES = {"softnet_stat": 0, "protocols": 0, "rt_acct": 0, "sockstat": 0o400}
 NAMESPACE_FLAGS = os.CLONE_NEWNS | os.CLONE_NEWNET | os.CLONE_NEWIPC | os.CLONE_NEWUTS
 _MOUNT_FLAGS = syscalls.MS_NOSUID | syscalls.MS_NODEV
 
 
 class JailPlan(NamedTuple):
-    """What the supervisor asks for, told over the sandbox's own channel.
+    """The jail that the supervisor asks for, sent over the sandbox's own channel.
 
-    With namespaces the zygote has what is common to all, and only the rest is told: see `particulars`.
+    With namespaces the zygote holds the common part; the channel carries only `encode_overrides`.
 
+    isolation: `namespaces`, or `process` where something outside isolates (a pod; nothing in mode `degraded`) and the
+        jail is limits, Landlock and the seccomp filter.
     uid: the sandbox's user in the zygote's user namespace.
-    disk: a detached mount came with the plan; it holds the files, and `data_bytes` is for shared memory alone.
-    walls: `namespaces`; or `process`, where something outside (a pod, or nothing in degraded mode) is the wall
-    and only limits, Landlock and the filter are put on here.
+    disk: a detached mount came with the plan and holds the files; `data_bytes` then limits shared memory only.
     """
 
     isolation: str
@@ -60,10 +60,11 @@ class JailPlan(NamedTuple):
         return json.dumps(self._asdict())
 
     def encode_overrides(self) -> bytes:
-        """In few bytes and without JSON, whose code a sandbox would have to copy while it starts."""
+        """Encode what differs between sandboxes. Not JSON: a starting sandbox would copy the pages of its decoder."""
         return b"%d %d %d %d" % (self.uid, self.data_bytes, self.fresh_interpreter, self.disk)
 
     def with_overrides(self, body: bytes) -> "JailPlan":
+        """Return this plan with the values that `encode_overrides` wrote."""
         uid, data_bytes, fresh, disk = body.split()
         return self._replace(
             uid=int(uid), data_bytes=int(data_bytes), fresh_interpreter=fresh == b"1", disk=disk == b"1"
@@ -71,16 +72,17 @@ class JailPlan(NamedTuple):
 
 
 def join_cgroups(fds: list[int]) -> None:
+    """Move this process into the cgroups whose `cgroup.procs` are open as `fds`; closes them."""
     for fd in fds:
         os.write(fd, b"0")
         os.close(fd)
 
 
 def raise_oom_score(score: int) -> None:
-    """Make the kernel choose this process rather than the host's when memory runs out."""
-    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # else /proc/self is root's
+    """Make the OOM killer prefer this process to the host's."""
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root
     fd = os.open("/proc/self/oom_score_adj", os.O_RDWR | os.O_CLOEXEC)
-    # Lowering takes rights that a pod does not have.
+    # A pod may not lower it.
     if int(os.read(fd, 16)) < score:
         os.pwrite(fd, b"%d" % score, 0)
     os.close(fd)
@@ -88,10 +90,13 @@ def raise_oom_score(score: int) -> None:
 
 
 def build_jail(plan: JailPlan, init_pidfd: int, disks: list[int]) -> None:
-    """Furnish the namespaces of the sandbox's first process and enter them, as an owner of nothing outside."""
+    """Enter the namespaces of the sandbox's init, mount its file systems and become its user.
+
+    disks: the descriptor of the detached mount if `plan.disk`, else empty.
+    """
     os.setns(init_pidfd, NAMESPACE_FLAGS)
-    os.unshare(os.CLONE_NEWCGROUP)  # whose root is where this process has just gone
-    _bring_up_loopback()  # needs the proc that shows more than processes
+    os.unshare(os.CLONE_NEWCGROUP)  # its root is the cgroup that this process has just joined
+    _bring_up_loopback()  # needs the full proc
     _mount_tmpfs(plan)
     _mount_proc()
     if plan.disk:
@@ -103,7 +108,7 @@ def build_jail(plan: JailPlan, init_pidfd: int, disks: list[int]) -> None:
 
 
 def _attach_disk(plan: JailPlan, disks: list[int]) -> None:
-    """Files lie on a disk of this sandbox's own; shared memory has to be memory, and is charged as such."""
+    """Put the writable directories on the sandbox's disk, except shared memory, which stays on tmpfs."""
     _bind_writable_directories((layout.SHARED_MEMORY,), plan.uid)
     (disk,) = disks
     syscalls.attach_mount(disk, layout.STAGING)
@@ -114,13 +119,13 @@ def _attach_disk(plan: JailPlan, disks: list[int]) -> None:
 
 
 def _mount_tmpfs(plan: JailPlan) -> None:
-    """One, hence one quota of bytes and inodes, for every writable place."""
+    """Mount one tmpfs, and so one quota of bytes and inodes, for all writable directories."""
     options = f"size={plan.data_bytes},nr_inodes={plan.data_inodes},mode=0755"
     syscalls.mount("data", layout.STAGING, "tmpfs", _MOUNT_FLAGS, options)
 
 
 def _bind_writable_directories(targets: Iterable[str], uid: int) -> None:
-    """Give each of the places a directory of what is mounted for staging, and leave nothing else of it in sight."""
+    """Bind a directory of the staging mount to each target, then detach the staging mount."""
     for number, target in enumerate(targets):
         source = f"{layout.STAGING}/{number}"
         os.mkdir(source)
@@ -131,9 +136,10 @@ def _bind_writable_directories(targets: Iterable[str], uid: int) -> None:
 
 
 def _mount_proc() -> None:
-    """The kernel grants a new proc only where an old one is in full view. That goes last, and with the staging place.
+    """Mount a new proc and move the old one below the staging mount.
 
-    Each time something is unmounted the kernel waits until no processor can still see it: so all goes at once.
+    The kernel allows a new proc only while a full one is visible. The old one is detached together with the staging
+    mount: each unmount waits for an RCU grace period.
     """
     old, new = f"{layout.STAGING}/old", f"{layout.STAGING}/new"
     os.mkdir(old)
@@ -145,31 +151,31 @@ def _mount_proc() -> None:
 
 
 def _write_file(path: str, text: bytes) -> None:
-    """Without a file object, which would touch, and so copy, many pages that the forks share."""
+    """Write to an existing file without a file object, which would copy many shared pages."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     os.write(fd, text)
     os.close(fd)
 
 
 def _bring_up_loopback() -> None:
-    """The network is this and nothing else.
+    """Bring up `lo`, the only interface, and hide files that describe the host.
 
-    Small buffers: cgroup v1 counts those of TCP only in part, so their number times the least size, which every
-    socket is granted, has to stay in proportion to what it does count of a socket.
+    TCP buffers are small because cgroup v1 counts them only in part: the minimum that every socket gets must stay in
+    proportion to what is counted for a socket.
     """
     for name in ("tcp_rmem", "tcp_wmem"):
         _write_file(f"/proc/sys/net/ipv4/{name}", b"4096 4096 65536")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as control:
         fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", _IFF_UP_RUNNING))
     for name, mode in _HOST_WIDE_FILES.items():
-        try:  # nobody can undo it in the read-only proc of the sandbox
+        try:  # the sandbox's proc is read-only, so this cannot be undone
             os.chmod(f"/proc/self/net/{name}", mode)
         except FileNotFoundError:
             continue  # not in this kernel
 
 
 def listen_on_loopback(port: int) -> int:
-    """A listening socket on the sandbox's own loopback, for whoever is to accept there; nobody does yet."""
+    """Return a listening socket on the sandbox's loopback; the supervisor decides who accepts."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as listener:
         listener.bind(("127.0.0.1", port))
         listener.listen(_BACKLOG)
@@ -177,7 +183,7 @@ def listen_on_loopback(port: int) -> int:
 
 
 def switch_user(uid: int) -> None:
-    """Become the sandbox's kernel user; 0: an ordinary supervisor without a range, every sandbox is that user."""
+    """Become the sandbox's kernel user. 0: an unprivileged supervisor without a uid range; the user stays."""
     if uid:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -185,7 +191,7 @@ def switch_user(uid: int) -> None:
 
 
 def _enter_user_namespace(uid: int) -> None:
-    """Take the sandbox's own kernel user, then enter a user namespace that knows no other."""
+    """Become the sandbox's kernel user, then enter a user namespace that maps no other."""
     switch_user(uid)
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root after a change of user
     os.unshare(os.CLONE_NEWUSER | os.CLONE_NEWNS)
@@ -200,9 +206,9 @@ def _enter_user_namespace(uid: int) -> None:
 
 
 def set_resource_limits(plan: JailPlan) -> None:
-    """Resource limits; after the user namespace, so that RLIMIT_NPROC counts this sandbox only."""
+    """Set the resource limits; after the user namespace, so that RLIMIT_NPROC counts this sandbox only."""
     for kind, soft, hard in (
-        (resource.RLIMIT_CORE, 1, 1),  # not 0: see the policy of the filter
+        (resource.RLIMIT_CORE, 1, 1),  # not 0: see syscall_policy.py
         (resource.RLIMIT_NPROC, plan.processes, plan.processes),
         (resource.RLIMIT_NOFILE, min(1024, plan.open_files), plan.open_files),
         (resource.RLIMIT_MEMLOCK, 1 << 16, 1 << 16),
@@ -219,13 +225,13 @@ def set_resource_limits(plan: JailPlan) -> None:
 
 
 def drop_privileges() -> None:
-    """No capability left, and none to be had by executing anything."""
+    """Drop all capabilities and set no_new_privs."""
     syscalls.drop_all_capabilities()
     seccomp_filter.set_no_new_privs()
 
 
 def apply_restrictions(plan: JailPlan, seccomp_program: bytes) -> None:
-    """Landlock, then the system-call filter: the last steps before code that is not ours."""
+    """Apply Landlock, then the seccomp filter: the last steps before untrusted code. Raises OSError."""
     version = landlock.restrict(
         read_only=plan.read_only,
         read_write=plan.writable,
@@ -233,7 +239,5 @@ def apply_restrictions(plan: JailPlan, seccomp_program: bytes) -> None:
         deny_tcp=plan.deny_tcp,
     )
     if plan.needs_landlock and not version:
-        raise OSError(
-            "this kernel has no Landlock, and nothing else would keep the code from the host's files"
-        )
+        raise OSError("this kernel has no Landlock, and nothing else keeps the code from the host's files")
     seccomp_filter.install(seccomp_program)

@@ -1,4 +1,4 @@
-"""Landlock, the second wall behind the mounts: which trees may be touched."""
+"""Landlock rules: which files the process may use, as a second barrier behind the mounts."""
 
 import os
 import stat
@@ -40,16 +40,16 @@ def restrict(
     devices: Iterable[str],
     deny_tcp: bool = False,
 ) -> int:
-    """Confine the calling thread and all it starts; returns the Landlock version used, 0 for none.
+    """Restrict the calling thread and everything it starts; returns the ABI version used, 0 without Landlock.
 
-    What does not exist is passed over. Device nodes may never be made, not even in writable trees.
+    Missing paths are skipped. Device nodes may not be created, not even in writable trees.
     """
     abi = syscalls.landlock_abi()
     if not abi:
         return 0
     handled = _handled_rights(abi)
-    # TCP is left alone in a network namespace of its own: a rule there could not be loosened later for the
-    # egress listener. Scopes keep signals and abstract sockets inside.
+    # In a network namespace of its own TCP is not restricted: a rule could not be relaxed later for the egress
+    # listener. Scopes keep signals and abstract sockets inside.
     network = _BIND_TCP | _CONNECT_TCP if deny_tcp and abi >= 4 else 0
     scoped = _SCOPE_ABSTRACT_UNIX | _SCOPE_SIGNAL if abi >= 6 else 0
     ruleset = syscalls.landlock_create(handled, network, scoped)
@@ -69,9 +69,9 @@ def restrict(
 
 
 def restrict_to_directory(directory: int) -> None:
-    """For a helper: everything may be read (its imports), one open directory may be written; no TCP, no signals.
+    """Restrict a helper: it may read everything (its imports) and write below one directory; no TCP, no signals.
 
-    The first version would also forbid to move files from one directory to another: there, nothing is done.
+    ABI 1 would also forbid moving files between directories, so it is not used there.
     """
     abi = syscalls.landlock_abi()
     if abi < _FIRST_WITH_REFER:

@@ -1,8 +1,8 @@
-"""Lays out the files that the zygote and every sandbox see, then becomes the spawner.
+"""Builds the root file system that the zygote and all sandboxes share, then executes the spawner.
 
-The host's trees are on the stage of `roots`. They reach sandboxes as read-only overlays instead of plain binds, for
-two reasons: a mask in front hides what does not belong there (everything that is installed beside the sandbox's own
-packages), and mountinfo then shows neutral names rather than where the operator keeps things.
+The host's directories are on the stage (see rootfs.py). Sandboxes get them as read-only overlays instead of bind mounts:
+a mask on top hides what does not belong there (packages that are not the sandbox's), and mountinfo shows neutral names
+instead of the operator's paths.
 """
 
 import errno
@@ -15,13 +15,13 @@ from fumehood.sandbox_server.inside.jail.rootfs import NEW_ROOT
 
 _MASKS = "masks"
 _SITE_OVERLAY = "site-overlay"
-_BYTECODE = "bytecode"  # of the packages, where their installer wrote none
+_BYTECODE = "bytecode"  # of the packages, if their installer wrote none
 _PIP_SCRIPT = "#!{python}\nimport sys\n\nfrom pip import main\n\nsys.exit(main())\n"
 _START_SPAWNER = (
     "import sys; sys.path.insert(0, {guest!r}); "
     "from fumehood.sandbox_server.inside.processes import jail_spawner; jail_spawner.main({fd})"
 )
-# Why an overlay is refused, where the kernel's own words do not say it.
+# Hints for errors of overlay mounts.
 _OVERLAY_ERRORS = {
     errno.EPERM: " (overlays in user namespaces need Linux 5.11 or later)",
     errno.ENODEV: " (overlayfs is not loaded: as root, `modprobe overlay`)",
@@ -41,11 +41,11 @@ _ETC = {
 
 
 class HostTrees(NamedTuple):
-    """What is on the stage besides `usr` and `guest`, the directory of this package's `inside`.
+    """What is on the stage besides `usr` and `guest` (the directory `inside` of this package).
 
-    has_python: the interpreter is not the distribution's own, and `python` is its prefix.
-    packages: names of directories of packages, and what is shown of each.
-    roots: how the host spells /lib, /bin and the like: a link into /usr, or None for a directory, `root-lib`.
+    has_python: the interpreter is not the distribution's; its prefix is `python` on the stage.
+    packages: package directories on the stage, and the names to show of each.
+    roots: /lib, /bin and the like on the host: the target of a link into /usr, or None for a directory (`root-lib`).
     """
 
     version: str  # "3.12"
@@ -57,14 +57,14 @@ class HostTrees(NamedTuple):
 
 
 def exec_spawner(control_fd: int, environ: dict[str, str]) -> NoReturn:
-    """Become the spawner, in a fresh address space with this environment and nothing else."""
+    """Execute the spawner in a new address space, with this environment only."""
     python = f"{layout.VIRTUALENV}/bin/python"
     source = _START_SPAWNER.format(guest=layout.GUEST_ROOT, fd=control_fd)
     os.execve(python, [python, "-c", source], environ)
 
 
 def build_root(trees: HostTrees) -> None:
-    """Build the new root; raises OSError if any part of it fails, since each part also hides something."""
+    """Build the new root. Raises OSError if any part fails, since each part also hides something."""
     directories = (
         *("/etc", "/opt", "/proc", "/dev", "/mnt", "/home", layout.STAGING),
         *layout.WRITABLE,
@@ -87,13 +87,13 @@ def build_root(trees: HostTrees) -> None:
     _install_init_program()
     rootfs.bind_devices()
     if os.path.isdir("layers"):
-        # Read-only; the spawner takes it out of every sandbox's sight.
+        # Read-only; the spawner hides it from sandboxes.
         rootfs.bind_mount("layers", layout.PACKAGE_LAYERS)
     rootfs.mount_proc()
 
 
 def _system_packages() -> set[str]:
-    """Where a distribution installs Python packages of its own, below /usr: they are the host's."""
+    """Return the distribution's Python package directories below /usr, which belong to the host."""
     return {
         f"/{library}/{name}/{packages}"
         for library in ("lib", "lib64")
@@ -105,12 +105,12 @@ def _system_packages() -> set[str]:
 
 
 def _hidden_beside_python(trees: HostTrees) -> set[str]:
-    """What lies in the interpreter's prefix and is not the interpreter."""
+    """Return the paths in the interpreter's prefix that are not the interpreter."""
     prefix, library = "python", trees.library
     hidden = {f"/{name}" for name in os.listdir(prefix) if name not in ("bin", "lib", "lib64")}
     hidden |= {f"/bin/{name}" for name in os.listdir(f"{prefix}/bin") if name != trees.executable}
     for name in os.listdir(f"{prefix}/lib"):
-        # Shared libraries stay: a relocatable build keeps its own OpenSSL and the like beside libpython.
+        # Keep shared libraries: a relocatable build has its own OpenSSL and the like beside libpython.
         if name != library and ".so" not in name:
             hidden.add(f"/lib/{name}")
     for directory in ("lib", "lib64"):
@@ -120,7 +120,7 @@ def _hidden_beside_python(trees: HostTrees) -> set[str]:
 
 
 def _create_virtualenv(trees: HostTrees) -> None:
-    """A virtual environment with the sandbox's packages, so that subprocesses see them as well."""
+    """Create a virtual environment with the sandbox's packages, so that subprocesses find them too."""
     home = f"{layout.PYTHON_PREFIX}/bin" if trees.has_python else "/usr/bin"
     binaries = f"{NEW_ROOT}{layout.VIRTUALENV}/bin"
     os.makedirs(binaries)
@@ -132,17 +132,17 @@ def _create_virtualenv(trees: HostTrees) -> None:
         with open(f"{binaries}/{name}", "w") as file:
             file.write(_PIP_SCRIPT.format(python=f"{layout.VIRTUALENV}/bin/python"))
             os.fchmod(file.fileno(), 0o755)
-    _copy_tree("guest/site_overlay", _SITE_OVERLAY)  # what we put among the sandbox's packages
+    _copy_tree("guest/site_overlay", _SITE_OVERLAY)  # fumehood's own modules among the sandbox's packages
     shown = [
         (tree, {f"/{name}" for name in os.listdir(tree) if name not in keep} | {"/pip"})
         for tree, keep in trees.packages
     ]
-    fronts = (_SITE_OVERLAY, _BYTECODE) if os.path.isdir(_BYTECODE) else (_SITE_OVERLAY,)
-    _mount_overlay(f"{layout.VIRTUALENV}/lib/{trees.library}/site-packages", shown, upper_layers=fronts)
+    upper_layers = (_SITE_OVERLAY, _BYTECODE) if os.path.isdir(_BYTECODE) else (_SITE_OVERLAY,)
+    _mount_overlay(f"{layout.VIRTUALENV}/lib/{trees.library}/site-packages", shown, upper_layers=upper_layers)
 
 
 def _copy_tree(source: str, target: str) -> None:
-    """Copy a small tree: an installed package lies inside site-packages, and overlays refuse nested layers."""
+    """Copy a small tree: the source may lie in site-packages, and overlays refuse nested layers."""
     os.mkdir(target)
     for entry in os.scandir(source):
         if entry.is_dir():
@@ -156,18 +156,19 @@ def _copy_tree(source: str, target: str) -> None:
 def _mount_overlay(
     target: str, trees: list[tuple[str, set[str]]], *, upper_layers: tuple[str, ...] = ()
 ) -> None:
-    """Show each tree at `target` without the paths to hide, read-only, with `fronts` on top; the first tree wins.
+    """Mount these trees read-only at `target`, each without its hidden paths; the first tree wins.
 
-    There is no other way: a plain bind would show what is hidden, and the host's paths in mountinfo.
+    upper_layers: further layers on top.
+    There is no fallback: a bind mount would show what is hidden, and the host's paths in mountinfo.
     """
     os.makedirs(NEW_ROOT + target, exist_ok=True)
     layers = list(upper_layers)
     for tree, hidden in trees:
         layers += [_make_mask(tree, hidden), tree]
     if len(layers) == 1:
-        layers.append(_make_mask("usr", set()))  # an overlay has two layers at least
+        layers.append(_make_mask("usr", set()))  # an overlay needs two layers
     flags = syscalls.MS_RDONLY | syscalls.MS_NOSUID | syscalls.MS_NODEV
-    try:  # with relative names: what is given here is what mountinfo shows
+    try:  # relative names: mountinfo shows them as they are given
         syscalls.mount("sandbox", NEW_ROOT + target, "overlay", flags, f"lowerdir={':'.join(layers)}")
     except OSError as error:
         raise OSError(
@@ -176,13 +177,13 @@ def _mount_overlay(
 
 
 def _make_mask(tree: str, hidden: set[str]) -> str:
-    """A directory that, laid over a tree, hides these paths of it."""
+    """Return a layer that hides these paths of a tree."""
     mask = f"{_MASKS}/{len(os.listdir(_MASKS))}"
     os.mkdir(mask)
     for path in hidden:
         if os.path.lexists(tree + path):
             os.makedirs(os.path.dirname(mask + path), exist_ok=True)
-            os.mknod(mask + path, 0o20000)  # character device 0:0, an overlay's "not here"
+            os.mknod(mask + path, 0o20000)  # character device 0:0 is an overlay's whiteout
     return mask
 
 
@@ -190,7 +191,7 @@ def _write_etc() -> None:
     for name, text in _ETC.items():
         with open(f"{NEW_ROOT}/etc/{name}", "w") as file:
             file.write(text)
-    if os.path.isdir("alternatives"):  # Debian's awk, editor, … are links through here
+    if os.path.isdir("alternatives"):  # Debian's awk, editor and others are links through here
         os.mkdir(f"{NEW_ROOT}/etc/alternatives")
         for entry in os.scandir("alternatives"):
             if entry.is_symlink() and os.readlink(entry.path).startswith("/usr/"):
@@ -205,7 +206,7 @@ def _write_etc() -> None:
 
 
 def _install_init_program() -> None:
-    """Where it can be executed, whatever became of its mode when this package was installed."""
+    """Copy the init program to where it is executable, whatever mode it was installed with."""
     try:
         with open(f"guest/init.{os.uname().machine}", "rb") as source:
             program = source.read()

@@ -1,7 +1,6 @@
-"""Puts the calling process under a seccomp program, for good.
+"""Installs a seccomp program on the calling process.
 
-It runs in the jail, in a child forked from the zygote, so everything is looked up at import: no dlopen, no
-symbol search after the fork.
+This runs in a fork of the zygote, so symbols are looked up at import.
 """
 
 import ctypes
@@ -12,13 +11,13 @@ import os
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_GET_NO_NEW_PRIVS = 39
 _SECCOMP_SET_MODE_FILTER = 1
-# The caller has one thread, so this changes nothing; should a library have started another one, it is
-# filtered too or the call fails. SECCOMP_FILTER_FLAG_SPEC_ALLOW is not set: it would opt untrusted code out
-# of the speculation mitigations that some kernels tie to seccomp.
+# The caller has one thread; if a library has started another, it is filtered too, or the call fails.
+# SECCOMP_FILTER_FLAG_SPEC_ALLOW is not set: it would opt untrusted code out of the speculation mitigations that some
+# kernels tie to seccomp.
 _SECCOMP_FILTER_FLAG_TSYNC = 1
 _SECCOMP_NUMBER = {"x86_64": 317, "aarch64": 277}.get(os.uname().machine)
 _INSTRUCTION = 8
-_MOST_INSTRUCTIONS = 4096  # BPF_MAXINSNS
+_MAX_INSTRUCTIONS = 4096  # BPF_MAXINSNS
 
 
 class _SockFprog(ctypes.Structure):
@@ -41,26 +40,25 @@ def _os_error(number: int, what: str) -> OSError:
 
 
 def set_no_new_privs() -> None:
-    """Sets no_new_privs, which `install` wants; raises OSError."""
+    """Set no_new_privs, which `install` requires. Raises OSError."""
     if _prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
         raise _os_error(ctypes.get_errno(), "no_new_privs")
 
 
 @functools.cache
 def prepare_program(program: bytes) -> tuple[_SockFprog, ctypes.Array[ctypes.c_char]]:
-    """What the kernel is to be given, and the memory that it refers to; asked for before a fork, the child has it."""
+    """Return the kernel's argument and the memory it points to; cached, so that a fork need not make it."""
     count, rest = divmod(len(program), _INSTRUCTION)
-    if rest or not 0 < count <= _MOST_INSTRUCTIONS:
+    if rest or not 0 < count <= _MAX_INSTRUCTIONS:
         raise _os_error(errno.EINVAL, f"seccomp program of {len(program)} bytes")
     instructions = ctypes.create_string_buffer(program, len(program))
     return _SockFprog(count, ctypes.addressof(instructions)), instructions
 
 
 def install(program: bytes) -> None:
-    """Filters this process and all it will start; raises OSError and then nothing has changed.
+    """Filter this process and everything it starts. Raises OSError, and then nothing has changed.
 
-    no_new_privs must be set already. The kernel insists on it only for callers without CAP_SYS_ADMIN, here
-    it is a condition for everyone.
+    no_new_privs must be set, also for callers with CAP_SYS_ADMIN, from whom the kernel does not require it.
     """
     argument, _ = prepare_program(program)
     if _SECCOMP_NUMBER is None:

@@ -29,6 +29,8 @@ from typing import Any, NoReturn
 
 from fumehood.sandbox_server.inside import framing, layout
 from fumehood.sandbox_server.inside.runner import (
+    captured_streams,
+    cell_compiler,
     display,
     interrupts,
     output_capture,
@@ -75,11 +77,11 @@ class CodeRunner:
         self._guard = interrupts.InterruptGuard()
         self._wrapped_forks = self._guard.wrap_forks()
         self._output = output_capture.OutputQueue(self._guard)
-        self._stdout = output_capture.CapturedStream(self._output, framing.MessageKind.STDOUT)
-        self._stderr = output_capture.CapturedStream(self._output, framing.MessageKind.STDERR)
+        self._stdout = captured_streams.CapturedStream(self._output, framing.MessageKind.STDOUT)
+        self._stderr = captured_streams.CapturedStream(self._output, framing.MessageKind.STDERR)
         self._displays = display.DisplayPublisher(self._output)
         self._commands = shell_commands.ShellCommands(self._guard)
-        self._cell_compiler = tracebacks.CellCompiler()
+        self._cell_compiler = cell_compiler.CellCompiler()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._memory_reserve: mmap.mmap | None = None
         self._main_module = types.ModuleType("__main__")
@@ -95,7 +97,7 @@ class CodeRunner:
         _libc.setvbuf(ctypes.c_void_p.in_dll(_libc, "stdout"), None, _LINE_BUFFERED, 0)
         self._displays.hook_matplotlib()
         display.install_ipython_stub(self._displays)
-        tracebacks.install_shell_builtin()
+        cell_compiler.install_shell_builtin()
         # The pump is a thread, but it never holds a lock that a child could miss.
         warnings.filterwarnings("ignore", _FORK_WARNING, DeprecationWarning)
 
@@ -152,7 +154,7 @@ class CodeRunner:
         self._globals.update({"__name__": "__main__", "__builtins__": builtins})
         for name in ("__doc__", "__package__", "__loader__", "__spec__"):
             self._globals[name] = None
-        self._cell_compiler = tracebacks.CellCompiler()
+        self._cell_compiler = cell_compiler.CellCompiler()
         if self._memory_reserve is not None:
             self._memory_reserve.close()
             self._memory_reserve = None
@@ -327,7 +329,7 @@ class CodeRunner:
                     stream.flush()
         _flush_c(None)
 
-    def _run_async_cell(self, cell: tracebacks.CompiledCell) -> object:
+    def _run_async_cell(self, cell: cell_compiler.CompiledCell) -> object:
         """Run a cell that awaits on the loop which all such cells share."""
         if self._loop is None or self._loop.is_closed():
             self._loop = asyncio.new_event_loop()
@@ -433,12 +435,12 @@ class CodeRunner:
         return input
 
 
-async def _run_async(cell: tracebacks.CompiledCell, namespace: dict[str, Any]) -> object:
+async def _run_async(cell: cell_compiler.CompiledCell, namespace: dict[str, Any]) -> object:
     value: Any = None
     for code in (cell.body, cell.last):
         if code is not None:
             value = eval(code, namespace)
-            if code.co_flags & tracebacks.COROUTINE:
+            if code.co_flags & cell_compiler.COROUTINE:
                 value = await value
     return value if cell.last is not None else None
 
