@@ -246,8 +246,8 @@ def make_websocket_protocol(
     refusal: answers what is no beginning of a WebSocket. on_stalled: is told of readers that were left.
     """
     own = {
-        "refusal": staticmethod(render_error),
+        "render_error": staticmethod(render_error),
         "on_stalled": staticmethod(on_stalled),
-        "share": ReadScheduler(),
+        "scheduler": ReadScheduler(),
     }
     return type("_Bounded", (_SlicedWebSocketProtocol,), own)
