@@ -154,7 +154,7 @@ def make_scripted_subject() -> ModelSubject:
             "calls": [*calls("f", {"x": 1}), *calls("g", {})],
             "fails": ModelUnreachable("down"),
             "breaks": [*says("a"), ModelUnreachable("broke")],
-            "waits": [*says("a", pieces=1), never],
+            "waits": [*says("a", deltas=1), never],
         }
         return turns[request.model]
 

@@ -178,7 +178,7 @@ async def test_citations_survive_streams_storage_and_replay() -> None:
     echo = EchoTool(
         files=[in_container("a b.csv"), in_container("c.png")], known_files=[in_container("old.txt")]
     )
-    turn = (calls("echo", {}), says(text, pieces=7))
+    turn = (calls("echo", {}), says(text, deltas=7))
     async with ScriptedModel(*turn, *turn, says("Yes."), says("Yes.")) as model:
         engine = EngineHarness(model, [echo])
         events = await engine.stream(tools=[ECHO])

@@ -290,7 +290,7 @@ async def test_instructions_that_come_anew_are_shown_once() -> None:
 
 async def test_only_the_latest_messages_are_kept_and_the_summary_is_bounded() -> None:
     profile = ModelProfile(context_window=4000)
-    async with ScriptedModel(says("s" * 100_000, pieces=50), says("Yes."), profile=profile) as model:
+    async with ScriptedModel(says("s" * 100_000, deltas=50), says("Yes."), profile=profile) as model:
         engine = EngineHarness(model)
         asked = [{"role": "user", "content": f"{number} " + "x" * 1000} for number in range(10)]
         answer = await compacted(
@@ -336,7 +336,7 @@ async def test_a_window_of_messages_that_nobody_answered_becomes_short_too() -> 
 
 
 async def test_a_model_that_thinks_without_end_is_not_waited_for() -> None:
-    endless = [*says("A summary.", pieces=1), *thinks("hm " * 50_000, pieces=30), asyncio.Event()]
+    endless = [*says("A summary.", deltas=1), *thinks("hm " * 50_000, deltas=30), asyncio.Event()]
     model = ScriptedModel(endless)
     answer = await compacted(EngineHarness(model), input="Hi")
     assert len(answer.output) == 1
@@ -425,7 +425,7 @@ def test_one_that_was_changed_anywhere_is_refused_by_its_place(data: st.DataObje
 @st.composite
 def answers(draw: st.DrawFn) -> list[Any]:
     """A turn: some text, perhaps calls, of the hosted tool or of the client's."""
-    said = says("word " * draw(st.sampled_from([1, 50, 400, 1500])), pieces=1)
+    said = says("word " * draw(st.sampled_from([1, 50, 400, 1500])), deltas=1)
     kind = draw(st.sampled_from(["text", "text", "hosted", "client", "both"]))
     if kind in ("hosted", "both"):
         said = [*said, *calls("scripted", {})]

@@ -217,7 +217,7 @@ async def test_citations() -> None:
         known_files=[make_produced_file("old.txt")],
     )
     text = "é [t](sandbox:/mnt/data/a%20b.csv) and sandbox:/mnt/data/old.txt, not sandbox:/mnt/data/no."
-    async with ScriptedModel(calls("echo", {}), says(text, pieces=5)) as model:
+    async with ScriptedModel(calls("echo", {}), says(text, deltas=5)) as model:
         events = await EngineHarness(model, [echo]).stream(tools=[ECHO])
     message = check_invariants(events).output[-1]
     assert isinstance(message, OutputMessage)

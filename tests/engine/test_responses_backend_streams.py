@@ -242,7 +242,7 @@ async def test_items_that_only_the_server_and_the_client_understand() -> None:
     patch = Raw(b'{"type":"apply_patch_call","id":"apc_1","call_id":"call_p"}')
     model = ScriptedModel(
         [
-            *says("a", pieces=1),
+            *says("a", deltas=1),
             ModelPassthroughItem(searched),
             *calls("echo", {"text": "ran"}),
             ModelPassthroughItem(patch, awaits_client=True),

@@ -14,7 +14,7 @@ WEATHER = {
 
 
 async def test_text() -> None:
-    events = await EngineHarness(ScriptedModel([*says("Hello you", pieces=2)])).stream()
+    events = await EngineHarness(ScriptedModel([*says("Hello you", deltas=2)])).stream()
     check_invariants(events)
     assert make_readable(events) == snapshot(
         [
@@ -114,7 +114,7 @@ async def test_text() -> None:
 
 
 async def test_reasoning_then_text() -> None:
-    events = await EngineHarness(ScriptedModel([*thinks("hm", pieces=1), *says("Yes", pieces=1)])).stream()
+    events = await EngineHarness(ScriptedModel([*thinks("hm", deltas=1), *says("Yes", deltas=1)])).stream()
     check_invariants(events)
     assert make_readable(events)[2:-1] == snapshot(
         [
@@ -230,7 +230,7 @@ async def test_reasoning_then_text() -> None:
 
 
 async def test_refusal_after_text() -> None:
-    events = await EngineHarness(ScriptedModel([*says("Well", pieces=1), *refuses("No", pieces=1)])).stream()
+    events = await EngineHarness(ScriptedModel([*says("Well", deltas=1), *refuses("No", deltas=1)])).stream()
     check_invariants(events)
     assert make_readable(events)[2:-1] == snapshot(
         [
@@ -333,7 +333,7 @@ async def test_refusal_after_text() -> None:
 
 async def test_function_calls_one_after_another() -> None:
     turn = [
-        *says("Let me see", pieces=1),
+        *says("Let me see", deltas=1),
         calls("weather", {"city": "Bonn"}),
         calls("weather", {"city": "Ulm"}),
     ]

@@ -94,7 +94,7 @@ async def test_what_would_be_no_use_is_not_tried(error: ModelError) -> None:
 
 async def test_never_once_it_has_begun() -> None:
     clock = RecordingClock()
-    async with ScriptedModel([*says("a", pieces=1), DOWN]) as model:
+    async with ScriptedModel([*says("a", deltas=1), DOWN]) as model:
         seen: list[Sequence[AnyModelEvent]] = []
         with pytest.raises(ModelUnreachable):
             seen += [batch async for batch in RetryingBackend(model, 3, clock).stream(REQUEST)]

@@ -99,10 +99,10 @@ import asyncio, os, signal, sys
 from pathlib import Path
 from fumehood.store import database
 from fumehood.store.sqlite_store import SqliteStore
-from fumehood.testing.kits.store_fixtures import stored
+from fumehood.testing.kits.store_fixtures import store_response
 async def main():
     store = await SqliteStore.open(Path(sys.argv[1]))
-    response = await stored(store, sys.argv[2])
+    response = await store_response(store, sys.argv[2])
     await store.delete_response("tenant", response.id)
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())

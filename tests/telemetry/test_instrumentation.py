@@ -211,7 +211,7 @@ def _turns(notes: RecordingListener) -> list[TurnRecord]:
 async def test_a_turn_that_is_left_is_told_once_and_as_cancelled() -> None:
     notes = RecordingListener()
     observer = RecordDispatcher([notes])
-    model = ScriptedModel([*says("a", pieces=1), asyncio.Event()])
+    model = ScriptedModel([*says("a", deltas=1), asyncio.Event()])
     batches = (
         InstrumentedModelProvider(ScriptedModelProvider(model), observer)
         .get_backend("m")

@@ -29,7 +29,7 @@ async def run_turn(model: ScriptedModel, request: ModelRequest = REQUEST) -> lis
 async def test_a_turn_of_everything() -> None:
     usage = Usage(input_tokens=1, output_tokens=2, total_tokens=3)
     script = [
-        *thinks("Hm", pieces=1),
+        *thinks("Hm", deltas=1),
         *says("I compute."),
         *calls("f", {"x": 1}),
         *calls("g", "{", call_id="own"),
@@ -54,7 +54,7 @@ async def test_a_turn_of_everything() -> None:
 
 
 async def test_batches_and_an_end_of_ones_own() -> None:
-    call = calls("f", "{}", pieces=1)
+    call = calls("f", "{}", deltas=1)
     async with ScriptedModel(
         [[*says("a"), *call, ModelTurnEnded("length")], ModelTextDelta("never told")]
     ) as model:
@@ -94,7 +94,7 @@ async def test_a_turn_that_is_left_is_noted() -> None:
 
 async def test_a_function_of_the_request() -> None:
     def answer(request: ModelRequest) -> Sequence[TurnStep]:
-        return says(request.model, pieces=1)
+        return says(request.model, deltas=1)
 
     async with ScriptedModel(answer) as model:
         assert await run_turn(model, ModelRequest(model="other")) == [

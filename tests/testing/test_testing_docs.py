@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 # What stands for the reader's own provider.
-_THEIRS = "from tests.support.scripted_sandbox_programs import scripted as MySandboxes\n"
+_THEIRS = "from tests.support.scripted_sandbox_programs import make_scripted_sandboxes as MySandboxes\n"
 
 
 def test_examples(tmp_path: Path) -> None:

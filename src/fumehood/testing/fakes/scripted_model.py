@@ -50,31 +50,31 @@ type TurnStep = (
 type ScriptedTurn = Sequence[TurnStep] | Exception | Callable[[ModelRequest], Sequence[TurnStep] | Exception]
 
 
-def says(text: str, *, pieces: int = 3) -> list[ModelTextDelta]:
+def says(text: str, *, deltas: int = 3) -> list[ModelTextDelta]:
     """The model writes this, in so many deltas."""
-    return [ModelTextDelta(piece) for piece in _split_text(text, pieces)]
+    return [ModelTextDelta(delta) for delta in _split_text(text, deltas)]
 
 
-def refuses(text: str, *, pieces: int = 3) -> list[ModelRefusalDelta]:
+def refuses(text: str, *, deltas: int = 3) -> list[ModelRefusalDelta]:
     """The model declines, in these words."""
-    return [ModelRefusalDelta(piece) for piece in _split_text(text, pieces)]
+    return [ModelRefusalDelta(delta) for delta in _split_text(text, deltas)]
 
 
-def thinks(text: str, *, pieces: int = 3) -> list[ModelReasoningDelta]:
+def thinks(text: str, *, deltas: int = 3) -> list[ModelReasoningDelta]:
     """The model shows its reasoning."""
-    return [ModelReasoningDelta(piece) for piece in _split_text(text, pieces)]
+    return [ModelReasoningDelta(delta) for delta in _split_text(text, deltas)]
 
 
 def calls(
-    name: str, arguments: Mapping[str, object] | str, *, call_id: str | None = None, pieces: int = 3
+    name: str, arguments: Mapping[str, object] | str, *, call_id: str | None = None, deltas: int = 3
 ) -> list[ScriptedFunctionCall]:
     """The model calls a function; a string is taken as its arguments as they are, valid or not."""
     text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
-    return [ScriptedFunctionCall(name, tuple(_split_text(text, pieces)), call_id)]
+    return [ScriptedFunctionCall(name, tuple(_split_text(text, deltas)), call_id)]
 
 
-def _split_text(text: str, pieces: int) -> list[str]:
-    count = max(1, min(pieces, len(text)))
+def _split_text(text: str, parts: int) -> list[str]:
+    count = max(1, min(parts, len(text)))
     bounds = [len(text) * number // count for number in range(count + 1)]
     return [text[start:end] for start, end in itertools.pairwise(bounds) if end > start]
 
