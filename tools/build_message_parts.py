@@ -17,7 +17,7 @@ from fumehood.message_parts.vendor_codec import ItemMapping, VendorCodec
 from fumehood.message_parts.vendors import VENDORS, openai
 
 ROOT = Path(__file__).resolve().parent.parent
-PUBLISHED_SCHEMAS = ROOT / "src" / "fumehood" / "parts" / "published"
+PUBLISHED_SCHEMAS = ROOT / "src" / "fumehood" / "message_parts" / "published_schemas"
 PAGE = ROOT / "docs" / "telemetry.md"
 _BLOCK = "<!-- {name}: made by tools/build_message_parts.py -->\n"
 
@@ -56,7 +56,7 @@ def vendor_table() -> Iterator[str]:
         own = _own_mappings(vendor)
         code = [shape for shape in own if shape.kind == "code_interpreter"]
         joint = "one item, split" if any(shape.is_unified for shape in code) else "two items"
-        more = "yes" if len(own) < len(vendor.shapes) else ""
+        more = "yes" if len(own) < len(vendor.item_mappings) else ""
         ids = f"{_id_fields(own, call=True)} | {_id_fields(own, call=False)}"
         yield f"| {vendor.title} | `{vendor.name}` | {joint} | {ids} | {more} |"
 

@@ -18,7 +18,7 @@ from tests.support.openai_server import OpenAIServer
 class GatewayServer:
     """A gateway, the model behind it, and the SDK in front of it."""
 
-    served: GatewayProcess
+    process: GatewayProcess
     model: ScriptedModelServer
     client: OpenAI
 
@@ -28,13 +28,13 @@ class GatewayServer:
 
 
 @pytest.fixture(scope="session")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayServer]:
+def gateway_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayServer]:
     with ScriptedModelServer() as model:
         yield from _served(tmp_path_factory.mktemp("gateway"), model, settings_for(model))
 
 
 @pytest.fixture(scope="session")
-def house_without_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayServer]:
+def gateway_without_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayServer]:
     """Starts much faster."""
     with ScriptedModelServer() as model:
         yield from _served(tmp_path_factory.mktemp("gateway"), model, settings_without_code(model))
@@ -61,14 +61,14 @@ class OpenAIStandIn:
 
 
 @pytest.fixture(scope="session")
-def one_elsewhere() -> Iterator[OpenAIStandIn]:
+def shared_stand_in() -> Iterator[OpenAIStandIn]:
     with openai_server.serving() as server, openai_server.client_of(server) as client:
         yield OpenAIStandIn(server, client)
 
 
 @pytest.fixture
-def elsewhere(one_elsewhere: OpenAIStandIn) -> OpenAIStandIn:
-    one_elsewhere.server.script()
-    one_elsewhere.server.no_more_containers = False
-    one_elsewhere.server.broken = None
-    return one_elsewhere
+def openai_stand_in(shared_stand_in: OpenAIStandIn) -> OpenAIStandIn:
+    shared_stand_in.server.script()
+    shared_stand_in.server.no_more_containers = False
+    shared_stand_in.server.broken = None
+    return shared_stand_in

@@ -102,10 +102,10 @@ def span_endings(spans: list[ReadableSpan]) -> list[tuple[str, Any, StatusCode]]
 # --- spans --------------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_is_a_trace_of_its_requests_and_functions(elsewhere: OpenAIStandIn) -> None:
+def test_an_evaluation_is_a_trace_of_its_requests_and_functions(openai_stand_in: OpenAIStandIn) -> None:
     recorded, session = TelemetryRecorder(), Session()
-    elsewhere.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
-    adapter = elsewhere.adapter(observer=recorded.telemetry())
+    openai_stand_in.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
+    adapter = openai_stand_in.adapter(observer=recorded.telemetry())
     with recorded.tracers.get_tracer("mine").start_as_current_span("mine"):
         adapter.evaluate(prompt(query_tool), session=session)
     mine, evaluation, first, function, second = recorded.spans()
@@ -122,7 +122,7 @@ def test_an_evaluation_is_a_trace_of_its_requests_and_functions(elsewhere: OpenA
         SpanKind.INTERNAL,
         SpanKind.INTERNAL,
     )
-    port = int(elsewhere.server.url.rpartition(":")[2].removesuffix("/v1"))
+    port = int(openai_stand_in.server.url.rpartition(":")[2].removesuffix("/v1"))
     assert attributes_of(first) == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "openai",
@@ -157,29 +157,31 @@ def test_an_evaluation_is_a_trace_of_its_requests_and_functions(elsewhere: OpenA
 
 
 def test_each_request_carries_the_context_of_its_span(
-    elsewhere: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch
+    openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded = TelemetryRecorder()
     busy = error(503, "Busy.")
-    elsewhere.server.script(busy, response(function_call("c1", '{"sql": "x"}')), response(message("done")))
-    elsewhere.adapter(observer=recorded.telemetry(), throttle=PATIENT).evaluate(prompt(query_tool))
+    openai_stand_in.server.script(
+        busy, response(function_call("c1", '{"sql": "x"}')), response(message("done"))
+    )
+    openai_stand_in.adapter(observer=recorded.telemetry(), throttle=PATIENT).evaluate(prompt(query_tool))
     expected = [ids(span) for span in recorded.spans() if span.kind is SpanKind.CLIENT]
-    sent = [headers["traceparent"].rpartition("-")[0] for headers in elsewhere.server.headers]
+    sent = [headers["traceparent"].rpartition("-")[0] for headers in openai_stand_in.server.headers]
     assert sent == [expected[0], *expected]
-    elsewhere.server.script(response(message("done")))
-    elsewhere.adapter(observer=recorded.telemetry(propagate=False)).evaluate(prompt())
-    assert "traceparent" not in elsewhere.server.headers[0]
-    elsewhere.server.script(response(message("done")))
+    openai_stand_in.server.script(response(message("done")))
+    openai_stand_in.adapter(observer=recorded.telemetry(propagate=False)).evaluate(prompt())
+    assert "traceparent" not in openai_stand_in.server.headers[0]
+    openai_stand_in.server.script(response(message("done")))
     monkeypatch.setenv("OTEL_PROPAGATORS", "none")
-    elsewhere.adapter(observer=recorded.telemetry()).evaluate(prompt())
-    assert "traceparent" not in elsewhere.server.headers[0]
+    openai_stand_in.adapter(observer=recorded.telemetry()).evaluate(prompt())
+    assert "traceparent" not in openai_stand_in.server.headers[0]
 
 
-def test_a_tool_that_the_provider_ran_is_an_event_and_has_no_duration(elsewhere: OpenAIStandIn) -> None:
+def test_a_tool_that_the_provider_ran_is_an_event_and_has_no_duration(openai_stand_in: OpenAIStandIn) -> None:
     recorded = TelemetryRecorder()
-    elsewhere.server.script(response(code_call(), message("42")))
+    openai_stand_in.server.script(response(code_call(), message("42")))
     tool = OpenAICodeInterpreterTool(container=AutoContainerConfig(memory_limit="4g"))
-    elsewhere.adapter(observer=recorded.telemetry()).evaluate(prompt(tool))
+    openai_stand_in.adapter(observer=recorded.telemetry()).evaluate(prompt(tool))
     evaluation, chat = recorded.spans()
     container = code_call()["container_id"]
     assert attributes_of(chat)["fumehood.container.memory_limit"] == "4g"
@@ -202,14 +204,16 @@ def test_a_tool_that_the_provider_ran_is_an_event_and_has_no_duration(elsewhere:
     ]
 
 
-def test_a_call_of_the_providers_is_never_taken_for_one_that_has_ended_here(elsewhere: OpenAIStandIn) -> None:
+def test_a_call_of_the_providers_is_never_taken_for_one_that_has_ended_here(
+    openai_stand_in: OpenAIStandIn,
+) -> None:
     recorded = TelemetryRecorder()
     own = Tool[Query, Query](name="code_interpreter", description="Mine.", handler=query_tool.handler)
-    elsewhere.server.script(
+    openai_stand_in.server.script(
         response(function_call("ci_1", '{"sql": "x"}', "code_interpreter")),
         response(code_call(status="failed", outputs=None), message("done")),
     )
-    elsewhere.adapter(observer=recorded.telemetry(), hosted_tools=HOSTED).evaluate(prompt(own))
+    openai_stand_in.adapter(observer=recorded.telemetry(), hosted_tools=HOSTED).evaluate(prompt(own))
     assert span_endings(recorded.spans())[2] == ("execute_tool code_interpreter", None, StatusCode.UNSET)
     assert [event.name for event in recorded.spans()[0].events] == [
         "fumehood.prompt_rendered",
@@ -217,7 +221,7 @@ def test_a_call_of_the_providers_is_never_taken_for_one_that_has_ended_here(else
     ]
 
 
-def test_spans_of_handlers_and_of_inner_prompts_are_below_the_tools(elsewhere: OpenAIStandIn) -> None:
+def test_spans_of_handlers_and_of_inner_prompts_are_below_the_tools(openai_stand_in: OpenAIStandIn) -> None:
     recorded = TelemetryRecorder()
 
     def ask(params: Query, *, context: ToolContext) -> ToolResult[Query]:
@@ -226,12 +230,12 @@ def test_spans_of_handlers_and_of_inner_prompts_are_below_the_tools(elsewhere: O
         return ToolResult.ok(params)
 
     outer = prompt(Tool[Query, Query](name="ask", description="Ask.", handler=ask))
-    elsewhere.server.script(
+    openai_stand_in.server.script(
         response(function_call("c1", '{"sql": "x"}', "ask")),
         response(code_call(), message("inner")),
         response(message("outer")),
     )
-    adapter = elsewhere.adapter(observer=recorded.telemetry(), hosted_tools=HOSTED)
+    adapter = openai_stand_in.adapter(observer=recorded.telemetry(), hosted_tools=HOSTED)
     adapter.evaluate(outer)
     first, _, tool, mine, inner, chat, _ = recorded.spans()
     assert (first.name, tool.name, inner.name) == ("invoke_agent task", "execute_tool ask", first.name)
@@ -244,25 +248,25 @@ def test_spans_of_handlers_and_of_inner_prompts_are_below_the_tools(elsewhere: O
     assert attributes_of(first)["gen_ai.usage.input_tokens"] == 20
 
 
-def test_a_compaction_is_a_request_too(elsewhere: OpenAIStandIn) -> None:
+def test_a_compaction_is_a_request_too(openai_stand_in: OpenAIStandIn) -> None:
     recorded = TelemetryRecorder()
     window = {"type": "compaction", "id": "cmp_1", "encrypted_content": "x"}
-    elsewhere.server.script(response(message("done")), response(window, id="cmp_2"))
+    openai_stand_in.server.script(response(message("done")), response(window, id="cmp_2"))
     compaction = CompactionConfig(threshold_tokens=1)
-    elsewhere.adapter(observer=recorded.telemetry(), compaction=compaction).evaluate(prompt())
+    openai_stand_in.adapter(observer=recorded.telemetry(), compaction=compaction).evaluate(prompt())
     evaluation, _, compact = recorded.spans()
     assert (compact.name, compact.kind) == ("compact gpt-4.1", SpanKind.CLIENT)
     assert is_child_of(compact, evaluation)
     assert attributes_of(evaluation)["gen_ai.usage.output_tokens"] == 10
-    assert elsewhere.server.headers[1]["traceparent"].startswith(ids(compact))
+    assert openai_stand_in.server.headers[1]["traceparent"].startswith(ids(compact))
 
 
 # --- ends ---------------------------------------------------------------------------------------------
 
 
-def test_a_function_that_fails_is_told_and_the_evaluation_goes_on(elsewhere: OpenAIStandIn) -> None:
+def test_a_function_that_fails_is_told_and_the_evaluation_goes_on(openai_stand_in: OpenAIStandIn) -> None:
     recorded = TelemetryRecorder()
-    elsewhere.server.script(
+    openai_stand_in.server.script(
         response(
             function_call("c1", '{"sql": "raise"}'),
             function_call("c2", "no json"),
@@ -270,7 +274,7 @@ def test_a_function_that_fails_is_told_and_the_evaluation_goes_on(elsewhere: Ope
         ),
         response(message("done")),
     )
-    elsewhere.adapter(observer=recorded.telemetry()).evaluate(prompt(query_tool))
+    openai_stand_in.adapter(observer=recorded.telemetry()).evaluate(prompt(query_tool))
     assert span_endings(recorded.spans()) == snapshot(
         [
             ("invoke_agent task", None, StatusCode.UNSET),
@@ -289,11 +293,11 @@ def test_a_function_that_fails_is_told_and_the_evaluation_goes_on(elsewhere: Ope
     assert names == {"run_query", None}
 
 
-def test_a_refused_request_ends_its_spans_without_its_words(elsewhere: OpenAIStandIn) -> None:
+def test_a_refused_request_ends_its_spans_without_its_words(openai_stand_in: OpenAIStandIn) -> None:
     recorded = TelemetryRecorder()
-    elsewhere.server.script(error(400, f"What is {SECRET}?"))
+    openai_stand_in.server.script(error(400, f"What is {SECRET}?"))
     with pytest.raises(PromptEvaluationError, match=SECRET):
-        elsewhere.adapter(observer=recorded.telemetry()).evaluate(prompt())
+        openai_stand_in.adapter(observer=recorded.telemetry()).evaluate(prompt())
     evaluation, chat = recorded.spans()
     assert span_endings([evaluation, chat]) == snapshot(
         [
@@ -305,7 +309,7 @@ def test_a_refused_request_ends_its_spans_without_its_words(elsewhere: OpenAISta
     assert not any(SECRET in span.to_json() for span in (evaluation, chat))
 
 
-def test_whatever_ends_an_evaluation_ends_its_spans(elsewhere: OpenAIStandIn) -> None:
+def test_whatever_ends_an_evaluation_ends_its_spans(openai_stand_in: OpenAIStandIn) -> None:
     start = Deadline.after(0).expires_at
     now = [start]
 
@@ -319,11 +323,11 @@ def test_whatever_ends_an_evaluation_ends_its_spans(elsewhere: OpenAIStandIn) ->
 
     slow = prompt(Tool[Query, Query](name="slow", description="Slow.", handler=late))
     recorded = TelemetryRecorder()
-    adapter = elsewhere.adapter(observer=recorded.telemetry(), throttle=PATIENT)
+    adapter = openai_stand_in.adapter(observer=recorded.telemetry(), throttle=PATIENT)
     for sql, raised in (("wait", DeadlineExceededError), ("interrupt", KeyboardInterrupt)):
         now[0] = start
         deadline = Deadline(start.replace(month=12, day=31, hour=23), clock=lambda: now[0])
-        elsewhere.server.script(response(function_call("c1", json.dumps({"sql": sql}), "slow")))
+        openai_stand_in.server.script(response(function_call("c1", json.dumps({"sql": sql}), "slow")))
         with pytest.raises(raised):
             adapter.evaluate(slow, deadline=deadline)
         assert [kind for _, kind, _ in span_endings(recorded.spans())] == [
@@ -333,12 +337,14 @@ def test_whatever_ends_an_evaluation_ends_its_spans(elsewhere: OpenAIStandIn) ->
         ]
         assert attributes_of(recorded.spans()[0])["gen_ai.usage.input_tokens"] == 10
         recorded.exporter.clear()
-    elsewhere.server.script(*[Reply(closes=True)] * 9)
+    openai_stand_in.server.script(*[Reply(closes=True)] * 9)
     with pytest.raises(ThrottleError):
         adapter.evaluate(prompt())
     assert [kind for _, kind, _ in span_endings(recorded.spans())] == ["ThrottleError", "ThrottleError"]
     recorded.exporter.clear()
-    elsewhere.server.script(response(status="failed", error={"code": "server_error", "message": SECRET}))
+    openai_stand_in.server.script(
+        response(status="failed", error={"code": "server_error", "message": SECRET})
+    )
     with pytest.raises(PromptEvaluationError):
         adapter.evaluate(prompt())
     assert [kind for _, kind, _ in span_endings(recorded.spans())] == ["PromptEvaluationError", "failed"]
@@ -353,22 +359,22 @@ def test_whatever_ends_an_evaluation_ends_its_spans(elsewhere: OpenAIStandIn) ->
     ],
 )
 def test_why_a_model_stopped_is_said_in_the_words_of_the_conventions(
-    elsewhere: OpenAIStandIn, ended: dict[str, Any], reason: str
+    openai_stand_in: OpenAIStandIn, ended: dict[str, Any], reason: str
 ) -> None:
     recorded = TelemetryRecorder()
-    elsewhere.server.script(response(message("so far"), **ended))
+    openai_stand_in.server.script(response(message("so far"), **ended))
     with contextlib.suppress(PromptEvaluationError):
-        elsewhere.adapter(observer=recorded.telemetry(capture_content=True)).evaluate(prompt())
+        openai_stand_in.adapter(observer=recorded.telemetry(capture_content=True)).evaluate(prompt())
     asked = attributes_of(recorded.spans()[1])
     assert asked["gen_ai.response.finish_reasons"] == (reason,)
     assert {each["finish_reason"] for each in json.loads(str(asked["gen_ai.output.messages"]))} == {reason}
 
 
-def test_what_is_wrong_before_a_request_is_an_evaluation_that_failed(elsewhere: OpenAIStandIn) -> None:
+def test_what_is_wrong_before_a_request_is_an_evaluation_that_failed(openai_stand_in: OpenAIStandIn) -> None:
     recorded = TelemetryRecorder()
     tool = OpenAICodeInterpreterTool(container=ExistingContainerRef("cntr_gone"))
     with pytest.raises(ContainerExpiredError):
-        elsewhere.adapter(observer=recorded.telemetry()).evaluate(prompt(tool))
+        openai_stand_in.adapter(observer=recorded.telemetry()).evaluate(prompt(tool))
     assert span_endings(recorded.spans()) == [
         ("invoke_agent task", "ContainerExpiredError", StatusCode.ERROR),
     ]
@@ -377,12 +383,12 @@ def test_what_is_wrong_before_a_request_is_an_evaluation_that_failed(elsewhere: 
 # --- metrics ------------------------------------------------------------------------------------------
 
 
-def test_tokens_and_durations_are_measured(elsewhere: OpenAIStandIn) -> None:
+def test_tokens_and_durations_are_measured(openai_stand_in: OpenAIStandIn) -> None:
     recorded = TelemetryRecorder()
-    adapter = elsewhere.adapter(observer=recorded.telemetry())
-    elsewhere.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
+    adapter = openai_stand_in.adapter(observer=recorded.telemetry())
+    openai_stand_in.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
     adapter.evaluate(prompt(query_tool))
-    elsewhere.server.script(error(400, "No."))
+    openai_stand_in.server.script(error(400, "No."))
     with pytest.raises(PromptEvaluationError):
         adapter.evaluate(prompt())
     points = recorded.points()
@@ -413,23 +419,23 @@ def test_tokens_and_durations_are_measured(elsewhere: OpenAIStandIn) -> None:
 # --- content ------------------------------------------------------------------------------------------
 
 
-def test_nothing_that_was_said_is_told_unless_it_is_asked_for(elsewhere: OpenAIStandIn) -> None:
+def test_nothing_that_was_said_is_told_unless_it_is_asked_for(openai_stand_in: OpenAIStandIn) -> None:
     recorded = TelemetryRecorder()
     said = response(function_call("c1", json.dumps({"sql": SECRET})), code_call(code=SECRET))
-    elsewhere.server.script(said, response(message(SECRET)))
-    elsewhere.adapter(observer=recorded.telemetry(), hosted_tools=HOSTED).evaluate(prompt(query_tool))
+    openai_stand_in.server.script(said, response(message(SECRET)))
+    openai_stand_in.adapter(observer=recorded.telemetry(), hosted_tools=HOSTED).evaluate(prompt(query_tool))
     spans = recorded.spans()
     assert len(spans) == 4
     assert not any(SECRET in span.to_json() or "Do it." in span.to_json() for span in spans)
 
 
 @pytest.mark.parametrize("view", [view for view in REPRESENTATIONS if view != "option1-compat"])
-def test_content_is_told_in_the_chosen_view(elsewhere: OpenAIStandIn, view: str) -> None:
+def test_content_is_told_in_the_chosen_view(openai_stand_in: OpenAIStandIn, view: str) -> None:
     recorded = TelemetryRecorder()
     said = response(function_call("c1", '{"sql": "x"}'), code_call())
-    elsewhere.server.script(said, response(message("done")))
-    telemetry = recorded.telemetry(capture_content=True, view=view)
-    elsewhere.adapter(observer=telemetry, hosted_tools=HOSTED).evaluate(prompt(query_tool))
+    openai_stand_in.server.script(said, response(message("done")))
+    telemetry = recorded.telemetry(capture_content=True, representation=view)
+    openai_stand_in.adapter(observer=telemetry, hosted_tools=HOSTED).evaluate(prompt(query_tool))
     evaluation, first, function, second = recorded.spans()
     for span, attribute in (
         (first, "gen_ai.input.messages"),
@@ -447,10 +453,10 @@ def test_content_is_told_in_the_chosen_view(elsewhere: OpenAIStandIn, view: str)
     assert json.loads(attributes_of(function)["gen_ai.tool.call.result"])["success"] is True
 
 
-def test_content_is_redacted_and_bounded(elsewhere: OpenAIStandIn) -> None:
+def test_content_is_redacted_and_bounded(openai_stand_in: OpenAIStandIn) -> None:
     recorded = TelemetryRecorder()
     long = f"{SECRET} {'x' * 50_000}"
-    elsewhere.server.script(
+    openai_stand_in.server.script(
         response(function_call("c1", json.dumps({"sql": long})), code_call(code=long)),
         response(message(long)),
     )
@@ -458,8 +464,8 @@ def test_content_is_redacted_and_bounded(elsewhere: OpenAIStandIn) -> None:
     def redact(text: str) -> str:
         return text.replace(SECRET, "[gone]")
 
-    telemetry = recorded.telemetry(capture_content=True, redact=redact, longest=4000)
-    elsewhere.adapter(observer=telemetry, hosted_tools=HOSTED).evaluate(prompt(query_tool))
+    telemetry = recorded.telemetry(capture_content=True, redact=redact, max_content_bytes=4000)
+    openai_stand_in.adapter(observer=telemetry, hosted_tools=HOSTED).evaluate(prompt(query_tool))
     values = [
         value for span in recorded.spans() for value in attributes_of(span).values() if isinstance(value, str)
     ]
@@ -472,45 +478,47 @@ def test_content_is_redacted_and_bounded(elsewhere: OpenAIStandIn) -> None:
                 assert validate(json.loads(attributes_of(span)[name])) == []
 
 
-def test_pictures_are_told_by_their_digests(elsewhere: OpenAIStandIn) -> None:
+def test_pictures_are_told_by_their_digests(openai_stand_in: OpenAIStandIn) -> None:
     recorded = TelemetryRecorder()
     picture = {"type": "image", "url": "data:image/png;base64,aGVsbG8="}
-    elsewhere.server.script(response(code_call(outputs=[picture]), message("done")))
+    openai_stand_in.server.script(response(code_call(outputs=[picture]), message("done")))
     telemetry = recorded.telemetry(capture_content=True)
-    elsewhere.adapter(observer=telemetry, hosted_tools=HOSTED).evaluate(prompt())
+    openai_stand_in.adapter(observer=telemetry, hosted_tools=HOSTED).evaluate(prompt())
     told_of = attributes_of(find_span(recorded.spans(), "chat gpt-4.1"))["gen_ai.output.messages"]
     assert "aGVsbG8=" not in told_of
     assert "urn:sha256:2cf24dba" in told_of
 
 
-def test_the_environment_asks_for_content(elsewhere: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_asks_for_content(
+    openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recorded = TelemetryRecorder()
     monkeypatch.setenv("OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT", "span_only")
-    elsewhere.server.script(response(message("done")))
-    elsewhere.adapter(observer=recorded.telemetry()).evaluate(prompt())
+    openai_stand_in.server.script(response(message("done")))
+    openai_stand_in.adapter(observer=recorded.telemetry()).evaluate(prompt())
     assert "Do it." in attributes_of(find_span(recorded.spans(), "chat gpt-4.1"))["gen_ai.input.messages"]
-    elsewhere.server.script(response(message("done")))
+    openai_stand_in.server.script(response(message("done")))
     recorded.exporter.clear()
-    elsewhere.adapter(observer=recorded.telemetry(capture_content=False)).evaluate(prompt())
+    openai_stand_in.adapter(observer=recorded.telemetry(capture_content=False)).evaluate(prompt())
     assert "gen_ai.input.messages" not in attributes_of(find_span(recorded.spans(), "chat gpt-4.1"))
 
 
 def test_content_that_cannot_be_written_does_not_fail_the_evaluation(
-    elsewhere: OpenAIStandIn, caplog: pytest.LogCaptureFixture
+    openai_stand_in: OpenAIStandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
     def redact(text: str) -> str:
         raise ValueError(text)
 
     recorded = TelemetryRecorder()
-    elsewhere.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
+    openai_stand_in.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
     telemetry = recorded.telemetry(capture_content=True, redact=redact)
     with caplog.at_level(logging.WARNING):
-        assert elsewhere.adapter(observer=telemetry).evaluate(prompt(query_tool)).text == "done"
+        assert openai_stand_in.adapter(observer=telemetry).evaluate(prompt(query_tool)).text == "done"
     assert "gen_ai.output.messages is left out of a span: ValueError" in caplog.text
     assert "Do it." not in caplog.text
 
 
-def test_events_of_a_handlers_own_do_not_fail_the_evaluation(elsewhere: OpenAIStandIn) -> None:
+def test_events_of_a_handlers_own_do_not_fail_the_evaluation(openai_stand_in: OpenAIStandIn) -> None:
     def publish(params: Query, *, context: ToolContext) -> ToolResult[Query]:
         about: Any = {"prompt_name": "p", "adapter": "a", "session_id": None, "result": None}
         context.event_bus.publish(PromptExecuted(**about))
@@ -519,16 +527,16 @@ def test_events_of_a_handlers_own_do_not_fail_the_evaluation(elsewhere: OpenAISt
         return ToolResult.ok(params)
 
     recorded = TelemetryRecorder()
-    elsewhere.server.script(
+    openai_stand_in.server.script(
         response(function_call("c1", '{"sql": "x"}', "publish")), response(message("done"))
     )
     tool = Tool[Query, Query](name="publish", description="Publish.", handler=publish)
-    adapter = elsewhere.adapter(observer=recorded.telemetry(capture_content=True))
+    adapter = openai_stand_in.adapter(observer=recorded.telemetry(capture_content=True))
     assert adapter.evaluate(prompt(tool)).text == "done"
     assert span_endings(recorded.spans())[2] == ("execute_tool publish", None, StatusCode.UNSET)
 
 
-def test_a_trace_that_is_not_sampled_costs_no_content(elsewhere: OpenAIStandIn) -> None:
+def test_a_trace_that_is_not_sampled_costs_no_content(openai_stand_in: OpenAIStandIn) -> None:
     seen: list[str] = []
 
     def redact(text: str) -> str:
@@ -537,10 +545,10 @@ def test_a_trace_that_is_not_sampled_costs_no_content(elsewhere: OpenAIStandIn) 
 
     tracers = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False)
     telemetry = ClientTelemetry(tracer_provider=tracers, capture_content=True, redact=redact)
-    elsewhere.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
-    assert elsewhere.adapter(observer=telemetry).evaluate(prompt(query_tool)).text == "done"
+    openai_stand_in.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
+    assert openai_stand_in.adapter(observer=telemetry).evaluate(prompt(query_tool)).text == "done"
     assert seen == []
-    flags = elsewhere.server.headers[0]["traceparent"].rpartition("-")[2]
+    flags = openai_stand_in.server.headers[0]["traceparent"].rpartition("-")[2]
     assert int(flags, 16) & TraceFlags.SAMPLED == 0
 
 
@@ -558,14 +566,14 @@ def test_a_view_that_there_is_not_is_refused() -> None:
 # --- events stay as they are --------------------------------------------------------------------------
 
 
-def test_whoever_listens_hears_the_same_with_and_without_telemetry(elsewhere: OpenAIStandIn) -> None:
+def test_whoever_listens_hears_the_same_with_and_without_telemetry(openai_stand_in: OpenAIStandIn) -> None:
     def heard(**settings: Any) -> list[tuple[Any, ...]]:
         session, events = Session(), list[ToolInvoked]()
         session.bus.subscribe(ToolInvoked, events.append)
-        elsewhere.server.script(
+        openai_stand_in.server.script(
             response(function_call("c1", '{"sql": "x"}'), code_call()), response(message("done"))
         )
-        elsewhere.adapter(hosted_tools=HOSTED, **settings).evaluate(prompt(query_tool), session=session)
+        openai_stand_in.adapter(hosted_tools=HOSTED, **settings).evaluate(prompt(query_tool), session=session)
         return [(event.name, event.params, event.result, event.call_id) for event in events]
 
     plain = heard()

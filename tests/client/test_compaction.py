@@ -43,11 +43,13 @@ def create_prompt(text: str, *tools: AnyTool) -> Prompt[None]:
     )
 
 
-def test_sixty_turns_through_compactions_and_the_model_still_knows(house_without_code: GatewayServer) -> None:
-    house = house_without_code
+def test_sixty_turns_through_compactions_and_the_model_still_knows(
+    gateway_without_code: GatewayServer,
+) -> None:
+    gateway_server = gateway_without_code
     thinker = CodeWordModel()
-    house.model.script(*[thinker.answer] * 400)
-    adapter = house.adapter(compaction=CompactionConfig(threshold_tokens=THRESHOLD))
+    gateway_server.model.script(*[thinker.answer] * 400)
+    adapter = gateway_server.adapter(compaction=CompactionConfig(threshold_tokens=THRESHOLD))
     session = Session()
     adapter.evaluate(create_prompt("Remember: the code word is heliotrope."), session=session)
     for number in range(TURNS - 1):
@@ -62,19 +64,21 @@ def test_sixty_turns_through_compactions_and_the_model_still_knows(house_without
     assert max(thinker.turns) < 2 * THRESHOLD
 
 
-def test_without_compaction_every_evaluation_starts_afresh(house_without_code: GatewayServer) -> None:
-    house = house_without_code
+def test_without_compaction_every_evaluation_starts_afresh(gateway_without_code: GatewayServer) -> None:
+    gateway_server = gateway_without_code
     thinker = CodeWordModel()
-    house.model.script(*[thinker.answer] * 3)
+    gateway_server.model.script(*[thinker.answer] * 3)
     session = Session()
-    house.adapter().evaluate(create_prompt("Remember: the code word is heliotrope."), session=session)
+    gateway_server.adapter().evaluate(
+        create_prompt("Remember: the code word is heliotrope."), session=session
+    )
     assert (
-        house.adapter().evaluate(create_prompt("Which word was it?"), session=session).text
+        gateway_server.adapter().evaluate(create_prompt("Which word was it?"), session=session).text
         == "I do not know."
     )
-    kept = house.adapter(compaction=CompactionConfig(enabled=False))
+    kept = gateway_server.adapter(compaction=CompactionConfig(enabled=False))
     for text in ("Remember: the code word is heliotrope.", "Which word was it?"):
-        house.model.script(*[thinker.answer] * 3)
+        gateway_server.model.script(*[thinker.answer] * 3)
         found = kept.evaluate(create_prompt(text), session=session)
     assert found.text == "heliotrope"
 
@@ -89,10 +93,10 @@ def large_response(text: str, tokens: int = 999) -> Any:
     return response(message(text), usage={"input_tokens": tokens, "output_tokens": 0, "total_tokens": tokens})
 
 
-def test_the_whole_window_is_replayed_before_what_comes_later(elsewhere: OpenAIStandIn) -> None:
-    adapter = elsewhere.adapter(compaction=CompactionConfig(threshold_tokens=100))
+def test_the_whole_window_is_replayed_before_what_comes_later(openai_stand_in: OpenAIStandIn) -> None:
+    adapter = openai_stand_in.adapter(compaction=CompactionConfig(threshold_tokens=100))
     session = Session()
-    elsewhere.server.script(
+    openai_stand_in.server.script(
         large_response("one", 50),
         large_response("two"),
         response(*WINDOW),
@@ -101,44 +105,44 @@ def test_the_whole_window_is_replayed_before_what_comes_later(elsewhere: OpenAIS
     )
     for text in ("1", "2", "3", "4"):
         adapter.evaluate(create_prompt(text), session=session)
-    first, second, compact, third, fourth = elsewhere.server.asked
+    first, second, compact, third, fourth = openai_stand_in.server.asked
     assert len(second["input"]) == 3
     assert compact == {"model": "gpt-4.1", "input": [*second["input"], message("two")]}
     assert third["input"] == [*WINDOW, {"role": "user", "content": "## 1. Turn\n\n3"}]
     assert fourth["input"][:4] == [*third["input"], message("three")]
-    assert "/v1/responses/compact" in elsewhere.server.calls[2]
+    assert "/v1/responses/compact" in openai_stand_in.server.calls[2]
     assert first["input"] == [{"role": "system", "content": "## 1. Turn\n\n1"}]
     state = session[CompactionState].latest()
     assert state == CompactionState(tuple(WINDOW), 999, 1)
 
 
-def test_a_session_goes_on_in_another_process(elsewhere: OpenAIStandIn) -> None:
+def test_a_session_goes_on_in_another_process(openai_stand_in: OpenAIStandIn) -> None:
     config = CompactionConfig(threshold_tokens=100)
     session = Session()
-    elsewhere.server.script(
+    openai_stand_in.server.script(
         large_response("one"), response(*WINDOW), large_response("two", 50), large_response("three", 50)
     )
     for text in ("1", "2"):
-        elsewhere.adapter(compaction=config).evaluate(create_prompt(text), session=session)
+        openai_stand_in.adapter(compaction=config).evaluate(create_prompt(text), session=session)
     other = Session()
     other.restore(pickle.loads(pickle.dumps(session.snapshot())))
-    elsewhere.adapter(compaction=config).evaluate(create_prompt("3"), session=other)
-    before, after = elsewhere.server.asked[2:]
+    openai_stand_in.adapter(compaction=config).evaluate(create_prompt("3"), session=other)
+    before, after = openai_stand_in.server.asked[2:]
     assert after["input"][:-1] == [*before["input"], message("two")]
     assert other[CompactionState].all() == session[CompactionState].all()
 
 
-def test_a_long_turn_is_compacted_on_its_way_and_keeps_its_task(elsewhere: OpenAIStandIn) -> None:
+def test_a_long_turn_is_compacted_on_its_way_and_keeps_its_task(openai_stand_in: OpenAIStandIn) -> None:
     def look(params: NoParams, *, context: ToolContext) -> ToolResult[NoParams]:
         return ToolResult.ok(params)
 
     tool = Tool[NoParams, NoParams](name="look", description="Look.", handler=look)
     call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
     used = {"input_tokens": 999, "output_tokens": 0, "total_tokens": 999}
-    elsewhere.server.script(response(call, usage=used), response(*WINDOW), large_response("done", 5))
-    adapter = elsewhere.adapter(compaction=CompactionConfig(threshold_tokens=100))
+    openai_stand_in.server.script(response(call, usage=used), response(*WINDOW), large_response("done", 5))
+    adapter = openai_stand_in.adapter(compaction=CompactionConfig(threshold_tokens=100))
     found = adapter.evaluate(create_prompt("Look.", tool), session=Session())
-    _, compact, after = elsewhere.server.asked
+    _, compact, after = openai_stand_in.server.asked
     assert compact["input"][-1]["type"] == "function_call_output"
     assert after["input"] == [*WINDOW, {"role": "system", "content": "## 1. Turn\n\nLook."}]
     assert [item.get("type", "system") for item in found.transcript] == [
@@ -149,10 +153,10 @@ def test_a_long_turn_is_compacted_on_its_way_and_keeps_its_task(elsewhere: OpenA
     ]
 
 
-def test_a_failed_compaction_leaves_everything_as_it_was(elsewhere: OpenAIStandIn) -> None:
-    adapter = elsewhere.adapter(compaction=CompactionConfig(threshold_tokens=100))
+def test_a_failed_compaction_leaves_everything_as_it_was(openai_stand_in: OpenAIStandIn) -> None:
+    adapter = openai_stand_in.adapter(compaction=CompactionConfig(threshold_tokens=100))
     session = Session()
-    elsewhere.server.script(large_response("one"), error(400, "Too long"))
+    openai_stand_in.server.script(large_response("one"), error(400, "Too long"))
     with pytest.raises(CompactionError, match=r"999 tokens could not be compacted: .*Too long") as failed:
         adapter.evaluate(create_prompt("1"), session=session)
     assert failed.value.token_count == 999
@@ -163,13 +167,13 @@ def test_a_failed_compaction_leaves_everything_as_it_was(elsewhere: OpenAIStandI
     kept = session[Transcript].latest()
     assert kept is not None
     assert len(kept.items) == 2
-    elsewhere.server.script(large_response("two", 5))
+    openai_stand_in.server.script(large_response("two", 5))
     adapter.evaluate(create_prompt("2"), session=session)
-    assert len(elsewhere.server.asked[0]["input"]) == 3
+    assert len(openai_stand_in.server.asked[0]["input"]) == 3
 
 
 @pytest.mark.parametrize("on_the_way", [False, True])
-def test_a_compaction_ends_by_the_deadline(elsewhere: OpenAIStandIn, on_the_way: bool) -> None:
+def test_a_compaction_ends_by_the_deadline(openai_stand_in: OpenAIStandIn, on_the_way: bool) -> None:
     """Which costs an answer that is there already nothing."""
 
     def look(params: NoParams, *, context: ToolContext) -> ToolResult[NoParams]:
@@ -182,8 +186,8 @@ def test_a_compaction_ends_by_the_deadline(elsewhere: OpenAIStandIn, on_the_way:
     over = threading.Event()
     call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
     used = {"input_tokens": 999, "output_tokens": 0, "total_tokens": 999}
-    elsewhere.server.script(response(call, usage=used) if on_the_way else large_response("one"), hang)
-    adapter = elsewhere.adapter(compaction=CompactionConfig(threshold_tokens=100))
+    openai_stand_in.server.script(response(call, usage=used) if on_the_way else large_response("one"), hang)
+    adapter = openai_stand_in.adapter(compaction=CompactionConfig(threshold_tokens=100))
     tool = Tool[NoParams, NoParams](name="look", description="Look.", handler=look)
     session, soon = Session(), Deadline.after(1)
     if on_the_way:
@@ -197,53 +201,53 @@ def test_a_compaction_ends_by_the_deadline(elsewhere: OpenAIStandIn, on_the_way:
     assert session[CompactionState].all() == ()
 
 
-def test_a_failed_evaluation_is_not_part_of_the_conversation(elsewhere: OpenAIStandIn) -> None:
-    adapter = elsewhere.adapter(compaction=CompactionConfig())
+def test_a_failed_evaluation_is_not_part_of_the_conversation(openai_stand_in: OpenAIStandIn) -> None:
+    adapter = openai_stand_in.adapter(compaction=CompactionConfig())
     session = Session()
-    elsewhere.server.script(error(400, "No"), large_response("fine", 5))
+    openai_stand_in.server.script(error(400, "No"), large_response("fine", 5))
     with pytest.raises(Exception, match="No"):
         adapter.evaluate(create_prompt("1"), session=session)
     adapter.evaluate(create_prompt("2"), session=session)
-    assert len(elsewhere.server.asked[1]["input"]) == 1
+    assert len(openai_stand_in.server.asked[1]["input"]) == 1
 
 
-def test_nothing_is_kept_there_in_zdr_mode(elsewhere: OpenAIStandIn) -> None:
+def test_nothing_is_kept_there_in_zdr_mode(openai_stand_in: OpenAIStandIn) -> None:
     config = CompactionConfig(threshold_tokens=100, zdr_mode=True)
     hosted = OpenAIHostedToolsConfig(code_interpreter=True)
-    adapter = elsewhere.adapter(model="gpt-5.2", compaction=config, hosted_tools=hosted)
+    adapter = openai_stand_in.adapter(model="gpt-5.2", compaction=config, hosted_tools=hosted)
     session = Session()
-    elsewhere.server.script(large_response("one"), response(*WINDOW), large_response("two", 5))
+    openai_stand_in.server.script(large_response("one"), response(*WINDOW), large_response("two", 5))
     adapter.evaluate(create_prompt("1"), session=session)
     adapter.evaluate(create_prompt("2"), session=session)
-    one, compact, two = elsewhere.server.asked
+    one, compact, two = openai_stand_in.server.asked
     for request in (one, two):
         assert request["store"] is False
         assert "reasoning.encrypted_content" in request["include"]
         assert "previous_response_id" not in request
     assert "store" not in compact
     assert two["input"][:2] == WINDOW
-    elsewhere.server.script(large_response("three", 5))
-    elsewhere.adapter(model="gpt-4.1", compaction=config).evaluate(create_prompt("3"))
-    (plain,) = elsewhere.server.asked
+    openai_stand_in.server.script(large_response("three", 5))
+    openai_stand_in.adapter(model="gpt-4.1", compaction=config).evaluate(create_prompt("3"))
+    (plain,) = openai_stand_in.server.asked
     assert (plain["store"], plain["include"]) == (False, [])  # it does not reason, and would refuse
 
 
-def test_a_gateway_keeps_nothing_of_what_was_said_in_zdr_mode(house: GatewayServer) -> None:
+def test_a_gateway_keeps_nothing_of_what_was_said_in_zdr_mode(gateway_server: GatewayServer) -> None:
     def kept(word: str) -> bool:
         """Whether it is in any file of the gateway, or in what it logs."""
-        files = [path for path in house.served.directory.rglob("*") if path.is_file()]
+        files = [path for path in gateway_server.process.directory.rglob("*") if path.is_file()]
         return any(word.encode() in path.read_bytes() for path in files) or word in "".join(
-            house.served.output
+            gateway_server.process.output
         )
 
     for word, zdr_mode in (("heliotrope", True), ("periwinkle", False)):
         config = CompactionConfig(threshold_tokens=1, zdr_mode=zdr_mode)
-        adapter = house.adapter(
+        adapter = gateway_server.adapter(
             compaction=config, hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True)
         )
         session = Session()
         for _ in range(2):
-            house.model.script(
+            gateway_server.model.script(
                 code_call(f"print('{word}')"), text_answer(f"{word}, too"), text_answer(f"In short: {word}.")
             )
             assert adapter.evaluate(create_prompt(f"Say {word}."), session=session).text == f"{word}, too"
@@ -252,11 +256,11 @@ def test_a_gateway_keeps_nothing_of_what_was_said_in_zdr_mode(house: GatewayServ
 
 
 def test_the_first_turn_of_a_session_is_the_systems_and_later_ones_are_the_users(
-    elsewhere: OpenAIStandIn,
+    openai_stand_in: OpenAIStandIn,
 ) -> None:
     config = CompactionConfig(threshold_tokens=100)
-    adapter, session = elsewhere.adapter(compaction=config), Session()
-    elsewhere.server.script(
+    adapter, session = openai_stand_in.adapter(compaction=config), Session()
+    openai_stand_in.server.script(
         error(400, "No"),
         large_response("one", 50),
         large_response("two"),
@@ -271,7 +275,7 @@ def test_the_first_turn_of_a_session_is_the_systems_and_later_ones_are_the_users
     other = Session()
     other.restore(pickle.loads(pickle.dumps(session.snapshot())))
     adapter.evaluate(create_prompt("4"), session=other)
-    failed, first, second, compact, third, fourth = elsewhere.server.asked
+    failed, first, second, compact, third, fourth = openai_stand_in.server.asked
     assert [item["role"] for item in failed["input"]] == ["system"]
     assert [item["role"] for item in first["input"]] == ["system"]
     assert [item["role"] for item in second["input"]] == ["system", "assistant", "user"]
@@ -279,19 +283,19 @@ def test_the_first_turn_of_a_session_is_the_systems_and_later_ones_are_the_users
     assert third["input"][-1] == {"role": "user", "content": "## 1. Turn\n\n3"}
     assert [item["role"] for item in fourth["input"][2:]] == ["user", "assistant", "user"]
     # Without a conversation, every evaluation is the first turn.
-    elsewhere.server.script(large_response("five", 5), large_response("six", 5))
+    openai_stand_in.server.script(large_response("five", 5), large_response("six", 5))
     for _ in range(2):
-        elsewhere.adapter().evaluate(create_prompt("5"), session=session)
-    assert [asked["input"][0]["role"] for asked in elsewhere.server.asked] == ["system", "system"]
+        openai_stand_in.adapter().evaluate(create_prompt("5"), session=session)
+    assert [asked["input"][0]["role"] for asked in openai_stand_in.server.asked] == ["system", "system"]
 
 
 def test_a_gateway_is_told_the_threshold_and_others_are_not(
-    elsewhere: OpenAIStandIn, house_without_code: GatewayServer
+    openai_stand_in: OpenAIStandIn, gateway_without_code: GatewayServer
 ) -> None:
     """Thirty turns of 1,130 tokens at a threshold of 5,000: a window of 34,016 tokens, once."""
-    house, thinker, session = house_without_code, CodeWordModel(), Session()
-    house.model.script(*[thinker.answer] * 100)
-    adapter = house.adapter(compaction=CompactionConfig(threshold_tokens=5000))
+    gateway_server, thinker, session = gateway_without_code, CodeWordModel(), Session()
+    gateway_server.model.script(*[thinker.answer] * 100)
+    adapter = gateway_server.adapter(compaction=CompactionConfig(threshold_tokens=5000))
     adapter.evaluate(
         create_prompt("Remember: the code word is heliotrope. " + "more " * 890), session=session
     )
@@ -301,20 +305,20 @@ def test_a_gateway_is_told_the_threshold_and_others_are_not(
     assert max(thinker.turns) <= 5000 + 1250
     assert len(thinker.summaries) <= 28 * 1250 // 2500
     manager = CompactionManager(
-        elsewhere.client, CompactionConfig(threshold_tokens=100), Session(), model="m"
+        openai_stand_in.client, CompactionConfig(threshold_tokens=100), Session(), model="m"
     )
-    elsewhere.server.script(response(*WINDOW))
+    openai_stand_in.server.script(response(*WINDOW))
     manager.compact([{"role": "user", "content": "hi"}])
-    assert elsewhere.server.asked == [{"model": "m", "input": [{"role": "user", "content": "hi"}]}]
+    assert openai_stand_in.server.asked == [{"model": "m", "input": [{"role": "user", "content": "hi"}]}]
 
 
 @pytest.mark.parametrize("place", [0, 5])
 def test_a_prompt_larger_than_half_the_threshold_causes_no_loop_and_one_line(
-    house_without_code: GatewayServer, place: int, caplog: pytest.LogCaptureFixture
+    gateway_without_code: GatewayServer, place: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    house, thinker, session = house_without_code, CodeWordModel(), Session()
-    house.model.script(*[thinker.answer] * 200)
-    adapter = house.adapter(compaction=CompactionConfig(threshold_tokens=THRESHOLD))
+    gateway_server, thinker, session = gateway_without_code, CodeWordModel(), Session()
+    gateway_server.model.script(*[thinker.answer] * 200)
+    adapter = gateway_server.adapter(compaction=CompactionConfig(threshold_tokens=THRESHOLD))
     compacted: list[int] = []
     for number in range(30):
         large = 1.5 if number == place else 0.02
@@ -330,34 +334,34 @@ def test_a_prompt_larger_than_half_the_threshold_causes_no_loop_and_one_line(
 
 
 def test_a_window_that_cannot_become_smaller_is_not_compacted_every_time(
-    elsewhere: OpenAIStandIn, caplog: pytest.LogCaptureFixture
+    openai_stand_in: OpenAIStandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A provider that returns nearly everything: compacting again gains nothing, until there is more to compact."""
-    adapter, session = elsewhere.adapter(compaction=CompactionConfig(threshold_tokens=1000)), Session()
+    adapter, session = openai_stand_in.adapter(compaction=CompactionConfig(threshold_tokens=1000)), Session()
     turns, compactions = 24, 0
     for number in range(turns):
-        elsewhere.server.script(large_response(f"{number}", 1500 + 50 * number), response(*WINDOW))
+        openai_stand_in.server.script(large_response(f"{number}", 1500 + 50 * number), response(*WINDOW))
         adapter.evaluate(create_prompt("x" * 200), session=session)
-        compactions += len(elsewhere.server.asked) - 1
+        compactions += len(openai_stand_in.server.asked) - 1
     assert 2 <= compactions <= turns // 5 + 1
     lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert 1 <= len(lines) <= compactions, "one for each compaction at most"
     assert all("right after its compaction, more than threshold_tokens (1000)" in line for line in lines)
 
 
-def test_the_calls_of_a_turn_are_not_counted_as_so_many_windows(house: GatewayServer) -> None:
+def test_the_calls_of_a_turn_are_not_counted_as_so_many_windows(gateway_server: GatewayServer) -> None:
     """The usage of a response is that of all turns of the model; the conversation is only the last of them."""
     thinker, session = CodeWordModel(), Session()
-    adapter = house.adapter(
+    adapter = gateway_server.adapter(
         compaction=CompactionConfig(threshold_tokens=4000),
         hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True),
     )
     for number in range(4):
         called = [code_call(f"print({number})", prompt_tokens=1500) for _ in range(5)]
-        house.model.script(*called, thinker.answer)
+        gateway_server.model.script(*called, thinker.answer)
         found = adapter.evaluate(create_prompt(f"{number}"), session=session)
         assert found.usage.total_tokens > 4000
-        assert house.model.unused_answers == 0
+        assert gateway_server.model.unused_answers == 0
     assert session[CompactionState].latest() is None
     assert thinker.summaries == []
 
@@ -365,9 +369,9 @@ def test_the_calls_of_a_turn_are_not_counted_as_so_many_windows(house: GatewaySe
 # --- by hand ------------------------------------------------------------------------------------------
 
 
-def test_a_manager_alone(elsewhere: OpenAIStandIn) -> None:
+def test_a_manager_alone(openai_stand_in: OpenAIStandIn) -> None:
     session = Session()
-    manager = CompactionManager(elsewhere.client, CompactionConfig(threshold_tokens=100), session)
+    manager = CompactionManager(openai_stand_in.client, CompactionConfig(threshold_tokens=100), session)
     messages: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
     assert manager.inject_encrypted_items(messages) == messages
     assert not manager.should_compact(100)
@@ -375,20 +379,20 @@ def test_a_manager_alone(elsewhere: OpenAIStandIn) -> None:
     with pytest.raises(CompactionError, match="no model is known: pass model="):
         manager.compact(messages)
     session[LastModel].append(LastModel("gpt-4o"))
-    elsewhere.server.script(response(*WINDOW), response(*WINDOW))
+    openai_stand_in.server.script(response(*WINDOW), response(*WINDOW))
     compacted = manager.compact(messages)
     assert compacted == WINDOW
-    assert elsewhere.server.asked[0] == {"model": "gpt-4o", "input": messages}
+    assert openai_stand_in.server.asked[0] == {"model": "gpt-4o", "input": messages}
     assert manager.inject_encrypted_items(compacted) == WINDOW  # not twice
     assert manager.inject_encrypted_items(messages) == [*WINDOW, *messages]
     manager.compact([*compacted, *messages])
-    assert elsewhere.server.asked[1]["input"] == [*WINDOW, *messages]
+    assert openai_stand_in.server.asked[1]["input"] == [*WINDOW, *messages]
     assert manager.state.compaction_count == 2
 
 
-def test_compaction_can_be_off(elsewhere: OpenAIStandIn) -> None:
-    manager = CompactionManager(elsewhere.client, CompactionConfig(enabled=False), Session(), model="m")
+def test_compaction_can_be_off(openai_stand_in: OpenAIStandIn) -> None:
+    manager = CompactionManager(openai_stand_in.client, CompactionConfig(enabled=False), Session(), model="m")
     assert not manager.should_compact(10**9)
-    elsewhere.server.script(response())
+    openai_stand_in.server.script(response())
     with pytest.raises(CompactionError, match="empty window"):
         manager.compact([])

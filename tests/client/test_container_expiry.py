@@ -82,16 +82,16 @@ def create_prompt(section: PromptSection, *tools: AnyTool) -> Prompt[None]:
     return Prompt(ns="tests", key="review", sections=[task, section])
 
 
-def count_created_containers(elsewhere: OpenAIStandIn) -> int:
-    return elsewhere.server.calls.count("POST /v1/containers")
+def count_created_containers(openai_stand_in: OpenAIStandIn) -> int:
+    return openai_stand_in.server.calls.count("POST /v1/containers")
 
 
 class RequestInterceptor:
     """Answers requests about containers instead of the server, as long as it has something to say."""
 
-    def __init__(self, elsewhere: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
         self.says: Callable[[str, str], Reply | None] = lambda method, path: None
-        server = elsewhere.server
+        server = openai_stand_in.server
         answer = server.answer
 
         def first(method: str, target: str, kind: str, body: bytes) -> Reply:
@@ -102,41 +102,41 @@ class RequestInterceptor:
 
 
 @pytest.fixture
-def interferes(elsewhere: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> RequestInterceptor:
-    return RequestInterceptor(elsewhere, monkeypatch)
+def interferes(openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> RequestInterceptor:
+    return RequestInterceptor(openai_stand_in, monkeypatch)
 
 
 # --- expiry -------------------------------------------------------------------------------------------
 
 
 def test_one_that_a_tool_has_renewed_is_not_made_a_third_time(
-    elsewhere: OpenAIStandIn, mounted: Mounted
+    openai_stand_in: OpenAIStandIn, mounted: Mounted
 ) -> None:
-    workspace = mounted(client=elsewhere.client)
+    workspace = mounted(client=openai_stand_in.client)
 
     def note(params: NoParams, *, context: ToolContext) -> ToolResult[NoParams]:
-        elsewhere.server.expire()
+        openai_stand_in.server.expire()
         assert context.filesystem is not None
         context.filesystem.write_text("note.txt", "n")
         return ToolResult.ok(params)
 
     def look(asked: dict[str, Any]) -> Reply:
-        named = elsewhere.server.containers[asked["tools"][1]["container"]]
+        named = openai_stand_in.server.containers[asked["tools"][1]["container"]]
         return error(400, "Container is expired.") if named.status == "expired" else response(message("fine"))
 
     called = {"type": "function_call", "call_id": "c1", "name": "note", "arguments": "{}"}
-    elsewhere.server.script(response(called), look, look)
+    openai_stand_in.server.script(response(called), look, look)
     tool = Tool[NoParams, NoParams](name="note", description="Note it.", handler=note)
-    elsewhere.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace, tool))
-    assert count_created_containers(elsewhere) == 2
-    assert elsewhere.server.asked[-1]["tools"][1]["container"] == workspace.container_id
+    openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace, tool))
+    assert count_created_containers(openai_stand_in) == 2
+    assert openai_stand_in.server.asked[-1]["tools"][1]["container"] == workspace.container_id
 
 
-def test_threads_that_find_it_expired_share_another(elsewhere: OpenAIStandIn, mounted: Mounted) -> None:
-    files = mounted(client=elsewhere.client).filesystem
+def test_threads_that_find_it_expired_share_another(openai_stand_in: OpenAIStandIn, mounted: Mounted) -> None:
+    files = mounted(client=openai_stand_in.client).filesystem
     files.ensure_container()
-    elsewhere.server.script()
-    elsewhere.server.expire()
+    openai_stand_in.server.script()
+    openai_stand_in.server.expire()
     found: list[bool] = []
     threads = [threading.Thread(target=lambda: found.append(files.is_file("no"))) for _ in range(5)]
     for thread in threads:
@@ -144,34 +144,34 @@ def test_threads_that_find_it_expired_share_another(elsewhere: OpenAIStandIn, mo
     for thread in threads:
         thread.join()
     assert found == [False] * 5
-    assert count_created_containers(elsewhere) == 1
+    assert count_created_containers(openai_stand_in) == 1
 
 
 def test_one_that_expires_between_the_list_and_the_file(
-    elsewhere: OpenAIStandIn, interferes: RequestInterceptor, mounted: Mounted
+    openai_stand_in: OpenAIStandIn, interferes: RequestInterceptor, mounted: Mounted
 ) -> None:
-    files = mounted(client=elsewhere.client).filesystem
+    files = mounted(client=openai_stand_in.client).filesystem
     files.write_text("notes.txt", "mine")
 
     def expire(method: str, path: str) -> None:
         if path.endswith("/content"):
             interferes.says = lambda method, path: None
-            elsewhere.server.expire()
+            openai_stand_in.server.expire()
 
     interferes.says = expire
     assert files.read_text("notes.txt") == "mine"
 
 
 def test_what_took_the_place_of_something_else_is_there_again(
-    elsewhere: OpenAIStandIn, mounted: Mounted
+    openai_stand_in: OpenAIStandIn, mounted: Mounted
 ) -> None:
-    files = mounted(client=elsewhere.client).filesystem
+    files = mounted(client=openai_stand_in.client).filesystem
     files.delete("project/src/main.py")
     files.write_text("project/src", "a file now")
     files.write_text("notes.txt", "n")
     files.delete("notes.txt")
     files.write_text("notes.txt/one", "1")
-    elsewhere.server.expire()
+    openai_stand_in.server.expire()
     assert files.glob("**") == ["notes.txt/one", "project/README.md", "project/src"]
     assert files.read_text("project/src") == "a file now"
 
@@ -180,19 +180,19 @@ def test_what_took_the_place_of_something_else_is_there_again(
 
 
 def test_one_that_could_not_be_filled_is_not_left_behind(
-    elsewhere: OpenAIStandIn, interferes: RequestInterceptor, mounted: Mounted
+    openai_stand_in: OpenAIStandIn, interferes: RequestInterceptor, mounted: Mounted
 ) -> None:
-    files = mounted(client=elsewhere.client).filesystem
-    elsewhere.server.containers.clear()
+    files = mounted(client=openai_stand_in.client).filesystem
+    openai_stand_in.server.containers.clear()
     interferes.says = lambda method, path: error(413, "Too large.") if path.endswith("/files") else None
     with pytest.raises(PromptEvaluationError, match=r"\(413\): Too large\. \(.*exclude_glob"):
         files.ensure_container()
-    assert elsewhere.server.containers == {}
+    assert openai_stand_in.server.containers == {}
     assert files.container_id is None
 
 
 def test_a_busy_provider_of_containers_is_asked_again(
-    elsewhere: OpenAIStandIn, interferes: RequestInterceptor, mounted: Mounted
+    openai_stand_in: OpenAIStandIn, interferes: RequestInterceptor, mounted: Mounted
 ) -> None:
     busy = [error(429, "Slow down.", retry_after_ms="1"), error(503, "Later."), Reply(closes=True)]
     tried: set[str] = set()
@@ -206,16 +206,16 @@ def test_a_busy_provider_of_containers_is_asked_again(
         return busy.pop(0)
 
     interferes.says = refuse
-    elsewhere.server.script(response(message("fine")))
+    openai_stand_in.server.script(response(message("fine")))
     workspace = mounted()
-    adapter = elsewhere.adapter(hosted_tools=HOSTED, throttle=QUICK)
+    adapter = openai_stand_in.adapter(hosted_tools=HOSTED, throttle=QUICK)
     assert adapter.evaluate(create_prompt(workspace)).text == "fine"
     assert workspace.filesystem.read_text("project/README.md") == "# Hi"
     assert busy == []
 
 
 def test_a_deadline_holds_for_the_upload_too(
-    elsewhere: OpenAIStandIn, interferes: RequestInterceptor, mounted: Mounted
+    openai_stand_in: OpenAIStandIn, interferes: RequestInterceptor, mounted: Mounted
 ) -> None:
     over = threading.Event()
 
@@ -228,49 +228,52 @@ def test_a_deadline_holds_for_the_upload_too(
     interferes.says = hang
     workspace = mounted()
     with pytest.raises(DeadlineExceededError):
-        elsewhere.adapter(hosted_tools=HOSTED).evaluate(
+        openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(
             create_prompt(workspace), deadline=Deadline.after(0.3)
         )
     over.set()
-    assert "POST /v1/responses" not in elsewhere.server.calls
+    assert "POST /v1/responses" not in openai_stand_in.server.calls
     assert workspace.container_id is None
 
 
-def test_a_workspace_that_was_cleaned_up_is_refused(elsewhere: OpenAIStandIn, mounted: Mounted) -> None:
-    workspace = mounted(client=elsewhere.client)
+def test_a_workspace_that_was_cleaned_up_is_refused(openai_stand_in: OpenAIStandIn, mounted: Mounted) -> None:
+    workspace = mounted(client=openai_stand_in.client)
     here = HostWorkspaceSection(session=Session())
     for section in (workspace, here):
         section.cleanup()
         with pytest.raises(PromptEvaluationError, match="was cleaned up") as refused:
-            elsewhere.adapter(hosted_tools=HOSTED).evaluate(create_prompt(section))
+            openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(create_prompt(section))
         assert refused.value.phase == "configuration"
     for act in (workspace.filesystem.ensure_container, lambda: workspace.filesystem.exists("x")):
         with pytest.raises(PromptEvaluationError, match="was cleaned up"):
             act()
-    assert elsewhere.server.calls == []
+    assert openai_stand_in.server.calls == []
 
 
 # --- clients ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def environment(elsewhere: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_BASE_URL", elsewhere.server.url)
+def environment(openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_BASE_URL", openai_stand_in.server.url)
     monkeypatch.setenv("OPENAI_API_KEY", "k")
 
 
 @pytest.mark.usefixtures("environment")
 def test_results_come_back_after_the_adapter_was_closed(
-    elsewhere: OpenAIStandIn, mounted: Mounted, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, mounted: Mounted, tmp_path: Path
 ) -> None:
     workspace = mounted(sync_on_cleanup=True, sync_dir=tmp_path / "back")
     adapter = OpenAIAdapter(model="gpt-4.1", hosted_tools=HOSTED)
-    elsewhere.server.script(response(message("one")), response(message("two")))
+    openai_stand_in.server.script(response(message("one")), response(message("two")))
     for text in ("one", "two"):
         with adapter:
             assert adapter.evaluate(create_prompt(workspace)).text == text
-    assert count_created_containers(elsewhere) == 1
-    elsewhere.server.containers[workspace.container_id or ""].files["cfile_x"] = ("report.md", b"# Report")
+    assert count_created_containers(openai_stand_in) == 1
+    openai_stand_in.server.containers[workspace.container_id or ""].files["cfile_x"] = (
+        "report.md",
+        b"# Report",
+    )
     client = workspace.filesystem.client
     workspace.cleanup()
     assert (tmp_path / "back/report.md").read_text() == "# Report"
@@ -278,15 +281,17 @@ def test_results_come_back_after_the_adapter_was_closed(
 
 
 @pytest.mark.usefixtures("environment")
-def test_files_can_be_written_before_the_first_evaluation(elsewhere: OpenAIStandIn, mounted: Mounted) -> None:
+def test_files_can_be_written_before_the_first_evaluation(
+    openai_stand_in: OpenAIStandIn, mounted: Mounted
+) -> None:
     workspace = mounted()
     workspace.filesystem.write_text("notes.txt", "mine")
-    elsewhere.server.script(response(message("fine")))
+    openai_stand_in.server.script(response(message("fine")))
     with OpenAIAdapter(model="gpt-4.1", hosted_tools=HOSTED) as adapter:
         assert adapter.evaluate(create_prompt(workspace)).text == "fine"
     assert workspace.filesystem.read_text("notes.txt") == "mine"
-    (request,) = elsewhere.server.asked
-    ((_, (place, _)),) = [*elsewhere.server.containers[workspace.container_id or ""].files.items()][1:]
+    (request,) = openai_stand_in.server.asked
+    ((_, (place, _)),) = [*openai_stand_in.server.containers[workspace.container_id or ""].files.items()][1:]
     assert f"- `notes.txt` is `/mnt/data/{place}`" in request["input"][0]["content"]
 
 
@@ -294,11 +299,11 @@ def test_files_can_be_written_before_the_first_evaluation(elsewhere: OpenAIStand
 
 
 def test_files_that_cannot_come_back_do_not_keep_the_others(
-    elsewhere: OpenAIStandIn, mounted: Mounted, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, mounted: Mounted, tmp_path: Path
 ) -> None:
-    workspace = mounted(client=elsewhere.client, sync_on_cleanup=True, sync_dir=tmp_path / "back")
+    workspace = mounted(client=openai_stand_in.client, sync_on_cleanup=True, sync_dir=tmp_path / "back")
     made = workspace.filesystem.ensure_container()
-    elsewhere.server.containers[made].files |= {
+    openai_stand_in.server.containers[made].files |= {
         "cfile_a": ("a", b"1"),
         "cfile_b": ("a/b", b"2"),
         "cfile_c": ("n" * 300, b"3"),
@@ -319,15 +324,15 @@ def test_files_that_cannot_come_back_do_not_keep_the_others(
     assert not workspace.temp_dir.exists()
     assert not list(tmp_path.rglob("evil"))
     assert not list(tmp_path.rglob("*.part"))
-    elsewhere.server.containers[made].files = {"cfile_d": ("z.txt", b"again")}
+    openai_stand_in.server.containers[made].files = {"cfile_d": ("z.txt", b"again")}
     workspace.filesystem.download_all(tmp_path / "back")
     assert (tmp_path / "back/z.txt").read_bytes() == b"again"
 
 
 def test_a_file_that_breaks_off_leaves_the_old_one(
-    elsewhere: OpenAIStandIn, interferes: RequestInterceptor, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, interferes: RequestInterceptor, tmp_path: Path
 ) -> None:
-    files = ContainerFilesystem(client=elsewhere.client, container_config=ContainerConfig())
+    files = ContainerFilesystem(client=openai_stand_in.client, container_config=ContainerConfig())
     files.policy = ThrottlePolicy(max_attempts=2, base_delay=0)
     files.write("a.txt", b"new")
     (tmp_path / "a.txt").write_text("old")
@@ -340,20 +345,20 @@ def test_a_file_that_breaks_off_leaves_the_old_one(
 
 
 def test_everything_comes_back_with_one_request_for_each_file(
-    elsewhere: OpenAIStandIn, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, tmp_path: Path
 ) -> None:
-    files = ContainerFilesystem(client=elsewhere.client, container_config=ContainerConfig())
-    stored = elsewhere.server.containers[files.ensure_container()].files
+    files = ContainerFilesystem(client=openai_stand_in.client, container_config=ContainerConfig())
+    stored = openai_stand_in.server.containers[files.ensure_container()].files
     stored |= {f"cfile_x{number}": (f"out/{number}", b"x") for number in range(20)}
-    elsewhere.server.script()
+    openai_stand_in.server.script()
     files.download_all(tmp_path / "new")
     assert len([*(tmp_path / "new/out").iterdir()]) == 20
-    assert len(elsewhere.server.calls) == 21
+    assert len(openai_stand_in.server.calls) == 21
 
 
-def filesystem_with_files(elsewhere: OpenAIStandIn, number: int) -> ContainerFilesystem:
-    files = ContainerFilesystem(client=elsewhere.client, container_config=ContainerConfig())
-    stored = elsewhere.server.containers[files.ensure_container()].files
+def filesystem_with_files(openai_stand_in: OpenAIStandIn, number: int) -> ContainerFilesystem:
+    files = ContainerFilesystem(client=openai_stand_in.client, container_config=ContainerConfig())
+    stored = openai_stand_in.server.containers[files.ensure_container()].files
     stored |= {f"cfile_x{one}": (f"out/{one}", b"%d" % one) for one in range(number)}
     return files
 
@@ -363,7 +368,7 @@ def download_threads() -> list[threading.Thread]:
 
 
 def test_files_come_back_eight_at_a_time(
-    elsewhere: OpenAIStandIn, interferes: RequestInterceptor, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, interferes: RequestInterceptor, tmp_path: Path
 ) -> None:
     eight, lock = threading.Barrier(8), threading.Lock()
     now = most = 0
@@ -378,7 +383,7 @@ def test_files_come_back_eight_at_a_time(
             with lock:
                 now -= 1
 
-    files = filesystem_with_files(elsewhere, 24)
+    files = filesystem_with_files(openai_stand_in, 24)
     interferes.says = wait_for_the_others
     files.download_all(tmp_path / "new")
     assert {path.name: path.read_text() for path in (tmp_path / "new/out").iterdir()} == {
@@ -389,7 +394,7 @@ def test_files_come_back_eight_at_a_time(
 
 
 def test_the_first_error_ends_the_others(
-    elsewhere: OpenAIStandIn, interferes: RequestInterceptor, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, interferes: RequestInterceptor, tmp_path: Path
 ) -> None:
     """Also those of which nothing comes, and those that wait to be tried again."""
     eight, never = threading.Barrier(8), threading.Event()
@@ -407,7 +412,7 @@ def test_the_first_error_ends_the_others(
         never.wait(60)
         return None
 
-    files = filesystem_with_files(elsewhere, 100)
+    files = filesystem_with_files(openai_stand_in, 100)
     files.policy = ThrottlePolicy(max_total_delay=10_000)
     interferes.says = refuse_one
     (tmp_path / "out").mkdir()
@@ -429,7 +434,7 @@ def test_the_first_error_ends_the_others(
 
 
 def test_who_interrupts_a_download_need_not_wait_for_it(
-    elsewhere: OpenAIStandIn, interferes: RequestInterceptor, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, interferes: RequestInterceptor, tmp_path: Path
 ) -> None:
     never = threading.Event()
     interrupted = threading.Lock()
@@ -441,7 +446,7 @@ def test_who_interrupts_a_download_need_not_wait_for_it(
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             never.wait(60)
 
-    files = filesystem_with_files(elsewhere, 3)
+    files = filesystem_with_files(openai_stand_in, 3)
     interferes.says = stall
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -455,11 +460,11 @@ def test_who_interrupts_a_download_need_not_wait_for_it(
 
 
 def test_what_fails_is_told_in_the_order_of_the_names(
-    elsewhere: OpenAIStandIn, interferes: RequestInterceptor, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, interferes: RequestInterceptor, tmp_path: Path
 ) -> None:
     eight = threading.Barrier(8)
-    files = filesystem_with_files(elsewhere, 8)
-    listed = sorted(elsewhere.server.containers[files.container_id or ""].files)
+    files = filesystem_with_files(openai_stand_in, 8)
+    listed = sorted(openai_stand_in.server.containers[files.container_id or ""].files)
 
     def lose_all(method: str, path: str) -> Reply | None:
         if not path.endswith("/content"):
@@ -478,16 +483,16 @@ def test_what_fails_is_told_in_the_order_of_the_names(
 
 
 def test_unpacking_touches_nothing_that_is_there(
-    elsewhere: OpenAIStandIn, mounted: Mounted, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, mounted: Mounted, tmp_path: Path
 ) -> None:
     """The prompt says it in every turn; what an earlier one has made of the files has to stay."""
-    elsewhere.server.script(response(message("fine")))
+    openai_stand_in.server.script(response(message("fine")))
     workspace = mounted()
-    elsewhere.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace))
-    text: str = elsewhere.server.asked[0]["input"][0]["content"]
+    openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace))
+    text: str = openai_stand_in.server.asked[0]["input"][0]["content"]
     place = tmp_path / "data"
     place.mkdir()
-    for name, content in elsewhere.server.containers[workspace.container_id or ""].files.values():
+    for name, content in openai_stand_in.server.containers[workspace.container_id or ""].files.values():
         (place / name).write_bytes(content)
     code = text.partition("```python\n")[2].partition("```")[0].replace("/mnt/data/", f"{place}/")
     exec(code, {})
@@ -499,9 +504,11 @@ def test_unpacking_touches_nothing_that_is_there(
     assert (place / "project/README.md").read_text() == "# Hi"
 
 
-def test_what_is_written_goes_before_what_was_unpacked(elsewhere: OpenAIStandIn, mounted: Mounted) -> None:
-    files = mounted(client=elsewhere.client).filesystem
-    stored = elsewhere.server.containers[files.ensure_container()].files
+def test_what_is_written_goes_before_what_was_unpacked(
+    openai_stand_in: OpenAIStandIn, mounted: Mounted
+) -> None:
+    files = mounted(client=openai_stand_in.client).filesystem
+    stored = openai_stand_in.server.containers[files.ensure_container()].files
     stored["cfile_x"] = ("project/src/main.py", b"unpacked")
     assert files.read("project/src/main.py") == b"unpacked"
     for content in (b"mine", b"mine again"):
@@ -533,16 +540,16 @@ def test_errors_can_come_out_of_another_process() -> None:
         }
 
 
-def test_a_provider_that_is_not_there_is_named(elsewhere: OpenAIStandIn) -> None:
+def test_a_provider_that_is_not_there_is_named(openai_stand_in: OpenAIStandIn) -> None:
     task = MarkdownSection(title="Task", key="task", template="x")
-    elsewhere.server.script(Reply(closes=True), Reply(closes=True))
-    adapter = elsewhere.adapter(throttle=ThrottlePolicy(max_attempts=2, base_delay=0))
-    with pytest.raises(ThrottleError, match=rf"\({elsewhere.server.url.removesuffix('/v1')}\)"):
+    openai_stand_in.server.script(Reply(closes=True), Reply(closes=True))
+    adapter = openai_stand_in.adapter(throttle=ThrottlePolicy(max_attempts=2, base_delay=0))
+    with pytest.raises(ThrottleError, match=rf"\({openai_stand_in.server.url.removesuffix('/v1')}\)"):
         adapter.evaluate(Prompt(ns="n", key="k", sections=[task]))
 
 
-def test_a_model_may_be_called_what_it_likes(elsewhere: OpenAIStandIn) -> None:
-    elsewhere.server.script(error(404, "There is no model container-7b.", "model_not_found"))
+def test_a_model_may_be_called_what_it_likes(openai_stand_in: OpenAIStandIn) -> None:
+    openai_stand_in.server.script(error(404, "There is no model container-7b.", "model_not_found"))
     task = MarkdownSection(title="Task", key="task", template="x")
     with pytest.raises(PromptEvaluationError, match="no model container-7b"):
-        elsewhere.adapter(model="container-7b").evaluate(Prompt(ns="n", key="k", sections=[task]))
+        openai_stand_in.adapter(model="container-7b").evaluate(Prompt(ns="n", key="k", sections=[task]))

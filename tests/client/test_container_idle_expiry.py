@@ -38,7 +38,7 @@ LOOKS = "import os; print(*sorted(os.path.join(a, f) for a, _, fs in os.walk('.'
 class LateGateway:
     """A gateway that can be told that time has passed."""
 
-    house: GatewayServer
+    gateway_server: GatewayServer
     clock: Path
     passed: float = 0
 
@@ -71,7 +71,7 @@ def workspace(late: LateGateway, tmp_path: Path) -> Iterator[OpenAIContainerWork
         mounts=(HostMount(str(tmp_path / "data.csv"), "in/data.csv"),),
         allowed_host_roots=(tmp_path,),
         container_config=ContainerConfig("1g"),
-        client=late.house.client,
+        client=late.gateway_server.client,
         sync_on_cleanup=True,
         sync_dir=tmp_path / "back",
     )
@@ -85,14 +85,14 @@ def evaluate(late: LateGateway, workspace: OpenAIContainerWorkspaceSection, *too
     session.bus.subscribe(ToolInvoked, heard.append)
     task = MarkdownSection(title="Task", key="task", template="Look.", tools=tools)
     prompt = Prompt(ns="tests", key="idle", sections=[task, workspace])
-    late.house.adapter(hosted_tools=HOSTED).evaluate(prompt, session=session)
+    late.gateway_server.adapter(hosted_tools=HOSTED).evaluate(prompt, session=session)
     return [event.result.message.strip() for event in heard if event.name == "code_interpreter"]
 
 
 def test_a_workspace_outlives_its_idle_container(
     late: LateGateway, workspace: OpenAIContainerWorkspaceSection, tmp_path: Path
 ) -> None:
-    model, client = late.house.model, late.house.client
+    model, client = late.gateway_server.model, late.gateway_server.client
     workspace.filesystem.write_text("notes.txt", "mine")
     model.script(code_call(f"open('made.txt', 'w').write('x'); {LOOKS}"), text_answer("Done."))
     assert evaluate(late, workspace) == ["./in/data.csv ./made.txt ./notes.txt"]
@@ -123,7 +123,7 @@ def test_an_idle_container_is_replaced_in_the_middle_of_an_evaluation(
         return ToolResult.ok(params)
 
     tool = Tool[NoParams, NoParams](name="think", description="Think for long.", handler=think)
-    late.house.model.script(
+    late.gateway_server.model.script(
         code_call("print(open('in/data.csv').read())"),
         tool_calls(tool_call("think", {}, call_id="call_2")),
         tool_calls(
@@ -135,11 +135,11 @@ def test_an_idle_container_is_replaced_in_the_middle_of_an_evaluation(
 
 
 def test_one_that_was_only_named_is_not_replaced(late: LateGateway) -> None:
-    container = late.house.client.containers.create(name="mine", memory_limit="1g").id
+    container = late.gateway_server.client.containers.create(name="mine", memory_limit="1g").id
     late.pass_time(21)
     python = OpenAICodeInterpreterTool(container=ExistingContainerRef(container))
     task = MarkdownSection(title="Task", key="task", template="Look.", tools=(python,))
-    late.house.model.script()
+    late.gateway_server.model.script()
     with pytest.raises(ContainerExpiredError, match=container):
-        late.house.adapter().evaluate(Prompt(ns="tests", key="idle", sections=[task]))
-    assert not late.house.model.requests
+        late.gateway_server.adapter().evaluate(Prompt(ns="tests", key="idle", sections=[task]))
+    assert not late.gateway_server.model.requests

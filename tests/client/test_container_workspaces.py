@@ -38,8 +38,8 @@ HOSTED = OpenAIHostedToolsConfig(code_interpreter=True)
 
 class TestContainerFilesystem(FilesystemKit):
     @pytest.fixture
-    def files(self, elsewhere: OpenAIStandIn) -> ContainerFilesystem:
-        return ContainerFilesystem(client=elsewhere.client, container_config=ContainerConfig())
+    def files(self, openai_stand_in: OpenAIStandIn) -> ContainerFilesystem:
+        return ContainerFilesystem(client=openai_stand_in.client, container_config=ContainerConfig())
 
 
 @pytest.fixture
@@ -63,35 +63,35 @@ def create_prompt(section: PromptSection) -> Prompt[None]:
     return Prompt(ns="tests", key="review", sections=[task, section])
 
 
-def list_uploads(elsewhere: OpenAIStandIn, container_id: str | None) -> dict[str, bytes]:
+def list_uploads(openai_stand_in: OpenAIStandIn, container_id: str | None) -> dict[str, bytes]:
     """By the names that they had before the server chose others."""
-    stored = elsewhere.server.containers[container_id or ""].files.values()
+    stored = openai_stand_in.server.containers[container_id or ""].files.values()
     return {path.partition("-")[2]: content for path, content in stored}
 
 
 def test_a_container_is_made_and_filled_when_it_is_first_needed(
-    elsewhere: OpenAIStandIn, project: Path
+    openai_stand_in: OpenAIStandIn, project: Path
 ) -> None:
     workspace = create_workspace(project)
-    assert elsewhere.server.calls == []
+    assert openai_stand_in.server.calls == []
     assert workspace.container_id is None
-    elsewhere.server.script(response(message("fine")), response(message("still fine")))
-    adapter = elsewhere.adapter(hosted_tools=HOSTED)
+    openai_stand_in.server.script(response(message("fine")), response(message("still fine")))
+    adapter = openai_stand_in.adapter(hosted_tools=HOSTED)
     adapter.evaluate(create_prompt(workspace))
     made = workspace.container_id
-    assert [call for call in elsewhere.server.calls if call != "GET /v1/fumehood"] == [
+    assert [call for call in openai_stand_in.server.calls if call != "GET /v1/fumehood"] == [
         "POST /v1/containers",
         f"POST /v1/containers/{made}/files",
         "POST /v1/responses",
     ]
-    (request,) = elsewhere.server.asked
+    (request,) = openai_stand_in.server.asked
     assert request["tools"] == [{"type": "code_interpreter", "container": made}]
-    assert elsewhere.server.containers[made or ""].memory_limit == "4g"
+    assert openai_stand_in.server.containers[made or ""].memory_limit == "4g"
     text = request["input"][0]["content"]
-    ((archive_path, _),) = elsewhere.server.containers[made or ""].files.values()
+    ((archive_path, _),) = openai_stand_in.server.containers[made or ""].files.values()
     assert f"tarfile.open('/mnt/data/{archive_path}')" in text
     assert "`project`: 2 file(s)" in text
-    (archive,) = list_uploads(elsewhere, made).values()
+    (archive,) = list_uploads(openai_stand_in, made).values()
     with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
         members = packed.getmembers()
     assert [member.name for member in members] == [
@@ -106,8 +106,8 @@ def test_a_container_is_made_and_filled_when_it_is_first_needed(
     workspace.cleanup()
 
 
-def test_the_mirror_answers_for_what_is_still_packed(elsewhere: OpenAIStandIn, project: Path) -> None:
-    workspace = create_workspace(project, client=elsewhere.client)
+def test_the_mirror_answers_for_what_is_still_packed(openai_stand_in: OpenAIStandIn, project: Path) -> None:
+    workspace = create_workspace(project, client=openai_stand_in.client)
     files = workspace.filesystem
     assert files.glob("**") == ["project/src/main.py", "project/tool.exe"]
     assert files.read_text("project/src/main.py") == "print(1)"
@@ -116,66 +116,66 @@ def test_the_mirror_answers_for_what_is_still_packed(elsewhere: OpenAIStandIn, p
     files.delete("project/tool.exe")
     assert files.glob("**") == ["notes.txt", "project/src/main.py"]
     assert files.read_text("project/src/main.py") == "changed"
-    assert list_uploads(elsewhere, files.container_id)["notes.txt"] == b"mine"
+    assert list_uploads(openai_stand_in, files.container_id)["notes.txt"] == b"mine"
     assert (project / "src/main.py").read_text() == "print(1)"
     workspace.cleanup()
 
 
-def test_of_two_files_with_one_path_the_later_counts(elsewhere: OpenAIStandIn) -> None:
-    files = ContainerFilesystem(client=elsewhere.client, container_config=ContainerConfig())
-    stored = elsewhere.server.containers[files.ensure_container()].files
+def test_of_two_files_with_one_path_the_later_counts(openai_stand_in: OpenAIStandIn) -> None:
+    files = ContainerFilesystem(client=openai_stand_in.client, container_config=ContainerConfig())
+    stored = openai_stand_in.server.containers[files.ensure_container()].files
     stored |= {"cfile_a": ("a.txt", b"old"), "cfile_b": ("a.txt", b"new")}
     assert files.read("a.txt") == b"new"
 
 
 @pytest.mark.parametrize("sign", ["expired", "deleted"])
 def test_an_expired_container_is_made_again_with_what_was_written(
-    elsewhere: OpenAIStandIn, project: Path, sign: str
+    openai_stand_in: OpenAIStandIn, project: Path, sign: str
 ) -> None:
-    workspace = create_workspace(project, client=elsewhere.client)
+    workspace = create_workspace(project, client=openai_stand_in.client)
     files = workspace.filesystem
     files.write_text("notes.txt", "mine")
     files.write_text("gone.txt", "soon")
     files.delete("gone.txt")
     before = files.container_id
     if sign == "expired":
-        elsewhere.server.expire()
+        openai_stand_in.server.expire()
     else:
-        elsewhere.server.containers.clear()
+        openai_stand_in.server.containers.clear()
     assert files.read_text("notes.txt") == "mine"
     assert files.container_id not in (None, before)
-    assert list_uploads(elsewhere, files.container_id).keys() == {"workspace.tar", "notes.txt"}
+    assert list_uploads(openai_stand_in, files.container_id).keys() == {"workspace.tar", "notes.txt"}
     second = files.container_id
     assert files.ensure_container() == files.ensure_container() == second
-    elsewhere.server.expire()
+    openai_stand_in.server.expire()
     assert files.ensure_container() not in (before, second)
-    assert list_uploads(elsewhere, files.container_id).keys() == {"workspace.tar", "notes.txt"}
+    assert list_uploads(openai_stand_in, files.container_id).keys() == {"workspace.tar", "notes.txt"}
     workspace.cleanup()
 
 
 def test_a_container_that_expires_between_the_look_and_the_request(
-    elsewhere: OpenAIStandIn, project: Path
+    openai_stand_in: OpenAIStandIn, project: Path
 ) -> None:
     workspace = create_workspace(project)
-    elsewhere.server.script(error(400, "Container is expired."), response(message("after all")))
-    found = elsewhere.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace))
+    openai_stand_in.server.script(error(400, "Container is expired."), response(message("after all")))
+    found = openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace))
     assert found.text == "after all"
-    first, second = (request["tools"][0]["container"] for request in elsewhere.server.asked)
+    first, second = (request["tools"][0]["container"] for request in openai_stand_in.server.asked)
     assert (second, first == second) == (workspace.container_id, False)
-    for request in elsewhere.server.asked:  # each says where in its own container the archive lies
-        ((archive, _),) = elsewhere.server.containers[request["tools"][0]["container"]].files.values()
+    for request in openai_stand_in.server.asked:  # each says where in its own container the archive lies
+        ((archive, _),) = openai_stand_in.server.containers[request["tools"][0]["container"]].files.values()
         assert f"/mnt/data/{archive}" in request["input"][0]["content"]
-    elsewhere.server.script(error(400, "Container is expired."), error(404, "Container not found."))
+    openai_stand_in.server.script(error(400, "Container is expired."), error(404, "Container not found."))
     with pytest.raises(ContainerExpiredError):
-        elsewhere.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace))
+        openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace))
     workspace.cleanup()
 
 
-def test_a_container_that_cannot_be_made_again(elsewhere: OpenAIStandIn, project: Path) -> None:
-    workspace = create_workspace(project, client=elsewhere.client)
+def test_a_container_that_cannot_be_made_again(openai_stand_in: OpenAIStandIn, project: Path) -> None:
+    workspace = create_workspace(project, client=openai_stand_in.client)
     made = workspace.filesystem.ensure_container()
-    elsewhere.server.expire()
-    elsewhere.server.no_more_containers = True
+    openai_stand_in.server.expire()
+    openai_stand_in.server.no_more_containers = True
     with pytest.raises(ContainerExpiredError, match="any more containers") as gone:
         workspace.filesystem.read("project/src/main.py")
     assert gone.value.container_id == made
@@ -183,19 +183,19 @@ def test_a_container_that_cannot_be_made_again(elsewhere: OpenAIStandIn, project
     workspace.cleanup()
 
 
-def test_a_container_of_nobody_that_expires_during_a_run(elsewhere: OpenAIStandIn) -> None:
-    elsewhere.server.script(error(400, "Container is expired."))
+def test_a_container_of_nobody_that_expires_during_a_run(openai_stand_in: OpenAIStandIn) -> None:
+    openai_stand_in.server.script(error(400, "Container is expired."))
     task = MarkdownSection(title="Task", key="task", template="x")
     with pytest.raises(ContainerExpiredError, match="make another one"):
-        elsewhere.adapter(hosted_tools=HOSTED).evaluate(Prompt(ns="n", key="k", sections=[task]))
+        openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(Prompt(ns="n", key="k", sections=[task]))
 
 
-def test_results_come_back_on_cleanup(elsewhere: OpenAIStandIn, project: Path, tmp_path: Path) -> None:
+def test_results_come_back_on_cleanup(openai_stand_in: OpenAIStandIn, project: Path, tmp_path: Path) -> None:
     workspace = create_workspace(
-        project, client=elsewhere.client, sync_on_cleanup=True, sync_dir=tmp_path / "back"
+        project, client=openai_stand_in.client, sync_on_cleanup=True, sync_dir=tmp_path / "back"
     )
     made = workspace.filesystem.ensure_container()
-    stored = elsewhere.server.containers[made].files
+    stored = openai_stand_in.server.containers[made].files
     stored["cfile_a"] = ("out/report.md", b"# Report")  # as code would have written them
     stored["cfile_b"] = ("../../evil", b"x")
     workspace.cleanup()
@@ -203,54 +203,57 @@ def test_results_come_back_on_cleanup(elsewhere: OpenAIStandIn, project: Path, t
     assert (tmp_path / "back/project/src/main.py").exists()
     assert not list(tmp_path.rglob("evil"))
     assert not workspace.temp_dir.exists()
-    assert not any(call.startswith("DELETE") for call in elsewhere.server.calls)
+    assert not any(call.startswith("DELETE") for call in openai_stand_in.server.calls)
 
 
 def test_what_is_left_comes_back_of_an_expired_container(
-    elsewhere: OpenAIStandIn, project: Path, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, project: Path, tmp_path: Path
 ) -> None:
     workspace = create_workspace(
-        project, client=elsewhere.client, sync_on_cleanup=True, sync_dir=tmp_path / "back"
+        project, client=openai_stand_in.client, sync_on_cleanup=True, sync_dir=tmp_path / "back"
     )
     workspace.filesystem.write_text("notes.txt", "mine")
-    elsewhere.server.expire()
-    made = len(elsewhere.server.containers)
+    openai_stand_in.server.expire()
+    made = len(openai_stand_in.server.containers)
     workspace.cleanup()
     assert (tmp_path / "back/notes.txt").read_text() == "mine"
     assert (tmp_path / "back/project/src/main.py").exists()
-    assert len(elsewhere.server.containers) == made
+    assert len(openai_stand_in.server.containers) == made
 
 
-def test_nothing_comes_back_unless_it_is_asked_for(elsewhere: OpenAIStandIn, project: Path) -> None:
-    workspace = create_workspace(project, client=elsewhere.client)
+def test_nothing_comes_back_unless_it_is_asked_for(openai_stand_in: OpenAIStandIn, project: Path) -> None:
+    workspace = create_workspace(project, client=openai_stand_in.client)
     workspace.filesystem.ensure_container()
-    elsewhere.server.script()
+    openai_stand_in.server.script()
     workspace.cleanup()
-    assert elsewhere.server.calls == []
+    assert openai_stand_in.server.calls == []
     assert workspace.container_id is None
 
 
 def test_what_was_never_in_a_container_comes_back_as_it_was(
-    elsewhere: OpenAIStandIn, project: Path, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, project: Path, tmp_path: Path
 ) -> None:
-    elsewhere.server.script()
+    openai_stand_in.server.script()
     unused = create_workspace(
-        project, client=elsewhere.client, sync_on_cleanup=True, sync_dir=tmp_path / "back"
+        project, client=openai_stand_in.client, sync_on_cleanup=True, sync_dir=tmp_path / "back"
     )
     unused.cleanup()
-    assert elsewhere.server.calls == []
+    assert openai_stand_in.server.calls == []
     assert (tmp_path / "back/project/src/main.py").read_text() == "print(1)"
 
 
 def test_mode_auto_takes_over_a_live_container_of_the_session(
-    elsewhere: OpenAIStandIn, project: Path
+    openai_stand_in: OpenAIStandIn, project: Path
 ) -> None:
     session = Session()
 
     def made(**config: Any) -> str:
         config.setdefault("mode", "auto")
         workspace = create_workspace(
-            project, session=session, client=elsewhere.client, container_config=ContainerConfig(**config)
+            project,
+            session=session,
+            client=openai_stand_in.client,
+            container_config=ContainerConfig(**config),
         )
         return workspace.filesystem.ensure_container()
 
@@ -261,28 +264,28 @@ def test_mode_auto_takes_over_a_live_container_of_the_session(
     assert made() == first  # one of its own is nobody else's
     assert made(memory_limit="16g") not in (first, own)
     third = made()
-    elsewhere.server.expire()
+    openai_stand_in.server.expire()
     assert made() != third
 
 
-def test_one_container_has_one_client(elsewhere: OpenAIStandIn, project: Path) -> None:
-    with client_of(elsewhere.server) as other:
+def test_one_container_has_one_client(openai_stand_in: OpenAIStandIn, project: Path) -> None:
+    with client_of(openai_stand_in.server) as other:
         workspace = create_workspace(project, client=other)
         with pytest.raises(PromptEvaluationError, match="pass the same client= to both"):
-            elsewhere.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace))
-    assert elsewhere.server.calls == []
+            openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace))
+    assert openai_stand_in.server.calls == []
     workspace.cleanup()
 
 
 def test_without_a_client_the_environment_describes_one(
-    elsewhere: OpenAIStandIn, project: Path, monkeypatch: pytest.MonkeyPatch
+    openai_stand_in: OpenAIStandIn, project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace = create_workspace(project)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(PromptEvaluationError, match="No client of OpenAI"):
         workspace.filesystem.ensure_container()
     monkeypatch.setenv("OPENAI_API_KEY", "k")
-    monkeypatch.setenv("OPENAI_BASE_URL", elsewhere.server.url)
+    monkeypatch.setenv("OPENAI_BASE_URL", openai_stand_in.server.url)
     assert workspace.filesystem.ensure_container() == workspace.container_id
     workspace.filesystem.client.close()
     workspace.cleanup()
@@ -299,11 +302,11 @@ def test_security_and_budgets_are_checked_at_construction(project: Path) -> None
         )
 
 
-def test_a_clone_has_a_container_of_its_own(elsewhere: OpenAIStandIn, project: Path) -> None:
-    workspace = create_workspace(project, client=elsewhere.client)
+def test_a_clone_has_a_container_of_its_own(openai_stand_in: OpenAIStandIn, project: Path) -> None:
+    workspace = create_workspace(project, client=openai_stand_in.client)
     clone = workspace.clone(container_config=ContainerConfig("1g"))
     assert workspace.filesystem.ensure_container() != clone.filesystem.ensure_container()
-    assert elsewhere.server.containers[clone.container_id or ""].memory_limit == "1g"
+    assert openai_stand_in.server.containers[clone.container_id or ""].memory_limit == "1g"
     workspace.cleanup()
     clone.cleanup()
 
@@ -325,7 +328,7 @@ def test_nothing_is_left_of_a_workspace_that_nobody_cleaned_up(
     assert [*place.iterdir()] == []
 
 
-def test_one_line_switches_between_container_and_host(elsewhere: OpenAIStandIn, project: Path) -> None:
+def test_one_line_switches_between_container_and_host(openai_stand_in: OpenAIStandIn, project: Path) -> None:
     here, there = (
         signature(kind).parameters for kind in (HostWorkspaceSection, OpenAIContainerWorkspaceSection)
     )
@@ -333,13 +336,13 @@ def test_one_line_switches_between_container_and_host(elsewhere: OpenAIStandIn, 
     for name in here.keys() - {"template"}:
         assert str(here[name]) == str(there[name])
     for kind in (OpenAIContainerWorkspaceSection, HostWorkspaceSection):
-        elsewhere.server.script(response(message("fine")))
+        openai_stand_in.server.script(response(message("fine")))
         workspace = kind(
             session=Session(),
             mounts=(HostMount(str(project), "project", exclude_glob=("*.exe",)),),
             allowed_host_roots=(project,),
         )
-        assert elsewhere.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace)).text == "fine"
+        assert openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace)).text == "fine"
         assert workspace.filesystem.read_text("project/src/main.py") == "print(1)"
         assert workspace.mount_previews[0].file_count == 1
         workspace.cleanup()
@@ -348,8 +351,8 @@ def test_one_line_switches_between_container_and_host(elsewhere: OpenAIStandIn, 
 # --- the manager --------------------------------------------------------------------------------------
 
 
-def test_files_are_uploaded_attached_listed_read_and_deleted(elsewhere: OpenAIStandIn) -> None:
-    manager = ContainerManager(elsewhere.client)
+def test_files_are_uploaded_attached_listed_read_and_deleted(openai_stand_in: OpenAIStandIn) -> None:
+    manager = ContainerManager(openai_stand_in.client)
     container = manager.create()
     assert manager.is_alive(container)
     data = manager.upload(container, "data.csv", b"1,2")
@@ -363,7 +366,7 @@ def test_files_are_uploaded_attached_listed_read_and_deleted(elsewhere: OpenAISt
     assert [file.id for file in manager.list_files(container)] == [data.id]
     with pytest.raises(FileNotFoundError):
         manager.read_file(container, attached.id)
-    elsewhere.server.expire()
+    openai_stand_in.server.expire()
     assert not manager.is_alive(container)
     with pytest.raises(ContainerExpiredError, match="has expired, and its files are gone"):
         manager.list_files(container)
@@ -372,16 +375,16 @@ def test_files_are_uploaded_attached_listed_read_and_deleted(elsewhere: OpenAISt
         manager.upload(container, "run.exe", b"x")
 
 
-def test_a_container_that_cannot_be_made_is_a_configuration_error(elsewhere: OpenAIStandIn) -> None:
-    elsewhere.server.no_more_containers = True
+def test_a_container_that_cannot_be_made_is_a_configuration_error(openai_stand_in: OpenAIStandIn) -> None:
+    openai_stand_in.server.no_more_containers = True
     with pytest.raises(PromptEvaluationError, match="may not have any more containers"):
-        ContainerManager(elsewhere.client).create()
+        ContainerManager(openai_stand_in.client).create()
     prompt = Prompt(ns="n", key="k", sections=[OpenAIContainerWorkspaceSection(session=Session())])
-    adapter = elsewhere.adapter(hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True))
+    adapter = openai_stand_in.adapter(hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True))
     with pytest.raises(PromptEvaluationError, match="may not have any more containers") as refused:
         adapter.evaluate(prompt)
     assert refused.value.phase == "configuration"
-    assert elsewhere.server.asked == []
+    assert openai_stand_in.server.asked == []
 
 
 @pytest.mark.parametrize("name", sorted(UPLOAD_TYPES))

@@ -70,31 +70,31 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
         return vars(module)
 
     clients: list[OpenAI] = []
-    make = OpenAIClientConfig.create_client
+    create_client = OpenAIClientConfig.create_client
 
     def made(config: OpenAIClientConfig) -> OpenAI:
-        clients.append(make(config))
+        clients.append(create_client(config))
         return clients[-1]
 
-    monkeypatch.setattr(OpenAIClientConfig, "make", made)
+    monkeypatch.setattr(OpenAIClientConfig, "create_client", made)
     yield run
     for client in clients:
         client.close()
 
 
 @pytest.fixture
-def gateway(house: GatewayServer, monkeypatch: pytest.MonkeyPatch) -> GatewayServer:
+def gateway(gateway_server: GatewayServer, monkeypatch: pytest.MonkeyPatch) -> GatewayServer:
     """Where `OpenAI()` leads to."""
-    monkeypatch.setenv("OPENAI_BASE_URL", house.served.url)
+    monkeypatch.setenv("OPENAI_BASE_URL", gateway_server.process.url)
     monkeypatch.setenv("OPENAI_API_KEY", "none")
-    return house
+    return gateway_server
 
 
 @pytest.fixture
-def openai(elsewhere: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> OpenAIStandIn:
-    monkeypatch.setenv("OPENAI_BASE_URL", elsewhere.server.url)
+def openai(openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> OpenAIStandIn:
+    monkeypatch.setenv("OPENAI_BASE_URL", openai_stand_in.server.url)
     monkeypatch.setenv("OPENAI_API_KEY", "none")
-    return elsewhere
+    return openai_stand_in
 
 
 def collect_invocations(session: Session) -> list[ToolInvoked]:

@@ -59,32 +59,32 @@ from tests.support.openai_server import Reply, error, message, response
 # --- events, limits, ends -----------------------------------------------------------------------------
 
 
-def test_another_bus_hears_everything_once(elsewhere: OpenAIStandIn) -> None:
-    elsewhere.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
+def test_another_bus_hears_everything_once(openai_stand_in: OpenAIStandIn) -> None:
+    openai_stand_in.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
     bus, heard = InProcessDispatcher(), list[str]()
     for kind in (PromptRendered, ToolInvoked, PromptExecuted):
         bus.subscribe(kind, lambda event: heard.append(type(event).__name__))
-    elsewhere.adapter().evaluate(prompt(query_tool), session=Session(bus=bus), bus=bus)
+    openai_stand_in.adapter().evaluate(prompt(query_tool), session=Session(bus=bus), bus=bus)
     assert heard == ["PromptRendered", "ToolInvoked", "PromptExecuted"]
-    elsewhere.server.script(response(message("done")))
-    elsewhere.adapter().evaluate(prompt(), bus=bus)
+    openai_stand_in.server.script(response(message("done")))
+    openai_stand_in.adapter().evaluate(prompt(), bus=bus)
     assert heard[3:] == ["PromptRendered", "PromptExecuted"]
 
 
-def test_a_budget_ends_an_evaluation_before_the_next_request(elsewhere: OpenAIStandIn) -> None:
+def test_a_budget_ends_an_evaluation_before_the_next_request(openai_stand_in: OpenAIStandIn) -> None:
     tracker = BudgetTracker(Budget(max_total_tokens=30))
-    elsewhere.server.script(*[response(function_call("c1", '{"sql": "x"}'))] * 9)
+    openai_stand_in.server.script(*[response(function_call("c1", '{"sql": "x"}'))] * 9)
     with pytest.raises(
         BudgetExceededError, match=r"30 of 30 total tokens were used before the tool 'run_query'"
     ):
-        elsewhere.adapter().evaluate(prompt(query_tool), budget_tracker=tracker)
-    assert len(elsewhere.server.asked) == 2
+        openai_stand_in.adapter().evaluate(prompt(query_tool), budget_tracker=tracker)
+    assert len(openai_stand_in.server.asked) == 2
     with pytest.raises(BudgetExceededError, match="before the next request"):
-        elsewhere.adapter().evaluate(prompt(query_tool), budget_tracker=tracker)
-    assert len(elsewhere.server.asked) == 2
+        openai_stand_in.adapter().evaluate(prompt(query_tool), budget_tracker=tracker)
+    assert len(openai_stand_in.server.asked) == 2
 
 
-def test_a_deadline_ends_an_evaluation(elsewhere: OpenAIStandIn) -> None:
+def test_a_deadline_ends_an_evaluation(openai_stand_in: OpenAIStandIn) -> None:
     start = Deadline.after(0).expires_at
     time = [start]
 
@@ -94,22 +94,22 @@ def test_a_deadline_ends_an_evaluation(elsewhere: OpenAIStandIn) -> None:
 
     slow = Tool[Query, Query](name="run_query", description="x", handler=late)
     deadline = Deadline(start + timedelta(minutes=5), clock=lambda: time[0])
-    elsewhere.server.script(
+    openai_stand_in.server.script(
         response(function_call("c1", '{"sql": "x"}'), function_call("c2", '{"sql": "x"}'))
     )
     with pytest.raises(DeadlineExceededError, match="before the tool"):
-        elsewhere.adapter().evaluate(prompt(slow), budget=Budget(deadline=deadline))
+        openai_stand_in.adapter().evaluate(prompt(slow), budget=Budget(deadline=deadline))
     with pytest.raises(DeadlineExceededError, match="before the first request"):
-        elsewhere.adapter(hosted_tools=HOSTED).evaluate(
+        openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(
             prompt(slow, sections=(OpenAIContainerWorkspaceSection(session=Session()),)), deadline=deadline
         )
-    assert elsewhere.server.calls == ["POST /v1/responses"]
+    assert openai_stand_in.server.calls == ["POST /v1/responses"]
 
 
-def test_an_evaluation_without_end_ends(elsewhere: OpenAIStandIn) -> None:
-    elsewhere.server.script(*[response(function_call("c1", '{"sql": "x"}'))] * 9)
+def test_an_evaluation_without_end_ends(openai_stand_in: OpenAIStandIn) -> None:
+    openai_stand_in.server.script(*[response(function_call("c1", '{"sql": "x"}'))] * 9)
     with pytest.raises(PromptEvaluationError, match="no answer after 3 turns"):
-        elsewhere.adapter(max_turns=3).evaluate(prompt(query_tool))
+        openai_stand_in.adapter(max_turns=3).evaluate(prompt(query_tool))
 
 
 @pytest.mark.parametrize(
@@ -122,123 +122,125 @@ def test_an_evaluation_without_end_ends(elsewhere: OpenAIStandIn) -> None:
         response(message("", content=[{"type": "refusal", "refusal": "No."}])),
     ],
 )
-def test_a_filtered_answer_that_is_needed_raises(elsewhere: OpenAIStandIn, reply: Reply) -> None:
-    elsewhere.server.script(reply)
+def test_a_filtered_answer_that_is_needed_raises(openai_stand_in: OpenAIStandIn, reply: Reply) -> None:
+    openai_stand_in.server.script(reply)
     with pytest.raises(FilteredOutputError) as withheld:
-        elsewhere.adapter().evaluate(typed())
+        openai_stand_in.adapter().evaluate(typed())
     assert isinstance(withheld.value, AssertionError)
     assert withheld.value.phase == "response"
 
 
-def test_other_ends(elsewhere: OpenAIStandIn, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_ends(openai_stand_in: OpenAIStandIn, caplog: pytest.LogCaptureFixture) -> None:
     failed = {"message": "The server had an error", "code": "server_error"}
-    elsewhere.server.script(response(status="failed", error=failed))
+    openai_stand_in.server.script(response(status="failed", error=failed))
     with pytest.raises(PromptEvaluationError, match="The server had an error") as wrong:
-        elsewhere.adapter().evaluate(typed())
+        openai_stand_in.adapter().evaluate(typed())
     assert wrong.value.provider_payload == failed
     cut: dict[str, Any] = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-    elsewhere.server.script(response(message('{"val'), **cut))
+    openai_stand_in.server.script(response(message('{"val'), **cut))
     with pytest.raises(PromptEvaluationError, match=r"cut off \(max_output_tokens\)"):
-        elsewhere.adapter().evaluate(typed())
+        openai_stand_in.adapter().evaluate(typed())
     for reason in ("content_filter", "max_output_tokens"):
         cut["incomplete_details"] = {"reason": reason}
-        elsewhere.server.script(response(message("partly"), **cut))
+        openai_stand_in.server.script(response(message("partly"), **cut))
         caplog.clear()
-        assert elsewhere.adapter().evaluate(prompt()).text == "partly"
+        assert openai_stand_in.adapter().evaluate(prompt()).text == "partly"
         assert f"The answer to task was cut off: {reason}" in caplog.text
     for status in ("queued", "in_progress", "cancelled"):
-        elsewhere.server.script(response(status=status))
+        openai_stand_in.server.script(response(status=status))
         with pytest.raises(PromptEvaluationError, match=f"its status is {status}"):
-            elsewhere.adapter().evaluate(prompt())
+            openai_stand_in.adapter().evaluate(prompt())
     thought: dict[str, Any] = {"type": "reasoning", "id": "rs_1", "summary": []}
     for reply in (response(thought, **cut), Reply({}), Reply({"id": "resp_1"})):
-        elsewhere.server.script(reply)
+        openai_stand_in.server.script(reply)
         with pytest.raises(PromptEvaluationError, match="cut off"):
-            elsewhere.adapter().evaluate(prompt())
-    elsewhere.server.script(response(message("no JSON")))
-    assert elsewhere.adapter().evaluate(typed(), parse_output=False).output is None
+            openai_stand_in.adapter().evaluate(prompt())
+    openai_stand_in.server.script(response(message("no JSON")))
+    assert openai_stand_in.adapter().evaluate(typed(), parse_output=False).output is None
 
 
 # --- a provider that is busy, or says no --------------------------------------------------------------
 
 
-def test_a_busy_provider_is_asked_again_with_the_same_key(elsewhere: OpenAIStandIn) -> None:
-    elsewhere.server.script(
+def test_a_busy_provider_is_asked_again_with_the_same_key(openai_stand_in: OpenAIStandIn) -> None:
+    openai_stand_in.server.script(
         error(429, "Slow down", "rate_limit_exceeded", retry_after="0"),
         error(500, "Oops", retry_after_ms="1"),
         Reply(closes=True),
         error(503, "Overloaded", retry_after="Thu, 01 Jan 1970 00:00:00 GMT"),
         response(message("at last")),
     )
-    assert elsewhere.adapter(throttle=PATIENT).evaluate(prompt()).text == "at last"
-    keys = {headers["idempotency-key"] for headers in elsewhere.server.headers}
-    assert (len(elsewhere.server.headers), len(keys)) == (5, 1)
-    elsewhere.server.script(response(message("again")))
-    elsewhere.adapter().evaluate(prompt())
-    assert elsewhere.server.headers[0]["idempotency-key"] not in keys
+    assert openai_stand_in.adapter(throttle=PATIENT).evaluate(prompt()).text == "at last"
+    keys = {headers["idempotency-key"] for headers in openai_stand_in.server.headers}
+    assert (len(openai_stand_in.server.headers), len(keys)) == (5, 1)
+    openai_stand_in.server.script(response(message("again")))
+    openai_stand_in.adapter().evaluate(prompt())
+    assert openai_stand_in.server.headers[0]["idempotency-key"] not in keys
 
 
-def test_patience_with_a_provider_ends(elsewhere: OpenAIStandIn) -> None:
-    elsewhere.server.script(*[error(429, "Slow down")] * 9)
+def test_patience_with_a_provider_ends(openai_stand_in: OpenAIStandIn) -> None:
+    openai_stand_in.server.script(*[error(429, "Slow down")] * 9)
     with pytest.raises(ThrottleError, match="2 attempts"):
-        elsewhere.adapter(throttle=ThrottlePolicy(max_attempts=2, base_delay=0)).evaluate(prompt())
-    assert len(elsewhere.server.asked) == 2
+        openai_stand_in.adapter(throttle=ThrottlePolicy(max_attempts=2, base_delay=0)).evaluate(prompt())
+    assert len(openai_stand_in.server.asked) == 2
 
 
 @pytest.mark.parametrize(
     "reply", [error(400, "Bad model", "model_not_found"), error(429, "No money", "insufficient_quota")]
 )
-def test_a_refusal_is_told_as_it_is_and_once(elsewhere: OpenAIStandIn, reply: Reply) -> None:
-    elsewhere.server.script(reply)
+def test_a_refusal_is_told_as_it_is_and_once(openai_stand_in: OpenAIStandIn, reply: Reply) -> None:
+    openai_stand_in.server.script(reply)
     with pytest.raises(PromptEvaluationError) as refused:
-        elsewhere.adapter(throttle=PATIENT).evaluate(prompt())
+        openai_stand_in.adapter(throttle=PATIENT).evaluate(prompt())
     assert reply.body["error"]["message"] in str(refused.value)
     assert refused.value.phase == "request"
     assert refused.value.provider_payload == reply.body["error"]
-    assert len(elsewhere.server.asked) == 1
+    assert len(openai_stand_in.server.asked) == 1
 
 
-def test_a_provider_that_says_not_to_ask_again_is_not_asked_again(elsewhere: OpenAIStandIn) -> None:
-    elsewhere.server.script(error(500, "Broken for good", x_should_retry="false"), response(message("never")))
+def test_a_provider_that_says_not_to_ask_again_is_not_asked_again(openai_stand_in: OpenAIStandIn) -> None:
+    openai_stand_in.server.script(
+        error(500, "Broken for good", x_should_retry="false"), response(message("never"))
+    )
     with pytest.raises(PromptEvaluationError, match="Broken for good"):
-        elsewhere.adapter(throttle=PATIENT).evaluate(prompt())
-    assert len(elsewhere.server.asked) == 1
+        openai_stand_in.adapter(throttle=PATIENT).evaluate(prompt())
+    assert len(openai_stand_in.server.asked) == 1
 
 
-def test_a_body_that_breaks_off_is_asked_for_again(elsewhere: OpenAIStandIn) -> None:
-    elsewhere.server.script(
+def test_a_body_that_breaks_off_is_asked_for_again(openai_stand_in: OpenAIStandIn) -> None:
+    openai_stand_in.server.script(
         Reply(b'{"id"', headers={"content-length": "99", "connection": "close"}), response(message("whole"))
     )
-    assert elsewhere.adapter(throttle=PATIENT).evaluate(prompt()).text == "whole"
-    assert len(elsewhere.server.asked) == 2
+    assert openai_stand_in.adapter(throttle=PATIENT).evaluate(prompt()).text == "whole"
+    assert len(openai_stand_in.server.asked) == 2
 
 
-def test_looking_for_a_container_has_a_deadline_too(elsewhere: OpenAIStandIn) -> None:
+def test_looking_for_a_container_has_a_deadline_too(openai_stand_in: OpenAIStandIn) -> None:
     now = Deadline.after(0).expires_at
     deadline = Deadline(now + timedelta(seconds=5), clock=lambda: now)
-    elsewhere.server.script()
-    elsewhere.server.broken = error(503, "Busy", retry_after="60")
+    openai_stand_in.server.script()
+    openai_stand_in.server.broken = error(503, "Busy", retry_after="60")
     tool = OpenAICodeInterpreterTool(container=ExistingContainerRef("cntr_1"))
     with pytest.raises(ThrottleError, match="the deadline comes before the next one"):
-        elsewhere.adapter().evaluate(prompt(tool), deadline=deadline)
-    assert elsewhere.server.calls == ["GET /v1/containers/cntr_1"]
+        openai_stand_in.adapter().evaluate(prompt(tool), deadline=deadline)
+    assert openai_stand_in.server.calls == ["GET /v1/containers/cntr_1"]
 
 
 @pytest.mark.parametrize("body", [b"<html>", b'{"output": [1]}', b"[]"])
-def test_an_answer_that_is_none(elsewhere: OpenAIStandIn, body: bytes) -> None:
-    elsewhere.server.script(Reply(body))
+def test_an_answer_that_is_none(openai_stand_in: OpenAIStandIn, body: bytes) -> None:
+    openai_stand_in.server.script(Reply(body))
     with pytest.raises(PromptEvaluationError, match="no response of the Responses API") as strange:
-        elsewhere.adapter().evaluate(prompt())
+        openai_stand_in.adapter().evaluate(prompt())
     assert (strange.value.phase, strange.value.provider_payload) == ("response", body.decode())
 
 
 def test_what_is_logged_has_ids_and_sizes_and_no_secrets(
-    elsewhere: OpenAIStandIn, caplog: pytest.LogCaptureFixture
+    openai_stand_in: OpenAIStandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
     tool = OpenAICodeInterpreterTool(container=AutoContainerConfig(memory_limit="16g"))
-    elsewhere.server.script(response(code_call(), message("the answer")))
+    openai_stand_in.server.script(response(code_call(), message("the answer")))
     with caplog.at_level(logging.DEBUG, "fumehood"):
-        elsewhere.adapter(model_config=OpenAIModelConfig(max_output_tokens=77)).evaluate(prompt(tool))
+        openai_stand_in.adapter(model_config=OpenAIModelConfig(max_output_tokens=77)).evaluate(prompt(tool))
     (record,) = [record for record in caplog.records if hasattr(record, "fumehood")]
     assert vars(record)["fumehood"] == {
         "prompt": "task",
@@ -310,7 +312,7 @@ _CHANGES = st.tuples(st.sampled_from([*iter_paths(_WHOLE)]), st.sampled_from(_JU
 @settings(max_examples=60, deadline=None)
 @given(st.lists(_CHANGES, min_size=1, max_size=3))
 def test_a_malformed_response_is_read_as_far_as_it_goes_or_refused(
-    one_elsewhere: OpenAIStandIn, changes: list[tuple[tuple[Any, ...], Any]]
+    shared_stand_in: OpenAIStandIn, changes: list[tuple[tuple[Any, ...], Any]]
 ) -> None:
     """Nothing that a provider sends ends in an error that is not ours."""
     body = json.loads(json.dumps(_WHOLE))
@@ -318,11 +320,11 @@ def test_a_malformed_response_is_read_as_far_as_it_goes_or_refused(
         with contextlib.suppress(TypeError, LookupError):  # an earlier change has taken this place away
             inner = functools.reduce(operator.getitem, path[:-1], body)
             inner[path[-1]] = junk
-    one_elsewhere.server.script(Reply(body), response(message("done")))
+    shared_stand_in.server.script(Reply(body), response(message("done")))
     session, heard = listen()
     with contextlib.suppress(FumehoodError):
-        one_elsewhere.adapter(hosted_tools=HOSTED).evaluate(prompt(query_tool), session=session)
-    assert one_elsewhere.server.asked
+        shared_stand_in.adapter(hosted_tools=HOSTED).evaluate(prompt(query_tool), session=session)
+    assert shared_stand_in.server.asked
     for event in heard:
         assert isinstance(event.result.message, str)
         assert isinstance(event.call_id, str | None)

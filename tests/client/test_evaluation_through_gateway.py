@@ -66,33 +66,33 @@ def collect_invocations(session: Session) -> list[ToolInvoked]:
     return heard
 
 
-def test_a_function_is_run_and_its_result_shown_to_the_model(house: GatewayServer) -> None:
-    house.model.script(
+def test_a_function_is_run_and_its_result_shown_to_the_model(gateway_server: GatewayServer) -> None:
+    gateway_server.model.script(
         tool_calls(tool_call("echo", {"text": "hello"}, call_id="call_7")), text_answer("It said hello.")
     )
     prompt = Prompt(ns="tests", key="echo", sections=(task(echo_tool),))
     session = Session()
     heard = collect_invocations(session)
-    response = house.adapter().evaluate(prompt, Topic("echoes"), session=session)
+    response = gateway_server.adapter().evaluate(prompt, Topic("echoes"), session=session)
     assert response.text == "It said hello."
     assert [(event.name, event.params, event.call_id, event.result.success) for event in heard] == [
         ("echo", Echo("hello"), "call_7", True)
     ]
-    first, second = house.model.requests
+    first, second = gateway_server.model.requests
     # A chat server gets it as a user's, which many chat templates ask for.
     assert first.json["messages"][0] == {"role": "user", "content": "## 1. Task\n\nTell me about echoes."}
     assert second.json["messages"][-1]["content"] == '{"success":true,"payload":{"text":"hello"}}'
     assert response.usage.total_tokens == 36
 
 
-def test_python_is_run_and_its_result_told(house: GatewayServer) -> None:
-    house.model.script(
+def test_python_is_run_and_its_result_told(gateway_server: GatewayServer) -> None:
+    gateway_server.model.script(
         code_call("open('a.csv', 'w').write('1,2'); print(6 * 7)"), text_answer("42: sandbox:/mnt/data/a.csv")
     )
     session = Session()
     heard = collect_invocations(session)
     prompt = Prompt(ns="tests", key="python", sections=(task(OpenAICodeInterpreterTool()),))
-    response = house.adapter().evaluate(prompt, Topic("sums"), session=session)
+    response = gateway_server.adapter().evaluate(prompt, Topic("sums"), session=session)
     (event,) = heard
     value = event.result.value
     assert isinstance(value, CodeInterpreterResult)
@@ -102,11 +102,11 @@ def test_python_is_run_and_its_result_told(house: GatewayServer) -> None:
     assert event.result.message == "42\n"
 
 
-def test_hosted_tools(house: GatewayServer) -> None:
-    house.model.script(code_call("1 / 0"), text_answer("It failed."))
+def test_hosted_tools(gateway_server: GatewayServer) -> None:
+    gateway_server.model.script(code_call("1 / 0"), text_answer("It failed."))
     session = Session()
     heard = collect_invocations(session)
-    adapter = house.adapter(hosted_tools=HOSTED)
+    adapter = gateway_server.adapter(hosted_tools=HOSTED)
     adapter.evaluate(Prompt(ns="tests", key="python", sections=(task(),)), Topic("zero"), session=session)
     assert [(event.name, event.result.success) for event in heard] == [("code_interpreter", False)]
     value = heard[0].result.value
@@ -115,8 +115,8 @@ def test_hosted_tools(house: GatewayServer) -> None:
     assert value.exit_code == 1
 
 
-def test_python_and_a_function_in_one_evaluation(house: GatewayServer) -> None:
-    house.model.script(
+def test_python_and_a_function_in_one_evaluation(gateway_server: GatewayServer) -> None:
+    gateway_server.model.script(
         code_call("x = 20"),
         tool_calls(tool_call("echo", {"text": "22"}, call_id="call_2")),
         tool_calls(tool_call("code_interpreter", {"code": "print(x + 22)"}, call_id="call_3")),
@@ -125,7 +125,7 @@ def test_python_and_a_function_in_one_evaluation(house: GatewayServer) -> None:
     session = Session()
     heard = collect_invocations(session)
     prompt = Prompt(ns="tests", key="both", sections=(task(echo_tool, OpenAICodeInterpreterTool()),))
-    response = house.adapter().evaluate(prompt, Topic("sums"), session=session)
+    response = gateway_server.adapter().evaluate(prompt, Topic("sums"), session=session)
     assert response.text == "42"
     assert [event.name for event in heard] == ["code_interpreter", "echo", "code_interpreter"]
     first, _, last = (event.result.value for event in heard)
@@ -149,8 +149,8 @@ def test_python_and_a_function_in_one_evaluation(house: GatewayServer) -> None:
 
 class TestContainerFilesystem(FilesystemKit):
     @pytest.fixture
-    def files(self, house: GatewayServer) -> ContainerFilesystem:
-        return ContainerFilesystem(client=house.client, container_config=SMALL)
+    def files(self, gateway_server: GatewayServer) -> ContainerFilesystem:
+        return ContainerFilesystem(client=gateway_server.client, container_config=SMALL)
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def project(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def workspace(house: GatewayServer, project: Path) -> Iterator[OpenAIContainerWorkspaceSection]:
+def workspace(gateway_server: GatewayServer, project: Path) -> Iterator[OpenAIContainerWorkspaceSection]:
     made = OpenAIContainerWorkspaceSection(
         session=Session(),
         mounts=(HostMount(str(project), "project"),),
@@ -174,25 +174,25 @@ def workspace(house: GatewayServer, project: Path) -> Iterator[OpenAIContainerWo
         container_config=SMALL,
         sync_on_cleanup=True,
         sync_dir=project.parent / "synced",
-        client=house.client,
+        client=gateway_server.client,
     )
     yield made
     made.cleanup()
 
 
-def evaluate(house: GatewayServer, workspace: OpenAIContainerWorkspaceSection, code: str) -> Any:
+def evaluate(gateway_server: GatewayServer, workspace: OpenAIContainerWorkspaceSection, code: str) -> Any:
     """What came of this code, as the bus tells it."""
-    house.model.script(code_call(code), text_answer("Done."))
+    gateway_server.model.script(code_call(code), text_answer("Done."))
     session, heard = Session(), list[ToolInvoked]()
     session.bus.subscribe(ToolInvoked, heard.append)
     task = MarkdownSection(title="Task", key="task", template="Add them.")
     prompt = Prompt(ns="tests", key="add", sections=[task, workspace])
-    house.adapter(hosted_tools=HOSTED).evaluate(prompt, session=session)
+    gateway_server.adapter(hosted_tools=HOSTED).evaluate(prompt, session=session)
     return heard[0].result.value
 
 
 @pytest.mark.slow
-def test_a_large_repository_is_worked_on(house: GatewayServer, tmp_path: Path) -> None:
+def test_a_large_repository_is_worked_on(gateway_server: GatewayServer, tmp_path: Path) -> None:
     for number in range(5000):
         path = tmp_path / "repository" / f"d{number % 50}" / f"{number}.py"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -202,22 +202,22 @@ def test_a_large_repository_is_worked_on(house: GatewayServer, tmp_path: Path) -
         mounts=[HostMount(str(tmp_path / "repository"), "repository")],
         allowed_host_roots=[tmp_path],
         container_config=SMALL,
-        client=house.client,
+        client=gateway_server.client,
     )
     try:
         look = "import glob; print(len(glob.glob('repository/*/*.py')))"
         change = "open('repository/d1/1.py', 'w').write('changed')"
-        assert evaluate(house, made, f"{look}\n{change}").stdout.startswith("5000\n")
+        assert evaluate(gateway_server, made, f"{look}\n{change}").stdout.startswith("5000\n")
         assert len(made.filesystem.paths()) == 5000
         assert made.filesystem.read_text("repository/d1/1.py") == "changed"
         made.filesystem.write_text("repository/d2/2.py", "mine")
-        assert "mine" in evaluate(house, made, "print(open('repository/d2/2.py').read())").stdout
+        assert "mine" in evaluate(gateway_server, made, "print(open('repository/d2/2.py').read())").stdout
     finally:
         made.cleanup()
 
 
 def test_an_archive_is_unpacked_by_the_gateway(
-    house: GatewayServer, workspace: OpenAIContainerWorkspaceSection, project: Path
+    gateway_server: GatewayServer, workspace: OpenAIContainerWorkspaceSection, project: Path
 ) -> None:
     code = """
 import subprocess
@@ -225,10 +225,10 @@ total = sum(map(int, open("project/src/numbers.txt").read().split()))
 open("project/total.txt", "w").write(str(total))
 print(total, subprocess.run(["sh", "project/run.sh"], capture_output=True, text=True).stdout)
 """
-    ran = evaluate(house, workspace, code)
+    ran = evaluate(gateway_server, workspace, code)
     assert (ran.stdout, ran.stderr) == ("42 ran\n\n", "")
     assert ran.container_id == workspace.container_id
-    assert "packed" not in house.model.requests[0].json["messages"][0]["content"]
+    assert "packed" not in gateway_server.model.requests[0].json["messages"][0]["content"]
     files = workspace.filesystem
     assert files.glob("**") == [
         "project/odd ${name}",
@@ -239,7 +239,7 @@ print(total, subprocess.run(["sh", "project/run.sh"], capture_output=True, text=
     assert files.read_text("project/total.txt") == "42"
     files.write_text("project/src/numbers.txt", "1 2")
     assert (
-        evaluate(house, workspace, "print(open('project/src/numbers.txt').read(), total)").stdout
+        evaluate(gateway_server, workspace, "print(open('project/src/numbers.txt').read(), total)").stdout
         == "1 2 42\n"
     )
     workspace.cleanup()
@@ -249,31 +249,31 @@ print(total, subprocess.run(["sh", "project/run.sh"], capture_output=True, text=
 
 
 def test_a_container_that_was_deleted_is_made_again(
-    house: GatewayServer, workspace: OpenAIContainerWorkspaceSection
+    gateway_server: GatewayServer, workspace: OpenAIContainerWorkspaceSection
 ) -> None:
     workspace.filesystem.write_text("notes.txt", "mine")
     first = workspace.container_id
-    house.client.containers.delete(first or "")
+    gateway_server.client.containers.delete(first or "")
     ran = evaluate(
-        house, workspace, "print(open('notes.txt').read(), open('project/src/numbers.txt').read())"
+        gateway_server, workspace, "print(open('notes.txt').read(), open('project/src/numbers.txt').read())"
     )
     assert ran.stdout == "mine 20 22\n"
     assert workspace.container_id not in (None, first)
-    house.client.containers.delete(workspace.container_id or "")
+    gateway_server.client.containers.delete(workspace.container_id or "")
     assert workspace.filesystem.read_text("notes.txt") == "mine"
 
 
-def test_an_existing_container_is_used_while_it_is_there(house: GatewayServer) -> None:
-    manager = ContainerManager(house.client, SMALL)
+def test_an_existing_container_is_used_while_it_is_there(gateway_server: GatewayServer) -> None:
+    manager = ContainerManager(gateway_server.client, SMALL)
     container = manager.create()
     manager.upload(container, "data.csv", b"1,2,3")
     tool = OpenAICodeInterpreterTool(container=ExistingContainerRef(container, "1g"))
     task = MarkdownSection(title="Task", key="task", template="Read it.", tools=(tool,))
     prompt = Prompt(ns="tests", key="read", sections=[task])
-    house.model.script(code_call("print(open('data.csv').read())"), text_answer("Done."))
-    response = house.adapter().evaluate(prompt)
+    gateway_server.model.script(code_call("print(open('data.csv').read())"), text_answer("Done."))
+    response = gateway_server.adapter().evaluate(prompt)
     call = response.transcript[1]
     assert (call["container_id"], call["outputs"]) == (container, [{"type": "logs", "logs": "1,2,3\n"}])
-    house.client.containers.delete(container)
+    gateway_server.client.containers.delete(container)
     with pytest.raises(ContainerExpiredError):
-        house.adapter().evaluate(prompt)
+        gateway_server.adapter().evaluate(prompt)

@@ -38,7 +38,7 @@ def create_prompt(text: str, *sections: PromptSection) -> Prompt[None]:
 class LongSession:
     """A session of the client's, and what comes of it. sections: what every prompt has besides its text."""
 
-    def __init__(self, house: GatewayServer, threshold: int, *, zdr_mode: bool) -> None:
+    def __init__(self, gateway_server: GatewayServer, threshold: int, *, zdr_mode: bool) -> None:
         self.analyst = Analyst()
         self.record = ConversationRecord(threshold, turn=0)
         self.session = Session()
@@ -46,9 +46,9 @@ class LongSession:
         self.printed: list[str] = []
         self.overhead = 0  # tokens that the other sections have
         config = CompactionConfig(threshold_tokens=threshold, zdr_mode=zdr_mode)
-        self._adapter = house.adapter(compaction=config, hosted_tools=HOSTED)
+        self._adapter = gateway_server.adapter(compaction=config, hosted_tools=HOSTED)
         self.session.bus.subscribe(ToolInvoked, self._on_tool_invoked)
-        house.model.script(*[self.analyst.answer] * 1000)
+        gateway_server.model.script(*[self.analyst.answer] * 1000)
 
     def _on_tool_invoked(self, event: ToolInvoked) -> None:
         result: Any = event.result.value
@@ -66,8 +66,10 @@ class LongSession:
         return response.text or ""
 
 
-def converse(house: GatewayServer, threshold: int, turns: int, *, zdr_mode: bool, mount: Path | None) -> None:
-    long = LongSession(house, threshold, zdr_mode=zdr_mode)
+def converse(
+    gateway_server: GatewayServer, threshold: int, turns: int, *, zdr_mode: bool, mount: Path | None
+) -> None:
+    long = LongSession(gateway_server, threshold, zdr_mode=zdr_mode)
     if mount is None:
         _converse(long, threshold, turns, mounted=False)
         return
@@ -107,15 +109,15 @@ CASES = [
 
 @pytest.mark.parametrize(("zdr_mode", "mounted"), CASES)
 def test_fifty_evaluations_stay_within_the_threshold(
-    house: GatewayServer, tmp_path: Path, zdr_mode: bool, mounted: bool
+    gateway_server: GatewayServer, tmp_path: Path, zdr_mode: bool, mounted: bool
 ) -> None:
-    converse(house, 2000, 50, zdr_mode=zdr_mode, mount=tmp_path if mounted else None)
+    converse(gateway_server, 2000, 50, zdr_mode=zdr_mode, mount=tmp_path if mounted else None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threshold", [2000, 5000, 100_000])
 @pytest.mark.parametrize(("zdr_mode", "mounted"), CASES)
 def test_two_hundred_evaluations_stay_within_the_threshold(
-    house: GatewayServer, tmp_path: Path, zdr_mode: bool, mounted: bool, threshold: int
+    gateway_server: GatewayServer, tmp_path: Path, zdr_mode: bool, mounted: bool, threshold: int
 ) -> None:
-    converse(house, threshold, 200, zdr_mode=zdr_mode, mount=tmp_path if mounted else None)
+    converse(gateway_server, threshold, 200, zdr_mode=zdr_mode, mount=tmp_path if mounted else None)

@@ -132,26 +132,26 @@ def code_interpreter_in(container: object) -> AnyTool:
     ],
 )
 def test_what_is_wrong_is_found_before_a_request(
-    elsewhere: OpenAIStandIn, settings: dict[str, Any], asked: Any, said: str
+    openai_stand_in: OpenAIStandIn, settings: dict[str, Any], asked: Any, said: str
 ) -> None:
     with pytest.raises(PromptEvaluationError, match=said) as refused:
-        elsewhere.adapter(**settings).evaluate(asked())
+        openai_stand_in.adapter(**settings).evaluate(asked())
     assert refused.value.phase == "configuration"
     assert refused.value.prompt_name == ("" if said.startswith("is no prompt") else "task")
-    assert elsewhere.server.calls == []
+    assert openai_stand_in.server.calls == []
 
 
 @pytest.mark.parametrize(
     ("limit", "said"), [({"deadline": 5}, r"Deadline\.after\(5\)"), ({"budget": 1000}, "Budget\\(max_total")]
 )
-def test_limits_have_their_types(elsewhere: OpenAIStandIn, limit: dict[str, Any], said: str) -> None:
+def test_limits_have_their_types(openai_stand_in: OpenAIStandIn, limit: dict[str, Any], said: str) -> None:
     with pytest.raises(PromptEvaluationError, match=said):
-        elsewhere.adapter().evaluate(prompt(), **limit)
-    assert elsewhere.server.calls == []
+        openai_stand_in.adapter().evaluate(prompt(), **limit)
+    assert openai_stand_in.server.calls == []
 
 
-def test_containers_are_understood_however_they_are_written(elsewhere: OpenAIStandIn) -> None:
-    alive = ContainerManager(elsewhere.client).create()
+def test_containers_are_understood_however_they_are_written(openai_stand_in: OpenAIStandIn) -> None:
+    alive = ContainerManager(openai_stand_in.client).create()
     for container, sent in (
         ({"id": alive, "memory_limit": "4g"}, alive),
         (alive, alive),
@@ -160,16 +160,16 @@ def test_containers_are_understood_however_they_are_written(elsewhere: OpenAISta
             {"type": "auto", "network_policy": {"type": "disabled"}},
         ),
     ):
-        elsewhere.server.script(response(message("done")))
-        elsewhere.adapter().evaluate(prompt(code_interpreter_in(container)))
-        assert elsewhere.server.asked[0]["tools"] == [{"type": "code_interpreter", "container": sent}]
+        openai_stand_in.server.script(response(message("done")))
+        openai_stand_in.adapter().evaluate(prompt(code_interpreter_in(container)))
+        assert openai_stand_in.server.asked[0]["tools"] == [{"type": "code_interpreter", "container": sent}]
 
 
-def test_what_openai_does_not_know_is_sent_all_the_same(elsewhere: OpenAIStandIn) -> None:
-    elsewhere.server.script(response(message("done")))
+def test_what_openai_does_not_know_is_sent_all_the_same(openai_stand_in: OpenAIStandIn) -> None:
+    openai_stand_in.server.script(response(message("done")))
     config = OpenAIModelConfig(extra={"seed": 7, "chat_template_kwargs": {"thinking": False}})
-    elsewhere.adapter(model_config=config).evaluate(prompt())
-    (request,) = elsewhere.server.asked
+    openai_stand_in.adapter(model_config=config).evaluate(prompt())
+    (request,) = openai_stand_in.server.asked
     assert (request["seed"], request["chat_template_kwargs"]) == (7, {"thinking": False})
 
 
@@ -245,30 +245,32 @@ def test_malformed_settings_are_refused_where_they_are_made(make: Any, said: str
         make()
 
 
-def test_client_and_client_config_exclude_each_other(elsewhere: OpenAIStandIn) -> None:
+def test_client_and_client_config_exclude_each_other(openai_stand_in: OpenAIStandIn) -> None:
     with pytest.raises(PromptEvaluationError, match="client and client_config exclude each other"):
-        elsewhere.adapter(client_config=OpenAIClientConfig())
+        openai_stand_in.adapter(client_config=OpenAIClientConfig())
 
 
-def test_a_client_is_made_of_its_settings(elsewhere: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    elsewhere.server.script(response(message("made")))
-    config = OpenAIClientConfig(api_key="k", base_url=elsewhere.server.url, timeout=5)
+def test_a_client_is_made_of_its_settings(
+    openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openai_stand_in.server.script(response(message("made")))
+    config = OpenAIClientConfig(api_key="k", base_url=openai_stand_in.server.url, timeout=5)
     with OpenAIAdapter(model="gpt-4.1", client_config=config) as adapter:
         assert adapter.evaluate(prompt()).text == "made"
         client = adapter.client
     assert client.is_closed()
-    elsewhere.adapter().close()
-    assert not elsewhere.client.is_closed()
+    openai_stand_in.adapter().close()
+    assert not openai_stand_in.client.is_closed()
     assert "'k'" not in repr(config)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(PromptEvaluationError, match="No client of OpenAI could be made"):
         OpenAIAdapter(model="gpt-4.1").evaluate(prompt())
 
 
-def test_an_existing_container_is_looked_up_first(elsewhere: OpenAIStandIn) -> None:
+def test_an_existing_container_is_looked_up_first(openai_stand_in: OpenAIStandIn) -> None:
     tool = OpenAICodeInterpreterTool(container=ExistingContainerRef("cntr_gone"))
     with pytest.raises(ContainerExpiredError, match="'cntr_gone' has expired; make another one") as gone:
-        elsewhere.adapter().evaluate(prompt(tool))
+        openai_stand_in.adapter().evaluate(prompt(tool))
     assert gone.value.container_id == "cntr_gone"
     assert isinstance(gone.value.original_error, Exception)
-    assert elsewhere.server.calls == ["GET /v1/containers/cntr_gone"]
+    assert openai_stand_in.server.calls == ["GET /v1/containers/cntr_gone"]

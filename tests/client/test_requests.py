@@ -32,9 +32,9 @@ from tests.support.client_prompts import (
 from tests.support.openai_server import message, response
 
 
-def test_a_whole_request(elsewhere: OpenAIStandIn) -> None:
-    elsewhere.server.script(response(message('{"value": 7}')))
-    adapter = elsewhere.adapter(
+def test_a_whole_request(openai_stand_in: OpenAIStandIn) -> None:
+    openai_stand_in.server.script(response(message('{"value": 7}')))
+    adapter = openai_stand_in.adapter(
         model_config=OpenAIModelConfig(temperature=0.5, max_output_tokens=99, extra={"user": "u"}),
         hosted_tools=OpenAIHostedToolsConfig(
             code_interpreter=True, file_search=FileSearchConfig(("vs_1",)), web_search=True
@@ -48,7 +48,7 @@ def test_a_whole_request(elsewhere: OpenAIStandIn) -> None:
         )
     )
     assert found.output == Answer(7)
-    (request,) = elsewhere.server.asked
+    (request,) = openai_stand_in.server.asked
     assert request == snapshot(
         {
             "include": [
@@ -98,29 +98,29 @@ def test_a_whole_request(elsewhere: OpenAIStandIn) -> None:
     )
 
 
-def test_a_forced_choice_is_for_the_first_call(elsewhere: OpenAIStandIn) -> None:
-    elsewhere.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
-    elsewhere.adapter(tool_choice="required").evaluate(prompt(query_tool))
-    assert [request["tool_choice"] for request in elsewhere.server.asked] == ["required", "auto"]
+def test_a_forced_choice_is_for_the_first_call(openai_stand_in: OpenAIStandIn) -> None:
+    openai_stand_in.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
+    openai_stand_in.adapter(tool_choice="required").evaluate(prompt(query_tool))
+    assert [request["tool_choice"] for request in openai_stand_in.server.asked] == ["required", "auto"]
 
 
-def test_a_prompts_choice_goes_before_the_adapters(elsewhere: OpenAIStandIn) -> None:
-    elsewhere.server.script(response(message("done")))
+def test_a_prompts_choice_goes_before_the_adapters(openai_stand_in: OpenAIStandIn) -> None:
+    openai_stand_in.server.script(response(message("done")))
     chosen = {"type": "built_in", "name": "code_interpreter"}
-    adapter = elsewhere.adapter(
+    adapter = openai_stand_in.adapter(
         hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True), tool_choice="none"
     )
     adapter.evaluate(prompt(tool_choice=chosen))
-    assert elsewhere.server.asked[0]["tool_choice"] == {"type": "code_interpreter"}
+    assert openai_stand_in.server.asked[0]["tool_choice"] == {"type": "code_interpreter"}
 
 
-def test_the_three_ways_to_ask_for_python_are_one(elsewhere: OpenAIStandIn) -> None:
-    elsewhere.server.script(response(message("done")))
-    adapter = elsewhere.adapter(hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True))
+def test_the_three_ways_to_ask_for_python_are_one(openai_stand_in: OpenAIStandIn) -> None:
+    openai_stand_in.server.script(response(message("done")))
+    adapter = openai_stand_in.adapter(hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True))
     asks = prompt(OpenAICodeInterpreterTool(), sections=(OpenAICodeInterpreterSection(),))
     assert len(asks.render().native_tools) == 1
     adapter.evaluate(asks)
-    assert elsewhere.server.asked[0]["tools"] == [
+    assert openai_stand_in.server.asked[0]["tools"] == [
         {"type": "code_interpreter", "container": {"type": "auto", "memory_limit": "1g"}}
     ]
     larger = OpenAICodeInterpreterTool(container=AutoContainerConfig(memory_limit="4g"))
@@ -157,12 +157,12 @@ def test_native_sections_are_silent_and_listed() -> None:
     )
 
 
-def test_settings_of_a_native_section_can_be_bound(elsewhere: OpenAIStandIn) -> None:
-    elsewhere.server.script(response(message("done")))
-    elsewhere.adapter().evaluate(
+def test_settings_of_a_native_section_can_be_bound(openai_stand_in: OpenAIStandIn) -> None:
+    openai_stand_in.server.script(response(message("done")))
+    openai_stand_in.adapter().evaluate(
         prompt(sections=(OpenAIFileSearchSection(),)),
         FileSearchParams(vector_store_ids=("vs_2",), max_results=7),
     )
-    assert elsewhere.server.asked[0]["tools"] == [
+    assert openai_stand_in.server.asked[0]["tools"] == [
         {"type": "file_search", "vector_store_ids": ["vs_2"], "max_num_results": 7}
     ]

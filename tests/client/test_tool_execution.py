@@ -39,8 +39,8 @@ from tests.support.client_prompts import (
 from tests.support.openai_server import message, response
 
 
-def test_calls_are_always_answered_and_told(elsewhere: OpenAIStandIn) -> None:
-    elsewhere.server.script(
+def test_calls_are_always_answered_and_told(openai_stand_in: OpenAIStandIn) -> None:
+    openai_stand_in.server.script(
         response(
             function_call("c1", '{"sql": "select"}'),
             function_call("c2", '{"sql": 1}'),
@@ -51,7 +51,7 @@ def test_calls_are_always_answered_and_told(elsewhere: OpenAIStandIn) -> None:
         response(message("done")),
     )
     session, heard = listen()
-    found = elsewhere.adapter().evaluate(prompt(query_tool), session=session)
+    found = openai_stand_in.adapter().evaluate(prompt(query_tool), session=session)
     assert [(event.call_id, event.name, event.result.success) for event in heard] == [
         ("c1", "run_query", True),
         ("c2", "run_query", False),
@@ -59,7 +59,7 @@ def test_calls_are_always_answered_and_told(elsewhere: OpenAIStandIn) -> None:
         ("c4", "unknown", False),
         ("c5", "run_query", False),
     ]
-    outputs = elsewhere.server.asked[1]["input"][-5:]
+    outputs = openai_stand_in.server.asked[1]["input"][-5:]
     assert [item["call_id"] for item in outputs] == ["c1", "c2", "c3", "c4", "c5"]
     assert [item["output"] for item in outputs] == [event.rendered_output for event in heard]
     assert "database is down" in outputs[2]["output"]
@@ -75,11 +75,11 @@ def test_calls_are_always_answered_and_told(elsewhere: OpenAIStandIn) -> None:
     ]
 
 
-def test_a_limit_that_a_tool_meets_ends_the_evaluation_and_is_told(elsewhere: OpenAIStandIn) -> None:
-    elsewhere.server.script(response(function_call("c1", '{"sql": "nested"}')))
+def test_a_limit_that_a_tool_meets_ends_the_evaluation_and_is_told(openai_stand_in: OpenAIStandIn) -> None:
+    openai_stand_in.server.script(response(function_call("c1", '{"sql": "nested"}')))
     session, heard = listen()
     with pytest.raises(DeadlineExceededError, match="inner prompt"):
-        elsewhere.adapter().evaluate(prompt(query_tool), session=session)
+        openai_stand_in.adapter().evaluate(prompt(query_tool), session=session)
     assert [(event.call_id, event.result.success) for event in heard] == [("c1", False)]
     assert session[Answer].all() == ()
 
@@ -99,40 +99,40 @@ class Shy:
     ],
 )
 def test_a_result_that_cannot_be_shown_is_a_failure_of_the_tool(
-    elsewhere: OpenAIStandIn, result: Any, said: str
+    openai_stand_in: OpenAIStandIn, result: Any, said: str
 ) -> None:
     def handler(params: Query, *, context: ToolContext) -> ToolResult[Any]:
         return result
 
     odd = Tool[Query, Any](name="run_query", description="x", handler=handler)
-    elsewhere.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
+    openai_stand_in.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
     session, heard = listen()
-    elsewhere.adapter().evaluate(prompt(odd), session=session)
+    openai_stand_in.adapter().evaluate(prompt(odd), session=session)
     assert [event.result.success for event in heard] == [False]
-    assert said in elsewhere.server.asked[1]["input"][-1]["output"]
+    assert said in openai_stand_in.server.asked[1]["input"][-1]["output"]
 
 
-def test_policies_are_asked_before_a_handler(elsewhere: OpenAIStandIn) -> None:
-    elsewhere.server.script(response(function_call("c1", '{"sql": "drop"}')), response(message("done")))
+def test_policies_are_asked_before_a_handler(openai_stand_in: OpenAIStandIn) -> None:
+    openai_stand_in.server.script(response(function_call("c1", '{"sql": "drop"}')), response(message("done")))
     session, heard = listen()
 
     def careful(tool: AnyTool, params: Any, context: ToolContext) -> str | None:
         return "it drops" if params.sql == "drop" else None
 
-    elsewhere.adapter().evaluate(prompt(query_tool, policies=[careful]), session=session)
+    openai_stand_in.adapter().evaluate(prompt(query_tool, policies=[careful]), session=session)
     assert heard[0].result.message == "'run_query' may not be called now: it drops"
 
 
-def test_reasoning_and_hosted_calls_are_replayed_as_they_came(elsewhere: OpenAIStandIn) -> None:
+def test_reasoning_and_hosted_calls_are_replayed_as_they_came(openai_stand_in: OpenAIStandIn) -> None:
     output: list[dict[str, Any]] = [
         {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x", "new_field": {"a": [1]}},
         code_call(novelty=True),
         message("Look:", {"type": "container_file_citation", "file_id": "f", "container_id": "cntr_1"}),
         function_call("c1", '{"sql": "x"}'),
     ]
-    elsewhere.server.script(response(*output), response(message("done")))
-    found = elsewhere.adapter(hosted_tools=HOSTED).evaluate(prompt(query_tool))
-    assert elsewhere.server.asked[1]["input"][1:5] == output
+    openai_stand_in.server.script(response(*output), response(message("done")))
+    found = openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(prompt(query_tool))
+    assert openai_stand_in.server.asked[1]["input"][1:5] == output
     assert [file.file_id for file in found.files] == ["f"]  # though it was cited before the last turn
 
 
@@ -144,7 +144,9 @@ NOTE = {
 }
 
 
-def test_provider_output_goes_to_its_handler_first_with_the_same_context(elsewhere: OpenAIStandIn) -> None:
+def test_provider_output_goes_to_its_handler_first_with_the_same_context(
+    openai_stand_in: OpenAIStandIn,
+) -> None:
     seen: list[tuple[str, Any, ToolContext]] = []
 
     def from_provider(
@@ -165,18 +167,18 @@ def test_provider_output_goes_to_its_handler_first_with_the_same_context(elsewhe
         return ToolResult.ok(params)
 
     session, heard = listen()
-    elsewhere.server.script(
+    openai_stand_in.server.script(
         response(code_call(), function_call("c1", '{"sql": "x"}')), response(message("done", NOTE))
     )
     asking = Tool[Query, Query](name="run_query", description="x", handler=query)
-    elsewhere.adapter().evaluate(prompt(both, asking), session=session)
+    openai_stand_in.adapter().evaluate(prompt(both, asking), session=session)
     assert [kind for kind, _, _ in seen] == ["provider", "function"]
     assert seen[0][2] is seen[1][2]  # one context, whoever is called
 
     seen.clear()
     heard.clear()
-    elsewhere.server.script(response(code_call(), message("done", NOTE)))
-    found = elsewhere.adapter().evaluate(prompt(both), session=session)
+    openai_stand_in.server.script(response(code_call(), message("done", NOTE)))
+    found = openai_stand_in.adapter().evaluate(prompt(both), session=session)
     assert [kind for kind, _, _ in seen] == ["provider"]
     data = seen[0][1]
     assert (data.code, data.container_id, data.status, data.annotations) == (
@@ -190,8 +192,8 @@ def test_provider_output_goes_to_its_handler_first_with_the_same_context(elsewhe
     assert found.files[0].file_id == "cfile_1"
 
     seen.clear()
-    elsewhere.server.script(response(code_call(), code_call(id="ci_2"), message("done")))
-    elsewhere.adapter().evaluate(prompt(OpenAICodeInterpreterTool(handler=handler)), session=session)
+    openai_stand_in.server.script(response(code_call(), code_call(id="ci_2"), message("done")))
+    openai_stand_in.adapter().evaluate(prompt(OpenAICodeInterpreterTool(handler=handler)), session=session)
     assert [(kind, params) for kind, params, _ in seen] == [("handler", NoParams())] * 2
     assert seen[0][2] is seen[1][2]
     context = seen[0][2]
@@ -199,7 +201,7 @@ def test_provider_output_goes_to_its_handler_first_with_the_same_context(elsewhe
     assert heard[-1].result.value == CodeInterpreterResult(stdout="from the handler")
 
 
-def test_a_handler_of_the_providers_output_fails_as_any_other(elsewhere: OpenAIStandIn) -> None:
+def test_a_handler_of_the_providers_output_fails_as_any_other(openai_stand_in: OpenAIStandIn) -> None:
     def handle(data: Any, context: ToolContext, kind: Any) -> Any:
         context.session[Answer].append(Answer(1))
         if data.code == "late":
@@ -208,17 +210,19 @@ def test_a_handler_of_the_providers_output_fails_as_any_other(elsewhere: OpenAIS
 
     session, heard = listen()
     tool = OpenAICodeInterpreterTool(handle_provider_output=handle)
-    elsewhere.server.script(response(code_call(), message("done")))
-    elsewhere.adapter().evaluate(prompt(tool), session=session)
+    openai_stand_in.server.script(response(code_call(), message("done")))
+    openai_stand_in.adapter().evaluate(prompt(tool), session=session)
     assert "returned str, not a ToolResult" in heard[0].result.message
-    elsewhere.server.script(response(code_call(code="late"), message("done")))
+    openai_stand_in.server.script(response(code_call(code="late"), message("done")))
     with pytest.raises(DeadlineExceededError, match="inner prompt"):
-        elsewhere.adapter().evaluate(prompt(tool), session=session)
+        openai_stand_in.adapter().evaluate(prompt(tool), session=session)
     assert [(event.call_id, event.result.success) for event in heard] == [("ci_1", False)] * 2
     assert session[Answer].all() == ()
 
 
-def test_without_a_handler_for_it_the_report_is_decoded_into_the_parameters(elsewhere: OpenAIStandIn) -> None:
+def test_without_a_handler_for_it_the_report_is_decoded_into_the_parameters(
+    openai_stand_in: OpenAIStandIn,
+) -> None:
     @dataclass(frozen=True)
     class Ran:
         code: str
@@ -238,8 +242,10 @@ def test_without_a_handler_for_it_the_report_is_decoded_into_the_parameters(else
         handler=handler,
     )
     session, heard = listen()
-    elsewhere.server.script(response(code_call(), code_call(code=5), code_call(code="fail"), message("done")))
-    elsewhere.adapter().evaluate(prompt(tool), session=session)
+    openai_stand_in.server.script(
+        response(code_call(), code_call(code=5), code_call(code="fail"), message("done"))
+    )
+    openai_stand_in.adapter().evaluate(prompt(tool), session=session)
     assert [(event.name, event.result.success) for event in heard] == [
         ("python", True),
         ("python", False),
@@ -268,12 +274,12 @@ def test_without_a_handler_for_it_the_report_is_decoded_into_the_parameters(else
     ],
 )
 def test_searches_are_told_like_any_tool(
-    elsewhere: OpenAIStandIn, section: Section[Any], item: dict[str, Any]
+    openai_stand_in: OpenAIStandIn, section: Section[Any], item: dict[str, Any]
 ) -> None:
     name = str(item["type"]).removesuffix("_call")
-    elsewhere.server.script(response(item, message("found")))
+    openai_stand_in.server.script(response(item, message("found")))
     session, heard = listen()
-    found = elsewhere.adapter().evaluate(prompt(query_tool, sections=(section,)), session=session)
+    found = openai_stand_in.adapter().evaluate(prompt(query_tool, sections=(section,)), session=session)
     assert [(event.name, event.call_id, event.result.success) for event in heard] == [
         (name, item["id"], True)
     ]

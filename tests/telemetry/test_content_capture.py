@@ -223,7 +223,7 @@ def test_why_it_ended_is_told(changes: dict[str, Any], reason: str) -> None:
 
 def test_a_call_is_recorded_as_the_model_wrote_and_read_it() -> None:
     call = ToolCallRecord(name="f", call_id="c", arguments='{"code": "x"}', output="long" * 10_000)
-    content = capture_content(call, longest=10_000, redact=redact_word("x"))
+    content = capture_content(call, max_bytes=10_000, redact=redact_word("x"))
     assert content["gen_ai.tool.call.arguments"] == '{"code": "…"}'
     assert len(content["gen_ai.tool.call.result"]) <= 5_000
     assert capture_content(ToolCallRecord(name="f", call_id="c")) == {}
@@ -268,7 +268,7 @@ def test_however_much_was_said_what_is_recorded_is_bounded_and_valid(
         else:
             entries.append(entry(message(kind, "ü" * size)))
     pieces: list[AnyModelEvent] = [ModelTextDelta("x" * 30_000), ModelTurnEnded("stop")]
-    content = capture_content(turn(pieces, *entries), profile, longest=longest)
+    content = capture_content(turn(pieces, *entries), profile, max_bytes=longest)
     check_against_schemas(content, profile)
     assert len(json.dumps(content)) <= longest
     kept = sum(len(each["parts"]) for each in content[INPUT_MESSAGES])
@@ -277,7 +277,7 @@ def test_however_much_was_said_what_is_recorded_is_bounded_and_valid(
 
 @pytest.mark.parametrize("given", ["x" * 50_000, [message("user", "x" * 50_000), message("user", "y")]])
 def test_what_is_too_much_to_be_read_is_said_to_be_missing(given: Any) -> None:
-    content = capture_content(run(input=given), longest=10_000)
+    content = capture_content(run(input=given), max_bytes=10_000)
     check_against_schemas(content, "option2")
     cut, *rest = [part for each in content[INPUT_MESSAGES] for part in each["parts"]]
     assert cut == {"type": "fumehood:cut", "parts": 1}

@@ -6,13 +6,13 @@ from pathlib import Path
 
 _LOOKS = """
 import asyncio, sys
-from fumehood.config import load
-from fumehood.wiring import assembled
+from fumehood.config import load_config
+from fumehood.wiring import assemble_gateway
 
 given = {"providers.code_interpreter.enabled": False, "storage.url": "sqlite:///gateway.db"}
 
 async def look():
-    async with assembled(load(None, {}, given), {}):
+    async with assemble_gateway(load_config(None, {}, given), {}):
         print([name for name in sys.modules if name.startswith(("opentelemetry", "fumehood.telemetry"))])
 
 asyncio.run(look())

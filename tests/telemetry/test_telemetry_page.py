@@ -6,7 +6,7 @@ from pathlib import Path
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
-from fumehood import sandbox_client
+from fumehood import containers
 from fumehood.metrics import GatewayStats
 from fumehood.telemetry import log_events
 from fumehood.telemetry.content_capture import CAPTURE_PROFILES
@@ -40,10 +40,8 @@ def test_every_metric_is_on_the_page() -> None:
 
 
 def test_every_span_is_on_the_page() -> None:
-    source = "".join(
-        path.read_text(encoding="utf-8") for path in Path(sandbox_client.__path__[0]).glob("*.py")
-    )
-    phases = set(re.findall(r'\b(?:phase|began_with)\("(\w+)"', source))
+    source = "".join(path.read_text(encoding="utf-8") for path in Path(containers.__path__[0]).glob("*.py"))
+    phases = set(re.findall(r'\b(?:start_timing|split_off_start)\("(\w+)"', source))
     others = {"invoke_agent", "chat MODEL", "execute_tool NAME"}
     assert table("Spans of the gateway") == others | {f"sandbox {phase}" for phase in phases}
 

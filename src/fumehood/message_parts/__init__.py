@@ -9,32 +9,45 @@ from fumehood.message_parts.canonical_parts import (
     ToolCallPart,
     ToolCallResponsePart,
 )
-from fumehood.message_parts.conversion import convert, from_vendor, list_formats
+from fumehood.message_parts.conversion import convert, from_vendor, list_formats, to_vendor
 from fumehood.message_parts.json_schemas import read_published_schema
 from fumehood.message_parts.messages import infer_finish_reason, to_messages
 from fumehood.message_parts.part_types import REPRESENTATIONS, MalformedPartError
 from fumehood.message_parts.redaction import (
+    TRUNCATED_FIELD,
     TRUNCATED_PART_TYPE,
+    drop_vendor_items,
     redact_parts,
     replace_inline_data,
     truncate_parts,
 )
-from fumehood.message_parts.representations import SOURCE_FIELD, part_type_name, to_representation
+from fumehood.message_parts.representations import (
+    SOURCE_FIELD,
+    from_representation,
+    part_type_name,
+    to_representation,
+    upgrade_part,
+)
+from fumehood.message_parts.streaming.assembler import StreamAssembler
 from fumehood.message_parts.validation import validate
 
 __all__ = [
     "REPRESENTATIONS",
     "SOURCE_FIELD",
+    "TRUNCATED_FIELD",
     "TRUNCATED_PART_TYPE",
     "Json",
     "JsonObject",
     "MalformedPartError",
     "Part",
     "ReasoningPart",
+    "StreamAssembler",
     "TextPart",
     "ToolCallPart",
     "ToolCallResponsePart",
     "convert",
+    "drop_vendor_items",
+    "from_representation",
     "from_vendor",
     "infer_finish_reason",
     "list_formats",
@@ -44,6 +57,8 @@ __all__ = [
     "replace_inline_data",
     "to_messages",
     "to_representation",
+    "to_vendor",
     "truncate_parts",
+    "upgrade_part",
     "validate",
 ]

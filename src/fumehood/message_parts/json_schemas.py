@@ -35,7 +35,9 @@ _PART_TITLES = {
 def read_published_schema(representation: str) -> bytes:
     """The schema as it is shipped."""
     return (
-        resources.files("fumehood.message_parts").joinpath("published", f"{representation}.json").read_bytes()
+        resources.files("fumehood.message_parts")
+        .joinpath("published_schemas", f"{representation}.json")
+        .read_bytes()
     )
 
 
