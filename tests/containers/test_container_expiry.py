@@ -318,7 +318,7 @@ async def test_no_name_is_tried_twice_however_many_uploads_have_it(monkeypatch: 
             tried.append(name)
             yield name
 
-    monkeypatch.setattr(user_files, "names_like", noted)
+    monkeypatch.setattr(user_files, "candidate_names", noted)
     store, uploads = MemoryStore(), InMemoryUploads()
     ids = [uploads.add("a.txt", str(number).encode(), SOMEBODY.tenant) for number in range(200)]
     async with ScriptedSandboxProvider() as provider:

@@ -298,7 +298,7 @@ async def test_what_is_opened_while_it_is_looked_at_makes_no_room(monkeypatch: p
             await opened.wait()
             return await files(container_id, window)
 
-        monkeypatch.setattr(here.kept, "files", slowly)
+        monkeypatch.setattr(here.kept, "list_container_files", slowly)
         newcomer = asyncio.create_task(here.open())
         await looking.wait()
         again = await here.open(idle.id)

@@ -75,4 +75,4 @@ async def test_one_that_is_not_to_be_had_is_told_too() -> None:
     settings = ContainerSettings(claim_timeout=0.01)
     async with container_harness(settings=settings, capacity=0) as running:
         _, told = await phases(running, "1")
-    assert [(phase.name, phase.error) for phase in told] == [("acquire", "AtCapacity")]
+    assert [(phase.name, phase.error) for phase in told] == [("acquire", "SandboxServerAtCapacity")]

@@ -308,7 +308,7 @@ async def test_what_code_changes_while_files_arrive_is_found(monkeypatch: pytest
     async with container_harness(ExecutionStep("x"), ExecutionStep("y")) as here:
         record = await here.containers.create_container(SOMEBODY, ContainerSpec())
         await here.run(await here.open(record.id), "x")
-        monkeypatch.setattr(ScriptedSandbox, "unpack", meddled)
+        monkeypatch.setattr(ScriptedSandbox, "unpack_archive", meddled)
         await here.containers.unpack_archive(SOMEBODY, record.id, build_archive("tar", FILES), "tar")
         ran = await here.run(await here.open(record.id), "y")
         assert ran.paths == [path]

@@ -107,13 +107,13 @@ async def test_what_another_process_opens_at_the_last_moment_does_not_end(
         async def meanwhile(
             container_id: str, window: PageQuery | None = None
         ) -> Sequence[ContainerFileRecord]:
-            monkeypatch.setattr(here.kept, "files", files)
+            monkeypatch.setattr(here.kept, "list_container_files", files)
             # As a process that has looked at it a moment before would.
             record = await here.record(idle)
             await other.containers._mark_used(record)  # pyright: ignore[reportPrivateUsage]
             return await files(container_id, window)
 
-        monkeypatch.setattr(here.kept, "files", meanwhile)
+        monkeypatch.setattr(here.kept, "list_container_files", meanwhile)
         if over:
             await here.containers.sweep()
         else:
@@ -132,12 +132,12 @@ async def test_what_another_process_begins_at_the_same_moment_counts(
         containers = here.kept.find_containers
 
         async def meanwhile(tenant: str | None = None, *, running: bool = False) -> Sequence[ContainerRecord]:
-            monkeypatch.setattr(here.kept, "containers", containers)
+            monkeypatch.setattr(here.kept, "find_containers", containers)
             found = await containers(tenant, running=running)
             await other.open()
             return found
 
-        monkeypatch.setattr(here.kept, "containers", meanwhile)
+        monkeypatch.setattr(here.kept, "find_containers", meanwhile)
         if settings is ONE:
             with pytest.raises(RateLimited):
                 await here.open()

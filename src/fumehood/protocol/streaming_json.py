@@ -184,7 +184,7 @@ class _JsonFieldScanner(ABC):
 class StringFieldScanner(_JsonFieldScanner):
     """The string under one name."""
 
-    _opens = '"'
+    _value_opener = '"'
 
     @property
     def value(self) -> str | None:
@@ -224,7 +224,7 @@ class StringArrayPiece(NamedTuple):
 class StringArrayScanner(_JsonFieldScanner):
     """The strings of the array under one name; an element that is none makes an end of it."""
 
-    _opens = "["
+    _value_opener = "["
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
