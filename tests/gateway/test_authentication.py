@@ -181,7 +181,7 @@ async def test_refusals_are_openais_and_hold_no_key() -> None:
 
     async with (
         ApiKeyAuthenticator(store, FakeClock(), AnonymousAuthenticator()) as holders,
-        run_gateway(callers=holders, log=log) as served,
+        run_gateway(authenticator=holders, request_log=log) as served,
     ):
         for party in (TenantClient(served, "fh-wrong"), TenantClient(served, secret + "x")):
             answer = await party.create()

@@ -35,7 +35,7 @@ async def test_a_browser_asks_without_a_key() -> None:
     secret = await put_key(store)
     async with (
         ApiKeyAuthenticator(store, FakeClock(), AnonymousAuthenticator()) as holders,
-        run_gateway(callers=holders, origins=CorsPolicy((PAGE,))) as served,
+        run_gateway(authenticator=holders, cors=CorsPolicy((PAGE,))) as served,
     ):
         question = await served.request("OPTIONS", "/v1/responses", headers=QUESTION)
         assert question.status == 204
@@ -56,7 +56,7 @@ async def test_a_browser_asks_without_a_key() -> None:
     "origin", ["https://evil.example", "null", "https://app.example.evil.example", "http://app.example", ""]
 )
 async def test_other_pages_are_told_nothing(origin: str) -> None:
-    async with run_gateway(origins=CorsPolicy((PAGE,))) as served:
+    async with run_gateway(cors=CorsPolicy((PAGE,))) as served:
         question = await served.request("OPTIONS", "/v1/responses", headers={**QUESTION, "origin": origin})
         answer = await served.request("GET", "/v1/models", headers={"origin": origin})
     assert told(question) == {"vary": "origin"}
@@ -64,7 +64,7 @@ async def test_other_pages_are_told_nothing(origin: str) -> None:
 
 
 async def test_every_page() -> None:
-    async with run_gateway(origins=CorsPolicy(("*",))) as served:
+    async with run_gateway(cors=CorsPolicy(("*",))) as served:
         question = await served.request("OPTIONS", "/v1/nowhere", headers=QUESTION)
         answer = await served.create_response(headers={"origin": PAGE}, stream=True)
     assert told(question)["access-control-allow-origin"] == "*"
@@ -74,7 +74,7 @@ async def test_every_page() -> None:
 
 
 async def test_what_is_no_question_is_answered_as_ever() -> None:
-    async with run_gateway(origins=CorsPolicy((PAGE,))) as served:
+    async with run_gateway(cors=CorsPolicy((PAGE,))) as served:
         plain = await served.request("OPTIONS", "/v1/responses", headers={"origin": PAGE})
         strange = await served.request(
             "OPTIONS", "/v1/responses", headers={**QUESTION, "access-control-request-headers": "a b;c"}
@@ -94,7 +94,7 @@ def test_who_may_open_a_socket() -> None:
 
 async def test_a_form_of_another_page_is_refused() -> None:
     """A browser sends one without asking first, and without a key it would be everybody's."""
-    async with run_gateway(origins=CorsPolicy((PAGE,))) as served:
+    async with run_gateway(cors=CorsPolicy((PAGE,))) as served:
         for origin in ("https://evil.example", "null", ""):
             refused = await served.upload("a.txt", b"x", headers={"origin": origin})
             assert refused.error[:2] == (403, "forbidden")
@@ -106,7 +106,7 @@ async def test_a_form_of_another_page_is_refused() -> None:
 async def test_an_empty_post_of_another_page_is_refused() -> None:
     """A browser sends one without asking first."""
     form = {"content-type": "text/plain"}
-    async with run_gateway(origins=CorsPolicy((PAGE,))) as served:
+    async with run_gateway(cors=CorsPolicy((PAGE,))) as served:
         for path in ("/v1/responses/resp_1/cancel", "/v1/responses/compact", "/v1/containers"):
             refused = await served.request("POST", path, headers={"origin": "https://evil.example", **form})
             assert refused.error[:2] == (403, "forbidden"), path

@@ -58,7 +58,7 @@ async def test_limits_are_counted_by_name() -> None:
     )
     async with (
         ApiKeyAuthenticator(store, FakeClock(), AnonymousAuthenticator()) as holders,
-        run_gateway(callers=holders, limits=RequestLimits(max_concurrent=1)) as served,
+        run_gateway(authenticator=holders, limits=RequestLimits(max_concurrent=1)) as served,
     ):
         served.runs.script = lambda response: [text_events(response)[:2]]
         waits = asyncio.ensure_future(TenantClient(served, ann).create())
@@ -99,7 +99,7 @@ async def test_those_who_may_not_ask() -> None:
     scraper = await put_key(store, scopes=["metrics"])
     async with (
         ApiKeyAuthenticator(store, FakeClock(), AnonymousAuthenticator()) as holders,
-        run_gateway(callers=holders) as served,
+        run_gateway(authenticator=holders) as served,
     ):
         assert (await served.create_response()).status == 401
         assert (await TenantClient(served, "fh-wrong").create()).status == 401

@@ -166,7 +166,7 @@ async def test_a_compressed_body_is_refused(gateway: ScriptedGateway) -> None:
 async def test_a_name_that_is_not_ours_is_refused(host: str, status: int) -> None:
     from fumehood.gateway.authentication import AnonymousAuthenticator
 
-    async with run_gateway(callers=AnonymousAuthenticator(("known.example",))) as served:
+    async with run_gateway(authenticator=AnonymousAuthenticator(("known.example",))) as served:
         for _ in range(2):
             assert (await served.request("GET", "/v1/models", headers={"host": host})).status == status
 
@@ -328,7 +328,7 @@ async def test_a_head_without_end_is_refused(gateway: ScriptedGateway) -> None:
 
 
 async def test_more_responses_at_once_than_allowed() -> None:
-    async with run_gateway(total=1) as served:
+    async with run_gateway(max_concurrent=1) as served:
         served.runs.script = lambda response: [text_events(response)[:2]]
         async with served.post_response(stream=True) as (reader, _):
             await reader.readuntil(b"\r\n\r\n")
@@ -351,7 +351,7 @@ async def test_health_readiness_and_figures() -> None:
     async def unready() -> str | None:
         return reason
 
-    async with run_gateway(unready=unready) as served:
+    async with run_gateway(readiness_problem=unready) as served:
         assert (await served.request("GET", "/healthz")).json == {"status": "ok"}
         refused = await served.request("GET", "/readyz")
         assert (refused.status, refused.json["error"]["message"]) == (503, reason)
@@ -450,5 +450,5 @@ async def test_a_body_that_drips(path: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_figures_may_be_hidden() -> None:
-    async with run_gateway(show_metrics=False) as served:
+    async with run_gateway(serve_metrics=False) as served:
         assert (await served.request("GET", "/metrics")).status == 404

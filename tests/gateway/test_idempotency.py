@@ -469,7 +469,7 @@ async def test_a_run_whose_only_reader_is_too_slow_ends(monkeypatch: pytest.Monk
 
 
 async def test_a_retry_of_the_only_response_that_a_key_may_have_is_not_refused() -> None:
-    async with run_gateway(total=1) as served:
+    async with run_gateway(max_concurrent=1) as served:
         first_events(served)
         ask = [
             asyncio.ensure_future(served.create_response(headers=idempotency_header("one"))) for _ in range(2)

@@ -42,7 +42,7 @@ async def test_a_key_without_the_scope_of_a_route_is_refused(method: str, path: 
     body = None if method != "POST" else {"model": "scripted", "input": "hi"}
     async with (
         ApiKeyAuthenticator(store, FakeClock(), AnonymousAuthenticator()) as holders,
-        run_gateway(callers=holders) as served,
+        run_gateway(authenticator=holders) as served,
     ):
         refused = await TenantClient(served, others).ask(method, place, body)
         assert refused.error == MISSING
@@ -58,7 +58,7 @@ async def test_a_metrics_key_reads_metrics_and_runs_no_code() -> None:
     scraper = await put_key(store, scopes=["metrics"])
     async with (
         ApiKeyAuthenticator(store, FakeClock(), AnonymousAuthenticator()) as holders,
-        run_gateway(callers=holders) as served,
+        run_gateway(authenticator=holders) as served,
     ):
         party = TenantClient(served, scraper)
         assert (await party.ask("GET", "/metrics")).status == 200
@@ -79,7 +79,7 @@ async def test_a_key_for_which_no_scopes_were_named_is_for_everything_but_metric
     secret = await put_key(store)
     async with (
         ApiKeyAuthenticator(store, FakeClock(), AnonymousAuthenticator()) as holders,
-        run_gateway(callers=holders) as served,
+        run_gateway(authenticator=holders) as served,
     ):
         party = TenantClient(served, secret)
         assert (await party.create()).status == 200

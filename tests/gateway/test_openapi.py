@@ -94,7 +94,7 @@ async def test_it_is_served() -> None:
     async with run_gateway() as served:
         answer = await served.request("GET", "/openapi.json")
     assert answer.json == DOCUMENT
-    async with run_gateway(show_metrics=False) as served:
+    async with run_gateway(serve_metrics=False) as served:
         assert "/metrics" not in (await served.request("GET", "/openapi.json")).json["paths"]
 
 

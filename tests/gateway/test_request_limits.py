@@ -36,7 +36,7 @@ async def parties(
     limits = RequestLimits(usual, max_concurrent=total, monotonic=clock.monotonic)
     async with (
         ApiKeyAuthenticator(store, clock, AnonymousAuthenticator()) as holders,
-        run_gateway(callers=holders, limits=limits) as served,
+        run_gateway(authenticator=holders, limits=limits) as served,
     ):
         yield Parties(served, clock, *(TenantClient(served, secret) for secret in secrets))
 

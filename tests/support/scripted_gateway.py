@@ -440,7 +440,7 @@ class ScriptedGateway:
 
 @asynccontextmanager
 async def run_gateway(
-    *, body_bytes: int | None = None, total: int = 512, **options: Any
+    *, body_bytes: int | None = None, max_concurrent: int = 512, **options: Any
 ) -> AsyncGenerator[ScriptedGateway]:
     """A gateway on a free port until the block is left; `options` are those of `Gateway`."""
     runs, clock = ScriptedRuns(), FakeClock()
@@ -453,7 +453,9 @@ async def run_gateway(
         "containers": files,
         "files": UploadedFiles(store, GarbageCollectedBlobs(MemoryBlobStore(), store), FakeClock()),
     }
-    options.setdefault("limits", RequestLimits(ApiKeyLimits(body_bytes=body_bytes), max_concurrent=total))
+    options.setdefault(
+        "limits", RequestLimits(ApiKeyLimits(body_bytes=body_bytes), max_concurrent=max_concurrent)
+    )
     app = Gateway(**(behind | options))
     listener = listen(ListenAddress(port=0))
     server = GatewayServer(

@@ -122,7 +122,7 @@ class TenantGateway:
             store=self.store,
             containers=self.containers,
             files=self.files,
-            callers=self.authenticator,
+            authenticator=self.authenticator,
         ) as served:
             yield TenantClient(served, self.ann.secret)
 
@@ -183,7 +183,7 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[TenantG
         async with (
             ApiKeyAuthenticator(store, clock, AnonymousAuthenticator()) as holders,
             run_gateway(
-                runs=runs, store=store, containers=containers, files=files, callers=holders, **options
+                runs=runs, store=store, containers=containers, files=files, authenticator=holders, **options
             ) as served,
         ):
             yield TenantGateway(

@@ -45,7 +45,7 @@ async def run_upload_gateway(
     chosen = settings or UploadSettings()
     files = UploadedFiles(store, blobs, clock, chosen)
     try:
-        async with run_gateway(files=files, file_bytes=chosen.file_bytes, **options) as served:
+        async with run_gateway(files=files, max_file_bytes=chosen.file_bytes, **options) as served:
             yield UploadGateway(served, store, blobs, files, clock, blobs_directory)
     finally:
         await store.close()

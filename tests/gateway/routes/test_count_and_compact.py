@@ -51,7 +51,7 @@ async def test_a_count_says_whether_it_is_exact() -> None:
 
 async def test_compactions_count_among_the_responses_in_the_making() -> None:
     runs = CompactingRuns()
-    async with run_gateway(runs=runs, total=1) as gateway, asyncio.timeout(TIMEOUT):
+    async with run_gateway(runs=runs, max_concurrent=1) as gateway, asyncio.timeout(TIMEOUT):
         body = {"model": "m", "input": "Hi"}
         first = asyncio.ensure_future(gateway.request("POST", "/v1/responses/compact", body))
         await runs.begun.wait()

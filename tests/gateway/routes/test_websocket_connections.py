@@ -56,7 +56,7 @@ class RejectingAuthenticator:
 async def test_who_may_not_connect_is_told_before_the_upgrade(
     headers: Mapping[str, str], status: int, code: str
 ) -> None:
-    callers: dict[str, Any] = {"callers": RejectingAuthenticator()} if status == 401 else {}
+    callers: dict[str, Any] = {"authenticator": RejectingAuthenticator()} if status == 401 else {}
     async with run_gateway(**callers) as served:
         with pytest.raises(InvalidStatus) as refusal:
             async with open_socket(served, additional_headers=headers):
@@ -84,7 +84,7 @@ async def test_a_foreign_host_is_told_before_the_upgrade(headers: str) -> None:
 
 async def test_a_key_that_is_revoked_makes_no_more_responses() -> None:
     callers = RejectingAuthenticator(revoked=False)
-    async with run_gateway(callers=callers) as served, open_socket(served) as socket:
+    async with run_gateway(authenticator=callers) as served, open_socket(served) as socket:
         assert (await socket.create_and_read())["status"] == "completed"
         callers.revoked = True
         assert await socket.read_error() == (401, "invalid_api_key", None)
@@ -120,7 +120,7 @@ async def test_a_page_of_this_server_may_connect(gateway: ScriptedGateway) -> No
 
 async def test_a_page_that_was_named_may_connect() -> None:
     page = "https://app.example"
-    async with run_gateway(origins=CorsPolicy((page,))) as served:
+    async with run_gateway(cors=CorsPolicy((page,))) as served:
         async with open_socket(served, additional_headers={"Origin": page}) as socket:
             assert (await socket.create_and_read())["status"] == "completed"
         with pytest.raises(InvalidStatus):
@@ -359,7 +359,7 @@ async def test_every_response_is_logged_and_counted() -> None:
     def log(_: int, fields: Mapping[str, Any]) -> None:
         lines.append(fields)
 
-    async with run_gateway(log=log) as served:
+    async with run_gateway(request_log=log) as served:
         async with open_socket(served) as socket:
             await socket.create_and_read(model="small")
             await socket.read_error(include=["x"])

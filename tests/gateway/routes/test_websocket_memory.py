@@ -116,7 +116,7 @@ async def test_one_key_has_half_of_all() -> None:
     limits = RequestLimits(ApiKeyLimits(body_bytes=TOTAL // 2), max_memory_bytes=TOTAL)
     part = frame(message(input="x" * 400_000))[:300_000]
     async with (
-        run_gateway(limits=limits, callers=SingleKeyAuthenticator()) as served,
+        run_gateway(limits=limits, authenticator=SingleKeyAuthenticator()) as served,
         connect_websocket(served.port) as first,
         connect_websocket(served.port) as second,
     ):

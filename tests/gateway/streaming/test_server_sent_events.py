@@ -101,7 +101,7 @@ async def test_a_server_may_always_include_outputs() -> None:
 
 
 async def test_a_silent_stream_shows_that_it_is_alive() -> None:
-    async with run_gateway(silence=0.05) as served:
+    async with run_gateway(keepalive_seconds=0.05) as served:
         served.runs.script = lambda response: [text_events(response)[:2]]
         async with served.session.post(
             served.url("/v1/responses"), json={"model": "m", "input": "hi", "stream": True}
