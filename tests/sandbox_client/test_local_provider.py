@@ -221,11 +221,11 @@ async def test_its_log_is_passed_on(local: LocalSandboxProvider, caplog: pytest.
 _STARTER = """
 import asyncio, sys, tempfile
 tempfile.tempdir = sys.argv[1]
-from fumehood.sandbox_client.local_provider import LocalSandboxes, LocalSettings
+from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings
 async def main():
-    provider = LocalSandboxes(LocalSettings(pool=0, limits=sys.argv[2], options=("--preload", "")))
+    provider = LocalSandboxProvider(LocalServerSettings(pool=0, limits=sys.argv[2], options=("--preload", "")))
     await provider.start()
-    print(provider.pid, flush=True)
+    print(provider.server_pid, flush=True)
     await asyncio.Event().wait()
 asyncio.run(main())
 """
