@@ -57,7 +57,7 @@ from fumehood.metrics import GatewayStats
 from fumehood.models.registry import open_model_registry
 from fumehood.protocol.api_keys import ApiKeyLimits
 from fumehood.protocol.file_types import AcceptedFileTypes
-from fumehood.protocol.openai.response_aggregation import INCLUDE_CODE_OUTPUTS
+from fumehood.protocol.openai.response_projection import INCLUDE_CODE_OUTPUTS
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
 from fumehood.sandbox_client import (
     LocalSandboxProvider,

@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from fumehood.protocol.openai.response_aggregation import aggregate_events, project_event, project_response
+from fumehood.protocol.openai.response_aggregation import aggregate_events
+from fumehood.protocol.openai.response_projection import project_event, project_response
 from fumehood.protocol.openai.responses import Response
 from fumehood.protocol.openai.stream_events import (
     ContentPartAdded,

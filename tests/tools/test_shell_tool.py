@@ -22,7 +22,7 @@ from fumehood.protocol.openai.items import (
     ShellExit,
     ShellTimeout,
 )
-from fumehood.protocol.openai.response_aggregation import INCLUDE_EXECUTION, project_item
+from fumehood.protocol.openai.response_projection import INCLUDE_EXECUTION, project_item
 from fumehood.protocol.openai.stream_events import ShellCallOutputDelta, StreamEvent
 from fumehood.protocol.openai.tool_specs import ToolSpec, parse_tool
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEnd, NetworkAllowlist, Stderr, Stdout

@@ -20,12 +20,8 @@ from openai.types.responses import ResponseCodeInterpreterToolCall
 from fumehood.containers.container_handle import ContainerSettings
 from fumehood.interfaces import SandboxProvider
 from fumehood.protocol.openai.items import CodeInterpreterImage, CodeInterpreterLogs
-from fumehood.protocol.openai.response_aggregation import (
-    INCLUDE_CODE_OUTPUTS,
-    INCLUDE_EXECUTION,
-    aggregate_events,
-    project_item,
-)
+from fumehood.protocol.openai.response_aggregation import aggregate_events
+from fumehood.protocol.openai.response_projection import INCLUDE_CODE_OUTPUTS, INCLUDE_EXECUTION, project_item
 from fumehood.protocol.openai.responses import Response
 from fumehood.protocol.openai.stream_events import ResponseCreated
 from fumehood.protocol.sandbox.sandbox_errors import SandboxGone

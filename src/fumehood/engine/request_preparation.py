@@ -21,7 +21,7 @@ from fumehood.protocol.conversation import ConversationSegment, conversation_siz
 from fumehood.protocol.model_turns import ModelRequest, SamplingParameters
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.ids import new_id
-from fumehood.protocol.openai.response_aggregation import INCLUDE_EXECUTION, INCLUDE_LOGPROBS
+from fumehood.protocol.openai.response_projection import INCLUDE_EXECUTION, INCLUDE_LOGPROBS
 from fumehood.protocol.openai.responses import (
     ContextCompactionConfig,
     CreateResponse,

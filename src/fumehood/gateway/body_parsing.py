@@ -16,7 +16,7 @@ from fumehood.protocol.openai.passthrough_fields import (
     check_passthrough_fields,
     extend_request_type,
 )
-from fumehood.protocol.openai.response_aggregation import INCLUDE_VALUES
+from fumehood.protocol.openai.response_projection import INCLUDE_VALUES
 from fumehood.protocol.openai.responses import CreateResponse, ReasoningConfig
 from fumehood.worker_threads import WORKER_THRESHOLD_BYTES, run_in_worker
 

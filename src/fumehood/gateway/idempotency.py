@@ -34,7 +34,7 @@ from fumehood.protocol.openai.api_errors import (
     to_error_detail,
 )
 from fumehood.protocol.openai.ids import new_id
-from fumehood.protocol.openai.response_aggregation import project_response
+from fumehood.protocol.openai.response_projection import project_response
 from fumehood.protocol.openai.response_replay import replay_response
 from fumehood.protocol.openai.responses import CreateResponse, Response
 from fumehood.protocol.openai.stream_events import ErrorEvent

@@ -16,7 +16,7 @@ from fumehood.gateway.streaming.server_sent_events import encode_events
 from fumehood.gateway.streaming.websocket_framing import WebSocketEncoder
 from fumehood.http_server import websocket_protocol
 from fumehood.protocol.openai.api_errors import InternalServerError
-from fumehood.protocol.openai.response_aggregation import INCLUDE_CODE_OUTPUTS
+from fumehood.protocol.openai.response_projection import INCLUDE_CODE_OUTPUTS
 from fumehood.protocol.openai.responses import Response
 from fumehood.protocol.openai.stream_events import StreamEvent
 from tests.support.scripted_gateway import ScriptedGateway, code_events, run_gateway, text_events

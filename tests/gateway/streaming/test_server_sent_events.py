@@ -12,7 +12,7 @@ from fumehood.gateway.streaming import server_sent_events
 from fumehood.gateway.streaming.event_sender import CLIENT_DISCONNECTED
 from fumehood.http_server import slow_clients
 from fumehood.protocol.openai.api_errors import InternalServerError
-from fumehood.protocol.openai.response_aggregation import INCLUDE_CODE_OUTPUTS, INCLUDE_EXECUTION
+from fumehood.protocol.openai.response_projection import INCLUDE_CODE_OUTPUTS, INCLUDE_EXECUTION
 from fumehood.protocol.openai.responses import Response
 from fumehood.protocol.openai.stream_events import StreamEvent
 from tests.support.scripted_gateway import ScriptedGateway, code_events, run_gateway, text_events

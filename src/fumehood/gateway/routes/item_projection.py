@@ -11,7 +11,7 @@ from msgspec import Raw
 
 from fumehood.protocol.attachments import Attachment, is_file_part
 from fumehood.protocol.conversation import ConversationEntry
-from fumehood.protocol.openai.response_aggregation import (
+from fumehood.protocol.openai.response_projection import (
     INCLUDE_CODE_OUTPUTS,
     INCLUDE_ENCRYPTED_REASONING,
     INCLUDE_EXECUTION,

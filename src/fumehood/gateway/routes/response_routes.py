@@ -17,7 +17,7 @@ from fumehood.http_server.asgi_request import ClientDisconnected
 from fumehood.interfaces import Caller, Run, RunService, Store
 from fumehood.protocol.conversation import ConversationSegment
 from fumehood.protocol.openai.api_errors import InvalidRequest, NotFound
-from fumehood.protocol.openai.response_aggregation import ONLY_OPENAI_EVENTS, project_response
+from fumehood.protocol.openai.response_projection import ONLY_OPENAI_EVENTS, project_response
 from fumehood.protocol.openai.responses import (
     CompactedResponse,
     CreateResponse,

@@ -11,7 +11,7 @@ import msgspec
 from fumehood.gateway.request_context import DisconnectMonitor, RequestContext
 from fumehood.gateway.streaming.event_sender import NEEDS_PROJECTION, EventSender
 from fumehood.interfaces import Run
-from fumehood.protocol.openai.response_aggregation import project_event
+from fumehood.protocol.openai.response_projection import project_event
 from fumehood.protocol.openai.responses import Response
 from fumehood.protocol.openai.stream_events import OutputTextDelta, StreamEvent
 

@@ -17,7 +17,7 @@ from fumehood.models.upstream.stream_parser import TurnParser
 from fumehood.models.upstream.upstream_client import UpstreamClient
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
 from fumehood.protocol.model_turns import ModelRequest, SamplingParameters
-from fumehood.protocol.openai.response_aggregation import INCLUDE_ENCRYPTED_REASONING, INCLUDE_LOGPROBS
+from fumehood.protocol.openai.response_projection import INCLUDE_ENCRYPTED_REASONING, INCLUDE_LOGPROBS
 from fumehood.protocol.openai.tool_specs import FunctionSpec
 
 _COPIED_FIELDS = (

@@ -25,7 +25,7 @@ from fumehood.protocol.openai.items import (
     ReasoningItem,
     ReasoningText,
 )
-from fumehood.protocol.openai.response_aggregation import INCLUDE_CODE_OUTPUTS, project_response
+from fumehood.protocol.openai.response_projection import INCLUDE_CODE_OUTPUTS, project_response
 from fumehood.protocol.openai.responses import Response, Usage
 from fumehood.testing.kits.container_store_kit import ContainerStoreKit
 from fumehood.testing.kits.lease_kit import LeaseKit
