@@ -149,3 +149,12 @@ def test_every_decision_is_in_the_index() -> None:
 @pytest.mark.parametrize("script", [".ci/run", "tools/setup.sh"])
 def test_script_is_executable(script: str) -> None:
     assert (ROOT / script).stat().st_mode & 0o111
+
+
+def test_no_public_class_name_is_defined_twice() -> None:
+    found: dict[str, list[str]] = {}
+    for path in MODULES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(_name(path))
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
