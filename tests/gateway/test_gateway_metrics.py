@@ -176,7 +176,7 @@ async def test_its_figures_are_on_the_page_unless_it_does_not_answer(monkeypatch
     )
     async with (
         LocalSandboxProvider(settings) as local,
-        run_gateway(gateway_metrics=GatewayMetrics(fetch_sandbox_metrics=local.metrics)) as served,
+        run_gateway(metrics=GatewayMetrics(fetch_sandbox_metrics=local.metrics)) as served,
     ):
         shown = await page(served)
         assert (
@@ -202,4 +202,8 @@ async def test_its_figures_are_on_the_page_unless_it_does_not_answer(monkeypatch
 
 async def test_without_one_nothing_is_said_of_it() -> None:
     async with run_gateway() as served:
-        assert not [name for name, _ in (await page(served)).samples if "sandbox" in name]
+        assert not [
+            name
+            for name, _ in (await page(served)).samples
+            if name.startswith(("fumehood_sandbox", "fumehood_local_sandbox"))
+        ]

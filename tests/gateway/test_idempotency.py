@@ -188,12 +188,14 @@ async def wait_for_subscribers(served: ScriptedGateway, number: int) -> None:
 
 
 def subscriber_count(served: ScriptedGateway) -> int:
-    return sum(len(joint._subscribers) for joint in idempotent_requests_of(served)._running.values())
+    return sum(
+        len(shared_run._subscribers) for shared_run in idempotent_requests_of(served)._shared_runs.values()
+    )
 
 
 def idempotent_requests_of(served: ScriptedGateway) -> Any:
     app: Any = served.app
-    return app.responses._repeats
+    return app.responses._idempotent_requests
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -430,8 +432,8 @@ async def test_who_reads_too_slowly_is_left_behind_by_those_who_do_not(
             while subscriber_count(served) == 2:
                 number += 1
                 await fast.readuntil(emit_large_delta(served, number))
-            (joint,) = idempotent_requests_of(served)._running.values()
-            assert sum(map(len, joint._pieces)) < 1 << 20
+            (shared_run,) = idempotent_requests_of(served)._shared_runs.values()
+            assert sum(map(len, shared_run._chunks)) < 1 << 20
             transport.resume_reading()
             left = await slow.readuntil(b"data: [DONE]\n\n")
             finish_run(served)

@@ -210,7 +210,7 @@ async def test_a_run_that_may_be_asked_for_again_holds_its_body_when_nobody_is_t
             await reader.readuntil(b"\r\n\r\n")
             writer.transport.abort()
         async with asyncio.timeout(PATIENCE):
-            while b"\nfumehood_streams 0.0\n" not in (await served.request("GET", "/metrics")).body:
+            while b"\nfumehood_open_streams 0.0\n" not in (await served.request("GET", "/metrics")).body:
                 await asyncio.sleep(0)
         served.runs.script = lambda response: [text_events(response)]
         meanwhile = await served.create_response(input=BIG)

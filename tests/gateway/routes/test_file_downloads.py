@@ -156,7 +156,7 @@ async def test_nothing_is_read_for_a_client_that_has_left(
         id="file-long", tenant="", filename="a", bytes=1 << 50, purpose="vision", created_at=1.0, blob="x"
     )
     await desk.store.add_upload(record)
-    monkeypatch.setattr(desk.files, "read", endless)
+    monkeypatch.setattr(desk.files, "read_file", endless)
     async with desk.served.open_connection() as (reader, writer):
         writer.write(b"GET /v1/files/file-long/content HTTP/1.1\r\nhost: localhost\r\n\r\n")
         await reader.readuntil(b"\r\n\r\n")

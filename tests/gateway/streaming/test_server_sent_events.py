@@ -214,7 +214,7 @@ async def test_others_have_their_turns_between_large_events(gateway: ScriptedGat
         return encode(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_sent_events.SseEncoder, "some", staticmethod(encoding))
+        patch.setattr(server_sent_events.SseEncoder, "encode_batch", staticmethod(encoding))
         going = asyncio.create_task(go_round())
         answer = await gateway.create_response(stream=True)
         going.cancel()
