@@ -68,7 +68,7 @@ def test_the_example_says_what_each_setting_means() -> None:
 
 
 def test_options_come_before_variables_and_those_before_the_file(file: Path) -> None:
-    file.write_text("server: {host: localhost, port: 1, grace: 5}\nlimits:\nmodels:\n")
+    file.write_text("server: {host: localhost, port: 1, shutdown_grace: 5}\nlimits:\nmodels:\n")
     config = load_config(
         file, {"FUMEHOOD_SERVER__PORT": "2", "FUMEHOOD_SERVER__SHUTDOWN_GRACE": "7.5"}, {"server.port": 3}
     )
@@ -118,7 +118,7 @@ def test_variables_of_others_are_left_alone() -> None:
     [
         ("server: {prot: 1}", "there is no setting server.prot; did you mean port?"),
         ("servr: {}", "there is no setting servr; did you mean server?"),
-        ("server: {zzz: 1}", "there is no setting server.zzz; there are host, port, hosts, cors_origins, grace."),
+        ("server: {zzz: 1}", "there is no setting server.zzz; there are host, port, allowed_hosts, cors_origins, shutdown_grace."),
         ("server: {port: 70000}", "server.port: expected int <= 65535."),
         ("server: {port: x}", "server.port: expected int, got str."),
         ("server: 3", "server: expected object, got int."),

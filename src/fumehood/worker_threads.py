@@ -12,7 +12,7 @@ WORKER_THRESHOLD_BYTES = 256 << 10  # bytes; what is smaller takes less than it 
 ITEM_COST_BYTES = 2 << 10  # what one more thing to look at costs, in bytes of one large thing
 
 # One, or the event loop would have to wait for the turns of all of them.
-_executor = ThreadPoolExecutor(1, thread_name_prefix="aside")
+_executor = ThreadPoolExecutor(1, thread_name_prefix="worker")
 
 
 async def run_in_worker[**P, T](

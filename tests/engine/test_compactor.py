@@ -116,7 +116,7 @@ async def test_what_is_too_long_already_is_compacted_before_the_model_answers() 
             input="How was it?", previous_response_id=first.id, context_management=MANAGED
         )
         third = await engine.create(input="Sure?", previous_response_id=second.id)
-    assert [type(item).__name__ for item in second.output] == ["Compaction", "Message"]
+    assert [type(item).__name__ for item in second.output] == ["CompactionItem", "OutputMessage"]
     assert texts(model.requests[2])[-1] == ("user", "How was it?")
     shown = texts(model.requests[3])
     assert [who for who, _ in shown] == ["user", "assistant", "user", "assistant", "user"]
@@ -154,14 +154,14 @@ async def test_calls_that_the_client_must_answer_stay_in_sight() -> None:
     ) as model:
         engine = EngineHarness(model)
         first = await engine.create(input="Hi", tools=[FUNCTION], context_management=MANAGED)
-        assert [type(item).__name__ for item in first.output] == ["Message", "FunctionCall"]
+        assert [type(item).__name__ for item in first.output] == ["OutputMessage", "FunctionCall"]
         second = await engine.create(
             input=[{"type": "function_call_output", "call_id": "call_f", "output": "42"}],
             previous_response_id=first.id,
             tools=[FUNCTION],
             context_management=MANAGED,
         )
-    assert [type(item).__name__ for item in second.output] == ["Compaction", "Message"]
+    assert [type(item).__name__ for item in second.output] == ["CompactionItem", "OutputMessage"]
     assert [who for who, _ in texts(model.requests[2])] == ["user", "assistant", "user"]
 
 
@@ -170,7 +170,7 @@ async def test_a_summary_that_cannot_be_had_costs_nothing(trouble: Any) -> None:
     async with ScriptedModel(says(LONG), trouble) as model:
         response = await EngineHarness(model).create(input="Hi", context_management=MANAGED)
     assert response.status == "completed"
-    assert [type(item).__name__ for item in response.output] == ["Message"]
+    assert [type(item).__name__ for item in response.output] == ["OutputMessage"]
 
 
 async def test_a_short_conversation_is_left_alone_and_so_is_one_that_cannot_become_shorter() -> None:
@@ -188,7 +188,7 @@ async def test_a_compaction_of_another_server_is_none() -> None:
     async with ScriptedModel([theirs, *says("Hello.")], says("Yes.")) as model:
         engine = EngineHarness(model)
         first = await engine.create(input="Hi")
-        assert [type(item).__name__ for item in first.output] == ["Message"]
+        assert [type(item).__name__ for item in first.output] == ["OutputMessage"]
         await engine.create(input="Ho", previous_response_id=first.id)
     assert [text for _, text in texts(model.requests[1])] == ["Hi", "Hello.", "Ho"]
 

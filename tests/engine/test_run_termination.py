@@ -214,7 +214,7 @@ async def test_cancelled_while_files_are_looked_up() -> None:
     looking = asyncio.Event()
 
     class Slow(EchoTool):
-        async def find(self) -> None:
+        async def before_find_files(self) -> None:
             looking.set()
             await asyncio.Event().wait()
 
@@ -234,7 +234,7 @@ async def test_cancelled_twice_the_tool_is_interrupted_once_and_in_peace() -> No
     """A client that has gone, and then a server that stops: what is being ended ends."""
 
     class Patient(EchoTool):
-        async def leave(self) -> None:
+        async def after_call(self) -> None:
             self.log.append("leaving")
             left.set()
             await go_on.wait()

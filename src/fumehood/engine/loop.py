@@ -16,14 +16,21 @@ import msgspec
 
 from fumehood.engine.compaction_budget import compute_max_threshold, estimate_last_turn
 from fumehood.engine.compactor import DEFAULT_CONTEXT_WINDOW, Compactor
-from fumehood.engine.dispatch import run_hosted_calls
 from fumehood.engine.event_log import EventLog
 from fumehood.engine.request_preparation import PreparedRequest
 from fumehood.engine.response_output import ResponseOutput
 from fumehood.engine.token_counter import TokenCounter, estimate_cost
 from fumehood.engine.truncation import compute_input_token_limit, truncate_to_fit
-from fumehood.engine.turn_assembler import Toolbox, TurnAssembler
-from fumehood.interfaces import Clock, Lease, LeaseLost, ModelBackend, Store, ToolCallContext
+from fumehood.engine.turn_assembler import HostedCall, Toolbox, TurnAssembler
+from fumehood.interfaces import (
+    Clock,
+    Lease,
+    LeaseLost,
+    ModelBackend,
+    Store,
+    ToolCallContext,
+    ToolCallResult,
+)
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, append_segments
 from fumehood.protocol.model_turns import ModelRequest
 from fumehood.protocol.openai.api_errors import (
@@ -233,7 +240,7 @@ class AgentLoop:
             turn = await self._run_turn(number)
             if not self._incomplete_reason and turn.hosted_calls:
                 self._hosted_call_count += len(turn.hosted_calls)
-                await run_hosted_calls(turn, self._output)
+                await self._run_hosted_calls(turn)
             self._turn = None
             self._record_turn(turn)
             if self._incomplete_reason or not turn.needs_next_turn:
@@ -282,6 +289,27 @@ class AgentLoop:
         if self._incomplete_reason:
             turn.abort("the model's turn was cut off")
         return turn
+
+    async def _run_hosted_calls(self, turn: TurnAssembler) -> None:
+        """Run the hosted calls of a turn in parallel. A tool that raises fails only its own call."""
+        async with asyncio.TaskGroup() as group:
+            for call in turn.hosted_calls:
+                group.create_task(self._run_hosted_call(turn, call))
+
+    async def _run_hosted_call(self, turn: TurnAssembler, call: HostedCall) -> None:
+        try:
+            # Leaving the block early closes the generator, which interrupts the code.
+            async with contextlib.aclosing(call.session.run()) as steps:
+                async for step in steps:
+                    if isinstance(step, ToolCallResult):
+                        turn.record_result(call, step)
+                        return
+                    self._output.emit(step)
+        except Exception:
+            logger.exception("a hosted tool raised in call %s", call.call_id)
+        else:
+            logger.error("a hosted tool ended call %s without a result", call.call_id)
+        turn.record_result(call, call.session.abort("the tool failed; this is a fault of the server"))
 
     def _record_turn(self, turn: TurnAssembler) -> None:
         self._entries.extend(turn.entries)
