@@ -86,10 +86,10 @@ async def test_after_the_answer_the_conversation_is_compacted_and_the_next_turn_
         assert isinstance(compaction, CompactionItem)
         assert compaction.id.startswith("cmp_")
         assert [type(event).__name__ for event in events[-4:]] == [
-            "ItemDone",
-            "ItemAdded",
-            "ItemDone",
-            "Completed",
+            "OutputItemDone",
+            "OutputItemAdded",
+            "OutputItemDone",
+            "ResponseCompleted",
         ]
         await engine.create(
             input="And now?", previous_response_id=response.id, context_management=MANAGED, model="m"

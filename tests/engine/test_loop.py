@@ -118,7 +118,9 @@ async def test_max_tool_calls() -> None:
         response = check_invariants(
             await EngineHarness(model, [EchoTool()]).stream(tools=[ECHO], max_tool_calls=2)
         )
-    assert [type(item).__name__ for item in response.output] == ["CodeInterpreterCall"] * 2 + ["OutputMessage"]
+    assert [type(item).__name__ for item in response.output] == ["CodeInterpreterCall"] * 2 + [
+        "OutputMessage"
+    ]
     assert model.requests[1].function_tools == []
 
 

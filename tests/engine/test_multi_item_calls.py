@@ -52,7 +52,7 @@ async def test_calls_side_by_side() -> None:
         events = await engine.stream(tools=[SHELL])
         response = check_invariants(events)
         kinds = [type(item).__name__ for item in response.output]
-        assert kinds == ["ShellCall", "ShellCall", "ShellCallOutput", "ShellCallOutput", "Message"]
+        assert kinds == ["ShellCall", "ShellCall", "ShellCallOutput", "ShellCallOutput", "OutputMessage"]
         kept = await engine.store.get_response("", response.id)
         assert kept == response
         exchanges = [entry.exchange for entry in model.requests[1].segments[-1].entries]

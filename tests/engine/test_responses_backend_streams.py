@@ -253,6 +253,6 @@ async def test_items_that_only_the_server_and_the_client_understand() -> None:
     response = check_invariants(events)
     # The hosted call was run, and then it is the client's turn.
     kinds = [type(item).__name__ for item in response.output]
-    assert kinds == ["Message", "Raw", "CodeInterpreterCall", "Raw"]
+    assert kinds == ["OutputMessage", "Raw", "CodeInterpreterCall", "Raw"]
     assert (response.output[1], response.output[3]) == (searched, patch)
     assert response.status == "completed"

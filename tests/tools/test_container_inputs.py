@@ -216,9 +216,9 @@ async def test_large_files_leave_the_loop_free(monkeypatch: pytest.MonkeyPatch) 
         return watching
 
     places: list[tuple[ModuleType, str]] = [
-        (attachment_resolver, "file_parts"),
+        (attachment_resolver, "find_file_parts"),
         (input_file_loader, "decode_inline"),
-        (container_inputs, "file_parts"),
+        (container_inputs, "find_file_parts"),
         (container_inputs, "decode_inline"),
     ]
     for module, name in places:
