@@ -10,8 +10,8 @@ import pytest
 from inline_snapshot import snapshot
 
 from fumehood.containers import user_files
-from fumehood.containers.container_handle import ContainerSettings
 from fumehood.containers.container_service import SandboxContainerService
+from fumehood.containers.container_state import ContainerSettings
 from fumehood.containers.file_sync import ContainerFileLimits
 from fumehood.interfaces import Caller
 from fumehood.protocol.openai.api_errors import (

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from fumehood.containers.container_handle import ContainerSettings
+from fumehood.containers.container_state import ContainerSettings
 from fumehood.interfaces import Caller, ExecutionStarted
 from fumehood.protocol.openai.api_errors import RateLimited
 from fumehood.protocol.openai.container_objects import ContainerSpec

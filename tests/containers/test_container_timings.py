@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from fumehood.containers.container_handle import ContainerSettings
+from fumehood.containers.container_state import ContainerSettings
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEnd
 from fumehood.testing import ExecutionStep
 from fumehood.timings import Timing, listen_to_timings

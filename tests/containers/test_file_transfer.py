@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from fumehood.containers.container_handle import ContainerSettings, IsolationScope
 from fumehood.containers.container_service import SandboxContainerService
+from fumehood.containers.container_state import ContainerSettings, IsolationScope
 from fumehood.containers.file_sync import ContainerFileLimits
 from fumehood.files.uploaded_files import UploadedFiles
 from fumehood.protocol.openai.api_errors import BodyTooLarge, InvalidRequest, ServiceUnavailable

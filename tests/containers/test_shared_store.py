@@ -10,8 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from fumehood.containers.container_handle import ContainerHandle, ContainerSettings
+from fumehood.containers.container_handle import ContainerHandle
 from fumehood.containers.container_service import SandboxContainerService
+from fumehood.containers.container_state import ContainerSettings
 from fumehood.protocol.openai.api_errors import ContainerExpired, RateLimited
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.openai.page_query import PageQuery

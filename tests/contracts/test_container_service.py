@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import pytest_asyncio
 
-from fumehood.containers.container_handle import ContainerSettings, IsolationScope
 from fumehood.containers.container_service import SandboxContainerService
+from fumehood.containers.container_state import ContainerSettings, IsolationScope
 from fumehood.files.uploaded_files import UploadedFiles
 from fumehood.interfaces import BlobStore, SandboxProvider, SandboxRef, Store
 from fumehood.protocol.openai.file_objects import FileUploadMetadata

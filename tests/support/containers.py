@@ -4,8 +4,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from fumehood.containers.container_handle import ContainerHandle, ContainerSettings
+from fumehood.containers.container_handle import ContainerHandle
 from fumehood.containers.container_service import SandboxContainerService
+from fumehood.containers.container_state import ContainerSettings
 from fumehood.interfaces import Caller, CollectedFiles, ExecutionStarted, SandboxRef
 from fumehood.metrics import ContainerStats
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord, ContainerSpec

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
-from fumehood.containers.container_handle import ContainerSettings
 from fumehood.containers.container_service import SandboxContainerService
+from fumehood.containers.container_state import ContainerSettings
 from fumehood.interfaces import (
     BlobStore,
     Caller,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fumehood.containers.container_handle import ContainerSettings
 from fumehood.containers.container_service import SandboxContainerService
+from fumehood.containers.container_state import ContainerSettings
 from fumehood.engine.run_service import EngineRunService
 from fumehood.files.input_file_loader import InputFileLoader
 from fumehood.files.uploaded_files import UploadedFiles

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Callable
 import pytest
 import pytest_asyncio
 
-from fumehood.containers.container_handle import ContainerSettings, IsolationScope
+from fumehood.containers.container_state import ContainerSettings, IsolationScope
 from fumehood.interfaces import SandboxProvider, SandboxRef, ToolCallResult
 from fumehood.protocol.openai.items import CodeInterpreterImage
 from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings

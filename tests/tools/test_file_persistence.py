@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 import pytest
 import pytest_asyncio
 
-from fumehood.containers.container_handle import ContainerSettings, IsolationScope
+from fumehood.containers.container_state import ContainerSettings, IsolationScope
 from fumehood.protocol.openai.container_objects import ContainerSpec
 from fumehood.protocol.sandbox.sandbox_messages import ArchiveFormat
 from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from fumehood.containers.container_handle import ContainerSettings, IsolationScope
+from fumehood.containers.container_state import ContainerSettings, IsolationScope
 from fumehood.containers.file_sync import ContainerFileLimits
 from fumehood.interfaces import Sandbox, SandboxProvider, SandboxRef
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEnd, FileListing

@@ -17,7 +17,7 @@ import pytest
 import pytest_asyncio
 from openai.types.responses import ResponseCodeInterpreterToolCall
 
-from fumehood.containers.container_handle import ContainerSettings
+from fumehood.containers.container_state import ContainerSettings
 from fumehood.interfaces import SandboxProvider
 from fumehood.protocol.openai.items import CodeInterpreterImage, CodeInterpreterLogs
 from fumehood.protocol.openai.response_aggregation import aggregate_events

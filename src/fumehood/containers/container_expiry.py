@@ -6,13 +6,9 @@ from typing import Literal
 
 import msgspec
 
-from fumehood.containers.container_handle import (
-    ContainerContext,
-    ContainerState,
-    next_sandbox_name,
-    release_sandbox,
-)
+from fumehood.containers.container_state import ContainerContext, ContainerState
 from fumehood.containers.network_policy import strip_secrets
+from fumehood.containers.sandbox_claims import next_sandbox_name, release_sandbox
 from fumehood.interfaces import SandboxRef
 from fumehood.protocol.openai.container_objects import ContainerRecord, ContainerStatus
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
@@ -37,7 +33,7 @@ class ContainerReaper:
             context.settings.sandboxes_survive_restart or context.settings.isolation == "execution"
         )
 
-    # ---- one container --------------------------------------------------------------------------------------------
+    # ---- one container ------------------------------------------------------------------------------------------
 
     def is_expired(self, record: ContainerRecord) -> bool:
         """Whether its time is over, though it may be that nobody has ended it yet."""
@@ -172,7 +168,7 @@ class ContainerReaper:
             )
             await self._context.files.drop_blobs(files)
 
-    # ---- all of them ----------------------------------------------------------------------------------------------
+    # ---- all of them --------------------------------------------------------------------------------------------
 
     async def sweep(self) -> None:
         """End what nobody uses any more; keep what is in use from being ended by another process."""

@@ -17,13 +17,8 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from fumehood.containers.container_expiry import ACTIVITY_WRITE_INTERVAL, ContainerReaper
-from fumehood.containers.container_handle import (
-    ContainerContext,
-    ContainerHandle,
-    ContainerSettings,
-    ContainerState,
-    attach_sandbox,
-)
+from fumehood.containers.container_handle import ContainerHandle
+from fumehood.containers.container_state import ContainerContext, ContainerSettings, ContainerState
 from fumehood.containers.container_validation import (
     check_container_spec,
     choose_file_name,
@@ -32,6 +27,7 @@ from fumehood.containers.container_validation import (
 from fumehood.containers.file_sync import FileSync
 from fumehood.containers.file_transfer import FileUpload
 from fumehood.containers.network_policy import DomainSecretVault
+from fumehood.containers.sandbox_claims import attach_sandbox
 from fumehood.containers.user_files import UserFiles
 from fumehood.interfaces import (
     BlobRef,
@@ -136,7 +132,7 @@ class SandboxContainerService:
         """End what nobody uses any more."""
         await self._reaper.sweep()
 
-    # ---- containers -----------------------------------------------------------------------------------------------
+    # ---- containers ---------------------------------------------------------------------------------------------
 
     def reserve_id(self) -> str:
         """Nothing is kept of it: the id says itself, to this process alone, that it was given out here."""
@@ -317,7 +313,7 @@ class SandboxContainerService:
         except NotFound:  # let go of at this very moment
             logger.warning("The files of %s could not be given to %s.", earlier_id, record.id)
 
-    # ---- files ----------------------------------------------------------------------------------------------------
+    # ---- files --------------------------------------------------------------------------------------------------
 
     async def write_file(
         self, caller: Caller, container_id: str, path: str, content: bytes | AsyncIterable[bytes]

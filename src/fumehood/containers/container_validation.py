@@ -2,7 +2,7 @@
 
 import msgspec
 
-from fumehood.containers.container_handle import ContainerSettings
+from fumehood.containers.container_state import ContainerSettings
 from fumehood.containers.network_policy import find_forbidden_domain, normalize_domain
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.container_objects import DATA_DIRECTORY, ContainerSpec
@@ -79,7 +79,10 @@ def _explain_invalid_path(path: str) -> str | None:
     except UnicodeEncodeError:
         return "it is not text"
     if longest > _MAX_COMPONENT_BYTES or len(parts) > _MAX_PATH_DEPTH or whole > _MAX_PATH_BYTES:
-        return f"a path has at most {_MAX_PATH_DEPTH} parts of {_MAX_COMPONENT_BYTES} bytes, and {_MAX_PATH_BYTES} in all"
+        return (
+            f"a path has at most {_MAX_PATH_DEPTH} parts of {_MAX_COMPONENT_BYTES} bytes, "
+            f"and {_MAX_PATH_BYTES} bytes in all"
+        )
     return "such names are the sandbox server's own" if path.startswith(_RESERVED_PREFIX) else None
 
 

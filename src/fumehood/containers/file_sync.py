@@ -84,14 +84,14 @@ class _KnownFile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FileChanges:
-    """What one look found: `mark` names the state that was seen, `notes` tell what could not be kept.
+    """What one look found: `mark` names the state that was seen, `notices` tell what could not be kept.
 
     missing: what changed and could not be fetched. failure: why, if the sandbox said so.
     """
 
     mark: str
     changed: Sequence[ContainerFileRecord] = ()
-    notes: Sequence[str] = ()
+    notices: Sequence[str] = ()
     missing: Sequence[FileEntry] = ()
     failure: SandboxError | None = None
 
@@ -105,7 +105,7 @@ class RestoreResult:
     missing_blobs: Collection[str]
     rejected: Collection[str]
 
-    def notes(self) -> list[str]:
+    def notices(self) -> list[str]:
         notes = (
             [f"Not to be had any more: {format_file_names(sorted(self.missing_blobs))}."]
             if self.missing_blobs
@@ -149,7 +149,7 @@ class FileSync:
         self._clock = clock
         self._limits = limits
 
-    # ---- out of a sandbox -----------------------------------------------------------------------------------------
+    # ---- out of a sandbox ---------------------------------------------------------------------------------------
 
     async def capture_changes(
         self,
@@ -185,7 +185,7 @@ class FileSync:
         await self.drop_blobs((*seen.deleted, *replaced))
         changed = [record for record in taken if not _is_unwritten(record, seen.previous.get(record.path))]
         mark = mark if harvest.missing else listing.mark
-        return FileChanges(mark, changed, harvest.notes(), harvest.missing, harvest.failure)
+        return FileChanges(mark, changed, harvest.notices(), harvest.missing, harvest.failure)
 
     async def _download_changed(
         self,
@@ -211,7 +211,7 @@ class FileSync:
             reason = str(error) or "out of time"
             logger.warning("Files of %s could not all be kept: %s", recorder.container_id, reason)
 
-    # ---- into a sandbox -------------------------------------------------------------------------------------------
+    # ---- into a sandbox -----------------------------------------------------------------------------------------
 
     async def restore(self, container_id: str, sandbox: Sandbox) -> RestoreResult:
         """Put into a fresh sandbox what is kept of the container; raises SandboxError."""
@@ -252,7 +252,7 @@ class FileSync:
         if moved or lost:
             await self._store.put_container_files(moved, [record.id for record in lost])
 
-    # ---- besides --------------------------------------------------------------------------------------------------
+    # ---- besides ------------------------------------------------------------------------------------------------
 
     async def add_assistant_file(
         self, container_id: str, path: str, content: bytes, sandbox: Sandbox | None
@@ -400,7 +400,7 @@ class _ChangeRecorder:
             blob=blob,
         )
 
-    def notes(self) -> list[str]:
+    def notices(self) -> list[str]:
         notes: list[str] = []
         if self.without_blob:
             names = format_file_names(self.without_blob)

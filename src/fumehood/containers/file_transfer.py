@@ -91,7 +91,7 @@ class FileTransfer:
     def __init__(self, blobs: ReferencedBlobs) -> None:
         self._blobs = blobs
 
-    # ---- out of a sandbox -----------------------------------------------------------------------------------------
+    # ---- out of a sandbox ---------------------------------------------------------------------------------------
 
     async def download(
         self, sandbox: Sandbox, files: Sequence[FileEntry], reserve: ReserveBytes, blob_stack: AsyncExitStack
@@ -164,7 +164,7 @@ class FileTransfer:
         except (FileNotFound, FileRefused, SandboxLimitExceeded, ServiceUnavailable) as error:
             return file, error
 
-    # ---- into a sandbox -------------------------------------------------------------------------------------------
+    # ---- into a sandbox -----------------------------------------------------------------------------------------
 
     async def upload(self, sandbox: Sandbox, uploads: Sequence[FileUpload]) -> UploadReport:
         """Put files there that are kept, as far as it takes them; raises SandboxError, Unavailable."""

@@ -18,12 +18,7 @@ from collections.abc import (
 from contextlib import AsyncExitStack, aclosing, suppress
 from weakref import WeakValueDictionary
 
-from fumehood.containers.container_handle import (
-    ContainerContext,
-    ContainerState,
-    attach_sandbox,
-    ephemeral_sandbox,
-)
+from fumehood.containers.container_state import ContainerContext, ContainerState
 from fumehood.containers.file_sync import container_file_id, total_blob_bytes
 from fumehood.containers.file_transfer import (
     NO_FINGERPRINT,
@@ -33,6 +28,7 @@ from fumehood.containers.file_transfer import (
     FileUpload,
     ReserveBytes,
 )
+from fumehood.containers.sandbox_claims import attach_sandbox, ephemeral_sandbox
 from fumehood.interfaces import BlobRef, ReferencedBlobs, Sandbox
 from fumehood.protocol.openai.api_errors import (
     ApiError,
@@ -171,7 +167,7 @@ class UserFiles:
 
         return admit
 
-    # ---- into the sandbox -----------------------------------------------------------------------------------------
+    # ---- into the sandbox ---------------------------------------------------------------------------------------
 
     async def _write_to_sandbox(
         self, sandbox: Sandbox, uploads: Sequence[FileUpload]
@@ -211,7 +207,7 @@ class UserFiles:
             await self._context.files.drop_blobs([record])
         return True
 
-    # ---- the records ----------------------------------------------------------------------------------------------
+    # ---- the records --------------------------------------------------------------------------------------------
 
     async def _write_and_record(
         self, state: ContainerState, uploads: Sequence[FileUpload], write: WriteFiles

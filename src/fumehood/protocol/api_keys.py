@@ -16,7 +16,7 @@ ALL_SCOPES: tuple[ApiKeyScope, ...] = get_args(ApiKeyScope.__value__)
 TENANT_SCOPES: frozenset[ApiKeyScope] = frozenset(ALL_SCOPES) - {"metrics"}
 """The scopes of a key for which none are named: everything of its own tenant."""
 
-SECRET_PREFIX = "fh-"
+SECRET_PREFIX = "fh-"  # noqa: S105 - of every key, no secret
 _ALPHABET = string.ascii_letters + string.digits
 _SECRET_LENGTH = 43  # characters of such an alphabet: more than 256 bits
 _HINT_LENGTH = 4

@@ -191,7 +191,7 @@ class RemoteSandbox:
     def id(self) -> str:
         return self._id
 
-    # ---- calls ------------------------------------------------------------------------------------------------
+    # ---- calls --------------------------------------------------------------------------------------------------
 
     async def execute(self, request: ExecuteRequest) -> AsyncGenerator[ExecutionEvent]:
         execution_id = request.execution_id or secrets.token_hex(12)
@@ -244,7 +244,7 @@ class RemoteSandbox:
             await self._connection.request_json("POST", path, _InterruptResponse, query=query)
         ).interrupted
 
-    # ---- files ------------------------------------------------------------------------------------------------
+    # ---- files --------------------------------------------------------------------------------------------------
 
     async def list_files(self, since: str | None = None) -> FileListing:
         query = None if since is None else {"since": since}
@@ -311,7 +311,7 @@ class RemoteSandbox:
             content_type=BYTES_TYPE,
         )
 
-    # ---- addresses --------------------------------------------------------------------------------------------
+    # ---- addresses ----------------------------------------------------------------------------------------------
 
     def _url_path(self, *parts: str) -> str:
         return "/".join((_sandbox_path(self._id), *parts))

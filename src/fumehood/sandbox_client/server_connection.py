@@ -136,7 +136,7 @@ class SandboxServerConnection:
             )
         return self._session
 
-    # ---- requests ---------------------------------------------------------------------------------------------
+    # ---- requests -----------------------------------------------------------------------------------------------
 
     async def request_json[T](
         self,
@@ -228,7 +228,7 @@ class SandboxServerConnection:
             else:
                 response.close()
 
-    # ---- what went wrong --------------------------------------------------------------------------------------
+    # ---- what went wrong ----------------------------------------------------------------------------------------
 
     @contextmanager
     def translate_errors(self) -> Generator[None]:
