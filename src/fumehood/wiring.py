@@ -43,6 +43,7 @@ from fumehood.gateway import (
 from fumehood.http_server.address_policy import parse_networks
 from fumehood.http_server.asgi_request import Application
 from fumehood.interfaces import (
+    ApiKeyStore,
     Clock,
     ContainerService,
     FileService,
@@ -51,7 +52,6 @@ from fumehood.interfaces import (
     ModelProvider,
     RunService,
     SandboxProvider,
-    Store,
 )
 from fumehood.metrics import GatewayStats
 from fumehood.models.registry import open_model_registry
@@ -396,7 +396,7 @@ def _build_upload_settings(settings: FileSettings) -> UploadSettings:
 
 
 async def _open_authentication(
-    config: GatewayConfig, store: Store, clock: Clock, stack: AsyncExitStack
+    config: GatewayConfig, store: ApiKeyStore, clock: Clock, stack: AsyncExitStack
 ) -> Authenticator:
     """Those who have a key. Who may reach an open server at all, the caller has made sure of."""
     everybody = AnonymousAuthenticator(config.server.allowed_hosts)

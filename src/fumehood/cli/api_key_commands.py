@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from fumehood.interfaces import Store
+    from fumehood.interfaces import ApiKeyStore
     from fumehood.protocol.api_keys import ApiKeyLimits, ApiKeyRecord, ApiKeyScope
 
 EXIT_NO_DATABASE = 125
@@ -30,7 +30,7 @@ app = typer.Typer(
     epilog="Exit codes: 0 done, 1 there is no such key, 2 used wrongly, 125 the database cannot be used.",
 )
 
-type _StoreAction[T] = Callable[["Store"], Awaitable[T]]
+type _StoreAction[T] = Callable[["ApiKeyStore"], Awaitable[T]]
 
 GatewayConfigOption = Annotated[
     Path | None,

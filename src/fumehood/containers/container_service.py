@@ -18,7 +18,12 @@ import msgspec
 
 from fumehood.containers.container_expiry import ACTIVITY_WRITE_INTERVAL, ContainerReaper
 from fumehood.containers.container_handle import ContainerHandle
-from fumehood.containers.container_state import ContainerContext, ContainerSettings, ContainerState
+from fumehood.containers.container_state import (
+    ContainerContext,
+    ContainerRecordStore,
+    ContainerSettings,
+    ContainerState,
+)
 from fumehood.containers.container_validation import (
     check_container_spec,
     choose_file_name,
@@ -38,7 +43,6 @@ from fumehood.interfaces import (
     Sandbox,
     SandboxProvider,
     Sealer,
-    Store,
 )
 from fumehood.metrics import ContainerStats
 from fumehood.protocol.openai.api_errors import (
@@ -72,7 +76,7 @@ class SandboxContainerService:
     def __init__(
         self,
         provider: SandboxProvider,
-        store: Store,
+        store: ContainerRecordStore,
         blobs: ReferencedBlobs,
         clock: Clock,
         settings: ContainerSettings | None = None,

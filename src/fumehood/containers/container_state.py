@@ -4,13 +4,20 @@ import asyncio
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
 from fumehood.containers.file_sync import ContainerFileLimits, FileSync
 from fumehood.containers.network_policy import DomainSecretVault
-from fumehood.interfaces import Clock, Sandbox, SandboxProvider, SandboxRef, Store
+from fumehood.interfaces import (
+    Clock,
+    ContainerFileStore,
+    ContainerStore,
+    Sandbox,
+    SandboxProvider,
+    SandboxRef,
+)
 from fumehood.metrics import ContainerStats
 from fumehood.protocol.openai.container_objects import ContainerRecord
 from fumehood.timings import start_timing
@@ -58,12 +65,16 @@ class ContainerSettings:
     orphan_idle_seconds: float = 300.0
 
 
+class ContainerRecordStore(ContainerStore, ContainerFileStore, Protocol):
+    """Containers and their files in one store."""
+
+
 @dataclass(frozen=True, slots=True)
 class ContainerContext:
     """What all containers of one process share."""
 
     provider: SandboxProvider
-    store: Store
+    store: ContainerRecordStore
     files: FileSync
     clock: Clock
     settings: ContainerSettings
@@ -109,7 +120,7 @@ class ContainerState:
     def update(self, **changes: object) -> None:
         self.record = msgspec.structs.replace(self.record, **changes)
 
-    async def save(self, store: Store) -> bool:
+    async def save(self, store: ContainerStore) -> bool:
         """Write the record, merged with what another process wrote. False if the container has ended."""
         while (record := self.record) != self.stored and not self.has_ended:
             if await store.update_container(record, expected=self.stored):

@@ -20,7 +20,7 @@ from fumehood.containers.file_transfer import (
     FileTransfer,
     FileUpload,
 )
-from fumehood.interfaces import BlobRef, Clock, ReferencedBlobs, Sandbox, Store
+from fumehood.interfaces import BlobRef, Clock, ContainerFileStore, ReferencedBlobs, Sandbox
 from fumehood.protocol.openai.api_errors import ServiceUnavailable
 from fumehood.protocol.openai.container_objects import ContainerFileRecord
 from fumehood.protocol.safe_names import find_free_name, join_names, sanitize_name
@@ -141,7 +141,7 @@ class FileSync:
     """Records in a store and content in blobs, for all containers of one process."""
 
     def __init__(
-        self, store: Store, blobs: ReferencedBlobs, clock: Clock, limits: ContainerFileLimits
+        self, store: ContainerFileStore, blobs: ReferencedBlobs, clock: Clock, limits: ContainerFileLimits
     ) -> None:
         self._store = store
         self._blobs = blobs

@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Raw
 
-from fumehood.interfaces import Caller, HostedTool, ReserveMemory, Store
+from fumehood.interfaces import Caller, ConversationStore, HostedTool, ReserveMemory
 from fumehood.protocol.conversation import (
     COMPACTION_TYPE,
     ConversationEntry,
@@ -43,7 +43,7 @@ class ConversationHistory:
     `tools`: the hosted ones, each under every type of item that it makes.
     """
 
-    def __init__(self, store: Store, tools: Mapping[str, HostedTool]) -> None:
+    def __init__(self, store: ConversationStore, tools: Mapping[str, HostedTool]) -> None:
         self._store = store
         self._tools = tools
 

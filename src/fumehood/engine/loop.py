@@ -27,7 +27,7 @@ from fumehood.interfaces import (
     Lease,
     LeaseLost,
     ModelBackend,
-    Store,
+    ResponseStore,
     ToolCallContext,
     ToolCallResult,
 )
@@ -96,7 +96,7 @@ class AgentLoop:
         self,
         prepared: PreparedRequest,
         backend: ModelBackend,
-        store: Store,
+        store: ResponseStore,
         clock: Clock,
         log: EventLog,
         limits: LoopLimits,

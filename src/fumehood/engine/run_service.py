@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from fumehood.engine.attachment_resolver import AttachmentResolver
 from fumehood.engine.compactor import DEFAULT_CONTEXT_WINDOW, Compactor
@@ -17,14 +17,15 @@ from fumehood.interfaces import (
     AttachmentLoader,
     Caller,
     Clock,
+    ConversationStore,
     HostedTool,
     Lease,
     ModelBackend,
     ModelProvider,
     ReserveMemory,
+    ResponseStore,
     RunEventReader,
     Sealer,
-    Store,
 )
 from fumehood.metrics import GatewayStats
 from fumehood.protocol.conversation import ConversationSegment, conversation_pieces
@@ -125,6 +126,10 @@ class EngineRun:
             self.task.cancel()
 
 
+class RunStore(ResponseStore, ConversationStore, Protocol):
+    """Responses and the conversations that they continue."""
+
+
 class EngineRunService:
     """See `interfaces.Runs`."""
 
@@ -132,7 +137,7 @@ class EngineRunService:
         self,
         models: ModelProvider,
         tools: Sequence[HostedTool],
-        store: Store,
+        store: RunStore,
         clock: Clock,
         *,
         limits: LoopLimits | None = None,

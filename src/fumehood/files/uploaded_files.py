@@ -12,7 +12,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
-from fumehood.interfaces import BlobRef, Caller, Clock, FileTotals, ReferencedBlobs, Store
+from fumehood.interfaces import BlobRef, Caller, Clock, FileTotals, ReferencedBlobs, UploadStore
 from fumehood.protocol.file_types import HEAD_BYTES, AcceptedFileTypes
 from fumehood.protocol.openai.api_errors import ApiError, BodyTooLarge, InvalidRequest, NotFound, RateLimited
 from fumehood.protocol.openai.file_objects import FileUploadMetadata, UploadedFileRecord
@@ -51,7 +51,7 @@ class UploadedFiles:
     """`Files` in a store and blobs. `async with` deletes meanwhile what has expired."""
 
     def __init__(
-        self, store: Store, blobs: ReferencedBlobs, clock: Clock, settings: UploadSettings | None = None
+        self, store: UploadStore, blobs: ReferencedBlobs, clock: Clock, settings: UploadSettings | None = None
     ) -> None:
         self._store = store
         self._blobs = blobs

@@ -27,14 +27,14 @@ from fumehood.gateway.request_log import RequestLog, log_to_logger
 from fumehood.gateway.routes.container_routes import ContainerFileRoutes, ContainerRoutes
 from fumehood.gateway.routes.file_routes import FileRoutes
 from fumehood.gateway.routes.model_routes import ModelRoutes
-from fumehood.gateway.routes.response_routes import ResponseRoutes
+from fumehood.gateway.routes.response_routes import ResponseRoutes, ResponseRouteStore
 from fumehood.gateway.routes.websocket_routes import WebSocketHandshake, WebSocketRoutes
 from fumehood.gateway.streaming.server_sent_events import KEEPALIVE_SECONDS
 from fumehood.http_server.asgi_request import ClientDisconnected, Receive, Scope, Send
 from fumehood.http_server.cross_site_protection import is_simple_request
 from fumehood.http_server.route_suggestions import format_path, suggest_routes
 from fumehood.http_server.slow_clients import MIN_BYTES_PER_SECOND
-from fumehood.interfaces import Caller, ContainerService, FileService, ModelProvider, RunService, Store
+from fumehood.interfaces import Caller, ContainerService, FileService, ModelProvider, RunService
 from fumehood.protocol.api_keys import ApiKeyScope
 from fumehood.protocol.openai.api_errors import (
     ApiError,
@@ -83,7 +83,7 @@ class Gateway:
         self,
         *,
         runs: RunService,
-        store: Store,
+        store: ResponseRouteStore,
         models: ModelProvider,
         containers: ContainerService,
         files: FileService,

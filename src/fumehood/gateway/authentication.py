@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from fumehood.http_server.cross_site_protection import AllowedHosts, decode_header
-from fumehood.interfaces import Caller, Clock, Store
+from fumehood.interfaces import ApiKeyStore, Caller, Clock
 from fumehood.protocol.api_keys import ALL_SCOPES, ApiKeyScope, hash_secret
 from fumehood.protocol.openai.api_errors import ApiError, NotAuthenticated
 
@@ -99,7 +99,7 @@ class ApiKeyAuthenticator:
     `async with` looks for changes meanwhile.
     """
 
-    def __init__(self, store: Store, clock: Clock, anonymous: AnonymousAuthenticator) -> None:
+    def __init__(self, store: ApiKeyStore, clock: Clock, anonymous: AnonymousAuthenticator) -> None:
         self._store = store
         self._clock = clock
         self._anonymous: AnonymousAuthenticator | None = anonymous

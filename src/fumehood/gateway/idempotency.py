@@ -12,6 +12,7 @@ import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Generator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from fumehood.gateway.gateway_metrics import GatewayMetrics
 from fumehood.gateway.request_context import DisconnectMonitor, RequestContext, encode_json
@@ -23,7 +24,15 @@ from fumehood.gateway.streaming.server_sent_events import (
     SSE_HEADERS,
     encode_events,
 )
-from fumehood.interfaces import Caller, IdempotencyClaim, ReserveMemory, Run, RunService, Store
+from fumehood.interfaces import (
+    Caller,
+    IdempotencyClaim,
+    IdempotencyStore,
+    ReserveMemory,
+    ResponseStore,
+    Run,
+    RunService,
+)
 from fumehood.protocol.openai.api_errors import (
     ApiError,
     Conflict,
@@ -89,13 +98,17 @@ def parse_key(header: bytes) -> str:
     return key
 
 
+class IdempotentResponseStore(IdempotencyStore, ResponseStore, Protocol):
+    """Responses and the idempotency keys that stand for them."""
+
+
 class IdempotentRequests:
     """All requests with keys that this process is serving, or remembers."""
 
     def __init__(
         self,
         runs: RunService,
-        store: Store,
+        store: IdempotentResponseStore,
         limits: RequestLimits,
         metrics: GatewayMetrics,
         keepalive_seconds: float,

@@ -1,37 +1,96 @@
-"""The seams of the server; every implementation passes the kit of its seam (`fumehood.testing.kits`)."""
+"""The seams of Fumehood: Protocols between its packages, each small enough to implement or fake.
 
-from fumehood.interfaces.blobs import BlobRef, BlobStore, ReferencedBlobs
-from fumehood.interfaces.callers import Caller
-from fumehood.interfaces.clock import Clock
-from fumehood.interfaces.containers import (
-    CollectedFiles,
-    Container,
-    ContainerEvent,
-    ContainerService,
-    ExecutionStarted,
+Every implementation passes the kit of its seam in `fumehood.testing.kits`. Services raise `ApiError`, sandboxes raise
+`SandboxError`; the docstring of each method says which.
+"""
+
+# isort: off
+
+# Requests and time
+from fumehood.interfaces.callers import Caller  # who sends a request
+from fumehood.interfaces.clock import Clock  # time, as tests control it
+
+# The engine, as the gateway uses it
+from fumehood.interfaces.runs import (
+    ReserveMemory,  # callback that accounts for memory
+    Run,  # a response in progress
+    RunEventReader,  # a position in the event log of a run
+    RunService,  # starts runs
 )
-from fumehood.interfaces.files import AttachmentLoader, FileService
-from fumehood.interfaces.models import AcceptBatch, ModelBackend, ModelEventStream, ModelProvider
-from fumehood.interfaces.runs import ReserveMemory, Run, RunEventReader, RunService
-from fumehood.interfaces.sandboxes import Sandbox, SandboxProvider, SandboxRef
-from fumehood.interfaces.sealing import InvalidSeal, Sealer
-from fumehood.interfaces.store import FileTotals, IdempotencyClaim, Lease, LeaseLost, Store
+
+# Models, as the engine uses them
+from fumehood.interfaces.models import (
+    AcceptBatch,  # callback that consumes events as they arrive
+    ModelBackend,  # a model server
+    ModelEventStream,  # the events of one turn
+    ModelProvider,  # backends by model name
+)
+
+# Hosted tools, as the engine uses them
 from fumehood.interfaces.tools import (
-    AdditionalItem,
-    ConfiguredTool,
-    HostedTool,
-    ToolCallContext,
-    ToolCallResult,
-    ToolCallSession,
-    ToolCallStep,
-    ToolStateSnapshot,
+    AdditionalItem,  # a further item of a call
+    ConfiguredTool,  # a tool as one request configures it
+    HostedTool,  # a tool that the gateway runs
+    ToolCallContext,  # circumstances of a call
+    ToolCallResult,  # end of a call
+    ToolCallSession,  # one call
+    ToolCallStep,  # events, or the result
+    ToolStateSnapshot,  # what survives compaction
+)
+
+# Containers and sandboxes
+from fumehood.interfaces.containers import (
+    CollectedFiles,  # files that executions changed
+    Container,  # an open container
+    ContainerEvent,  # events of an execution
+    ContainerService,  # containers, their files and their expiry
+    ExecutionStarted,  # the sandbox has accepted the execution
+)
+from fumehood.interfaces.sandboxes import (
+    Sandbox,  # runs code
+    SandboxProvider,  # creates and finds sandboxes
+    SandboxRef,  # how to find a sandbox again
+)
+
+# Files
+from fumehood.interfaces.files import (
+    AttachmentLoader,  # files and images of inputs
+    FileService,  # the Files API
+)
+
+# Storage
+from fumehood.interfaces.blobs import (
+    BlobRef,  # name and size of a blob
+    BlobStore,  # contents by hash
+    ReferencedBlobs,  # blobs that live while a record refers to them
+)
+from fumehood.interfaces.sealing import (
+    InvalidSeal,  # raised by `Sealer.unseal`
+    Sealer,  # encrypts state that clients carry
+)
+from fumehood.interfaces.store import (
+    ApiKeyStore,  # API keys
+    BlobReferences,  # which blobs records refer to
+    ContainerFileStore,  # files in containers
+    ContainerStore,  # containers
+    ConversationStore,  # conversations
+    FileTotals,  # number and size of files
+    IdempotencyClaim,  # what an idempotency key stands for
+    IdempotencyStore,  # idempotency keys
+    Lease,  # the right to write to a response
+    LeaseLost,  # raised when a lease is not valid any more
+    ResponseStore,  # responses and leases
+    Store,  # all of them, in one database
+    UploadStore,  # uploaded files
 )
 
 __all__ = [
     "AcceptBatch",
     "AdditionalItem",
+    "ApiKeyStore",
     "AttachmentLoader",
     "BlobRef",
+    "BlobReferences",
     "BlobStore",
     "Caller",
     "Clock",
@@ -39,12 +98,16 @@ __all__ = [
     "ConfiguredTool",
     "Container",
     "ContainerEvent",
+    "ContainerFileStore",
     "ContainerService",
+    "ContainerStore",
+    "ConversationStore",
     "ExecutionStarted",
     "FileService",
     "FileTotals",
     "HostedTool",
     "IdempotencyClaim",
+    "IdempotencyStore",
     "InvalidSeal",
     "Lease",
     "LeaseLost",
@@ -53,6 +116,7 @@ __all__ = [
     "ModelProvider",
     "ReferencedBlobs",
     "ReserveMemory",
+    "ResponseStore",
     "Run",
     "RunEventReader",
     "RunService",
@@ -66,4 +130,5 @@ __all__ = [
     "ToolCallSession",
     "ToolCallStep",
     "ToolStateSnapshot",
+    "UploadStore",
 ]

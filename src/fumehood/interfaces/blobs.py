@@ -1,4 +1,4 @@
-"""Storage of large contents by their hash."""
+"""Content-addressed storage of large contents."""
 
 from collections.abc import (
     AsyncGenerator,
@@ -14,16 +14,22 @@ from typing import Protocol
 
 
 class BlobStore(Protocol):
-    """Bytes by the name of their content; equal contents are one blob. Raises Unavailable where the disk fails."""
+    """Blobs by the SHA-256 of their content; equal contents are one blob.
+
+    Every method raises StorageUnavailable if the disk fails or is full.
+    """
 
     async def put(
         self,
         content: bytes | AsyncIterable[bytes],
         before_commit: Callable[[str], Awaitable[None]] | None = None,
     ) -> str:
-        """Keep the content, whole or not at all; the name of the blob.
+        """Store a blob, whole or not at all, and return its name.
 
-        named: told of the name when all is there, before the blob has it; if it raises, nothing is kept.
+        content: all bytes, or chunks.
+        before_commit: called with the name before the blob becomes visible; if it raises, nothing is stored.
+
+        Raises whatever `content` and `before_commit` raise.
         """
         ...
 
@@ -32,72 +38,122 @@ class BlobStore(Protocol):
         contents: Sequence[bytes],
         before_commit: Callable[[Sequence[str]], Awaitable[None]] | None = None,
     ) -> Sequence[str]:
-        """As `put`, for many small blobs together: all of them or none, and sooner than one after another."""
+        """Store many small blobs, all or none, and return their names in order. Faster than `put` for each.
+
+        contents: one for each blob.
+        before_commit: called with all names before the blobs become visible; if it raises, nothing is stored.
+
+        Raises whatever `before_commit` raises.
+        """
         ...
 
     async def get_size(self, name: str) -> int:
-        """How many bytes the blob has; raises KeyError."""
+        """Return the size of a blob in bytes.
+
+        name: from `put`.
+
+        Raises KeyError if there is none.
+        """
         ...
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> AsyncGenerator[bytes]:
-        """The bytes from `start` up to `end`, or to the last, in pieces. Raises KeyError before the first."""
+        """Yield the bytes of a blob in chunks.
+
+        name: from `put`.
+        start, end: the range, as of a slice.
+
+        Raises KeyError before the first chunk if there is no such blob.
+        """
         ...
 
     async def read_many(self, names: Sequence[str]) -> Sequence[bytes | None]:
-        """The content of small blobs, in this order; None for one that is not there."""
+        """Return the contents of small blobs in order; None for a missing one.
+
+        names: from `put`.
+        """
         ...
 
     async def delete(self, *names: str) -> None:
-        """Remove these blobs; one that is not there is no error."""
+        """Delete blobs. A missing one is no error.
+
+        names: from `put`.
+        """
         ...
 
     def list_names(self, older_than: float) -> AsyncGenerator[Sequence[str]]:
-        """The names of all blobs that were put more than so many seconds ago, some at a time."""
+        """Yield the names of all blobs of some age, in batches.
+
+        older_than: seconds since they were last put.
+        """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class BlobRef:
-    """A blob that is there."""
+    """Name and size of a stored blob."""
 
     name: str
     bytes: int
 
 
 class ReferencedBlobs(Protocol):
-    """Bytes that records refer to. Equal contents are one blob; what nothing refers to any more goes.
+    """Blobs that live as long as a record refers to them.
 
-    Raises Unavailable where the disk fails.
+    A pin protects a blob from garbage collection until the record that refers to it is written. Every method raises
+    StorageUnavailable if the disk fails or is full.
     """
 
     def put_pinned(self, content: bytes | AsyncIterable[bytes]) -> AbstractAsyncContextManager[BlobRef]:
-        """Put the content; within the block nobody takes it for unused, so that a record can be made that refers to it.
-        If the block is left by an exception, nothing is kept for it.
+        """Store a blob and pin it within the block.
+
+        If the block raises, the blob is deleted unless a record refers to it.
+
+        content: all bytes, or chunks.
+
+        Raises whatever `content` raises.
         """
         ...
 
     def put_many_pinned(self, contents: Sequence[bytes]) -> AbstractAsyncContextManager[Sequence[BlobRef]]:
-        """As `keep`, for many small ones together."""
+        """As `put_pinned`, for many small blobs.
+
+        contents: one for each blob.
+        """
         ...
 
     def pin(self, name: str) -> AbstractAsyncContextManager[None]:
-        """As `keep`, for a blob that is there already; raises KeyError if it is not."""
+        """Pin an existing blob within the block.
+
+        name: of the blob.
+
+        Raises KeyError if there is none.
+        """
         ...
 
     async def delete_unreferenced(self, names: Iterable[str]) -> None:
-        """Delete those that no record refers to and nobody keeps; empty names are none. What cannot be deleted now,
-        the next sweep finds.
+        """Delete those blobs that no record refers to and nobody pins. The next sweep deletes what fails now.
+
+        names: of the blobs; empty names are ignored.
         """
         ...
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> AsyncGenerator[bytes]:
-        """As `BlobStore.read`."""
+        """As `BlobStore.read`.
+
+        name: of the blob.
+        start, end: the range, as of a slice.
+
+        Raises KeyError before the first chunk if there is no such blob.
+        """
         ...
 
     async def read_many(self, names: Sequence[str]) -> Sequence[bytes | None]:
-        """As `BlobStore.read_all`."""
+        """As `BlobStore.read_many`.
+
+        names: of the blobs.
+        """
         ...
 
     async def collect_garbage(self) -> int:
-        """Delete what no record refers to, unless it came a moment ago; how many there were."""
+        """Delete all unreferenced blobs except recent ones, and return their number."""
         ...

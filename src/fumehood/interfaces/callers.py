@@ -7,10 +7,11 @@ from fumehood.protocol.api_keys import DEFAULT_KEY_LIMITS, TENANT_SCOPES, ApiKey
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose request it is; nothing of another tenant exists for it.
+    """The authenticated sender of a request. Objects of other tenants are treated as absent.
 
-    key: the id of the key that it came with, empty where none is needed.
-    scopes: what its key is for.
+    tenant: whose objects it may use.
+    key_id: of its API key; empty without authentication.
+    limits, scopes: of its API key.
     """
 
     tenant: str = ""

@@ -4,12 +4,19 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Time, so that tests need not wait for it."""
+    """Wall-clock time, monotonic time and sleep. No method raises."""
 
     def now(self) -> float:
-        """Seconds since 1970."""
+        """Return the Unix time in seconds."""
         ...
 
-    def monotonic(self) -> float: ...
+    def monotonic(self) -> float:
+        """Return seconds that never go backwards, for deadlines."""
+        ...
 
-    async def sleep(self, seconds: float) -> None: ...
+    async def sleep(self, seconds: float) -> None:
+        """Wait.
+
+        seconds: how long; 0 or less yields to other tasks once.
+        """
+        ...

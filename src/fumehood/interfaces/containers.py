@@ -14,12 +14,10 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     FileEntry,
 )
 
-# --- containers ---------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class ExecutionStarted:
-    """A call is handed to its sandbox: it does not wait for another call, or for a sandbox, any more."""
+    """The sandbox has accepted the execution: it no longer waits for another one or for a sandbox."""
 
 
 type ContainerEvent = ExecutionStarted | ExecutionEvent
@@ -27,11 +25,11 @@ type ContainerEvent = ExecutionStarted | ExecutionEvent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectedFiles:
-    """What calls in a container have left.
+    """The files that executions wrote or changed.
 
-    files: written or changed, recorded and kept.
-    missing: written or changed, but not to be fetched, as far as their names are known.
-    complete: whether all were fetched; False with nothing missing means that they could not even be listed.
+    files: those that are stored now.
+    missing: those that could not be fetched, as far as their names are known.
+    is_complete: False if some could not be fetched; with nothing missing, the files could not even be listed.
     """
 
     files: Sequence[ContainerFileRecord] = ()
@@ -40,99 +38,163 @@ class CollectedFiles:
 
 
 class Container(Protocol):
-    """A container of a caller's; its sandbox comes with the first call."""
+    """An open container. It gets a sandbox with its first execution."""
 
     @property
-    def id(self) -> str: ...
+    def id(self) -> str:
+        """The id of the container."""
+        ...
 
     def execute(self, request: ExecuteRequest) -> AsyncGenerator[ContainerEvent]:
-        """Run code and yield its events, the `End` last; a `Note` before them tells when variables are gone because
-        the sandbox is a new one. `Started` comes before the first event of the code itself, and again should the
-        sandbox turn out to be gone; a call that cannot run has none. Closing the generator interrupts the code. A
-        sandbox that cannot be had or is lost is an `End`, not an exception.
+        """Run code and yield its events, `ExecutionEnd` last. Closing the generator interrupts the code.
+
+        `ExecutionStarted` precedes the first event of the code, and comes again if the sandbox is replaced. An
+        execution that cannot run has none. A notice comes first if variables are lost because the sandbox is new.
+
+        request: the code, its language and its timeout.
+
+        Raises no SandboxError: a missing or lost sandbox is an `ExecutionEnd`.
         """
         ...
 
     def release(self) -> None:
-        """Whoever has opened it does not come back; until then it neither expires nor makes room for another."""
+        """Close this handle. An open container neither expires nor is evicted to make room for another."""
         ...
 
     async def collect_files(self) -> CollectedFiles:
-        """The files of calls of this object; each is told once."""
+        """Store the files that executions of this handle changed, and return each once.
+
+        Raises nothing for files that cannot be fetched: they are `missing`.
+        """
         ...
 
     async def save_file(self, path: str, content: bytes) -> ContainerFileRecord:
-        """Put a file of the assistant's beside those that the code wrote; another name is found if it is taken.
-        Raises TooLarge if the container may keep no more.
+        """Store a file of the assistant's beside those of the code.
+
+        path: below /mnt/data; a free name is chosen if it is in use.
+        content: all of it.
+
+        Raises SandboxLimitExceeded if the container may keep no more.
         """
         ...
 
 
 class ContainerService(Protocol):
-    """Container identity over sandboxes: who owns it, how long it lives, which files it has.
+    """Containers: their owners, their files and their expiry, on top of sandboxes.
 
-    What an operator allows (networks, minutes, how many, how much) is enforced here, for tools and clients alike. Every
-    method that is about one container's files, and `container`, counts as a use of it; `check` does not.
+    It enforces the operator's limits on networks, lifetimes, numbers and sizes. `open_container` and every method on
+    files count as a use of the container; `check_active` does not. Containers of other tenants are treated as absent.
+    Every method that reads or writes records raises StorageUnavailable if the storage fails.
     """
 
     def reserve_id(self) -> str:
-        """An id for a container that begins with its first call."""
+        """Return an id for a container that is created with its first execution."""
         ...
 
     def validate_spec(self, spec: ContainerSpec) -> ContainerSpec:
-        """The spec as a container would have it, with everything chosen; raises InvalidRequest for what no container
-        may have here (`network_policy`, `expires_after.minutes`).
+        """Return the spec with all defaults filled in.
+
+        spec: as the client sent it.
+
+        Raises InvalidRequest for what is not allowed here (`network_policy`, `expires_after.minutes`).
         """
         ...
 
     async def create_container(self, caller: Caller, spec: ContainerSpec) -> ContainerRecord:
-        """A container that is there before its first call, with the uploads that the spec names; its sandbox comes
-        later. Raises InvalidRequest (as `approve`; `file_ids`), RateLimited (as many as the tenant may have).
+        """Create a container with the uploads that its spec names. Its sandbox comes with the first execution.
+
+        caller: its owner.
+        spec: as the client sent it.
+
+        Raises InvalidRequest as `validate_spec` and for `file_ids`, RateLimited if the tenant has too many.
         """
         ...
 
     async def check_active(self, caller: Caller, container_id: str) -> ContainerRecord:
-        """Raises NotFound, ContainerExpired."""
+        """Return the record of a container that has not expired. It is not counted as a use.
+
+        caller: its owner.
+        container_id: its id.
+
+        Raises NotFound, ContainerExpired.
+        """
         ...
 
     async def open_container(
         self, caller: Caller, container_id: str, spec: ContainerSpec, replaces: str | None = None
     ) -> Container:
-        """The container of that id, which begins now if it was only reserved; raises NotFound, ContainerExpired,
-        InvalidRequest, RateLimited (as many as the tenant may have).
+        """Open a container, and create it if its id was only reserved. The caller calls `release` in the end.
 
-        heir_of: an earlier container of the caller's, which has expired; one that begins now is given the files that
-            users had put there, as far as they are still kept.
+        caller: its owner.
+        container_id: from `reserve_id` or `create_container`.
+        spec: for a container to create.
+        replaces: id of an expired container of the caller's; a container to create inherits its user files, as far as
+            they are still stored.
+
+        Raises NotFound, ContainerExpired, InvalidRequest, RateLimited if the tenant has too many.
         """
         ...
 
     async def get_container(self, caller: Caller, container_id: str) -> ContainerRecord:
-        """The container as it stands, expired or not; raises NotFound."""
+        """Return the record of a container, expired or not.
+
+        caller: its owner.
+        container_id: its id.
+
+        Raises NotFound.
+        """
         ...
 
     async def list_containers(
         self, caller: Caller, query: PageQuery, name: str | None = None
     ) -> Sequence[ContainerRecord]:
-        """Those of the caller, expired ones too, all or those of that name. Raises InvalidRequest."""
+        """Return a page of the caller's containers, expired ones too.
+
+        caller: their owner.
+        query: order, cursor and limit.
+        name: containers of this name only.
+
+        Raises InvalidRequest if the cursor is unknown.
+        """
         ...
 
     async def delete_container(self, caller: Caller, container_id: str) -> None:
-        """End it, with its files and with what runs in it. Raises NotFound."""
+        """Delete a container with its files and its sandbox.
+
+        caller: its owner.
+        container_id: its id.
+
+        Raises NotFound.
+        """
         ...
 
     async def write_file(
         self, caller: Caller, container_id: str, path: str, content: bytes | AsyncIterable[bytes]
     ) -> ContainerFileRecord:
-        """Put a user's file at that path below /mnt/data, in place of one that is there. Raises NotFound,
-        InvalidRequest (`file`), BodyTooLarge, Unavailable, and what `content` raises; then nothing was changed.
+        """Write a user's file, in place of an existing one.
+
+        caller: owner of the container.
+        container_id: its id.
+        path: below /mnt/data.
+        content: all bytes, or chunks.
+
+        Raises NotFound, InvalidRequest (`file`), BodyTooLarge, ServiceUnavailable, and whatever `content` raises; then
+        nothing is changed.
         """
         ...
 
     async def copy_uploads(
         self, caller: Caller, container_id: str, file_ids: Sequence[str]
     ) -> Sequence[ContainerFileRecord]:
-        """Put uploads into the container, under their names as far as these are free; one that is there already, of the
-        same name and content, is not put there twice. Raises NotFound, InvalidRequest, BodyTooLarge, Unavailable.
+        """Copy uploads into a container, under their names as far as these are free.
+
+        A copy with the same name and content is reused.
+
+        caller: owner of the container and of the uploads.
+        container_id: its id.
+        file_ids: of the uploads.
+
+        Raises NotFound, InvalidRequest, BodyTooLarge, ServiceUnavailable.
         """
         ...
 
@@ -144,27 +206,67 @@ class ContainerService(Protocol):
         kind: ArchiveFormat,
         into: str = "",
     ) -> Sequence[ContainerFileRecord]:
-        """Unpack a user's archive below a directory of /mnt/data; what it left there. Raises as `put` does."""
+        """Unpack a user's archive, and return the files from it.
+
+        caller: owner of the container.
+        container_id: its id.
+        content: all bytes, or chunks.
+        kind: the format.
+        into: a directory below /mnt/data.
+
+        Raises as `write_file`.
+        """
         ...
 
     async def get_file(self, caller: Caller, container_id: str, file_id: str) -> ContainerFileRecord:
-        """Raises NotFound, also for what is another tenant's, and for files of an expired container."""
+        """Return the record of a file.
+
+        caller: owner of the container.
+        container_id: its id.
+        file_id: of the file.
+
+        Raises NotFound, also if the container has expired.
+        """
         ...
 
     async def list_files(
         self, caller: Caller, container_id: str, query: PageQuery | None = None
     ) -> Sequence[ContainerFileRecord]:
-        """All of them, oldest first, or a window. Raises NotFound, InvalidRequest."""
+        """Return the files of a container.
+
+        caller: its owner.
+        container_id: its id.
+        query: order, cursor and limit; None for all, oldest first.
+
+        Raises NotFound, InvalidRequest if the cursor is unknown.
+        """
         ...
 
     def read_file(
         self, caller: Caller, container_id: str, file_id: str, start: int = 0, end: int | None = None
     ) -> AsyncGenerator[bytes]:
-        """The bytes from `start` up to `end`, or to the last, in pieces; raises NotFound before the first."""
+        """Yield the content of a file in chunks.
+
+        caller: owner of the container.
+        container_id: its id.
+        file_id: of the file.
+        start, end: the range, as of a slice.
+
+        Raises NotFound before the first chunk.
+        """
         ...
 
     async def delete_file(self, caller: Caller, container_id: str, file_id: str) -> None:
-        """Raises NotFound, Unavailable."""
+        """Delete a file from the container and its sandbox.
+
+        caller: owner of the container.
+        container_id: its id.
+        file_id: of the file.
+
+        Raises NotFound, ServiceUnavailable.
+        """
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Stop the expiry of containers and write pending records. Sandboxes stay."""
+        ...

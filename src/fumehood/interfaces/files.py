@@ -1,4 +1,4 @@
-"""Uploaded files and attachments."""
+"""Uploaded files, and the files and images of inputs."""
 
 from collections.abc import (
     AsyncGenerator,
@@ -14,11 +14,12 @@ from fumehood.protocol.attachments import Attachment, InputFilePart
 from fumehood.protocol.openai.file_objects import FileUploadMetadata, UploadedFileRecord
 from fumehood.protocol.openai.page_query import PageQuery
 
-# --- files --------------------------------------------------------------------------------------------
-
 
 class FileService(Protocol):
-    """What clients have uploaded. Another tenant's files, and those whose time is over, are not there."""
+    """The Files API. Files of other tenants and expired files are treated as absent.
+
+    Every method raises StorageUnavailable if the storage fails.
+    """
 
     async def create_file(
         self,
@@ -26,37 +27,67 @@ class FileService(Protocol):
         metadata: FileUploadMetadata | Callable[[], FileUploadMetadata | None],
         content: AsyncIterable[bytes],
     ) -> UploadedFileRecord:
-        """Keep it; it is durable then. Raises InvalidRequest, BodyTooLarge, RateLimited, Unavailable, and whatever
-        the content raises; then nothing is left of it.
+        """Store an upload; it is durable on return.
 
-        new: or a function that tells what is known of it, None for too little; it is asked at the beginning, and
-            again when all of the content has come.
+        caller: its owner.
+        metadata: name, purpose and expiry; or a function that returns them, or None while they are incomplete. It is
+            called before the content is read, and again after.
+        content: chunks.
+
+        Raises InvalidRequest for bad metadata, BodyTooLarge, RateLimited for a quota, and whatever `content` raises;
+        then nothing is stored.
         """
         ...
 
     async def get_file(self, caller: Caller, file_id: str) -> UploadedFileRecord:
-        """Raises NotFound."""
+        """Return the record of a file.
+
+        caller: its owner.
+        file_id: its id.
+
+        Raises NotFound.
+        """
         ...
 
     async def list_files(
         self, caller: Caller, query: PageQuery, purpose: str | None = None
     ) -> Sequence[UploadedFileRecord]:
-        """Raises InvalidRequest."""
+        """Return a page of the caller's files.
+
+        caller: their owner.
+        query: order, cursor and limit.
+        purpose: files of this purpose only.
+
+        Raises InvalidRequest if the cursor is unknown.
+        """
         ...
 
     def read_file(
         self, caller: Caller, file_id: str, start: int = 0, end: int | None = None
     ) -> AsyncGenerator[bytes]:
-        """The content in pieces, or those bytes of it; raises NotFound before the first."""
+        """Yield the content in chunks.
+
+        caller: its owner.
+        file_id: its id.
+        start, end: the range, as of a slice.
+
+        Raises NotFound before the first chunk.
+        """
         ...
 
     async def delete_file(self, caller: Caller, file_id: str) -> None:
-        """Copies that containers hold stay: they have records of their own. Raises NotFound."""
+        """Delete a file. Copies in containers stay: they have records of their own.
+
+        caller: its owner.
+        file_id: its id.
+
+        Raises NotFound.
+        """
         ...
 
 
 class AttachmentLoader(Protocol):
-    """Finds the files and pictures that inputs hold or name."""
+    """Resolves the files and images that inputs contain or refer to."""
 
     async def load_attachment(
         self,
@@ -66,10 +97,14 @@ class AttachmentLoader(Protocol):
         with_content: bool,
         reserve_memory: ReserveMemory | None = None,
     ) -> Attachment:
-        """What a part of an input holds or names, under a name that other files may have too. Raises NotFound for what
-        the caller cannot have, InvalidRequest for what cannot be taken; `param` names the field of the part.
+        """Return what a part of an input contains or refers to. Names are not unique.
 
-        whole: with the content of files that are no text.
-        take: told of what is read, before it is.
+        caller: who sent the input.
+        part: an `input_file` or `input_image`.
+        with_content: read the content of files that are not text, too.
+        reserve_memory: called before a content is read.
+
+        Raises NotFound if the caller has no such file, InvalidRequest if it is not usable; `param` names the field of
+        the part.
         """
         ...

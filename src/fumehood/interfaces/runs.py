@@ -1,4 +1,4 @@
-"""Running responses and how they are read."""
+"""Runs: responses in progress, and how their events are read."""
 
 from collections.abc import (
     AsyncGenerator,
@@ -12,74 +12,92 @@ from fumehood.protocol.conversation import ConversationSegment
 from fumehood.protocol.openai.responses import CompactedResponse, CreateResponse, InputTokenCount, Response
 from fumehood.protocol.openai.stream_events import StreamEvent
 
-# --- runs ---------------------------------------------------------------------------------------------
-
 
 class RunEventReader(Protocol):
-    """Somebody's place in the log of a run."""
+    """A position in the event log of a run."""
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether everything was taken, and nothing more will come."""
+        """Whether all events have been read and no more will come."""
         ...
 
     def read_available(self) -> Sequence[StreamEvent]:
-        """What has come since the last time, perhaps nothing. Raises ServerFault once a reader that stayed too far
-        behind for too long has cost the run its life.
+        """Return the events since the last call, perhaps none.
+
+        Raises InternalServerError if the run was ended because this reader stayed too far behind for too long.
         """
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop reading; `on_available` is not called any more."""
+        ...
 
 
 class Run(Protocol):
-    """A response in the making. It belongs to nobody's request: it goes on until it ends or is cancelled, and
-    whoever wants to see it reads its log.
+    """A response in progress.
+
+    It does not depend on the request that started it: it runs until it ends or is cancelled. Any number of readers
+    follow its event log.
     """
 
     @property
-    def id(self) -> str: ...
+    def id(self) -> str:
+        """The id of the response."""
+        ...
 
     def subscribe(self, after: int = -1) -> AsyncGenerator[Sequence[StreamEvent]]:
-        """The events after that number, as many at a time as are there, the terminal one last. Raises ServerFault as
-        `Reading.take` does.
+        """Yield events in batches, the terminal one last.
+
+        after: sequence number of the last event to skip.
+
+        Raises InternalServerError as `RunEventReader.read_available`.
         """
         ...
 
     def watch(self, on_available: Callable[[], None], after: int = -1) -> RunEventReader:
-        """As `subscribe`, for whoever cannot wait: `wake` is called when something has come, by the run itself and
-        before it goes on, so it must be quick and must not raise.
+        """Return a reader that is notified by a callback, for callers that cannot wait.
+
+        on_available: called from the run when events have come; it must be quick and must not raise.
+        after: sequence number of the last event to skip.
         """
         ...
 
     async def wait(self) -> Response:
-        """The response once it is terminal and durable: what its events fold to."""
+        """Return the response once it has ended and is stored.
+
+        Raises ApiError if it could not be stored, or failed before any output.
+        """
         ...
 
     def add_done_callback(self, callback: Callable[[Response | BaseException], None]) -> None:
-        """As `wait`, for whoever cannot wait: `tell` is called with what it would return or raise, once and before
-        `Runs.drain` is over; it must be quick and must not raise.
+        """Call back with what `wait` would return or raise, for callers that cannot wait.
+
+        callback: called once, before `RunService.drain` returns; it must be quick and must not raise.
         """
         ...
 
     def get_conversation(self) -> Sequence[ConversationSegment]:
-        """Everything that a continuation of this response stands on, once it has ended: as `Store.conversation` gives
-        it, for whoever continues one that the store does not keep.
+        """Return the conversation up to the end of this response, as `ConversationStore.get_conversation` does.
+
+        For callers that continue a response which is not stored. Call it after the run has ended.
         """
         ...
 
     def cancel(self, reason: str) -> None:
-        """End it soon: the model's request is aborted, code is interrupted, what is there is kept."""
+        """Abort the model's request and interrupt code; the output so far is kept. Returns at once.
+
+        reason: for the error of the response.
+        """
         ...
 
 
-# Is told how many more bytes a request is about to hold; raises RateLimited or Unavailable where that is too much now,
-# BodyTooLarge where it always will be.
 type ReserveMemory = Callable[[int], None]
+"""Called with the number of bytes that a request is about to hold. Raises RateLimited or ServiceUnavailable if they are
+not available now, BodyTooLarge if they never will be."""
 
 
 class RunService(Protocol):
-    """What the gateway asks for responses: the engine, as it sees it."""
+    """Starts runs: the engine as the gateway uses it."""
 
     async def start(
         self,
@@ -90,33 +108,47 @@ class RunService(Protocol):
         past: Sequence[ConversationSegment] | None = None,
         reserve_memory: ReserveMemory | None = None,
     ) -> Run:
-        """Check everything that can be checked, then begin. Raises ApiError; then nothing was begun.
+        """Validate a request and start its run.
 
-        response_id: the id of the response, where somebody had to know it before.
-        past: the conversation that is continued, from whoever holds one that the store does not keep; without it
-            the store is asked for `previous_response_id`.
-        take: told of the files that the input refers to, and of a large conversation that it continues.
+        request: the body of POST /v1/responses.
+        caller: who sent it.
+        response_id: for the new response, if the caller needs to know it before.
+        past: the conversation to continue, if it is not stored; None to look up `previous_response_id`.
+        reserve_memory: called before files of the input or a large conversation are read.
+
+        Raises ApiError if the request is invalid or cannot be served; then nothing was started.
         """
         ...
 
     async def count_tokens(
         self, request: CreateResponse, caller: Caller, *, reserve_memory: ReserveMemory | None = None
     ) -> InputTokenCount:
-        """How many tokens the model would be shown; begins nothing. Raises ApiError."""
+        """Count the input tokens of a request without starting it.
+
+        request, caller, reserve_memory: as for `start`.
+
+        Raises ApiError as `start`.
+        """
         ...
 
     async def compact(
         self, request: CreateResponse, caller: Caller, *, reserve_memory: ReserveMemory | None = None
     ) -> CompactedResponse:
-        """The conversation that the request would stand on, made short by its model. Keeps nothing. Raises ApiError;
-        cancelling it aborts the model's request.
+        """Have the model summarise the conversation of a request. Stores nothing.
+
+        Cancelling it aborts the model's request.
+
+        request, caller, reserve_memory: as for `start`.
+
+        Raises ApiError as `start`, or if the model fails.
         """
         ...
 
     async def drain(self, grace_seconds: float) -> None:
-        """Begin nothing more, let what runs end within the time, cancel the rest.
+        """Start no more runs, let the running ones end, then cancel the rest.
 
-        Whoever cancels this is in a hurry: nothing more is stored of what still runs, and the next start marks it
-        failed.
+        Cancelling `drain` stops at once: runs in progress are not stored, and the next start marks them failed.
+
+        grace_seconds: how long runs may take to end.
         """
         ...

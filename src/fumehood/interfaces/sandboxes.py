@@ -1,4 +1,4 @@
-"""Sandboxes and their providers."""
+"""Sandboxes, which run code, and their providers."""
 
 from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from dataclasses import dataclass, field
@@ -20,100 +20,169 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 
 @dataclass(frozen=True, slots=True)
 class SandboxRef:
-    """What is kept of a sandbox to find it again, after a restart too; `address` is the provider's own affair."""
+    """How to find a sandbox again, also after a restart.
+
+    address: where it is; only its provider interprets it.
+    from_warm_pool: of a new sandbox, whether it was taken from the warm pool.
+    """
 
     id: str
     address: str = ""
-    from_warm_pool: bool | None = field(
-        default=None, compare=False
-    )  # of one just made: whether it had been waiting
+    from_warm_pool: bool | None = field(default=None, compare=False)
 
 
 class Sandbox(Protocol):
-    """One sandbox of a provider. Every method raises SandboxGone once it has ended, SandboxNotFound if it never
-    was or is long forgotten, Unreachable if the server behind it does not answer.
+    """One sandbox. Paths are relative to /mnt/data.
+
+    Every method raises SandboxGone if it has ended, SandboxNotFound if it never existed or its tombstone has expired,
+    and SandboxServerUnreachable if its server does not answer.
     """
 
     @property
-    def id(self) -> str: ...
+    def id(self) -> str:
+        """The name of the sandbox."""
+        ...
 
     def execute(self, request: ExecuteRequest) -> AsyncGenerator[ExecutionEvent]:
-        """Run code and yield its events, the `End` last; calls of one sandbox run one after another.
+        """Run code and yield its events, `ExecutionEnd` last. Executions of one sandbox run one after another.
 
-        Leaving the iterator does not stop the code: `interrupt` does. The same `execution_id` again attaches to the
-        call that is there. Raises Conflict if that was another code, RequestRefused, TooLarge; and SandboxGone or
-        SandboxNotFound, which are `refused` where it is certain that nothing has begun.
+        Closing the generator does not stop the code: `interrupt` does.
+
+        request: the code, its language and its timeout. A known `execution_id` attaches to that execution.
+
+        Raises SandboxConflict if the `execution_id` belongs to other code, InvalidSandboxRequest, SandboxLimitExceeded.
+        SandboxGone and SandboxNotFound have `nothing_started` set if the code has certainly not begun.
         """
         ...
 
     def follow(self, execution_id: str, *, after: int = -1) -> AsyncGenerator[ExecutionEvent]:
-        """The events of a call from the one after number `after`; raises ExecutionNotFound."""
+        """Yield the events of an execution, past and future.
+
+        execution_id: from its request.
+        after: number of the last event to skip.
+
+        Raises ExecutionNotFound.
+        """
         ...
 
     async def interrupt(self, execution_id: str | None = None) -> bool:
-        """Stop this call, or the one that runs, as a keyboard interrupt would; False if none does."""
+        """Interrupt an execution as Ctrl-C does; False if there is none to interrupt.
+
+        execution_id: from its request; None for the one that runs.
+        """
         ...
 
     async def list_files(self, since: str | None = None) -> FileListing:
-        """What is in /mnt/data; with the mark of an earlier listing, what changed since."""
+        """List the files, with a snapshot token for the next listing.
+
+        since: snapshot token of an earlier listing, to list what changed since.
+        """
         ...
 
     def read_file(self, path: str) -> AsyncGenerator[bytes]:
-        """The content of one regular file in pieces; raises FileNotFound, FileRefused."""
+        """Yield the content of a regular file in chunks.
+
+        path: of the file.
+
+        Raises FileNotFound, FileRefused.
+        """
         ...
 
     def read_files(self, paths: Sequence[str]) -> AsyncGenerator[Sequence[BundleContent]]:
-        """What is in many small files, in this order and as many at a time as have come; in place of the content of
-        one FileNotFound, FileRefused, or TooLarge if it is larger than `sandbox_bundles.SMALL`.
+        """Yield the contents of many small files, in order and in batches.
+
+        A file that cannot be read has an error in place of its content: FileNotFound, FileRefused, or
+        SandboxLimitExceeded if it is larger than `bundle_encoding.MAX_BUNDLED_FILE_BYTES`.
+
+        paths: of the files.
         """
         ...
 
     async def write_file(
         self, path: str, content: bytes | AsyncIterable[bytes], *, executable: bool = False
     ) -> FileEntry:
-        """Put a file in place, whole or not at all; raises FileRefused, TooLarge."""
+        """Write a file, whole or not at all.
+
+        path: of the file; directories are created.
+        content: all bytes, or chunks.
+        executable: set the x bits.
+
+        Raises FileRefused, SandboxLimitExceeded, and whatever `content` raises.
+        """
         ...
 
     async def write_files(self, files: AsyncIterable[Sequence[BundledFile]]) -> WriteSummary:
-        """Put many small files in place, each as `write` would: what is refused is told, and the rest is there. Raises
-        FileRefused, TooLarge and whatever `files` raises, and then nothing of it is there.
+        """Write many small files. A file that is refused is in the summary, and the others are written.
+
+        files: in batches.
+
+        Raises FileRefused, SandboxLimitExceeded and whatever `files` raises; then no file is written.
         """
         ...
 
     async def delete_file(self, path: str) -> None:
-        """Remove one file; raises FileNotFound, FileRefused."""
+        """Delete a file.
+
+        path: of the file.
+
+        Raises FileNotFound, FileRefused.
+        """
         ...
 
     async def unpack_archive(
         self, content: bytes | AsyncIterable[bytes], *, kind: ArchiveFormat, into: str = ""
     ) -> UnpackSummary:
-        """Unpack an archive below `into`; raises FileRefused, TooLarge, and then nothing of it is there."""
+        """Unpack an archive, whole or not at all.
+
+        content: all bytes, or chunks.
+        kind: the format.
+        into: a directory.
+
+        Raises FileRefused, SandboxLimitExceeded, and whatever `content` raises.
+        """
         ...
 
 
 class SandboxProvider(Protocol):
-    """Makes and finds sandboxes. They outlive requests and, where the server is another process, its callers."""
+    """Creates and finds sandboxes.
+
+    A sandbox outlives the request that created it; on a remote server, also the gateway.
+    Every method raises SandboxServerUnreachable if the sandbox server does not answer.
+    """
 
     async def create(self, spec: SandboxSpec, name: str | None = None) -> SandboxRef:
-        """A new sandbox; asking again for a name that lives with the same spec gives that one.
+        """Create a sandbox, or return the running one of the same name and spec.
 
-        Raises Conflict (the name lives with another spec), AtCapacity, QuotaExceeded, InstallFailed, RequestRefused,
-        SandboxStartFailed, Unreachable.
+        spec: memory, network, packages and tenant.
+        name: its id; None to have one chosen.
+
+        Raises SandboxConflict if the name runs with another spec, SandboxServerAtCapacity, TenantQuotaExceeded,
+        InstallFailed, InvalidSandboxRequest, SandboxStartFailed.
         """
         ...
 
     async def attach(self, ref: SandboxRef) -> Sandbox:
-        """The sandbox of a reference; raises SandboxNotFound, SandboxGone, Unreachable."""
+        """Return the sandbox of a reference.
+
+        ref: from `create`.
+
+        Raises SandboxNotFound, SandboxGone.
+        """
         ...
 
     async def destroy(self, ref: SandboxRef) -> None:
-        """End it with all its files; one that is not there is no error. Raises Unreachable."""
+        """End a sandbox and delete its files. A missing one is no error.
+
+        ref: from `create`.
+        """
         ...
 
     async def list_sandboxes(self) -> list[SandboxInfo]:
-        """All that live; raises Unreachable."""
+        """Return all running sandboxes."""
         ...
 
     async def close(self) -> None:
-        """Let go of connections and of what this provider itself started."""
+        """Close connections, and end what this provider itself has started. Later calls raise
+        SandboxServerUnreachable.
+        """
         ...

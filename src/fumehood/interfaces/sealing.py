@@ -2,18 +2,28 @@
 
 from typing import Protocol
 
-# --- what clients carry for us ------------------------------------------------------------------------
-
 
 class InvalidSeal(Exception):
-    """What should have been sealed here for this tenant was not, or was changed since; says which, and no secret."""
+    """A text was not sealed here for this tenant, or was changed since. The message contains no secret."""
 
 
 class Sealer(Protocol):
-    """Makes text that clients can carry and nobody else can read, change, or use for another tenant."""
+    """Encrypts state and binds it to a tenant, so that a client can carry it but not read, change or share it."""
 
-    def seal(self, tenant: str, content: bytes) -> str: ...
+    def seal(self, tenant: str, content: bytes) -> str:
+        """Return the content as encrypted ASCII text.
+
+        tenant: who may bring it back.
+        content: of any length.
+        """
+        ...
 
     def unseal(self, tenant: str, sealed: str) -> bytes:
-        """Raises InvalidSeal."""
+        """Return the content of a seal.
+
+        tenant: who brings it back.
+        sealed: from `seal`.
+
+        Raises InvalidSeal if it was not sealed for this tenant, or was changed.
+        """
         ...

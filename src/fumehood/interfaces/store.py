@@ -1,9 +1,6 @@
-"""Durable storage of responses, containers, uploads and keys."""
+"""Durable records: responses, conversations, containers, uploads, idempotency keys and API keys."""
 
-from collections.abc import (
-    Collection,
-    Sequence,
-)
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,20 +11,22 @@ from fumehood.protocol.openai.file_objects import UploadedFileRecord
 from fumehood.protocol.openai.page_query import PageQuery
 from fumehood.protocol.openai.responses import Response
 
-# --- what is kept -------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The right to write to a running response; worth nothing once another epoch has begun."""
+    """The right to write to a running response. `epoch` is the fencing token."""
 
     response_id: str
     epoch: int
 
 
+class LeaseLost(Exception):
+    """Another process has taken over this response, or the response has ended."""
+
+
 @dataclass(frozen=True, slots=True)
 class IdempotencyClaim:
-    """Which response a request has become; the digest is of its body."""
+    """The response that an idempotency key stands for, and the digest of the request body."""
 
     digest: bytes
     response_id: str
@@ -35,71 +34,129 @@ class IdempotencyClaim:
 
 @dataclass(frozen=True, slots=True)
 class FileTotals:
-    """So many files, and how many bytes they are together."""
+    """A number of files and their total size in bytes."""
 
     files: int
     bytes: int
 
 
-class LeaseLost(Exception):
-    """Somebody else has taken over this response, or ended it."""
+class ResponseStore(Protocol):
+    """Responses and their leases.
 
-
-class Store(Protocol):
-    """Responses, conversations, containers, uploads. What a method has returned from is durable, `begin` excepted.
-
-    Made for several processes: a running response has a lease, and what its owner writes after it was lost raises
-    Fenced. Raises Unavailable where the database cannot be reached.
+    A write is durable when its method returns, except `begin_response`. Another tenant's responses are treated as
+    absent. Every method raises StorageUnavailable if the database cannot be reached or written, and StorageCorrupted if
+    it reads a damaged row.
     """
 
     async def check_writable(self) -> None:
-        """Before work begins whose end has to be written; raises StorageUnavailable where that would be in vain."""
+        """Check that a response could be committed now. Raises StorageUnavailable if not."""
         ...
 
     async def begin_response(self, tenant: str, response: Response) -> Lease:
-        """A response that runs now; readable soon, and `failed` after the next `recover` if nothing more comes."""
+        """Record a running response and lease it to the caller.
+
+        It becomes readable soon, not at once. If its lease expires, `fail_orphaned_responses` marks it failed.
+
+        tenant: its owner.
+        response: as it stands, without output.
+        """
         ...
 
     async def renew_leases(self, leases: Sequence[Lease]) -> Sequence[Lease]:
-        """Those that are still ours, for a while longer."""
+        """Extend leases, and return those that are still valid.
+
+        leases: of responses that run in this process.
+        """
         ...
 
     async def commit_response(
         self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[ConversationEntry]
     ) -> None:
-        """The end of a response: it with all its entries, input and output, or nothing. They continue the
-        conversation of `response.previous_response_id`. Without a lease it is one that was never begun.
-        Raises Fenced.
+        """Write a finished response and all its entries in one transaction.
+
+        The entries continue the conversation of `response.previous_response_id`.
+
+        lease: from `begin_response`; None for a response that was never begun.
+        tenant: its owner.
+        response: as it ended, with output.
+        entries: its input and output items, in order.
+
+        Raises LeaseLost if the lease is not valid any more, or the response exists already; then nothing is written.
         """
         ...
 
     async def fail_orphaned_responses(self) -> int:
-        """Mark as failed every response that runs under nobody's lease; how many."""
+        """Mark every running response without a valid lease as failed, and return their number."""
         ...
 
-    async def get_response(self, tenant: str, response_id: str) -> Response | None: ...
+    async def get_response(self, tenant: str, response_id: str) -> Response | None:
+        """Return a response with its output; None if there is none.
 
-    async def get_conversation(self, tenant: str, response_id: str) -> Sequence[ConversationSegment] | None:
-        """Everything up to the end of that response; None if there is none, or it still runs."""
-        ...
-
-    async def list_input_items(self, tenant: str, response_id: str) -> Sequence[ConversationEntry] | None:
-        """What stood before the output of that response, oldest first: the conversation and its own input."""
-        ...
-
-    async def find_items(self, tenant: str, item_ids: Sequence[str]) -> dict[str, ConversationEntry]:
-        """Those items of the tenant's that are kept, by id."""
+        tenant: its owner.
+        response_id: running or finished.
+        """
         ...
 
     async def delete_response(self, tenant: str, response_id: str) -> bool:
-        """False if there is none. Its items go as soon as no living response stands on them."""
+        """Delete a response; False if there is none.
+
+        Its items are deleted once no other response continues them.
+
+        tenant: its owner.
+        response_id: running or finished.
+        """
         ...
+
+
+class ConversationStore(Protocol):
+    """Conversations, as `ResponseStore.commit_response` has written them.
+
+    Another tenant's items are treated as absent. Every method raises StorageUnavailable if the database cannot be
+    reached, and StorageCorrupted if it reads a damaged row.
+    """
+
+    async def get_conversation(self, tenant: str, response_id: str) -> Sequence[ConversationSegment] | None:
+        """Return everything up to the end of a response; None if there is none, or it still runs.
+
+        tenant: its owner.
+        response_id: the last response of the conversation.
+        """
+        ...
+
+    async def list_input_items(self, tenant: str, response_id: str) -> Sequence[ConversationEntry] | None:
+        """Return what precedes the output of a response, oldest first: the earlier conversation and its own input.
+
+        None if there is no such response.
+
+        tenant: its owner.
+        response_id: its id.
+        """
+        ...
+
+    async def find_items(self, tenant: str, item_ids: Sequence[str]) -> dict[str, ConversationEntry]:
+        """Return the stored items with these ids, by id. Unknown ids are left out.
+
+        tenant: their owner.
+        item_ids: of items in any conversation.
+        """
+        ...
+
+
+class ContainerStore(Protocol):
+    """Containers of all tenants.
+
+    A write is durable when its method returns. Every method raises StorageUnavailable if the database cannot be reached
+    or written, and StorageCorrupted if it reads a damaged row.
+    """
 
     async def put_container(
         self, record: ContainerRecord, *, known_running: Collection[str] | None = None
     ) -> bool:
-        """beside: the containers of its tenant that run, as far as the caller knows; False if another one does, also
-        one that another process puts at this very moment. Then nothing was written.
+        """Add a container; False if `known_running` is out of date, and then nothing is written.
+
+        record: the new container.
+        known_running: ids of all running containers of the tenant; None to skip the check. It protects a quota from
+            two processes that add containers at the same time.
         """
         ...
 
@@ -110,113 +167,265 @@ class Store(Protocol):
         *,
         expected: ContainerRecord | None = None,
     ) -> bool:
-        """Both or nothing: False if there is no such container, if it has expired and the record says that it runs, or
-        if it is deleted and the record says anything else.
+        """Replace a container's record and delete some of its files, in one transaction; False if neither is done.
 
-        seen: how it was found; False also if it is not so any more, because another process has changed it since.
+        That is so if there is no such container, if the record would revive an expired or a deleted one, or if the
+        stored record is not `expected`.
+
+        record: the new record.
+        deleted_files: ids of files to delete with it.
+        expected: the record as the caller last read it (compare-and-set); None to skip the check.
         """
         ...
 
-    async def get_container(self, container_id: str) -> ContainerRecord | None: ...
+    async def get_container(self, container_id: str) -> ContainerRecord | None:
+        """Return a container of any tenant and status; None if there is none.
+
+        container_id: its id.
+        """
+        ...
 
     async def find_containers(
         self, tenant: str | None = None, *, running: bool = False
     ) -> Sequence[ContainerRecord]:
-        """The containers of one tenant or of all, or of these the running ones; oldest first."""
+        """Return containers, oldest first.
+
+        tenant: of this tenant only; None for all.
+        running: running ones only.
+        """
         ...
 
     async def list_containers(
         self, tenant: str, query: PageQuery, name: str | None = None
     ) -> Sequence[ContainerRecord]:
-        """The tenant's containers that are not deleted, all or those of that name. Raises InvalidRequest."""
+        """Return a page of a tenant's containers that are not deleted.
+
+        tenant: their owner.
+        query: order, cursor and limit.
+        name: containers of this name only.
+
+        Raises InvalidRequest if the cursor is unknown.
+        """
         ...
 
     async def list_retaining_containers(self, tenant: str) -> Sequence[ContainerRecord]:
-        """Those whose files outlive them, the one first that ended first."""
+        """Return a tenant's ended containers whose files are still kept, the first that ended first.
+
+        tenant: their owner.
+        """
         ...
 
     async def list_ended_containers(
         self, *, expired_before: float, deleted_before: float
     ) -> Sequence[ContainerRecord]:
-        """Some of those of all tenants that ended before, the one first that ended first."""
+        """Return a batch of containers of all tenants that ended long ago, the first that ended first.
+
+        expired_before, deleted_before: Unix times for expired and for deleted containers.
+        """
         ...
 
     async def delete_container(self, container_id: str) -> None:
-        """Its record, and those of its files."""
+        """Delete the record of a container and those of its files. A missing one is no error.
+
+        container_id: its id.
+        """
         ...
+
+
+class ContainerFileStore(Protocol):
+    """Records of the files in containers; the contents are blobs.
+
+    A write is durable when its method returns. Every method raises StorageUnavailable if the database cannot be reached
+    or written, and StorageCorrupted if it reads a damaged row.
+    """
 
     async def put_container_files(
         self, changed: Sequence[ContainerFileRecord], deleted: Sequence[str] = ()
     ) -> bool:
-        """All or nothing: False if a container of those that changed is not running any more."""
+        """Add, replace and delete files in one transaction; False if nothing is done, because a container of a
+        changed file does not run any more.
+
+        changed: records to add or replace.
+        deleted: ids of files to delete.
+        """
         ...
 
-    async def get_container_file(self, container_id: str, file_id: str) -> ContainerFileRecord | None: ...
+    async def get_container_file(self, container_id: str, file_id: str) -> ContainerFileRecord | None:
+        """Return a file's record; None if there is none.
+
+        container_id: the container that has it.
+        file_id: its id.
+        """
+        ...
 
     async def list_container_files(
         self, container_id: str, query: PageQuery | None = None
     ) -> Sequence[ContainerFileRecord]:
-        """All of them, oldest first, or a window. Raises InvalidRequest."""
-        ...
+        """Return the files of a container.
 
-    async def find_unreferenced_blobs(self, names: Sequence[str]) -> Sequence[str]:
-        """Those of these blobs that neither a file of any container nor an upload refers to, once everything is done
-        that was asked for before, also by those who wait no more.
+        container_id: its id.
+        query: order, cursor and limit; None for all, oldest first.
+
+        Raises InvalidRequest if the cursor is unknown.
         """
         ...
 
+
+class UploadStore(Protocol):
+    """Records of uploaded files; the contents are blobs.
+
+    A write is durable when its method returns. Another tenant's uploads are treated as absent. Every method raises
+    StorageUnavailable if the database cannot be reached or written, and StorageCorrupted if it reads a damaged row.
+    """
+
     async def add_upload(self, record: UploadedFileRecord, quota: FileTotals | None = None) -> bool:
-        """False if its tenant would then have more uploads than that; then nothing was added."""
+        """Add an upload; False if its tenant would exceed the quota, and then nothing is written.
+
+        record: the new upload.
+        quota: what the tenant may have in all; None for no limit.
+        """
         ...
 
-    async def get_upload(self, tenant: str, file_id: str) -> UploadedFileRecord | None: ...
+    async def get_upload(self, tenant: str, file_id: str) -> UploadedFileRecord | None:
+        """Return an upload, expired or not; None if there is none.
+
+        tenant: its owner.
+        file_id: its id.
+        """
+        ...
 
     async def list_uploads(
         self, tenant: str, query: PageQuery, *, purpose: str | None = None, now: float
     ) -> Sequence[UploadedFileRecord]:
-        """The tenant's uploads that have not expired by then. Raises InvalidRequest."""
+        """Return a page of a tenant's uploads that have not expired.
+
+        tenant: their owner.
+        query: order, cursor and limit.
+        purpose: uploads of this purpose only.
+        now: Unix time for expiry.
+
+        Raises InvalidRequest if the cursor is unknown.
+        """
         ...
 
     async def get_upload_totals(self, tenant: str) -> FileTotals:
-        """What the tenant has, with what has expired and is still there."""
+        """Return what a tenant has stored, expired uploads included.
+
+        tenant: their owner.
+        """
         ...
 
     async def delete_upload(self, tenant: str, file_id: str) -> UploadedFileRecord | None:
-        """What was deleted; None if there was nothing."""
+        """Delete an upload and return its record; None if there is none.
+
+        tenant: its owner.
+        file_id: its id.
+        """
         ...
 
     async def list_expired_uploads(self, now: float, limit: int) -> Sequence[UploadedFileRecord]:
-        """Uploads of all tenants that have expired, those first whose time was over first."""
+        """Return expired uploads of all tenants, the first that expired first.
+
+        now: Unix time for expiry.
+        limit: how many at most.
+        """
         ...
+
+
+class IdempotencyStore(Protocol):
+    """Idempotency keys and the responses that they stand for.
+
+    A write is durable when its method returns. Every method raises StorageUnavailable if the database cannot be reached
+    or written.
+    """
 
     async def claim_idempotency_key(
         self, tenant: str, key: str, claim: IdempotencyClaim, seconds: float
     ) -> IdempotencyClaim | None:
-        """Let the tenant's idempotency key stand for this request, for so many seconds; None. If it stands for one
-        already, gives that one and changes nothing.
+        """Claim a key for a request and return None; or return the existing claim and change nothing.
+
+        tenant: whose key it is.
+        key: as the client sent it.
+        claim: digest of the request and id of its response.
+        seconds: until the claim expires.
         """
         ...
 
     async def get_idempotency_claim(self, tenant: str, key: str) -> IdempotencyClaim | None:
-        """What the key stands for; nothing is changed."""
+        """Return the claim of a key; None if there is none.
+
+        tenant: whose key it is.
+        key: as the client sent it.
+        """
         ...
 
     async def release_idempotency_key(self, tenant: str, key: str, response_id: str) -> None:
-        """The key stands for nothing any more, if it stood for this response."""
+        """Delete the claim of a key, if it stands for this response.
+
+        tenant: whose key it is.
+        key: as the client sent it.
+        response_id: from the claim.
+        """
         ...
 
-    async def add_api_key(self, key: ApiKeyRecord) -> None: ...
+
+class ApiKeyStore(Protocol):
+    """API keys of all tenants.
+
+    A write is durable when its method returns. Every method raises StorageUnavailable if the database cannot be reached
+    or written, and StorageCorrupted if it reads a damaged row.
+    """
+
+    async def add_api_key(self, key: ApiKeyRecord) -> None:
+        """Add a key.
+
+        key: the hash of its secret, its tenant, scopes and limits.
+        """
+        ...
 
     async def revoke_api_key(self, key_id: str, now: float) -> bool:
-        """False if there is none, or it was revoked already."""
+        """Revoke a key; False if there is none, or it is revoked already.
+
+        key_id: its id.
+        now: Unix time to record.
+        """
         ...
 
     async def list_api_keys(self) -> Sequence[ApiKeyRecord]:
-        """All that ever were, revoked ones too, oldest first."""
+        """Return all keys, revoked ones too, oldest first."""
         ...
 
     async def get_api_keys_revision(self) -> int:
-        """Another number as soon as anybody, in another process too, has put or revoked a key; 0 before the first."""
+        """Return a number that changes whenever any process adds or revokes a key; 0 before the first."""
         ...
 
-    async def close(self) -> None: ...
+
+class BlobReferences(Protocol):
+    """Which blobs the records refer to. Raises StorageUnavailable if the database cannot be reached."""
+
+    async def find_unreferenced_blobs(self, names: Sequence[str]) -> Sequence[str]:
+        """Return those blobs that no container file and no upload refers to.
+
+        Every write that was requested before counts, cancelled ones too.
+
+        names: of the blobs to look up.
+        """
+        ...
+
+
+class Store(
+    ResponseStore,
+    ConversationStore,
+    ContainerStore,
+    ContainerFileStore,
+    UploadStore,
+    IdempotencyStore,
+    ApiKeyStore,
+    BlobReferences,
+    Protocol,
+):
+    """One database with all records. Several processes may share it, if the implementation says so."""
+
+    async def close(self) -> None:
+        """Finish pending writes and close the database. Closing it twice is no error."""
+        ...

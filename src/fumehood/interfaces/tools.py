@@ -1,4 +1,4 @@
-"""Hosted tools and their calls."""
+"""Hosted tools: configured by a request, called by the model, run by the gateway."""
 
 from collections.abc import (
     AsyncGenerator,
@@ -14,16 +14,18 @@ from fumehood.protocol.openai.items import OutputItem, ProducedFile
 from fumehood.protocol.openai.stream_events import StreamEvent
 from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
 
-# --- hosted tools -------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallContext:
-    """One call of a hosted tool: whose, where in the response, by which name the model knows it, and until when
-    (by the monotonic clock) it may take.
+    """The circumstances of one call.
 
-    place: the output index of a further item, which begins now.
-    takes_images: whether the model does. wants_contents: whether the client asked for what produced files hold.
+    caller, response_id: whose call it is, and of which response.
+    output_index: of its item.
+    call_id: by which the model knows the call.
+    deadline: monotonic time at which it must end.
+    allocate_output_index: starts an additional item and returns its index.
+    accepts_images: whether the model takes images.
+    wants_contents: whether the client asked for the contents of produced files.
     """
 
     caller: Caller
@@ -38,7 +40,7 @@ class ToolCallContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdditionalItem:
-    """One that a call makes beside its first: where, and what the model is told of it."""
+    """An item that a call makes besides its first, and what the model reads of it."""
 
     output_index: int
     item: OutputItem
@@ -47,9 +49,13 @@ class AdditionalItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallResult:
-    """How a call ended: its last events, its finished item, what the model is told, and the files it left.
+    """The end of a call.
 
-    further: where a call is more than one item, the others that have begun.
+    events: the last ones.
+    item: its finished item.
+    exchange: what the model reads.
+    additional_items: all further items that the call has started.
+    files: that it produced.
     """
 
     events: Sequence[StreamEvent]
@@ -64,8 +70,10 @@ type ToolCallStep = Sequence[StreamEvent] | ToolCallResult
 
 @dataclass(frozen=True, slots=True)
 class ToolStateSnapshot:
-    """What a hosted tool keeps of calls that are compacted: items that `offer` finds in their place, and what the model
-    is told of them.
+    """What a hosted tool keeps of calls that are compacted.
+
+    items: items that `HostedTool.configure` will find in place of the calls.
+    note: what the model reads of them.
     """
 
     items: Sequence[bytes]
@@ -73,43 +81,62 @@ class ToolStateSnapshot:
 
 
 class ToolCallSession(Protocol):
-    """One call, from the moment when the model begins to write it. The session owns its items and their lifecycle
-    events, from `output_item.added` to `output_item.done`.
+    """One call, from its first argument byte to its result.
+
+    It owns its items and their events, from `output_item.added` to `output_item.done`.
     """
 
-    def open(self) -> Sequence[StreamEvent]: ...
+    def open(self) -> Sequence[StreamEvent]:
+        """Start the item and return its first events. Called once, first."""
+        ...
 
     def feed(self, fragments: Sequence[str]) -> Sequence[StreamEvent]:
-        """The next pieces of the arguments, as the model writes them."""
+        """Accept arguments as the model writes them, and return the events that they cause.
+
+        fragments: the next ones, in order. They may be invalid JSON.
+        """
         ...
 
     def run(self) -> AsyncGenerator[ToolCallStep]:
-        """Do it; called once, when the arguments are complete. Its last step is the ToolResult. What goes wrong is
-        told to the model in there; what is raised is a fault of ours. Closing the generator interrupts the call.
+        """Run the call and yield its events, the `ToolCallResult` last. Called once, after the last argument.
+
+        Closing the generator interrupts the call. A failure of the call is part of its result; an exception is a bug
+        of the tool.
         """
         ...
 
     def abort(self, reason: str) -> ToolCallResult:
-        """End a call that will not run, or that was cut off."""
+        """End a call that will not run, or that was interrupted.
+
+        reason: what the model reads as its output.
+        """
         ...
 
 
 class ConfiguredTool(Protocol):
-    """A hosted tool as one request configured it."""
+    """A hosted tool as one request has configured it."""
 
     @property
     def function(self) -> FunctionSpec:
-        """What the model is told."""
+        """The function that the model sees."""
         ...
 
-    def start_call(self, context: ToolCallContext) -> ToolCallSession: ...
+    def start_call(self, context: ToolCallContext) -> ToolCallSession:
+        """Return the session of a new call.
+
+        context: its circumstances.
+        """
+        ...
 
     async def find_files(self, paths: Sequence[str]) -> Sequence[ProducedFile]:
-        """Those of these absolute paths that are files of this tool's, for citations."""
+        """Return the files of this tool at these paths, for citations. Unknown paths are left out.
+
+        paths: absolute.
+        """
         ...
 
     def close(self) -> None:
-        """The request is over: what was held for its further calls is let go."""
+        """Release what is held for further calls. Called once, at the end of the request."""
         ...
 
 
@@ -118,7 +145,7 @@ class HostedTool(Protocol):
 
     @property
     def types(self) -> frozenset[str]:
-        """The types of `tools` that it serves."""
+        """The types of `tools` entries that it serves."""
         ...
 
     @property
@@ -128,7 +155,7 @@ class HostedTool(Protocol):
 
     @property
     def finds_files(self) -> bool:
-        """Whether its calls find the files of the conversation."""
+        """Whether its calls can read the files of the conversation."""
         ...
 
     async def configure(
@@ -138,20 +165,31 @@ class HostedTool(Protocol):
         past: Sequence[ConversationSegment],
         other_tools: Sequence[ConfiguredTool] = (),
     ) -> ConfiguredTool | None:
-        """Check the configuration and everything that it names; raises ApiError. Nothing is created yet. None for one
-        that leaves the tool to the client, or to the model's own server.
+        """Validate a `tools` entry and everything that it names. Creates nothing.
 
-        past: the conversation with what the request adds to it.
-        beside: what the same request was offered before this.
+        None leaves the tool to the client or to the model's server.
+
+        spec: the entry.
+        caller: who sent the request.
+        past: the conversation, with the input of the request.
+        other_tools: those that the same request has configured before.
+
+        Raises ApiError if the entry is invalid.
         """
         ...
 
     def echo_spec(self, spec: ToolSpec) -> bytes:
-        """The configuration as the response shows it: complete, and without secrets."""
+        """Return the `tools` entry as JSON for the response: with defaults, without secrets.
+
+        spec: an entry that `configure` has accepted.
+        """
         ...
 
     def rebuild_exchange(self, entry: ConversationEntry) -> ToolExchange | None:
-        """What the model is shown of an item of this tool's that a client gave back."""
+        """Return what the model reads of an item of this tool's that a client has sent back; None for nothing.
+
+        entry: the item.
+        """
         ...
 
     async def snapshot_state(
@@ -160,8 +198,12 @@ class HostedTool(Protocol):
         past: Sequence[ConversationSegment],
         kept_items: Sequence[ConversationEntry] = (),
     ) -> ToolStateSnapshot | None:
-        """What must outlive the items of this conversation, which are about to be compacted; None if nothing must.
+        """Return what must survive the compaction of a conversation; None for nothing.
 
-        kept: those among them that stay as they are.
+        caller: who sent the request.
+        past: the conversation to compact.
+        kept_items: those of its items that stay as they are.
+
+        Raises ApiError if the state cannot be read.
         """
         ...

@@ -13,7 +13,7 @@ from contextlib import aclosing, asynccontextmanager
 from itertools import batched
 from typing import Self
 
-from fumehood.interfaces import BlobRef, BlobStore, Clock, Store
+from fumehood.interfaces import BlobRef, BlobReferences, BlobStore, Clock
 from fumehood.protocol.openai.api_errors import ServiceUnavailable
 
 logger = logging.getLogger(__name__)
@@ -28,9 +28,11 @@ class GarbageCollectedBlobs:
     grace_seconds: how old a blob must be to be swept.
     """
 
-    def __init__(self, blobs: BlobStore, store: Store, *, grace_seconds: float = _GRACE_SECONDS) -> None:
+    def __init__(
+        self, blobs: BlobStore, references: BlobReferences, *, grace_seconds: float = _GRACE_SECONDS
+    ) -> None:
         self._blobs = blobs
-        self._store = store
+        self._references = references
         self._grace_seconds = grace_seconds
         self._pins: Counter[str] = Counter()
         self._deleting: dict[str, asyncio.Event] = {}
@@ -154,7 +156,7 @@ class GarbageCollectedBlobs:
         gone = asyncio.Event()
         self._deleting.update((name, gone) for name in free)
         try:
-            unused = await self._store.find_unreferenced_blobs(free)
+            unused = await self._references.find_unreferenced_blobs(free)
             await self._blobs.delete(*unused)
             return len(unused)
         finally:

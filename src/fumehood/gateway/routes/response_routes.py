@@ -3,10 +3,17 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import Protocol
 
 from fumehood.gateway.body_parsing import RequestParser, check_include
 from fumehood.gateway.gateway_metrics import GatewayMetrics
-from fumehood.gateway.idempotency import IdempotentRequest, IdempotentRequests, digest_body, parse_key
+from fumehood.gateway.idempotency import (
+    IdempotentRequest,
+    IdempotentRequests,
+    IdempotentResponseStore,
+    digest_body,
+    parse_key,
+)
 from fumehood.gateway.request_context import DisconnectMonitor, RequestContext, encode_json
 from fumehood.gateway.request_limits import MemoryBudget, RequestLimits
 from fumehood.gateway.routes.item_projection import project_item
@@ -14,7 +21,7 @@ from fumehood.gateway.routes.list_pages import paginate
 from fumehood.gateway.streaming.event_sender import CLIENT_DISCONNECTED
 from fumehood.gateway.streaming.server_sent_events import KEEPALIVE_SECONDS, send_run
 from fumehood.http_server.asgi_request import ClientDisconnected
-from fumehood.interfaces import Caller, Run, RunService, Store
+from fumehood.interfaces import Caller, ConversationStore, Run, RunService
 from fumehood.protocol.conversation import ConversationSegment
 from fumehood.protocol.openai.api_errors import InvalidRequest, NotFound
 from fumehood.protocol.openai.response_projection import ONLY_OPENAI_EVENTS, project_response
@@ -31,6 +38,10 @@ from fumehood.worker_threads import run_in_worker
 type SendEvents = Callable[[Run, Collection[str]], Awaitable[tuple[int, Response | None]]]
 
 
+class ResponseRouteStore(IdempotentResponseStore, ConversationStore, Protocol):
+    """What the response routes read and write."""
+
+
 class ResponseRoutes:
     """Handlers of one path each.
 
@@ -40,7 +51,7 @@ class ResponseRoutes:
     def __init__(
         self,
         runs: RunService,
-        store: Store,
+        store: ResponseRouteStore,
         metrics: GatewayMetrics,
         *,
         limits: RequestLimits,
