@@ -133,9 +133,9 @@ def test_every_shape_has_a_sample(vendor: str) -> None:
         for part in from_vendor(vendor, SAMPLES[vendor])
         if isinstance(part, ToolCallPart | ToolCallResponsePart)
     }
-    own = {shape.type for shape in VENDORS[vendor].shapes}
+    own = {mapping.type for mapping in VENDORS[vendor].item_mappings}
     if vendor in ("azure", "xai"):
-        own -= {shape.type for shape in VENDORS["openai"].shapes}
+        own -= {mapping.type for mapping in VENDORS["openai"].item_mappings}
     if vendor == "gemini":
         own -= {f"{member}:{tool}" for member in ("toolCall", "toolResponse") for tool in GEMINI_UNSAMPLED}
     if vendor == "anthropic":

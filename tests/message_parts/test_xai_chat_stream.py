@@ -149,21 +149,21 @@ def test_what_ended_before_the_stream_broke_off_stays_as_it_ended() -> None:
     assembly = StreamAssembler("xai")
     for each in CHUNKS[:3]:
         assembly.feed(each)
-    assert _statuses(assembly) == [("ToolCall", "code_interpreter", "in_progress")]
-    assert _statuses(assembly, "cancelled") == [("ToolCall", "code_interpreter", "cancelled")]
+    assert _statuses(assembly) == [("ToolCallPart", "code_interpreter", "in_progress")]
+    assert _statuses(assembly, "cancelled") == [("ToolCallPart", "code_interpreter", "cancelled")]
     for each in CHUNKS[3:5]:
         assembly.feed(each)
     ran, answered = (
-        ("ToolCall", "code_interpreter", None),
-        ("ToolResult", "code_interpreter", "completed"),
+        ("ToolCallPart", "code_interpreter", None),
+        ("ToolCallResponsePart", "code_interpreter", "completed"),
     )
-    assert _statuses(assembly, "cancelled") == [ran, answered, ("ToolCall", "web_search", "cancelled")]
+    assert _statuses(assembly, "cancelled") == [ran, answered, ("ToolCallPart", "web_search", "cancelled")]
     assembly.feed(CHUNKS[5])
     assert _statuses(assembly, "cancelled") == [
         ran,
         answered,
-        ("ToolCall", "web_search", None),
-        ("ToolResult", "web_search", "failed"),
+        ("ToolCallPart", "web_search", None),
+        ("ToolCallResponsePart", "web_search", "failed"),
     ]
 
 

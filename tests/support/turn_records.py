@@ -1,13 +1,19 @@
-"""Turns of models as telemetry sees them, without a model."""
+"""Span records without a model, and those that are still alive."""
 
+import gc
 from array import array
 
 from fumehood.protocol.model_turns import ModelRequest
-from fumehood.telemetry.span_records import TurnRecord
+from fumehood.telemetry.span_records import SpanRecord, TurnRecord
 
 
 def start_turn(request: ModelRequest, server: tuple[str, int] | None = None) -> TurnRecord:
-    """One that begins now. When its pieces come is noted, as it is where metrics are sent."""
-    seen = TurnRecord.start(request, server)
-    seen.chunk_times = array("q") if request.streamed else None
-    return seen
+    """Start a turn that records when its events arrive, as it does where metrics are exported."""
+    record = TurnRecord.start(request, server)
+    record.chunk_times = array("q") if request.streamed else None
+    return record
+
+
+def live_records() -> list[SpanRecord]:
+    gc.collect()
+    return [found for found in gc.get_objects() if isinstance(found, SpanRecord)]

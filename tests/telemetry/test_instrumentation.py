@@ -1,7 +1,6 @@
 """What an observer is told of runs, turns and calls."""
 
 import asyncio
-import gc
 from array import array
 from collections.abc import Sequence
 from contextvars import Context, copy_context
@@ -44,7 +43,7 @@ from fumehood.testing import (
 from fumehood.timings import start_timing
 from tests.support.echo_tool import EchoTool
 from tests.support.engine_harness import ECHO, make_usage
-from tests.support.turn_records import start_turn
+from tests.support.turn_records import live_records, start_turn
 
 
 class RecordingListener(RecordListener):
@@ -191,17 +190,12 @@ async def test_connections_made_meanwhile_keep_nothing_of_what_was_seen() -> Non
         kept.append(copy_context())
         return gate
 
-    before = {id(seen) for seen in _live_records()}
+    before = {id(seen) for seen in live_records()}
     assert await run_instrumented(RecordDispatcher([]), EchoTool(gate=connecting)) == "completed"
     assert len(kept) == 1
-    assert [seen for seen in _live_records() if id(seen) not in before] == []
+    assert [seen for seen in live_records() if id(seen) not in before] == []
     with kept[0].run(start_timing, "late") as late:
         assert late.name == "late"
-
-
-def _live_records() -> list[SpanRecord]:
-    gc.collect()
-    return [found for found in gc.get_objects() if isinstance(found, SpanRecord)]
 
 
 def _turns(notes: RecordingListener) -> list[TurnRecord]:

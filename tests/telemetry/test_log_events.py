@@ -7,14 +7,11 @@ from opentelemetry._logs import SeverityNumber
 from opentelemetry.sdk._logs import LoggerProvider, ReadableLogRecord
 from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, SimpleLogRecordProcessor
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from fumehood.protocol.model_turns import ModelRequest, ModelTextDelta, ModelTurnEnded, SamplingParameters
 from fumehood.protocol.openai.responses import Usage
 from fumehood.telemetry.content_capture import INPUT_MESSAGES, OUTPUT_MESSAGES, ContentCapture
 from fumehood.telemetry.log_events import LogEventEmitter
-from fumehood.telemetry.otlp_span_encoding import EncodingTracer
 from fumehood.telemetry.span_records import (
     RecordDispatcher,
     SandboxTimingRecord,
@@ -29,20 +26,18 @@ from tests.support.turn_records import start_turn
 
 
 async def emit_events(
-    seen: SpanRecord, *, contents: ContentCapture | None = None, **settings: bool
+    record: SpanRecord, *, capture: ContentCapture | None = None, **settings: bool
 ) -> list[ReadableLogRecord]:
     exporter = InMemoryLogRecordExporter()
     provider = LoggerProvider(shutdown_on_exit=False)
     provider.add_log_record_processor(SimpleLogRecordProcessor(exporter))
-    tracer = EncodingTracer(
-        TracerProvider(shutdown_on_exit=False), SimpleSpanProcessor(InMemorySpanExporter())
-    )
+    tracer = TracerProvider(shutdown_on_exit=False).get_tracer("test")
     events = LogEventEmitter(provider.get_logger("test"), **settings)
     spans = SpanEmitter(tracer, TraceContextPropagator({}))
-    observer = RecordDispatcher([events, spans], contents, spans.on_start)
-    observer.start(seen)
-    observer.end(seen)
-    observer.flush()
+    dispatcher = RecordDispatcher([events, spans], capture, spans.on_start)
+    dispatcher.start(record)
+    dispatcher.end(record)
+    dispatcher.flush()
     return list(exporter.get_finished_logs())
 
 
@@ -62,11 +57,11 @@ def event_attributes(record: ReadableLogRecord) -> dict[str, Any]:
 
 async def test_a_turn_has_an_event_where_it_is_asked_for() -> None:
     assert await emit_events(create_turn()) == []
-    seen = create_turn()
-    (record,) = await emit_events(seen, with_details=True)
+    turn = create_turn()
+    (record,) = await emit_events(turn, with_details=True)
     assert record.log_record.event_name == "gen_ai.client.inference.operation.details"
     assert record.log_record.severity_number == SeverityNumber.INFO
-    assert record.log_record.span_id == seen.span_id
+    assert record.log_record.span_id == turn.span.get_span_context().span_id
     told = event_attributes(record)
     assert told.pop("gen_ai.response.time_to_first_chunk") > 0
     assert told == {
@@ -85,9 +80,9 @@ async def test_a_turn_has_an_event_where_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize("with_content", [True, False])
 async def test_what_was_said_is_in_the_event_only_where_it_is_recorded_there(with_content: bool) -> None:
-    contents = ContentCapture(in_spans=not with_content, in_events=with_content)
+    capture = ContentCapture(in_spans=not with_content, in_events=with_content)
     (record,) = await emit_events(
-        create_turn(), contents=contents, with_details=True, with_content=with_content
+        create_turn(), capture=capture, with_details=True, with_content=with_content
     )
     told = event_attributes(record)
     assert (OUTPUT_MESSAGES in told, INPUT_MESSAGES in told) == (with_content, with_content)

@@ -4,16 +4,16 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, cast
+from typing import Any, override
 
 import msgspec
 import pytest
-from opentelemetry.sdk.resources import Resource
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, Decision, ParentBased, Sampler, SamplingResult
 
 from fumehood.engine.run_service import EngineRunService
 from fumehood.interfaces import Caller, HostedTool, Run
@@ -26,14 +26,7 @@ from fumehood.telemetry.instrumentation import (
     InstrumentedModelProvider,
     InstrumentedRunService,
 )
-from fumehood.telemetry.otlp_span_encoding import EncodableSpan, EncodingTracer, to_readable_span
-from fumehood.telemetry.span_records import (
-    RecordDispatcher,
-    RunRecord,
-    SpanRecord,
-    ToolCallRecord,
-    TurnRecord,
-)
+from fumehood.telemetry.span_records import Attributes, RecordDispatcher, ToolCallRecord
 from fumehood.telemetry.spans import SpanEmitter
 from fumehood.telemetry.trace_context import TraceContextPropagator
 from fumehood.testing import (
@@ -47,6 +40,8 @@ from fumehood.testing import (
 )
 from tests.support.echo_tool import EchoTool
 from tests.support.engine_harness import ECHO, make_usage, wait_until
+from tests.support.otlp_receiver import OtlpReceiver
+from tests.support.turn_records import live_records
 
 TIMEOUT_SECONDS = 30.0
 
@@ -55,44 +50,47 @@ TIMEOUT_SECONDS = 30.0
 class TracedEngine:
     model: ScriptedModel
     tools: Sequence[HostedTool] = ()
-    contents: ContentCapture | None = None
+    capture: ContentCapture | None = None
+    sampler: Sampler | None = None
     exporter: InMemorySpanExporter = field(default_factory=InMemorySpanExporter)
 
     def __post_init__(self) -> None:
-        tracer = EncodingTracer(TracerProvider(shutdown_on_exit=False), SimpleSpanProcessor(self.exporter))
-        spans = SpanEmitter(tracer, TraceContextPropagator({}), with_content=self.contents is not None)
-        self.observer = observer = RecordDispatcher([spans], self.contents, spans.on_start)
+        provider = TracerProvider(self.sampler, shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        spans = SpanEmitter(
+            provider.get_tracer("test"), TraceContextPropagator({}), with_content=self.capture is not None
+        )
+        self.dispatcher = dispatcher = RecordDispatcher([spans], self.capture, spans.on_start)
         clock = FakeClock()
         runs = EngineRunService(
-            InstrumentedModelProvider(ScriptedModelProvider(self.model), observer),
-            [InstrumentedHostedTool(tool, observer) for tool in self.tools],
+            InstrumentedModelProvider(ScriptedModelProvider(self.model), dispatcher),
+            [InstrumentedHostedTool(tool, dispatcher) for tool in self.tools],
             MemoryStore(clock),
             clock,
             sealer=PlainSealer(),
         )
-        self.runs = InstrumentedRunService(runs, observer)
+        self.runs = InstrumentedRunService(runs, dispatcher)
 
     async def start(self, **body: Any) -> Run:
-        written = msgspec.json.encode({"model": "scripted", "input": "Hi", "stream": True} | body)
-        return await self.runs.start(msgspec.json.decode(written, type=CreateResponse), Caller())
+        request = {"model": "scripted", "input": "Hi", "stream": True} | body
+        return await self.runs.start(
+            msgspec.json.decode(msgspec.json.encode(request), type=CreateResponse), Caller()
+        )
 
     def finished(self) -> list[ReadableSpan]:
-        self.observer.flush()
-        as_the_sdk_has_them = partial(to_readable_span, Resource({}), InstrumentationScope("test"))
-        return [
-            *map(as_the_sdk_has_them, cast("Sequence[EncodableSpan]", self.exporter.get_finished_spans()))
-        ]
+        self.dispatcher.flush()
+        return [*self.exporter.get_finished_spans()]
 
     async def spans(self, **body: Any) -> dict[str, list[ReadableSpan]]:
-        """Of one run that has ended, by their names."""
+        """Run to the end and return the spans by name."""
         run = await self.start(**body)
         async for _ in run.subscribe():
             pass
         await self.runs.drain(0)
-        found: dict[str, list[ReadableSpan]] = {}
+        spans: dict[str, list[ReadableSpan]] = {}
         for span in self.finished():
-            found.setdefault(span.name, []).append(span)
-        return found
+            spans.setdefault(span.name, []).append(span)
+        return spans
 
 
 def attributes_of(span: ReadableSpan) -> dict[str, Any]:
@@ -152,25 +150,12 @@ async def test_runs_side_by_side_are_traces_of_their_own() -> None:
         assert (span.parent is None) == (span.name == "invoke_agent")
 
 
-async def test_what_waits_to_be_sent_holds_nothing_large() -> None:
-    traced = TracedEngine(
-        ScriptedModel([*calls("echo", {"text": "x"})], says("Done")), [EchoTool()], ContentCapture()
-    )
-    await traced.spans(tools=[ECHO])
-    waiting = cast("Sequence[object]", traced.exporter.get_finished_spans())
-    assert len(waiting) == 4
-    for seen in waiting:
-        assert isinstance(seen, SpanRecord)
-        assert seen.extra_attributes
-        assert not seen.content  # which is in there as text
-        match seen:
-            case RunRecord():
-                assert (seen.request, seen.response) == (None, None)
-            case TurnRecord():
-                assert (seen.request, seen.events, seen.chunk_times) == (None, None, None)
-            case _:
-                assert isinstance(seen, ToolCallRecord)
-                assert (seen.arguments, seen.output) == ("", "")
+async def test_exported_spans_keep_no_records() -> None:
+    before = {id(record) for record in live_records()}
+    model = ScriptedModel([*calls("echo", {"text": "x"})], says("Done"))
+    traced = TracedEngine(model, [EchoTool()], ContentCapture())
+    assert sum(map(len, (await traced.spans(tools=[ECHO])).values())) == 4
+    assert [record for record in live_records() if id(record) not in before] == []
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -186,8 +171,8 @@ async def test_content_is_recorded_where_it_is_asked_for(stream: bool) -> None:
 
 
 async def test_content_is_redacted_and_bounded() -> None:
-    contents = ContentCapture(max_bytes=4000, redact=lambda text: text.replace("secret", "…"))
-    traced = TracedEngine(ScriptedModel(says("secret" * 2000)), contents=contents)
+    capture = ContentCapture(max_bytes=4000, redact=lambda text: text.replace("secret", "…"))
+    traced = TracedEngine(ScriptedModel(says("secret" * 2000)), capture=capture)
     text = attributes_of((await traced.spans())["invoke_agent"][0])["gen_ai.output.messages"]
     assert "secret" not in text
     assert len(text) < 2200
@@ -198,9 +183,7 @@ async def test_where_redaction_fails_nothing_is_recorded(caplog: pytest.LogCaptu
     def redact(text: str) -> str:
         raise ValueError(text)
 
-    spans = await TracedEngine(
-        ScriptedModel(says("a secret")), contents=ContentCapture(redact=redact)
-    ).spans()
+    spans = await TracedEngine(ScriptedModel(says("a secret")), capture=ContentCapture(redact=redact)).spans()
     for name in ("invoke_agent", "chat scripted"):
         assert not {key for key in attributes_of(spans[name][0]) if key.endswith("messages")}
         assert attributes_of(spans[name][0])["gen_ai.operation.name"]
@@ -236,3 +219,79 @@ async def test_a_run_that_is_cancelled_says_so() -> None:
     await traced.runs.drain(0)
     errors = {span.name: attributes_of(span).get("error.type") for span in traced.finished()}
     assert errors == {"chat scripted": None, "execute_tool echo": "cancelled", "invoke_agent": "cancelled"}
+
+
+# --- samplers and broken spans ------------------------------------------------------------------------------
+
+
+class NameSampler(Sampler):
+    """Samples spans of one name, whatever their parents are."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @override
+    def should_sample(
+        self,
+        parent_context: Context | None,
+        trace_id: int,
+        name: str,
+        kind: Any = None,
+        attributes: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> SamplingResult:
+        decision = Decision.RECORD_AND_SAMPLE if name == self._name else Decision.DROP
+        return SamplingResult(decision, attributes)
+
+    @override
+    def get_description(self) -> str:
+        return "NameSampler"
+
+
+@pytest.mark.parametrize(
+    ("sampler", "expected"),
+    [
+        (NameSampler("chat scripted"), {"chat scripted"}),
+        (NameSampler("invoke_agent"), {"invoke_agent"}),
+        (ParentBased(ALWAYS_OFF), set[str]()),
+    ],
+)
+async def test_samplers_decide_which_spans_are_exported(sampler: Sampler, expected: set[str]) -> None:
+    traced = TracedEngine(ScriptedModel(says("Done")), sampler=sampler)
+    spans = await traced.spans()
+    assert spans.keys() == expected
+    for name in expected:
+        assert attributes_of(spans[name][0])["gen_ai.request.model"] == "scripted"
+
+
+class BrokenRecord(ToolCallRecord, eq=False, kw_only=True):
+    @override
+    def end_attributes(self) -> Attributes:
+        raise ValueError("with a secret")
+
+
+async def test_a_broken_span_does_not_cost_the_batch(
+    receiver: OtlpReceiver, caplog: pytest.LogCaptureFixture
+) -> None:
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(
+        BatchSpanProcessor(OTLPSpanExporter(endpoint=f"{receiver.address}/v1/traces"))
+    )
+    spans = SpanEmitter(provider.get_tracer("test"), TraceContextPropagator({}))
+    dispatcher = RecordDispatcher([spans], on_start=spans.on_start)
+    for record in (
+        ToolCallRecord(name="plain", call_id="1"),
+        BrokenRecord(name="broken", call_id="2"),
+        ToolCallRecord(name="half \ud800", call_id="3"),
+        ToolCallRecord(name="id", call_id="\ud800"),
+    ):
+        dispatcher.start(record)
+        dispatcher.end(record)
+    dispatcher.flush()
+    await asyncio.to_thread(provider.shutdown)
+    assert [span.name for _, span in receiver.spans] == [
+        *("execute_tool plain", "execute_tool half ?", "execute_tool id")
+    ]
+    assert "ValueError at " in caplog.text
+    assert "secret" not in caplog.text

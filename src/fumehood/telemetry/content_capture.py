@@ -1,6 +1,6 @@
-"""What was said, as messages of the conventions, bounded and redacted.
+"""Content capture: messages of runs, turns and tool calls in the form of the conventions, redacted and truncated.
 
-Recorded only where the operator asks for it. What goes wrong here costs the content, never the rest.
+Off unless the operator asks for it. A failure here costs the content, never the span or event.
 """
 
 import json
@@ -34,7 +34,7 @@ from fumehood.protocol.openai.responses import CreateResponse, Response
 from fumehood.telemetry.semantic_conventions import MAX_CONTENT_BYTES, map_finish_reason
 from fumehood.telemetry.span_records import RecordListener, RunRecord, SpanRecord, ToolCallRecord, TurnRecord
 
-_READ_FACTOR = 4  # times as much may be read to find what is recorded
+_READ_FACTOR = 4  # reads up to this many times the bytes that are recorded
 
 INPUT_MESSAGES, OUTPUT_MESSAGES = "gen_ai.input.messages", "gen_ai.output.messages"
 SYSTEM_INSTRUCTIONS, TOOL_DEFINITIONS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
@@ -45,7 +45,7 @@ type ProfileName = Literal["option1", "option2", "option3", "option3-alternative
 
 @dataclass(frozen=True, slots=True)
 class CaptureProfile:
-    """The view of `parts` that messages are written in, and whether what leads back to the items is recorded, too."""
+    """How messages are written: the representation, and whether vendor items are recorded for the way back."""
 
     representation: str
     keeps_vendor_items: bool = True
@@ -59,15 +59,16 @@ CAPTURE_PROFILES: dict[ProfileName, CaptureProfile] = {
     "phoenix": CaptureProfile("option1", keeps_vendor_items=False),
 }
 
-# Tools that models are offered as functions, and that are more than that to everybody else: the argument that matters.
+# Hosted tools that models see as functions, with the argument that becomes the payload.
 _HOSTED_TOOL_ARGUMENTS = {"code_interpreter": "code", "shell": "commands"}
 
 
 class ContentCapture(RecordListener):
-    """Puts what was said into what has ended, before that is forgotten.
+    """Fills `SpanRecord.content` when an operation ends, before the record drops its request and response.
 
-    in_spans, in_events: who of them wants it.
-    longest: bytes for all attributes of a span together; half of them are for the output.
+    in_spans, in_events: where the content goes.
+    max_bytes: limit for all attributes of a span together; half of it is for the output.
+    redact: called with every text; returns what may be recorded.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class ContentCapture(RecordListener):
 
     @override
     def on_end(self, record: SpanRecord) -> None:
-        if not self.in_events and not record.is_sampled:
+        if not self.in_events and not record.span.is_recording():
             return
         match record:
             case RunRecord(request=CreateResponse() as request):
@@ -102,31 +103,33 @@ class ContentCapture(RecordListener):
     # ---- runs, turns, calls ---------------------------------------------------------------------------------------
 
     def _capture_run(self, request: CreateResponse, response: Response | None) -> JsonObject:
-        given = request.input if isinstance(request.input, list) else []
-        raws, left_out = _take_latest([bytes(raw) for raw in reversed(given)], _READ_FACTOR * self._max_bytes)
-        asked: list[Part] = _parts_of_items(raws)
+        items = request.input if isinstance(request.input, list) else []
+        raws, dropped = _take_latest([bytes(raw) for raw in reversed(items)], _READ_FACTOR * self._max_bytes)
+        input_parts: list[Part] = _parts_of_items(raws)
         if isinstance(request.input, str):
-            left_out = int(len(request.input) > _READ_FACTOR * self._max_bytes)
-            asked = [] if left_out else [TextPart(content=request.input, role="user")]
-        told = request.instructions
-        instructions: list[Part] = [TextPart(content=told, role="system")] if isinstance(told, str) else []
-        if isinstance(told, list):
-            instructions = _parts_of_items([bytes(raw) for raw in told])
+            dropped = int(len(request.input) > _READ_FACTOR * self._max_bytes)
+            input_parts = [] if dropped else [TextPart(content=request.input, role="user")]
+        text = request.instructions
+        instructions: list[Part] = [TextPart(content=text, role="system")] if isinstance(text, str) else []
+        if isinstance(text, list):
+            instructions = _parts_of_items([bytes(raw) for raw in text])
         tools = _safe_tool_definitions(map(msgspec.json.decode, request.tools or ()))
-        found = self._capture_request(asked, left_out, instructions, tools)
+        content = self._capture_request(input_parts, dropped, instructions, tools)
         if response is not None:
             parts = from_vendor("openai", msgspec.json.decode(msgspec.json.encode(response.output)))
-            ending = _finish_reason_of_response(response, parts)
-            found[OUTPUT_MESSAGES] = self._build_messages(
-                parts, self._max_bytes // 2, ending, keep_vendor_items=self._profile.keeps_vendor_items
+            content[OUTPUT_MESSAGES] = self._build_messages(
+                parts,
+                self._max_bytes // 2,
+                _finish_reason_of_response(response, parts),
+                keep_vendor_items=self._profile.keeps_vendor_items,
             )
-        return found
+        return content
 
     def _capture_turn(self, request: model_turns.ModelRequest, turn: TurnRecord) -> JsonObject:
         entries = (entry for segment in reversed(request.segments) for entry in reversed(segment.entries))
-        raws, left_out = _take_latest((entry.raw for entry in entries), _READ_FACTOR * self._max_bytes)
-        told = request.instructions
-        instructions: list[Part] = [] if told is None else [TextPart(content=told, role="system")]
+        raws, dropped = _take_latest((entry.raw for entry in entries), _READ_FACTOR * self._max_bytes)
+        text = request.instructions
+        instructions: list[Part] = [] if text is None else [TextPart(content=text, role="system")]
         functions: list[JsonObject] = [
             {
                 "type": "function",
@@ -139,42 +142,41 @@ class ContentCapture(RecordListener):
         others: list[JsonObject] = [
             {"type": each.type, "name": each.name or each.type} for each in request.other_tools
         ]
-        found = self._capture_request(_parts_of_items(raws), left_out, instructions, [*functions, *others])
-        ending = turn.finish_reason or "error"
-        found[OUTPUT_MESSAGES] = self._build_messages(
-            _parts_of_turn(turn.events or ()), self._max_bytes // 2, ending
+        content = self._capture_request(_parts_of_items(raws), dropped, instructions, [*functions, *others])
+        content[OUTPUT_MESSAGES] = self._build_messages(
+            _parts_of_turn(turn.events or ()), self._max_bytes // 2, turn.finish_reason or "error"
         )
-        return found
+        return content
 
     def _capture_call(self, call: ToolCallRecord) -> JsonObject:
-        found: JsonObject = {}
+        content: JsonObject = {}
         for name, text in ((TOOL_CALL_ARGUMENTS, call.arguments), (TOOL_CALL_RESULT, call.output)):
             if text:
-                part: list[Part] = self._redact_parts([TextPart(content=text)])
-                written = truncate_parts(
-                    to_representation(self._profile.representation, part), self._max_bytes // 2
+                redacted = self._redact_parts([TextPart(content=text)])
+                parts = truncate_parts(
+                    to_representation(self._profile.representation, redacted), self._max_bytes // 2
                 )
-                found[name] = "" if not written else written[0].get("content", "")
-        return found
+                content[name] = "" if not parts else parts[0].get("content", "")
+        return content
 
     def _capture_request(
-        self, asked: list[Part], left_out: int, instructions: list[Part], tools: list[JsonObject]
+        self, input_parts: list[Part], dropped: int, instructions: list[Part], tools: list[JsonObject]
     ) -> JsonObject:
-        found: JsonObject = {
-            INPUT_MESSAGES: self._build_messages(asked, self._max_bytes // 4, None, left_out)
+        content: JsonObject = {
+            INPUT_MESSAGES: self._build_messages(input_parts, self._max_bytes // 4, None, dropped)
         }
         if instructions:
-            written = _drop_sources(
+            parts = _drop_sources(
                 to_representation(self._profile.representation, self._redact_parts(instructions))
             )
-            found[SYSTEM_INSTRUCTIONS] = [*truncate_parts(written, self._max_bytes // 8)]
+            content[SYSTEM_INSTRUCTIONS] = [*truncate_parts(parts, self._max_bytes // 8)]
         if tools:
-            found[TOOL_DEFINITIONS] = [
+            content[TOOL_DEFINITIONS] = [
                 *_fit_tool_definitions(self._redact_tool_definitions(tools), self._max_bytes // 8)
             ]
-        return found
+        return content
 
-    # ---- what may be told, and how much of it ---------------------------------------------------------------------
+    # ---- redaction and limits ---------------------------------------------------------------------
 
     def _redact_parts(self, parts: list[Part]) -> list[Part]:
         parts = replace_inline_data(parts)
@@ -195,25 +197,30 @@ class ContentCapture(RecordListener):
         keep_vendor_items: bool = False,
     ) -> list[Json]:
         if dropped_count:
-            called = {part.call_id for part in parts if isinstance(part, ToolCallPart)}
+            call_ids = {part.call_id for part in parts if isinstance(part, ToolCallPart)}
             parts = [
-                part for part in parts if not isinstance(part, ToolCallResponsePart) or part.call_id in called
+                part
+                for part in parts
+                if not isinstance(part, ToolCallResponsePart) or part.call_id in call_ids
             ]
         messages = to_messages(self._profile.representation, self._redact_parts(parts), finish_reason)
-        each = max_bytes // max(1, len(messages))
+        message_bytes = max_bytes // max(1, len(messages))
         messages = [
-            _truncate_message(message, each, keep_vendor_items=keep_vendor_items) for message in messages
+            _truncate_message(message, message_bytes, keep_vendor_items=keep_vendor_items)
+            for message in messages
         ]
         while messages and (_json_size(messages) > max_bytes or validate([*messages])):
-            gone = max(1, len(messages) // 2)
-            dropped_count += sum(len(_parts_of(message)) for message in messages[:gone])
-            messages = messages[gone:]
+            half = max(1, len(messages) // 2)
+            dropped_count += sum(len(_parts_of(message)) for message in messages[:half])
+            messages = messages[half:]
         if dropped_count:
-            cut: JsonObject = {
+            notice: JsonObject = {
                 "role": "system",
                 "parts": [{"type": TRUNCATED_PART_TYPE, "parts": dropped_count}],
             }
-            messages.insert(0, cut if finish_reason is None else {**cut, "finish_reason": finish_reason})
+            messages.insert(
+                0, notice if finish_reason is None else {**notice, "finish_reason": finish_reason}
+            )
         return [*messages]
 
 
@@ -235,29 +242,31 @@ def _truncate_message(message: JsonObject, max_bytes: int, *, keep_vendor_items:
 
 
 def _drop_sources(parts: list[JsonObject]) -> list[JsonObject]:
-    """Without what leads back to the items."""
+    """Drop the vendor items, which only conversion back to the vendor needs."""
     return [{key: value for key, value in part.items() if key != SOURCE_FIELD} for part in parts]
 
 
 def _fit_tool_definitions(tools: list[JsonObject], max_bytes: int) -> list[JsonObject]:
-    """Tools with all that is known of them, or without their parameters, or only their names, or only some of those."""
-    for kept in (None, ("type", "name", "description"), ("type", "name")):
-        found = tools if kept is None else [{key: tool[key] for key in kept if key in tool} for tool in tools]
-        if _json_size(found) <= max_bytes:
-            return found
+    """Drop parameters, then descriptions, then the last tools until the rest fits."""
+    for keys in (None, ("type", "name", "description"), ("type", "name")):
+        fitted = (
+            tools if keys is None else [{key: tool[key] for key in keys if key in tool} for tool in tools]
+        )
+        if _json_size(fitted) <= max_bytes:
+            return fitted
     return [{"type": tool["type"], "name": tool["name"]} for tool in tools[: max_bytes // 300]]
 
 
 def _safe_tool_definitions(tools: Iterable[Json]) -> list[JsonObject]:
-    """What may be told of the tools of a request; the settings of some hold secrets."""
-    found: list[JsonObject] = []
+    """Return names of tools, and descriptions and parameters of functions. Other settings may hold secrets."""
+    definitions: list[JsonObject] = []
     for tool in tools:
         if isinstance(tool, dict):
-            kept = {key: tool[key] for key in ("description", "parameters") if tool.get(key) is not None}
+            details = {key: tool[key] for key in ("description", "parameters") if tool.get(key) is not None}
             kind = str(tool.get("type", "function"))
-            named = {"type": kind, "name": str(tool.get("name") or kind)}
-            found.append({**named, **kept} if kind == "function" else {**named})
-    return found
+            header = {"type": kind, "name": str(tool.get("name") or kind)}
+            definitions.append({**header, **details} if kind == "function" else {**header})
+    return definitions
 
 
 # --- items and events as parts ------------------------------------------------------------------------
@@ -268,16 +277,16 @@ def _parts_of_items(raws: Sequence[bytes]) -> list[Part]:
 
 
 def _take_latest(newest_first: Iterable[bytes], bytes_left: int) -> tuple[list[bytes], int]:
-    """The last items that are not too much to be looked at, in their order, and how many came before them."""
-    found: list[bytes] = []
-    left_out = 0
+    """Return the latest items that fit, oldest first, and the number of dropped ones."""
+    latest: list[bytes] = []
+    dropped = 0
     for raw in newest_first:
         bytes_left -= len(raw)
         if bytes_left < 0:
-            left_out += 1
+            dropped += 1
         else:
-            found.append(raw)
-    return found[::-1], left_out
+            latest.append(raw)
+    return latest[::-1], dropped
 
 
 def _finish_reason_of_response(response: Response, parts: list[Part]) -> str:
@@ -288,12 +297,12 @@ def _finish_reason_of_response(response: Response, parts: list[Part]) -> str:
     return infer_finish_reason(parts)
 
 
-def _parts_of_turn(pieces: Iterable[model_turns.AnyModelEvent]) -> list[Part]:
-    """The events of a turn as the parts of a message."""
+def _parts_of_turn(events: Iterable[model_turns.AnyModelEvent]) -> list[Part]:
+    """Build the parts of a message from the events of a turn."""
     parts: list[tuple[Part, list[str]]] = []
     calls: dict[int, list[str]] = {}
-    for piece in pieces:
-        match piece:
+    for event in events:
+        match event:
             case model_turns.ModelTextDelta(delta=delta) | model_turns.ModelRefusalDelta(delta=delta):
                 _append_delta(parts, TextPart, delta)
             case (
@@ -302,23 +311,23 @@ def _parts_of_turn(pieces: Iterable[model_turns.AnyModelEvent]) -> list[Part]:
             ):
                 _append_delta(parts, ReasoningPart, delta)
             case model_turns.ModelCallStarted():
-                kind = piece.name if piece.name in _HOSTED_TOOL_ARGUMENTS else "function"
+                kind = event.name if event.name in _HOSTED_TOOL_ARGUMENTS else "function"
                 call = ToolCallPart(
-                    kind=kind, name=piece.name, payload={}, call_id=piece.call_id, execution="client"
+                    kind=kind, name=event.name, payload={}, call_id=event.call_id, execution="client"
                 )
-                calls[piece.key] = []
-                parts.append((call, calls[piece.key]))
+                calls[event.key] = []
+                parts.append((call, calls[event.key]))
             case model_turns.ModelCallArgumentsDelta():
-                calls[piece.key].append(piece.delta)
+                calls[event.key].append(event.delta)
             case model_turns.ModelPassthroughItem():
-                parts += [(part, []) for part in _parts_of_items([bytes(piece.item)])]
+                parts += [(part, []) for part in _parts_of_items([bytes(event.item)])]
             case _:
                 pass
-    for part, written in parts:
-        if isinstance(part, TextPart | ReasoningPart) and written:
-            part.content = "".join(written)
+    for part, deltas in parts:
+        if isinstance(part, TextPart | ReasoningPart) and deltas:
+            part.content = "".join(deltas)
         elif isinstance(part, ToolCallPart) and not part.payload:
-            part.payload = _build_payload(part.kind, _parse_arguments("".join(written)))
+            part.payload = _build_payload(part.kind, _parse_arguments("".join(deltas)))
     return [part for part, _ in parts]
 
 
@@ -337,8 +346,8 @@ def _build_payload(kind: str, arguments: Json) -> JsonObject:
     return {field: arguments.get(field) if isinstance(arguments, dict) else None}
 
 
-def _parse_arguments(written: str) -> Json:
+def _parse_arguments(text: str) -> Json:
     try:
-        return msgspec.json.decode(written)
+        return msgspec.json.decode(text)
     except (ValueError, RecursionError):
-        return written
+        return text

@@ -1,7 +1,7 @@
-"""Distributions in plain numbers, and how they get into what OpenTelemetry's SDK sends.
+"""Histograms that are counted here and exported by OpenTelemetry's SDK.
 
-An instrument of the SDK takes about fourteen microseconds for every number, which is more than the gateway has for
-a streamed event. So numbers are counted here, and become points when the SDK's reader asks for them.
+An instrument of the SDK takes about 14 µs for each number, more than the gateway spends on a streamed event. So numbers
+are counted in plain lists and become data points when the SDK's reader exports.
 """
 
 from collections.abc import Sequence
@@ -26,15 +26,13 @@ from fumehood.metrics import BucketHistogram
 INSTRUMENTATION_SCOPE = "fumehood"
 _MAX_SERIES = 2000  # of one instrument, as in the SDK
 _OVERFLOW_LABELS = (("otel.metric.overflow", True),)
-_NOT_RECORDED = cast(
-    "float", None
-)  # the least and the greatest are not kept; on the wire they may be left out
+_NOT_RECORDED = cast("float", None)  # min and max are optional in OTLP
 
 type Labels = tuple[tuple[str, str | int | bool], ...]
 
 
 class HistogramInstrument:
-    """One instrument: a distribution for every set of labels."""
+    """One instrument: a histogram for each set of labels."""
 
     def __init__(self, name: str, unit: str, description: str, bounds: Sequence[float]) -> None:
         self.name = name
@@ -54,19 +52,19 @@ class HistogramInstrument:
         return point
 
     def collect(self, temporality: AggregationTemporality) -> Metric | None:
-        """All of it, or what has come since the last time; None if there is nothing. For one thread, the reader's."""
-        began, now = self._interval_start, time_ns()
+        """Return the data points, cumulative or since the last call; None if there are none. Not thread-safe."""
+        start, now = self._interval_start, time_ns()
         delta = temporality is AggregationTemporality.DELTA
         points: list[HistogramDataPoint] = []
         for labels, point in list(self._series.items()):
-            numbers, total = list(point.counts), point.sum
+            counts, total = list(point.counts), point.sum
             if delta:
-                before, total_before = self._exported.get(labels, ([0] * len(numbers), 0.0))
-                self._exported[labels] = numbers, total
-                numbers = [number - earlier for number, earlier in zip(numbers, before, strict=True)]
-                total -= total_before
-            if any(numbers):
-                points.append(self._build_data_point(labels, began, now, numbers, total))
+                exported, exported_total = self._exported.get(labels, ([0] * len(counts), 0.0))
+                self._exported[labels] = counts, total
+                counts = [count - earlier for count, earlier in zip(counts, exported, strict=True)]
+                total -= exported_total
+            if any(counts):
+                points.append(self._build_data_point(labels, start, now, counts, total))
         if delta:
             self._interval_start = now
         return (
@@ -76,15 +74,15 @@ class HistogramInstrument:
         )
 
     def _build_data_point(
-        self, labels: Labels, began: int, now: int, numbers: Sequence[int], total: float
+        self, labels: Labels, start: int, now: int, counts: Sequence[int], total: float
     ) -> HistogramDataPoint:
         return HistogramDataPoint(
             attributes=dict(labels),
-            start_time_unix_nano=began,
+            start_time_unix_nano=start,
             time_unix_nano=now,
-            count=sum(numbers),
+            count=sum(counts),
             sum=total,
-            bucket_counts=numbers,
+            bucket_counts=counts,
             explicit_bounds=self._bounds,
             min=_NOT_RECORDED,
             max=_NOT_RECORDED,
@@ -92,23 +90,23 @@ class HistogramInstrument:
 
 
 class HistogramMetricExporter(OTLPMetricExporter):
-    """Sends these distributions with what the SDK has counted itself."""
+    """Exports these histograms together with the SDK's own metrics."""
 
     def __init__(self, instruments: Sequence[HistogramInstrument], **settings: Any) -> None:
         super().__init__(**settings)
         self._instruments = instruments
-        chosen = self._preferred_temporality or {}
-        self._temporality = chosen.get(Instrument, AggregationTemporality.CUMULATIVE)
+        preferred = self._preferred_temporality or {}
+        self._temporality = preferred.get(Instrument, AggregationTemporality.CUMULATIVE)
 
     @override
     def export(
         self, metrics_data: MetricsData, timeout_millis: float | None = 10_000, **kwargs: Any
     ) -> MetricExportResult:
-        read = [each.collect(self._temporality) for each in self._instruments]
-        found = [metric for metric in read if metric is not None]
+        collected = [each.collect(self._temporality) for each in self._instruments]
+        metrics = [metric for metric in collected if metric is not None]
         resources = [
             ResourceMetrics(
-                each.resource, [_append_metrics(scope, found) for scope in each.scope_metrics], ""
+                each.resource, [_append_metrics(scope, metrics) for scope in each.scope_metrics], ""
             )
             for each in metrics_data.resource_metrics
         ]
@@ -116,7 +114,7 @@ class HistogramMetricExporter(OTLPMetricExporter):
 
 
 def _append_metrics(scope: ScopeMetrics, metrics: Sequence[Metric]) -> ScopeMetrics:
-    """What is sent of one scope has to be together."""
+    """Add the metrics to our own scope, which must not appear twice in a request."""
     if scope.scope.name != INSTRUMENTATION_SCOPE:
         return scope
     return ScopeMetrics(scope.scope, [*scope.metrics, *metrics], scope.schema_url)

@@ -1,7 +1,7 @@
-"""Wrappers of the seams that tell an observer of runs, model turns and tool calls.
+"""Wrappers of the seams that record runs, model turns and tool calls.
 
-A run is a task of its own, and its turns and calls happen in it: the variable that names the run is set before the task
-is made and copied into it.
+A run is a task of its own, in which its turns and calls happen. The context variable that names the run is set before
+the task is created, which copies it.
 """
 
 import asyncio
@@ -43,16 +43,16 @@ from fumehood.telemetry.span_records import (
 )
 from fumehood.timings import Timing, listen_to_timings
 
-_MAX_CACHED_SERVERS = 1000  # whose servers are remembered
+_MAX_CACHED_SERVERS = 1000  # model names
 _CANCELLED_ERRORS = frozenset({"GeneratorExit", "CancelledError"})
 
-# The run whose task this is, alone in a list, which is emptied when it has ended. Whatever is begun meanwhile copies
-# the variable, and a connection keeps its copy for as long as it is open: what was said must not stay there.
+# The run of this task, in a list that is emptied at its end. A connection that is opened meanwhile keeps a copy of the
+# variable for its whole life, and must not keep the run's content with it.
 _current_run: ContextVar[Sequence[RunRecord]] = ContextVar("fumehood_current_run", default=())
 
 
 def error_type(error: BaseException) -> str:
-    """Errors that clients see have codes; of others the type says enough, and their texts may hold anything."""
+    """Return the code of an API error, else the type's name. Messages are never used: they may hold content."""
     if isinstance(error, GeneratorExit | asyncio.CancelledError):
         return "cancelled"
     return (error.code or type(error).__name__) if isinstance(error, ApiError) else type(error).__name__
@@ -62,7 +62,7 @@ def error_type(error: BaseException) -> str:
 
 
 class InstrumentedRunService:
-    """`Runs`, each seen from the request until the response is durable."""
+    """Wraps a `RunService`: records each run from the request until the response is durable."""
 
     def __init__(self, runs: RunService, dispatcher: RecordDispatcher) -> None:
         self._runs = runs
@@ -80,21 +80,21 @@ class InstrumentedRunService:
         past: Sequence[ConversationSegment] | None = None,
         reserve_memory: ReserveMemory | None = None,
     ) -> Run:
-        seen = RunRecord(request=request, model=request.model, streamed=request.stream is True)
+        record = RunRecord(request=request, model=request.model, streamed=request.stream is True)
         self._dispatcher.running_count += 1
-        self._dispatcher.start(seen)
-        link = [seen]
+        self._dispatcher.start(record)
+        link = [record]
         token = _current_run.set(link)
         try:
             run = await self._runs.start(
                 request, caller, response_id, past=past, reserve_memory=reserve_memory
             )
         except BaseException as error:
-            self._end_run(seen, link, error)
+            self._end_run(record, link, error)
             raise
         finally:
             _current_run.reset(token)
-        run.add_done_callback(partial(self._end_run, seen, link))
+        run.add_done_callback(partial(self._end_run, record, link))
         return run
 
     def _end_run(self, record: RunRecord, link: list[RunRecord], outcome: Response | BaseException) -> None:
@@ -119,7 +119,7 @@ def _error_type_of_response(response: Response) -> str:
 
 
 class InstrumentedModelProvider:
-    """`Models`, of which every turn is seen."""
+    """Wraps a `ModelProvider`: records each turn."""
 
     def __init__(self, models: ModelProvider, dispatcher: RecordDispatcher) -> None:
         self._models = models
@@ -130,10 +130,10 @@ class InstrumentedModelProvider:
 
     def get_backend(self, model: str) -> ModelBackend:
         backend = self._models.get_backend(model)
-        observed = self._instrumented.get(backend)
-        if observed is None:
-            observed = self._instrumented[backend] = _InstrumentedModelBackend(backend, self._dispatcher)
-        return observed
+        wrapped = self._instrumented.get(backend)
+        if wrapped is None:
+            wrapped = self._instrumented[backend] = _InstrumentedModelBackend(backend, self._dispatcher)
+        return wrapped
 
 
 class _InstrumentedModelBackend:
@@ -149,27 +149,26 @@ class _InstrumentedModelBackend:
     def stream(
         self, request: ModelRequest, accept_batch: AcceptBatch | None = None
     ) -> "_InstrumentedEventStream":
-        observer, model = self._dispatcher, request.model
+        dispatcher, model = self._dispatcher, request.model
         if model not in self._servers:
-            if len(self._servers) >= _MAX_CACHED_SERVERS:  # callers may invent as many as they like
+            if len(self._servers) >= _MAX_CACHED_SERVERS:  # callers may invent any number of names
                 self._servers.clear()
             self._servers[model] = self.get_profile(model).server
         runs = _current_run.get()
-        seen = TurnRecord.start(request, self._servers[model], runs[0] if runs else None)
-        if seen.streamed and observer.needs_chunk_times:
-            seen.chunk_times = array("q")
-        if observer.captures_content:
-            seen.events = []
-        observer.start(seen)
+        record = TurnRecord.start(request, self._servers[model], runs[0] if runs else None)
+        if record.streamed and dispatcher.needs_chunk_times:
+            record.chunk_times = array("q")
+        if dispatcher.captures_content:
+            record.events = []
+        dispatcher.start(record)
         if accept_batch is not None:
-            accept_batch = seen.timestamp_events(accept_batch)
-        return _InstrumentedEventStream(
-            self._backend.stream(seen.request or request, accept_batch), seen, observer
-        )
+            accept_batch = record.timestamp_events(accept_batch)
+        batches = self._backend.stream(record.request or request, accept_batch)
+        return _InstrumentedEventStream(batches, record, dispatcher)
 
 
 class _InstrumentedEventStream:
-    """A turn's batches. Not a generator around a generator: of each of those, the event loop keeps a record."""
+    """The batches of a turn. Not an async generator, because the event loop keeps track of each of those."""
 
     __slots__ = ("_batches", "_dispatcher", "_has_ended", "_record")
 
@@ -201,23 +200,22 @@ class _InstrumentedEventStream:
 
     def _end_turn(self, error: str) -> None:
         self._has_ended = True
-        seen = self._record
-        if seen.end is None:
-            seen.error = error
-        self._dispatcher.end(seen)
-        run = seen.run
+        record = self._record
+        if record.end is None:
+            record.error = error
+        self._dispatcher.end(record)
+        run = record.run
         if run is not None:
             run.turns += 1
-            run.generation_time += (
-                seen.duration_ns - seen.time_to_first_chunk if seen.time_to_first_chunk else 0
-            )
+            if record.time_to_first_chunk:
+                run.generation_time += record.duration_ns - record.time_to_first_chunk
 
 
 # --- tool calls ---------------------------------------------------------------------------------------
 
 
 class InstrumentedHostedTool:
-    """A `HostedTool`, of which every call that it runs is seen."""
+    """Wraps a `HostedTool`: records each call."""
 
     def __init__(self, tool: HostedTool, dispatcher: RecordDispatcher) -> None:
         self._tool = tool
@@ -236,18 +234,18 @@ class InstrumentedHostedTool:
         past: Sequence[ConversationSegment],
         other_tools: Sequence[ConfiguredTool] = (),
     ) -> ConfiguredTool | None:
-        # Tools know each other by what they are, not by what is put around them.
+        # Tools check each other's types, so they must not see the wrappers.
         bare = [
             other.wrapped if isinstance(other, _InstrumentedConfiguredTool) else other
             for other in other_tools
         ]
-        offered = await self._tool.configure(spec, caller, past, bare)
-        return None if offered is None else _InstrumentedConfiguredTool(offered, self._dispatcher)
+        tool = await self._tool.configure(spec, caller, past, bare)
+        return None if tool is None else _InstrumentedConfiguredTool(tool, self._dispatcher)
 
 
 class _InstrumentedConfiguredTool:
-    def __init__(self, offered: ConfiguredTool, dispatcher: RecordDispatcher) -> None:
-        self.wrapped = offered
+    def __init__(self, tool: ConfiguredTool, dispatcher: RecordDispatcher) -> None:
+        self.wrapped = tool
         self._dispatcher = dispatcher
 
     @property
@@ -280,32 +278,32 @@ class _InstrumentedToolCallSession:
 
     async def run(self) -> AsyncGenerator[ToolCallStep]:
         runs = _current_run.get()
-        seen = ToolCallRecord(name=self._name, call_id=self._call_id, run=runs[0] if runs else None)
-        self._dispatcher.start(seen)
-        link = [seen]
+        record = ToolCallRecord(name=self._name, call_id=self._call_id, run=runs[0] if runs else None)
+        self._dispatcher.start(record)
+        link = [record]
         listener = partial(_record_timing, self._dispatcher, link)
         steps = self._session.run()
-        ended = False
+        has_result = False
         try:
             async with aclosing(steps):
                 while (step := await _next_step(steps, listener)) is not None:
                     if isinstance(step, ToolCallResult):
-                        ended = True
-                        _record_result(seen, step)
+                        has_result = True
+                        _record_result(record, step)
                     yield step
         except BaseException as error:
-            if not ended:
-                seen.error = error_type(error)
+            if not has_result:
+                record.error = error_type(error)
             raise
         finally:
             link.clear()
-            self._dispatcher.end(seen)
-            if seen.run is not None:
-                seen.run.calls += 1
+            self._dispatcher.end(record)
+            if record.run is not None:
+                record.run.calls += 1
 
 
 def _record_timing(dispatcher: RecordDispatcher, link: Sequence[ToolCallRecord], timing: Timing) -> None:
-    for call in link:  # or it has ended
+    for call in link:  # empty once the call has ended
         error = "cancelled" if timing.error in _CANCELLED_ERRORS else timing.error
         dispatcher.end(
             SandboxTimingRecord(
@@ -330,8 +328,6 @@ def _record_result(record: ToolCallRecord, result: ToolCallResult) -> None:
 async def _next_step(
     steps: AsyncGenerator[ToolCallStep], listener: Callable[[Timing], None]
 ) -> ToolCallStep | None:
-    """The next step, with somebody listening while it is made, and only then: what a generator sets stays set for
-    whoever takes from it.
-    """
+    """Return the next step. Listen only meanwhile: a variable that a generator sets leaks to its caller."""
     with listen_to_timings(listener):
         return await anext(steps, None)

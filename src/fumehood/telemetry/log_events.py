@@ -1,7 +1,6 @@
-"""Events of what was seen: what models were asked and said, and what went wrong.
+"""Events: details of turns, failed turns, failed tool calls and lost sandboxes.
 
-The conventions know an event for a turn and one for a turn that failed. A tool that failed and a sandbox that was lost
-have events of our own beside them.
+The first two are OpenTelemetry's GenAI events, the others are fumehood's own.
 """
 
 from typing import override
@@ -25,9 +24,9 @@ _LOST_STATUSES = frozenset({"lost", "out_of_memory"})
 
 
 class LogEventEmitter(RecordListener):
-    """Tells of turns that were asked for, and of what went wrong.
+    """Emits an event for each failure, and on request for each turn.
 
-    with_details: whether there is an event for every turn; with_content: whether it has what was said in it.
+    with_details: emit an event for every turn. with_content: add the captured content to it.
     """
 
     def __init__(self, logger: Logger, *, with_details: bool = False, with_content: bool = False) -> None:
@@ -37,24 +36,22 @@ class LogEventEmitter(RecordListener):
 
     @override
     def on_end(self, record: SpanRecord) -> None:
-        if isinstance(record, TurnRecord):
-            if self._with_details or record.error:
-                self._emit_turn(record)
-            return
         match record:
+            case TurnRecord():
+                self._emit_turn(record)
             case ToolCallRecord(error=error) if error:
-                told: dict[str, AnyValue] = {
+                failure: dict[str, AnyValue] = {
                     "gen_ai.operation.name": "execute_tool",
                     "gen_ai.tool.name": record.name,
                     "gen_ai.tool.call.id": record.call_id,
                     "error.type": error,
                 }
-                self._emit(TOOL_FAILED, record, told, SeverityNumber.WARN)
-            case SandboxTimingRecord(timing=phase) if phase.attributes.get("status") in _LOST_STATUSES:
+                self._emit(TOOL_FAILED, record, failure, SeverityNumber.WARN)
+            case SandboxTimingRecord(timing=timing) if timing.attributes.get("status") in _LOST_STATUSES:
                 lost: dict[str, AnyValue] = {
                     "gen_ai.tool.name": record.call.name,
                     "gen_ai.tool.call.id": record.call.call_id,
-                    "error.type": phase.attributes["status"],
+                    "error.type": timing.attributes["status"],
                 }
                 self._emit(SANDBOX_LOST, record.call, lost, SeverityNumber.WARN)
             case _:
@@ -62,15 +59,12 @@ class LogEventEmitter(RecordListener):
 
     def _emit_turn(self, turn: TurnRecord) -> None:
         if self._with_details:
-            told: dict[str, AnyValue] = {
-                **turn.start_attributes().build_attributes(),
-                **turn.end_attributes(),
-            }
+            details: dict[str, AnyValue] = {**turn.start_attributes(), **turn.end_attributes()}
             if turn.error:
-                told["error.type"] = turn.error
+                details["error.type"] = turn.error
             if self._with_content:
-                told |= turn.content
-            self._emit(INFERENCE_DETAILS, turn, told, SeverityNumber.INFO)
+                details |= turn.content
+            self._emit(INFERENCE_DETAILS, turn, details, SeverityNumber.INFO)
         if turn.error and turn.error != "cancelled":
             self._emit(OPERATION_EXCEPTION, turn, {"exception.type": turn.error}, SeverityNumber.WARN)
 

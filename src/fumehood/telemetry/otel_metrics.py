@@ -1,6 +1,6 @@
-"""Metrics of what was seen, by the conventions, and of sandboxes by our own.
+"""OpenTelemetry metrics: GenAI metrics of the semantic conventions, and fumehood's own for sandboxes and containers.
 
-What is counted for a turn or a response is a handful of additions; nothing is done for a streamed event.
+A turn or a response costs a few additions, a streamed event nothing.
 """
 
 from collections import Counter
@@ -11,7 +11,6 @@ from typing import override
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from fumehood.metrics import BucketHistogram, GatewayStats
-from fumehood.protocol.openai.responses import Usage
 from fumehood.telemetry.histogram_export import HistogramInstrument, Labels
 from fumehood.telemetry.semantic_conventions import (
     DURATION_BUCKETS,
@@ -28,23 +27,24 @@ from fumehood.telemetry.span_records import (
     TurnRecord,
 )
 
-OTHER_MODEL = "_OTHER"  # as the conventions call what has no name of its own
+OTHER_MODEL = "_OTHER"  # the conventions' label for values outside the known set
 _MAX_MODEL_NAMES = 100
 
-# As the conventions advise.
+# The buckets that the conventions advise.
 _FIRST_TOKEN_BUCKETS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
 )  # fmt: skip
 _OUTPUT_TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _AGENT_BUCKETS = tuple(0.1 * 2**power for power in range(13))
 _COUNT_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128)
-# A sandbox that waited is there within a millisecond.
+# A warm sandbox is acquired within a millisecond.
 _PHASE_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
 
 class ModelNameLimiter:
-    """Names that a metric may be labelled with: those of the configuration, and the first hundred others that a model
-    has answered to. Callers may invent as many as they like.
+    """Bounds the model names used as labels, because callers may invent any number of names.
+
+    Allowed are the configured names and the first hundred others that a model has answered to.
     """
 
     def __init__(self, known: Iterable[str] = ()) -> None:
@@ -64,7 +64,7 @@ class ModelNameLimiter:
 
 @dataclass(frozen=True, slots=True)
 class _TurnHistograms:
-    """Where turns of a model at a server are counted, looked up once; what failed has further labels."""
+    """The histograms of successful turns of one model at one server, cached to look them up once a turn."""
 
     labels: Labels
     durations: BucketHistogram
@@ -76,7 +76,7 @@ class _TurnHistograms:
 
 @dataclass(frozen=True, slots=True)
 class _RunHistograms:
-    """The same for responses, by the model that was asked for and the one that answered."""
+    """The histograms of successful responses, by requested and answering model."""
 
     labels: Labels
     agent_labels: Labels
@@ -87,47 +87,50 @@ class _RunHistograms:
 
 
 class OtelMetrics(RecordListener):
-    """`instruments` are read by whoever sends them."""
+    """Counts ended records. `HistogramMetricExporter` reads `instruments`."""
 
     needs_chunk_times = True
 
     def __init__(self, names: ModelNameLimiter) -> None:
         self._model_names = names
         self._token_usage = HistogramInstrument(
-            "gen_ai.client.token.usage", "{token}", "Tokens of turns.", TOKEN_BUCKETS
+            "gen_ai.client.token.usage", "{token}", "Tokens used by turns.", TOKEN_BUCKETS
         )
         self._turn_durations = _duration_histogram(
-            "gen_ai.client.operation.duration", "How long turns of models take."
+            "gen_ai.client.operation.duration", "Duration of model turns."
         )
         self._time_to_first_chunk = _duration_histogram(
-            "gen_ai.client.operation.time_to_first_chunk", "Until the first piece of a streamed turn comes."
+            "gen_ai.client.operation.time_to_first_chunk", "Time to the first chunk of a streamed turn."
         )
         self._time_per_output_chunk = _duration_histogram(
-            "gen_ai.client.operation.time_per_output_chunk", "Between the pieces of streamed turns."
+            "gen_ai.client.operation.time_per_output_chunk", "Time between chunks of streamed turns."
         )
         self._request_durations = _duration_histogram(
-            "gen_ai.server.request.duration", "How long responses take."
+            "gen_ai.server.request.duration", "Duration of responses."
         )
         self._time_to_first_token = _duration_histogram(
             "gen_ai.server.time_to_first_token",
-            "Until a model writes the first token of a streamed response.",
+            "Time to the first token of a streamed response.",
             _FIRST_TOKEN_BUCKETS,
         )
         self._time_per_output_token = _duration_histogram(
             "gen_ai.server.time_per_output_token",
-            "For every token after the first ones of turns, while models write.",
+            "Time per output token after the first of each turn, without tools.",
             _OUTPUT_TOKEN_BUCKETS,
         )
         self._agent_durations = _duration_histogram(
-            "gen_ai.invoke_agent.duration", "How long responses take, tools included.", _AGENT_BUCKETS
+            "gen_ai.invoke_agent.duration", "Duration of responses, tools included.", _AGENT_BUCKETS
         )
         self._agent_turns = HistogramInstrument(
-            "gen_ai.invoke_agent.inference_calls", "{inference_call}", "Turns of a response.", _COUNT_BUCKETS
+            "gen_ai.invoke_agent.inference_calls",
+            "{inference_call}",
+            "Model turns per response.",
+            _COUNT_BUCKETS,
         )
         self._agent_calls = HistogramInstrument(
             "gen_ai.invoke_agent.tool_calls",
             "{tool_call}",
-            "Calls of hosted tools in a response.",
+            "Hosted tool calls per response.",
             _COUNT_BUCKETS,
         )
         self._agent_turn_counts, self._agent_call_counts = (
@@ -135,11 +138,11 @@ class OtelMetrics(RecordListener):
             self._agent_calls.series(()),
         )
         self._tool_call_durations = _duration_histogram(
-            "gen_ai.execute_tool.duration", "How long calls of hosted tools take."
+            "gen_ai.execute_tool.duration", "Duration of hosted tool calls."
         )
         self._phase_durations = _duration_histogram(
             "fumehood.sandbox.phase.duration",
-            "Acquiring a sandbox, installing packages, running code, finding files.",
+            "Duration of acquiring a sandbox, installing packages, running code, finding files.",
             _PHASE_BUCKETS,
         )
         self._turn_histograms: dict[tuple[str, tuple[str, int] | None], _TurnHistograms] = {}
@@ -150,7 +153,7 @@ class OtelMetrics(RecordListener):
     def instruments(self) -> Sequence[HistogramInstrument]:
         return [each for each in vars(self).values() if isinstance(each, HistogramInstrument)]
 
-    # ---- what was seen --------------------------------------------------------------------------------------------
+    # ---- records --------------------------------------------------------------------------------------------
 
     @override
     def on_end(self, record: SpanRecord) -> None:
@@ -165,7 +168,7 @@ class OtelMetrics(RecordListener):
             self._record_timing(record)
 
     def _record_turn(self, turn: TurnRecord) -> None:
-        server, end, seconds = turn.server, turn.end, turn.duration_ns / 1e9
+        server, end, seconds = turn.server, turn.end, turn.seconds
         series = self._turn_histograms.get((turn.model, server))
         if series is None:
             model = self._model_names.label(turn.model, has_answered=end is not None)
@@ -201,15 +204,15 @@ class OtelMetrics(RecordListener):
         return series
 
     def _record_run(self, run: RunRecord) -> None:
-        answer, begun, seconds = run.response_summary, bool(run.time_to_first_token), run.duration_ns / 1e9
-        answered = None if answer is None else answer.model
-        series = None if run.model is None else self._run_histograms.get((run.model, answered))
+        summary, has_answered, seconds = run.response_summary, bool(run.time_to_first_token), run.seconds
+        answering = None if summary is None else summary.model
+        series = None if run.model is None else self._run_histograms.get((run.model, answering))
         if series is None:
-            model = self._model_names.label(run.model, has_answered=begun)
-            if answered is not None:
-                answered = self._model_names.label(answered, has_answered=begun)
-            series = self._run_histograms.get((model, answered)) or self._create_run_histograms(
-                model, answered
+            model = self._model_names.label(run.model, has_answered=has_answered)
+            if answering is not None:
+                answering = self._model_names.label(answering, has_answered=has_answered)
+            series = self._run_histograms.get((model, answering)) or self._create_run_histograms(
+                model, answering
             )
         if run.error:
             self._request_durations.series(_add_error_label(series.labels, run)).observe(seconds)
@@ -220,23 +223,23 @@ class OtelMetrics(RecordListener):
         if run.turns:
             self._agent_turn_counts.observe(run.turns)
             self._agent_call_counts.observe(run.calls)
-        if run.error or answer is None or not begun or not run.streamed:
+        if run.error or summary is None or not has_answered or not run.streamed:
             return
         series.first_tokens.observe(run.time_to_first_token / 1e9)
-        after_first = _output_tokens_of(answer.usage) - run.turns
+        after_first = (0 if summary.usage is None else summary.usage.output_tokens) - run.turns
         if after_first > 0:
             series.each_token.observe(run.generation_time / 1e9 / after_first)
 
-    def _create_run_histograms(self, model: str, answered: str | None) -> "_RunHistograms":
+    def _create_run_histograms(self, model: str, answering: str | None) -> "_RunHistograms":
         labels: Labels = (
             ("gen_ai.operation.name", "invoke_agent"),
             ("gen_ai.provider.name", OWN_PROVIDER),
             ("gen_ai.request.model", model),
         )
-        if answered is not None:
-            labels += (("gen_ai.response.model", answered),)
+        if answering is not None:
+            labels += (("gen_ai.response.model", answering),)
         agent_labels: Labels = (("gen_ai.request.model", model),)
-        self._run_histograms[model, answered] = series = _RunHistograms(
+        self._run_histograms[model, answering] = series = _RunHistograms(
             labels,
             agent_labels,
             requests=self._request_durations.series(labels),
@@ -247,51 +250,50 @@ class OtelMetrics(RecordListener):
         return series
 
     def _record_timing(self, record: SandboxTimingRecord) -> None:
-        phase = record.timing
-        self._phase_durations.series(
-            _add_error_label((("fumehood.sandbox.phase", phase.name),), record)
-        ).observe(record.seconds)
-        start = phase.attributes.get("start")
+        timing = record.timing
+        labels = _add_error_label((("fumehood.sandbox.phase", timing.name),), record)
+        self._phase_durations.series(labels).observe(record.seconds)
+        start = timing.attributes.get("start")
         if start is not None:
             self.sandbox_starts[start] += 1
 
-    # ---- what is asked for when it is sent ------------------------------------------------------------------------
+    # ---- read when they are exported ------------------------------------------------------------------------
 
-    def register_observables(self, meter: Meter, figures: GatewayStats, running: Callable[[], int]) -> None:
-        """Have the meter ask for what is only looked at: how many there are now, and what others have counted."""
-        containers = figures.containers
+    def register_observables(self, meter: Meter, stats: GatewayStats, running: Callable[[], int]) -> None:
+        """Register the metrics that the meter reads from elsewhere: current numbers, and counters of the gateway."""
+        containers = stats.containers
         meter.create_observable_up_down_counter(
-            "fumehood.responses.active", [_observe_number(running)], "{response}", "Being made now."
+            "fumehood.responses.active", [_observe_number(running)], "{response}", "Responses in progress."
         )
         meter.create_observable_counter(
             "fumehood.sandbox.starts",
             [_observe_counts(lambda: self.sandbox_starts, "fumehood.sandbox.start")],
             "{sandbox}",
-            "How calls got their sandboxes: warm ones were waiting, cold ones were made, kept ones were theirs.",
+            "Sandboxes acquired by calls: warm (from the pool), cold (created), kept (from an earlier call).",
         )
         meter.create_observable_counter(
             "fumehood.sandbox.executions",
             [_observe_counts(lambda: containers.ended_calls, "fumehood.sandbox.status")],
             "{execution}",
-            "Code and commands, by how they ended.",
+            "Executions of code and commands, by status.",
         )
         meter.create_observable_up_down_counter(
             "fumehood.sandbox.executions.active",
             [_observe_number(lambda: containers.running_calls)],
             "{execution}",
-            "Code and commands that run or wait.",
+            "Executions that run or wait.",
         )
         meter.create_observable_up_down_counter(
             "fumehood.containers.live",
             [_observe_number(lambda: containers.live_containers)],
             "{container}",
-            "Of all tenants.",
+            "Live containers of all tenants.",
         )
         meter.create_observable_counter(
             "fumehood.containers.ended",
             [_observe_counts(lambda: containers.ended, "fumehood.container.end")],
             "{container}",
-            "Containers that have ended, by why.",
+            "Containers that have ended, by reason.",
         )
 
 
@@ -314,7 +316,3 @@ def _duration_histogram(
 
 def _add_error_label(labels: Labels, record: SpanRecord) -> Labels:
     return (*labels, ("error.type", record.error)) if record.error else labels
-
-
-def _output_tokens_of(usage: Usage | None) -> int:
-    return 0 if usage is None else usage.output_tokens

@@ -1,4 +1,4 @@
-"""Sends what was seen where the operator says, by OpenTelemetry's SDK and its variables."""
+"""The OpenTelemetry pipeline of one gateway: providers, OTLP exporters and the SDK's environment variables."""
 
 import asyncio
 import logging
@@ -10,6 +10,7 @@ from typing import Any, Protocol, override
 
 import requests
 from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
 from opentelemetry.sdk.metrics import AlwaysOffExemplarFilter, MeterProvider
@@ -17,7 +18,6 @@ from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
-from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from urllib3.exceptions import HTTPError
 
 from fumehood import __version__
@@ -33,48 +33,18 @@ from fumehood.telemetry.instrumentation import (
 )
 from fumehood.telemetry.log_events import LogEventEmitter
 from fumehood.telemetry.otel_metrics import ModelNameLimiter, OtelMetrics
-from fumehood.telemetry.otlp_span_encoding import EncodingSpanExporter, EncodingTracer
 from fumehood.telemetry.semantic_conventions import CAPTURE_CONTENT_VARIABLE, MAX_CONTENT_BYTES
 from fumehood.telemetry.span_records import RecordDispatcher, RecordListener
 from fumehood.telemetry.spans import SpanEmitter
 from fumehood.telemetry.trace_context import TraceContextPropagator
 
-_MAX_RESPONSE_BYTES = 64 << 10
-
-
-_READ_SIZE = 4 << 10
-
-
-_DEFAULT_TIMEOUT_SECONDS = 10.0
-
-
-class BoundedReadSession(requests.Session):
-    """One for the SDK's exporters, which look at the status and the headers of an answer alone. The rest is read as far
-    as it is short and comes soon, so that the connection can be used again; else it is hung up.
-    """
-
-    @override
-    def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
-        answer = super().send(request, **{**options, "stream": True})
-        timeout = options.get("timeout")
-        until = time.monotonic() + (timeout if isinstance(timeout, int | float) else _DEFAULT_TIMEOUT_SECONDS)
-        left = _MAX_RESPONSE_BYTES
-        try:
-            while left > 0 and time.monotonic() < until:
-                piece = answer.raw.read1(_READ_SIZE, decode_content=False)
-                if not piece:
-                    return answer
-                left -= len(piece)
-        except (HTTPError, OSError):
-            pass  # what matters has been said
-        answer.close()
-        return answer
-
-
 EMIT_EVENT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_EMIT_EVENT"
+_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
+_ENDPOINT_OF = "OTEL_EXPORTER_OTLP_{}_ENDPOINT"
+_CREDENTIAL_PROVIDER = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER"
+_CREDENTIAL_PROVIDER_OF = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_{}_CREDENTIAL_PROVIDER"
 
-
-# Who has what was said: spans, events.
+# Whether content goes into spans and into events, by the value of CAPTURE_CONTENT_VARIABLE.
 _CAPTURE_TARGETS = {
     "": (False, False),
     "false": (False, False),
@@ -85,32 +55,47 @@ _CAPTURE_TARGETS = {
     "span_and_event": (True, True),
 }
 
-
-_ENDPOINT = "OTEL_EXPORTER_OTLP_ENDPOINT"
-
-
-_ENDPOINT_OF = "OTEL_EXPORTER_OTLP_{}_ENDPOINT"
-
-
-_CREDENTIAL_PROVIDER = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER"
-
-
-_CREDENTIAL_PROVIDER_OF = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_{}_CREDENTIAL_PROVIDER"
-
-
-_SHUTDOWN_SECONDS = 2.0  # that a receiver which does not answer may hold up the end
-
+_MAX_RESPONSE_BYTES = 64 << 10
+_READ_SIZE = 4 << 10
+_DEFAULT_TIMEOUT_SECONDS = 10.0
+_SHUTDOWN_SECONDS = 2.0  # for all exporters together, even if a receiver does not respond
 
 logger = logging.getLogger(__name__)
 
 
+class BoundedReadSession(requests.Session):
+    """A session for the SDK's exporters, which use only the status and headers of a response.
+
+    A short body that arrives within the timeout is read, so that the connection can be reused; else it is closed.
+    """
+
+    @override
+    def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
+        response = super().send(request, **{**options, "stream": True})
+        timeout = options.get("timeout")
+        deadline = time.monotonic() + (
+            timeout if isinstance(timeout, int | float) else _DEFAULT_TIMEOUT_SECONDS
+        )
+        remaining = _MAX_RESPONSE_BYTES
+        try:
+            while remaining > 0 and time.monotonic() < deadline:
+                chunk = response.raw.read1(_READ_SIZE, decode_content=False)
+                if not chunk:
+                    return response
+                remaining -= len(chunk)
+        except (HTTPError, OSError):
+            pass  # status and headers have arrived
+        response.close()
+        return response
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtlpPipelineSettings:
-    """What the configuration says of telemetry.
+    """The telemetry section of the configuration.
 
-    endpoint: the address that all signals share, None to leave it to the variables.
-    profile, content_bytes, redact: how what was said is written, how much of it, and who looks over it before.
-    models: those that metrics may be told of by name, whoever asks for them.
+    endpoint: base URL for all signals, None to leave it to the environment.
+    profile, content_bytes, redact: representation, size limit and redaction of captured content.
+    models: names that metrics use as labels from the start.
     """
 
     endpoint: str | None = None
@@ -125,32 +110,32 @@ class _SupportsShutdown(Protocol):
 
 
 class OtlpPipeline:
-    """The wrappers of one gateway, and the threads that send what they tell."""
+    """Instruments the seams of one gateway, and owns the SDK's exporters and their threads."""
 
     def __init__(
-        self, settings: OtlpPipelineSettings, environ: Mapping[str, str], figures: GatewayStats
+        self, settings: OtlpPipelineSettings, environ: Mapping[str, str], stats: GatewayStats
     ) -> None:
         self._environ = environ
         self._endpoint = settings.endpoint
         self._resource = _create_resource()
         self._shutdowns: list[tuple[Callable[[], None], _SupportsShutdown]] = []
         self._propagator = TraceContextPropagator(environ)
-        contents = self._create_content_capture(settings)
+        capture = self._create_content_capture(settings)
         listeners: list[RecordListener] = []
         if self._is_enabled("metrics"):
-            listeners.append(self._create_metrics(figures, settings.models))
+            listeners.append(self._create_metrics(stats, settings.models))
         if self._is_enabled("logs"):
             listeners.append(
-                self._create_event_emitter(with_content=contents is not None and contents.in_events)
+                self._create_event_emitter(with_content=capture is not None and capture.in_events)
             )
-        begins = None
+        on_start = None
         if self._is_enabled("traces"):
-            spans = self._create_span_emitter(with_content=contents is not None and contents.in_spans)
-            listeners.append(spans)  # last: what it is told is sent as it is
-            begins = spans.on_start
-        self.dispatcher = RecordDispatcher(listeners, contents, begins)
+            spans = self._create_span_emitter(with_content=capture is not None and capture.in_spans)
+            listeners.append(spans)
+            on_start = spans.on_start
+        self.dispatcher = RecordDispatcher(listeners, capture, on_start)
 
-    # ---- what is put around the seams -----------------------------------------------------------------------------
+    # ---- instrumentation ------------------------------------------------------------------------------------------
 
     def instrument_models(self, models: ModelProvider) -> ModelProvider:
         return InstrumentedModelProvider(models, self.dispatcher)
@@ -167,30 +152,29 @@ class OtlpPipeline:
     # ---- the three signals ----------------------------------------------------------------------------------------
 
     def _is_enabled(self, signal: str) -> bool:
-        """One without an address is not sent to where the SDK guesses that somebody listens."""
+        """A signal needs an endpoint: the SDK's default of localhost is not used."""
         variables = (_ENDPOINT, _ENDPOINT_OF.format(signal.upper()))
-        sent = self._endpoint or any(self._environ.get(variable) for variable in variables)
-        return (
-            bool(sent) and self._environ.get(f"OTEL_{signal.upper()}_EXPORTER", "").strip().lower() != "none"
-        )
+        if not self._endpoint and not any(self._environ.get(variable) for variable in variables):
+            return False
+        return self._environ.get(f"OTEL_{signal.upper()}_EXPORTER", "").strip().lower() != "none"
 
     def _endpoint_of(self, signal: str) -> str | None:
-        """The variable of one signal goes before what all of them share; the SDK knows the others."""
+        """Return None where the SDK reads it from the environment: a signal's own variable takes precedence."""
         if not self._endpoint or self._environ.get(_ENDPOINT_OF.format(signal.upper())):
             return None
         return f"{self._endpoint.rstrip('/')}/v1/{signal}"
 
     def _create_session(self, signal: str) -> BoundedReadSession | None:
-        """None where the operator has named who makes sessions."""
-        named = (_CREDENTIAL_PROVIDER, _CREDENTIAL_PROVIDER_OF.format(signal.upper()))
-        return None if any(self._environ.get(variable) for variable in named) else BoundedReadSession()
+        """Return None where the operator has named a credential provider, which makes the session."""
+        variables = (_CREDENTIAL_PROVIDER, _CREDENTIAL_PROVIDER_OF.format(signal.upper()))
+        return None if any(self._environ.get(variable) for variable in variables) else BoundedReadSession()
 
     def _create_content_capture(self, settings: OtlpPipelineSettings) -> ContentCapture | None:
-        """None unless the operator asks for it in words that are known."""
-        said = self._environ.get(CAPTURE_CONTENT_VARIABLE, "").strip().lower()
-        if said not in _CAPTURE_TARGETS:
-            logger.warning("%s: %r is not known; no content is recorded", CAPTURE_CONTENT_VARIABLE, said)
-        in_spans, in_events = _CAPTURE_TARGETS.get(said, (False, False))
+        """Return None unless the operator asks for content."""
+        target = self._environ.get(CAPTURE_CONTENT_VARIABLE, "").strip().lower()
+        if target not in _CAPTURE_TARGETS:
+            logger.warning("%s: %r is not known; no content is recorded", CAPTURE_CONTENT_VARIABLE, target)
+        in_spans, in_events = _CAPTURE_TARGETS.get(target, (False, False))
         if not in_spans and not in_events:
             return None
         return ContentCapture(
@@ -202,32 +186,29 @@ class OtlpPipeline:
         )
 
     def _create_span_emitter(self, *, with_content: bool) -> SpanEmitter:
-        exporter = EncodingSpanExporter(
-            self._resource,
-            InstrumentationScope(INSTRUMENTATION_SCOPE, __version__),
-            endpoint=self._endpoint_of("traces"),
-            session=self._create_session("traces"),
+        exporter = OTLPSpanExporter(
+            endpoint=self._endpoint_of("traces"), session=self._create_session("traces")
         )
         provider = TracerProvider(resource=self._resource, shutdown_on_exit=False)
-        processor = BatchSpanProcessor(exporter)
-        provider.add_span_processor(processor)
+        provider.add_span_processor(BatchSpanProcessor(exporter))
         self._shutdowns.append((provider.shutdown, exporter))
-        return SpanEmitter(EncodingTracer(provider, processor), self._propagator, with_content=with_content)
+        tracer = provider.get_tracer(INSTRUMENTATION_SCOPE, __version__)
+        return SpanEmitter(tracer, self._propagator, with_content=with_content)
 
     def _create_event_emitter(self, *, with_content: bool) -> LogEventEmitter:
-        """By the conventions, an event for every turn is only there where it is asked for."""
+        """By the conventions, an event for every turn is opt-in."""
         exporter = OTLPLogExporter(endpoint=self._endpoint_of("logs"), session=self._create_session("logs"))
         provider = LoggerProvider(self._resource, shutdown_on_exit=False)
         provider.add_log_record_processor(BatchLogRecordProcessor(exporter))
         self._shutdowns.append((provider.shutdown, exporter))
-        wanted = self._environ.get(EMIT_EVENT_VARIABLE, str(with_content)).strip().lower() == "true"
+        with_details = self._environ.get(EMIT_EVENT_VARIABLE, str(with_content)).strip().lower() == "true"
         return LogEventEmitter(
             provider.get_logger(INSTRUMENTATION_SCOPE, __version__),
-            with_details=wanted,
+            with_details=with_details,
             with_content=with_content,
         )
 
-    def _create_metrics(self, figures: GatewayStats, models: Sequence[str]) -> OtelMetrics:
+    def _create_metrics(self, stats: GatewayStats, models: Sequence[str]) -> OtelMetrics:
         metrics = OtelMetrics(ModelNameLimiter(models))
         exporter = HistogramMetricExporter(
             metrics.instruments,
@@ -243,36 +224,36 @@ class OtlpPipeline:
         self._shutdowns.append((provider.shutdown, exporter))
         metrics.register_observables(
             provider.get_meter(INSTRUMENTATION_SCOPE, __version__),
-            figures,
+            stats,
             lambda: self.dispatcher.running_count,
         )
         return metrics
 
-    # ---- the end --------------------------------------------------------------------------------------------------
+    # ---- shutdown --------------------------------------------------------------------------------------------------
 
     async def close(self) -> None:
-        """Send what is left, as far as that takes no longer than two seconds."""
+        """Export what is left, for at most two seconds."""
         self.dispatcher.flush()
         await asyncio.to_thread(self._shut_down)
 
     def _shut_down(self) -> None:
-        until = time.monotonic() + _SHUTDOWN_SECONDS
-        # Daemons: who waits for an answer beyond that keeps no process alive.
-        ending = [
-            (threading.Thread(target=end, daemon=True, name="telemetry-end"), exporter)
-            for end, exporter in self._shutdowns
+        deadline = time.monotonic() + _SHUTDOWN_SECONDS
+        # Daemon threads: one that still waits for a receiver does not keep the process alive.
+        threads = [
+            (threading.Thread(target=shutdown, daemon=True, name="telemetry-shutdown"), exporter)
+            for shutdown, exporter in self._shutdowns
         ]
-        for thread, _ in ending:
+        for thread, _ in threads:
             thread.start()
-        for thread, exporter in ending:
-            thread.join(max(0, until - time.monotonic()))
+        for thread, exporter in threads:
+            thread.join(max(0, deadline - time.monotonic()))
             if thread.is_alive():
-                exporter.shutdown()  # it tries no more
+                exporter.shutdown()  # stops its retries
 
 
 def _create_resource() -> Resource:
-    """What the variables say; where they name no service, it is called after us."""
-    found = Resource({"service.version": __version__}).merge(Resource.create())
-    if str(found.attributes.get("service.name", "")).startswith("unknown_service"):
-        return found.merge(Resource({"service.name": INSTRUMENTATION_SCOPE}))
-    return found
+    """Return the resource of the environment; the service name defaults to fumehood."""
+    resource = Resource({"service.version": __version__}).merge(Resource.create())
+    if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
+        return resource.merge(Resource({"service.name": INSTRUMENTATION_SCOPE}))
+    return resource

@@ -1,14 +1,13 @@
-"""What OpenTelemetry's conventions say that all of telemetry keeps to: names, bounds, vendors."""
+"""OpenTelemetry's GenAI semantic conventions: variables, buckets, provider names and finish reasons."""
 
 CAPTURE_CONTENT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 PROPAGATORS_VARIABLE = "OTEL_PROPAGATORS"
-MAX_CONTENT_BYTES = 200_000  # bytes of content: backends cut attributes, or refuse spans, beyond 256 KB
+MAX_CONTENT_BYTES = 200_000  # backends truncate attributes, or reject spans, beyond 256 KB
 
-# As they advise, for whatever takes seconds, and for tokens.
+# The buckets that the conventions advise for durations in seconds and for tokens.
 DURATION_BUCKETS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 TOKEN_BUCKETS = tuple(4**power for power in range(14))
 
-# Those whose servers are known by their names.
 _PROVIDERS_BY_HOST = {
     "api.anthropic.com": "anthropic",
     "api.cohere.com": "cohere",
@@ -38,12 +37,12 @@ _FINISH_REASONS = {
 
 
 def map_finish_reason(end: str) -> str:
-    """Why a model stopped, in the words of the conventions."""
+    """Return the finish reason in the words of the conventions."""
     return _FINISH_REASONS.get(end, end)
 
 
 def map_provider(server: tuple[str, int] | None) -> str:
-    """The vendor's name; ours where the server is anybody's, or is no server at all."""
+    """Return the vendor that runs a known host; fumehood for any other host, or none."""
     if server is None:
         return OWN_PROVIDER
     host = server[0].lower()

@@ -1,9 +1,4 @@
-"""What happens at the seams, as records that listeners are told of.
-
-Every record is made once, by whoever sees it happen. Listeners hear of it a little after it has ended, of many in a
-row: what is done once a request finds nothing of itself in the processor's caches, and takes several times as long.
-What is made of a record (metrics, events) is their affair; as a span it is sent itself.
-"""
+"""Records of runs, turns, tool calls and sandbox timings, from which spans, metrics and events are made."""
 
 import asyncio
 import logging
@@ -14,28 +9,28 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import sub
-from time import perf_counter_ns
+from time import perf_counter_ns, time_ns
 from typing import ClassVar, override
 
-from msgspec import Struct, field, structs
+from msgspec import Struct, field
+from opentelemetry.context import Context
+from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, set_span_in_context
+from opentelemetry.util.types import AttributeValue
 
 from fumehood.interfaces import AcceptBatch
 from fumehood.message_parts import JsonObject
 from fumehood.metrics import BucketHistogram
-from fumehood.protocol.model_turns import AnyModelEvent, ModelRequest, ModelTurnEnded, SamplingParameters
-from fumehood.protocol.openai.responses import CreateResponse, Response, Usage
-from fumehood.telemetry.otlp_span_encoding import EncodableSpan, StartAttributes
-from fumehood.telemetry.semantic_conventions import DURATION_BUCKETS, map_finish_reason
-from fumehood.telemetry.span_attributes import (
-    Attributes,
-    CallStartAttributes,
-    RunStartAttributes,
-    SandboxTimingStartAttributes,
-    TurnStartAttributes,
-    build_usage_attributes,
-    read_output_type,
+from fumehood.protocol.model_turns import AnyModelEvent, ModelRequest, ModelTurnEnded
+from fumehood.protocol.openai.responses import CreateResponse, Response, TextConfig, Usage
+from fumehood.telemetry.semantic_conventions import (
+    DURATION_BUCKETS,
+    OWN_PROVIDER,
+    map_finish_reason,
+    map_provider,
 )
 from fumehood.timings import Timing
+
+type Attributes = dict[str, AttributeValue]
 
 _BATCH_SIZE = 64  # records
 _FLUSH_SECONDS = 0.5
@@ -43,26 +38,49 @@ _FLUSH_SECONDS = 0.5
 logger = logging.getLogger(__name__)
 
 
-class SpanRecord(EncodableSpan, eq=False, kw_only=True):
-    """Something that takes its time; it is its own span, where there are spans.
+class SpanRecord(Struct, eq=False, kw_only=True):
+    """One operation: when it ran, how it ended, and its span.
 
-    since: when it began, by the performance counter.
-    content: what was said, by attribute; empty unless it is to be recorded.
+    started_at_ns: nanoseconds since 1970. start_counter: the performance counter at the same moment.
+    duration_ns: 0 until the operation has ended.
+    error: code or type of the error; empty on success. Never a message, which may hold content.
+    content: captured content by attribute name; empty unless content is captured.
+    span: the SDK's span; invalid where traces are not exported.
     """
 
+    kind: ClassVar[SpanKind] = SpanKind.INTERNAL
+    started_at_ns: int = field(default_factory=time_ns)
     start_counter: int = field(default_factory=perf_counter_ns)
-    content: JsonObject = {}  # noqa: RUF012 - every struct gets its own
+    duration_ns: int = 0
+    error: str = ""
+    content: JsonObject = {}
+    span: Span = INVALID_SPAN
 
     @property
     def seconds(self) -> float:
         return self.duration_ns / 1e9
 
+    def span_name(self) -> str:
+        raise NotImplementedError
+
+    def start_attributes(self) -> Attributes:
+        """Return the attributes that are known at the start, which samplers see."""
+        raise NotImplementedError
+
+    def end_attributes(self) -> Attributes:
+        """Return the attributes that are known only at the end."""
+        return {}
+
+    def as_context(self) -> Context:
+        """Return a context for children and events of the span. It holds nothing of the ambient context."""
+        return set_span_in_context(self.span, Context())
+
     def release_content(self) -> None:
-        """It has ended, and waits until it is told: whatever may be large is let go of."""
+        """Drop whatever may be large. Called at the end, before the record waits for its batch."""
 
 
 class ResponseSummary(Struct, frozen=True):
-    """What is kept of a response."""
+    """The fields of a response that outlive `RunRecord.release_content`."""
 
     id: str
     model: str
@@ -72,11 +90,9 @@ class ResponseSummary(Struct, frozen=True):
 class RunRecord(SpanRecord, eq=False, kw_only=True):
     """A response, from the request until it is durable.
 
-    request: None once it has ended. model, streamed: as the request has them.
-    response: as it ended, None if there was none, and once it is forgotten. answer: what is kept of it then.
-    turns, calls: how many there were.
-    first: nanoseconds until the first piece of its first turn came, 0 if none has.
-    writing: nanoseconds that models have written, after the first pieces of their turns.
+    request: None after the end. response: None after the end, or if the run failed without one.
+    time_to_first_token: nanoseconds until the first event of the first turn, 0 if there was none.
+    generation_time: nanoseconds that models have generated after the first events of their turns.
     """
 
     request: CreateResponse | None
@@ -97,35 +113,47 @@ class RunRecord(SpanRecord, eq=False, kw_only=True):
         self.request = self.response = None
 
     @override
-    def start_attributes(self) -> StartAttributes:
-        return RunStartAttributes(self.model)
+    def span_name(self) -> str:
+        return "invoke_agent"
+
+    @override
+    def start_attributes(self) -> Attributes:
+        attributes: Attributes = {
+            "gen_ai.operation.name": "invoke_agent",
+            "gen_ai.provider.name": OWN_PROVIDER,
+        }
+        if self.model is not None:
+            attributes["gen_ai.request.model"] = self.model
+        return attributes
 
     @override
     def end_attributes(self) -> Attributes:
-        answer = self.response_summary
-        if answer is None:
+        summary = self.response_summary
+        if summary is None:
             return {}
-        told: Attributes = {"gen_ai.response.id": answer.id, "gen_ai.response.model": answer.model}
-        return told if answer.usage is None else told | build_usage_attributes(answer.usage)
+        attributes: Attributes = {
+            "gen_ai.response.id": summary.id,
+            "gen_ai.response.model": summary.model,
+        }
+        return attributes if summary.usage is None else attributes | build_usage_attributes(summary.usage)
 
 
 class TurnRecord(SpanRecord, eq=False, kw_only=True):
-    """A turn of a model.
+    """One turn of a model.
 
-    request: what the model's server is asked, None once that has ended; a listener may put the trace in before it is
-        sent. model, streamed, sampling, output_type: what is kept of it.
-    server: the host and the port, None where there is none.
-    first: nanoseconds until its first piece came, 0 if none has.
-    moments: when each of its pieces came, by the performance counter; None where nobody wants to know, and once
-        somebody has looked at them.
-    pieces: everything that it said, None unless content is recorded.
+    request: what is sent to the model server, None after the end. The span emitter puts the trace context in.
+    request_attributes: the attributes of the request, which outlive it.
+    server: host and port, None for a model without a server.
+    time_to_first_chunk: nanoseconds until the first batch of events, 0 if there was none.
+    chunk_times: the performance counter at each batch; None where no listener needs it, and once it is consumed.
+    events: all events of the turn, None unless content is captured.
     """
 
+    kind: ClassVar[SpanKind] = SpanKind.CLIENT
     request: ModelRequest | None
     model: str
     streamed: bool
-    sampling: SamplingParameters
-    output_type: str | None = None
+    request_attributes: Attributes
     server: tuple[str, int] | None = None
     run: RunRecord | None = None
     time_to_first_chunk: int = 0
@@ -137,57 +165,45 @@ class TurnRecord(SpanRecord, eq=False, kw_only=True):
     def start(
         request: ModelRequest, server: tuple[str, int] | None = None, run: RunRecord | None = None
     ) -> "TurnRecord":
-        sampling = request.sampling
-        seen = TurnRecord(
+        return TurnRecord(
             request=request,
             model=request.model,
             streamed=request.streamed,
-            sampling=sampling,
+            request_attributes=_build_request_attributes(request, server),
             server=server,
             run=run,
         )
-        if sampling.text is not None:  # a schema may be large
-            seen.output_type = read_output_type(sampling.text)
-            seen.sampling = structs.replace(sampling, text=None)
-        return seen
 
     @override
     def release_content(self) -> None:
         self.request = self.events = None
 
     @override
-    def start_attributes(self) -> StartAttributes:
-        sampling = self.sampling
-        return TurnStartAttributes(
-            self.model,
-            self.server,
-            self.streamed,
-            sampling.temperature,
-            sampling.top_p,
-            sampling.presence_penalty,
-            sampling.frequency_penalty,
-            sampling.max_output_tokens,
-            self.output_type,
-        )
+    def span_name(self) -> str:
+        return f"chat {self.model}"
+
+    @override
+    def start_attributes(self) -> Attributes:
+        return self.request_attributes
 
     @override
     def end_attributes(self) -> Attributes:
-        told: Attributes = {}
+        attributes: Attributes = {}
         if self.time_to_first_chunk and self.streamed:
-            told["gen_ai.response.time_to_first_chunk"] = self.time_to_first_chunk / 1e9
+            attributes["gen_ai.response.time_to_first_chunk"] = self.time_to_first_chunk / 1e9
         end = self.end
         if end is None:
-            return told
-        told["gen_ai.response.finish_reasons"] = (map_finish_reason(end.reason),)
-        return told if end.usage is None else told | build_usage_attributes(end.usage)
+            return attributes
+        attributes["gen_ai.response.finish_reasons"] = (map_finish_reason(end.reason),)
+        return attributes if end.usage is None else attributes | build_usage_attributes(end.usage)
 
     @property
     def finish_reason(self) -> str:
-        """Why the model stopped, in the words of the conventions; nothing where it did not get that far."""
+        """The finish reason in the words of the conventions; empty if the turn did not finish."""
         return "" if self.end is None else map_finish_reason(self.end.reason)
 
     def add_events(self, events: Sequence[AnyModelEvent]) -> None:
-        """A piece has come."""
+        """Record a batch of events that has just arrived."""
         if not events:
             return
         now = perf_counter_ns()
@@ -204,49 +220,50 @@ class TurnRecord(SpanRecord, eq=False, kw_only=True):
             self.end = events[-1]
 
     def timestamp_events(self, accept_batch: AcceptBatch) -> AcceptBatch:
-        """The same, with what it takes noted. For most events this is all that telemetry does, and they find nothing
-        of it in the processor's caches: so it is as little as can be.
+        """Wrap `accept_batch` so that accepted batches are recorded.
+
+        Most events pass through here, and this is all that telemetry does for them. So it does as little as possible.
         """
         if self.events is not None:
             return partial(self._forward_and_add, accept_batch)
-        if self.chunk_times is None:  # when its pieces come is nobody's question
+        if self.chunk_times is None:
             return accept_batch
-        came, now = self.chunk_times.append, perf_counter_ns
+        append, now = self.chunk_times.append, perf_counter_ns
 
-        def taking(events: Sequence[AnyModelEvent]) -> bool:
+        def forward(events: Sequence[AnyModelEvent]) -> bool:
             if accept_batch(events):
-                came(now())
+                append(now())
                 return True
             return False
 
-        return taking
+        return forward
 
     def _forward_and_add(self, accept_batch: AcceptBatch, events: Sequence[AnyModelEvent]) -> bool:
-        taken = accept_batch(events)
-        if taken:
+        accepted = accept_batch(events)
+        if accepted:
             self.add_events(events)
-        return taken
+        return accepted
 
     def take_chunk_intervals(self) -> BucketHistogram:
-        """Seconds between its pieces, whose moments are forgotten then: there may be many."""
-        moments, self.chunk_times = self.chunk_times or array("q"), None
-        sizes = [*map(sub, moments[1:], moments)]
-        found = BucketHistogram(DURATION_BUCKETS)
-        found.sum = sum(sizes) / 1e9
-        if max(sizes, default=0) <= DURATION_BUCKETS[0] * 1e9:  # as in a burst
-            found.counts[0] = len(sizes)
-            return found
-        sizes.sort()
-        counted = [bisect_right(sizes, bound * 1e9) for bound in DURATION_BUCKETS]
-        found.counts = [*map(sub, [*counted, len(sizes)], [0, *counted])]
-        return found
+        """Return the seconds between batches and drop their times, of which there may be many."""
+        times, self.chunk_times = self.chunk_times or array("q"), None
+        intervals = [*map(sub, times[1:], times)]
+        histogram = BucketHistogram(DURATION_BUCKETS)
+        histogram.sum = sum(intervals) / 1e9
+        if max(intervals, default=0) <= DURATION_BUCKETS[0] * 1e9:  # as in a burst
+            histogram.counts[0] = len(intervals)
+            return histogram
+        intervals.sort()
+        cumulative = [bisect_right(intervals, bound * 1e9) for bound in DURATION_BUCKETS]
+        histogram.counts = [*map(sub, [*cumulative, len(intervals)], [0, *cumulative])]
+        return histogram
 
 
 class ToolCallRecord(SpanRecord, eq=False, kw_only=True):
-    """A call of a tool that the gateway runs itself.
+    """A call of a hosted tool.
 
-    item_id: of the item that clients see of it, once it has ended.
-    arguments, output: as the model wrote and read them; empty once they are forgotten.
+    item_id: of the output item that clients see, once the call has ended.
+    arguments, output: as the model wrote and read them; empty after the end.
     """
 
     name: str
@@ -261,34 +278,86 @@ class ToolCallRecord(SpanRecord, eq=False, kw_only=True):
         self.arguments = self.output = ""
 
     @override
-    def start_attributes(self) -> StartAttributes:
-        return CallStartAttributes(self.name)
+    def span_name(self) -> str:
+        return f"execute_tool {self.name}"
+
+    @override
+    def start_attributes(self) -> Attributes:
+        return {
+            "gen_ai.operation.name": "execute_tool",
+            "gen_ai.tool.name": self.name,
+            "gen_ai.tool.type": "extension",
+        }
 
     @override
     def end_attributes(self) -> Attributes:
-        told: Attributes = {"gen_ai.tool.call.id": self.call_id}
+        attributes: Attributes = {"gen_ai.tool.call.id": self.call_id}
         if self.item_id:
-            told["fumehood.item.id"] = self.item_id
-        return told
+            attributes["fumehood.item.id"] = self.item_id
+        return attributes
 
 
 class SandboxTimingRecord(SpanRecord, eq=False, kw_only=True):
-    """A phase of a call: a sandbox was acquired, packages were installed, code has run, files were looked for. Nobody
-    hears of it before it is over.
-    """
+    """A phase of a tool call in a sandbox: acquire, install packages, run, find files. Reported only at its end."""
 
     timing: Timing
     call: ToolCallRecord
 
     @override
-    def start_attributes(self) -> StartAttributes:
-        return SandboxTimingStartAttributes(self.timing.name, tuple(self.timing.attributes.items()))
+    def span_name(self) -> str:
+        return f"sandbox {self.timing.name}"
+
+    @override
+    def start_attributes(self) -> Attributes:
+        return {f"fumehood.sandbox.{name}": value for name, value in self.timing.attributes.items()}
+
+
+def _build_request_attributes(request: ModelRequest, server: tuple[str, int] | None) -> Attributes:
+    sampling = request.sampling
+    attributes: dict[str, AttributeValue | None] = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": map_provider(server),
+        "gen_ai.request.model": request.model,
+        "gen_ai.request.stream": True if request.streamed else None,
+        "gen_ai.request.temperature": sampling.temperature,
+        "gen_ai.request.top_p": sampling.top_p,
+        "gen_ai.request.presence_penalty": sampling.presence_penalty,
+        "gen_ai.request.frequency_penalty": sampling.frequency_penalty,
+        "gen_ai.request.max_tokens": sampling.max_output_tokens,
+        "gen_ai.output.type": None if sampling.text is None else _output_type_of(sampling.text),
+    }
+    if server is not None:
+        attributes["server.address"], attributes["server.port"] = server
+    return {name: value for name, value in attributes.items() if value is not None}
+
+
+def _output_type_of(text: TextConfig) -> str | None:
+    if text.format is None:
+        return None
+    return "text" if text.format.type == "text" else "json"
+
+
+def build_usage_attributes(usage: Usage) -> Attributes:
+    attributes: Attributes = {
+        "gen_ai.usage.input_tokens": usage.input_tokens,
+        "gen_ai.usage.output_tokens": usage.output_tokens,
+    }
+    if cached := usage.input_tokens_details.cached_tokens:
+        attributes["gen_ai.usage.cache_read.input_tokens"] = cached
+    if written := usage.input_tokens_details.cache_write_tokens:
+        attributes["gen_ai.usage.cache_creation.input_tokens"] = written
+    if reasoning := usage.output_tokens_details.reasoning_tokens:
+        attributes["gen_ai.usage.reasoning.output_tokens"] = reasoning
+    return attributes
+
+
+# --- dispatching ----------------------------------------------------------------------------------------
 
 
 class RecordListener(ABC):
-    """Who is told of what has ended.
+    """Receives records that have ended.
 
-    wants_moments: whether it looks at when the pieces of streamed turns came.
+    needs_chunk_times: whether it reads `TurnRecord.chunk_times`.
     """
 
     needs_chunk_times: ClassVar[bool] = False
@@ -298,12 +367,13 @@ class RecordListener(ABC):
 
 
 class RecordDispatcher:
-    """Tells all listeners; what goes wrong with one of them is logged, and is nobody else's trouble.
+    """Passes ended records to listeners, in batches. It logs what a listener raises and goes on.
 
-    begins: gives what begins its place in a trace, before anybody else knows of it.
-    contents: sees what has ended at once, while it is whole, and puts into it what is recorded of it.
-    records_content, wants_moments: whether somebody does.
-    running: responses that are being made now.
+    A listener that runs once a request finds nothing of itself in the processor's caches and takes several times as
+    long, so ended records wait for up to half a second (decision 0039).
+
+    content_capture: is called at once, while the record still holds its content.
+    on_start: starts the record's span.
     """
 
     def __init__(
@@ -323,10 +393,7 @@ class RecordDispatcher:
 
     def start(self, record: SpanRecord) -> None:
         if self._on_start is not None:
-            try:
-                self._on_start(record)
-            except Exception as error:
-                _log_failure(error)
+            _notify([record], self._on_start)
 
     def end(self, record: SpanRecord) -> None:
         if not record.duration_ns:
@@ -334,32 +401,28 @@ class RecordDispatcher:
         if self._content_capture is not None:
             _notify([record], self._content_capture.on_end)
         record.release_content()
-        ended = self._pending
-        ended.append(record)
-        if len(ended) >= _BATCH_SIZE or record.content:  # which may be large
+        pending = self._pending
+        pending.append(record)
+        if len(pending) >= _BATCH_SIZE or record.content:  # which may be large
             self.flush()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self.flush)
 
     def flush(self) -> None:
-        """Of everything that has ended, now."""
+        """Pass on all records that have ended, now."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        ended, self._pending = self._pending, []
-        for listener in self._end_handlers:
-            _notify(ended, listener)
+        pending, self._pending = self._pending, []
+        for handler in self._end_handlers:
+            _notify(pending, handler)
 
 
-def _notify(records: Sequence[SpanRecord], listener: Callable[[SpanRecord], None]) -> None:
-    for seen in records:
+def _notify(records: Sequence[SpanRecord], handler: Callable[[SpanRecord], None]) -> None:
+    for record in records:
         try:
-            listener(seen)
+            handler(record)
         except Exception as error:
-            _log_failure(error)
-
-
-def _log_failure(error: Exception) -> None:
-    """Without its words: what was said may be among them."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
-    logger.error("telemetry: %s at %s:%s", type(error).__name__, place.filename, place.lineno)
+            # Without the message, which may hold content.
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            logger.error("telemetry: %s at %s:%s", type(error).__name__, frame.filename, frame.lineno)

@@ -1,17 +1,14 @@
-"""Spans of what was seen.
+"""Spans of runs, turns, tool calls and sandbox timings.
 
-Parents are given, never looked up: the context that OpenTelemetry keeps of its own would mix up traces. Besides what
-was seen, only the caller's own trace is looked at.
+Parents are passed explicitly: OpenTelemetry's ambient context would mix up traces (decision 0030).
 """
 
 import json
 from typing import override
 
-from opentelemetry.trace import TraceFlags
+from opentelemetry.context import Context
+from opentelemetry.trace import Status, StatusCode, Tracer
 
-from fumehood.message_parts import JsonObject
-from fumehood.telemetry.otlp_span_encoding import EncodingTracer
-from fumehood.telemetry.span_attributes import Attributes
 from fumehood.telemetry.span_records import (
     RecordListener,
     RunRecord,
@@ -22,44 +19,48 @@ from fumehood.telemetry.span_records import (
 )
 from fumehood.telemetry.trace_context import TraceContextPropagator, get_caller_context
 
+_ERROR = Status(StatusCode.ERROR)
+
 
 class SpanEmitter(RecordListener):
-    """`invoke_agent` with `chat MODEL` and `execute_tool NAME` below it, and below that the phases of a sandbox.
-
-    To be told last: a record that has ended is sent as it is.
-    """
+    """Emits `invoke_agent`, below it `chat MODEL` and `execute_tool NAME`, and below that `sandbox PHASE`."""
 
     def __init__(
-        self, tracer: EncodingTracer, propagator: TraceContextPropagator, *, with_content: bool = False
+        self, tracer: Tracer, propagator: TraceContextPropagator, *, with_content: bool = False
     ) -> None:
-        self._start_span = tracer.start_span
-        self._export = tracer.export
+        self._tracer = tracer
         self._propagator = propagator
         self._with_content = with_content
 
     def on_start(self, record: SpanRecord) -> None:
-        if isinstance(record, TurnRecord):
-            run, request = record.run, record.request
-            self._start_span(record, get_caller_context() if run is None else run)
-            if request is not None:
-                record.request = self._propagator.inject(request, record)
-        elif isinstance(record, RunRecord):
+        if isinstance(record, RunRecord):
             self._start_span(record, self._propagator.extract_parent(record.request))
-        elif isinstance(record, ToolCallRecord):
+        elif isinstance(record, TurnRecord | ToolCallRecord):
             run = record.run
-            self._start_span(record, get_caller_context() if run is None else run)
+            self._start_span(record, get_caller_context() if run is None else run.as_context())
+            if isinstance(record, TurnRecord) and record.request is not None:
+                record.request = self._propagator.inject(record.request, record.span)
 
     @override
     def on_end(self, record: SpanRecord) -> None:
         if isinstance(record, SandboxTimingRecord):
-            self._start_span(record, record.call)
-        if record.content:
-            if self._with_content and record.is_sampled:
-                record.extra_attributes = {**record.extra_attributes, **_content_attributes(record.content)}
-            record.content = {}  # as text it is smaller
-        if record.trace_flags & TraceFlags.SAMPLED:
-            self._export(record)
+            self._start_span(record, record.call.as_context())
+        span = record.span
+        if not span.is_recording():
+            return
+        attributes = record.end_attributes()
+        if self._with_content:
+            for name, value in record.content.items():
+                attributes[name] = value if isinstance(value, str) else json.dumps(value)
+        if record.error:
+            attributes["error.type"] = record.error
+            span.set_status(_ERROR)
+        span.set_attributes(attributes)
+        span.end(record.started_at_ns + record.duration_ns)
 
-
-def _content_attributes(content: JsonObject) -> Attributes:
-    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in content.items()}
+    def _start_span(self, record: SpanRecord, parent: Context) -> None:
+        # The SDK drops the whole batch for a lone surrogate in a name.
+        name = record.span_name().encode(errors="replace").decode()
+        record.span = self._tracer.start_span(
+            name, parent, record.kind, record.start_attributes(), start_time=record.started_at_ns
+        )

@@ -1,7 +1,6 @@
-"""Whose trace a request is part of, and how a model server is told.
+"""W3C Trace Context: parents from callers, and headers for model servers.
 
-As W3C Trace Context has it. A header that is malformed, too long or there twice is as good as none; what a request said
-is nobody's business but the trace's, so it is not refused for that, and the log says nothing of it.
+A header that is malformed, repeated or too long is ignored without a log entry: it never fails a request.
 """
 
 import re
@@ -12,6 +11,7 @@ import msgspec
 from opentelemetry.context import Context
 from opentelemetry.trace import (
     NonRecordingSpan,
+    Span,
     SpanContext,
     TraceFlags,
     TraceState,
@@ -21,7 +21,6 @@ from opentelemetry.trace import (
 from fumehood.http_server.asgi_request import Application, Receive, Scope, Send
 from fumehood.protocol.model_turns import ModelRequest, TraceContext
 from fumehood.protocol.openai.responses import CreateResponse
-from fumehood.telemetry.otlp_span_encoding import EncodableSpan
 from fumehood.telemetry.semantic_conventions import PROPAGATORS_VARIABLE
 
 _DEFAULT_PROPAGATORS = "tracecontext,baggage"
@@ -42,7 +41,7 @@ _caller_context: ContextVar[Context] = ContextVar("fumehood_caller_context", def
 
 
 class _TraceMetadata(msgspec.Struct):
-    """What clients write into a message, where a WebSocket leaves no place for headers."""
+    """Trace headers in `client_metadata`: a WebSocket message has no headers of its own."""
 
     ws_request_header_traceparent: str = ""
     ws_request_header_tracestate: str = ""
@@ -52,34 +51,34 @@ _metadata_decoder = msgspec.json.Decoder(_TraceMetadata | None)
 
 
 def get_caller_context() -> Context:
-    """That of the request, or of the connection, that is being served; an empty one if it came with none."""
+    """Return the parent named by the current HTTP request or WebSocket handshake; an empty context if there is none."""
     return _caller_context.get()
 
 
 class TraceContextPropagator:
-    """Takes the trace of a caller, and tells a model's server of the turn's, unless the operator wants neither."""
+    """Extracts parents from requests and injects turns into model requests, unless `OTEL_PROPAGATORS` forbids it."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        wanted = environ.get(PROPAGATORS_VARIABLE) or _DEFAULT_PROPAGATORS
-        self._is_enabled = "tracecontext" in (name.strip() for name in wanted.split(","))
+        names = environ.get(PROPAGATORS_VARIABLE) or _DEFAULT_PROPAGATORS
+        self._is_enabled = "tracecontext" in (name.strip() for name in names.split(","))
 
     def wrap_application(self, app: Application) -> Application:
-        """The application, with whatever it begins knowing the trace of its caller."""
+        """Add middleware that makes each request's parent available to `get_caller_context`."""
         return _TraceContextMiddleware(app) if self._is_enabled else app
 
     def extract_parent(self, request: CreateResponse | None) -> Context:
-        """What the message itself says goes before what its connection does."""
-        if request is None or not self._is_enabled or (written := bytes(request.client_metadata)) == b"null":
+        """Return the parent in the request's metadata, else that of its connection."""
+        if request is None or not self._is_enabled or (metadata := bytes(request.client_metadata)) == b"null":
             return _caller_context.get()
-        return _read_metadata(written) or _caller_context.get()
+        return _read_metadata(metadata) or _caller_context.get()
 
-    def inject(self, request: ModelRequest, span: EncodableSpan) -> ModelRequest:
-        """The request of a turn, with the turn's span as the parent of whatever comes of it."""
-        if not self._is_enabled or not span.trace_id:
+    def inject(self, request: ModelRequest, span: Span) -> ModelRequest:
+        """Return the request with the span as the parent for the model server."""
+        context = span.get_span_context()
+        if not self._is_enabled or not context.is_valid:
             return request
-        parent = f"00-{span.trace_id:032x}-{span.span_id:016x}-{span.trace_flags:02x}"
-        state = span.trace_state.to_header() if span.trace_state else ""
-        return msgspec.structs.replace(request, trace=TraceContext(parent, state))
+        parent = f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"
+        return msgspec.structs.replace(request, trace=TraceContext(parent, context.trace_state.to_header()))
 
 
 class _TraceContextMiddleware:
@@ -88,7 +87,7 @@ class _TraceContextMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         parents = [value for name, value in scope["headers"] if name == b"traceparent"]
-        # Also where there is none: a request may be served in what another has left.
+        # Set it in every case: on a reused connection the variable still holds the previous request's parent.
         _caller_context.set(_read_headers(parents, scope["headers"]) if parents else _NO_PARENT)
         await self._app(scope, receive, send)
 
@@ -100,43 +99,41 @@ def _read_headers(parents: Sequence[bytes], headers: Iterable[tuple[bytes, bytes
     return _parse_traceparent(parents[0].decode("latin-1"), states) or _NO_PARENT
 
 
-def _read_metadata(written: bytes) -> Context | None:
+def _read_metadata(encoded: bytes) -> Context | None:
     try:
-        told = _metadata_decoder.decode(written)
+        metadata = _metadata_decoder.decode(encoded)
     except (ValueError, RecursionError):
         return None
-    return (
-        None
-        if told is None
-        else _parse_traceparent(told.ws_request_header_traceparent, [told.ws_request_header_tracestate])
-    )
+    if metadata is None:
+        return None
+    return _parse_traceparent(metadata.ws_request_header_traceparent, [metadata.ws_request_header_tracestate])
 
 
 def _parse_traceparent(parent: str, states: Sequence[str]) -> Context | None:
-    found = None if len(parent) > _MAX_HEADER_LENGTH else _TRACEPARENT.fullmatch(parent.strip(" \t"))
-    if found is None or (found[1] == "00" and found[5]):
+    match = None if len(parent) > _MAX_HEADER_LENGTH else _TRACEPARENT.fullmatch(parent.strip(" \t"))
+    if match is None or (match[1] == "00" and match[5]):
         return None
     context = SpanContext(
-        int(found[2], 16),
-        int(found[3], 16),
+        int(match[2], 16),
+        int(match[3], 16),
         is_remote=True,
-        trace_flags=TraceFlags(int(found[4], 16) & _KNOWN_FLAGS),
+        trace_flags=TraceFlags(int(match[4], 16) & _KNOWN_FLAGS),
         trace_state=TraceState(_parse_tracestate(states)),
     )
     return set_span_in_context(NonRecordingSpan(context), Context())
 
 
 def _parse_tracestate(states: Sequence[str]) -> list[tuple[str, str]]:
-    """Of all headers together; none if one of them is malformed or there twice, or if they are too many."""
-    written = ",".join(states)
-    if len(written) > _MAX_HEADER_LENGTH:
+    """Return the members of all headers; none if one is malformed or repeated, or if there are too many."""
+    header = ",".join(states)
+    if len(header) > _MAX_HEADER_LENGTH:
         return []
     members: dict[str, str] = {}
-    for member in written.split(","):
+    for member in header.split(","):
         if not (member := member.strip(" \t")):
             continue
-        found = _TRACESTATE_MEMBER.fullmatch(member)
-        if found is None or found[1] in members:
+        match = _TRACESTATE_MEMBER.fullmatch(member)
+        if match is None or match[1] in members:
             return []
-        members[found[1]] = found[2]
+        members[match[1]] = match[2]
     return list(members.items()) if len(members) <= _MAX_STATE_MEMBERS else []
