@@ -368,7 +368,7 @@ async def test_secrets_of_another_key_or_container_cannot_be_opened() -> None:
         end = (await here.run(await here.open(first.id), "x")).end
         assert (end.status, end.exit_code) == ("lost", -1)
         assert end.reason.startswith(
-            "The sandbox refused: The domain_secrets of this container cannot be opened"
+            "The sandbox refused: The domain_secrets of this container cannot be decrypted"
         )
         assert SECRET not in end.reason
         assert here.scripted.specs == {}

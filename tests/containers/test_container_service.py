@@ -229,7 +229,7 @@ async def test_as_many_containers_as_a_tenant_may_have() -> None:
         refused = [one for one in opened if isinstance(one, RateLimited)]
         assert len(refused) == 2
         assert refused[0].message == snapshot(
-            "As many containers are running as are allowed (2): delete one, or wait for one to expire."
+            "Container limit reached (2): delete a container, or wait for one to expire."
         )
         await here.containers.open_container(Caller("other"), here.containers.reserve_id(), ContainerSpec())
         for one in opened:
@@ -395,7 +395,7 @@ async def test_a_sweep_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixtu
         await here.kept.close()
         here.clock.advance(20 * 60)
         await settle()
-        assert "Containers could not be swept." in caplog.text
+        assert "Sweeping containers failed." in caplog.text
         here.kept._closed = False  # pyright: ignore[reportPrivateUsage]
         here.clock.advance(60)
         await settle()

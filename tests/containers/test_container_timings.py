@@ -12,7 +12,7 @@ from fumehood.timings import Timing, listen_to_timings
 from tests.support.containers import ContainerHarness, container_harness
 
 NEW: Mapping[str, str] = {"start": "new"}
-KEPT: Mapping[str, str] = {"start": "kept"}
+REUSED: Mapping[str, str] = {"start": "reused"}
 OK: Mapping[str, str] = {"status": "ok"}
 
 
@@ -39,7 +39,7 @@ async def test_a_first_call_makes_a_sandbox_and_the_next_one_finds_it() -> None:
             assert earlier.duration_ns > 0
             assert earlier.started_at_ns <= later.started_at_ns
         _, told = await phases(running, "2", container)
-        assert facts(told) == [("acquire", KEPT), ("run", OK), ("files", {})]
+        assert facts(told) == [("acquire", REUSED), ("run", OK), ("files", {})]
 
 
 async def test_packages_are_a_phase_that_the_server_has_measured() -> None:

@@ -94,7 +94,7 @@ async def test_a_file_too_large_to_be_kept_is_there_while_its_sandbox_is() -> No
         with pytest.raises(NotFound):
             await here.content(container, "large.bin")
         ran = await here.run(container, "y")
-        assert ran.notes[1:] == ["Not to be had any more: large.bin."]
+        assert ran.notes[1:] == ["These files are gone: large.bin."]
         assert await here.paths(container) == ["small.bin"]
 
 
@@ -288,7 +288,7 @@ async def test_whatever_is_told_no_more_is_kept_than_there_is_room_for(
 
 
 async def test_copying_takes_so_long_and_no_longer() -> None:
-    desk = FileSyncHarness(seconds=0.01)
+    desk = FileSyncHarness(sync_timeout=0.01)
     desk.liar.told = [entry("a"), entry("b")]
     desk.liar.pieces = {"a": [b"a"], "b": [b"b"]}
     desk.liar.waiting = asyncio.Event()
@@ -386,7 +386,7 @@ async def test_a_copy_that_is_gone_is_missed_and_not_fatal() -> None:
         assert await here.content(container, "a") == b"a"  # the sandbox still has it
         await here.scripted.end_sandbox(f"{container.id}-1", "it was killed")
         ran = await here.run(container, "y")
-        assert ran.notes[1:] == ["Not to be had any more: a."]
+        assert ran.notes[1:] == ["These files are gone: a."]
         assert await here.paths(container) == ["b"]
 
 

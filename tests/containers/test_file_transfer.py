@@ -238,7 +238,7 @@ async def test_what_a_new_sandbox_does_not_take_is_named(monkeypatch: pytest.Mon
         ran = await here.run(await here.open(record.id), "x")
         refused = sorted(path for path in FILES if "d3" in path)
         (note,) = ran.notes
-        assert note.startswith(f"Not to be had in this sandbox: {refused[0]}")
+        assert note.startswith(f"These files could not be restored in this sandbox: {refused[0]}")
         assert (ran.end.status, ran.paths) == ("ok", [])
         assert await here.paths(await here.open(record.id)) == sorted(FILES)  # they are still kept
         assert (await here.run(await here.open(record.id), "y")).paths == []
@@ -258,7 +258,7 @@ async def test_a_new_sandbox_that_takes_none(monkeypatch: pytest.MonkeyPatch, er
         await here.containers.unpack_archive(SOMEBODY, record.id, build_archive("tar", FILES), "tar")
         ran = await here.run(await here.open(record.id), "x")
         assert ran.end.status == "ok"
-        assert ran.notes[0].startswith("Not to be had in this sandbox: src/d0/0.py")
+        assert ran.notes[0].startswith("These files could not be restored in this sandbox: src/d0/0.py")
         assert len(await here.kept.list_container_files(record.id)) == MANY
 
 
@@ -290,7 +290,7 @@ async def test_a_copy_that_is_gone_is_missed_among_many() -> None:
         await here.blobs.delete(*(one.blob for one in records[7:9]))
         ran = await here.run(await here.open(record.id), "x")
         gone = sorted(one.path for one in records[7:9])
-        assert ran.notes == [f"Not to be had any more: {gone[0]}, {gone[1]}."]
+        assert ran.notes == [f"These files are gone: {gone[0]}, {gone[1]}."]
         assert len(await here.kept.list_container_files(record.id)) == MANY - 2
 
 

@@ -88,7 +88,7 @@ def test_the_page_tells_the_bounds() -> None:
     assert f"| one file | {files.file_bytes >> 20} MiB;" in page
     assert f"| all files of a container | {files.container_bytes >> 30} GiB," in page
     assert f"| files of a container | {files.files:,};" in page
-    assert f"| time for copying | {files.seconds:g} s;" in page
+    assert f"| time for copying | {files.sync_timeout:g} s;" in page
     assert f"It expires after {containers.idle_minutes} minutes" in page
     assert f"| `claim_timeout` | {containers.claim_timeout:g} s |" in page
     assert f"`limits.containers_per_tenant` ({containers.containers_per_tenant})" in page

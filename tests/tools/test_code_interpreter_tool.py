@@ -435,6 +435,6 @@ async def test_as_many_containers_as_are_allowed() -> None:
         called = await interpreter.run("y")
         assert called.item.status == "failed"
         assert called.model_text == snapshot("""\
-The code did not run: As many containers are running as are allowed (1): delete one, or wait for one to expire.
+The code did not run: Container limit reached (1): delete a container, or wait for one to expire.
 Exit code: -1\
 """)

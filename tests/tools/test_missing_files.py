@@ -94,7 +94,7 @@ def interpreter(
     return InterpreterHarness(
         chosen,
         CodeInterpreterToolSettings(keeps_variables=isolation == "container"),
-        ContainerSettings(isolation=isolation, file_limits=ContainerFileLimits(seconds=seconds)),
+        ContainerSettings(isolation=isolation, file_limits=ContainerFileLimits(sync_timeout=seconds)),
     )
 
 

@@ -1,4 +1,4 @@
-"""How containers end: idle ones, old ones, deleted ones, and what each leaves."""
+"""The container reaper: expires, evicts and deletes containers, and destroys orphaned sandboxes."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,20 +15,20 @@ from fumehood.protocol.sandbox.sandbox_errors import SandboxError
 
 logger = logging.getLogger(__name__)
 
-ACTIVITY_WRITE_INTERVAL = 60.0  # a use that comes sooner after another one need not be written down
-_FINAL_GRACE_SECONDS = 3600.0  # for what still goes on when a container has lived as long as it may
-_TOMBSTONE_SECONDS = 3600.0  # in which leftovers of a deleted container are still known for what they are
+ACTIVITY_WRITE_INTERVAL = 60.0  # seconds between two writes of `last_active_at`
+_FINAL_GRACE_SECONDS = 3600.0  # for calls that still run when the maximum lifetime is over
+_TOMBSTONE_SECONDS = 3600.0  # in which orphans of a deleted container are still recognised
 
 type EndReason = Literal["idle", "old", "evicted", "lost", "deleted"]
 
 
 class ContainerReaper:
-    """For all containers of one process; `living` is what it knows of them."""
+    """Ends containers of one process; `states` are those that it has in memory."""
 
     def __init__(self, context: ContainerContext, states: dict[str, ContainerState]) -> None:
         self._context = context
         self._states = states
-        # Where no sandbox was ever needed, none is looked for: that alone could start a server.
+        # If no sandbox was ever needed, none is listed: that alone could start a server.
         self._may_have_orphans = (
             context.settings.sandboxes_survive_restart or context.settings.isolation == "execution"
         )
@@ -36,53 +36,55 @@ class ContainerReaper:
     # ---- one container ------------------------------------------------------------------------------------------
 
     def is_expired(self, record: ContainerRecord) -> bool:
-        """Whether its time is over, though it may be that nobody has ended it yet."""
+        """Whether the container's time is over, even if no sweep has ended it yet."""
         now = self._context.clock.now()
         if record.status != "running" or self._expiry_reason(record) == "old":
             return True
-        living = self._states.get(record.id)
-        if living is not None and living.in_use:
+        state = self._states.get(record.id)
+        if state is not None and state.in_use:
             return False
         minutes = record.spec.idle_minutes or self._context.settings.idle_minutes
         return now >= self.last_active_at(record) + 60 * minutes
 
     def _expiry_reason(self, record: ContainerRecord) -> EndReason:
-        """By which of the two bounds its time is over, if it is: that of its whole life, or that of being idle."""
+        """Return which limit an expired container has reached: its lifetime or its idle time."""
         oldest = self._context.clock.now() - 3600 * self._context.settings.max_lifetime_hours
         return "old" if record.created_at <= oldest else "idle"
 
     def last_active_at(self, record: ContainerRecord) -> float:
-        """When it was last used; the store may not have been told yet."""
-        living = self._states.get(record.id)
-        return max(record.last_active_at, living.record.last_active_at if living else 0)
+        """Return the time of the last use, which may not be stored yet."""
+        state = self._states.get(record.id)
+        return max(record.last_active_at, state.record.last_active_at if state else 0)
 
     async def expire(self, record: ContainerRecord, reason: EndReason | None = None) -> bool:
-        """The files of users stay, for whoever continues the conversation. `because`: if its time is not over. False
-        if somebody is in it, or another process has used it since the record was read.
+        """Expire the container; files of users are retained for the container that replaces it.
+
+        Returns False if it is in use, or if another process has used it since the record was read.
+
+        reason: default: the limit that it has reached.
         """
         if record.status != "running":
             return True
         files = await self._context.store.list_container_files(record.id)
-        if self._is_in_use(record):  # now: somebody may have opened it meanwhile
+        if self._is_in_use(record):  # checked now: it may have been opened meanwhile
             return False
-        kept = [file for file in files if file.source == "user" and file.blob]
-        retained = sum(file.bytes for file in kept) if self._context.settings.retention_hours else 0
+        retainable = [file for file in files if file.source == "user" and file.blob]
+        retained = sum(file.bytes for file in retainable) if self._context.settings.retention_hours else 0
         if not await self._end_container(record, "expired", reason or self._expiry_reason(record), retained):
             return False
         await self._trim_retained_files(record.tenant)
         return True
 
     def _is_in_use(self, record: ContainerRecord) -> bool:
-        """So that nothing is cut off; but whoever sends a file byte by byte must not keep it for ever."""
-        living = self._states.get(record.id)
+        """Whether a call or transfer is active. An endless upload does not count beyond the final grace period."""
+        state = self._states.get(record.id)
         longest = 3600 * self._context.settings.max_lifetime_hours + _FINAL_GRACE_SECONDS
-        return (
-            living is not None and living.in_use and self._context.clock.now() < record.created_at + longest
-        )
+        return state is not None and state.in_use and self._context.clock.now() < record.created_at + longest
 
     async def evict_idle(self, running: Sequence[ContainerRecord], limit: int) -> bool:
-        """End those that were idle longest, of those that nobody asked for by itself, until there is room for one more
-        among so many; where there cannot be, none ends for it.
+        """Evict the longest idle automatic containers until one more fits below the limit.
+
+        Returns False, and evicts none, if there are not enough of them.
         """
         excess = len(running) - limit + 1
         idle = [record for record in running if record.automatic and self._is_idle(record)]
@@ -94,12 +96,12 @@ class ContainerReaper:
         return excess <= 0
 
     def _is_idle(self, record: ContainerRecord) -> bool:
-        living = self._states.get(record.id)
-        if living is not None and living.in_use:
+        state = self._states.get(record.id)
+        if state is not None and state.in_use:
             return False
-        # Another process may be in it, whoever was there last, and writes that down now and then.
-        quiet = 0 if self._context.settings.single_process else 2 * ACTIVITY_WRITE_INTERVAL
-        return self.last_active_at(record) <= self._context.clock.now() - quiet
+        # Another process may use it, and saves that only now and then.
+        quiet_seconds = 0 if self._context.settings.single_process else 2 * ACTIVITY_WRITE_INTERVAL
+        return self.last_active_at(record) <= self._context.clock.now() - quiet_seconds
 
     async def delete(self, record: ContainerRecord) -> None:
         await self._end_container(record, "deleted", "deleted", 0)
@@ -107,15 +109,15 @@ class ContainerReaper:
     async def _end_container(
         self, found: ContainerRecord, status: ContainerStatus, reason: EndReason, retained: int
     ) -> bool:
-        """False if somebody else was faster: with an end, or with a use of what should have expired."""
-        record, seen = found, found if status == "expired" else None
-        active_at, living = self.last_active_at(record), self._states.pop(record.id, None)
-        if living is not None:
-            living.has_ended = True
-            # Or another process has given it a later one.
-            if living.record.incarnation >= record.incarnation:
+        """Write the end, release the sandboxes, delete files. False if another process has ended or used it first."""
+        record, expected = found, found if status == "expired" else None
+        active_at, state = self.last_active_at(record), self._states.pop(record.id, None)
+        if state is not None:
+            state.has_ended = True
+            # Unless another process has made a later sandbox.
+            if state.record.incarnation >= record.incarnation:
                 record = msgspec.structs.replace(
-                    record, sandbox=living.record.sandbox, address=living.record.address
+                    record, sandbox=state.record.sandbox, address=state.record.address
                 )
         ended = msgspec.structs.replace(
             record,
@@ -130,21 +132,25 @@ class ContainerReaper:
             retained=retained,
         )
         files = await self._context.store.list_container_files(record.id)
-        gone = [file for file in files if not retained or file.source == "assistant" or not file.blob]
-        if not await self._context.store.update_container(ended, [file.id for file in gone], expected=seen):
+        deleted = [file for file in files if not retained or file.source == "assistant" or not file.blob]
+        if not await self._context.store.update_container(
+            ended, [file.id for file in deleted], expected=expected
+        ):
             return False
         if record.status == "running":
-            figures = self._context.metrics
-            figures.ended[reason] += 1
-            figures.live_containers = max(figures.live_containers - 1, 0)  # another process may have begun it
-        bound = [] if reason == "lost" else self._sandbox_refs(record)
-        for ref in (*bound, *(living.ephemeral_sandboxes if living else ())):
+            metrics = self._context.metrics
+            metrics.ended[reason] += 1
+            metrics.live_containers = max(
+                metrics.live_containers - 1, 0
+            )  # another process may have created it
+        refs = [] if reason == "lost" else self._sandbox_refs(record)
+        for ref in (*refs, *(state.ephemeral_sandboxes if state else ())):
             await release_sandbox(self._context.provider, ref)
-        await self._context.files.drop_blobs(gone)
+        await self._context.files.drop_blobs(deleted)
         return True
 
     def _sandbox_refs(self, record: ContainerRecord) -> list[SandboxRef]:
-        """The one that it has, or the one that a process which died may have made for it and not written down."""
+        """Return the container's sandbox, or the one that a crashed process may have made without recording it."""
         if record.sandbox:
             return [SandboxRef(record.sandbox, record.address)]
         settings = self._context.settings
@@ -153,7 +159,7 @@ class ContainerReaper:
         return []
 
     async def _trim_retained_files(self, tenant: str) -> None:
-        """Let go of the oldest files that are kept beyond the end of their containers, until they are few enough."""
+        """Delete the oldest retained files of the tenant until they fit into `retained_bytes`."""
         store = self._context.store
         retaining = await store.list_retaining_containers(tenant)
         excess = sum(record.retained for record in retaining) - self._context.settings.retained_bytes
@@ -168,18 +174,18 @@ class ContainerReaper:
             )
             await self._context.files.drop_blobs(files)
 
-    # ---- all of them --------------------------------------------------------------------------------------------
+    # ---- sweep --------------------------------------------------------------------------------------------
 
     async def sweep(self) -> None:
-        """End what nobody uses any more; keep what is in use from being ended by another process."""
+        """Expire idle containers, delete tombstones, destroy orphans; save the activity of containers in use."""
         store, clock = self._context.store, self._context.clock
         running = await store.find_containers(running=True)
         self._context.metrics.live_containers = len(running)
-        for record in running:  # all of them before any ends: that may take longer than others wait
-            living = self._states.get(record.id)
-            if living is not None and self._is_in_use(record):
-                living.update(last_active_at=clock.now())
-                await living.save(store)
+        for record in running:  # first all of them: ending one may take longer than other processes wait
+            state = self._states.get(record.id)
+            if state is not None and self._is_in_use(record):
+                state.update(last_active_at=clock.now())
+                await state.save(store)
         for record in running:
             if self.is_expired(record) and not self._is_in_use(record):
                 await self.expire(record)
@@ -189,7 +195,7 @@ class ContainerReaper:
             await self._destroy_orphans({record.sandbox: record for record in running})
 
     async def _delete_tombstones(self) -> None:
-        """Forget those that ended long ago, with everything that still hangs on them."""
+        """Delete the records, files and blobs of containers that ended long ago."""
         store, now = self._context.store, self._context.clock.now()
         while ended := await store.list_ended_containers(
             expired_before=now - 3600 * self._context.settings.retention_hours,
@@ -201,29 +207,27 @@ class ContainerReaper:
                 await self._context.files.drop_blobs(files)
 
     async def expire_lost_containers(self) -> None:
-        """Those that were bound to a server which is no more have ended with it."""
+        """Expire containers whose sandboxes ended with their server."""
         for record in await self._context.store.find_containers(running=True):
             if record.sandbox:
                 await self.expire(record, "lost")
 
     async def destroy_orphans_at_startup(self) -> None:
-        """Those that a process before this one made for single calls, or had not written down yet. They are nobody's,
-        if no other process makes any.
-        """
+        """Destroy sandboxes that an earlier process left unrecorded; only if no other process makes any."""
         running = await self._context.store.find_containers(running=True)
         await self._destroy_orphans({record.sandbox: record for record in running}, include_active=True)
 
     async def _destroy_orphans(
         self, bound: Mapping[str, ContainerRecord], *, include_active: bool = False
     ) -> None:
-        """Sandboxes of our containers that no record points to: a process died between two steps.
+        """Destroy sandboxes of our containers that no record refers to, left by a process that crashed.
 
-        at_once: also those that somebody may be about to use, or uses.
+        include_active: also those used recently.
         """
         try:
             sandboxes = await self._context.provider.list_sandboxes()
         except SandboxError as error:
-            logger.warning("Sandboxes could not be listed: %s", error.message)
+            logger.warning("Could not list sandboxes: %s", error.message)
             return
         idle_since = self._context.clock.now() - self._context.settings.orphan_idle_seconds
         for info in sandboxes:
@@ -232,7 +236,7 @@ class ContainerReaper:
                 continue
             container_id = info.id.rpartition("-")[0]
             record = await self._context.store.get_container(container_id)
-            living = self._states.get(container_id)
-            # Other gateways may use the same server: what is not in our store is not ours.
-            if record is not None and record.sandbox != info.id and (living is None or not living.in_use):
+            state = self._states.get(container_id)
+            # Another gateway may use the same server: a sandbox without a record in our store is not ours.
+            if record is not None and record.sandbox != info.id and (state is None or not state.in_use):
                 await release_sandbox(self._context.provider, SandboxRef(info.id))

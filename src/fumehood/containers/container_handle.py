@@ -150,12 +150,12 @@ class ContainerHandle:
         with start_timing("acquire") as timing:
             cached = self._state.sandbox
             if cached is not None and cached.id == self._state.record.sandbox:
-                timing.set_attribute("start", "kept")
+                timing.set_attribute("start", "reused")
                 return cached, []
             check_network_allowed(self._context, self._state.record)
             sandbox = await self._attach()
             if sandbox is not None:
-                timing.set_attribute("start", "kept")
+                timing.set_attribute("start", "reused")
                 return sandbox, []
             async with self._state.files_lock:  # so that an upload meanwhile is not missed
                 return await self._replace_sandbox(timing)
@@ -180,7 +180,7 @@ class ContainerHandle:
             if self._state.record.sandbox != gone:
                 sandbox = await self._attach()
                 if sandbox is not None:
-                    timing.set_attribute("start", "kept")
+                    timing.set_attribute("start", "reused")
                     return sandbox, []
                 gone = self._state.record.sandbox
             created = await self._recreate_sandbox(timing)

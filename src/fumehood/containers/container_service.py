@@ -1,6 +1,6 @@
-"""Containers over sandboxes: who owns them, how long they live, which files they have.
+"""The container service: creates, opens, lists and deletes containers and their files.
 
-docs/containers.md tells what users may expect of them.
+docs/containers.md describes the behaviour for users.
 """
 
 import asyncio
@@ -67,10 +67,12 @@ _MAX_CACHED_STATES = 4096
 
 
 class SandboxContainerService:
-    """`Containers` whose sandboxes come from a provider. `async with` sweeps meanwhile; the provider stays open.
+    """A `ContainerService` whose sandboxes come from a provider.
 
-    sealer: for what is secret about a container; without one, nothing secret is taken.
-    uploads: where files are found by their ids; without them there are none.
+    `async with` runs the sweeper; leaving it does not close the provider.
+
+    sealer: encrypts domain secrets; without one, containers with secrets are rejected.
+    uploads: the Files API, for `file_ids`; without it every file id is unknown.
     """
 
     def __init__(
@@ -85,15 +87,15 @@ class SandboxContainerService:
         uploads: FileService | None = None,
         metrics: ContainerStats | None = None,
     ) -> None:
-        chosen = settings or ContainerSettings()
-        files = FileSync(store, blobs, clock, chosen.file_limits)
+        settings = settings or ContainerSettings()
+        files = FileSync(store, blobs, clock, settings.file_limits)
         self._metrics = metrics or ContainerStats()
         self._context = ContainerContext(
-            provider, store, files, clock, chosen, DomainSecretVault(sealer), self._metrics
+            provider, store, files, clock, settings, DomainSecretVault(sealer), self._metrics
         )
         self._uploads = uploads
         self._user_files = UserFiles(self._context, blobs)
-        self._states: OrderedDict[str, ContainerState] = OrderedDict()  # those used last at the end
+        self._states: OrderedDict[str, ContainerState] = OrderedDict()  # least recently used first
         self._reaper = ContainerReaper(self._context, self._states)
         self._id_key = secrets.token_bytes(32)
         self._creation_locks = WeakValueDictionary[str, asyncio.Lock]()
@@ -110,13 +112,13 @@ class SandboxContainerService:
         await self.close()
 
     async def close(self) -> None:
-        """Write down what is not written yet; sandboxes stay."""
+        """Save all container records; sandboxes keep running."""
         if self._sweeper is not None:
             self._sweeper.cancel()
             await asyncio.gather(self._sweeper, return_exceptions=True)
             self._sweeper = None
-        for living in list(self._states.values()):
-            await living.save(self._context.store)
+        for state in list(self._states.values()):
+            await state.save(self._context.store)
 
     async def _sweep_forever(self) -> None:
         settings = self._context.settings
@@ -130,16 +132,16 @@ class SandboxContainerService:
         try:
             await sweep()
         except Exception:
-            logger.exception("Containers could not be swept.")
+            logger.exception("Sweeping containers failed.")
 
     async def sweep(self) -> None:
-        """End what nobody uses any more."""
+        """Expire idle containers and destroy orphaned sandboxes."""
         await self._reaper.sweep()
 
     # ---- containers ---------------------------------------------------------------------------------------------
 
     def reserve_id(self) -> str:
-        """Nothing is kept of it: the id says itself, to this process alone, that it was given out here."""
+        """Return a signed id. Nothing is stored: this process recognises its own signature."""
         digits = secrets.token_hex(_RANDOM_DIGITS // 2)
         return f"{_PREFIX}{digits}{self._sign_id(digits)}"
 
@@ -148,8 +150,8 @@ class SandboxContainerService:
 
     def _is_reserved(self, container_id: str) -> bool:
         digits = container_id.removeprefix(_PREFIX)
-        body, seal = digits[:_RANDOM_DIGITS], digits[_RANDOM_DIGITS:]
-        return hmac.compare_digest(seal.encode(), self._sign_id(body).encode())
+        body, signature = digits[:_RANDOM_DIGITS], digits[_RANDOM_DIGITS:]
+        return hmac.compare_digest(signature.encode(), self._sign_id(body).encode())
 
     def validate_spec(self, spec: ContainerSpec) -> ContainerSpec:
         return check_container_spec(spec, self._context.settings)
@@ -157,12 +159,12 @@ class SandboxContainerService:
     async def create_container(self, caller: Caller, spec: ContainerSpec) -> ContainerRecord:
         spec = self.validate_spec(spec)
         try:
-            wanted = await self._find_uploads(caller, spec.file_ids)
+            uploads = await self._find_uploads(caller, spec.file_ids)
         except NotFound as error:
             raise InvalidRequest(error.message, param="file_ids", code="invalid_value") from None
         record = await self._create_record(caller, self.reserve_id(), spec)
         try:
-            await self._user_files.place(self._get_state(record), wanted)
+            await self._user_files.place(self._get_state(record), uploads)
         except BaseException:
             await self._reaper.delete(record)
             raise
@@ -185,16 +187,16 @@ class SandboxContainerService:
             record = await self._create_record(caller, container_id, self.validate_spec(spec), automatic=True)
         else:
             replaces = None
-        container = ContainerHandle(self._context, self._get_state(record))
+        handle = ContainerHandle(self._context, self._get_state(record))
         try:
             if replaces is not None and not record.incarnation:
                 await self._copy_user_files(caller, record, replaces)
             if (await self._mark_used(record)).has_ended:
-                raise ContainerExpired("Container is expired.")  # at this very moment
+                raise ContainerExpired("Container is expired.")  # in this very moment
         except BaseException:
-            container.release()
+            handle.release()
             raise
-        return container
+        return handle
 
     async def get_container(self, caller: Caller, container_id: str) -> ContainerRecord:
         record = await self._expire_if_due(await self._get_owned(caller, container_id))
@@ -203,8 +205,8 @@ class SandboxContainerService:
     async def list_containers(
         self, caller: Caller, query: PageQuery, name: str | None = None
     ) -> Sequence[ContainerRecord]:
-        found = await self._context.store.list_containers(caller.tenant, query, name)
-        return [self._with_current_status(record) for record in found]
+        records = await self._context.store.list_containers(caller.tenant, query, name)
+        return [self._with_current_status(record) for record in records]
 
     async def delete_container(self, caller: Caller, container_id: str) -> None:
         await self._reaper.delete(await self._get_owned(caller, container_id))
@@ -216,47 +218,47 @@ class SandboxContainerService:
         return record
 
     async def _expire_if_due(self, record: ContainerRecord) -> ContainerRecord:
-        """What is over ends now, or as soon as nobody is in it any more."""
+        """Expire the container if its time is over, or mark the record expired while it is still in use."""
         if record.status != "running" or not self._reaper.is_expired(record):
             return record
         if not await self._reaper.expire(record):
             latest = await self._context.store.get_container(record.id)
             if latest is not None and not self._reaper.is_expired(latest):
-                return latest  # another process was faster, and uses it
+                return latest  # another process has used it meanwhile
         return msgspec.structs.replace(record, status="expired")
 
     def _with_current_status(self, record: ContainerRecord) -> ContainerRecord:
-        """The record as things stand at this moment, whether or not somebody has ended yet what is over."""
+        """Return the record with its status as of now, even if no sweep has expired it yet."""
         if self._reaper.is_expired(record):
             return msgspec.structs.replace(record, status="expired")
         return msgspec.structs.replace(record, last_active_at=self._reaper.last_active_at(record))
 
     async def _mark_used(self, record: ContainerRecord) -> ContainerState:
-        """What this process knows of a container that is used now."""
-        living = self._get_state(record)
+        """Record a use of the container; return its state."""
+        state = self._get_state(record)
         now = self._context.clock.now()
-        living.update(last_active_at=now)
-        if now - living.stored.last_active_at > ACTIVITY_WRITE_INTERVAL and not living.active_operations:
-            await living.save(self._context.store)
-        return living
+        state.update(last_active_at=now)
+        if now - state.stored.last_active_at > ACTIVITY_WRITE_INTERVAL and not state.active_operations:
+            await state.save(self._context.store)
+        return state
 
     def _get_state(self, record: ContainerRecord) -> ContainerState:
-        living = self._states.get(record.id)
-        if living is None:
-            living = self._states[record.id] = ContainerState(record, record)
-        elif living.stored != record and not living.active_operations:
-            living.merge_stored(record)
+        state = self._states.get(record.id)
+        if state is None:
+            state = self._states[record.id] = ContainerState(record, record)
+        elif state.stored != record and not state.active_operations:
+            state.merge_stored(record)
         self._states.move_to_end(record.id)
         if len(self._states) > _MAX_CACHED_STATES:
-            idle = next((name for name, one in self._states.items() if not one.in_use), record.id)
+            idle = next((key for key, known in self._states.items() if not known.in_use), record.id)
             del self._states[idle]
-        return living
+        return state
 
     async def _create_record(
         self, caller: Caller, container_id: str, spec: ContainerSpec, *, automatic: bool = False
     ) -> ContainerRecord:
         store, tenant = self._context.store, caller.tenant
-        async with self._creation_lock(tenant):  # so that those of this process need not try again
+        async with self._creation_lock(tenant):  # so that creations in this process do not conflict
             while True:
                 if await store.get_container(container_id) is not None:
                     return await self.check_active(caller, container_id)
@@ -273,33 +275,33 @@ class SandboxContainerService:
                     created_at=now,
                     last_active_at=now,
                 )
-                # Where another process has begun one since they were counted, there may be one too many.
-                if await store.put_container(record, known_running=[one.id for one in running]):
+                # False if another process has created a container since they were counted.
+                if await store.put_container(record, known_running=[known.id for known in running]):
                     self._metrics.created += 1
                     self._metrics.live_containers += 1
                     return record
 
     async def _enforce_container_limit(self, caller: Caller, running: Sequence[ContainerRecord]) -> None:
-        """For one more; raises RateLimited."""
-        most = caller.limits.containers or self._context.settings.containers_per_tenant
-        if len(running) >= most:
-            running = [one for one in running if (await self._expire_if_due(one)).status == "running"]
-        if len(running) >= most and not await self._reaper.evict_idle(running, most):
+        """Make room for one more container; raises RateLimited."""
+        limit = caller.limits.containers or self._context.settings.containers_per_tenant
+        if len(running) >= limit:
+            running = [known for known in running if (await self._expire_if_due(known)).status == "running"]
+        if len(running) >= limit and not await self._reaper.evict_idle(running, limit):
             self._metrics.rejected += 1
             raise RateLimited(
-                f"As many containers are running as are allowed ({most}): delete one, or wait for one to expire.",
+                f"Container limit reached ({limit}): delete a container, or wait for one to expire.",
                 code="container_limit_exceeded",
             )
 
     def _creation_lock(self, tenant: str) -> asyncio.Lock:
-        """A tenant's own: what is in the way may have to be ended first, and that can take its time."""
-        turn = self._creation_locks.get(tenant)
-        if turn is None:
-            turn = self._creation_locks[tenant] = asyncio.Lock()
-        return turn
+        """Return the tenant's lock: evicting containers takes time, and other tenants do not wait for it."""
+        lock = self._creation_locks.get(tenant)
+        if lock is None:
+            lock = self._creation_locks[tenant] = asyncio.Lock()
+        return lock
 
     async def _copy_user_files(self, caller: Caller, record: ContainerRecord, earlier_id: str) -> None:
-        """Give it what users had put into a container that has expired."""
+        """Copy the files that users had put into an expired container."""
         try:
             earlier = await self._expire_if_due(await self._get_owned(caller, earlier_id))
         except NotFound:
@@ -311,11 +313,11 @@ class SandboxContainerService:
             for file in await self._context.store.list_container_files(earlier_id)
             if file.source == "user" and file.blob
         ]
-        wanted = [FileUpload(file.path, BlobRef(file.blob, file.bytes), file.executable) for file in files]
+        uploads = [FileUpload(file.path, BlobRef(file.blob, file.bytes), file.executable) for file in files]
         try:
-            await self._user_files.place(self._get_state(record), wanted)
-        except NotFound:  # let go of at this very moment
-            logger.warning("The files of %s could not be given to %s.", earlier_id, record.id)
+            await self._user_files.place(self._get_state(record), uploads)
+        except NotFound:  # deleted in this very moment
+            logger.warning("Could not copy the files of %s to %s.", earlier_id, record.id)
 
     # ---- files --------------------------------------------------------------------------------------------------
 
@@ -323,16 +325,16 @@ class SandboxContainerService:
         self, caller: Caller, container_id: str, path: str, content: bytes | AsyncIterable[bytes]
     ) -> ContainerFileRecord:
         path = validate_file_path(path)
-        living = await self._use_for_files(caller, container_id)
-        with living.keep_in_use():
-            return await self._user_files.put(living, path, content)
+        state = await self._use_for_files(caller, container_id)
+        with state.keep_in_use():
+            return await self._user_files.put(state, path, content)
 
     async def copy_uploads(
         self, caller: Caller, container_id: str, file_ids: Sequence[str]
     ) -> Sequence[ContainerFileRecord]:
-        living = await self._use_for_files(caller, container_id)
-        with living.keep_in_use():
-            return await self._user_files.place(living, await self._find_uploads(caller, file_ids))
+        state = await self._use_for_files(caller, container_id)
+        with state.keep_in_use():
+            return await self._user_files.place(state, await self._find_uploads(caller, file_ids))
 
     async def unpack_archive(
         self,
@@ -343,14 +345,14 @@ class SandboxContainerService:
         into: str = "",
     ) -> Sequence[ContainerFileRecord]:
         into = validate_file_path(into) if into else ""
-        living = await self._use_for_files(caller, container_id)
-        with living.keep_in_use():
-            return await self._user_files.unpack(living, content, kind, into)
+        state = await self._use_for_files(caller, container_id)
+        with state.keep_in_use():
+            return await self._user_files.unpack(state, content, kind, into)
 
     async def _find_uploads(self, caller: Caller, file_ids: Sequence[str]) -> list[FileUpload]:
-        """Uploads of the caller's; raises NotFound."""
+        """Find the caller's uploads; raises NotFound."""
         if file_ids and self._uploads is None:
-            raise NotFound("This server keeps no uploads.")
+            raise NotFound("This server has no Files API.")
         uploads = [
             await self._uploads.get_file(caller, file_id)
             for file_id in dict.fromkeys(file_ids)
@@ -377,19 +379,19 @@ class SandboxContainerService:
     async def read_file(
         self, caller: Caller, container_id: str, file_id: str, start: int = 0, end: int | None = None
     ) -> AsyncGenerator[bytes]:
-        living = await self._use_for_files(caller, container_id)
+        state = await self._use_for_files(caller, container_id)
         record = await self._context.store.get_container_file(container_id, file_id)
         if record is None:
             raise _file_not_found(container_id, file_id)
 
         async def find_sandbox() -> Sandbox | None:
-            return await attach_sandbox(self._context.provider, living.record)
+            return await attach_sandbox(self._context.provider, state.record)
 
-        with living.keep_in_use():
+        with state.keep_in_use():
             try:
-                async with aclosing(self._context.files.read(record, find_sandbox, start, end)) as pieces:
-                    async for piece in pieces:
-                        yield piece
+                async with aclosing(self._context.files.read(record, find_sandbox, start, end)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
             except KeyError:
                 raise _file_not_found(container_id, file_id) from None
             except SandboxError as error:
@@ -398,9 +400,9 @@ class SandboxContainerService:
                 ) from error
 
     async def delete_file(self, caller: Caller, container_id: str, file_id: str) -> None:
-        living = await self._use_for_files(caller, container_id)
-        with living.keep_in_use():
-            if not await self._user_files.delete(living, file_id):
+        state = await self._use_for_files(caller, container_id)
+        with state.keep_in_use():
+            if not await self._user_files.delete(state, file_id):
                 raise _file_not_found(container_id, file_id)
 
     async def _use_for_files(self, caller: Caller, container_id: str) -> ContainerState:
@@ -412,5 +414,5 @@ class SandboxContainerService:
 
 def _file_not_found(container_id: str, file_id: str) -> NotFound:
     return NotFound(
-        f"There is no file '{sanitize_name(file_id, 80)}' in container '{sanitize_name(container_id, 80)}'."
+        f"No file '{sanitize_name(file_id, 80)}' in container '{sanitize_name(container_id, 80)}'."
     )

@@ -1,4 +1,4 @@
-"""What a container may be asked for here."""
+"""Validation of container specs and of file paths in containers."""
 
 import msgspec
 
@@ -10,33 +10,32 @@ from fumehood.protocol.safe_names import sanitize_name
 from fumehood.protocol.sandbox.sandbox_messages import NetworkAllowlist
 
 _MAX_NAME_LENGTH = 256
-_MAX_COMPONENT_BYTES = 255  # bytes
+_MAX_COMPONENT_BYTES = 255
 _MAX_PATH_DEPTH = 32
-_MAX_PATH_BYTES = 4096  # bytes
-_RESERVED_PREFIX = ".fumehood-"  # at the top of the data directory it is the sandbox server's
+_MAX_PATH_BYTES = 4096
+_RESERVED_PREFIX = ".fumehood-"  # of the sandbox server's own files in the data directory
 
 
 def check_container_spec(spec: ContainerSpec, settings: ContainerSettings) -> ContainerSpec:
-    """See `Containers.approve`."""
+    """Return the spec with its defaults. Raises InvalidRequest for what the settings do not allow."""
     if not 0 < len(spec.name) <= _MAX_NAME_LENGTH or not spec.name.isprintable():
         raise _invalid_parameter("name", f"a name has 1 to {_MAX_NAME_LENGTH} printable characters")
     if isinstance(spec.network, NetworkAllowlist):
         _check_network(spec.network, settings)
     minutes = settings.idle_minutes
     if spec.idle_minutes is not None:
-        minutes, most = spec.idle_minutes, settings.max_idle_minutes
-        if not 1 <= minutes <= most:
-            raise _invalid_parameter("expires_after.minutes", f"this server allows 1 to {most} minutes")
+        minutes, maximum = spec.idle_minutes, settings.max_idle_minutes
+        if not 1 <= minutes <= maximum:
+            raise _invalid_parameter("expires_after.minutes", f"this server allows 1 to {maximum} minutes")
     if len(spec.file_ids) > settings.file_limits.files:
         raise _invalid_parameter("file_ids", f"a container has at most {settings.file_limits.files} files")
     return msgspec.structs.replace(spec, idle_minutes=minutes)
 
 
 def _check_network(network: NetworkAllowlist, settings: ContainerSettings) -> None:
-    ceiling = settings.allowed_domains
-    if not ceiling:
+    if not settings.allowed_domains:
         raise _invalid_parameter("network_policy", "this server allows containers no network")
-    domain = find_forbidden_domain(network, ceiling)
+    domain = find_forbidden_domain(network, settings.allowed_domains)
     if domain is not None:
         raise _invalid_parameter(
             "network_policy", f"this server does not allow the domain '{sanitize_name(domain)}'"
@@ -50,7 +49,7 @@ def _check_network(network: NetworkAllowlist, settings: ContainerSettings) -> No
 
 
 def validate_file_path(name: str) -> str:
-    """Where a file goes that a user calls so: a path below /mnt/data. Raises InvalidRequest."""
+    """Return the path below /mnt/data for a file name that a user chose. Raises InvalidRequest."""
     path = name.removeprefix(f"{DATA_DIRECTORY}/")
     reason = _explain_invalid_path(path)
     if reason is not None:
@@ -63,7 +62,7 @@ def validate_file_path(name: str) -> str:
 
 
 def choose_file_name(filename: str, fallback: str) -> str:
-    """The name in a container of an upload that is called so; `instead` where no file can be."""
+    """Return the name of an upload in a container; `fallback` if its own name is not valid there."""
     name = filename.rpartition("/")[2]
     return name if _explain_invalid_path(name) is None else fallback
 
@@ -75,15 +74,19 @@ def _explain_invalid_path(path: str) -> str | None:
     if any(ord(character) < 32 or ord(character) == 127 for character in path):
         return "it holds a control character"
     try:
-        longest, whole = max(len(part.encode()) for part in parts), len(path.encode())
+        longest, total = max(len(part.encode()) for part in parts), len(path.encode())
     except UnicodeEncodeError:
         return "it is not text"
-    if longest > _MAX_COMPONENT_BYTES or len(parts) > _MAX_PATH_DEPTH or whole > _MAX_PATH_BYTES:
+    if longest > _MAX_COMPONENT_BYTES or len(parts) > _MAX_PATH_DEPTH or total > _MAX_PATH_BYTES:
         return (
             f"a path has at most {_MAX_PATH_DEPTH} parts of {_MAX_COMPONENT_BYTES} bytes, "
             f"and {_MAX_PATH_BYTES} bytes in all"
         )
-    return "such names are the sandbox server's own" if path.startswith(_RESERVED_PREFIX) else None
+    return (
+        f"names that start with {_RESERVED_PREFIX} are reserved"
+        if path.startswith(_RESERVED_PREFIX)
+        else None
+    )
 
 
 def _invalid_parameter(param: str, reason: str) -> InvalidRequest:

@@ -1,4 +1,4 @@
-"""A call of a sandbox followed to its end, whatever breaks on the way."""
+"""Runs a call to its end, resuming broken event streams."""
 
 import asyncio
 import logging
@@ -26,64 +26,64 @@ _STOP_TIMEOUT = 10.0
 async def execute_with_recovery(
     sandbox: Sandbox, request: ExecuteRequest, execution_id: str, clock: Clock
 ) -> AsyncGenerator[ExecutionEvent]:
-    """The events of a call, and an `End` in any case; nothing runs twice. Leaving it interrupts the code.
+    """Yield the events of a call, with an `ExecutionEnd` in any case. The code never runs twice.
 
-    Only where the sandbox was gone before the call could begin it raises SandboxGone or SandboxNotFound.
+    Closing the generator interrupts the code. Raises SandboxGone or SandboxNotFound only if the sandbox was gone
+    before the call could start.
 
-    A provider that has tried to resume the call itself says so, and is not asked again; another one is asked a few
-    times, for about two seconds.
+    A stream is resumed a few times within about two seconds, unless the provider says that it has tried already.
     """
-    seen = failures = 0
+    received = failures = 0
     ended = False
     progress = _ExecutionProgress()
     events = sandbox.execute(request)
-    running = start_timing("run")
+    timing = start_timing("run")
     try:
         while True:
             try:
                 async with aclosing(events):
                     async for event in events:
-                        seen += 1
+                        received += 1
                         failures = 0
                         progress.advance()
                         if isinstance(event, ExecutionEnd):
                             ended = True
-                            _end_timing(running, event)
+                            _end_timing(timing, event)
                         yield event
                 if ended:
                     return
-                trouble: SandboxError = SandboxServerUnreachable(
-                    "The events of a call ended before their end."
-                )
+                failure: SandboxError = SandboxServerUnreachable("The event stream of a call ended early.")
             except (SandboxGone, SandboxNotFound) as error:
-                if error.nothing_started and not failures and not seen:
+                if error.nothing_started and not failures and not received:
                     ended = True
                     raise
-                trouble = error
+                failure = error
             except SandboxError as error:
-                trouble = error
+                failure = error
             failures += 1
-            progress.disconnect(trouble)
-            if failures > _MAX_RECONNECTS or not _is_retryable(trouble, seen):
-                ended = not isinstance(trouble, SandboxServerUnreachable)
-                end = lost_execution_end(trouble, request.noun, progress)
-                _end_timing(running, end)
+            progress.disconnect(failure)
+            if failures > _MAX_RECONNECTS or not _is_retryable(failure, received):
+                ended = not isinstance(failure, SandboxServerUnreachable)
+                end = lost_execution_end(failure, request.noun, progress)
+                _end_timing(timing, end)
                 yield end
                 return
             await clock.sleep(_INITIAL_BACKOFF * 2 ** (failures - 1))
-            # What never arrived is sent again; what the server has forgotten it refuses to run.
-            missing = isinstance(trouble, ExecutionNotFound)
-            events = sandbox.execute(request) if missing else sandbox.follow(execution_id, after=seen - 1)
+            # A request that never arrived is sent again; the server rejects one that it has forgotten.
+            is_unknown = isinstance(failure, ExecutionNotFound)
+            events = (
+                sandbox.execute(request) if is_unknown else sandbox.follow(execution_id, after=received - 1)
+            )
     finally:
-        running.end()
+        timing.end()
         if not ended:
-            await _interrupt_and_wait(sandbox, execution_id, seen - 1)
+            await _interrupt_and_wait(sandbox, execution_id, received - 1)
 
 
 class _ExecutionProgress:
     """How far a call has come.
 
-    may_have_run: whether the code may have begun; False only where the server has never had the request.
+    may_have_run: whether the code may have started; False only if the server never received the request.
     duration_ms: from the request until the connection broke, or until now.
     """
 
@@ -122,7 +122,7 @@ def _is_retryable(error: SandboxError, received: int) -> bool:
 
 
 async def _interrupt_and_wait(sandbox: Sandbox, execution_id: str, after: int) -> None:
-    """Interrupt a call and wait for its end: whoever goes on may say that the code was stopped."""
+    """Interrupt a call and wait for its end, so that the caller may say that the code was stopped."""
     with suppress(SandboxError, TimeoutError):
         async with asyncio.timeout(_STOP_TIMEOUT):
             if await sandbox.interrupt(execution_id):
@@ -134,9 +134,9 @@ async def _interrupt_and_wait(sandbox: Sandbox, execution_id: str, after: int) -
 def lost_execution_end(
     error: SandboxError, noun: str, progress: _ExecutionProgress | None = None
 ) -> ExecutionEnd:
-    """The end of a call that could not begin, or was lost. Models are not told what servers are called.
+    """Return the end of a call that could not start or was lost. Its reason names no server: models read it.
 
-    noun: what was to run, `code` or `command`. progress: None for a call that has not begun.
+    noun: what was to run, `code` or `command`. progress: None for a call that has not started.
     """
     gone = isinstance(error, SandboxGone | SandboxNotFound)
     may_have_run = progress is not None and progress.may_have_run
@@ -154,6 +154,6 @@ def lost_execution_end(
         )
     elif gone or error.status >= 500:
         reason += f" The {noun} did not run."
-    logger.warning("A call of code was lost: %s: %s", type(error).__name__, error.message)
+    logger.warning("A call was lost: %s: %s", type(error).__name__, error.message)
     duration = progress.duration_ms if progress is not None and may_have_run else 0
     return ExecutionEnd(status="lost", exit_code=-1, duration_ms=duration, state_kept=not gone, reason=reason)

@@ -1,6 +1,6 @@
-"""The files of containers: what changed, what is kept of it, how it comes back.
+"""File sync: records what code wrote in a sandbox, stores it as blobs, restores it into the next sandbox.
 
-Names and sizes are told by a sandbox and trusted by nobody: names are checked, bytes are counted on their way.
+Names and sizes come from the sandbox and are not trusted: names are checked, bytes are counted as they arrive.
 """
 
 import asyncio
@@ -42,23 +42,23 @@ _MAX_NAMES_SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerFileLimits:
-    """How much is kept of a container's files.
+    """Limits on the files of one container.
 
-    file_bytes: the largest file that outlives its sandbox.
-    container_bytes: all of them together, of one container.
-    files: how many files of one container are recorded.
-    seconds: how long one look may copy; what is not done by then, the next one finds.
+    file_bytes: largest file that is stored; a larger one ends with its sandbox.
+    container_bytes: total of all stored files.
+    files: maximum of recorded files.
+    sync_timeout: seconds that fetching the files of one call may take; the next call fetches the rest.
     """
 
     file_bytes: int = 64 << 20
     container_bytes: int = 2 << 30
     files: int = 10_000
-    seconds: float = 60.0
+    sync_timeout: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class FileSnapshot:
-    """A file as a sandbox had it at the last look."""
+    """A file as it was restored into a sandbox."""
 
     bytes: int
     modified_ns: int
@@ -68,7 +68,7 @@ class FileSnapshot:
 
 
 class _KnownFile(Protocol):
-    """What `Placed` and a record have in common: there can be ten thousand, so none is made into the other."""
+    """What FileSnapshot and ContainerFileRecord share; with ten thousand of them, converting would cost too much."""
 
     @property
     def bytes(self) -> int: ...
@@ -84,9 +84,10 @@ class _KnownFile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FileChanges:
-    """What one look found: `mark` names the state that was seen, `notices` tell what could not be kept.
+    """What changed in a sandbox since a snapshot token.
 
-    missing: what changed and could not be fetched. failure: why, if the sandbox said so.
+    mark: the token of the new state. notices: for the model, about files that were not stored.
+    missing: changed files that could not be fetched. failure: the sandbox's error, if there was one.
     """
 
     mark: str
@@ -98,7 +99,7 @@ class FileChanges:
 
 @dataclass(frozen=True, slots=True)
 class RestoreResult:
-    """What a fresh sandbox was given, and the paths of what is gone for good, and of what it did not take."""
+    """What was restored into a new sandbox, the paths whose blobs are gone, and those that it rejected."""
 
     mark: str
     files: dict[str, FileSnapshot]
@@ -106,26 +107,15 @@ class RestoreResult:
     rejected: Collection[str]
 
     def notices(self) -> list[str]:
-        notes = (
-            [f"Not to be had any more: {format_file_names(sorted(self.missing_blobs))}."]
-            if self.missing_blobs
-            else []
+        sentences = (
+            ("These files are gone", self.missing_blobs),
+            ("These files could not be restored in this sandbox", self.rejected),
         )
-        return [
-            *notes,
-            *(
-                [f"Not to be had in this sandbox: {format_file_names(sorted(self.rejected))}."]
-                if self.rejected
-                else []
-            ),
-        ]
+        return [f"{words}: {format_file_names(sorted(paths))}." for words, paths in sentences if paths]
 
 
 def is_output_file(path: str) -> bool:
-    """Whether a file counts as something that code made: neither cached nor somebody's temporary file.
-
-    docs/containers.md tells users the rule.
-    """
+    """Whether a file counts as output of code: no cache, no temporary file. docs/containers.md states the rule."""
     parts = path.split("/")
     if len(path) > _MAX_PATH_LENGTH or "\0" in path or any(part in ("", ".", "..") for part in parts):
         return False
@@ -133,12 +123,12 @@ def is_output_file(path: str) -> bool:
 
 
 def container_file_id(container_id: str, path: str) -> str:
-    """The same for the same path of the same container; nobody can guess it who does not know the container's id."""
+    """Return the id of a path in a container; it cannot be guessed without the container's id."""
     return f"cfile_{hashlib.sha256(f'{container_id}\0{path}'.encode()).hexdigest()[:48]}"
 
 
 class FileSync:
-    """Records in a store and content in blobs, for all containers of one process."""
+    """Syncs files of all containers of one process: records in a store, content in blobs."""
 
     def __init__(
         self, store: ContainerFileStore, blobs: ReferencedBlobs, clock: Clock, limits: ContainerFileLimits
@@ -158,34 +148,34 @@ class FileSync:
         mark: str,
         initial_files: Mapping[str, FileSnapshot] | None = None,
     ) -> FileChanges:
-        """Record and keep what changed since the mark. Raises SandboxError, and then nothing was recorded.
+        """Record and store what changed since the snapshot token `mark`. Raises SandboxError; then nothing is recorded.
 
-        began: what this sandbox began with, where others may have changed the records meanwhile. What it wrote wins;
-            what it deleted goes, unless somebody else has changed it.
+        initial_files: what was restored into an ephemeral sandbox, since other calls may have changed the records
+            meanwhile. What this sandbox wrote wins; what it deleted is deleted unless another call changed it.
         """
         listing = await sandbox.list_files(mark or None)
         if not (listing.complete or listing.files or listing.deleted):
             return FileChanges(listing.mark)
-        records = await self._store.list_container_files(container_id)
-        size = ITEM_COST_BYTES * (len(records) + len(listing.files)) // 4
-        seen = await run_in_worker(size, _diff_listing, records, listing, initial_files)
-        harvest = _ChangeRecorder(
-            container_id, seen.known, {file.path for file in seen.changed}, self._limits
+        known = await self._store.list_container_files(container_id)
+        size = ITEM_COST_BYTES * (len(known) + len(listing.files)) // 4
+        diff = await run_in_worker(size, _diff_listing, known, listing, initial_files)
+        recorder = _ChangeRecorder(
+            container_id, diff.known, {file.path for file in diff.changed}, self._limits
         )
-        async with AsyncExitStack() as arrivals:
-            await self._download_changed(sandbox, seen.changed, harvest, arrivals)
-            taken = [
-                record for file in seen.changed if (record := harvest.records.get(file.path)) is not None
+        async with AsyncExitStack() as blob_stack:
+            await self._download_changed(sandbox, diff.changed, recorder, blob_stack)
+            records = [
+                record for file in diff.changed if (record := recorder.records.get(file.path)) is not None
             ]
-            recorded = await self._store.put_container_files(taken, [record.id for record in seen.deleted])
-        if not recorded:  # there is no such container any more
-            await self.drop_blobs(taken)
+            recorded = await self._store.put_container_files(records, [record.id for record in diff.deleted])
+        if not recorded:  # the container has ended
+            await self.drop_blobs(records)
             return FileChanges(mark)
-        replaced = [seen.known[record.path] for record in taken if record.path in seen.known]
-        await self.drop_blobs((*seen.deleted, *replaced))
-        changed = [record for record in taken if not _is_unwritten(record, seen.previous.get(record.path))]
-        mark = mark if harvest.missing else listing.mark
-        return FileChanges(mark, changed, harvest.notices(), harvest.missing, harvest.failure)
+        replaced = [diff.known[record.path] for record in records if record.path in diff.known]
+        await self.drop_blobs((*diff.deleted, *replaced))
+        changed = [record for record in records if not _is_unwritten(record, diff.previous.get(record.path))]
+        mark = mark if recorder.missing else listing.mark
+        return FileChanges(mark, changed, recorder.notices(), recorder.missing, recorder.failure)
 
     async def _download_changed(
         self,
@@ -198,7 +188,7 @@ class FileSync:
         admitted = [file for file in files if recorder.try_admit(file, now)]
         try:
             async with (
-                asyncio.timeout(self._limits.seconds),
+                asyncio.timeout(self._limits.sync_timeout),
                 aclosing(
                     self._transfer.download(sandbox, admitted, recorder.reserve_bytes, blob_stack)
                 ) as batches,
@@ -208,82 +198,87 @@ class FileSync:
         except (SandboxError, TimeoutError) as error:
             recorder.missing = [file for file in admitted if file.path not in recorder.answered_paths]
             recorder.failure = error if isinstance(error, SandboxError) else None
-            reason = str(error) or "out of time"
-            logger.warning("Files of %s could not all be kept: %s", recorder.container_id, reason)
+            reason = str(error) or "timeout"
+            logger.warning("Could not store all files of %s: %s", recorder.container_id, reason)
 
     # ---- into a sandbox -----------------------------------------------------------------------------------------
 
     async def restore(self, container_id: str, sandbox: Sandbox) -> RestoreResult:
-        """Put into a fresh sandbox what is kept of the container; raises SandboxError."""
+        """Write the container's stored files into a new sandbox. Raises SandboxError."""
         records = await self._store.list_container_files(container_id)
-        kept = [
+        uploads = [
             FileUpload(record.path, BlobRef(record.blob, record.bytes), record.executable)
             for record in records
             if record.blob
         ]
-        handed = await self._transfer.upload(sandbox, kept)
-        for error in handed.errors:
-            logger.warning("A file of %s cannot be put back: %s", container_id, error)
-        placed = {
-            record.path: FileSnapshot(record.bytes, *stamp, record.blob)
+        report = await self._transfer.upload(sandbox, uploads)
+        for error in report.errors:
+            logger.warning("Could not restore a file of %s: %s", container_id, error)
+        restored = {
+            record.path: FileSnapshot(record.bytes, *fingerprint, record.blob)
             for record in records
-            if (stamp := handed.fingerprints.get(record.path)) is not None
+            if (fingerprint := report.fingerprints.get(record.path)) is not None
         }
-        mark = handed.mark or (await sandbox.list_files()).mark if placed else ""
-        gone = handed.missing_blobs.union(record.path for record in records if not record.blob)
-        return RestoreResult(mark, placed, gone, handed.rejected)
+        mark = report.mark or (await sandbox.list_files()).mark if restored else ""
+        missing_blobs = report.missing_blobs.union(record.path for record in records if not record.blob)
+        return RestoreResult(mark, restored, missing_blobs, report.rejected)
 
     async def record_restored(self, container_id: str, restored: RestoreResult) -> None:
-        """Let the records say what the container's one sandbox has now."""
-        moved: list[ContainerFileRecord] = []
-        lost: list[ContainerFileRecord] = []
+        """Update the records to the files of the container's new sandbox."""
+        updated: list[ContainerFileRecord] = []
+        deleted: list[ContainerFileRecord] = []
         for record in await self._store.list_container_files(container_id):
-            placed = restored.files.get(record.path)
-            if placed is not None:
-                moved.append(
+            snapshot = restored.files.get(record.path)
+            if snapshot is not None:
+                updated.append(
                     _with_fingerprint(
-                        record, FileFingerprint(placed.modified_ns, placed.changed_ns, placed.inode)
+                        record, FileFingerprint(snapshot.modified_ns, snapshot.changed_ns, snapshot.inode)
                     )
                 )
             elif record.path in restored.missing_blobs:
-                lost.append(record)
+                deleted.append(record)
             elif record.path in restored.rejected:
-                moved.append(_with_fingerprint(record, NO_FINGERPRINT))
-        if moved or lost:
-            await self._store.put_container_files(moved, [record.id for record in lost])
+                updated.append(_with_fingerprint(record, NO_FINGERPRINT))
+        if updated or deleted:
+            await self._store.put_container_files(updated, [record.id for record in deleted])
 
-    # ---- besides ------------------------------------------------------------------------------------------------
+    # ---- single files ------------------------------------------------------------------------------------------------
 
     async def add_assistant_file(
         self, container_id: str, path: str, content: bytes, sandbox: Sandbox | None
     ) -> ContainerFileRecord:
-        """A file of the assistant's under a name that is free, in the sandbox too if it lives. Raises TooLarge."""
+        """Store a file of the assistant under a free name, also in the sandbox if there is one.
+
+        Raises SandboxLimitExceeded, and SandboxGone if the container has ended.
+        """
         known = {record.path: record for record in await self._store.list_container_files(container_id)}
-        room = min(self._limits.file_bytes, self._limits.container_bytes - total_blob_bytes(known.values()))
-        if len(content) > room or len(known) >= self._limits.files:
-            raise SandboxLimitExceeded("The container has as many files as it may keep.")
-        free = find_free_name(path, known)
-        stamp = NO_FINGERPRINT
+        available = min(
+            self._limits.file_bytes, self._limits.container_bytes - total_blob_bytes(known.values())
+        )
+        if len(content) > available or len(known) >= self._limits.files:
+            raise SandboxLimitExceeded("The container has no room for another file.")
+        name = find_free_name(path, known)
+        fingerprint = NO_FINGERPRINT
         if sandbox is not None:
             try:
-                stamp = FileFingerprint.from_entry(await sandbox.write_file(free, content))
-            except SandboxError as error:  # the copy is what counts
-                logger.warning("A file could not be put into the sandbox of %s: %s", container_id, error)
-        async with self._blobs.put_pinned(content) as kept:
+                fingerprint = FileFingerprint.from_entry(await sandbox.write_file(name, content))
+            except SandboxError as error:  # the blob is what counts
+                logger.warning("Could not write a file into the sandbox of %s: %s", container_id, error)
+        async with self._blobs.put_pinned(content) as blob:
             record = ContainerFileRecord(
-                id=container_file_id(container_id, free),
+                id=container_file_id(container_id, name),
                 container_id=container_id,
-                path=free,
+                path=name,
                 bytes=len(content),
                 created_at=self._clock.now(),
-                modified_ns=stamp.modified_ns,
-                changed_ns=stamp.changed_ns,
-                inode=stamp.inode,
+                modified_ns=fingerprint.modified_ns,
+                changed_ns=fingerprint.changed_ns,
+                inode=fingerprint.inode,
                 source="assistant",
-                blob=kept.name,
+                blob=blob.name,
             )
             if not await self._store.put_container_files([record]):
-                raise SandboxGone("There is no such container any more.")
+                raise SandboxGone("The container has ended.")
         return record
 
     async def read(
@@ -293,37 +288,38 @@ class FileSync:
         start: int = 0,
         end: int | None = None,
     ) -> AsyncGenerator[bytes]:
-        """The copy, or else what the sandbox has; raises KeyError before the first piece."""
+        """Yield the file's blob, or the sandbox's content if there is none. Raises KeyError before the first chunk."""
         try:
             if record.blob:
-                async with aclosing(self._blobs.read(record.blob, start, end)) as pieces:
-                    async for piece in pieces:
-                        yield piece
+                async with aclosing(self._blobs.read(record.blob, start, end)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
                 return
         except KeyError:
-            logger.warning("The copy of %s is not there.", record.id)
+            logger.warning("The blob of %s is missing.", record.id)
         sandbox = await find_sandbox()
         if sandbox is None:
             raise KeyError(record.id)
         try:
-            async with aclosing(_slice_stream(sandbox.read_file(record.path), start, end)) as pieces:
-                async for piece in pieces:
-                    yield piece
+            async with aclosing(_slice_stream(sandbox.read_file(record.path), start, end)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
         except (FileNotFound, FileRefused) as error:
             raise KeyError(record.id) from error
 
     async def drop_blobs(self, records: Iterable[ContainerFileRecord]) -> None:
-        """Let go of the copies of files that are no longer recorded."""
+        """Delete the blobs of these records unless another record refers to them."""
         await self._blobs.delete_unreferenced(record.blob for record in records)
 
 
 @dataclass(slots=True)
 class _ChangeRecorder:
-    """One look in the making.
+    """Builds the records of changed files, within the container's limits.
 
-    taken: by path. unkept: what is recorded without a copy; left_out: how many are not even that.
-    answered: the paths of which the sandbox has said something. missing: those that it has not, when it failed.
-    room: bytes that nobody has taken or asked for.
+    known: existing records by path. changing: paths that are about to be replaced.
+    records: the new records by path. without_blob: paths recorded without content. omitted: how many are not recorded.
+    answered_paths: paths for which the sandbox has answered. missing: the others, if it failed.
+    bytes_left, slots_left: what is still available. reserved_bytes: by path.
     """
 
     container_id: str
@@ -341,12 +337,12 @@ class _ChangeRecorder:
     reserved_bytes: dict[str, int] = field(default_factory=dict[str, int])
 
     def __post_init__(self) -> None:
-        staying = [record for path, record in self.known.items() if path not in self.changing]
-        self.bytes_left = self.limits.container_bytes - total_blob_bytes(staying)
+        unchanged = [record for path, record in self.known.items() if path not in self.changing]
+        self.bytes_left = self.limits.container_bytes - total_blob_bytes(unchanged)
         self.slots_left = self.limits.files - len(self.known)
 
     def try_admit(self, file: FileEntry, now: float) -> bool:
-        """Whether it is to be kept; those that come later have to do with the room that is left then."""
+        """Reserve room for the file; False if it cannot be stored."""
         if file.path not in self.known:
             self.slots_left -= 1
             if self.slots_left < 0:
@@ -360,7 +356,7 @@ class _ChangeRecorder:
         return True
 
     def reserve_bytes(self, file: FileEntry, size: int) -> None:
-        """Reserve so many bytes for a file, in place of those that it was said to have; raises TooLarge."""
+        """Change the bytes reserved for a file to `size`. Raises SandboxLimitExceeded."""
         more = size - self.reserved_bytes.get(file.path, 0)
         if size > self.limits.file_bytes or more > self.bytes_left:
             raise SandboxLimitExceeded("There is no room for this file.")
@@ -368,17 +364,15 @@ class _ChangeRecorder:
         self.reserved_bytes[file.path] = size
 
     def record_batch(self, batch: Iterable[DownloadedFile], now: float) -> None:
-        for file, kept in batch:
+        for file, result in batch:
             self.answered_paths.add(file.path)
-            if isinstance(kept, BlobRef):
-                self._record_file(file, kept.bytes, kept.name, now)
+            if isinstance(result, BlobRef):
+                self._record_file(file, result.bytes, result.name, now)
                 continue
             self.bytes_left += self.reserved_bytes.pop(file.path, 0)
-            if isinstance(
-                kept, SandboxLimitExceeded | ServiceUnavailable
-            ):  # for the container, or for the disk
+            # The container or the disk is full; other errors mean that the file is gone.
+            if isinstance(result, SandboxLimitExceeded | ServiceUnavailable):
                 self._record_without_blob(file, now)
-            # Else it is not there any more, or not a file any more.
 
     def _record_without_blob(self, file: FileEntry, now: float) -> None:
         self.without_blob.append(file.path)
@@ -401,19 +395,23 @@ class _ChangeRecorder:
         )
 
     def notices(self) -> list[str]:
-        notes: list[str] = []
+        notices: list[str] = []
         if self.without_blob:
             names = format_file_names(self.without_blob)
-            notes.append(f"There is no room to keep these when the sandbox ends: {names}.")
+            notices.append(f"There is no room to keep these when the sandbox ends: {names}.")
         if self.omitted:
-            notes.append(f"{self.omitted} files are not listed: a container has at most {self.limits.files}.")
-        return notes
+            notices.append(
+                f"{self.omitted} files are not listed: a container has at most {self.limits.files}."
+            )
+        return notices
 
 
 @dataclass(frozen=True, slots=True)
 class _ListingDiff:
-    """What a listing tells: what was there before, by path; the records of what is still there, by path; those of what
-    is gone; what is to be kept.
+    """A listing compared with what was known.
+
+    previous: the files before, by path. known: records of files that still exist, by path.
+    deleted: records of files that are gone. changed: files to store.
     """
 
     previous: Mapping[str, _KnownFile]
@@ -428,35 +426,37 @@ def _diff_listing(
     initial_files: Mapping[str, FileSnapshot] | None,
 ) -> _ListingDiff:
     known = {record.path: record for record in records}
-    before: Mapping[str, _KnownFile] = _present_in_sandbox(known) if initial_files is None else initial_files
-    gone = [
+    previous: Mapping[str, _KnownFile] = (
+        _present_in_sandbox(known) if initial_files is None else initial_files
+    )
+    deleted = [
         known.pop(path)
-        for path in _deleted_paths(listing, before)
-        if _has_same_blob(known.get(path), before[path])
+        for path in _deleted_paths(listing, previous)
+        if (record := known.get(path)) is not None and record.blob == previous[path].blob
     ]
-    fresh = [
+    changed = [
         file
         for file in listing.files
-        if _has_changed(file, before) and (file.path in known or is_output_file(file.path))
+        if _has_changed(file, previous.get(file.path)) and (file.path in known or is_output_file(file.path))
     ]
-    return _ListingDiff(before, known, gone, fresh)
+    return _ListingDiff(previous, known, deleted, changed)
 
 
-async def _slice_stream(pieces: AsyncGenerator[bytes], start: int, end: int | None) -> AsyncGenerator[bytes]:
-    """The bytes from `start` up to `end`, of something that can only be read from its beginning."""
-    at = 0
-    async with aclosing(pieces):
-        async for piece in pieces:
-            wanted = piece[max(0, start - at) : None if end is None else max(0, end - at)]
-            at += len(piece)
+async def _slice_stream(chunks: AsyncGenerator[bytes], start: int, end: int | None) -> AsyncGenerator[bytes]:
+    """Yield the bytes from `start` up to `end` of a stream that can only be read from its beginning."""
+    position = 0
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            wanted = chunk[max(0, start - position) : None if end is None else max(0, end - position)]
+            position += len(chunk)
             if wanted:
                 yield wanted
-            if end is not None and at >= end:
+            if end is not None and position >= end:
                 return
 
 
 def _present_in_sandbox(known: Mapping[str, ContainerFileRecord]) -> dict[str, ContainerFileRecord]:
-    """Those that their sandbox has."""
+    """Return the records of files that the container's sandbox has."""
     return {path: record for path, record in known.items() if record.modified_ns or record.changed_ns}
 
 
@@ -469,8 +469,7 @@ def _with_fingerprint(record: ContainerFileRecord, fingerprint: FileFingerprint)
     )
 
 
-def _has_changed(file: FileEntry, before: Mapping[str, _KnownFile]) -> bool:
-    old = before.get(file.path)
+def _has_changed(file: FileEntry, old: _KnownFile | None) -> bool:
     return (
         old is None
         or old.changed_ns != file.changed_ns
@@ -480,22 +479,18 @@ def _has_changed(file: FileEntry, before: Mapping[str, _KnownFile]) -> bool:
     )
 
 
-def _is_unwritten(record: ContainerFileRecord, before: _KnownFile | None) -> bool:
-    """Whether nothing but its mode, its owner or its names were changed: then no call has written it."""
-    if before is None or not record.blob:
+def _is_unwritten(record: ContainerFileRecord, old: _KnownFile | None) -> bool:
+    """Whether only the mode, owner or link count has changed: then no call has written the file."""
+    if old is None or not record.blob:
         return False
-    return (before.blob, before.modified_ns) == (record.blob, record.modified_ns)
+    return (old.blob, old.modified_ns) == (record.blob, record.modified_ns)
 
 
-def _deleted_paths(listing: FileListing, before: Mapping[str, _KnownFile]) -> list[str]:
+def _deleted_paths(listing: FileListing, previous: Mapping[str, _KnownFile]) -> list[str]:
     if not listing.complete:
-        return [path for path in listing.deleted if path in before]
-    there = {file.path for file in listing.files}
-    return [] if listing.truncated else [path for path in before if path not in there]
-
-
-def _has_same_blob(record: ContainerFileRecord | None, placed: _KnownFile) -> bool:
-    return record is not None and record.blob == placed.blob
+        return [path for path in listing.deleted if path in previous]
+    present = {file.path for file in listing.files}
+    return [] if listing.truncated else [path for path in previous if path not in present]
 
 
 def total_blob_bytes(records: Iterable[ContainerFileRecord]) -> int:
@@ -503,5 +498,5 @@ def total_blob_bytes(records: Iterable[ContainerFileRecord]) -> int:
 
 
 def format_file_names(names: Sequence[str]) -> str:
-    """The first of them, fit for a sentence."""
+    """Join the first few names for a sentence."""
     return join_names([sanitize_name(name) for name in names], _MAX_NAMES_SHOWN)

@@ -1,7 +1,7 @@
-"""Files on their way between blobs and sandboxes, small ones by the batch.
+"""Transfers files between blobs and sandboxes, small ones in batches.
 
-A request, a thread and a wait for the disk cost as much as the bytes of a hundred small files. So these travel in one
-stream, and are written and read by the batch; a large one has a request of its own.
+A request, a thread and an fsync cost as much as the bytes of a hundred small files, so these travel in one bundle and
+are read and written in batches. A large file has its own request.
 """
 
 import asyncio
@@ -23,21 +23,23 @@ from fumehood.protocol.sandbox.sandbox_errors import (
 from fumehood.protocol.sandbox.sandbox_messages import FileEntry, UnpackSummary, WriteSummary
 from fumehood.sandbox_client import SandboxConnectionLost
 
-_BLOB_BATCH_BYTES = 8 << 20  # of small files that wait for the disk together,
-_BLOB_BATCH_FILES = 2000  # and how many of them
-_UPLOAD_BATCH_BYTES = 512 << 10  # of small files that are read from it together,
-_UPLOAD_BATCH_FILES = 500  # and how many of them
-_CONCURRENT_LARGE_FILES = 8  # each waits for a disk
+# Small files stored with one fsync:
+_BLOB_BATCH_BYTES = 8 << 20
+_BLOB_BATCH_FILES = 2000
+# Small files read from disk together:
+_UPLOAD_BATCH_BYTES = 512 << 10
+_UPLOAD_BATCH_FILES = 500
+_CONCURRENT_LARGE_FILES = 8
 
-# A file that was kept, or why it was not.
+# A file with its blob, or with why it was not stored.
 type DownloadedFile = tuple[FileEntry, BlobRef | SandboxError | ServiceUnavailable]
 type _ReadFile = tuple[FileEntry, bytes | SandboxError]
-# Is told how many bytes of a file are to be kept, and again when it is known better; raises where that is too much.
+# Reserves the bytes of a file, again when its size turns out to differ; raises SandboxLimitExceeded.
 type ReserveBytes = Callable[[FileEntry, int], None]
 
 
 class FileFingerprint(NamedTuple):
-    """What tells whether a file of the same size is still the same. Code may set the first back, not the others."""
+    """Times and inode by which a change is noticed. Code can set `modified_ns` back, not the others."""
 
     modified_ns: int
     changed_ns: int = 0
@@ -49,20 +51,21 @@ class FileFingerprint(NamedTuple):
 
     @classmethod
     def at_write(cls, written: WriteSummary | UnpackSummary, file: FileEntry) -> Self:
-        """Of a file as it was written, with others. What is newer, somebody has changed already: then it must not look
-        as if it were ours.
+        """Return the fingerprint of a file written in a batch.
+
+        A file that is newer than the batch was changed meanwhile, and must not match.
         """
         modified_ns = min(file.modified_ns, written.modified_ns)
         return cls(modified_ns, min(file.changed_ns, written.changed_ns), file.inode)
 
 
 NO_FINGERPRINT = FileFingerprint(0)
-_UNLISTED_FINGERPRINT = FileFingerprint(1)  # of a file that is there and no listing shows
+_UNLISTED_FINGERPRINT = FileFingerprint(1)  # of a file that exists and no listing shows
 
 
 @dataclass(frozen=True, slots=True)
 class FileUpload:
-    """A file that is kept, and where it is to be."""
+    """A blob and the path in a container to write it to."""
 
     path: str
     blob: BlobRef
@@ -71,11 +74,11 @@ class FileUpload:
 
 @dataclass(slots=True)
 class UploadReport:
-    """What was put into a sandbox.
+    """The result of an upload into a sandbox.
 
-    mark: of the listing after that, if there was one.
-    stamps: of each, by its path.
-    gone: paths of what is not kept any more. refused: of what the sandbox did not take; errors: why, of some.
+    mark: snapshot token of the listing after it, if there was one.
+    fingerprints: by path, of what was written.
+    missing_blobs: paths whose blobs are gone. rejected: paths that the sandbox refused. errors: why, for some of them.
     """
 
     mark: str = ""
@@ -86,7 +89,7 @@ class UploadReport:
 
 
 class FileTransfer:
-    """For all containers of one process."""
+    """Copies files between one blob store and any sandbox."""
 
     def __init__(self, blobs: ReferencedBlobs) -> None:
         self._blobs = blobs
@@ -96,24 +99,26 @@ class FileTransfer:
     async def download(
         self, sandbox: Sandbox, files: Sequence[FileEntry], reserve: ReserveBytes, blob_stack: AsyncExitStack
     ) -> AsyncGenerator[Sequence[DownloadedFile]]:
-        """Keep what is in these files until the stack is left, some at a time. Raises SandboxError where the sandbox
-        fails, and what `admit` raises unless that is TooLarge.
+        """Store the files as blobs, pinned until the stack is closed; yield the results in batches.
+
+        Raises SandboxError if the sandbox fails, and what `reserve` raises except SandboxLimitExceeded.
         """
         small = [file for file in files if file.size <= MAX_BUNDLED_FILE_BYTES]
         large = [file for file in files if file.size > MAX_BUNDLED_FILE_BYTES]
         async with aclosing(self._read_small_files(sandbox, small, large, reserve)) as batches:
             async for batch in batches:
                 yield await self._store_batch(batch, blob_stack)
-        for some in batched(large, _CONCURRENT_LARGE_FILES):
+        for group in batched(large, _CONCURRENT_LARGE_FILES):
             yield await _run_parallel(
-                self._store_large_file(sandbox, file, reserve, blob_stack) for file in some
+                self._store_large_file(sandbox, file, reserve, blob_stack) for file in group
             )
 
     async def _read_small_files(
         self, sandbox: Sandbox, small: Sequence[FileEntry], large: list[FileEntry], reserve: ReserveBytes
     ) -> AsyncGenerator[Sequence[_ReadFile]]:
-        """As much at a time as is worth a wait for the disk; what has grown meanwhile joins the large ones. Where the
-        sandbox fails, what has come before is given first.
+        """Yield batches that are worth an fsync. A file that has grown too large is appended to `large`.
+
+        If the sandbox fails, the files received so far are yielded first.
         """
         if not small:
             return
@@ -122,8 +127,8 @@ class FileTransfer:
         size = 0
         failure: SandboxError | None = None
         try:
-            async with aclosing(sandbox.read_files([file.path for file in small])) as pieces:
-                async for contents in pieces:
+            async with aclosing(sandbox.read_files([file.path for file in small])) as answers:
+                async for contents in answers:
                     for content, file in zip(contents, waiting, strict=False):
                         if isinstance(content, SandboxLimitExceeded):
                             large.append(file)
@@ -143,17 +148,19 @@ class FileTransfer:
     async def _store_batch(
         self, batch: Sequence[_ReadFile], blob_stack: AsyncExitStack
     ) -> Sequence[DownloadedFile]:
-        whole = [(file, content) for file, content in batch if isinstance(content, bytes)]
-        taken: list[DownloadedFile] = [(file, error) for file, error in batch if not isinstance(error, bytes)]
-        if not whole:
-            return taken
+        received = [(file, content) for file, content in batch if isinstance(content, bytes)]
+        failed: list[DownloadedFile] = [
+            (file, error) for file, error in batch if not isinstance(error, bytes)
+        ]
+        if not received:
+            return failed
         try:
-            kept = await blob_stack.enter_async_context(
-                self._blobs.put_many_pinned([content for _, content in whole])
+            blobs = await blob_stack.enter_async_context(
+                self._blobs.put_many_pinned([content for _, content in received])
             )
         except ServiceUnavailable as error:
-            return [*taken, *((file, error) for file, _ in whole)]
-        return [*taken, *((file, one) for (file, _), one in zip(whole, kept, strict=True))]
+            return [*failed, *((file, error) for file, _ in received)]
+        return [*failed, *((file, blob) for (file, _), blob in zip(received, blobs, strict=True))]
 
     async def _store_large_file(
         self, sandbox: Sandbox, file: FileEntry, reserve: ReserveBytes, blob_stack: AsyncExitStack
@@ -167,79 +174,81 @@ class FileTransfer:
     # ---- into a sandbox -----------------------------------------------------------------------------------------
 
     async def upload(self, sandbox: Sandbox, uploads: Sequence[FileUpload]) -> UploadReport:
-        """Put files there that are kept, as far as it takes them; raises SandboxError, Unavailable."""
-        handed = UploadReport()
-        small = [one for one in uploads if one.blob.bytes <= MAX_BUNDLED_FILE_BYTES]
-        if len(small) < 2:  # then it is as well off with a request of its own
+        """Write the files that the sandbox accepts. Raises SandboxError, ServiceUnavailable."""
+        report = UploadReport()
+        small = [upload for upload in uploads if upload.blob.bytes <= MAX_BUNDLED_FILE_BYTES]
+        if len(small) < 2:  # a bundle of one has no advantage
             small = []
         else:
-            await self._upload_bundle(sandbox, small, handed)
-        together = {one.path for one in small}
-        for one in uploads:
-            if one.path not in together:
-                await self._upload_single(sandbox, one, handed)
-        return handed
+            await self._upload_bundle(sandbox, small, report)
+        bundled = {upload.path for upload in small}
+        for upload in uploads:
+            if upload.path not in bundled:
+                await self._upload_single(sandbox, upload, report)
+        return report
 
     async def _upload_bundle(
         self, sandbox: Sandbox, small: Sequence[FileUpload], report: UploadReport
     ) -> None:
         try:
             written = await self._write_bundle(sandbox, small, report)
-        except (FileRefused, SandboxLimitExceeded) as error:  # none of them
+        except (FileRefused, SandboxLimitExceeded) as error:  # of the bundle as a whole
             report.errors.append(error)
             written = WriteSummary(files=0, bytes=0, refused=len(small))
         report.errors += [FileRefused(reason) for reason in written.reasons]
         listing = await sandbox.list_files()
         report.mark = listing.mark
-        there = {file.path: file for file in listing.files}
-        # A listing that was cut does not show all; but where none was refused, all are there.
-        unseen = _UNLISTED_FINGERPRINT if listing.truncated and not written.refused else None
-        for one in small:
-            if one.path in report.missing_blobs:
+        present = {file.path: file for file in listing.files}
+        # A truncated listing does not show all files; but if none was refused, all of them exist.
+        unlisted = _UNLISTED_FINGERPRINT if listing.truncated and not written.refused else None
+        for upload in small:
+            if upload.path in report.missing_blobs:
                 continue
-            file = there.get(one.path)
-            stamp = unseen if file is None else FileFingerprint.at_write(written, file)
-            if stamp is None:
-                report.rejected.add(one.path)
+            file = present.get(upload.path)
+            fingerprint = unlisted if file is None else FileFingerprint.at_write(written, file)
+            if fingerprint is None:
+                report.rejected.add(upload.path)
             else:
-                report.fingerprints[one.path] = stamp
+                report.fingerprints[upload.path] = fingerprint
 
     async def _write_bundle(
         self, sandbox: Sandbox, small: Sequence[FileUpload], report: UploadReport
     ) -> WriteSummary:
         try:
             return await sandbox.write_files(self._read_blobs(small, report))
-        except SandboxConnectionLost:  # to write the same again does no harm
+        except SandboxConnectionLost:  # writing the same files again is harmless
             return await sandbox.write_files(self._read_blobs(small, report))
 
     async def _read_blobs(
         self, small: Sequence[FileUpload], report: UploadReport
     ) -> AsyncGenerator[Sequence[BundledFile]]:
-        for some in _batch_uploads(small):
-            contents = await self._blobs.read_many([one.blob.name for one in some])
-            found = list(zip(some, contents, strict=True))
-            report.missing_blobs.update(one.path for one, content in found if content is None)
-            yield [(one.path, content, one.executable) for one, content in found if content is not None]
+        for batch in _batch_uploads(small):
+            contents = await self._blobs.read_many([upload.blob.name for upload in batch])
+            pairs = list(zip(batch, contents, strict=True))
+            report.missing_blobs.update(upload.path for upload, content in pairs if content is None)
+            yield [
+                (upload.path, content, upload.executable) for upload, content in pairs if content is not None
+            ]
 
-    async def _upload_single(self, sandbox: Sandbox, one: FileUpload, report: UploadReport) -> None:
+    async def _upload_single(self, sandbox: Sandbox, upload: FileUpload, report: UploadReport) -> None:
         try:
-            content = await self._open_blob(one.blob)
-            entry = await sandbox.write_file(one.path, content, executable=one.executable)
+            content = await self._open_blob(upload.blob)
+            entry = await sandbox.write_file(upload.path, content, executable=upload.executable)
         except KeyError:
-            report.missing_blobs.add(one.path)
+            report.missing_blobs.add(upload.path)
         except (FileRefused, SandboxLimitExceeded) as error:
-            report.rejected.add(one.path)
+            report.rejected.add(upload.path)
             report.errors.append(error)
         else:
-            report.fingerprints[one.path] = FileFingerprint.from_entry(entry)
+            report.fingerprints[upload.path] = FileFingerprint.from_entry(entry)
 
     async def _open_blob(self, blob: BlobRef) -> bytes | AsyncGenerator[bytes]:
-        """Raises KeyError if it is not there, before anybody waits for the rest."""
-        pieces = self._blobs.read(blob.name)
-        if blob.bytes <= MAX_BUNDLED_FILE_BYTES:  # a request with these bytes can be repeated
-            async with aclosing(pieces):
-                return b"".join([piece async for piece in pieces])
-        return _prepend_chunk(await anext(pieces, b""), pieces)
+        """Raise KeyError here, and not in the middle of a request, if the blob is missing."""
+        chunks = self._blobs.read(blob.name)
+        if blob.bytes <= MAX_BUNDLED_FILE_BYTES:  # a request with bytes can be retried
+            async with aclosing(chunks):
+                return b"".join([chunk async for chunk in chunks])
+        return _prepend_chunk(await anext(chunks, b""), chunks)
 
 
 def _check_reserved(
@@ -254,22 +263,22 @@ def _check_reserved(
 
 
 async def _count_stream(
-    file: FileEntry, pieces: AsyncGenerator[bytes], reserve: ReserveBytes
+    file: FileEntry, chunks: AsyncGenerator[bytes], reserve: ReserveBytes
 ) -> AsyncGenerator[bytes]:
     size = 0
-    async with aclosing(pieces):
-        async for piece in pieces:
-            size += len(piece)
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            size += len(chunk)
             reserve(file, max(size, file.size))
-            yield piece
-    reserve(file, size)  # less than was announced, perhaps
+            yield chunk
+    reserve(file, size)  # it may be smaller than listed
 
 
 async def _run_parallel[T](coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All at once; the first of what they raise ends the others."""
+    """Run them at the same time; the first exception cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one) for one in coroutines]
+            tasks = [group.create_task(coroutine) for coroutine in coroutines]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
@@ -291,5 +300,5 @@ def _batch_uploads(files: Iterable[FileUpload]) -> Generator[list[FileUpload]]:
 async def _prepend_chunk(first: bytes, rest: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
     async with aclosing(rest):
         yield first
-        async for piece in rest:
-            yield piece
+        async for chunk in rest:
+            yield chunk

@@ -1,4 +1,4 @@
-"""What the egress proxy adds to requests, sealed while it is kept."""
+"""Network policies of containers: allowed domains, and secrets sealed at rest."""
 
 from collections.abc import Collection
 
@@ -10,42 +10,43 @@ from fumehood.protocol.openai.container_objects import ContainerRecord, Containe
 from fumehood.protocol.sandbox.sandbox_errors import InvalidSandboxRequest
 from fumehood.protocol.sandbox.sandbox_messages import DomainSecret, NetworkAllowlist, NetworkPolicy
 
+_ANY_DOMAIN = "*"
 _secrets_decoder = msgspec.json.Decoder(list[DomainSecret])
 
 
 class DomainSecretVault:
-    """Takes secrets out of what is stored of a container, and puts them back for its sandboxes alone.
+    """Encrypts the domain secrets of stored containers, and decrypts them for their sandboxes.
 
-    Without a sealer there can be none.
+    sealer: None rejects containers with secrets.
     """
 
     def __init__(self, sealer: Sealer | None) -> None:
         self._sealer = sealer
 
     def seal_spec(self, tenant: str, container_id: str, spec: ContainerSpec) -> tuple[ContainerSpec, str]:
-        """The spec without its secrets, and these as they are kept; raises InvalidRequest."""
+        """Return the spec without its secrets, and the secrets sealed. Raises InvalidRequest."""
         network = spec.network
         if not isinstance(network, NetworkAllowlist) or not network.domain_secrets:
             return spec, ""
         if self._sealer is None:
-            raise InvalidRequest("network_policy: this server keeps no secrets.", param="network_policy")
+            raise InvalidRequest("network_policy: this server cannot store secrets.", param="network_policy")
         sealed = self._sealer.seal(
             _sealing_context(tenant, container_id), msgspec.json.encode(network.domain_secrets)
         )
         return strip_secrets(spec), sealed
 
     def open_network(self, record: ContainerRecord) -> NetworkPolicy:
-        """The network of a container with its secrets; raises RequestRefused where these cannot be opened any more."""
+        """Return the container's network with its secrets. Raises InvalidSandboxRequest if they cannot be unsealed."""
         network = record.spec.network
         if not isinstance(network, NetworkAllowlist) or not record.secrets:
             return network
         try:
             if self._sealer is None:
-                raise InvalidSeal("it has no keys")
+                raise InvalidSeal("there is no key")
             content = self._sealer.unseal(_sealing_context(record.tenant, record.id), record.secrets)
         except InvalidSeal as error:
             raise InvalidSandboxRequest(
-                f"The domain_secrets of this container cannot be opened any more, since {error}; create another one."
+                f"The domain_secrets of this container cannot be decrypted: {error}; create another one."
             ) from error
         return msgspec.structs.replace(network, domain_secrets=_secrets_decoder.decode(content))
 
@@ -57,15 +58,12 @@ def strip_secrets(spec: ContainerSpec) -> ContainerSpec:
 
 
 def _sealing_context(tenant: str, container_id: str) -> str:
-    """Nobody but this container, not even another one of the same tenant."""
+    """Bind the secrets to one container of one tenant."""
     return f"{tenant}\0domain_secrets\0{container_id}"
 
 
-_ANY_DOMAIN = "*"
-
-
 def find_forbidden_domain(network: NetworkPolicy, allowed_domains: Collection[str]) -> str | None:
-    """A domain of the network that the ceiling does not have; None if there is none."""
+    """Return a domain of the network that is not allowed, or None."""
     if not isinstance(network, NetworkAllowlist) or _ANY_DOMAIN in allowed_domains:
         return None
     domains = {normalize_domain(domain) for domain in network.allowed_domains}

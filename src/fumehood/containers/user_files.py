@@ -1,6 +1,6 @@
-"""Files that users put into containers, with or without a sandbox yet.
+"""Files that users put into containers, whether or not a sandbox runs.
 
-A file is kept first, then put into the sandbox if one lives, then recorded: what is recorded is there.
+A file is stored as a blob, then written into the sandbox if there is one, then recorded.
 """
 
 import asyncio
@@ -51,12 +51,12 @@ from fumehood.protocol.sandbox.sandbox_errors import (
 from fumehood.protocol.sandbox.sandbox_messages import ArchiveFormat, FileEntry
 from fumehood.worker_threads import ITEM_COST_BYTES, run_in_worker
 
-# Puts files into a sandbox; how each of them is there, as the sandbox tells it.
+# Writes files into a sandbox and returns their fingerprints by path.
 type WriteFiles = Callable[[Sandbox], Awaitable[Mapping[str, FileFingerprint]]]
 
 
 class UserFiles:
-    """For all containers of one process. Every method raises InvalidRequest, BodyTooLarge, NotFound, Unavailable."""
+    """Writes and deletes user files. Every method raises InvalidRequest, BodyTooLarge, NotFound, ServiceUnavailable."""
 
     def __init__(self, context: ContainerContext, blobs: ReferencedBlobs) -> None:
         self._context = context
@@ -68,64 +68,62 @@ class UserFiles:
     async def put(
         self, state: ContainerState, path: str, content: bytes | AsyncIterable[bytes]
     ) -> ContainerFileRecord:
-        room = await self._available_bytes(state, [path])
+        available = await self._available_bytes(state, [path])
         async with (
             self._upload_semaphore(state.record.tenant),
-            self._blobs.put_pinned(self._limit_size(content, room)) as kept,
+            self._blobs.put_pinned(self._limit_size(content, available)) as blob,
             state.files_lock,
         ):
-            given = [FileUpload(path, kept)]
+            uploads = [FileUpload(path, blob)]
             (record,) = await self._write_and_record(
-                state, given, lambda sandbox: self._write_to_sandbox(sandbox, given)
+                state, uploads, lambda sandbox: self._write_to_sandbox(sandbox, uploads)
             )
         return record
 
     def _upload_semaphore(self, tenant: str) -> asyncio.Semaphore:
-        """For `async with`, while a file of the tenant's arrives: until it is recorded it counts for no container, and
-        a disk has an end. Who comes too early waits.
-        """
-        turn = self._upload_semaphores.get(tenant)
-        if turn is None:
-            turn = self._upload_semaphores[tenant] = asyncio.Semaphore(
+        """Return the tenant's semaphore: an upload fills the disk before it counts for a container."""
+        semaphore = self._upload_semaphores.get(tenant)
+        if semaphore is None:
+            semaphore = self._upload_semaphores[tenant] = asyncio.Semaphore(
                 self._context.settings.concurrent_uploads
             )
-        return turn
+        return semaphore
 
     async def place(self, state: ContainerState, uploads: Sequence[FileUpload]) -> list[ContainerFileRecord]:
-        """Files whose blobs are there, under their names as far as these are free."""
-        async with AsyncExitStack() as holding, state.files_lock:
-            for given in uploads:
+        """Add files whose blobs exist; a name that is taken gets a number."""
+        async with AsyncExitStack() as pins, state.files_lock:
+            for upload in uploads:
                 try:
-                    await holding.enter_async_context(self._blobs.pin(given.blob.name))
+                    await pins.enter_async_context(self._blobs.pin(upload.blob.name))
                 except KeyError:
-                    raise NotFound(f"The content of '{sanitize_name(given.path)}' is gone.") from None
+                    raise NotFound(f"The content of '{sanitize_name(upload.path)}' is gone.") from None
             known = {
                 record.path: record
                 for record in await self._context.store.list_container_files(state.record.id)
             }
-            there, missing = _resolve_names(uploads, known)
-            placed = await self._write_and_record(
+            existing, missing = _resolve_names(uploads, known)
+            added = await self._write_and_record(
                 state, missing, lambda sandbox: self._write_to_sandbox(sandbox, missing)
             )
-        records = {record.path: record for record in (*there, *placed)}
+        records = {record.path: record for record in (*existing, *added)}
         return list(records.values())
 
     async def unpack(
         self, state: ContainerState, content: bytes | AsyncIterable[bytes], kind: ArchiveFormat, into: str
     ) -> Sequence[ContainerFileRecord]:
-        """Nothing is unpacked in this process: a sandbox of its own shows what is in the archive, and whether that is
-        more than the container may have; only then is it unpacked in the one where the code runs.
+        """Unpack an archive, never in this process.
+
+        A scratch sandbox shows what it holds and whether that fits; then the container's sandbox unpacks it.
         """
-        room = self._limits.container_bytes
         async with (
             self._upload_semaphore(state.record.tenant),
-            self._blobs.put_pinned(self._limit_size(content, room)) as archive,
-            AsyncExitStack() as keeping,
+            self._blobs.put_pinned(self._limit_size(content, self._limits.container_bytes)) as archive,
+            AsyncExitStack() as blob_stack,
         ):
-            given = await self._extract_in_scratch_sandbox(state, archive, kind, into, keeping)
+            uploads = await self._extract_in_scratch_sandbox(state, archive, kind, into, blob_stack)
             async with state.files_lock:
                 records = await self._write_and_record(
-                    state, given, lambda sandbox: self._unpack_in_sandbox(sandbox, archive, kind, into)
+                    state, uploads, lambda sandbox: self._unpack_in_sandbox(sandbox, archive, kind, into)
                 )
         await self._blobs.delete_unreferenced([archive.name])
         return records
@@ -138,59 +136,59 @@ class UserFiles:
         into: str,
         blob_stack: AsyncExitStack,
     ) -> list[FileUpload]:
-        """What is in an archive, kept until the stack is left."""
+        """Store the files of an archive as blobs, pinned until the stack is closed."""
         try:
             async with ephemeral_sandbox(self._context, state) as sandbox:
-                unpacked = await sandbox.unpack_archive(self._blobs.read(archive.name), kind=kind, into=into)
+                summary = await sandbox.unpack_archive(self._blobs.read(archive.name), kind=kind, into=into)
                 listing = await sandbox.list_files()
-                room = await self._available_bytes(state, {file.path for file in listing.files})
-                if listing.truncated or unpacked.files > self._limits.files or unpacked.bytes > room:
+                available = await self._available_bytes(state, {file.path for file in listing.files})
+                if listing.truncated or summary.files > self._limits.files or summary.bytes > available:
                     raise self._too_large_error()
-                taking = self._transfer.download(
-                    sandbox, listing.files, self._limit_total_bytes(room), blob_stack
+                downloads = self._transfer.download(
+                    sandbox, listing.files, self._limit_total_bytes(available), blob_stack
                 )
-                async with aclosing(taking) as batches:
-                    given = [_to_upload(one) async for batch in batches for one in batch]
-                return sorted(given, key=lambda one: one.path)
+                async with aclosing(downloads) as batches:
+                    uploads = [_to_upload(download) async for batch in batches for download in batch]
+                return sorted(uploads, key=lambda upload: upload.path)
         except SandboxError as error:
             raise self._to_api_error(error) from error
 
     def _limit_total_bytes(self, available: int) -> ReserveBytes:
         sizes = Counter[str]()
 
-        def admit(file: FileEntry, size: int) -> None:
+        def reserve(file: FileEntry, size: int) -> None:
             nonlocal available
             available -= size - sizes[file.path]
             sizes[file.path] = size
             if available < 0:
                 raise self._too_large_error()
 
-        return admit
+        return reserve
 
-    # ---- into the sandbox ---------------------------------------------------------------------------------------
+    # ---- sandbox ---------------------------------------------------------------------------------------
 
     async def _write_to_sandbox(
         self, sandbox: Sandbox, uploads: Sequence[FileUpload]
     ) -> dict[str, FileFingerprint]:
-        """All of them, or it raises, and takes back what is there."""
-        handed = await self._transfer.upload(sandbox, uploads)
-        if not (handed.rejected or handed.missing_blobs):
-            return handed.fingerprints
-        for path in handed.fingerprints:
+        """Write all files; if one fails, delete the others and raise SandboxError."""
+        report = await self._transfer.upload(sandbox, uploads)
+        if not (report.rejected or report.missing_blobs):
+            return report.fingerprints
+        for path in report.fingerprints:
             with suppress(SandboxError):
                 await sandbox.delete_file(path)
-        raise handed.errors[0] if handed.errors else FileRefused("What is kept of it is gone.")
+        raise report.errors[0] if report.errors else FileRefused("Its content is gone.")
 
     async def _unpack_in_sandbox(
         self, sandbox: Sandbox, archive: BlobRef, kind: ArchiveFormat, into: str
     ) -> dict[str, FileFingerprint]:
-        unpacked = await sandbox.unpack_archive(self._blobs.read(archive.name), kind=kind, into=into)
+        summary = await sandbox.unpack_archive(self._blobs.read(archive.name), kind=kind, into=into)
         return {
-            file.path: FileFingerprint.at_write(unpacked, file) for file in (await sandbox.list_files()).files
+            file.path: FileFingerprint.at_write(summary, file) for file in (await sandbox.list_files()).files
         }
 
     async def delete(self, state: ContainerState, file_id: str) -> bool:
-        """False if there is none."""
+        """Delete a file; False if there is none."""
         async with state.files_lock:
             record = await self._context.store.get_container_file(state.record.id, file_id)
             if record is None:
@@ -200,32 +198,35 @@ class UserFiles:
                 if sandbox is not None:
                     await sandbox.delete_file(record.path)
             except SandboxError as error:
-                # What is not there, or is no file any more, is deleted.
+                # Already gone, or no longer a file.
                 if error.status not in (400, 404, 410):
                     raise self._to_api_error(error) from error
             await self._context.store.put_container_files([], [record.id])
             await self._context.files.drop_blobs([record])
         return True
 
-    # ---- the records --------------------------------------------------------------------------------------------
+    # ---- records --------------------------------------------------------------------------------------------
 
     async def _write_and_record(
         self, state: ContainerState, uploads: Sequence[FileUpload], write: WriteFiles
     ) -> list[ContainerFileRecord]:
-        """Put what is kept into the sandbox, if there is one, and write it down; for whoever has `filing`."""
+        """Write uploads into the sandbox, if there is one, and record them. The caller holds `files_lock`."""
         if not uploads:
             return []
         container_id = state.record.id
-        there = await self._context.store.list_container_files(container_id)
-        known = {record.path: record for record in there}
-        size = ITEM_COST_BYTES * (len(there) + len(uploads)) // 4
+        known = {
+            record.path: record for record in await self._context.store.list_container_files(container_id)
+        }
+        size = ITEM_COST_BYTES * (len(known) + len(uploads)) // 4
         await run_in_worker(size, self._check_capacity, known, uploads)
-        stamps = await self._write_if_running(state, write)
+        fingerprints = await self._write_if_running(state, write)
         now = self._context.clock.now()
-        records = await run_in_worker(size, _build_records, container_id, uploads, known, stamps, now)
+        records = await run_in_worker(size, _build_records, container_id, uploads, known, fingerprints, now)
         if not await self._context.store.put_container_files(records):
             raise NotFound(f"Container with id '{container_id}' not found.")
-        await self._context.files.drop_blobs([known[one.path] for one in uploads if one.path in known])
+        await self._context.files.drop_blobs(
+            [known[upload.path] for upload in uploads if upload.path in known]
+        )
         return records
 
     async def _write_if_running(
@@ -234,13 +235,13 @@ class UserFiles:
         try:
             sandbox = await attach_sandbox(self._context.provider, state.record)
             return {} if sandbox is None else await write(sandbox)
-        except (SandboxGone, SandboxNotFound):  # the next one is given what is recorded
+        except (SandboxGone, SandboxNotFound):  # the next sandbox gets what is recorded
             return {}
         except SandboxError as error:
             raise self._to_api_error(error) from error
 
     def _limit_size(self, content: bytes | AsyncIterable[bytes], limit: int) -> bytes | AsyncGenerator[bytes]:
-        """Raises BodyTooLarge, as soon as it is known."""
+        """Raise BodyTooLarge as soon as the content exceeds the limit."""
         if not isinstance(content, bytes):
             return self._count_bytes(content, limit)
         if len(content) > limit:
@@ -248,30 +249,30 @@ class UserFiles:
         return content
 
     async def _count_bytes(self, content: AsyncIterable[bytes], limit: int) -> AsyncGenerator[bytes]:
-        async for piece in content:
-            limit -= len(piece)
+        async for chunk in content:
+            limit -= len(chunk)
             if limit < 0:
                 raise self._too_large_error()
-            yield piece
+            yield chunk
 
     async def _available_bytes(self, state: ContainerState, replaced: Collection[str]) -> int:
         known = await self._context.store.list_container_files(state.record.id)
         return self._limits.container_bytes - total_blob_bytes(
-            one for one in known if one.path not in replaced
+            record for record in known if record.path not in replaced
         )
 
     def _check_capacity(
         self, known: Mapping[str, ContainerFileRecord], uploads: Sequence[FileUpload]
     ) -> None:
-        paths = {one.path for one in uploads}
-        staying = [record for path, record in known.items() if path not in paths]
-        size = total_blob_bytes(staying) + sum(one.blob.bytes for one in uploads)
-        if len(staying) + len(paths) > self._limits.files or size > self._limits.container_bytes:
+        paths = {upload.path for upload in uploads}
+        unchanged = [record for path, record in known.items() if path not in paths]
+        size = total_blob_bytes(unchanged) + sum(upload.blob.bytes for upload in uploads)
+        if len(unchanged) + len(paths) > self._limits.files or size > self._limits.container_bytes:
             raise self._too_large_error()
-        obstacle = _find_path_conflict(paths, [*paths, *(record.path for record in staying)])
-        if obstacle is not None:
+        conflict = _find_path_conflict(paths, [*paths, *(record.path for record in unchanged)])
+        if conflict is not None:
             raise InvalidRequest(
-                f"'{sanitize_name(obstacle)}' cannot be a file and a directory at once.", param="file"
+                f"'{sanitize_name(conflict)}' cannot be a file and a directory at once.", param="file"
             )
 
     def _too_large_error(self) -> BodyTooLarge:
@@ -282,7 +283,7 @@ class UserFiles:
         )
 
     def _to_api_error(self, error: SandboxError) -> ApiError:
-        """What a client is told of what a sandbox said."""
+        """Translate a sandbox's error for the API client."""
         if isinstance(error, SandboxLimitExceeded):
             return BodyTooLarge(f"The container has no room for this: {error.message}")
         if isinstance(error, InvalidSandboxRequest):
@@ -301,71 +302,72 @@ def _build_records(
 ) -> list[ContainerFileRecord]:
     return [
         ContainerFileRecord(
-            id=container_file_id(container_id, one.path),
+            id=container_file_id(container_id, upload.path),
             container_id=container_id,
-            path=one.path,
-            bytes=one.blob.bytes,
-            created_at=known[one.path].created_at if one.path in known else now,
-            modified_ns=(stamp := fingerprints.get(one.path, NO_FINGERPRINT)).modified_ns,
-            changed_ns=stamp.changed_ns,
-            inode=stamp.inode,
+            path=upload.path,
+            bytes=upload.blob.bytes,
+            created_at=known[upload.path].created_at if upload.path in known else now,
+            modified_ns=(fingerprint := fingerprints.get(upload.path, NO_FINGERPRINT)).modified_ns,
+            changed_ns=fingerprint.changed_ns,
+            inode=fingerprint.inode,
             source="user",
-            executable=one.executable,
-            blob=one.blob.name,
+            executable=upload.executable,
+            blob=upload.blob.name,
         )
-        for one in uploads
+        for upload in uploads
     ]
 
 
 def _to_upload(download: DownloadedFile) -> FileUpload:
-    """Raises what was in the way."""
-    file, kept = download
-    if isinstance(kept, BlobRef):
-        return FileUpload(file.path, kept, file.executable)
-    raise kept
+    """Raise the error of a failed download."""
+    file, result = download
+    if isinstance(result, BlobRef):
+        return FileUpload(file.path, result, file.executable)
+    raise result
 
 
 def _resolve_names(
     uploads: Sequence[FileUpload], known: Mapping[str, ContainerFileRecord]
 ) -> tuple[list[ContainerFileRecord], list[FileUpload]]:
-    """Those that are there already, of the same name and content, and the others under names that are free."""
-    there: list[ContainerFileRecord] = []
+    """Return the records of uploads that exist with the same name and content, and the others with free names."""
+    existing: list[ContainerFileRecord] = []
     missing: list[FileUpload] = []
-    taken = {path: record.blob for path, record in known.items()}
-    tried: dict[str, _NameCandidates] = {}
-    for given in uploads:
-        blob = given.blob.name
-        path = tried.setdefault(given.path, _NameCandidates(given.path)).find_free(blob, taken)
+    blob_by_path = {path: record.blob for path, record in known.items()}
+    candidates: dict[str, _NameCandidates] = {}
+    for upload in uploads:
+        blob = upload.blob.name
+        names = candidates.setdefault(upload.path, _NameCandidates(upload.path))
+        path = names.find_free(blob, blob_by_path)
         if path in known:
-            there.append(known[path])
-        elif path not in taken:
-            missing.append(FileUpload(path, given.blob, given.executable))
-        taken[path] = blob
-    return there, missing
+            existing.append(known[path])
+        elif path not in blob_by_path:
+            missing.append(FileUpload(path, upload.blob, upload.executable))
+        blob_by_path[path] = blob
+    return existing, missing
 
 
 class _NameCandidates:
-    """Names like one, tried once each, however many files are called so; found: those that were taken, by blob."""
+    """Candidate names of one path, each tried once however many files have that name."""
 
     def __init__(self, path: str) -> None:
         self._names = candidate_names(path)
         self._name_by_blob: dict[str, str] = {}
 
-    def find_free(self, blob: str, taken: Mapping[str, str]) -> str:
-        """The first that is free, or has this very content."""
+    def find_free(self, blob: str, blob_by_path: Mapping[str, str]) -> str:
+        """Return the first name that is free or has this content."""
         while blob not in self._name_by_blob:
             name = next(self._names)
-            self._name_by_blob.setdefault(taken.get(name, blob), name)
+            self._name_by_blob.setdefault(blob_by_path.get(name, blob), name)
         return self._name_by_blob[blob]
 
 
 def _find_path_conflict(new_paths: Collection[str], files: Collection[str]) -> str | None:
-    """A path that would have to be a file and a directory, because of what is given now."""
-    there = frozenset(files)
+    """Return a path that new files would make both a file and a directory, or None."""
+    present = frozenset(files)
     for path in files:
         parts = path.split("/")
         for end in range(1, len(parts)):
-            above = "/".join(parts[:end])
-            if above in there and (above in new_paths or path in new_paths):
-                return above
+            parent = "/".join(parts[:end])
+            if parent in present and (parent in new_paths or path in new_paths):
+                return parent
     return None
