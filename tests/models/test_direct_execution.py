@@ -27,7 +27,7 @@ OTHER = FunctionSpec(name="other", description="", parameters=Raw(b"{}"))
 
 def request(*entries: ConversationEntry, **more: object) -> ModelRequest:
     given: dict[str, object] = {
-        "functions": [INTERPRETER],
+        "function_tools": [INTERPRETER],
         "segments": [ConversationSegment(entries)],
         **more,
     }
@@ -102,7 +102,7 @@ async def test_without_code_it_says_what_to_do() -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{"functions": []}, {"functions": [OTHER]}, {"choice": "none"}, {"choice": OTHER}], ids=range(4)
+    "more", [{"function_tools": []}, {"function_tools": [OTHER]}, {"tool_choice": "none"}, {"tool_choice": OTHER}], ids=range(4)
 )
 async def test_without_the_tool_it_says_what_to_do(more: dict[str, object]) -> None:
     assert await answer(request(message("print(1)"), **more)) == snapshot(
@@ -129,7 +129,7 @@ def shell_result(call_id: str, output: str) -> list[ConversationEntry]:
 
 
 async def test_commands_run_in_the_shell_and_code_in_the_interpreter_one_after_another() -> None:
-    both: dict[str, object] = {"functions": [INTERPRETER, SHELL]}
+    both: dict[str, object] = {"function_tools": [INTERPRETER, SHELL]}
     past = [message(MIXED)]
     assert await next_call(request(*past, **both)) == ("shell", {"commands": ["ls\npwd"]})
     past += shell_result("a", "a.txt\n")
@@ -144,24 +144,24 @@ async def test_only_what_is_offered_runs() -> None:
     assert await next_call(request(message(MIXED))) == ("code_interpreter", {"code": "1"})
     assert await answer(request(message(MIXED), hosted_call("b", "1", turn=1))) == "1"
     commands = message("```sh\nls\n```")
-    assert await next_call(request(commands, functions=[SHELL])) == ("shell", {"commands": ["ls"]})
+    assert await next_call(request(commands, function_tools=[SHELL])) == ("shell", {"commands": ["ls"]})
     assert "offer the shell tool" in await answer(request(commands))
     assert "offer the shell and the code_interpreter tool" in await answer(
-        request(message(MIXED), functions=[])
+        request(message(MIXED), function_tools=[])
     )
 
 
 async def test_a_forced_call_is_not_made_twice() -> None:
     past = [message(MIXED)]
-    both: dict[str, object] = {"functions": [INTERPRETER, SHELL]}
-    assert await next_call(request(*past, **both, choice=INTERPRETER)) == ("code_interpreter", {"code": "1"})
+    both: dict[str, object] = {"function_tools": [INTERPRETER, SHELL]}
+    assert await next_call(request(*past, **both, tool_choice=INTERPRETER)) == ("code_interpreter", {"code": "1"})
     past.append(hosted_call("b", "1", turn=1))
     assert await next_call(request(*past, **both)) == ("shell", {"commands": ["ls\npwd"]})
 
 
 async def test_calls_that_the_client_has_answered_are_over_whatever_they_were() -> None:
     past = [message("```sh\nls\n```"), call("c", name="shell"), output("c", "a.txt")]
-    assert await answer(request(*past, functions=[SHELL])) == "a.txt"
+    assert await answer(request(*past, function_tools=[SHELL])) == "a.txt"
 
 
 async def test_it_answers_with_the_output() -> None:

@@ -597,7 +597,7 @@ async def test_an_answer_that_comes_at_once_is_read_beside_the_loop_and_told_bit
         read.append(threading.get_ident() != here)
         return take(*arguments)
 
-    monkeypatch.setattr(ChatStreamParser, "_take", taking)
+    monkeypatch.setattr(ChatStreamParser, "_handle_event", taking)
     async with upstream(answer) as (model, _):
         request = msgspec.structs.replace(REQUEST, streamed=False)
         batches = [batch async for batch in model.stream(request)]
