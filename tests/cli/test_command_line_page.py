@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from fumehood.cli import app
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "command-line.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
 
 

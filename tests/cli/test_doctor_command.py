@@ -54,7 +54,7 @@ def test_a_mode_that_does_not_work(tmp_path: Path) -> None:
     as_json = run(*arguments, "--json")
     report = json.loads(as_json.stdout)
     assert as_json.returncode == 1
-    assert (report["works"], report["mode"]) == (False, "pod")
+    assert (report["is_usable"], report["mode"]) == (False, "pod")
     states = {finding["name"]: finding["state"] for finding in report["findings"]}
     assert states["kernel"] == "ok"
     assert states["guest socket"] == states["sandbox starts"] == "missing"
@@ -87,9 +87,9 @@ def test_where_memory_cannot_be_bounded() -> None:
 def test_settings_from_the_environment(tmp_path: Path) -> None:
     variables = {"FUMEHOOD_MODE": "pod", "FUMEHOOD_GUEST_SOCKET": str(tmp_path / "none")}
     report = json.loads(run("--json", **variables).stdout)
-    assert (report["mode"], report["works"]) == ("pod", False)
+    assert (report["mode"], report["is_usable"]) == ("pod", False)
     # A socket in the environment is for those calls that use one.
-    assert json.loads(run("--json", "--mode", "namespaces", **variables, **QUICKLY).stdout)["works"]
+    assert json.loads(run("--json", "--mode", "namespaces", **variables, **QUICKLY).stdout)["is_usable"]
     assert run(FUMEHOOD_LIMITS="some").returncode == 2
 
 

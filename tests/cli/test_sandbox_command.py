@@ -229,7 +229,7 @@ def test_a_setting_that_is_misspelt() -> None:
 
 
 def test_every_metric_is_documented(tmp_path: Path) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "metrics.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
     with server(tmp_path) as running:
         assert running.ask("GET", "/nowhere")[0] == 404
         text = running.ask("GET", "/metrics")[1].decode()

@@ -76,7 +76,7 @@ def test_what_goes_wrong_behind_is_told_in_front(house: House) -> None:
     seen: list[Any] = []
     with (
         house.strict.responses.create(model="far", input="?", stream=True) as events,
-        pytest.raises(openai.APIError, match="broke before its answer was complete"),
+        pytest.raises(openai.APIError, match="broke before its response was complete"),
     ):
         seen.extend(events)
     kept = house.strict.responses.retrieve(seen[0].response.id)

@@ -116,8 +116,8 @@ def test_bytes_without_events_have_a_budget(running: GatewayProcess, model: str)
     asker = Asker(running.url, model, stream=True)
     asker.join(SECONDS)
     assert not asker.is_alive()
-    assert f"The server of the model '{model}' was cut off: it sent " in asker.error["message"]
-    said = [line for line in running.output if f"'{model}' was cut off" in line]
+    assert f"The server of the model '{model}' was disconnected: it sent " in asker.error["message"]
+    said = [line for line in running.output if f"'{model}' was disconnected" in line]
     assert said
     assert all("Traceback" not in line for line in running.output)
 

@@ -64,9 +64,9 @@ def flood() -> Responder:
     ("answer", "words", "text"),
     [
         (lambda: document(b'{"error":"oh"}'), "failed: oh", ""),
-        (lambda: stream(asyncio.Event()), "was silent for 0.1 seconds", ""),
+        (lambda: stream(asyncio.Event()), "sent nothing for 0.1 seconds", ""),
         (lambda: stream(chunk({"content": "Hel"}), BREAK_CONNECTION), "broke before its answer", "Hel"),
-        (lambda: stream(chunk({"content": "Hel"}), asyncio.Event()), "was silent for 0.1", "Hel"),
+        (lambda: stream(chunk({"content": "Hel"}), asyncio.Event()), "sent nothing for 0.1", "Hel"),
         (flood, "wrote without end", "and on and on "),
     ],
     ids=["an error and 200", "silent", "cut off", "stuck", "flood"],

@@ -90,7 +90,7 @@ async def test_a_server_without_an_answer_is_tolerated(
     registry = ModelRegistry([ModelRoute("*", ScriptedModel(), lister=catalogue)], clock)
     catalogue.error = ModelUnreachable("down")
     assert await names(registry) == []
-    assert "no list of models for '*': down" in caplog.text
+    assert "Cannot list the models of '*': down" in caplog.text
     clock.advance(60)
     catalogue.error = None
     assert await names(registry) == ["a"]
@@ -162,30 +162,30 @@ def test_settings_from_a_file() -> None:
     ("given", "told"),
     [
         ({}, "base_url is missing"),
-        ({"base_url": "ftp://x"}, "is not the address of a server"),
-        ({"base_url": "http://x/v1?k=1"}, "is not the address of a server"),
-        ({"base_url": "http://user:pw@x/v1"}, "put the secret into a variable"),
-        ({"base_url": "http://x:y/v1"}, "is not the address of a server"),
-        ({"base_url": "http://x", "headers": {"a b": "c"}}, "'a b' is not a header"),
-        ({"base_url": "http://x", "headers": {"a": "c\nd: e"}}, "'a' is not a header"),
+        ({"base_url": "ftp://x"}, "is not the URL of a server"),
+        ({"base_url": "http://x/v1?k=1"}, "is not the URL of a server"),
+        ({"base_url": "http://user:pw@x/v1"}, "put the secret into an environment variable"),
+        ({"base_url": "http://x:y/v1"}, "is not the URL of a server"),
+        ({"base_url": "http://x", "headers": {"a b": "c"}}, "'a b' is not a valid header"),
+        ({"base_url": "http://x", "headers": {"a": "c\nd: e"}}, "'a' is not a valid header"),
         ({"base_url": "http://x", "extra_body": {"messages": []}}, "cannot set `messages`"),
         (
             {"base_url": "http://x", "backend": "responses", "extra_body": {"store": True}},
             "cannot set `store`",
         ),
-        ({"base_url": "http://x", "pass_tools": ["*"]}, "for the backend `responses` only"),
+        ({"base_url": "http://x", "pass_tools": ["*"]}, "with the backend `responses` only"),
         ({"base_url": "http://x", "retries": 11}, "<= 10"),
         ({"base_url": "http://x", "read_timeout": 0}, "> 0"),
         ({"base_url": "http://x", "modle": "y"}, "modle"),
         ({"backend": "direct", "base_url": "http://x"}, "has no server"),
         ({"backend": "direct", "pass_fields": ["a"]}, "has no server"),
-        ({"base_url": "http://x", "pass_fields": ["a b"]}, "not the name of a field"),
-        ({"base_url": "http://x", "pass_fields": [""]}, "not the name of a field"),
+        ({"base_url": "http://x", "pass_fields": ["a b"]}, "not a field name"),
+        ({"base_url": "http://x", "pass_fields": [""]}, "not a field name"),
         ({"base_url": "http://x", "pass_fields": ["a"] * 101}, "length <= 100"),
         *(
             (
                 {"base_url": "http://x", "backend": backend, "pass_fields": ["fine", name]},
-                f"cannot have `{name}`",
+                f"cannot contain `{name}`",
             )
             for backend in ("chat_completions", "responses")
             for name in (

@@ -159,8 +159,8 @@ HELLO = says("Hel", "lo")
 TEXT: Turn = {"text": "Hello", "end": "stop"}
 CALL: Turn = {"calls": [("c", "run", '{"code":"1"}')], "end": "calls"}
 MADE: Turn = {"calls": [("made", "run", '{"code":"1"}')], "end": "calls"}
-BROKE: Fault = (ModelUnreachable, "broke before its answer was complete")
-SILENT: Fault = (ModelTimeout, "was silent for 0.1 seconds")
+BROKE: Fault = (ModelUnreachable, "broke before its response was complete")
+SILENT: Fault = (ModelTimeout, "sent nothing for 0.1 seconds")
 IMPATIENT = {"read_timeout": 0.1}
 HALF = rb'o\ud83d"'
 LATIN = says("Hel\u00e9").replace(b"\xc3\xa9", b"\xe9")
@@ -189,10 +189,10 @@ def transport_cases(body: bytes, begun: bytes) -> dict[str, QuirkCase]:
         "chunked, and cut off after the end": animal(chunks + chunked(body)),
         "a length that is too great": animal(http(f"Content-Length: {len(body) + 99}") + body),
         "a length that is too small": animal(
-            http("Content-Length: 9") + body, outcome=(ModelError, "does not speak as")
+            http("Content-Length: 9") + body, outcome=(ModelError, "sent an invalid")
         ),
         "a length that is none": animal(
-            http("Content-Length: many") + body, outcome=(ModelError, "is not HTTP")
+            http("Content-Length: many") + body, outcome=(ModelError, "is not valid HTTP")
         ),
         "CRLF": animal(http() + body.replace(b"\n", b"\r\n")),
         "a byte order mark": animal(http() + b"\xef\xbb\xbf" + body),
@@ -219,9 +219,9 @@ def transport_cases(body: bytes, begun: bytes) -> dict[str, QuirkCase]:
         "silence instead of a body": animal(http(), HANG, outcome=SILENT, settings=IMPATIENT),
         "silence in an event": animal(http(), begun[:-9], HANG, outcome=SILENT, settings=IMPATIENT),
         "a head without end": animal(
-            b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 20_000, HANG, outcome=(ModelError, "is not HTTP")
+            b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 20_000, HANG, outcome=(ModelError, "is not valid HTTP")
         ),
-        "another protocol": animal(b"220 mail.example\r\n", outcome=(ModelError, "is not HTTP")),
+        "another protocol": animal(b"220 mail.example\r\n", outcome=(ModelError, "is not valid HTTP")),
         "gzip": animal(
             http("Content-Encoding: gzip") + gzip.compress(body), outcome=(ModelError, "is compressed")
         ),
@@ -229,8 +229,8 @@ def transport_cases(body: bytes, begun: bytes) -> dict[str, QuirkCase]:
             http("Location: http://127.0.0.1:1/", "Content-Length: 0", status="308 Moved"),
             outcome=(ModelError, "has moved (HTTP 308)"),
         ),
-        "nothing in it": animal(http("Content-Length: 0"), outcome=(ModelError, "its answer is empty")),
-        "a page of HTML": animal(http() + b"<html>hello</html>", outcome=(ModelError, "its answer is empty")),
+        "nothing in it": animal(http("Content-Length: 0"), outcome=(ModelError, "its response is empty")),
+        "a page of HTML": animal(http() + b"<html>hello</html>", outcome=(ModelError, "its response is empty")),
         "an error as JSON, and 200": QuirkCase(
             answers=[document(b'{"error":{"message":"no such model","type":"invalid_request_error"}}')],
             expected=(ModelRejectedRequest, "refused the request: no such model"),
@@ -262,7 +262,7 @@ def transport_cases(body: bytes, begun: bytes) -> dict[str, QuirkCase]:
         ),
         "down": QuirkCase(
             answers=[error("503 Unavailable", busy)] * 3,
-            expected=(ModelUnreachable, "cannot be reached now (HTTP 503): later"),
+            expected=(ModelUnreachable, "is unavailable (HTTP 503): later"),
             backoffs=[0.25, 0.5],
         ),
         "broken, which asking again does not help": QuirkCase(

@@ -1,4 +1,8 @@
-"""What writes: clients of model servers, and stand-ins."""
+"""Model backends: each streams one turn of a model to the engine.
+
+`registry` routes model names to backends. `chat_completions` and `responses_api` ask model servers over HTTP;
+`direct_execution` runs the code of the user's message without a model.
+"""
 
 from fumehood.models.model_settings import ModelSettings, check_url, read_secret
 

@@ -1,7 +1,6 @@
-"""The model `direct`, which is none: it runs the code of the user's message.
+"""The model `direct`: runs the code of the user's message through the hosted tools, without a language model.
 
-For smoke tests, examples and the first minute after an installation: the whole way through the gateway and back, with
-code, output and files, and no model server anywhere.
+For smoke tests, examples and the first minute after an installation.
 """
 
 import ast
@@ -31,7 +30,7 @@ from fumehood.protocol.openai.tool_specs import FunctionSpec
 
 _PYTHON = "code_interpreter"
 _SHELL = "shell"
-_UNKNOWN_FUNCTION = ""  # of a result whose function is not known
+_UNKNOWN_FUNCTION = ""  # function name of a result whose call is unknown
 _DELTA_COUNT = 4
 _BYTES_PER_TOKEN = 4
 _MAX_UNFENCED_CHARS = 100_000
@@ -68,7 +67,7 @@ class _Output(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class _RequestedCall:
-    """A call that the user's message asks for, of a function."""
+    """A tool call that the user's message requests."""
 
     name: str
     code: str
@@ -80,41 +79,40 @@ class _RequestedCall:
 
 
 class DirectExecutionModel:
-    """A `ModelBackend` that calls the code interpreter and the shell with the user's own code, one call after another,
-    and repeats what they printed.
+    """A `ModelBackend` that calls the code interpreter and the shell with the user's code, one call per turn, and
+    answers with their output.
     """
 
     async def stream(
         self,
         request: ModelRequest,
-        accept_batch: AcceptBatch | None = None,  # noqa: ARG002 - everything is there at once
+        accept_batch: AcceptBatch | None = None,  # noqa: ARG002 - the whole answer is known at once
     ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         text, exchanges = _find_latest_message(request.segments)
-        wanted = _extract_calls(text)
-        possible = [call for call in wanted if _may_call(request, call.name)]
-        following = _next_call(possible, exchanges)
-        if following is not None:
-            async for batch in _stream_call(request, following):
+        requested = _extract_calls(text)
+        allowed = [call for call in requested if _may_call(request, call.name)]
+        call = _next_call(allowed, exchanges)
+        if call is not None:
+            async for batch in _stream_call(request, call):
                 yield batch
             return
         if exchanges:
             answer = _format_answer(exchanges)
-        elif not wanted:
+        elif not requested:
             answer = _USAGE_HINT
         else:
-            answer = _NO_TOOL.format(tools=" and the ".join(dict.fromkeys(call.name for call in wanted)))
-        pieces = _split_into_deltas(answer)
-        for piece in pieces:
-            yield [ModelTextDelta(piece)]
+            answer = _NO_TOOL.format(tools=" and the ".join(dict.fromkeys(call.name for call in requested)))
+        for delta in _split_into_deltas(answer):
+            yield [ModelTextDelta(delta)]
         yield [ModelTurnEnded("stop", _estimate_usage(request, answer))]
 
     def validate_request(self, request: ModelRequest) -> None:
-        """It looks at what it understands."""
+        """Accept every request: content it cannot read is ignored."""
 
     async def count_tokens(self, request: ModelRequest) -> tuple[int, bool]:
         return _estimate_input_tokens(request), False
 
-    def get_profile(self, model: str) -> ModelProfile:  # noqa: ARG002 - there is one
+    def get_profile(self, model: str) -> ModelProfile:  # noqa: ARG002 - all names are the same
         return ModelProfile()
 
     async def close(self) -> None:
@@ -126,8 +124,8 @@ async def _stream_call(
 ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
     arguments = call.arguments
     yield [ModelCallStarted(0, new_id("call"), call.name)]
-    for piece in _split_into_deltas(arguments):
-        yield [ModelCallArgumentsDelta(0, piece)]
+    for delta in _split_into_deltas(arguments):
+        yield [ModelCallArgumentsDelta(0, delta)]
     yield [ModelTurnEnded("calls", _estimate_usage(request, arguments))]
 
 
@@ -138,7 +136,7 @@ def _may_call(request: ModelRequest, name: str) -> bool:
 
 
 def _next_call(calls: Sequence[_RequestedCall], exchanges: Sequence[ToolExchange]) -> _RequestedCall | None:
-    """The first call that has no result yet; None if all have."""
+    """The first call without a result; None if all have one."""
     done = Counter(exchange.name for exchange in exchanges)
     for call in calls:
         name = call.name if done[call.name] else _UNKNOWN_FUNCTION
@@ -148,12 +146,12 @@ def _next_call(calls: Sequence[_RequestedCall], exchanges: Sequence[ToolExchange
     return None
 
 
-# --- what is asked ------------------------------------------------------------------------------------
+# --- reading the request ------------------------------------------------------------------------------
 
 
 def _find_latest_message(segments: Sequence[ConversationSegment]) -> tuple[str, list[ToolExchange]]:
-    """The last message of the user, and the calls since. The prompts of our client, and of some others, are messages
-    of the system with no user's beside them.
+    """The last user message and the tool calls after it. Without one, the last system or developer message: some
+    clients, ours included, send prompts as system messages only.
     """
     exchanges: list[ToolExchange] = []
     without_user: tuple[str, list[ToolExchange]] | None = None
@@ -172,12 +170,12 @@ def _find_latest_message(segments: Sequence[ConversationSegment]) -> tuple[str, 
 def _read_tool_result(entry: ConversationEntry) -> ToolExchange | None:
     if entry.exchange is None:
         return _read_client_output(entry) if entry.type == "function_call_output" else None
-    told = entry.exchange.name in (_PYTHON, _SHELL) and entry.exchange.tells != "call"
-    return entry.exchange if told else None
+    has_result = entry.exchange.name in (_PYTHON, _SHELL) and entry.exchange.tells != "call"
+    return entry.exchange if has_result else None
 
 
 def _read_client_output(entry: ConversationEntry) -> ToolExchange:
-    """A call that the client itself has answered, as a gateway before this one does."""
+    """The output of a call that the client ran itself, such as another gateway in front of this one."""
     try:
         output = msgspec.json.decode(entry.raw, type=_Output).output
     except msgspec.DecodeError:
@@ -205,8 +203,8 @@ def _get_message_text(message: _Message) -> str:
 
 
 def _extract_calls(text: str) -> list[_RequestedCall]:
-    """What is fenced, block by block, with those that follow each other in one language together; without a fence the
-    whole text, if that is Python.
+    """One call per fenced block, with adjacent blocks of one language joined. Without a fence, the whole text if it is
+    Python.
     """
     fenced = [
         (_LANGUAGES.get(language.lower()), block.rstrip("\n")) for _, language, block in _FENCE.findall(text)
@@ -216,23 +214,23 @@ def _extract_calls(text: str) -> list[_RequestedCall]:
         grouped = groupby(known, key=lambda one: one[0])
         return [_RequestedCall(name, "\n".join(block for _, block in blocks)) for name, blocks in grouped]
     text = text.strip()
-    bare = text and len(text) <= _MAX_UNFENCED_CHARS and _is_python(text)
-    return [_RequestedCall(_PYTHON, text)] if bare else []
+    is_code = text and len(text) <= _MAX_UNFENCED_CHARS and _is_python(text)
+    return [_RequestedCall(_PYTHON, text)] if is_code else []
 
 
 def _is_python(text: str) -> bool:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is odd about other people's code
+            warnings.simplefilter("ignore")  # SyntaxWarnings about the user's code
             tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    # A single word, or words with commas, are more likely prose.
+    # A single word, or words with commas, is more likely prose.
     only = tree.body[0].value if len(tree.body) == 1 and isinstance(tree.body[0], ast.Expr) else None
     return bool(tree.body) and not isinstance(only, ast.Name | ast.Tuple)
 
 
-# --- what is answered ---------------------------------------------------------------------------------
+# --- writing the answer -------------------------------------------------------------------------------
 
 
 def _format_answer(exchanges: Sequence[ToolExchange]) -> str:
@@ -242,7 +240,7 @@ def _format_answer(exchanges: Sequence[ToolExchange]) -> str:
 
 
 def _find_file_paths(output: str) -> list[str]:
-    """The files that a result names: in its own list of them, where names may have spaces, else anywhere."""
+    """The files that a result names: from its `Files:` lines, whose names may contain spaces, else from anywhere."""
     listed = _FILE_LIST.findall(output)
     if not listed:
         return list(dict.fromkeys(_PATH.findall(output)))
@@ -262,5 +260,10 @@ def _estimate_input_tokens(request: ModelRequest) -> int:
 
 
 def _estimate_usage(request: ModelRequest, output: str) -> Usage:
-    read, wrote = _estimate_input_tokens(request), len(output.encode()) // _BYTES_PER_TOKEN + 1
-    return Usage(input_tokens=read, output_tokens=wrote, total_tokens=read + wrote)
+    input_tokens, output_tokens = (
+        _estimate_input_tokens(request),
+        len(output.encode()) // _BYTES_PER_TOKEN + 1,
+    )
+    return Usage(
+        input_tokens=input_tokens, output_tokens=output_tokens, total_tokens=input_tokens + output_tokens
+    )

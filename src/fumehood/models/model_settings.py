@@ -1,4 +1,4 @@
-"""What an operator says about a model, checked before it is used."""
+"""Settings of one model route, validated when they are loaded."""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _EXAMPLE_URL = "http://127.0.0.1:8000/v1"
 _FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.:-]{0,63}")
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
-# Fields of a request without which nothing would hold.
+# Request fields that `extra_body` may not set, because the gateway depends on them.
 _RESERVED_FIELDS = {
     "chat_completions": ("messages", "stream"),
     "responses": ("input", "stream", "store", "previous_response_id", "conversation", "background"),
@@ -25,7 +25,7 @@ type TimeoutSeconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
 class Secret:
-    """A value that shows itself only when it is asked to."""
+    """A value that `repr`, logs and pickles do not reveal."""
 
     __slots__ = ("_value",)
 
@@ -39,38 +39,38 @@ class Secret:
         return "Secret(…)"
 
     def __reduce__(self) -> str:
-        raise TypeError("a Secret does not leave its process")
+        raise TypeError("a Secret cannot be pickled")
 
 
 class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One entry of `models`: the names it serves, and by whom.
+    """One entry of `models`: which model names it serves, and how.
 
-    match: names that clients use, with `*`, `?` and `[…]` as in a shell.
-    backend: `chat_completions`, or `responses` for a server that speaks the Responses API itself, or `direct`, which
-        runs the code of the user's message and needs no model.
-    base_url: of the server, up to what comes before `/chat/completions` or `/responses`.
-    name: the server's own name for it; without it, the client's is passed on.
-    api_key_env: the environment variable that holds the key; api_key_header: where the server wants it, `Bearer` being
-        put before it in `Authorization` alone.
-    headers: more of them, for every request.
+    match: model names that clients use; may contain `*`, `?` and `[…]` as in a shell.
+    backend: `chat_completions`, `responses` for a server with the Responses API, or `direct`, which runs the code of
+        the user's message and needs no model.
+    base_url: the server's URL up to `/chat/completions` or `/responses`.
+    name: the server's name for the model; by default the client's name.
+    api_key_env: the environment variable with the API key.
+    api_key_header: the header that carries the key; `Bearer` is added in `Authorization` only.
+    headers: additional headers of every request.
     context_window: in tokens.
-    tokenize_url: where the server counts tokens: as vLLM's /tokenize does, or for `responses` as
-        /v1/responses/input_tokens does. Without it they are estimated.
-    takes_images: whether pictures that code made are shown to it. Those in a user's message always are.
-    takes_files: whether PDFs and the like are sent to it, as `file` parts or `input_file`. Without a word, to a
-        `responses` server they are, and to others only where the request has no tool that could open them.
-    developer_role: whether it knows that role; else developers' messages are sent as the system's.
-    replay_reasoning: whether it is shown the text of its earlier reasoning.
-    max_tokens_field: by which name a chat completions server knows a limit of tokens.
-    encrypted_reasoning: whether a `responses` server is asked for its reasoning under seal, and given it back.
-    pass_tools: types of tools that a `responses` server is told of as they are, `*` for all; others are left out, but
-        for custom tools, which are sent as functions then.
-    pass_fields: fields of requests that the server is given as clients sent them, besides `SAMPLING_FIELDS`.
-    connect_timeout, read_timeout: seconds until there is a connection, and seconds in which not one byte comes: before
-        the first one, which of an answer in one piece is when the model is done, and between two.
-    retries: how often a turn that has not begun is asked for again.
-    trace_context: whether the server is told which trace a turn is part of, where traces are made.
-    extra_body: fields of the request, over those that would be sent; null leaves one out.
+    tokenize_url: an endpoint that counts tokens: vLLM's /tokenize, or /v1/responses/input_tokens for `responses`.
+        Without it the gateway estimates.
+    takes_images: send images that code produced. Images in user messages are always sent.
+    takes_files: send PDFs and other binary files, as `file` or `input_file` parts. Default: yes for `responses`; for
+        others only if the request has no tool that can open the file.
+    developer_role: the server accepts the role `developer`; otherwise such messages are sent as `system`.
+    replay_reasoning: send the text of earlier reasoning back to the model.
+    max_tokens_field: the name of the token limit in Chat Completions.
+    encrypted_reasoning: ask a `responses` server for encrypted reasoning and send it back.
+    pass_tools: tool types that a `responses` server receives unchanged, `*` for all. Of the others, custom tools are
+        sent as functions and the rest is dropped.
+    pass_fields: request fields that are sent to the server unchanged, in addition to `SAMPLING_FIELDS`.
+    connect_timeout: seconds until the connection is established.
+    read_timeout: seconds without a byte from the server. Without streaming, the first byte comes at the end.
+    retries: how often a turn that has not started is requested again.
+    trace_context: send `traceparent` and `tracestate` if tracing is on.
+    extra_body: fields that override those of the request; null removes one.
     """
 
     match: Annotated[str, Meta(min_length=1, max_length=256)] = "*"
@@ -100,20 +100,22 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if self.backend == "direct":
             if self.base_url or self.api_key_env or self.name or self.tokenize_url or self.pass_fields:
                 raise ValueError(
-                    "the backend `direct` has no server: leave out base_url, tokenize_url, api_key_env, name and "
+                    "the backend `direct` has no server: remove base_url, tokenize_url, api_key_env, name and "
                     "pass_fields"
                 )
             return
         if self.base_url is None:
-            raise ValueError(f"base_url is missing: it says where the model server is, as {_EXAMPLE_URL}")
+            raise ValueError(
+                f"base_url is missing: set it to the URL of the model server, such as {_EXAMPLE_URL}"
+            )
         check_url("base_url", self.base_url, _EXAMPLE_URL)
         if self.tokenize_url is not None:
             check_url("tokenize_url", self.tokenize_url, "http://127.0.0.1:8000/tokenize")
         for name, value in [*self.headers.items(), (self.api_key_header, "")]:
             if not _HEADER_NAME.fullmatch(name) or not _is_header_value(value):
-                raise ValueError(f"{name!r} is not a header that can be sent")
+                raise ValueError(f"{name!r} is not a valid header")
         if self.backend == "chat_completions" and (self.pass_tools or not self.encrypted_reasoning):
-            raise ValueError("pass_tools and encrypted_reasoning are for the backend `responses` only")
+            raise ValueError("pass_tools and encrypted_reasoning work with the backend `responses` only")
         self._check_pass_fields()
         for name in _RESERVED_FIELDS[self.backend]:
             if name in self.extra_body:
@@ -122,25 +124,25 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def _check_pass_fields(self) -> None:
         for name in self.pass_fields:
             if _FIELD_NAME.fullmatch(name) is None:
-                raise ValueError(f"pass_fields: {name!r} is not the name of a field")
+                raise ValueError(f"pass_fields: {name!r} is not a field name")
             if name in reserved_fields():
-                raise ValueError(f"pass_fields cannot have `{name}`: the gateway decides about it")
+                raise ValueError(f"pass_fields cannot contain `{name}`: the gateway sets it")
 
     def __repr__(self) -> str:
         return f"<ModelSettings {self.match!r} {self.backend} {self.base_url or ''}>"
 
     def passes_tool(self, tool_type: str) -> bool:
-        """Whether the server is told of tools of that type as they are."""
+        """Whether tools of this type are sent to the server unchanged."""
         return tool_type in self.pass_tools or "*" in self.pass_tools
 
     def add_passthrough_fields(self, fields: RequestFields, passthrough: Mapping[str, Raw]) -> None:
-        """Those fields of a request that only the server understands, and may have."""
+        """Copy the client's additional fields that the server may receive."""
         for name, value in passthrough.items():
             if name in SAMPLING_FIELDS or name in self.pass_fields:
                 fields[name] = value
 
     def apply_extra_body(self, fields: RequestFields) -> None:
-        """`extra_body` over the fields of a request."""
+        """Override fields of a request with `extra_body`."""
         for name, value in self.extra_body.items():
             if value is None:
                 fields.pop(name, None)
@@ -156,7 +158,7 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return any(mark in self.match for mark in "*?[")
 
     def read_api_key(self, environment: Mapping[str, str]) -> Secret | None:
-        """The key; raises ValueError, which does not show it."""
+        """Read the API key, if one is configured. Raises ValueError, without the key in its text."""
         if self.api_key_env is None:
             return None
         try:
@@ -167,11 +169,11 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             ) from None
 
 
-# --- what other settings have, too ---
+# --- shared with other settings ---
 
 
 def read_secret(environment: Mapping[str, str], variable: str) -> str:
-    """What a variable holds; raises KeyError if that is nothing, ValueError, which shows nothing, if it is no key."""
+    """Read a secret from a variable. Raises KeyError if it is not set, ValueError if it is not printable ASCII."""
     value = environment.get(variable, "").strip()
     if not value:
         raise KeyError(variable)
@@ -187,17 +189,17 @@ def _is_header_value(value: str) -> bool:
 
 
 def check_url(setting: str, url: str, example: str) -> None:
-    """Raises ValueError, which shows no password."""
+    """Check that a setting is an http(s) URL without credentials. Raises ValueError, without a password in its text."""
     try:
         parts = urlsplit(url)
-        served = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_server = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
-        parts, served = urlsplit(""), False
+        parts, is_server = urlsplit(""), False
     if parts.username is not None or parts.password is not None:
         raise ValueError(
-            f"{setting} holds a user or a password: put the secret into a variable, and name that"
+            f"{setting} contains a user or a password: put the secret into an environment variable"
         )
-    sendable = url.isascii() and url.isprintable() and " " not in url
-    if not served or not sendable or parts.query or parts.fragment:
-        shown = "" if "@" in url else f" {url!r}"  # or a password would be
-        raise ValueError(f"{setting}{shown} is not the address of a server, as {example}")
+    is_clean = url.isascii() and url.isprintable() and " " not in url
+    if not is_server or not is_clean or parts.query or parts.fragment:
+        quoted = "" if "@" in url else f" {url!r}"  # it may contain a password
+        raise ValueError(f"{setting}{quoted} is not the URL of a server, such as {example}")

@@ -1,4 +1,4 @@
-"""All models, by the names that clients use."""
+"""Routes model names to backends and lists the models."""
 
 import asyncio
 import logging
@@ -23,12 +23,12 @@ from fumehood.protocol.safe_names import sanitize_name
 logger = logging.getLogger(__name__)
 
 _OWNER = "fumehood"
-_MODEL_LIST_TTL = 60.0  # how long a server's list of models is believed
-_MODEL_LIST_TIMEOUT = 5.0  # how long anybody waits for it
+_MODEL_LIST_TTL = 60.0  # seconds for which a server's model list is cached
+_MODEL_LIST_TIMEOUT = 5.0
 
 
 class ModelLister(Protocol):
-    """Who can say which models there are."""
+    """Lists the models of one server."""
 
     async def list_models(self) -> Sequence[ModelCard]:
         """Raises ModelError."""
@@ -37,9 +37,10 @@ class ModelLister(Protocol):
 
 @dataclass(slots=True, eq=False)
 class ModelRoute:
-    """The backend of all names that fit `match`, unless an earlier rule has them.
+    """The backend of all model names that match a pattern. The first matching route wins.
 
-    name: under which a pattern is listed; catalogue: who is asked for more, for a pattern.
+    name: the model name that the list shows for this route; None for a pattern.
+    lister: lists the models behind a pattern; None if there is nothing to list.
     """
 
     match: str
@@ -55,7 +56,7 @@ class ModelRoute:
 
 
 class ModelRegistry:
-    """`Models` by rules, of which the first that fits decides."""
+    """A `Models` that picks the first route whose pattern matches the name."""
 
     def __init__(
         self, routes: Sequence[ModelRoute], clock: Clock, upstream: UpstreamClient | None = None
@@ -66,35 +67,32 @@ class ModelRegistry:
         self._started_at = int(clock.now())
 
     def get_backend(self, model: str) -> ModelBackend:
-        rule = self._find_route(model)
-        if rule is None:
+        route = self._find_route(model)
+        if route is None:
             raise InvalidRequest(
                 f"The model '{sanitize_name(model)}' does not exist; GET /v1/models lists those that do.",
                 param="model",
                 code="model_not_found",
             )
-        return rule.backend
+        return route.backend
 
     async def list_models(self) -> Sequence[ModelCard]:
-        found = await asyncio.gather(*(self._list_route_models(rule) for rule in self._routes))
+        found = await asyncio.gather(*(self._list_route_models(route) for route in self._routes))
         cards: dict[str, ModelCard] = {}
-        for rule, listed in zip(self._routes, found, strict=True):
+        for route, listed in zip(self._routes, found, strict=True):
             for card in listed:
-                if self._find_route(card.id) is rule:
+                if self._find_route(card.id) is route:
                     cards.setdefault(card.id, card)
         return list(cards.values())
 
     async def close(self) -> None:
-        for rule in self._routes:
-            await rule.backend.close()
+        for route in self._routes:
+            await route.backend.close()
         if self._upstream is not None:
             await self._upstream.close()
 
     def _find_route(self, model: str) -> ModelRoute | None:
-        for rule in self._routes:
-            if rule.matches(model):
-                return rule
-        return None
+        return next((route for route in self._routes if route.matches(model)), None)
 
     async def _list_route_models(self, route: ModelRoute) -> Sequence[ModelCard]:
         own = (
@@ -111,12 +109,12 @@ class ModelRegistry:
         return [*own, *route.cached_models]
 
     async def _fetch_models(self, route: ModelRoute, lister: ModelLister) -> Sequence[ModelCard]:
-        """What the server lists; what it listed before, if it does not answer."""
+        """Ask the server for its models; fall back on the cached list if that fails."""
         try:
             async with asyncio.timeout(_MODEL_LIST_TIMEOUT):
                 return await lister.list_models()
         except (ModelError, TimeoutError) as error:
-            logger.warning("no list of models for %r: %s", route.match, error or "no answer in time")
+            logger.warning("Cannot list the models of %r: %s", route.match, error or "timed out")
             return route.cached_models
 
 
@@ -126,22 +124,23 @@ def open_model_registry(
     environment: Mapping[str, str] | None = None,
     stats: dict[str, ModelStats] | None = None,
 ) -> ModelRegistry:
-    """The models of these settings, or `direct` for every name if there are none. Raises ValueError where a key is
-    missing. Nothing is connected yet. `figures` are given those of every rule, by its pattern.
+    """Create the routes of these settings, without connecting; without settings, route every name to `direct`.
+
+    environment: where API keys are read from; `os.environ` by default.
+    stats: receives the counters of each route, by its pattern.
+    Raises ValueError if an API key is missing.
     """
     upstream = UpstreamClient()
     variables = os.environ if environment is None else environment
-    counted = {} if stats is None else stats
+    stats = {} if stats is None else stats
     if not entries:
-        direct = RetryingBackend(
-            DirectExecutionModel(), 0, clock, stats=counted.setdefault("*", ModelStats())
-        )
+        direct = RetryingBackend(DirectExecutionModel(), 0, clock, stats=stats.setdefault("*", ModelStats()))
         return ModelRegistry([ModelRoute("*", direct, name="direct")], clock)
-    rules = [
-        _open_route(settings, upstream, clock, variables, counted.setdefault(settings.match, ModelStats()))
+    routes = [
+        _open_route(settings, upstream, clock, variables, stats.setdefault(settings.match, ModelStats()))
         for settings in entries
     ]
-    return ModelRegistry(rules, clock, upstream)
+    return ModelRegistry(routes, clock, upstream)
 
 
 def _open_route(
@@ -156,9 +155,9 @@ def _open_route(
         return ModelRoute(
             settings.match, RetryingBackend(DirectExecutionModel(), 0, clock, stats=stats), name=name
         )
-    kind = ResponsesApiBackend if settings.backend == "responses" else ChatCompletionsBackend
-    server = kind(settings, upstream, settings.read_api_key(environment))
+    backend_class = ResponsesApiBackend if settings.backend == "responses" else ChatCompletionsBackend
+    server = backend_class(settings, upstream, settings.read_api_key(environment))
     backend = RetryingBackend(server, settings.retries, clock, stats=stats)
-    # A pattern whose names all mean one model has nothing to list.
+    # If all names of a pattern mean one model, there is nothing to list.
     listable = settings.is_pattern and settings.name is None
     return ModelRoute(settings.match, backend, name=name, lister=server if listable else None)

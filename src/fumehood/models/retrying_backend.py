@@ -1,4 +1,4 @@
-"""Asks a model again for a turn that has not begun, and counts turns."""
+"""Retries turns that failed before their first event, and records turn metrics."""
 
 import random
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -27,11 +27,10 @@ _ERROR_KINDS: dict[type[ModelError], str] = {
 
 
 class RetryingBackend:
-    """A `ModelBackend` around another.
+    """A `ModelBackend` that retries another one with exponential backoff and jitter.
 
-    A turn is asked for again when the server could not be reached or was busy, `retries` times at most, and never once
-    anything of it was given on. The waits double and are spread, so that those who failed together do not come back
-    together. A server that says when to come back is believed, unless that is longer than a caller should wait.
+    It retries at most `retries` times, if the server is unreachable or rate-limits, and only before the first event.
+    It follows Retry-After, unless that exceeds the longest backoff; then it gives up.
     """
 
     def __init__(
@@ -77,16 +76,16 @@ class RetryingBackend:
             turn.record_end()
 
     def _backoff(self, error: ModelError, attempt: int) -> float | None:
-        """Seconds before the next attempt; None if it would be no use."""
+        """Seconds until the next attempt; None if the error is not worth a retry."""
         if (
             not isinstance(error, ModelUnreachable | ModelRateLimited)
             or error.wire_code == INSUFFICIENT_QUOTA
         ):
             return None
-        usual = min(_INITIAL_BACKOFF * 2 ** (attempt - 1), _MAX_BACKOFF) * (0.5 + self._jitter() / 2)
+        backoff = min(_INITIAL_BACKOFF * 2 ** (attempt - 1), _MAX_BACKOFF) * (0.5 + self._jitter() / 2)
         if error.retry_after is None:
-            return usual
-        return max(error.retry_after, usual) if error.retry_after <= _MAX_BACKOFF else None
+            return backoff
+        return max(error.retry_after, backoff) if error.retry_after <= _MAX_BACKOFF else None
 
     def validate_request(self, request: ModelRequest) -> None:
         self._backend.validate_request(request)
@@ -102,10 +101,7 @@ class RetryingBackend:
 
 
 class _TurnRecorder:
-    """One turn, as it is counted.
-
-    begun: whether anything of it has come. outcome: by how it ended; nothing else was said, so somebody left it.
-    """
+    """Records the metrics of one turn. Its outcome is `cancelled` unless something else is recorded."""
 
     __slots__ = ("_clock", "_requested_at", "_stats", "has_started", "outcome")
 
@@ -122,7 +118,7 @@ class _TurnRecorder:
         self._stats.first_event_seconds.observe(self._clock.monotonic() - self._requested_at)
 
     def record_error(self, error: ModelError) -> str:
-        """The kind of what went wrong this time."""
+        """Count a failed attempt and return the kind of its error."""
         kind = _ERROR_KINDS.get(type(error), "failed")
         self._stats.errors[kind] += 1
         return kind

@@ -29,7 +29,7 @@ from fumehood.cli.output_directory import FileNotSaved, OutputDirectory, decode_
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEnd, ExecutionEvent, Stdout
 from tests.support.sandbox_runs import build_environment, has_cgroups, strip_limits_warning
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 FUMEHOOD = Path(sys.executable).parent / "fumehood"
 TIMEOUT_SECONDS = 60
 

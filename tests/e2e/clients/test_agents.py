@@ -109,7 +109,7 @@ async def test_what_fails(house: House, client: AsyncOpenAI) -> None:
     house.model.script(*client_conversation.lost_sandbox())
     assert await streamed(agent_of(client)) == client_conversation.LOST
     house.model.script(*client_conversation.broken_connection())
-    with pytest.raises(openai.APIError, match="broke before its answer was complete"):
+    with pytest.raises(openai.APIError, match="broke before its response was complete"):
         await streamed(agent_of(client))
 
 

@@ -90,5 +90,5 @@ def test_what_fails(house: House) -> None:
     house.model.script(*client_conversation.lost_sandbox())
     assert streamed(model, "Square").text == client_conversation.LOST
     house.model.script(*client_conversation.broken_connection())
-    with pytest.raises(openai.APIError, match="broke before its answer was complete"):
+    with pytest.raises(openai.APIError, match="broke before its response was complete"):
         streamed(model, "Square")

@@ -81,7 +81,7 @@ def test_a_call_that_fails_by_the_helper_of_the_sdk(house: House, package: str) 
 @pytest.mark.parametrize("client", FAILING, ids="-".join)
 def test_a_model_server_that_breaks(house: House, client: tuple[str, ...]) -> None:
     house.model.script(*client_conversation.broken_connection())
-    assert "broke before its answer was complete" in fail(house, client)["error"]
+    assert "broke before its response was complete" in fail(house, client)["error"]
 
 
 # --- Codex --------------------------------------------------------------------------------------------

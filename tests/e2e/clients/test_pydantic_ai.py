@@ -89,6 +89,6 @@ async def test_what_fails(house: House, client: AsyncOpenAI) -> None:
     async with agent.run_stream("Square") as streamed:
         assert await streamed.get_output() == client_conversation.LOST
     house.model.script(*client_conversation.broken_connection())
-    with pytest.raises(ModelServerError, match="broke before its answer was complete"):
+    with pytest.raises(ModelServerError, match="broke before its response was complete"):
         async with agent.run_stream("Square") as streamed:
             await streamed.get_output()

@@ -343,8 +343,8 @@ async def test_our_credentials_are_not_the_callers_business(status: str) -> None
     assert type(told) is ModelError
     assert told.status == 502
     assert told.message == (
-        f"The server of the model 'small' does not accept the gateway's credentials (HTTP {status[:3]}); whoever runs "
-        "the gateway has to check that model's api_key_env."
+        f"The server of the model 'small' does not accept the gateway's credentials (HTTP {status[:3]}); "
+        "the operator of the gateway must check the model's api_key_env."
     )
 
 
@@ -448,7 +448,7 @@ async def test_an_answer_that_is_cut_off() -> None:
     answer = stream(chunk({"content": "a"}), BREAK_CONNECTION)
     async with upstream(answer) as (backend, _), aclosing(backend.stream(REQUEST)) as batches:
         assert await anext(batches) == [ModelTextDelta("a")]
-        with pytest.raises(ModelUnreachable, match="broke before its answer was complete"):
+        with pytest.raises(ModelUnreachable, match="broke before its response was complete"):
             await anext(batches)
 
 
@@ -462,7 +462,7 @@ async def test_silence() -> None:
     assert isinstance(told, ModelTimeout)
     assert (told.status, told.message) == (
         504,
-        "The server of the model 'small' was silent for 0.05 seconds.",
+        "The server of the model 'small' sent nothing for 0.05 seconds.",
     )
 
 
@@ -473,7 +473,7 @@ async def test_what_is_not_http() -> None:
         return False
 
     told = await failure(answer)
-    assert "is not HTTP" in told.message
+    assert "is not valid HTTP" in told.message
 
 
 async def test_nothing_secret_is_logged(caplog: pytest.LogCaptureFixture) -> None:

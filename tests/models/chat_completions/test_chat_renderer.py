@@ -205,8 +205,8 @@ def test_of_a_long_text_the_beginning_is_shown() -> None:
         ({"type": "input_image", "image_url": "file:///etc/passwd"}, "An input_image needs an image_url"),
         ({"type": "input_file", "filename": "x", "file_id": "file-1"}, "'x' has no file_data"),
         ({"type": "input_file", "file_data": "data:text/plain;base64,***"}, "is not base64"),
-        ({"type": "input_text", "text": 5}, "cannot be read"),
-        ({}, "cannot be read"),
+        ({"type": "input_text", "text": 5}, "cannot be decoded"),
+        ({}, "cannot be decoded"),
     ],
 )
 def test_parts_that_cannot_be_shown(part: dict[str, object], told: str) -> None:

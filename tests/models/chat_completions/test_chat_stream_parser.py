@@ -486,7 +486,7 @@ def test_what_cannot_be_read_ends_the_turn(line: bytes, told: str) -> None:
     events, error = fail(chunk({"content": "a"}), line, says("b"))
     assert events == [ModelTextDelta("a")]
     assert error.status == 502
-    assert "does not speak as a chat completions server does" in error.message
+    assert "sent an invalid chat completions response" in error.message
     assert told in error.message
 
 
@@ -530,8 +530,8 @@ def test_an_answer_to_something_else(body: bytes) -> None:
     events, error = fail(body)
     assert events == []
     assert error.message == snapshot(
-        "The server of the model 'm' does not speak as a chat completions server does: "
-        "its answer is empty, or not an answer to this."
+        "The server of the model 'm' sent an invalid chat completions response: "
+        "its response is empty or of another kind."
     )
 
 
@@ -573,7 +573,7 @@ def test_an_error_shows_no_secrets() -> None:
 
 def test_a_turn_that_ends_with_an_error() -> None:
     _, error = fail(chunk({"content": "a"}, finish="error"), DONE)
-    assert "ended the turn with an error" in error.message
+    assert "ended the turn with an unspecified error" in error.message
 
 
 # --- any split of the bytes gives the same events -----------------------------------------------------

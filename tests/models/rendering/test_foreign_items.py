@@ -13,7 +13,7 @@ from fumehood.protocol.conversation import ConversationEntry
 from tests.support.chat_messages import render, render_refused
 from tests.support.conversations import entry, message, segment
 
-RECORDED = Path(__file__).parents[3] / "shared" / "reference" / "recorded"
+RECORDED = Path(__file__).parents[4] / "shared" / "reference" / "recorded"
 PICTURE = "data:image/png;base64," + "A" * 30_000
 
 

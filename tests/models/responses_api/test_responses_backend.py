@@ -483,7 +483,7 @@ async def test_the_server_counts_if_it_can() -> None:
         backend = ResponsesApiBackend(settings, connections)
         assert backend.get_profile("m").counts_tokens
         assert await backend.count_tokens(request) == (42, True)
-        for words in ("told none", "refused"):
+        for words in ("no token count", "refused"):
             with pytest.raises(ModelError, match=words):
                 await backend.count_tokens(request)
         await connections.close()

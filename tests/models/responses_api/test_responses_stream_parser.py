@@ -52,7 +52,7 @@ from tests.support.responses_events import (
 )
 
 ORIGIN = ReasoningOrigin.for_model("http://x", "m")
-RECORDED = Path(__file__).parents[3] / "shared" / "reference" / "recorded"
+RECORDED = Path(__file__).parents[4] / "shared" / "reference" / "recorded"
 STREAMS = sorted(RECORDED.glob("*.chunks.txt"))
 
 
@@ -275,8 +275,8 @@ def test_incomplete(why: object, reason: Any) -> None:
         ),
         (ended("failed", error={"code": "rate_limit_exceeded", "message": "slow"}), ModelRateLimited, "slow"),
         (ended("failed", error={"code": "invalid_prompt", "message": "no"}), ModelRejectedRequest, "no"),
-        (ended("failed"), ModelError, "ended as failed"),
-        (ended("cancelled"), ModelError, "ended as cancelled"),
+        (ended("failed"), ModelError, "has the status failed"),
+        (ended("cancelled"), ModelError, "has the status cancelled"),
         (event("error", error={"type": "insufficient_quota", "message": "pay"}), ModelRateLimited, "pay"),
         (event("error", code="server_error", message="flat", param=None), ModelError, "flat"),
         (event("error", code=429, message="flat"), ModelRateLimited, "flat"),
@@ -370,7 +370,7 @@ def test_no_places_and_no_end() -> None:
 
 @pytest.mark.parametrize("body", [b"{}", b'{"object":"list"}', msgspec.json.encode(response("queued"))])
 def test_documents_that_are_no_answer(body: bytes) -> None:
-    assert "does not speak as a Responses API server does" in fail(body).message
+    assert "sent an invalid Responses API response" in fail(body).message
 
 
 def test_a_flood_is_cut_off() -> None:
@@ -381,7 +381,7 @@ def test_a_flood_is_cut_off() -> None:
             break
     assert reading.failure is not None
     assert reading.failure.message == snapshot(
-        "The server of the model 'm' answered without end, and was cut off."
+        "The server of the model 'm' sent too large a response and was disconnected."
     )
 
 

@@ -1,1 +1,1 @@
-"""Backend for model servers that speak Chat Completions."""
+"""The backend for model servers that speak the Chat Completions API."""

@@ -1,4 +1,4 @@
-"""The body of a request to a chat completions server."""
+"""The backend for Chat Completions servers."""
 
 from typing import Literal
 
@@ -10,38 +10,11 @@ from fumehood.models.chat_completions.chat_stream_parser import ChatStreamParser
 from fumehood.models.model_settings import ModelSettings, RequestFields, Secret
 from fumehood.models.rendering.rendering_cache import encode_object_with_list
 from fumehood.models.upstream.http_backend import HttpModelBackend
-from fumehood.models.upstream.stream_parser import TurnParser
 from fumehood.models.upstream.upstream_client import UpstreamClient
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
 from fumehood.protocol.model_turns import ModelRequest, SamplingParameters
 from fumehood.protocol.openai.responses import TextFormat
 from fumehood.protocol.openai.tool_specs import FunctionSpec
-
-
-class ChatCompletionsBackend(HttpModelBackend):
-    """A `ModelBackend` over a server of chat completions."""
-
-    api_name = "chat completions"
-    endpoint = "/chat/completions"
-
-    def __init__(
-        self, settings: ModelSettings, upstream: UpstreamClient, api_key: Secret | None = None
-    ) -> None:
-        super().__init__(settings, upstream, api_key)
-        self._request_builder = ChatRequestBuilder(settings)
-
-    def validate_request(self, request: ModelRequest) -> None:
-        self._request_builder.render_messages(request)
-
-    def _build_body(self, request: ModelRequest) -> list[bytes]:
-        return self._request_builder.build_body(request)
-
-    def _build_count_body(self, request: ModelRequest) -> list[bytes]:
-        return self._request_builder.build_tokenize_body(request)
-
-    def _create_parser(self, request: ModelRequest, errors: UpstreamErrorFactory) -> TurnParser:
-        return ChatStreamParser(errors, [spec.name for spec in request.function_tools])
-
 
 _COPIED_FIELDS = (
     "temperature",
@@ -53,12 +26,8 @@ _COPIED_FIELDS = (
     "safety_identifier",
     "user",
 )
-
-
-# What of a body decides how a conversation becomes tokens.
+# Fields that change how a server turns messages into tokens.
 _TEMPLATE_FIELDS = ("chat_template", "chat_template_kwargs", "add_special_tokens")
-
-
 _DEFAULT_SAMPLING = SamplingParameters()
 
 
@@ -73,11 +42,16 @@ class _Tool(msgspec.Struct, tag_field="type", tag="function"):
     function: _Function
 
 
-class ChatRequestBuilder:
-    """Writes requests for one model as its settings say. The past is not encoded again, only put in place."""
+class ChatCompletionsBackend(HttpModelBackend):
+    """A `ModelBackend` for a Chat Completions server. It renders each segment of a conversation once."""
 
-    def __init__(self, settings: ModelSettings) -> None:
-        self._settings = settings
+    api_name = "chat completions"
+    endpoint = "/chat/completions"
+
+    def __init__(
+        self, settings: ModelSettings, upstream: UpstreamClient, api_key: Secret | None = None
+    ) -> None:
+        super().__init__(settings, upstream, api_key)
         self._renderer = ChatRenderer(
             ChatDialect(
                 takes_images=settings.takes_images,
@@ -87,23 +61,13 @@ class ChatRequestBuilder:
             )
         )
 
-    def render_messages(self, request: ModelRequest) -> list[bytes]:
-        """Raises InvalidRequest."""
-        return self._renderer.render_messages(request.instructions, request.segments)
+    def validate_request(self, request: ModelRequest) -> None:
+        self._renderer.render_messages(request.instructions, request.segments)
 
-    def build_tokenize_body(self, request: ModelRequest) -> list[bytes]:
-        """The body of a request to count the tokens of another; raises InvalidRequest."""
-        fields: RequestFields = {"model": self._settings.name or request.model, "add_generation_prompt": True}
-        if request.function_tools:
-            fields["tools"] = _render_tools(request)
-        said: RequestFields = {}
-        self._settings.add_passthrough_fields(said, request.sampling.passed)
-        self._settings.apply_extra_body(said)
-        fields |= {name: said[name] for name in _TEMPLATE_FIELDS if name in said}
-        return self._encode_with_messages(request, fields)
+    def _create_parser(self, request: ModelRequest, errors: UpstreamErrorFactory) -> ChatStreamParser:
+        return ChatStreamParser(errors, [spec.name for spec in request.function_tools])
 
-    def build_body(self, request: ModelRequest) -> list[bytes]:
-        """Raises InvalidRequest."""
+    def _build_body(self, request: ModelRequest) -> list[bytes]:
         fields: RequestFields = {"model": self._settings.name or request.model, "stream": request.streamed}
         if request.streamed:
             fields["stream_options"] = {"include_usage": True}
@@ -114,8 +78,19 @@ class ChatRequestBuilder:
             fields.pop("stream_options", None)
         return self._encode_with_messages(request, fields)
 
+    def _build_count_body(self, request: ModelRequest) -> list[bytes]:
+        fields: RequestFields = {"model": self._settings.name or request.model, "add_generation_prompt": True}
+        if request.function_tools:
+            fields["tools"] = _render_tools(request)
+        extra: RequestFields = {}
+        self._settings.add_passthrough_fields(extra, request.sampling.passed)
+        self._settings.apply_extra_body(extra)
+        fields |= {name: extra[name] for name in _TEMPLATE_FIELDS if name in extra}
+        return self._encode_with_messages(request, fields)
+
     def _encode_with_messages(self, request: ModelRequest, fields: RequestFields) -> list[bytes]:
-        return encode_object_with_list("messages", self.render_messages(request), fields)
+        messages = self._renderer.render_messages(request.instructions, request.segments)
+        return encode_object_with_list("messages", messages, fields)
 
     def _add_sampling(self, fields: RequestFields, sampling: SamplingParameters) -> None:
         if sampling == _DEFAULT_SAMPLING:
@@ -147,7 +122,7 @@ def _add_functions(fields: RequestFields, request: ModelRequest) -> None:
     choice = request.tool_choice
     if isinstance(choice, FunctionSpec):
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-    elif choice != "auto":  # the default; some servers refuse it when it is said
+    elif choice != "auto":  # the default; some servers reject it if it is explicit
         fields["tool_choice"] = choice
     if not request.parallel_calls:
         fields["parallel_tool_calls"] = False

@@ -1,4 +1,4 @@
-"""Contents of messages and results, in the words of chat completions."""
+"""Renders the content of messages and tool results as Chat Completions parts."""
 
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
@@ -21,7 +21,7 @@ from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.safe_names import sanitize_name
 
 type Attachments = Sequence[Attachment]
-"""What the files and pictures of a content are, one for each; nothing where nobody has looked."""
+"""One for each file and image part of a content, in order; empty if they were not resolved."""
 
 _UNKNOWN_ATTACHMENT = Attachment()
 
@@ -52,7 +52,7 @@ type ChatContentPart = ChatTextPart | ChatImagePart | ChatFilePart
 
 
 class ToolResultPlaceholders:
-    """Sentences that stand for what cannot be in the result of a call."""
+    """Text for media, which tool messages cannot contain."""
 
     SEE_NEXT_MESSAGE: ClassVar[str] = "(in the message after the results)"
     MEDIA_HEADING: ClassVar[str] = "What the calls above showed:"
@@ -61,7 +61,7 @@ class ToolResultPlaceholders:
 def render_content(
     content: ItemContent, attachments: Attachments = (), *, takes_files: bool = False
 ) -> str | list[ChatContentPart]:
-    """A message's content: text alone is a string, which every server takes; raises InvalidRequest."""
+    """Render the content of a message; text alone as a string, which every server accepts. Raises InvalidRequest."""
     parts = _render_parts(content, attachments, takes_files)
     texts = [part.text for part in parts if isinstance(part, ChatTextPart)]
     return "\n".join(texts) if len(texts) == len(parts) else parts
@@ -70,11 +70,11 @@ def render_content(
 def split_text_and_media(
     content: ItemContent, attachments: Attachments = (), *, takes_files: bool = False
 ) -> tuple[str, list[ChatContentPart]]:
-    """A result's text, and what only a message of the user's can hold; raises InvalidRequest."""
+    """The text of a tool result, and its media, which go into a user message. Raises InvalidRequest."""
     parts = _render_parts(content, attachments, takes_files)
-    others: list[ChatContentPart] = [part for part in parts if not isinstance(part, ChatTextPart)]
+    media: list[ChatContentPart] = [part for part in parts if not isinstance(part, ChatTextPart)]
     text = "\n".join(part.text for part in parts if isinstance(part, ChatTextPart))
-    return (text or ToolResultPlaceholders.SEE_NEXT_MESSAGE if others else text), others
+    return (text or ToolResultPlaceholders.SEE_NEXT_MESSAGE if media else text), media
 
 
 def make_image_parts(urls: Sequence[str]) -> list[ChatContentPart]:
@@ -93,28 +93,28 @@ def _render_part(
 ) -> ChatContentPart:
     if not is_file_part(part.type):
         return ChatTextPart(get_part_text(part))
-    found = next(attachments, _UNKNOWN_ATTACHMENT)
-    if found.gone:
-        return ChatTextPart(describe_unshown_file(found))
+    attachment = next(attachments, _UNKNOWN_ATTACHMENT)
+    if attachment.gone:
+        return ChatTextPart(describe_unshown_file(attachment))
     if part.type == "input_image":
-        return _render_image(part, found)
-    return render_file(part, found, takes_files=takes_files or found.given)
+        return _render_image(part, attachment)
+    return render_file(part, attachment, takes_files=takes_files or attachment.given)
 
 
 def _render_image(part: ItemContentPart, attachment: Attachment) -> ChatImagePart:
-    address = part.image_url
-    url = attachment.data or (address.url if isinstance(address, InputImageUrl) else address)
-    detail = part.detail or (address.detail if isinstance(address, InputImageUrl) else None)
+    image_url = part.image_url
+    url = attachment.data or (image_url.url if isinstance(image_url, InputImageUrl) else image_url)
+    detail = part.detail or (image_url.detail if isinstance(image_url, InputImageUrl) else None)
     if not url or not url.startswith(("data:image/", "https://", "http://")):
         raise InvalidRequest(
-            "An input_image needs an image_url, which is the image as a data: URL or its http(s) address.",
+            "An input_image needs an image_url: a data: URL of the image, or an http(s) URL.",
             param="input",
         )
     return ChatImagePart(ChatImageUrl(url, detail or UNSET))
 
 
 def render_file(part: ItemContentPart, attachment: Attachment, *, takes_files: bool) -> ChatContentPart:
-    """Text is given as text, since that is what every model reads."""
+    """Render a file: as text if it is text, as a file part if the server takes files, else as a description."""
     name = attachment.name or sanitize_name(part.filename or "file")
     if attachment.text is not None:
         return ChatTextPart(render_file_text(name, attachment.text, attachment.left_out))

@@ -1,8 +1,7 @@
-"""A conversation as messages of chat completions, each segment rendered once.
+"""Renders a conversation as Chat Completions messages.
 
-One turn of the model is one assistant message with all its calls, followed by their results in the order of the calls.
-Where a client still has to answer a call, the results from that call on are carried into the next segment, and come
-first there.
+A turn is one assistant message with all its calls, followed by the results in the order of the calls. If the client
+still has to answer a call, the results from that call on are carried over to the start of the next segment.
 """
 
 from collections.abc import Sequence
@@ -19,18 +18,14 @@ from fumehood.models.chat_completions.chat_content_parts import (
     render_content,
     split_text_and_media,
 )
-from fumehood.models.rendering.foreign_items import ForeignCall, ForeignResult
-from fumehood.models.rendering.foreign_items import read_foreign_item as read_foreign
+from fumehood.models.rendering.foreign_items import ForeignCall, ForeignResult, read_foreign_item
 from fumehood.models.rendering.item_content import ItemContent, ensure_json_object, join_text
 from fumehood.models.rendering.rendering_cache import EMPTY, render_segments
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.safe_names import sanitize_name
 
-CHAT_RENDERING_VERSION = 3  # of these rules: what an earlier one rendered is not used
-
-
-# --- items as clients and we wrote them ---------------------------------------------------------------
+# --- items of the conversation ------------------------------------------------------------------------
 
 
 class _Message(msgspec.Struct):
@@ -60,7 +55,7 @@ class _Reasoning(msgspec.Struct):
     summary: list[_ReasoningText] | None = None
 
 
-# --- messages as chat completions knows them ----------------------------------------------------------
+# --- Chat Completions messages ------------------------------------------------------------------------
 
 
 class _ChatMessage(msgspec.Struct):
@@ -90,14 +85,14 @@ class _ChatToolMessage(msgspec.Struct, tag_field="role", tag="tool"):
 
 
 class _PendingResult(msgspec.Struct):
-    """A result that comes after the segment's end; None if it is the client's to give."""
+    """A result that is carried over; its content is None until the client sends it."""
 
     call_id: str
     content: str | None
 
 
 class _CarriedResults(msgspec.Struct):
-    """What a segment leaves to the next one: results, and pictures that are shown after them."""
+    """Results that a segment carries over to the next one, and the media that follow them."""
 
     results: list[_PendingResult] = []
     media: list[ChatContentPart] = []
@@ -105,7 +100,7 @@ class _CarriedResults(msgspec.Struct):
 
 _encode = msgspec.json.Encoder().encode
 _carry_decoder = msgspec.json.Decoder(_CarriedResults)
-# How messages of these roles begin. Such bytes are nowhere else: within a string of JSON the quotes are escaped.
+# The first bytes of messages of these roles. They occur nowhere else: in JSON strings, quotes are escaped.
 _USER_PREFIX, _SYSTEM_PREFIX, _DEVELOPER_PREFIX = (
     b'{"role":"%b",' % role for role in (b"user", b"system", b"developer")
 )
@@ -116,7 +111,7 @@ _MEDIA_MESSAGE_PREFIX = _encode(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatDialect:
-    """What models differ in."""
+    """What a server accepts of a conversation."""
 
     takes_images: bool = False
     developer_role: bool = False
@@ -126,11 +121,11 @@ class ChatDialect:
     @property
     def cache_key(self) -> str:
         flags = (self.takes_images, self.developer_role, self.replay_reasoning, self.takes_files)
-        return f"chat/{CHAT_RENDERING_VERSION}/" + "".join("y" if flag else "n" for flag in flags)
+        return "chat/" + "".join("y" if flag else "n" for flag in flags)
 
 
 class ChatRenderer:
-    """Writes conversations as messages of chat completions, in one dialect."""
+    """Renders conversations for servers of one dialect."""
 
     def __init__(self, dialect: ChatDialect) -> None:
         self._dialect = dialect
@@ -139,9 +134,7 @@ class ChatRenderer:
     def render_messages(
         self, instructions: str | None, segments: Sequence[ConversationSegment]
     ) -> list[bytes]:
-        """The inside of `messages`, in pieces that a comma goes between; raises InvalidRequest for what cannot be shown
-        to such a server.
-        """
+        """The elements of `messages`, in chunks of one or more. Raises InvalidRequest for items it cannot render."""
         parts, carry = render_segments(segments, self._cache_key, self._render_segment)
         if carry:
             raise _missing_output_error(_carry_decoder.decode(carry))
@@ -156,33 +149,33 @@ class ChatRenderer:
 
 
 def _has_user_message(parts: Sequence[bytes]) -> bool:
-    """Whether the user says anything; pictures that a tool returned are not the user's words."""
+    """Whether there is a user message other than the media of tool results."""
     for part in parts:
-        place = part.find(_USER_PREFIX)
-        while place >= 0:
-            if not part.startswith(_MEDIA_MESSAGE_PREFIX, place):
+        position = part.find(_USER_PREFIX)
+        while position >= 0:
+            if not part.startswith(_MEDIA_MESSAGE_PREFIX, position):
                 return True
-            place = part.find(_USER_PREFIX, place + 1)
+            position = part.find(_USER_PREFIX, position + 1)
     return False
 
 
 def _ensure_user_message(parts: list[bytes]) -> list[bytes]:
-    """The last system message as one of the user: many chat templates refuse a conversation without any. The kept
-    renderings stay as they are, since the next request may bring a message of the user.
+    """Turn the last system message into a user message: many chat templates reject a conversation without one. The
+    cached renderings stay unchanged, since the next request may have a user message.
     """
     for number in range(len(parts) - 1, -1, -1):
         part = parts[number]
-        place = max(part.rfind(_SYSTEM_PREFIX), part.rfind(_DEVELOPER_PREFIX))
-        if place >= 0:
-            role = _SYSTEM_PREFIX if part.startswith(_SYSTEM_PREFIX, place) else _DEVELOPER_PREFIX
-            parts[number] = part[:place] + _USER_PREFIX + part[place + len(role) :]
+        position = max(part.rfind(_SYSTEM_PREFIX), part.rfind(_DEVELOPER_PREFIX))
+        if position >= 0:
+            role = _SYSTEM_PREFIX if part.startswith(_SYSTEM_PREFIX, position) else _DEVELOPER_PREFIX
+            parts[number] = part[:position] + _USER_PREFIX + part[position + len(role) :]
             break
     return parts
 
 
 @dataclass(slots=True, eq=False)
 class _AssistantTurn:
-    """One message of the model's and what its calls gave back."""
+    """One assistant message and the results of its calls."""
 
     number: int
     texts: list[str] = field(default_factory=list[str])
@@ -190,12 +183,12 @@ class _AssistantTurn:
     calls: dict[str, _ChatFunction] = field(default_factory=dict[str, _ChatFunction])
     results: dict[str, str] = field(default_factory=dict[str, str])
     media: list[ChatContentPart] = field(default_factory=list[ChatContentPart])
-    optional_calls: set[str] = field(default_factory=set[str])  # calls that are shown only with a result
+    optional_calls: set[str] = field(default_factory=set[str])  # calls that are rendered only with a result
     has_result: bool = False
 
 
 class _SegmentRenderer:
-    """The rendering of one segment."""
+    """Renders one segment."""
 
     def __init__(self, dialect: ChatDialect, carry: _CarriedResults) -> None:
         self._dialect = dialect
@@ -205,13 +198,13 @@ class _SegmentRenderer:
         self._pending_results = {result.call_id: result for result in carry.results}
 
     def render(self, entries: Sequence[ConversationEntry]) -> tuple[bytes, bytes]:
-        """The messages, and what is left to the next segment; raises InvalidRequest."""
+        """The messages and the carry for the next segment. Raises InvalidRequest."""
         for entry in entries:
             try:
                 self._add_item(entry)
             except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
                 raise InvalidRequest(
-                    f"An item of type {entry.type!r} cannot be read: {error}", param="input"
+                    f"An item of type {entry.type!r} cannot be decoded: {error}", param="input"
                 ) from None
         messages: list[bytes] = []
         if entries and (self._carry.results or self._carry.media):
@@ -223,15 +216,15 @@ class _SegmentRenderer:
             ]
             messages += _encode_media_message(self._carry.media)
             self._carry = _CarriedResults()
-        left = self._carry
-        for number, piece in enumerate(self._messages):
-            if isinstance(piece, _ChatMessage):
-                messages.append(_encode(piece))
+        carry = self._carry
+        for number, message in enumerate(self._messages):
+            if isinstance(message, _ChatMessage):
+                messages.append(_encode(message))
                 continue
-            left = _encode_turn(piece, self._dialect.replay_reasoning, messages)
-            if left.results and number + 1 < len(self._messages):
-                raise _missing_output_error(left)
-        return b",".join(messages), _encode(left) if left.results else EMPTY
+            carry = _encode_turn(message, self._dialect.replay_reasoning, messages)
+            if carry.results and number + 1 < len(self._messages):
+                raise _missing_output_error(carry)
+        return b",".join(messages), _encode(carry) if carry.results else EMPTY
 
     # ---- items ------------------------------------------------------------------------------------------------
 
@@ -250,7 +243,7 @@ class _SegmentRenderer:
                 self._add_reasoning(entry)
             case "compaction":
                 raise InvalidRequest(
-                    "An item of type 'compaction' cannot be shown to this model.", param="input"
+                    "An item of type 'compaction' cannot be media to this model.", param="input"
                 )
             case _:
                 self._add_foreign_item(entry)
@@ -296,17 +289,17 @@ class _SegmentRenderer:
             turn.optional_calls.add(call.call_id)
 
     def _add_output(self, entry: ConversationEntry) -> None:
-        """The result of a call of this segment, wherever between them it stands, or of one that was left open."""
+        """Add the result of a call of this segment, in any order, or of a carried-over call."""
         output = msgspec.json.decode(entry.raw, type=_Output)
-        text, shown = split_text_and_media(
+        text, media = split_text_and_media(
             output.output, entry.attachments, takes_files=self._dialect.takes_files
         )
-        if self._set_result(output.call_id, text, shown):
+        if self._set_result(output.call_id, text, media):
             return
         result = self._pending_results.get(output.call_id)
         if result is not None:
             result.content = text
-            self._carry.media += shown
+            self._carry.media += media
             return
         raise InvalidRequest(
             f"No tool call found for function call output with call_id {sanitize_name(output.call_id)}.",
@@ -323,7 +316,7 @@ class _SegmentRenderer:
         return True
 
     def _add_foreign_item(self, entry: ConversationEntry) -> None:
-        match read_foreign(entry):
+        match read_foreign_item(entry):
             case ForeignCall() as call:
                 turn = self._get_turn(entry.turn)
                 turn.calls[call.call_id] = _ChatFunction(call.name, ensure_json_object(call.arguments))
@@ -337,9 +330,9 @@ class _SegmentRenderer:
                 pass
 
     def _add_exchange(self, entry: ConversationEntry, exchange: ToolExchange) -> None:
-        shown = make_image_parts(exchange.images) if self._dialect.takes_images else []
+        media = make_image_parts(exchange.images) if self._dialect.takes_images else []
         if exchange.tells == "result":
-            self._set_result(exchange.call_id, exchange.output, shown)
+            self._set_result(exchange.call_id, exchange.output, media)
             return
         turn = self._get_turn(entry.turn)
         turn.calls[exchange.call_id] = _ChatFunction(exchange.name, ensure_json_object(exchange.arguments))
@@ -348,14 +341,12 @@ class _SegmentRenderer:
             turn.optional_calls.add(exchange.call_id)
             return
         turn.results[exchange.call_id] = exchange.output
-        turn.media += shown
+        turn.media += media
 
     # ---- turns ------------------------------------------------------------------------------------------------
 
     def _get_turn(self, number: int) -> _AssistantTurn:
-        """The turn that an item of that number belongs to. What clients give back without one goes together as far
-        as no result stands between.
-        """
+        """The turn for an item with this number. Items without a number (0) share a turn until a result comes."""
         last = self._messages[-1] if self._messages else None
         if (
             isinstance(last, _AssistantTurn)
@@ -372,21 +363,21 @@ class _SegmentRenderer:
 
 
 def _encode_turn(turn: _AssistantTurn, replay_reasoning: bool, messages: list[bytes]) -> _CarriedResults:
-    """Add the message and its results; what has to wait for the next segment."""
+    """Append the message and its results; returns what is carried over to the next segment."""
     calls = {
         call_id: call
         for call_id, call in turn.calls.items()
         if call_id in turn.results or call_id not in turn.optional_calls
     }
     text = "".join(turn.texts)
-    thoughts = "\n".join(turn.reasoning) if replay_reasoning else ""
-    if text or calls or thoughts:
-        said = _ChatAssistantMessage(text if text or not calls else None)
-        if thoughts:
-            said.reasoning_content = thoughts
+    reasoning = "\n".join(turn.reasoning) if replay_reasoning else ""
+    if text or calls or reasoning:
+        message = _ChatAssistantMessage(text if text or not calls else None)
+        if reasoning:
+            message.reasoning_content = reasoning
         if calls:
-            said.tool_calls = [_ChatCall(call_id, call) for call_id, call in calls.items()]
-        messages.append(_encode(said))
+            message.tool_calls = [_ChatCall(call_id, call) for call_id, call in calls.items()]
+        messages.append(_encode(message))
     results = [_PendingResult(call_id, turn.results.get(call_id)) for call_id in calls]
     ready = next((number for number, result in enumerate(results) if result.content is None), len(results))
     messages += [

@@ -1,4 +1,4 @@
-"""Reads the answer of a chat completions server, whatever its habits."""
+"""Parses responses of Chat Completions servers, with the quirks of many of them."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -16,8 +16,10 @@ from fumehood.models.chat_completions.tool_call_deltas import (
 from fumehood.models.upstream.stream_parser import (
     MAX_LINE_BYTES,
     MAX_RESPONSE_BYTES,
+    InputTokenDetails,
+    OutputTokenDetails,
     UpstreamStreamParser,
-    clamp_token_count,
+    make_usage,
 )
 from fumehood.models.upstream.think_tags import ThinkTagFilter
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
@@ -31,7 +33,7 @@ from fumehood.protocol.model_turns import (
     TurnEndReason,
 )
 from fumehood.protocol.openai.ids import new_id
-from fumehood.protocol.openai.responses import InputTokensDetails, OutputTokensDetails, Usage
+from fumehood.protocol.openai.responses import Usage
 
 _FINISH_REASONS: dict[str, TurnEndReason] = {
     "length": "length",
@@ -39,8 +41,8 @@ _FINISH_REASONS: dict[str, TurnEndReason] = {
     "model_length": "length",
     "content_filter": "content_filter",
 }
-_MIN_LOGPROB = -9999.0  # where a server says minus infinity, which JSON does not know
-_MAX_ATTEMPTS = 8  # how often in a row to look for repetition before giving it up
+_MIN_LOGPROB = -9999.0  # for minus infinity, which JSON cannot express
+_MAX_ATTEMPTS = 8  # to learn a repetition
 
 
 class _Part(msgspec.Struct):
@@ -59,7 +61,7 @@ class _Delta(msgspec.Struct):
 
 
 class _TopLogprob(msgspec.Struct):
-    """`bytes` is missing or null where a server does not tell; clients expect it."""
+    """`bytes` may be missing or null; clients expect it."""
 
     token: str = ""
     bytes: list[int] | None = None
@@ -82,25 +84,16 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
 
 
-class _PromptDetails(msgspec.Struct):
-    cached_tokens: float | None = None
-    cache_write_tokens: float | None = None
-
-
-class _CompletionDetails(msgspec.Struct):
-    reasoning_tokens: float | None = None
-
-
 class _Usage(msgspec.Struct):
     prompt_tokens: float | None = None
     completion_tokens: float | None = None
     total_tokens: float | None = None
-    prompt_tokens_details: _PromptDetails | None = None
-    completion_tokens_details: _CompletionDetails | None = None
+    prompt_tokens_details: InputTokenDetails | None = None
+    completion_tokens_details: OutputTokenDetails | None = None
 
 
 class _Chunk(msgspec.Struct):
-    """An event, a whole answer, or an error, which some servers send without a field `error`."""
+    """A stream chunk, a whole response, or an error; some servers send errors without the field `error`."""
 
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
@@ -118,9 +111,10 @@ def _new_call_id() -> str:
 
 
 class ChatStreamParser(UpstreamStreamParser[_Chunk]):
-    """Reads one answer of chat completions.
+    """Parses one turn of Chat Completions.
 
-    in_runs: whether to look for what repeats; it makes no difference but to the time.
+    functions: names of the functions that the request offers.
+    decode_repeats: decode repeated chunks together; affects speed only.
     """
 
     def __init__(
@@ -172,14 +166,21 @@ class ChatStreamParser(UpstreamStreamParser[_Chunk]):
         chunk, known = event, self._repeated_chunks
         self._has_event = True
         if chunk.usage is not None:
-            self._usage = _convert_usage(chunk.usage)
+            usage = chunk.usage
+            self._usage = make_usage(
+                usage.prompt_tokens,
+                usage.completion_tokens,
+                usage.total_tokens,
+                usage.prompt_tokens_details,
+                usage.completion_tokens_details,
+            )
         if chunk.error is not None or chunk.object == "error":
             error = chunk.error or {"message": chunk.message, "code": chunk.code}
             self.failure = self._errors.from_event(msgspec.json.encode(error))
             return False
         for choice in chunk.choices or ():
             if choice.index:
-                continue  # one answer was asked for
+                continue  # the request asks for one choice
             try:
                 self._handle_choice(choice, chunk, payload, events)
             except MalformedToolCall as error:
@@ -192,21 +193,19 @@ class ChatStreamParser(UpstreamStreamParser[_Chunk]):
         told = len(events)
         delta = choice.delta or choice.message
         if delta is not None:
-            if thought := delta.reasoning_content or delta.reasoning:
-                events.append(ModelReasoningDelta(thought))
+            if reasoning := delta.reasoning_content or delta.reasoning:
+                events.append(ModelReasoningDelta(reasoning))
             if content := delta.content:
                 self._handle_content(content, choice, events)
             if delta.refusal:
                 events.append(ModelRefusalDelta(delta.refusal))
             if delta.tool_calls or delta.function_call:
-                self._repeated_chunks = None  # whose arguments the same bytes are may change now
+                self._repeated_chunks = None  # the same bytes may belong to another call now
                 for call in delta.tool_calls or [ToolCallDelta(index=0, function=delta.function_call)]:
                     self._tool_calls.add(call, events)
         if choice.finish_reason:
             if choice.finish_reason == "error":
-                self.failure = self._errors.invalid_response(
-                    "it ended the turn with an error that it does not name"
-                )
+                self.failure = self._errors.invalid_response("it ended the turn with an unspecified error")
             self._finish_reason = choice.finish_reason
         elif payload and self._attempts_left and len(events) == told + 1:
             self._learn_repetition(chunk, payload, events[-1])
@@ -224,8 +223,8 @@ class ChatStreamParser(UpstreamStreamParser[_Chunk]):
             return
         for part in content:
             if part.type == "thinking":
-                if thought := _join_thinking(part.thinking):
-                    events.append(ModelReasoningDelta(thought))
+                if reasoning := _join_thinking(part.thinking):
+                    events.append(ModelReasoningDelta(reasoning))
             elif part.text:
                 events.append(ModelTextDelta(part.text))
 
@@ -241,12 +240,12 @@ class ChatStreamParser(UpstreamStreamParser[_Chunk]):
         )
         self.has_ended = True
 
-    # ---- what repeats -----------------------------------------------------------------------------------------
+    # ---- repeated chunks --------------------------------------------------------------------------------------
 
     def _learn_repetition(self, chunk: _Chunk, payload: bytes, event: AnyModelEvent) -> None:
-        """Expect more events like this one, if it says nothing but one string."""
+        """Expect more chunks like this one, if it contains nothing but one string."""
         self._repeated_chunks = None
-        if not self._has_several_chunks:  # many answers are one chunk long
+        if not self._has_several_chunks:  # many responses have only one
             self._has_several_chunks = True
             return
         self._attempts_left -= 1
@@ -272,22 +271,22 @@ class ChatStreamParser(UpstreamStreamParser[_Chunk]):
 
 
 def _find_only_string(chunk: _Chunk) -> tuple[str, _Delta | FunctionDelta | None]:
-    """The one field that a chunk consists of, and what it is a field of."""
+    """The name of the only string in a chunk, and the struct that has it; None if there is no such string."""
     choice = chunk.choices[0] if chunk.choices and len(chunk.choices) == 1 else _Choice()
     delta = choice.delta
     if delta is None or choice.logprobs is not None or chunk.usage is not None:
         return "", None
-    said = [name for name in _Delta.__struct_fields__ if getattr(delta, name)]
-    if said == ["tool_calls"] and delta.tool_calls and len(delta.tool_calls) == 1:
+    used_fields = [name for name in _Delta.__struct_fields__ if getattr(delta, name)]
+    if used_fields == ["tool_calls"] and delta.tool_calls and len(delta.tool_calls) == 1:
         function = delta.tool_calls[0].function
-        plain = function is not None and not function.name and isinstance(function.arguments, str)
-        return "arguments", function if plain else None
-    plain = len(said) == 1 and isinstance(getattr(delta, said[0]), str)
-    return (said[0], delta) if plain else ("", None)
+        is_string = function is not None and not function.name and isinstance(function.arguments, str)
+        return "arguments", function if is_string else None
+    is_string = len(used_fields) == 1 and isinstance(getattr(delta, used_fields[0]), str)
+    return (used_fields[0], delta) if is_string else ("", None)
 
 
 def _convert_logprob(found: _Logprob) -> Raw:
-    """In the words of the Responses API, with nothing left out."""
+    """A logprob in the format of the Responses API, with all fields."""
     found.top_logprobs = found.top_logprobs or []
     for one in (found, *found.top_logprobs):
         if one.bytes is None:
@@ -299,21 +298,3 @@ def _convert_logprob(found: _Logprob) -> Raw:
 
 def _join_thinking(thinking: str | list[_Part]) -> str:
     return thinking if isinstance(thinking, str) else "".join(part.text for part in thinking)
-
-
-def _convert_usage(usage: _Usage) -> Usage:
-    prompt, completion = clamp_token_count(usage.prompt_tokens), clamp_token_count(usage.completion_tokens)
-    read = usage.prompt_tokens_details or _PromptDetails()
-    written = usage.completion_tokens_details or _CompletionDetails()
-    return Usage(
-        input_tokens=prompt,
-        input_tokens_details=InputTokensDetails(
-            cached_tokens=clamp_token_count(read.cached_tokens),
-            cache_write_tokens=clamp_token_count(read.cache_write_tokens),
-        ),
-        output_tokens=completion,
-        output_tokens_details=OutputTokensDetails(
-            reasoning_tokens=clamp_token_count(written.reasoning_tokens)
-        ),
-        total_tokens=max(clamp_token_count(usage.total_tokens), prompt + completion),
-    )

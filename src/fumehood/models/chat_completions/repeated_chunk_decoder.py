@@ -1,7 +1,7 @@
-"""Reads runs of events that differ in one string only, many at a time.
+"""Decodes runs of stream chunks that differ in one string only, many at once.
 
-Almost all events of a model server repeat the one before but for a few characters of text. Where that is so, a whole
-read is cut at what repeats, and the strings in between are decoded together, at a fraction of the cost.
+Most chunks of a model server repeat the previous one except for a few characters. The decoder splits a block at the
+repeated bytes and decodes all strings together. `ChatStreamParser(decode_repeats=False)` is the plain way.
 """
 
 import re
@@ -15,7 +15,7 @@ _strings_decoder = msgspec.json.Decoder(list[str])
 
 
 class RepeatedChunkDecoder:
-    """Events `data: ` + prefix + string + suffix, one after another."""
+    """Decodes consecutive events of the form `data: ` + prefix + string + suffix."""
 
     def __init__(self, prefix: bytes, suffix: bytes) -> None:
         self._opening = b"data: " + prefix
@@ -24,34 +24,34 @@ class RepeatedChunkDecoder:
 
     @classmethod
     def learn(cls, payload: bytes, key: bytes, is_equivalent: Callable[[bytes, str], bool]) -> Self | None:
-        """What repeats around the string of that key.
+        """Learn prefix and suffix from a payload, around the string under `key`; None if that is not possible.
 
-        same: whether a payload means the same as this one, but for another string in that place.
+        is_equivalent: whether a payload decodes to the same chunk, with the given string in that position.
         """
-        place = payload.rfind(b'"' + key + b'":')
-        found = _JSON_STRING.match(payload, place + len(key) + 3) if place >= 0 else None
-        if found is None:
+        position = payload.rfind(b'"' + key + b'":')
+        match = _JSON_STRING.match(payload, position + len(key) + 3) if position >= 0 else None
+        if match is None:
             return None
-        prefix, suffix = payload[: found.start(1)].lstrip(), payload[found.end() :].rstrip()
+        prefix, suffix = payload[: match.start(1)].lstrip(), payload[match.end() :].rstrip()
         if b"\n" in prefix or b"\n" in suffix or not is_equivalent(prefix + b'"?"' + suffix, "?"):
             return None
         return cls(prefix, suffix)
 
     def decode_run(self, block: bytes) -> tuple[list[str], int] | None:
-        """The strings with which these lines begin, and how many bytes they took; None if there are none."""
+        """Decode the strings at the start of a block; also returns the number of bytes. None if it does not match."""
         opening = self._opening
         if not block.startswith(opening):
             return None
         parts = block.split(self._separator)
         parts[0] = parts[0][len(opening) :]
         rest = 0
-        last = parts[-1].find(self._closing)
-        if last < 0:
+        end = parts[-1].find(self._closing)
+        if end < 0:
             return None
-        rest = len(parts[-1]) - last - len(self._closing)
-        parts[-1] = parts[-1][:last]
+        rest = len(parts[-1]) - end - len(self._closing)
+        parts[-1] = parts[-1][:end]
         try:
-            # A newline cannot be in a string, so nothing grows together that was apart.
+            # JSON strings cannot contain a newline, so the separator cannot join two of them.
             strings = _strings_decoder.decode(b"[" + b"\n,".join(parts) + b"]")
         except (msgspec.DecodeError, UnicodeError):
             return None

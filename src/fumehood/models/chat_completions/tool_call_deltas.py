@@ -1,4 +1,4 @@
-"""Puts the fragments of a turn's calls together, however they are numbered."""
+"""Assembles the tool calls of a turn from their deltas."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ class FunctionDelta(msgspec.Struct):
 
 
 class ToolCallDelta(msgspec.Struct):
-    """A fragment of a call, or the whole of it."""
+    """A part of a tool call, or a whole one."""
 
     index: int | None = None
     id: str | None = None
@@ -26,13 +26,13 @@ class ToolCallDelta(msgspec.Struct):
 
 
 class MalformedToolCall(ValueError):
-    """A call that cannot be made sense of."""
+    """A tool call that cannot be interpreted; the text says why."""
 
 
 @dataclass(slots=True, eq=False)
 class _ToolCall:
     key: int
-    server_id: str | None  # the server's id
+    server_id: str | None
     name: str = ""
     is_started: bool = False
     has_arguments: bool = False
@@ -40,10 +40,10 @@ class _ToolCall:
 
 
 class ToolCallAssembler:
-    """Turns fragments into events; the order of first appearance gives the keys.
+    """Turns tool call deltas into events, with any numbering. Keys follow the order of first appearance.
 
-    A name may come in pieces. A call is told as soon as its name is one of `names` and begins no longer one, and
-    otherwise with its first arguments.
+    A name may be split over deltas. A call starts as soon as its name is one of `names` and the prefix of no other, or
+    else with its first arguments.
     """
 
     def __init__(self, names: Iterable[str], new_call_id: Callable[[], str]) -> None:
@@ -61,7 +61,7 @@ class ToolCallAssembler:
         return bool(self._calls)
 
     def add(self, delta: ToolCallDelta, events: list[AnyModelEvent]) -> None:
-        """Raises StrangeCall."""
+        """Process one delta. Raises MalformedToolCall."""
         function = delta.function or FunctionDelta()
         known = len(self._calls)
         call = self._find_call(delta, function.name or "")
@@ -74,8 +74,8 @@ class ToolCallAssembler:
                 events.append(ModelCallArgumentsDelta(call.key, text))
             return
         call.server_id = call.server_id or delta.id
-        said_again = function.name == call.name and call.name in self._offered_names
-        if not said_again:
+        is_repeated = function.name == call.name and call.name in self._offered_names
+        if not is_repeated:
             call.name += function.name or ""
         if text:
             call.buffered.append(text)
@@ -83,7 +83,7 @@ class ToolCallAssembler:
             self._emit_start(call, events)
 
     def finish(self, events: list[AnyModelEvent]) -> None:
-        """Tell what was held back; a call without arguments has empty ones. Raises StrangeCall."""
+        """Emit what is buffered; a call without arguments gets `{}`. Raises MalformedToolCall."""
         for call in self._calls:
             if not call.is_started:
                 if not call.name:
@@ -94,27 +94,29 @@ class ToolCallAssembler:
                 events.append(ModelCallArgumentsDelta(call.key, "{}"))
 
     def _start_named_calls(self, events: list[AnyModelEvent]) -> None:
-        """Another call begins: the names before it are whole, if they are names at all."""
+        """Start the calls before the last one whose names are known: their names are complete."""
         for call in self._calls[:-1]:
             if not call.is_started and call.name in self._offered_names:
                 self._emit_start(call, events)
 
     def _find_call(self, delta: ToolCallDelta, name: str) -> _ToolCall:
-        index, theirs = delta.index, delta.id
+        index, server_id = delta.index, delta.id
         if index is not None:
             call = self._by_index.get(index)
-            # Some servers give every call the index 0.
-            if call is not None and not (name and theirs and call.server_id and theirs != call.server_id):
+            # Some servers use the index 0 for every call.
+            if call is not None and not (
+                name and server_id and call.server_id and server_id != call.server_id
+            ):
                 return call
-            call = self._by_index[index] = self._add_call(theirs)
+            call = self._by_index[index] = self._add_call(server_id)
             return call
         last = self._calls[-1] if self._calls else None
-        if theirs:
-            known = next((call for call in self._calls if call.server_id == theirs), None)
+        if server_id:
+            known = next((call for call in self._calls if call.server_id == server_id), None)
             if known is not None:
                 return known
-            return last if last is not None and not name else self._add_call(theirs)
-        # Without index and id, a name after arguments begins the next call.
+            return last if last is not None and not name else self._add_call(server_id)
+        # Without index and id, a name after arguments starts the next call.
         if last is None or (name and (last.has_arguments or last.buffered)):
             return self._add_call(None)
         return last

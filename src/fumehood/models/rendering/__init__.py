@@ -1,1 +1,1 @@
-"""Rendering conversations for model servers."""
+"""Rendering of conversations into request bodies, as far as all model servers share it."""

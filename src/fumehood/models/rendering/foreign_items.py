@@ -1,7 +1,7 @@
-"""What a model is shown of items that tools of other servers made.
+"""Converts items that tools of other servers produced into function calls and results.
 
-Clients give back whatever they once got, from another server too: searches, shell commands, lists of tools, and types
-that nobody here knows. A call is shown with what came of it, as far as items tell both; everything else is left out.
+Clients send back what any server gave them: searches, shell commands, tool lists, unknown types. A call is rendered if
+its result is known; everything else is dropped.
 """
 
 import re
@@ -13,11 +13,11 @@ from fumehood.protocol.conversation import ConversationEntry, ToolExchange
 _INVALID_NAME_CHARS = re.compile(r"[^\w-]", re.ASCII)
 _MAX_NAME_LENGTH = 64
 _MAX_RESULT_CHARS = 20_000
-# What says nothing about a call but that there was one.
+# Fields that are not arguments of a call.
 _METADATA_FIELDS = frozenset(
     {"id", "type", "call_id", "status", "name", "caller", "created_by", "server_label"}
 )
-# Where a call that needs no further item keeps its result; a picture, as `result`, is none that can be told.
+# Fields with the result of a call that has no output item. `result` is missing: it is an image.
 _RESULT_FIELDS = ("output", "outputs", "results", "error")
 
 type JsonValue = str | int | float | bool | list["JsonValue"] | dict[str, "JsonValue"] | None
@@ -25,7 +25,7 @@ type ItemFields = dict[str, JsonValue]
 
 
 class ForeignCall(msgspec.Struct, frozen=True):
-    """Worth showing once its result is there."""
+    """A call, to be rendered if its result is result."""
 
     call_id: str
     name: str
@@ -38,18 +38,18 @@ class ForeignResult(msgspec.Struct, frozen=True):
 
 
 def read_foreign_item(entry: ConversationEntry) -> ForeignCall | ForeignResult | ToolExchange | None:
-    """A call, a result, both in one, or nothing that a model could be told; raises msgspec.DecodeError."""
+    """A call, a result, both in one, or None if there is nothing to render. Raises msgspec.DecodeError."""
     fields: ItemFields = msgspec.json.decode(entry.raw)
     call_id = fields.get("call_id")
     if entry.type.endswith("_output"):
-        call_id = call_id or fields.get("id")  # as local_shell_call_output has it
+        call_id = call_id or fields.get("id")  # local_shell_call_output has no call_id
         return (
             ForeignResult(call_id, _encode_result(fields, ("output", "result", "tools")))
             if isinstance(call_id, str)
             else None
         )
-    named = str(fields.get("name") or entry.type.removesuffix("_call") or "tool")
-    name = _INVALID_NAME_CHARS.sub("_", named)[:_MAX_NAME_LENGTH]
+    raw_name = str(fields.get("name") or entry.type.removesuffix("_call") or "tool")
+    name = _INVALID_NAME_CHARS.sub("_", raw_name)[:_MAX_NAME_LENGTH]
     if isinstance(call_id, str):
         return ForeignCall(call_id, name, _encode_arguments(fields))
     if entry.type.endswith("_call") and any(fields.get(field) for field in _RESULT_FIELDS):
@@ -61,23 +61,23 @@ def read_foreign_item(entry: ConversationEntry) -> ForeignCall | ForeignResult |
 
 
 def _encode_arguments(fields: ItemFields) -> str:
-    given = fields.get("arguments")
-    if isinstance(given, str):
-        return given
-    if isinstance(given, dict):
-        return _encode(given)
-    hidden = _METADATA_FIELDS.union(_RESULT_FIELDS)
+    arguments = fields.get("arguments")
+    if isinstance(arguments, str):
+        return arguments
+    if isinstance(arguments, dict):
+        return _encode(arguments)
+    excluded = _METADATA_FIELDS.union(_RESULT_FIELDS)
     rest: ItemFields = {
-        key: value for key, value in fields.items() if key not in hidden and value is not None
+        key: value for key, value in fields.items() if key not in excluded and value is not None
     }
     return _encode(rest)
 
 
 def _encode_result(fields: ItemFields, field_names: tuple[str, ...]) -> str:
-    found = next(
+    result = next(
         (fields[field] for field in field_names if fields.get(field)), fields.get("status") or "(nothing)"
     )
-    text = found if isinstance(found, str) else _encode(found)
+    text = result if isinstance(result, str) else _encode(result)
     return text if len(text) <= _MAX_RESULT_CHARS else text[:_MAX_RESULT_CHARS] + "…"
 
 
@@ -86,7 +86,7 @@ def _encode(value: JsonValue) -> str:
 
 
 def _strip_data_urls(value: JsonValue) -> JsonValue:
-    """Pictures say nothing as text."""
+    """Replace data URLs: images are useless as text."""
     if isinstance(value, str):
         return "(data)" if value.startswith("data:") else value
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What items of a conversation say, whichever server is shown them."""
+"""Content parts of conversation items, as every renderer reads them."""
 
 import msgspec
 
@@ -10,7 +10,7 @@ _TEXT_TYPES = frozenset({"input_text", "output_text", "text"})
 
 
 class ItemContentPart(msgspec.Struct):
-    """A part of a content, of any type."""
+    """A content part of any type."""
 
     type: str
     text: str | None = None
@@ -25,27 +25,27 @@ type ItemContent = str | list[ItemContentPart] | None
 
 
 def join_text(content: ItemContent) -> str:
-    """What the model said in a message; raises InvalidRequest."""
+    """The text of an assistant message. Raises InvalidRequest for other content."""
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(get_part_text(part) for part in content)
 
 
 def get_part_text(part: ItemContentPart) -> str:
-    """Raises InvalidRequest for a part that is no text."""
+    """The text of a part. Raises InvalidRequest if it is not text."""
     if part.type in _TEXT_TYPES:
         return part.text or ""
     if part.type == "refusal":
         return part.refusal or ""
     raise InvalidRequest(
-        f"Content of type {sanitize_name(part.type)!r} cannot be shown to this model: its server takes text, images and "
-        "files.",
+        f"Content of type {sanitize_name(part.type)!r} cannot be shown to this model: its server takes text, images "
+        "and files.",
         param="input",
     )
 
 
 def ensure_json_object(arguments: str) -> str:
-    """Servers decode the arguments of past calls; those that the model got wrong are shown to it as a string."""
+    """Arguments of a past call as a JSON object, which servers require; invalid ones are wrapped as a string."""
     try:
         if isinstance(msgspec.json.decode(arguments), dict):
             return arguments

@@ -1,7 +1,7 @@
-"""What was rendered of a conversation, kept on its pieces so that it is done once.
+"""Renders conversations segment by segment and caches the result on the segments.
 
-A segment keeps its own rendering until it is part of a stretch. Then the stretch has it, in one piece with those of the
-others: what a late turn sends is a few long pieces instead of hundreds of short ones from all over the memory.
+Once a segment is part of a run, the run caches the joined rendering instead. A late turn then sends a few long buffers
+instead of hundreds of short ones, which saves 0.7 of about 3 ms at turn 100 (decision 0033).
 """
 
 import hashlib
@@ -17,81 +17,78 @@ from fumehood.protocol.conversation import (
     conversation_pieces,
 )
 
-_MAX_RENDERINGS = 16  # of one segment or stretch, for a segment with what each leaves
-_MAX_SIZE_FACTOR = 3  # its size, for all of them: callers may name as many models as they like
-_ALWAYS_CACHED_BYTES = 4096  # bytes, about which nobody cares
+_MAX_RENDERINGS = 16  # per segment or run
+_MAX_SIZE_FACTOR = 3  # of all renderings, to the size of the segment: clients can use many models
+_ALWAYS_CACHED_BYTES = 4096  # small enough to ignore the factor
 EMPTY = b""
 
-# The entries of a segment, after what the one before has left: what they are rendered to, and what is left of them.
+# Renders the entries of a segment, given the carry of the previous one; returns the rendering and the next carry.
 type RenderSegment = Callable[[Sequence[ConversationEntry], bytes], tuple[bytes, bytes]]
 
 
 def render_segments(
     segments: Sequence[ConversationSegment], cache_key: str, render: RenderSegment
 ) -> tuple[list[bytes], bytes]:
-    """What there is to be sent of all of them, piece by piece, and what the last one has left. Raises as `render` does.
+    """The renderings of all segments, and the carry of the last one. Raises what `render` raises.
 
-    dialect: a name for all that `render` goes by, apart from what it is given.
+    cache_key: identifies everything that the result of `render` depends on, besides its arguments.
     """
-    parts: list[bytes] = []
-    left = EMPTY
+    renderings: list[bytes] = []
+    carry = EMPTY
     for piece in conversation_pieces(segments):
         if isinstance(piece, ConversationSegment):
-            rendered, left = _render_segment(piece, cache_key, left, render)
+            rendered, carry = _render_segment(piece, cache_key, carry, render)
         elif piece.in_one:
-            rendered, left = _render_segment_run(piece, cache_key, left, render)
+            rendered, carry = _render_segment_run(piece, cache_key, carry, render)
         else:
             rendered = EMPTY
             for segment in piece.segments:
-                one, left = _render_segment(segment, cache_key, left, render)
+                one, carry = _render_segment(segment, cache_key, carry, render)
                 if one:
-                    parts.append(one)
+                    renderings.append(one)
         if rendered:
-            parts.append(rendered)
-    return parts, left
+            renderings.append(rendered)
+    return renderings, carry
 
 
 def _render_segment(
     segment: ConversationSegment, cache_key: str, carry: bytes, render: RenderSegment
 ) -> tuple[bytes, bytes]:
-    kept = segment.renderings
-    name = _make_cache_key(cache_key, carry)
-    rendered, left = kept.get(name), kept.get(name + ">")
-    if rendered is not None and left is not None:  # beside the loop, one may be there without the other
-        return rendered, left
-    rendered, left = render(segment.entries, carry)
-    held = sum(map(len, [*kept.values(), rendered, left]))
-    if _exceeds_cache_limit(segment, held):
-        kept.clear()
-    kept[name + ">"], kept[name] = left, rendered
-    return rendered, left
+    cache = segment.renderings
+    key = _make_cache_key(cache_key, carry)
+    rendered, next_carry = cache.get(key), cache.get(key + ">")
+    if rendered is not None and next_carry is not None:  # a worker thread may have stored only one so far
+        return rendered, next_carry
+    rendered, next_carry = render(segment.entries, carry)
+    if _exceeds_cache_limit(segment, sum(map(len, [*cache.values(), rendered, next_carry]))):
+        cache.clear()
+    cache[key + ">"], cache[key] = next_carry, rendered
+    return rendered, next_carry
 
 
 def _render_segment_run(
     run: SegmentRun, cache_key: str, carry: bytes, render: RenderSegment
 ) -> tuple[bytes, bytes]:
-    kept = run.renderings
-    name = _make_cache_key(cache_key, carry)
-    found = kept.get(name)
-    if found is not None:
-        return found
-    parts: list[bytes] = []
-    names: list[str] = []
-    left = carry
+    cache = run.renderings
+    key = _make_cache_key(cache_key, carry)
+    cached = cache.get(key)
+    if cached is not None:
+        return cached
+    renderings: list[bytes] = []
+    segment_keys: list[str] = []
     for segment in run.segments:
-        names.append(_make_cache_key(cache_key, left))
-        rendered, left = _render_segment(segment, cache_key, left, render)
+        segment_keys.append(_make_cache_key(cache_key, carry))
+        rendered, carry = _render_segment(segment, cache_key, carry, render)
         if rendered:
-            parts.append(rendered)
-    found = (b",".join(parts), left)
-    held = sum([len(one) + len(its_left) for one, its_left in (*kept.values(), found)])
-    if _exceeds_cache_limit(run, held):
-        kept.clear()
-    kept[name] = found
-    for segment, its_name in zip(run.segments, names, strict=True):
-        segment.renderings.pop(its_name, None)
-        segment.renderings.pop(its_name + ">", None)
-    return found
+            renderings.append(rendered)
+    joined = (b",".join(renderings), carry)
+    if _exceeds_cache_limit(run, sum([len(one) + len(left) for one, left in (*cache.values(), joined)])):
+        cache.clear()
+    cache[key] = joined
+    for segment, segment_key in zip(run.segments, segment_keys, strict=True):
+        segment.renderings.pop(segment_key, None)
+        segment.renderings.pop(segment_key + ">", None)
+    return joined
 
 
 def _exceeds_cache_limit(piece: ConversationPiece, total_bytes: int) -> bool:
@@ -105,13 +102,13 @@ def _make_cache_key(cache_key: str, carry: bytes) -> str:
 
 
 def encode_object_with_list(name: str, items: Sequence[bytes], fields: Mapping[str, object]) -> list[bytes]:
-    """The pieces of a JSON object: these items, each of them one or more with commas between, under that name, then the
-    fields, of which there is at least one.
+    """Encode a JSON object, in chunks: a list of rendered items (each one or more, comma-separated) under `name`, then
+    `fields`, of which there must be at least one.
     """
-    pieces = [b'{"%b":[' % name.encode()]
+    chunks = [b'{"%b":[' % name.encode()]
     for item in items:
-        pieces += (item, b",")
+        chunks += (item, b",")
     if items:
-        pieces.pop()
-    pieces.append(b"]," + msgspec.json.encode(fields)[1:])
-    return pieces
+        chunks.pop()
+    chunks.append(b"]," + msgspec.json.encode(fields)[1:])
+    return chunks

@@ -1,1 +1,1 @@
-"""Backend for model servers that speak the Responses API."""
+"""The backend for model servers that speak the Responses API."""

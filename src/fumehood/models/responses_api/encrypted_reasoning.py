@@ -1,7 +1,6 @@
-"""Reasoning that only its maker can read, on its way to the client and back.
+"""Wraps encrypted reasoning with its origin, so that only the model that produced it gets it back.
 
-Such content belongs to the item that the server made, by the server's own id, and to the model that wrote it. Both are
-kept with it, so that it can be given back rightly whoever carried it meanwhile, and is never shown to another model.
+Clients store the wrapped content. It also holds the server's item id, which the server wants back with it.
 """
 
 import hashlib
@@ -13,7 +12,7 @@ _MAX_ID_LENGTH = 256
 
 @dataclass(frozen=True, slots=True)
 class ReasoningOrigin:
-    """Who made it: a fingerprint of the server and the model."""
+    """A fingerprint of the server and the model that produced the reasoning."""
 
     fingerprint: str
 
@@ -22,14 +21,16 @@ class ReasoningOrigin:
         return cls(hashlib.sha256(f"{base_url}\n{model}".encode()).hexdigest()[:16])
 
     def wrap(self, server_id: str | None, content: str) -> str:
-        name = server_id or ""
-        if ":" in name or len(name) > _MAX_ID_LENGTH:
-            name = ""
-        return f"{_PREFIX}:{self.fingerprint}:{name}:{content}"
+        item_id = server_id or ""
+        if ":" in item_id or len(item_id) > _MAX_ID_LENGTH:
+            item_id = ""
+        return f"{_PREFIX}:{self.fingerprint}:{item_id}:{content}"
 
     def unwrap(self, wrapped: str) -> tuple[str, str] | None:
-        """The server's id, empty if it has none, and the content; None if another model made it."""
-        mark, _, rest = wrapped.partition(":")
-        maker, _, rest = rest.partition(":")
-        their_id, _, content = rest.partition(":")
-        return (their_id, content) if (mark, maker) == (_PREFIX, self.fingerprint) and content else None
+        """The server's item id (may be empty) and the content; None if another model produced it."""
+        prefix, _, rest = wrapped.partition(":")
+        fingerprint, _, rest = rest.partition(":")
+        item_id, _, content = rest.partition(":")
+        return (
+            (item_id, content) if (prefix, fingerprint) == (_PREFIX, self.fingerprint) and content else None
+        )

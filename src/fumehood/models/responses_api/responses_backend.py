@@ -1,7 +1,6 @@
-"""Models behind a server that speaks the Responses API itself.
+"""The backend for servers with the Responses API.
 
-The server is asked for single turns and keeps nothing: every request has the whole conversation. The tools that are
-hosted here are plain functions to it.
+Every request contains the whole conversation, and the server stores nothing. It sees hosted tools as functions.
 """
 
 import msgspec
@@ -13,7 +12,6 @@ from fumehood.models.responses_api.encrypted_reasoning import ReasoningOrigin
 from fumehood.models.responses_api.responses_renderer import ResponsesDialect, ResponsesRenderer
 from fumehood.models.responses_api.responses_stream_parser import ResponsesStreamParser
 from fumehood.models.upstream.http_backend import HttpModelBackend
-from fumehood.models.upstream.stream_parser import TurnParser
 from fumehood.models.upstream.upstream_client import UpstreamClient
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
 from fumehood.protocol.model_turns import ModelRequest, SamplingParameters
@@ -32,12 +30,12 @@ _COPIED_FIELDS = (
     "safety_identifier",
     "user",
 )
-# Of a request, what a counter of its tokens wants to know.
+# Fields of a request that the token-counting endpoint accepts.
 _COUNT_FIELDS = ("model", "instructions", "tools", "tool_choice", "parallel_tool_calls", "reasoning", "text")
 
 
 class _Function(msgspec.Struct, tag_field="type", tag="function"):
-    """`strict` is always said: without it, it would be true."""
+    """`strict` is always explicit: servers default to true."""
 
     name: str
     description: str
@@ -46,7 +44,7 @@ class _Function(msgspec.Struct, tag_field="type", tag="function"):
 
 
 class ResponsesApiBackend(HttpModelBackend):
-    """A `ModelBackend` over a server that has the Responses API itself."""
+    """A `ModelBackend` for a server with the Responses API."""
 
     api_name = "Responses API"
     endpoint = "/responses"
@@ -62,15 +60,13 @@ class ResponsesApiBackend(HttpModelBackend):
                 developer_role=settings.developer_role,
                 replay_reasoning=settings.replay_reasoning,
                 custom_tools=self._custom_tools,
-                foreign_items=any(kind != "custom" for kind in settings.pass_tools),
+                foreign_items=any(tool_type != "custom" for tool_type in settings.pass_tools),
                 takes_files=bool(settings.sends_files),
             )
         )
 
     def validate_request(self, request: ModelRequest) -> None:
         self._render_input(request)
-
-    # ---- what is sent -----------------------------------------------------------------------------------------
 
     def _build_body(self, request: ModelRequest) -> list[bytes]:
         fields = self._build_fields(request)
@@ -119,8 +115,8 @@ class ResponsesApiBackend(HttpModelBackend):
         fields["tools"] = tools
         choice = request.tool_choice
         if isinstance(choice, FunctionSpec):
-            kind = "custom" if choice.custom and self._custom_tools else "function"
-            fields["tool_choice"] = {"type": kind, "name": choice.name}
+            tool_type = "custom" if choice.custom and self._custom_tools else "function"
+            fields["tool_choice"] = {"type": tool_type, "name": choice.name}
         elif choice != "auto":  # the default
             fields["tool_choice"] = choice
         if not request.parallel_calls:
@@ -131,9 +127,7 @@ class ResponsesApiBackend(HttpModelBackend):
             return Raw(spec.custom)
         return _Function(spec.name, spec.description, spec.parameters, spec.strict)
 
-    # ---- what comes -------------------------------------------------------------------------------------------
-
-    def _create_parser(self, request: ModelRequest, errors: UpstreamErrorFactory) -> TurnParser:
+    def _create_parser(self, request: ModelRequest, errors: UpstreamErrorFactory) -> ResponsesStreamParser:
         return ResponsesStreamParser(errors, self._get_origin(request))
 
 
@@ -145,6 +139,8 @@ def _add_sampling(fields: RequestFields, sampling: SamplingParameters) -> None:
     for name in ("text", "reasoning"):
         config = getattr(sampling, name)
         if config is not None:
-            said = {key: value for key, value in msgspec.structs.asdict(config).items() if value is not None}
-            if said:
-                fields[name] = said
+            values = {
+                key: value for key, value in msgspec.structs.asdict(config).items() if value is not None
+            }
+            if values:
+                fields[name] = values

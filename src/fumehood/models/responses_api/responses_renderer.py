@@ -1,7 +1,7 @@
-"""A conversation as input of the Responses API, each segment rendered once.
+"""Renders a conversation as `input` of the Responses API.
 
-Nothing is sent with an id but reasoning, which its server will not take back without: ids are promised to clients, and
-a server that keeps nothing cannot know them.
+Items are sent without ids, since the server stores nothing and does not know them. Reasoning is the exception: servers
+require its id.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,7 @@ from fumehood.models.chat_completions.chat_content_parts import (
     ChatTextPart,
     render_file,
 )
-from fumehood.models.rendering.foreign_items import ForeignCall, ForeignResult
-from fumehood.models.rendering.foreign_items import read_foreign_item as read_foreign
+from fumehood.models.rendering.foreign_items import ForeignCall, ForeignResult, read_foreign_item
 from fumehood.models.rendering.item_content import ItemContent, ItemContentPart, ensure_json_object, join_text
 from fumehood.models.rendering.rendering_cache import render_segments
 from fumehood.models.responses_api.encrypted_reasoning import ReasoningOrigin
@@ -25,12 +24,11 @@ from fumehood.protocol.conversation import ConversationEntry, ConversationSegmen
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.safe_names import sanitize_name
 
-RESPONSES_RENDERING_VERSION = 2  # of these rules: what an earlier one rendered is not used
-_PLACEHOLDER_ID = "rs_0"  # where some servers want one and none of them looks
+_PLACEHOLDER_ID = "rs_0"  # some servers require an id and none uses it
 _UNFINISHED_STATUSES = ("in_progress", "incomplete")
 
 
-# --- items as clients and we wrote them ---------------------------------------------------------------
+# --- items of the conversation ------------------------------------------------------------------------
 
 
 class _Role(msgspec.Struct):
@@ -63,7 +61,7 @@ class _Call(msgspec.Struct):
 
 
 class _CallOutputId(msgspec.Struct):
-    """The result of a call of any type; that of a local shell has the call's id as its own."""
+    """The call id of any output item; local_shell_call_output has it as `id`."""
 
     call_id: str | None = None
     id: str | None = None
@@ -84,11 +82,11 @@ class _Reasoning(msgspec.Struct):
     encrypted_content: str | None = None
 
 
-# --- items as they are sent ---------------------------------------------------------------------------
+# --- items in the request -----------------------------------------------------------------------------
 
 
 class _InputMessage(msgspec.Struct, tag_field="type", tag="message"):
-    """What the model said is a string: of a list some servers want ids and more, of a string none."""
+    """Assistant content is a string: for a list, some servers require ids and more."""
 
     role: str
     content: str | list[Raw]
@@ -150,8 +148,10 @@ _object_decoder = msgspec.json.Decoder(dict[str, Raw])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponsesDialect:
-    """What models differ in. `customs`: they know custom tools; `foreign`: their server knows items of other tools,
-    which others are told of as of functions.
+    """What a server accepts of a conversation.
+
+    custom_tools: custom tool calls; otherwise they are sent as function calls.
+    foreign_items: items of other hosted tools; otherwise they are sent as function calls.
     """
 
     takes_images: bool = False
@@ -171,48 +171,46 @@ class ResponsesDialect:
             self.foreign_items,
             self.takes_files,
         )
-        return f"responses/{RESPONSES_RENDERING_VERSION}/" + "".join("y" if flag else "n" for flag in flags)
+        return "responses/" + "".join("y" if flag else "n" for flag in flags)
 
 
 class ResponsesRenderer:
-    """Writes conversations as items of the Responses API."""
+    """Renders conversations for servers of one dialect."""
 
     def __init__(self, dialect: ResponsesDialect) -> None:
         self._dialect = dialect
         self._cache_key = dialect.cache_key
 
     def render_input(self, segments: Sequence[ConversationSegment], origin: ReasoningOrigin) -> list[bytes]:
-        """The inside of `input`, in pieces that a comma goes between; raises InvalidRequest for what cannot be shown to
-        such a server.
-        """
+        """The elements of `input`, in chunks of one or more. Raises InvalidRequest for items it cannot render."""
 
-        def render(entries: Sequence[ConversationEntry], left: bytes) -> tuple[bytes, bytes]:
-            return _SegmentRenderer(self._dialect, origin).render(entries), left
+        def render(entries: Sequence[ConversationEntry], carry: bytes) -> tuple[bytes, bytes]:
+            return _SegmentRenderer(self._dialect, origin).render(entries), carry
 
         return render_segments(segments, f"{self._cache_key}/{origin.fingerprint}", render)[0]
 
 
 class _SegmentRenderer:
-    """The rendering of one segment."""
+    """Renders one segment."""
 
     def __init__(self, dialect: ResponsesDialect, origin: ReasoningOrigin) -> None:
         self._dialect = dialect
         self._origin = origin
         self._items: list[bytes] = []
-        self._reasoning: list[bytes] = []  # is sent with what follows from it, or not at all
-        self._results: list[bytes] = []  # of hosted calls, to follow all calls of their turn
-        self._foreign_call_ids: set[str] = set()  # calls of other tools that were told of
-        self._hosted_call_ids: set[str] = set()  # and of hosted ones
+        self._reasoning: list[bytes] = []  # sent with the item that follows, or not at all
+        self._results: list[bytes] = []  # of hosted calls; they follow all calls of the turn
+        self._foreign_call_ids: set[str] = set()  # rendered calls of other servers' tools
+        self._hosted_call_ids: set[str] = set()  # rendered calls of hosted tools
         self._turn = 0
 
     def render(self, entries: Sequence[ConversationEntry]) -> bytes:
         """Raises InvalidRequest."""
         try:
-            answered = {_get_answered_id(entry) for entry in entries if entry.type.endswith("_output")}
+            answered_ids = {_get_answered_id(entry) for entry in entries if entry.type.endswith("_output")}
             for entry in entries:
-                self._add_item(entry, answered)
+                self._add_item(entry, answered_ids)
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise InvalidRequest(f"An item cannot be read: {error}", param="input") from None
+            raise InvalidRequest(f"An item cannot be decoded: {error}", param="input") from None
         self._end_turn()
         return b",".join(self._items)
 
@@ -242,7 +240,7 @@ class _SegmentRenderer:
                 self._add_foreign_item(entry, answered_ids)
 
     def _append_rendered(self, item: bytes) -> None:
-        """What the model made, or a client's; the reasoning before it goes with it."""
+        """Append an item, after the reasoning that led to it."""
         self._items += self._reasoning
         self._reasoning.clear()
         self._items.append(item)
@@ -259,10 +257,10 @@ class _SegmentRenderer:
         role = _role_decoder.decode(entry.raw).role
         match role:
             case "assistant":
-                said = msgspec.json.decode(entry.raw, type=_AssistantMessage)
-                text = join_text(said.content)
+                message = msgspec.json.decode(entry.raw, type=_AssistantMessage)
+                text = join_text(message.content)
                 if text:
-                    self._append_rendered(_encode(_InputMessage("assistant", text, said.phase or UNSET)))
+                    self._append_rendered(_encode(_InputMessage("assistant", text, message.phase or UNSET)))
                 return
             case "user" | "system":
                 pass
@@ -277,14 +275,14 @@ class _SegmentRenderer:
         self._items.append(_encode(_InputMessage(role, self._render_content(content, entry))))
 
     def _add_reasoning(self, entry: ConversationEntry) -> None:
-        """Under seal to the model that made it; as text where the operator says so; else it is not sent."""
+        """Send encrypted reasoning to the model that produced it; else its text if `replay_reasoning` is set."""
         reasoning = msgspec.json.decode(entry.raw, type=_Reasoning)
         summary = reasoning.summary or []
-        opened = self._origin.unwrap(reasoning.encrypted_content or "")
+        unwrapped = self._origin.unwrap(reasoning.encrypted_content or "")
         texts = [part.text for part in reasoning.content or () if part.text]
-        if opened is not None:
-            their_id, sealed = opened
-            self._reasoning.append(_encode(_SentReasoning(summary, id=their_id, encrypted_content=sealed)))
+        if unwrapped is not None:
+            item_id, encrypted = unwrapped
+            self._reasoning.append(_encode(_SentReasoning(summary, id=item_id, encrypted_content=encrypted)))
         elif texts and self._dialect.replay_reasoning:
             content = [_ReasoningText(text) for text in texts]
             self._reasoning.append(
@@ -309,13 +307,13 @@ class _SegmentRenderer:
             self._append_rendered(_encode(_FunctionCall(call.call_id, call.name, arguments)))
 
     def _add_output(self, entry: ConversationEntry) -> None:
-        told = msgspec.json.decode(entry.raw, type=_Output)
-        custom = entry.type == "custom_tool_call_output" and self._dialect.custom_tools
-        kind = _CustomOutput if custom else _FunctionOutput
-        self._items.append(_encode(kind(told.call_id, self._render_content(told.output, entry))))
+        output = msgspec.json.decode(entry.raw, type=_Output)
+        is_custom = entry.type == "custom_tool_call_output" and self._dialect.custom_tools
+        item_class = _CustomOutput if is_custom else _FunctionOutput
+        self._items.append(_encode(item_class(output.call_id, self._render_content(output.output, entry))))
 
     def _add_foreign_item(self, entry: ConversationEntry, answered_ids: set[str | None]) -> None:
-        match read_foreign(entry):
+        match read_foreign_item(entry):
             case ForeignCall() as call if call.call_id in answered_ids:
                 self._foreign_call_ids.add(call.call_id)
                 arguments = ensure_json_object(call.arguments)
@@ -328,7 +326,7 @@ class _SegmentRenderer:
                 pass
 
     def _render_content(self, content: str | list[Raw] | None, entry: ConversationEntry) -> str | list[Raw]:
-        """The parts as they are, but for files that are known here; raises InvalidRequest."""
+        """The parts unchanged, except for resolved files. Raises InvalidRequest."""
         if content is None or isinstance(content, str):
             return content or ""
         files = iter(entry.attachments)
@@ -336,19 +334,21 @@ class _SegmentRenderer:
 
     def _render_part(self, raw: Raw, attachments: Iterator[Attachment]) -> Raw:
         part = _part_decoder.decode(raw)
-        found = next(attachments, None) if is_file_part(part.type) else None
-        if found is None or not found.name:
+        attachment = next(attachments, None) if is_file_part(part.type) else None
+        if attachment is None or not attachment.name:
             return _check_part(raw, part)
-        if found.gone:
-            return Raw(_encode(_InputText(describe_unshown_file(found))))
+        if attachment.gone:
+            return Raw(_encode(_InputText(describe_unshown_file(attachment))))
         if part.type == "input_image":
             return (
-                _replace_file_id(raw) if found.data is None else _replace_file_id(raw, image_url=found.data)
+                _replace_file_id(raw)
+                if attachment.data is None
+                else _replace_file_id(raw, image_url=attachment.data)
             )
-        takes_files = (self._dialect.takes_files or found.given) and not found.too_large
+        takes_files = (self._dialect.takes_files or attachment.given) and not attachment.too_large
         if part.file_data and takes_files:
             return _replace_file_id(raw)
-        match render_file(_file_decoder.decode(raw), found, takes_files=takes_files):
+        match render_file(_file_decoder.decode(raw), attachment, takes_files=takes_files):
             case ChatTextPart(text):
                 return Raw(_encode(_InputText(text)))
             case ChatFilePart(file):
@@ -357,12 +357,12 @@ class _SegmentRenderer:
                 return raw
 
     def _has_rendered_call(self, exchange: ToolExchange) -> bool:
-        """A result alone is told if its call was: as a function, that is, and not as its server's own."""
+        """Whether the exchange can be rendered: a result alone needs a call that was rendered as a function."""
         return exchange.tells != "result" or exchange.call_id in self._hosted_call_ids
 
     def _add_exchange(self, exchange: ToolExchange, answered_ids: set[str | None]) -> None:
         if exchange.tells == "call" and exchange.call_id not in answered_ids:
-            return  # nobody can answer it any more
+            return  # its result is missing
         if exchange.tells != "result":
             self._hosted_call_ids.add(exchange.call_id)
             arguments = ensure_json_object(exchange.arguments)
@@ -377,12 +377,12 @@ class _SegmentRenderer:
 
 
 def _get_answered_id(entry: ConversationEntry) -> str | None:
-    answer = msgspec.json.decode(entry.raw, type=_CallOutputId)
-    return answer.call_id or answer.id
+    output = msgspec.json.decode(entry.raw, type=_CallOutputId)
+    return output.call_id or output.id
 
 
 def _check_part(raw: Raw, part: _Part) -> Raw:
-    """The part as it is; raises InvalidRequest for a file that only this server could know."""
+    """The part unchanged. Raises InvalidRequest for a file_id that the server does not know."""
     if part.file_id:
         raise InvalidRequest(
             f"The {sanitize_name(part.type)} with the file_id {sanitize_name(part.file_id)!r} cannot be shown to this "
@@ -393,6 +393,6 @@ def _check_part(raw: Raw, part: _Part) -> Raw:
 
 
 def _replace_file_id(raw: Raw, **replacements: str) -> Raw:
-    """The part with its content in place of an id that the server could not know."""
+    """The part without its file_id, with the content instead."""
     fields = {name: value for name, value in _object_decoder.decode(raw).items() if name != "file_id"}
     return Raw(_encode(fields | replacements))

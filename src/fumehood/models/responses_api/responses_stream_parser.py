@@ -1,7 +1,7 @@
-"""Reads the answer of a server that speaks the Responses API.
+"""Parses responses of servers with the Responses API.
 
-Items are told apart by their place in the output, since some servers change an item's id from event to event. None of
-the server's ids is passed on but those of calls, by which results are matched.
+Items are identified by their output index, since some servers change an item's id between events. Of the server's ids,
+only call ids are passed on: results refer to them.
 """
 
 import re
@@ -16,9 +16,11 @@ from fumehood.models.responses_api.encrypted_reasoning import ReasoningOrigin
 from fumehood.models.upstream.stream_parser import (
     MAX_LINE_BYTES,
     MAX_RESPONSE_BYTES,
+    InputTokenDetails,
+    OutputTokenDetails,
     UpstreamStreamParser,
     arguments_to_json,
-    clamp_token_count,
+    make_usage,
 )
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
 from fumehood.protocol.conversation import COMPACTION_TYPE
@@ -41,13 +43,13 @@ from fumehood.protocol.model_turns import (
 from fumehood.protocol.openai.api_errors import ModelError
 from fumehood.protocol.openai.ids import MAX_ID_LENGTH, new_id
 from fumehood.protocol.openai.items import MessagePhase, UrlCitationAnnotation
-from fumehood.protocol.openai.responses import InputTokensDetails, OutputTokensDetails, Usage
+from fumehood.protocol.openai.responses import Usage
 
 _MAX_CALLS = 128
 _ID_PREFIX = re.compile(r"([a-z]{1,8})_")
 _ITEM_TYPE = re.compile(r"[a-z][a-z_:.-]{0,63}")
 _PHASES: Mapping[str | None, MessagePhase] = {"commentary": "commentary", "final_answer": "final_answer"}
-# What a client has to answer although it is none of its functions and custom tools.
+# Calls, besides functions and custom tools, that the client must answer.
 _CLIENT_CALL_TYPES = frozenset(
     {"apply_patch_call", "local_shell_call", "computer_call", "mcp_approval_request"}
 )
@@ -55,7 +57,7 @@ _INPUT_PREFIX = '{"input":"'
 _NULL = Raw(b"null")
 
 
-# --- as servers write it ------------------------------------------------------------------------------
+# --- wire types ---------------------------------------------------------------------------------------
 
 
 class _Tag(msgspec.Struct):
@@ -89,7 +91,7 @@ class _Item(msgspec.Struct):
 
     @property
     def is_plain_call(self) -> bool:
-        """A call that is its name and its arguments. Of others the server wants back what nobody here knows."""
+        """Whether the call is only a name and arguments. Others have fields that the server wants back."""
         return self.type in ("function_call", "custom_tool_call") and not self.namespace and not self.caller
 
     @property
@@ -105,21 +107,12 @@ class _Item(msgspec.Struct):
                 return self.type in _CLIENT_CALL_TYPES
 
 
-class _InputDetails(msgspec.Struct):
-    cached_tokens: float | None = None
-    cache_write_tokens: float | None = None
-
-
-class _OutputDetails(msgspec.Struct):
-    reasoning_tokens: float | None = None
-
-
 class _Usage(msgspec.Struct):
     input_tokens: float | None = None
     output_tokens: float | None = None
     total_tokens: float | None = None
-    input_tokens_details: _InputDetails | None = None
-    output_tokens_details: _OutputDetails | None = None
+    input_tokens_details: InputTokenDetails | None = None
+    output_tokens_details: OutputTokenDetails | None = None
 
 
 class _IncompleteDetails(msgspec.Struct):
@@ -127,7 +120,7 @@ class _IncompleteDetails(msgspec.Struct):
 
 
 class _UpstreamEvent(msgspec.Struct):
-    """An event of any type, a whole response, or an error."""
+    """An event of any type, a full_text response, or an error."""
 
     type: str = ""
     status: str | None = None
@@ -140,7 +133,7 @@ class _UpstreamEvent(msgspec.Struct):
     item_id: str | None = None
     summary_index: int | None = None
     logprobs: list[Raw] | None = None
-    text: str | dict[str, Raw] | None = None  # of a response, what was asked of its text
+    text: str | dict[str, Raw] | None = None  # in a response: the requested text format
     refusal: str | None = None
     arguments: str | dict[str, object] | None = None
     input: str | None = None
@@ -169,13 +162,13 @@ class _OpenCall:
 
 
 class _MalformedOutput(ValueError):
-    """What cannot be made sense of."""
+    """Output that cannot be interpreted; the text says details."""
 
 
 class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
-    """Reads one answer of a Responses API.
+    """Parses one turn of the Responses API.
 
-    origin: who makes the reasoning that is sealed.
+    origin: the server and model, recorded with encrypted reasoning.
     """
 
     def __init__(
@@ -190,17 +183,15 @@ class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
         super().__init__(errors, _event_decoder, max_line_bytes=max_line_bytes, max_bytes=max_bytes)
         self._origin = origin
         self._make_id = make_id
-        self._open_items: set[_ItemKey] = set()  # items that have begun
-        self._items_with_content: set[_ItemKey] = (
-            set()
-        )  # those of which something was told since their last part began
-        self._open_calls: dict[_ItemKey, _OpenCall] = {}  # those that are open
+        self._open_items: set[_ItemKey] = set()
+        self._items_with_content: set[_ItemKey] = set()  # emitted since their current part began
+        self._open_calls: dict[_ItemKey, _OpenCall] = {}
         self._call_ids: set[str] = set()
         self._has_items = False
 
     @property
     def _is_turn_complete(self) -> bool:
-        return False  # a response says how it ended, or it was cut off
+        return False  # only a response event ends the turn
 
     def _handle_event(self, event: _UpstreamEvent, payload: bytes, events: list[AnyModelEvent]) -> bool:  # noqa: ARG002
         self._has_event = True
@@ -215,12 +206,12 @@ class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
         return False
 
     def _is_ignorable(self, payload: bytes) -> bool:
-        """Events that nobody here asked for may look as they like."""
+        """Skip events of unknown types."""
         try:
-            kind = msgspec.json.decode(payload, type=_Tag).type
+            event_type = msgspec.json.decode(payload, type=_Tag).type
         except (ValueError, RecursionError):
             return False
-        return bool(kind) and kind not in _HANDLERS
+        return bool(event_type) and event_type not in _HANDLERS
 
     # ---- deltas -----------------------------------------------------------------------------------------------
 
@@ -236,25 +227,25 @@ class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
 
     def _on_arguments_done(self, event: _UpstreamEvent, events: list[AnyModelEvent]) -> None:
         call = self._open_calls.get(_get_item_key(event))
-        whole = arguments_to_json(event.arguments) or event.input
-        if call is not None and not call.has_arguments and whole:
-            _append_arguments(call, whole, events)
+        full_text = arguments_to_json(event.arguments) or event.input
+        if call is not None and not call.has_arguments and full_text:
+            _append_arguments(call, full_text, events)
 
     def _on_other_delta(self, event: _UpstreamEvent, events: list[AnyModelEvent]) -> None:
         if event.delta:
             self._items_with_content.add(_get_item_key(event))
             events.append(_make_delta(event, event.delta))
 
-    # ---- parts, of which some servers tell the whole only -----------------------------------------------------
+    # ---- parts: some servers send them without deltas ---------------------------------------------------------
 
     def _on_part_added(self, event: _UpstreamEvent, events: list[AnyModelEvent]) -> None:  # noqa: ARG002
         self._items_with_content.discard(_get_item_key(event))
 
     def _on_part_done(self, event: _UpstreamEvent, events: list[AnyModelEvent]) -> None:
-        whole = event.refusal or event.text
-        if isinstance(whole, str) and whole and _get_item_key(event) not in self._items_with_content:
+        full_text = event.refusal or event.text
+        if isinstance(full_text, str) and full_text and _get_item_key(event) not in self._items_with_content:
             self._items_with_content.add(_get_item_key(event))
-            events.append(_make_delta(event, whole))
+            events.append(_make_delta(event, full_text))
 
     def _on_annotation_added(self, event: _UpstreamEvent, events: list[AnyModelEvent]) -> None:
         events += _decode_citations([event.annotation])
@@ -281,31 +272,31 @@ class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
             self._begin_call(key, item, events)
 
     def _finish_item(self, event: _UpstreamEvent, raw: Raw, events: list[AnyModelEvent]) -> None:
-        """An item that is whole: what was not told of it before is told now."""
+        """Emit what the deltas of a complete item have not contained."""
         item = _item_decoder.decode(raw)
-        place = _get_item_key(event, item)
-        self._begin_item(place, item, events)
-        self._open_items.discard(place)
+        key = _get_item_key(event, item)
+        self._begin_item(key, item, events)
+        self._open_items.discard(key)
         self._has_items = True
         if item.type == "message":
-            if place not in self._items_with_content:
+            if key not in self._items_with_content:
                 _emit_message(item.content, events)
         elif item.type == "reasoning":
-            if place not in self._items_with_content:
+            if key not in self._items_with_content:
                 _emit_reasoning(item, events)
             content = item.encrypted_content
             events.append(ModelReasoningEnded(self._origin.wrap(item.id, content) if content else None))
         elif item.is_plain_call:
-            whole = item.input if item.type == "custom_tool_call" else arguments_to_json(item.arguments)
-            self._finish_call(place, whole or "", events)
+            full_text = item.input if item.type == "custom_tool_call" else arguments_to_json(item.arguments)
+            self._finish_call(key, full_text or "", events)
         elif _ITEM_TYPE.fullmatch(item.type) and item.type != COMPACTION_TYPE:
             events.append(ModelPassthroughItem(self._replace_item_id(raw), item.awaits_client))
 
     def _replace_item_id(self, raw: Raw) -> Raw:
-        """The item under an id of ours, of the same kind as the server's."""
+        """The item with an id of ours that has the same prefix."""
         fields = _object_decoder.decode(raw)
-        theirs = msgspec.json.decode(fields.get("id", _NULL))
-        found = _ID_PREFIX.match(theirs) if isinstance(theirs, str) else None
+        server_id = msgspec.json.decode(fields.get("id", _NULL))
+        found = _ID_PREFIX.match(server_id) if isinstance(server_id, str) else None
         fields["id"] = Raw(msgspec.json.encode(self._make_id(found[1] if found else "item")))
         return _ensure_utf8(Raw(msgspec.json.encode(fields)))
 
@@ -324,7 +315,7 @@ class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
         events.append(ModelCallStarted(call.key, call_id, item.name))
 
     def _finish_call(self, key: _ItemKey, full_arguments: str, events: list[AnyModelEvent]) -> None:
-        """No more of it will come; `whole` is what it says, if nothing of it was heard."""
+        """End a call; `full_arguments` are used if there were no deltas."""
         call = self._open_calls.pop(key, None)
         if call is None:
             return
@@ -333,26 +324,28 @@ class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
         if call.is_custom:
             events.append(ModelCallArgumentsDelta(call.key, '"}'))
 
-    # ---- the end ----------------------------------------------------------------------------------------------
+    # ---- end of the response ----------------------------------------------------------------------------------
 
     def _on_response_ended(self, event: _UpstreamEvent, events: list[AnyModelEvent]) -> None:
-        whole = event.response if event.response != _NULL else Raw(b"{}")
-        response = _response_decoder.decode(whole)
+        full_text = event.response if event.response != _NULL else Raw(b"{}")
+        response = _response_decoder.decode(full_text)
         response.status = response.status or event.type.rpartition(".")[2]
         self._finish_response(response, events)
 
     def _finish_response(self, response: _UpstreamEvent, events: list[AnyModelEvent]) -> None:
-        """How a response ended; also for an error instead of one, which is a field of it or all there is."""
+        """End the turn as the response says. An error in key of a response is accepted, too."""
         if response.status not in ("completed", "incomplete"):
             self.failure = self._create_failure(response)
             return
         if not self._has_items:
-            for place, raw in enumerate(response.output or ()):
-                self._finish_item(_UpstreamEvent(output_index=place), raw, events)
+            for index, raw in enumerate(response.output or ()):
+                self._finish_item(_UpstreamEvent(output_index=index), raw, events)
         reason: TurnEndReason | None = None
         if response.status == "incomplete":
-            why = response.incomplete_details
-            reason = "content_filter" if why is not None and why.reason == "content_filter" else "length"
+            details = response.incomplete_details
+            reason = (
+                "content_filter" if details is not None and details.reason == "content_filter" else "length"
+            )
         self._finish_turn(events, reason, _convert_usage(response.usage))
 
     def _create_failure(self, response: _UpstreamEvent) -> ModelError:
@@ -362,14 +355,14 @@ class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
             error = {"message": response.message, "code": response.code}
             return self._errors.from_event(msgspec.json.encode(error))
         if response.status is None:
-            return self._errors.invalid_response("its answer is not an answer to this")
-        return self._errors.invalid_response(f"its response ended as {response.status}")
+            return self._errors.invalid_response("its response is of another kind")
+        return self._errors.invalid_response(f"its response has the status {response.status}")
 
     def _finish_turn(
         self, events: list[AnyModelEvent], reason: TurnEndReason | None = None, usage: Usage | None = None
     ) -> None:
-        for place in list(self._open_calls):
-            self._finish_call(place, "", events)
+        for key in list(self._open_calls):
+            self._finish_call(key, "", events)
         events.append(ModelTurnEnded(reason or ("calls" if self._call_ids else "stop"), usage))
         self.has_ended = True
 
@@ -404,7 +397,7 @@ _HANDLERS = ResponsesStreamParser.handlers
 
 
 def _get_item_key(event: _UpstreamEvent, item: _Item | None = None) -> _ItemKey:
-    """What tells an item from others: its place, which every server should tell, or else its id."""
+    """The output index of an item, or its id if the server sends none."""
     if event.output_index is not None:
         return event.output_index
     return event.item_id if item is None else item.id
@@ -415,25 +408,25 @@ def _make_text(source: _UpstreamEvent | _Part, text: str) -> ModelTextDelta:
 
 
 def _ensure_utf8(raw: Raw) -> Raw:
-    """What is passed on without being looked at is UTF-8 at least."""
-    written = bytes(raw)
-    return raw if written.isascii() else Raw(written.decode(errors="replace").encode())
+    """Replace invalid UTF-8 in JSON that is passed on unparsed."""
+    encoded = bytes(raw)
+    return raw if encoded.isascii() else Raw(encoded.decode(errors="replace").encode())
 
 
 def _make_delta(event: _UpstreamEvent, text: str) -> AnyModelEvent:
-    """What an event of a part says, by the kind of the part."""
-    kind = event.type
-    if kind.startswith("response.output_text"):
+    """The delta of an event, by its type."""
+    event_type = event.type
+    if event_type.startswith("response.output_text"):
         return _make_text(event, text)
-    if kind.startswith("response.refusal"):
+    if event_type.startswith("response.refusal"):
         return ModelRefusalDelta(text)
-    if kind.startswith("response.reasoning_summary"):
+    if event_type.startswith("response.reasoning_summary"):
         return ModelReasoningSummaryDelta(event.summary_index or 0, text)
     return ModelReasoningDelta(text)
 
 
 def _append_arguments(call: _OpenCall, text: str, events: list[AnyModelEvent]) -> None:
-    """A custom tool's input is plain text; told as a field, it is as if the tool were a function."""
+    """Emit arguments. The input of a custom tool is plain text; it becomes the field `input` of a function."""
     if call.is_custom:
         text = ("" if call.has_arguments else _INPUT_PREFIX) + msgspec.json.encode(text).decode()[1:-1]
     call.has_arguments = True
@@ -442,7 +435,7 @@ def _append_arguments(call: _OpenCall, text: str, events: list[AnyModelEvent]) -
 
 
 def _emit_message(content: str | list[_Part] | None, events: list[AnyModelEvent]) -> None:
-    """A whole message."""
+    """Emit a complete message."""
     if isinstance(content, str):
         content = [_Part(type="output_text", text=content)]
     for part in content or ():
@@ -454,7 +447,7 @@ def _emit_message(content: str | list[_Part] | None, events: list[AnyModelEvent]
 
 
 def _emit_reasoning(item: _Item, events: list[AnyModelEvent]) -> None:
-    """A whole reasoning."""
+    """Emit a complete reasoning item."""
     for number, part in enumerate(item.summary or ()):
         if part.text:
             events.append(ModelReasoningSummaryDelta(number, part.text))
@@ -463,7 +456,7 @@ def _emit_reasoning(item: _Item, events: list[AnyModelEvent]) -> None:
 
 
 def _decode_citations(annotations: Iterable[Raw]) -> list[AnyModelEvent]:
-    """Addresses only: files of the server's own are nothing that a client could get from here."""
+    """URL citations only: clients cannot fetch the server's own files."""
     found: list[AnyModelEvent] = []
     for annotation in annotations:
         try:
@@ -474,20 +467,10 @@ def _decode_citations(annotations: Iterable[Raw]) -> list[AnyModelEvent]:
 
 
 def _convert_usage(usage: _Usage | None) -> Usage | None:
-    if usage is None:
-        return None
-    read, written = clamp_token_count(usage.input_tokens), clamp_token_count(usage.output_tokens)
-    input_details = usage.input_tokens_details or _InputDetails()
-    output_details = usage.output_tokens_details or _OutputDetails()
-    return Usage(
-        input_tokens=read,
-        input_tokens_details=InputTokensDetails(
-            cached_tokens=clamp_token_count(input_details.cached_tokens),
-            cache_write_tokens=clamp_token_count(input_details.cache_write_tokens),
-        ),
-        output_tokens=written,
-        output_tokens_details=OutputTokensDetails(
-            reasoning_tokens=clamp_token_count(output_details.reasoning_tokens)
-        ),
-        total_tokens=max(clamp_token_count(usage.total_tokens), read + written),
+    return usage and make_usage(
+        usage.input_tokens,
+        usage.output_tokens,
+        usage.total_tokens,
+        usage.input_tokens_details,
+        usage.output_tokens_details,
     )

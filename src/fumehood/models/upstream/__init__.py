@@ -1,1 +1,1 @@
-"""HTTP connections to model servers: requests, streams, errors, retries."""
+"""Requests to model servers over HTTP: client, stream parsing, error mapping, and the base class of backends."""

@@ -1,7 +1,7 @@
-"""A forced call that the model wrote as a block of code.
+"""Detects a forced function call that the model wrote as a fenced code block.
 
-Small models asked to call a function often write its argument between fences instead. As a rule that is an answer like
-any other. Where the request forces that very function there is nothing else it can mean.
+Small models often write the argument between fences instead of calling the function. If the request forces that
+function, the block can only be the call.
 """
 
 import re
@@ -35,7 +35,7 @@ class _Schema(msgspec.Struct):
 
 
 class FencedCallDetector:
-    """Holds text back until it is clear whether a call comes; without one, the only block in it is the call."""
+    """Buffers text until the turn ends; without a call, a text with exactly one fenced block becomes the call."""
 
     def __init__(self, function: FunctionSpec, argument_name: str) -> None:
         self._function_name = function.name
@@ -45,7 +45,7 @@ class FencedCallDetector:
 
     @classmethod
     def for_request(cls, request: ModelRequest) -> "FencedCallDetector | None":
-        """None unless one function is forced, and one string is all that it needs."""
+        """None unless the request forces a function that requires exactly one string."""
         function = request.tool_choice
         if not isinstance(function, FunctionSpec):
             return None
@@ -53,26 +53,26 @@ class FencedCallDetector:
             schema = msgspec.json.decode(function.parameters, type=_Schema)
         except msgspec.DecodeError:
             return None
-        needed = [name for name in schema.required if name in schema.properties]
-        if len(needed) != 1 or schema.properties[needed[0]].type != "string":
+        required = [name for name in schema.required if name in schema.properties]
+        if len(required) != 1 or schema.properties[required[0]].type != "string":
             return None
-        return cls(function, needed[0])
+        return cls(function, required[0])
 
     def filter_events(self, events: Sequence[AnyModelEvent]) -> list[AnyModelEvent]:
-        sifted: list[AnyModelEvent] = []
+        filtered: list[AnyModelEvent] = []
         for event in events:
             match event:
                 case ModelTextDelta() | ModelMessageStarted() | ModelCitation() if not self._has_call:
                     self._buffered.append(event)
                 case ModelTurnEnded() if not self._has_call:
-                    sifted += self._finish_turn(event)
+                    filtered += self._finish_turn(event)
                 case ModelCallStarted():
                     self._has_call = True
-                    sifted += [*self._buffered, event]
+                    filtered += [*self._buffered, event]
                     self._buffered.clear()
                 case _:
-                    sifted.append(event)
-        return sifted
+                    filtered.append(event)
+        return filtered
 
     def _finish_turn(self, end: ModelTurnEnded) -> list[AnyModelEvent]:
         text = "".join(event.delta for event in self._buffered if isinstance(event, ModelTextDelta))

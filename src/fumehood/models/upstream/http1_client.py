@@ -1,13 +1,13 @@
-"""A small HTTP/1.1 client made for streams of many small events.
+"""A pooled HTTP/1.1 client for streams of many small events.
 
-HttpTrouble
-├── NotConnected     no connection came about
-├── Broken           the connection ended before the answer did
-├── Silent           nothing came for longer than one waits
-└── NotHttp          what came is no HTTP
+UpstreamHttpError
+├── UpstreamConnectError     no connection could be established
+├── UpstreamDisconnected     the connection closed before the response was complete
+├── UpstreamReadTimeout      no data for longer than the read timeout
+└── UpstreamProtocolError    the response is not valid HTTP
 
-One task reads an answer, and gets all that has come since it last asked. There are no redirects, no proxies, no
-cookies and no compression: a model server has no use for them, and each is a way for a key to get lost.
+It has no redirects, proxies, cookies or compression: model servers do not need them, and each could leak a key.
+In bursts, it takes half the CPU of aiohttp per event (decision 0016).
 """
 
 import asyncio
@@ -26,22 +26,22 @@ import httptools
 
 from fumehood.http_server.read_scheduler import SLICE_BYTES, ReadScheduler, split_slices
 
-# Less than servers keep an idle connection, which is five seconds for many: else one is used while it is being closed.
+# Many servers close idle connections after five seconds; discard them earlier, to avoid sending on a closing one.
 _KEEP_ALIVE_SECONDS = 4.0
 _MAX_CONNECTIONS = 1024
-_MAX_IDLE_PER_SERVER = 256  # of one server
+_MAX_IDLE_PER_SERVER = 256
 _MAX_HEAD_BYTES = 1 << 16
-_HIGH_WATER_BYTES = 1 << 17  # of a body that nobody has read yet
-_SINGLE_WRITE_BYTES = 1 << 14  # up to here a copy is cheaper than many pieces
+_HIGH_WATER_BYTES = 1 << 17  # has_unread body bytes above which reading pauses
+_SINGLE_WRITE_BYTES = 1 << 14  # up to this size, one copy is cheaper than several chunks
 _DRAIN_SECONDS = 1.0
 
 
 class UpstreamHttpError(Exception):
-    """The answer cannot be had, or cannot go on."""
+    """The request failed, or its response broke off."""
 
 
 class UpstreamConnectError(UpstreamHttpError):
-    """Its text says why, without naming an address."""
+    """No connection. The text gives the reason, without the address."""
 
 
 class UpstreamDisconnected(UpstreamHttpError):
@@ -57,18 +57,18 @@ class UpstreamProtocolError(UpstreamHttpError):
 
 
 class UpstreamTimeouts(NamedTuple):
-    """In seconds: until there is a connection, and how long the server may be silent."""
+    """In seconds: to connect, and between two reads."""
 
     connect: float
     read: float
 
 
-# Takes a piece of a body; whether it wants to hear more.
+# Receives a chunk of the body; returns whether it wants more.
 type BodyConsumer = Callable[[bytes], bool]
 
 
 class UpstreamAddress(NamedTuple):
-    """Where a server is, and what requests to it begin with."""
+    """The parsed base URL of a server."""
 
     secure: bool
     host: str
@@ -78,7 +78,7 @@ class UpstreamAddress(NamedTuple):
 
     @classmethod
     def parse(cls, url: str) -> "UpstreamAddress":
-        """Of an http(s) URL without query; raises ValueError."""
+        """Parse an http(s) URL without query. Raises ValueError."""
         parts = urlsplit(url)
         secure = parts.scheme == "https"
         host = parts.hostname or ""
@@ -87,14 +87,14 @@ class UpstreamAddress(NamedTuple):
 
 
 class _Connection(asyncio.Protocol):
-    """One connection: an asyncio protocol, and the callbacks of the parser."""
+    """One connection: the asyncio protocol and the callbacks of httptools."""
 
     def __init__(self, scheduler: ReadScheduler) -> None:
         self._loop = asyncio.get_running_loop()
         self._scheduler = scheduler
-        self._unparsed: deque[bytes] = deque()  # bytes that wait for their share of time, in slices
+        self._unparsed: deque[bytes] = deque()  # slices that wait for the read scheduler
         self._close_exception: tuple[Exception | None] | None = (
-            None  # how the connection ended, while some of them waited
+            None  # set if the connection closed before they were parsed
         )
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
@@ -113,12 +113,14 @@ class _Connection(asyncio.Protocol):
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
         self._head_bytes = 0
-        self._bytes_without_body = 0  # bytes that have come since the last of the body
+        self._bytes_without_body = 0  # received since the last body bytes
         self._in_body = False
-        self._ends_with_connection = False  # the body ends with the connection
+        self._ends_with_connection = (
+            False  # neither length nor chunked: the body lasts until the connection closes
+        )
         self.is_complete = False
 
-    # ---- for whoever asks -------------------------------------------------------------------------------------
+    # ---- requests ---------------------------------------------------------------------------------------------
 
     @property
     def is_open(self) -> bool:
@@ -126,11 +128,11 @@ class _Connection(asyncio.Protocol):
 
     @property
     def has_received(self) -> bool:
-        """Whether anything has come."""
+        """Whether any byte of the response has arrived."""
         return self._head_bytes > 0
 
     def send(self, message: Sequence[bytes], read_timeout: float) -> None:
-        """Begin an exchange."""
+        """Send a request and reset the response state."""
         if self._transport is None:
             raise UpstreamDisconnected
         self._parser = httptools.HttpResponseParser(self)
@@ -152,14 +154,12 @@ class _Connection(asyncio.Protocol):
             self._transport.writelines(message)
 
     async def read_head(self) -> None:
-        """Until status and headers are there; raises HttpTrouble."""
+        """Wait for status and headers. Raises UpstreamHttpError."""
         while not self._in_body:
             await self._wait_for_data()
 
     async def read(self) -> bytes:
-        """The body that has come since the last time, at least something and about a slice at most; nothing at the end.
-        Raises HttpTrouble.
-        """
+        """The next chunk of the body, at most about one slice; empty at the end. Raises UpstreamHttpError."""
         while not self._body_chunks:
             if self.is_complete:
                 return b""
@@ -167,43 +167,45 @@ class _Connection(asyncio.Protocol):
         return self._pop_body()
 
     async def stream_to(self, consumer: BodyConsumer) -> bool:
-        """Give what comes of the body to the listener, at once and without waking anybody, until it has heard enough or
-        there is no more; whether there is no more. Raises HttpTrouble, and what the listener does.
+        """Pass chunks to the consumer as they arrive, without waking the calling task, until it returns False or the
+        body ends. True if the body ended. Raises UpstreamHttpError, and what the consumer raises.
+
+        Compared with `read`, this saves a sixth of the CPU for events that arrive one by one (decision 0026).
         """
         while True:
             while self._body_chunks:
                 if not consumer(self._pop_body()):
                     return False
                 if self._body_chunks:
-                    await asyncio.sleep(0)  # others have their turns
+                    await asyncio.sleep(0)  # let other tasks run
             if self.is_complete and self._error is None:
                 return True
             self._consumer = consumer
             try:
                 await self._wait_for_data()
             finally:
-                enough, self._consumer = self._consumer is None, None
-            if enough:
+                is_satisfied, self._consumer = self._consumer is None, None
+            if is_satisfied:
                 return False
 
     def _pop_body(self) -> bytes:
-        """What has come of the body, but for what is more than a slice."""
+        """Take the buffered body, at most about one slice."""
         if self._buffered_bytes <= 2 * SLICE_BYTES:
-            parts, self._body_chunks = self._body_chunks, []
+            chunks, self._body_chunks = self._body_chunks, []
             self._buffered_bytes = 0
         else:
             size = number = 0
             while size < SLICE_BYTES:
                 size += len(self._body_chunks[number])
                 number += 1
-            parts, self._body_chunks = self._body_chunks[:number], self._body_chunks[number:]
+            chunks, self._body_chunks = self._body_chunks[:number], self._body_chunks[number:]
             self._buffered_bytes -= size
         if self._is_paused:
             self._pause_or_resume()
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def _pause_or_resume(self) -> None:
-        """Read from the socket unless something of what it brought is still to be parsed, or much of it to be read."""
+        """Pause reading from the socket while slices wait for the parser or the body buffer is full."""
         paused = bool(self._unparsed) or self._buffered_bytes > _HIGH_WATER_BYTES
         if self._transport is None or paused == self._is_paused or self._transport.is_closing():
             return
@@ -214,11 +216,11 @@ class _Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def finish_exchange(self) -> bool:
-        """The exchange is over; whether the connection may be used again."""
+        """End the exchange. True if the connection can be reused."""
         if self._timer is not None:
             self._timer.cancel()
-        unread = self._body_chunks or self._unparsed
-        reusable = self.is_complete and self._keeps_alive and not unread and self.is_open
+        has_unread = self._body_chunks or self._unparsed
+        reusable = self.is_complete and self._keeps_alive and not has_unread and self.is_open
         self._parser = None
         self.was_used = True
         self.idle_since = self._loop.time()
@@ -229,7 +231,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     async def _wait_for_data(self) -> None:
-        """Until something has happened; raises HttpTrouble if nothing can any more."""
+        """Wait for data or the end. Raises UpstreamHttpError once the connection has failed."""
         if self._error is not None:
             raise self._error
         self._last_activity = self._loop.time()
@@ -250,7 +252,7 @@ class _Connection(asyncio.Protocol):
         self.abort()
 
     def _check_read_timeout(self) -> None:
-        """One timer for a whole answer: it looks when something was last heard, and goes on waiting for the rest."""
+        """One timer per response: fail if the last activity is too old, else run again when it would be."""
         left = self._last_activity + self._read_timeout - self._loop.time()
         if self._waiter is not None and left <= 0.001:
             self._fail(UpstreamReadTimeout())
@@ -265,29 +267,29 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._parser is None:
-            self.abort()  # nobody asked
+            self.abort()  # data without a request
             return
         self._last_activity = self._loop.time()
-        share = self._scheduler
-        if len(data) > SLICE_BYTES or share.is_exhausted or self._unparsed:
+        scheduler = self._scheduler
+        if len(data) > SLICE_BYTES or scheduler.is_exhausted or self._unparsed:
             if not self._unparsed:
-                share.schedule(self)
+                scheduler.schedule(self)
             self._unparsed.extend(split_slices(data))
             self._pause_or_resume()
             return
         began = perf_counter()
         self._parse(data)
-        share.spent_seconds += perf_counter() - began
+        scheduler.spent_seconds += perf_counter() - began
 
     def parse_slice(self) -> bool:
-        """Parse some of the bytes that wait for it; whether others still do."""
+        """Parse the next waiting slice. True if more are waiting."""
         if self._parser is None or self._error is not None:
             self._unparsed.clear()
         if self._unparsed:
             began = perf_counter()
             try:
                 self._parse(self._unparsed.popleft())
-            except BaseException:  # as the event loop does where it calls
+            except BaseException:  # the scheduler reports it, as the event loop does for data_received
                 self._unparsed.clear()
                 self._fail(UpstreamDisconnected())
                 raise
@@ -312,7 +314,7 @@ class _Connection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._fail(UpstreamProtocolError())
             return
-        # Between two pieces of a body, or after the last, can be as much of what is none as somebody likes to say.
+        # Chunk extensions and trailers could go on forever.
         self._bytes_without_body = (
             self._bytes_without_body + len(data) if self._in_body and self._buffered_bytes == size else 0
         )
@@ -326,20 +328,20 @@ class _Connection(asyncio.Protocol):
             self._pause_or_resume()
 
     def _feed_consumer(self) -> bool:
-        """Give what has come to whoever listens; False if somebody has to be woken."""
+        """Pass the buffered body to the consumer. False if the waiting task must wake up."""
         if self._consumer is None:
             return False
         try:
             if not self._consumer(self._pop_body()):
                 self._consumer = None
-        except Exception as error:  # a mistake of the listener's, for whoever waits
+        except Exception as error:  # raised again in the waiting task
             self._error = error
             return False
         return self._consumer is not None and not self.is_complete
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._unparsed:
-            self._close_exception = (exc,)  # what came before that is parsed first
+            self._close_exception = (exc,)  # parse what arrived before
         else:
             self._handle_close(exc)
 
@@ -353,10 +355,10 @@ class _Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         if self.is_complete:
-            self._keeps_alive = False  # an answer that nobody asked for
+            self._keeps_alive = False  # a second response to one request
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_body:  # nobody looks at what comes after a body
+        if not self._in_body:  # ignore trailers
             self.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
@@ -384,10 +386,10 @@ class _Connection(asyncio.Protocol):
 
 
 class StreamedHttpResponse:
-    """An answer whose body is still coming; a context manager, which asks for it.
+    """A response whose body is streamed. Entering it sends the request.
 
-    complete: set it where nothing of interest is to come: then the end of the body is waited for, for a moment, and
-        the connection lives on.
+    reuse_connection: set it once the rest of the body does not matter: leaving then waits briefly for the end, so that
+        the connection can be reused.
     """
 
     def __init__(
@@ -419,13 +421,13 @@ class StreamedHttpResponse:
             self._release(connection)
 
     def get_header(self, name: bytes) -> str:
-        """By its name in lower case; empty if there is none."""
+        """A header by its lower-case name; empty if it is missing."""
         headers = self._connection.headers if self._connection is not None else {}
         return headers.get(name, b"").decode("latin-1")
 
 
 class PooledHttpClient:
-    """Connections to any number of servers, kept alive between requests."""
+    """A pool of keep-alive connections to any number of servers."""
 
     def __init__(self, max_connections: int = _MAX_CONNECTIONS) -> None:
         self._idle: dict[tuple[bool, str, int], list[_Connection]] = {}
@@ -439,7 +441,7 @@ class PooledHttpClient:
         for connection in self._connections:
             connection.abort()
         self._idle.clear()
-        await asyncio.sleep(0)  # lets the transports go
+        await asyncio.sleep(0)  # let the transports close
 
     @cached_property
     def _ssl_context(self) -> ssl.SSLContext:
@@ -453,17 +455,18 @@ class PooledHttpClient:
         timeouts: UpstreamTimeouts,
         body: Sequence[bytes] | None = None,
     ) -> StreamedHttpResponse:
-        """A POST with that body, which is given in pieces, or a GET; its answer, whatever its status. Entering it
-        raises HttpTrouble. Leaving it before its end closes the connection, which is how a server learns that nobody
-        wants the rest.
+        """Prepare a POST with this body, in chunks, or a GET. The response may have any status.
+
+        Entering it raises UpstreamHttpError. Leaving it before the end of the body closes the connection, which tells
+        the server to stop.
         """
-        asking = self._start_exchange(address, _encode_request(address, path, headers, body), timeouts)
-        return StreamedHttpResponse(asking, partial(self._release, address))
+        exchange = self._start_exchange(address, _encode_request(address, path, headers, body), timeouts)
+        return StreamedHttpResponse(exchange, partial(self._release, address))
 
     async def _start_exchange(
         self, address: UpstreamAddress, message: Sequence[bytes], timeouts: UpstreamTimeouts
     ) -> _Connection:
-        """A connection on which the head of the answer has come."""
+        """Send the request and wait for the response head. Retry if the server had closed a reused connection."""
         while True:
             connection = self._pop_idle(address) or await self._connect(address, timeouts.connect)
             try:
@@ -471,9 +474,9 @@ class PooledHttpClient:
                 await connection.read_head()
                 return connection
             except UpstreamDisconnected:
-                again = connection.was_used and not connection.has_received
+                was_stale = connection.was_used and not connection.has_received
                 self._release(address, connection)
-                if not again:  # else the server had closed it while it was idle
+                if not was_stale:  # else the server closed it while it was idle
                     raise
             except BaseException:
                 self._release(address, connection)
@@ -515,7 +518,7 @@ class PooledHttpClient:
         return connection
 
     def _evict_idle(self) -> None:
-        """What is idle gives way to what is needed."""
+        """Close idle connections if the limit is reached."""
         if self._connection_slots.locked():
             for idle in self._idle.values():
                 while idle:
@@ -535,15 +538,16 @@ class PooledHttpClient:
 
 
 def encode_headers(headers: Mapping[str, str]) -> bytes:
-    """Headers as requests take them, made once for many."""
+    """Encode headers for `request`, once for many requests."""
     return "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode("latin-1")
 
 
 def _encode_request(
     address: UpstreamAddress, path: str, headers: bytes, body: Sequence[bytes] | None
 ) -> Sequence[bytes]:
-    """The whole request; in one piece, if it is short."""
-    start = f"{'GET' if body is None else 'POST'} {address.path}{path} HTTP/1.1\r\nHost: {address.host_header}\r\n".encode()
+    """The request in chunks; short ones in one."""
+    method = "GET" if body is None else "POST"
+    start = f"{method} {address.path}{path} HTTP/1.1\r\nHost: {address.host_header}\r\n".encode()
     if body is None:
         return [b"%b%b\r\n" % (start, headers)]
     size = sum(map(len, body))
@@ -562,12 +566,12 @@ async def _drain(connection: _Connection) -> None:
 def _describe_connect_error(error: Exception) -> str:
     match error:
         case ssl.SSLCertVerificationError():
-            return "its certificate is not to be trusted"
+            return "its certificate is not trusted"
         case ssl.SSLError():
-            return "it does not speak TLS as it should"
+            return "the TLS handshake failed"
         case socket.gaierror():
-            return "its name is not known"
+            return "its host name cannot be resolved"
         case OSError() if error.errno and error.errno > 0:
             return os.strerror(error.errno)
         case _:
-            return "no connection could be made"
+            return "the connection failed"

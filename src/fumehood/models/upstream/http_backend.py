@@ -1,9 +1,9 @@
-"""What all backends that ask a model server over HTTP have in common."""
+"""The base class of backends that ask a model server over HTTP."""
 
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta
@@ -12,18 +12,18 @@ from fumehood.interfaces import AcceptBatch
 from fumehood.models.model_settings import ModelSettings, Secret
 from fumehood.models.upstream.fenced_calls import FencedCallDetector
 from fumehood.models.upstream.http1_client import UpstreamAddress, UpstreamTimeouts, encode_headers
-from fumehood.models.upstream.stream_parser import TurnParser, split_large_deltas
+from fumehood.models.upstream.stream_parser import UpstreamStreamParser, split_large_deltas
 from fumehood.models.upstream.upstream_client import UpstreamClient
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
 from fumehood.protocol.model_turns import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
 from fumehood.worker_threads import WORKER_THRESHOLD_BYTES, run_in_worker
 
-_USAGE_TIMEOUT = 5.0  # how long to wait for the usage and the end once the model has stopped
+_USAGE_TIMEOUT = 5.0  # seconds to wait for the usage after the model has stopped
 _BYTES_PER_TOKEN = 4
 _MAX_MODEL_LIST_BYTES = 1 << 20
 _MAX_COUNT_BYTES = 32 << 20
 _MAX_MODELS = 1000
-_MIN_SECRET_LENGTH = 8  # of a header's value; what is shorter is found in any sentence
+_MIN_SECRET_LENGTH = 8  # shorter header values are not redacted: any text may contain them
 _HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "fumehood"}
 
 
@@ -38,23 +38,27 @@ class _ModelList(msgspec.Struct):
 
 
 class _TokenCount(msgspec.Struct):
-    """Of `/v1/responses/input_tokens`, or of vLLM's answer, which has the tokens themselves too."""
+    """The response of `/v1/responses/input_tokens` or of vLLM's `/tokenize`."""
 
     input_tokens: Annotated[int, Meta(ge=0)] | None = None
     count: Annotated[int, Meta(ge=0)] | None = None
 
 
 class _UpstreamTurn:
-    """One turn as it is read.
+    """Feeds the chunks of one response to the parser.
 
-    events: what the last piece brought, unless it was taken. begun: whether any were given on.
-    unread: a piece that ends a long line or document.
+    events: those of the last chunk that `accept_batch` did not consume.
+    has_started: whether events of this turn were yielded.
+    unparsed_chunk: a chunk that completes a line or document too long for the event loop.
     """
 
     __slots__ = ("_accept_batch", "_fenced_calls", "events", "has_started", "parser", "unparsed_chunk")
 
     def __init__(
-        self, parser: TurnParser, fenced_calls: FencedCallDetector | None, accept_batch: AcceptBatch | None
+        self,
+        parser: UpstreamStreamParser[Any],
+        fenced_calls: FencedCallDetector | None,
+        accept_batch: AcceptBatch | None,
     ) -> None:
         self.parser = parser
         self.events: Sequence[AnyModelEvent] = ()
@@ -64,7 +68,7 @@ class _UpstreamTurn:
         self._accept_batch = accept_batch
 
     def feed(self, chunk: bytes) -> bool:
-        """Read a piece, nothing for the end; whether nobody needs to look at it."""
+        """Parse a chunk, empty at the end of the body. True if the turn's task need not wake up for it."""
         parser = self.parser
         if parser.buffered_bytes >= WORKER_THRESHOLD_BYTES and (not chunk or b"\n" in chunk):
             self.unparsed_chunk, self.events = chunk, ()
@@ -76,9 +80,9 @@ class _UpstreamTurn:
         return not events and not parser.is_over and not parser.awaits_usage
 
     async def parse_in_worker(self) -> None:
-        """What was too much to be read on the event loop."""
-        piece, self.unparsed_chunk = self.unparsed_chunk or b"", None
-        self.events = await run_in_worker(self.parser.buffered_bytes, self._parse, piece)
+        """Parse `unparsed_chunk` in a worker thread."""
+        chunk, self.unparsed_chunk = self.unparsed_chunk or b"", None
+        self.events = await run_in_worker(self.parser.buffered_bytes, self._parse, chunk)
 
     def _parse(self, chunk: bytes) -> list[AnyModelEvent]:
         events = self.parser.feed(chunk) if chunk else self.parser.finish()
@@ -86,9 +90,10 @@ class _UpstreamTurn:
 
 
 class HttpModelBackend(ABC):
-    """A `ModelBackend`. It shares its connections with others and does not close them.
+    """A `ModelBackend` over HTTP. It does not close the client, which all backends share.
 
-    api: what the server speaks, in words; path: where it is asked for a turn.
+    api_name: the server's API, for error messages.
+    endpoint: the path of turn requests below `base_url`.
     """
 
     api_name: ClassVar[str]
@@ -123,23 +128,25 @@ class HttpModelBackend(ABC):
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._address.host_header}{self._address.path}>"
 
-    # ---- what the servers differ in ---------------------------------------------------------------------------
+    # ---- for subclasses ---------------------------------------------------------------------------------------
 
     @abstractmethod
     def _build_body(self, request: ModelRequest) -> list[bytes]:
-        """What is sent, in pieces; raises InvalidRequest."""
+        """The request body, in chunks. Raises InvalidRequest."""
 
     @abstractmethod
     def _build_count_body(self, request: ModelRequest) -> list[bytes]:
-        """What is sent to have its tokens counted, in pieces; raises InvalidRequest."""
+        """The body of a token-counting request, in chunks. Raises InvalidRequest."""
 
     @abstractmethod
-    def _create_parser(self, request: ModelRequest, errors: UpstreamErrorFactory) -> TurnParser:
-        """What the answer is read by."""
+    def _create_parser(
+        self, request: ModelRequest, errors: UpstreamErrorFactory
+    ) -> UpstreamStreamParser[Any]:
+        """A parser for the response to this request."""
 
     @abstractmethod
     def validate_request(self, request: ModelRequest) -> None:
-        """Raises InvalidRequest."""
+        """Raises InvalidRequest if the conversation cannot be sent to this server."""
 
     # ---- ModelBackend -----------------------------------------------------------------------------------------
 
@@ -153,77 +160,77 @@ class HttpModelBackend(ABC):
         )
         async with self._upstream.request(
             self._address, self.endpoint, self._build_headers(request), self._timeouts, errors, body=body
-        ) as answer:
+        ) as response:
             del body
             parser = turn.parser
             while not parser.is_over:
                 if parser.awaits_usage:
-                    turn.feed(await answer.read_trailing(_USAGE_TIMEOUT))
-                elif await answer.stream_to(turn.feed):
+                    turn.feed(await response.read_trailing(_USAGE_TIMEOUT))
+                elif await response.stream_to(turn.feed):
                     turn.feed(b"")
-                large = turn.unparsed_chunk is not None
-                if large:
+                is_large = turn.unparsed_chunk is not None
+                if is_large:
                     await turn.parse_in_worker()
-                answer.http_response.reuse_connection = parser.has_ended
+                response.http_response.reuse_connection = parser.has_ended
                 turn.has_started = turn.has_started or bool(turn.events)
-                if not large and turn.events:
+                if not is_large and turn.events:
                     yield turn.events
-                elif large:
+                elif is_large:
                     for batch in split_large_deltas(turn.events):
                         yield batch
-                        await asyncio.sleep(0)  # others have their turns
+                        await asyncio.sleep(0)  # let other tasks run
             if parser.failure is not None:
                 raise parser.failure
 
     async def count_tokens(self, request: ModelRequest) -> tuple[int, bool]:
-        """What the server counts, if it can; raises ModelError, and InvalidRequest for what it cannot be shown."""
+        """Ask the server, or estimate. Raises ModelError, and InvalidRequest as `validate_request` does."""
         if self._tokenize_address is None:
             return sum(map(len, self._build_body(request))) // _BYTES_PER_TOKEN, False
         errors = self._create_error_factory(request.model)
         body = self._build_count_body(request)
         async with self._upstream.request(
             self._tokenize_address, "", self._headers, self._timeouts, errors, body=body
-        ) as answer:
-            content = await answer.read_all(_MAX_COUNT_BYTES)
+        ) as response:
+            content = await response.read_all(_MAX_COUNT_BYTES)
         try:
-            told = msgspec.json.decode(content, type=_TokenCount)
+            counted = msgspec.json.decode(content, type=_TokenCount)
         except (ValueError, RecursionError) as error:
-            raise errors.invalid_response(f"its count of tokens cannot be read: {error}") from None
-        tokens = told.count if told.input_tokens is None else told.input_tokens
+            raise errors.invalid_response(f"its token count cannot be decoded: {error}") from None
+        tokens = counted.count if counted.input_tokens is None else counted.input_tokens
         if tokens is None:
-            raise errors.invalid_response("it was asked for a count of tokens, and told none")
+            raise errors.invalid_response("its response has no token count")
         return tokens, True
 
-    def get_profile(self, model: str) -> ModelProfile:  # noqa: ARG002 - it is the same for all names
+    def get_profile(self, model: str) -> ModelProfile:  # noqa: ARG002 - all names have the same profile
         return self._profile
 
     async def list_models(self) -> Sequence[ModelCard]:
-        """The models that the server says it has, as far as one can read it; raises ModelError."""
+        """Ask the server for its models. Raises ModelError."""
         errors = self._create_error_factory(self._settings.match)
         async with self._upstream.request(
             self._address, "/models", self._headers, self._timeouts, errors
-        ) as answer:
-            content = await answer.read_all(_MAX_MODEL_LIST_BYTES)
+        ) as response:
+            content = await response.read_all(_MAX_MODEL_LIST_BYTES)
         try:
-            cards = msgspec.json.decode(content, type=_ModelList, strict=False).data
+            entries = msgspec.json.decode(content, type=_ModelList, strict=False).data
         except (ValueError, RecursionError) as error:
-            raise errors.invalid_response(f"its list of models cannot be read: {error}") from None
+            raise errors.invalid_response(f"its list of models cannot be decoded: {error}") from None
         return [
-            ModelCard(id=card.id, created=card.created or 0, owned_by=(card.owned_by or "upstream")[:64])
-            for card in cards[:_MAX_MODELS]
+            ModelCard(id=entry.id, created=entry.created or 0, owned_by=(entry.owned_by or "upstream")[:64])
+            for entry in entries[:_MAX_MODELS]
         ]
 
-    async def close(self) -> None:  # noqa: B027 - there is nothing to close: the connections are everybody's
+    async def close(self) -> None:  # noqa: B027 - the registry closes the shared client
         pass
 
     def _build_headers(self, request: ModelRequest) -> bytes:
         trace = request.trace
         if trace is None or not self._settings.trace_context:
             return self._headers
-        told = {"traceparent": trace.traceparent}
+        headers = {"traceparent": trace.traceparent}
         if trace.tracestate:
-            told["tracestate"] = trace.tracestate
-        return self._headers + encode_headers(told)
+            headers["tracestate"] = trace.tracestate
+        return self._headers + encode_headers(headers)
 
     def _create_error_factory(self, model: str) -> UpstreamErrorFactory:
         return UpstreamErrorFactory(model, self._secrets, api_name=self.api_name)

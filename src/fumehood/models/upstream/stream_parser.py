@@ -1,13 +1,12 @@
-"""Reads the body of an answer, be it a stream of events or one document.
+"""Parses the response body of a model server: server-sent events, or one JSON document.
 
-What the events mean is said by the parsers of the two kinds of servers, which inherit from this one.
+The parsers of the two APIs derive from this one and interpret the events.
 """
 
 import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import msgspec
 from msgspec.structs import replace
@@ -22,58 +21,36 @@ from fumehood.protocol.model_turns import (
     ModelTextDelta,
 )
 from fumehood.protocol.openai.api_errors import ModelError
+from fumehood.protocol.openai.responses import InputTokensDetails, OutputTokensDetails, Usage
 from fumehood.worker_threads import WORKER_THRESHOLD_BYTES
 
-MAX_LINE_BYTES = 1 << 25  # and the longest answer that is not streamed
-MAX_RESPONSE_BYTES = 1 << 29  # in all, whatever it says or does not say
-MAX_TOKEN_COUNT = 1 << 48  # that are believed
-# What may come in a row without saying anything: comments, blank lines and fields that are no data; and events of which
-# nobody here knows what to do with them, which may be pictures.
+MAX_LINE_BYTES = 1 << 25  # also the longest response that is not streamed
+MAX_RESPONSE_BYTES = 1 << 29
+MAX_TOKEN_COUNT = 1 << 48  # larger counts are clamped
+# Limits between two events that the parser understands: comments, blank lines and fields other than `data`; and
+# payloads of unknown events, which may be images.
 MAX_BYTES_WITHOUT_EVENT = 1 << 20
 MAX_IGNORED_BYTES = 1 << 26
 
-_MAX_DELTA_CHARS = 1 << 16  # characters
-_MAX_LENIENT_BYTES = 1 << 20  # bytes that are worth the slow way of reading what is not quite JSON
-_EVENT_COST = 1 << 10  # of one more event, in bytes of a long one
-_LINE_COST = 1 << 6  # of one more line of an event
+_MAX_DELTA_CHARS = 1 << 16
+_MAX_LENIENT_BYTES = 1 << 20  # the lenient decoder is slow
+_EVENT_COST = 1 << 10  # what an ignored event counts in addition to its bytes
+_LINE_COST = 1 << 6  # what a line of an event counts in addition to its bytes
 _BOM = b"\xef\xbb\xbf"
 
 
-class TurnParser(Protocol):
-    """One turn. Give it what each read brought, then `finish` at the end of the body; take the events.
+class UpstreamStreamParser[Event](ABC):
+    """Parses one turn. Call `feed` with each chunk of the body, then `finish`; both return the turn's events.
 
-    failure: set once the answer cannot go on; the events before it were given. ended: `TurnEnded` was given; over: one
-    of the two. closing: the model has said why it stopped, and at most the usage is still to come. held: the bytes that
-    have yet to be read, since their line or document is not complete.
+    failure: the error that ended the turn; earlier events are valid.
+    has_ended: the turn is complete and its end was returned.
+    awaits_usage: the model has stopped, and at most the usage is still to come.
     """
-
-    @property
-    def failure(self) -> ModelError | None: ...
-
-    @property
-    def has_ended(self) -> bool: ...
-
-    @property
-    def is_over(self) -> bool: ...
-
-    @property
-    def awaits_usage(self) -> bool: ...
-
-    @property
-    def buffered_bytes(self) -> int: ...
-
-    def feed(self, chunk: bytes) -> list[AnyModelEvent]: ...
-
-    def finish(self) -> list[AnyModelEvent]: ...
-
-
-class UpstreamStreamParser[Told](ABC):
-    """A `TurnReader`, but for what the events mean; `decoder` reads one."""
 
     def __init__(
         self,
         errors: UpstreamErrorFactory,
-        decoder: msgspec.json.Decoder[Told],
+        decoder: msgspec.json.Decoder[Event],
         *,
         max_line_bytes: int = MAX_LINE_BYTES,
         max_bytes: int = MAX_RESPONSE_BYTES,
@@ -84,19 +61,17 @@ class UpstreamStreamParser[Told](ABC):
         self._decoder = decoder
         self._max_line_bytes = max_line_bytes
         self._bytes_left = max_bytes
-        self._buffer: list[bytes] = []  # an unfinished line, or an answer that is not a stream
+        self._buffer: list[bytes] = []  # an incomplete line, or a document
         self._buffer_bytes = 0
         self._format_known = False
         self._is_document = False
-        self._data_lines: list[bytes] = []  # lines of an event that goes on over several
+        self._data_lines: list[bytes] = []  # of an event with several data lines
         self._data_bytes = 0
-        self._bytes_without_event = 0  # since the last event that said something
+        self._bytes_without_event = 0  # since the last event
         self._ignored_bytes = 0
         self._has_event = False
         self._body_ended = False
-        self._think_tags: ThinkTagFilter | None = (
-            None  # where reasoning may be part of the text, until that is known
-        )
+        self._think_tags: ThinkTagFilter | None = None  # set while the text may begin with reasoning
 
     @property
     def awaits_usage(self) -> bool:
@@ -104,35 +79,37 @@ class UpstreamStreamParser[Told](ABC):
 
     @property
     def is_over(self) -> bool:
+        """Whether the turn has ended or failed."""
         return self.has_ended or self.failure is not None
 
     @property
     def buffered_bytes(self) -> int:
+        """Bytes that wait for the end of their line or document."""
         return self._buffer_bytes + self._data_bytes
 
-    # ---- what the servers differ in ---------------------------------------------------------------------------
+    # ---- for subclasses ---------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _handle_event(self, event: Told, payload: bytes, events: list[AnyModelEvent]) -> bool:
-        """Add the events; whether the lines after it are to be read in another way."""
+    def _handle_event(self, event: Event, payload: bytes, events: list[AnyModelEvent]) -> bool:
+        """Append the events of one decoded payload. True if `_parse_block` must start again with the rest."""
 
     @abstractmethod
     def _finish_turn(self, events: list[AnyModelEvent]) -> None:
-        """The server says that it is done, or has said enough and is gone."""
+        """Append the end of the turn: the server sent [DONE], or closed the connection after a complete turn."""
 
     @property
     @abstractmethod
     def _is_turn_complete(self) -> bool:
-        """Whether a body that is over is a whole turn, as far as one can know."""
+        """Whether the turn is complete if the body ends now."""
 
-    def _is_ignorable(self, payload: bytes) -> bool:  # noqa: ARG002 - some servers tell many things
-        """Whether what cannot be read need not be."""
+    def _is_ignorable(self, payload: bytes) -> bool:  # noqa: ARG002 - for subclasses
+        """Whether an undecodable payload may be skipped."""
         return False
 
     # ---- bytes ------------------------------------------------------------------------------------------------
 
     def feed(self, chunk: bytes) -> list[AnyModelEvent]:
-        """What one read brought, as far as its lines are complete."""
+        """Parse the complete lines of the next chunk and buffer the rest."""
         events: list[AnyModelEvent] = []
         if self.is_over:
             return events
@@ -161,7 +138,7 @@ class UpstreamStreamParser[Told](ABC):
         return events if self._think_tags is None else self._filter_think_tags(events)
 
     def finish(self) -> list[AnyModelEvent]:
-        """The body is over: the rest, and the end of the turn if it may be one."""
+        """Parse the rest at the end of the body, and end the turn or fail."""
         events: list[AnyModelEvent] = []
         if self.is_over:
             return events
@@ -177,7 +154,7 @@ class UpstreamStreamParser[Told](ABC):
             elif self._has_event:
                 self.failure = self._errors.disconnected()
             else:
-                self.failure = self._errors.invalid_response("its answer is empty, or not an answer to this")
+                self.failure = self._errors.invalid_response("its response is empty or of another kind")
         return self._filter_think_tags(events)
 
     def _filter_think_tags(self, events: list[AnyModelEvent]) -> list[AnyModelEvent]:
@@ -189,7 +166,7 @@ class UpstreamStreamParser[Told](ABC):
         return events
 
     def _detect_format(self, chunk: bytes) -> bytes:
-        """The very first bytes tell a stream from an answer in one piece."""
+        """Tell a stream from a document by the first bytes; returns the bytes still to be parsed."""
         start = b"".join([*self._buffer, chunk])
         self._buffer.clear()
         self._buffer_bytes = 0
@@ -216,14 +193,14 @@ class UpstreamStreamParser[Told](ABC):
             )
 
     def _count_eventless_block(self, block: bytes) -> None:
-        """Bound what says nothing: a server may send it for as long as it likes, and a stream of it times out never."""
+        """Limit data without events: it resets the read timeout, so a server could send it forever."""
         if self._is_document:
             return
         payloads = [line for line in block.split(b"\n") if line.startswith(b"data:")]
         size = sum(map(len, payloads))
         self._ignored_bytes += size + _EVENT_COST * len(payloads)
         if self._ignored_bytes > MAX_IGNORED_BYTES:
-            self.failure = self._errors.no_progress("too many events that say nothing")
+            self.failure = self._errors.no_progress("too many events of unknown types")
         else:
             self._count_eventless_bytes(len(block) - size)
 
@@ -237,12 +214,12 @@ class UpstreamStreamParser[Told](ABC):
     # ---- lines ------------------------------------------------------------------------------------------------
 
     def _parse_block(self, block: bytes, events: list[AnyModelEvent]) -> None:
-        """Complete lines."""
+        """Parse complete lines."""
         while block and not self.is_over:
             block = self._parse_lines(block, events)
 
     def _parse_lines(self, block: bytes, events: list[AnyModelEvent]) -> bytes:
-        """Read until the end, or until the rest is to be read in another way; that rest."""
+        """Parse lines until `_handle_event` asks for a restart; returns the lines not parsed."""
         lines = block.split(b"\n")
         for number, line in enumerate(lines):
             if line.startswith(b"data:"):
@@ -262,14 +239,14 @@ class UpstreamStreamParser[Told](ABC):
         if len(payload) >= WORKER_THRESHOLD_BYTES and self._exceeds_value_limit(payload):
             return False
         try:
-            told = self._decoder.decode(payload)
-        except (ValueError, RecursionError):  # also every error of msgspec
+            event = self._decoder.decode(payload)
+        except (ValueError, RecursionError):  # includes msgspec's errors
             if payload.strip() == b"[DONE]" and self._has_event:
                 self._finish_turn(events)
             else:
-                self._append_data_line(payload)  # more of it may be on the next line
+                self._append_data_line(payload)  # the payload may go on in the next data line
             return False
-        return self._handle_event(told, payload, events)
+        return self._handle_event(event, payload, events)
 
     def _append_data_line(self, payload: bytes) -> None:
         self._data_lines.append(payload)
@@ -287,33 +264,35 @@ class UpstreamStreamParser[Told](ABC):
         return True
 
     def _parse_leniently(self, payload: bytes, events: list[AnyModelEvent]) -> None:
-        """A payload that was not easy to read: odd types, bytes that are not UTF-8, halves of surrogate pairs."""
+        """Parse a payload that may have wrong types, invalid UTF-8 or lone surrogates."""
         if len(payload) >= WORKER_THRESHOLD_BYTES and self._exceeds_value_limit(payload):
             return
         try:
             try:
-                told = self._decoder.decode(payload)
+                event = self._decoder.decode(payload)
             except (ValueError, RecursionError):
-                told = _decode_leniently(payload, self._decoder)
+                event = _decode_leniently(payload, self._decoder)
         except (ValueError, RecursionError) as error:
-            if not self._body_ended and not self._is_ignorable(payload):  # it may also have been cut off
+            if not self._body_ended and not self._is_ignorable(
+                payload
+            ):  # at the end, it may have been cut off
                 self.failure = self._errors.invalid_response(str(error))
             return
-        self._handle_event(told, b"", events)
+        self._handle_event(event, b"", events)
 
 
-def _decode_leniently[Told](payload: bytes, decoder: msgspec.json.Decoder[Told]) -> Told:
-    """What can be read of it; raises ValueError."""
+def _decode_leniently[Event](payload: bytes, decoder: msgspec.json.Decoder[Event]) -> Event:
+    """Decode JSON with wrong types, invalid UTF-8 or NaN. Raises ValueError."""
     if len(payload) > _MAX_LENIENT_BYTES:
-        raise ValueError("it is too long for something that is not quite JSON")
+        raise ValueError("it is not valid JSON")
     value = json.loads(
         payload.decode(errors="replace"),
         parse_float=_parse_finite_number,
         parse_int=_parse_finite_number,
         parse_constant=_parse_constant,
     )
-    whole = json.dumps(value, ensure_ascii=False).encode(errors="replace")
-    return msgspec.json.decode(whole, type=decoder.type, strict=False)
+    cleaned = json.dumps(value, ensure_ascii=False).encode(errors="replace")
+    return msgspec.json.decode(cleaned, type=decoder.type, strict=False)
 
 
 def _parse_finite_number(digits: str) -> float | None:
@@ -326,7 +305,7 @@ def _parse_constant(_: str) -> None:
 
 
 def split_large_deltas(events: Sequence[AnyModelEvent]) -> Iterator[Sequence[AnyModelEvent]]:
-    """The same events in batches of which none is long: what came at once is told bit by bit."""
+    """Yield the events one by one, with long deltas split."""
     for event in events:
         if (
             isinstance(event, ModelTextDelta | ModelReasoningDelta | ModelCallArgumentsDelta)
@@ -334,19 +313,54 @@ def split_large_deltas(events: Sequence[AnyModelEvent]) -> Iterator[Sequence[Any
         ):
             logprobs = event.logprobs if isinstance(event, ModelTextDelta) else []
             for start in range(0, len(event.delta), _MAX_DELTA_CHARS):
-                piece = replace(event, delta=event.delta[start : start + _MAX_DELTA_CHARS])
-                yield [piece if not start or not logprobs else replace(piece, logprobs=[])]
+                part = replace(event, delta=event.delta[start : start + _MAX_DELTA_CHARS])
+                yield [part if not start or not logprobs else replace(part, logprobs=[])]
         else:
             yield [event]
 
 
-def clamp_token_count(reported: float | None) -> int:
-    """A number of tokens as it was told, if it can be one."""
+class InputTokenDetails(msgspec.Struct):
+    cached_tokens: float | None = None
+    cache_write_tokens: float | None = None
+
+
+class OutputTokenDetails(msgspec.Struct):
+    reasoning_tokens: float | None = None
+
+
+def make_usage(
+    input_tokens: float | None,
+    output_tokens: float | None,
+    total_tokens: float | None,
+    input_details: InputTokenDetails | None,
+    output_details: OutputTokenDetails | None,
+) -> Usage:
+    """The usage that a server reports, with missing and impossible counts as 0."""
+    read, written = _clamp_token_count(input_tokens), _clamp_token_count(output_tokens)
+    input_details, output_details = (
+        input_details or InputTokenDetails(),
+        output_details or OutputTokenDetails(),
+    )
+    return Usage(
+        input_tokens=read,
+        input_tokens_details=InputTokensDetails(
+            cached_tokens=_clamp_token_count(input_details.cached_tokens),
+            cache_write_tokens=_clamp_token_count(input_details.cache_write_tokens),
+        ),
+        output_tokens=written,
+        output_tokens_details=OutputTokensDetails(
+            reasoning_tokens=_clamp_token_count(output_details.reasoning_tokens)
+        ),
+        total_tokens=max(_clamp_token_count(total_tokens), read + written),
+    )
+
+
+def _clamp_token_count(reported: float | None) -> int:
     return (
         min(max(0, int(reported)), MAX_TOKEN_COUNT) if reported is not None and math.isfinite(reported) else 0
     )
 
 
 def arguments_to_json(arguments: str | dict[str, object] | None) -> str:
-    """The arguments of a call, which some servers give as an object."""
+    """The arguments of a call as text; some servers send an object."""
     return msgspec.json.encode(arguments).decode() if isinstance(arguments, dict) else arguments or ""

@@ -1,4 +1,4 @@
-"""Reasoning that a server leaves in the text, between tags at its beginning."""
+"""Extracts reasoning that a server leaves in the text between `<think>` tags."""
 
 from collections.abc import Sequence
 
@@ -6,33 +6,33 @@ from fumehood.protocol.model_turns import AnyModelEvent, ModelReasoningDelta, Mo
 
 _OPENING = "<think>"
 _CLOSING = "</think>"
-_MAX_BUFFERED_CHARS = 256  # characters before the first tag, all of them spaces
+_MAX_BUFFERED_CHARS = 256  # whitespace before the first tag
 
 
 class ThinkTagFilter:
-    """Tells a text that begins with `<think>` as reasoning up to `</think>`, piece by piece.
+    """Turns a text that begins with `<think>` into reasoning up to `</think>`, delta by delta.
 
-    over: nothing more will be changed. Tags anywhere else are text, since models also write about them.
+    Tags anywhere else stay text: models also write about them. Once `is_done`, events pass unchanged.
     """
 
     def __init__(self) -> None:
         self.is_done = False
-        self._buffered: list[ModelTextDelta] = []  # text that may be the beginning of the first tag
+        self._buffered: list[ModelTextDelta] = []  # text that may be the start of the opening tag
         self._inside_tag = False
-        self._tail = ""  # reasoning that may be the beginning of the last tag
+        self._tail = ""  # reasoning that may be the start of the closing tag
         self._tag_closed = False
 
     def filter_events(self, events: Sequence[AnyModelEvent]) -> list[AnyModelEvent]:
-        sifted: list[AnyModelEvent] = []
+        filtered: list[AnyModelEvent] = []
         for event in events:
             if self.is_done:
-                sifted.append(event)
+                filtered.append(event)
             elif isinstance(event, ModelTextDelta):
-                self._handle_text(event, sifted)
+                self._handle_text(event, filtered)
             else:
-                self._flush(sifted)
-                sifted.append(event)
-        return sifted
+                self._flush(filtered)
+                filtered.append(event)
+        return filtered
 
     def _handle_text(self, text: ModelTextDelta, filtered: list[AnyModelEvent]) -> None:
         if self._tag_closed:
@@ -41,36 +41,41 @@ class ThinkTagFilter:
             self._emit_reasoning(text.delta, filtered)
         else:
             self._buffered.append(text)
-            written = "".join(held.delta for held in self._buffered)
-            begun = written.lstrip()
-            if begun.startswith(_OPENING):
+            text_so_far = "".join(event.delta for event in self._buffered)
+            stripped = text_so_far.lstrip()
+            if stripped.startswith(_OPENING):
                 self._buffered.clear()
                 self._inside_tag = True
-                self._emit_reasoning(begun.removeprefix(_OPENING).lstrip("\n"), filtered)
-            elif not _OPENING.startswith(begun) or len(written) > _MAX_BUFFERED_CHARS:
+                self._emit_reasoning(stripped.removeprefix(_OPENING).lstrip("\n"), filtered)
+            elif not _OPENING.startswith(stripped) or len(text_so_far) > _MAX_BUFFERED_CHARS:
                 self._flush(filtered)
 
     def _emit_reasoning(self, delta: str, filtered: list[AnyModelEvent]) -> None:
-        thought, closing, rest = (self._tail + delta).partition(_CLOSING)
+        reasoning, closing, rest = (self._tail + delta).partition(_CLOSING)
         self._tail = ""
         if not closing:
-            kept = next(size for size in range(len(_CLOSING), -1, -1) if thought.endswith(_CLOSING[:size]))
-            thought, self._tail = thought[: len(thought) - kept], thought[len(thought) - kept :]
-        if thought:
-            filtered.append(ModelReasoningDelta(thought))
+            overlap = next(
+                size for size in range(len(_CLOSING), -1, -1) if reasoning.endswith(_CLOSING[:size])
+            )
+            reasoning, self._tail = (
+                reasoning[: len(reasoning) - overlap],
+                reasoning[len(reasoning) - overlap :],
+            )
+        if reasoning:
+            filtered.append(ModelReasoningDelta(reasoning))
         if closing:
             self._tag_closed = True
             self._emit_answer(rest, filtered)
 
     def _emit_answer(self, text: str, filtered: list[AnyModelEvent]) -> None:
-        """The empty lines between the reasoning and the answer are neither's."""
+        """Drop the whitespace between reasoning and answer."""
         text = text.lstrip()
         if text:
             self.is_done = True
             filtered.append(ModelTextDelta(text))
 
     def _flush(self, filtered: list[AnyModelEvent]) -> None:
-        """Something else has come: what was held back is what it looks like."""
+        """Emit the buffered text as it is: the text does not begin with a tag, or another event came."""
         self.is_done = True
         filtered += self._buffered
         self._buffered.clear()

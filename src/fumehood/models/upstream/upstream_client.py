@@ -1,4 +1,4 @@
-"""Requests to model servers, and what goes wrong with them as ModelError."""
+"""Sends requests to model servers and translates HTTP failures to ModelError."""
 
 import asyncio
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _MAX_RETRY_AFTER = 86_400.0
 
 
 class UpstreamClient:
-    """The connections of all models."""
+    """The connection pool that all backends share."""
 
     def __init__(self) -> None:
         self._client = PooledHttpClient()
@@ -43,8 +43,10 @@ class UpstreamClient:
         *,
         body: Sequence[bytes] | None = None,
     ) -> "UpstreamResponse":
-        """A POST with that body, or a GET; the answer, if it is a success. Its block raises ModelError; left
-        before its end, it tells the server to stop.
+        """Prepare a POST with this body, or a GET. Entering the response sends it.
+
+        Entering and reading raise ModelError, also for a status other than 200. Leaving before the end of the body
+        closes the connection, which tells the server to stop.
         """
         return UpstreamResponse(
             self._client.request(address, path, headers, timeouts, body), timeouts, errors
@@ -52,7 +54,7 @@ class UpstreamClient:
 
 
 class UpstreamResponse:
-    """The body of an answer, as it comes; a context manager, which asks for it and translates its troubles."""
+    """A streamed response body. As a context manager it sends the request and translates errors."""
 
     def __init__(
         self, http_response: StreamedHttpResponse, timeouts: UpstreamTimeouts, errors: UpstreamErrorFactory
@@ -64,15 +66,17 @@ class UpstreamResponse:
     async def __aenter__(self) -> Self:
         try:
             response = await self.http_response.__aenter__()
-        except UpstreamHttpError as trouble:
-            raise _translate_error(trouble, self._timeouts, self._errors) from trouble
+        except UpstreamHttpError as error:
+            raise _translate_error(error, self._timeouts, self._errors) from error
         try:
             self.read = response.read
             self.stream_to = response.stream_to
             if response.status != 200:
                 raise await _read_error(self, self._errors)
             if response.get_header(b"content-encoding") not in ("", "identity"):
-                raise self._errors.invalid_response("its answer is compressed, which was not asked for")
+                raise self._errors.invalid_response(
+                    "its response is compressed although the request forbids it"
+                )
         except BaseException:
             await response.__aexit__(None, None, None)
             raise
@@ -86,7 +90,7 @@ class UpstreamResponse:
             raise _translate_error(error, self._timeouts, self._errors) from error
 
     async def read_trailing(self, seconds: float) -> bytes:
-        """The next piece where the body may as well be over: nothing if nothing comes in time, or ever."""
+        """The next chunk of a body that may already be complete; empty after the timeout or on an error."""
         try:
             async with asyncio.timeout(seconds):
                 return await self.read()
@@ -94,13 +98,13 @@ class UpstreamResponse:
             return b""
 
     async def read_all(self, max_bytes: int) -> bytes:
-        """The whole body, or its beginning if it is longer than that."""
-        pieces: list[bytes] = []
+        """The whole body, or about its first `max_bytes`."""
+        chunks: list[bytes] = []
         size = 0
-        while size < max_bytes and (piece := await self.read()):
-            pieces.append(piece)
-            size += len(piece)
-        return b"".join(pieces)
+        while size < max_bytes and (chunk := await self.read()):
+            chunks.append(chunk)
+            size += len(chunk)
+        return b"".join(chunks)
 
 
 async def _read_error(response: UpstreamResponse, errors: UpstreamErrorFactory) -> ModelError:
@@ -125,24 +129,24 @@ def _translate_error(
         case UpstreamDisconnected():
             return errors.disconnected()
         case _:
-            return errors.invalid_response("its answer is not HTTP")
+            return errors.invalid_response("its response is not valid HTTP")
 
 
 def _parse_retry_after(value: str, now: str) -> float | None:
-    """Seconds; a date is compared with the server's own clock, if it tells the time."""
+    """Seconds until the retry. A date is compared with the server's own Date header, if there is one."""
     try:
         seconds = float(value)
     except ValueError:
-        moment = _parse_http_date(value)
-        if moment is None:
+        date_time = _parse_http_date(value)
+        if date_time is None:
             return None
-        seconds = max(0.0, (moment - (_parse_http_date(now) or datetime.now(UTC))).total_seconds())
+        seconds = max(0.0, (date_time - (_parse_http_date(now) or datetime.now(UTC))).total_seconds())
     return seconds if 0 <= seconds <= _MAX_RETRY_AFTER else None
 
 
 def _parse_http_date(date: str) -> datetime | None:
     try:
-        moment = parsedate_to_datetime(date)
+        parsed = parsedate_to_datetime(date)
     except (ValueError, OverflowError):
         return None
-    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    return parsed if parsed.tzinfo is not None else parsed.replace(tzinfo=UTC)
