@@ -65,7 +65,7 @@ def flood() -> Responder:
     [
         (lambda: document(b'{"error":"oh"}'), "failed: oh", ""),
         (lambda: stream(asyncio.Event()), "sent nothing for 0.1 seconds", ""),
-        (lambda: stream(chunk({"content": "Hel"}), BREAK_CONNECTION), "broke before its answer", "Hel"),
+        (lambda: stream(chunk({"content": "Hel"}), BREAK_CONNECTION), "broke before its response", "Hel"),
         (lambda: stream(chunk({"content": "Hel"}), asyncio.Event()), "sent nothing for 0.1", "Hel"),
         (flood, "wrote without end", "and on and on "),
     ],
@@ -164,7 +164,7 @@ async def test_read_timeout_ends_a_request_whose_server_hangs(
         answer = await served.create_response(stream=stream)
     if stream:
         failed = parse_events(answer.body)[-1][1]["response"]
-        assert (failed["status"], "silent for 0.2 seconds" in failed["error"]["message"]) == ("failed", True)
+        assert (failed["status"], "sent nothing for 0.2 seconds" in failed["error"]["message"]) == ("failed", True)
     else:
         assert answer.error == (504, "server_error", None)
-        assert "silent for 0.2 seconds" in answer.json["error"]["message"]
+        assert "sent nothing for 0.2 seconds" in answer.json["error"]["message"]

@@ -102,7 +102,9 @@ async def test_without_code_it_says_what_to_do() -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{"function_tools": []}, {"function_tools": [OTHER]}, {"tool_choice": "none"}, {"tool_choice": OTHER}], ids=range(4)
+    "more",
+    [{"function_tools": []}, {"function_tools": [OTHER]}, {"tool_choice": "none"}, {"tool_choice": OTHER}],
+    ids=range(4),
 )
 async def test_without_the_tool_it_says_what_to_do(more: dict[str, object]) -> None:
     assert await answer(request(message("print(1)"), **more)) == snapshot(
@@ -154,7 +156,10 @@ async def test_only_what_is_offered_runs() -> None:
 async def test_a_forced_call_is_not_made_twice() -> None:
     past = [message(MIXED)]
     both: dict[str, object] = {"function_tools": [INTERPRETER, SHELL]}
-    assert await next_call(request(*past, **both, tool_choice=INTERPRETER)) == ("code_interpreter", {"code": "1"})
+    assert await next_call(request(*past, **both, tool_choice=INTERPRETER)) == (
+        "code_interpreter",
+        {"code": "1"},
+    )
     past.append(hosted_call("b", "1", turn=1))
     assert await next_call(request(*past, **both)) == ("shell", {"commands": ["ls\npwd"]})
 

@@ -230,7 +230,9 @@ def transport_cases(body: bytes, begun: bytes) -> dict[str, QuirkCase]:
             outcome=(ModelError, "has moved (HTTP 308)"),
         ),
         "nothing in it": animal(http("Content-Length: 0"), outcome=(ModelError, "its response is empty")),
-        "a page of HTML": animal(http() + b"<html>hello</html>", outcome=(ModelError, "its response is empty")),
+        "a page of HTML": animal(
+            http() + b"<html>hello</html>", outcome=(ModelError, "its response is empty")
+        ),
         "an error as JSON, and 200": QuirkCase(
             answers=[document(b'{"error":{"message":"no such model","type":"invalid_request_error"}}')],
             expected=(ModelRejectedRequest, "refused the request: no such model"),
