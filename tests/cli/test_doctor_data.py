@@ -130,11 +130,11 @@ def test_blobs_that_are_missing_or_changed(data: Path) -> None:
     blob = find_blob(data)
     content = blob.read_bytes()
     blob.write_bytes(content[::-1])
-    assert f"{blob.name}: its content is another one" in findings(data, 1)["blobs"]["detail"]
+    assert f"{blob.name}: its content does not match its name" in findings(data, 1)["blobs"]["detail"]
     blob.write_bytes(content + b"more")
-    assert "it has 21 bytes, and its record says 17" in findings(data, 1)["blobs"]["detail"]
+    assert "it has 21 bytes, its record says 17" in findings(data, 1)["blobs"]["detail"]
     blob.unlink()
-    assert f"1 of 1: {blob.name}: it is not there" in findings(data, 1)["blobs"]["detail"]
+    assert f"1 of 1: {blob.name}: missing" in findings(data, 1)["blobs"]["detail"]
 
 
 def test_blobs_that_nothing_refers_to_are_a_warning(data: Path) -> None:
@@ -144,7 +144,7 @@ def test_blobs_that_nothing_refers_to_are_a_warning(data: Path) -> None:
     (data / "blobs" / "incoming" / "unfinished").write_bytes(b"x")
     found = findings(data, 0)
     assert (found["orphans"]["state"], found["blobs"]["state"]) == ("warning", "ok")
-    assert "1 blobs that nothing refers to, 1 that are unfinished" in found["orphans"]["detail"]
+    assert "1 unreferenced blobs, 1 incomplete ones" in found["orphans"]["detail"]
 
 
 def test_blobs_elsewhere_and_of_somebody_else(data: Path, tmp_path: Path) -> None:

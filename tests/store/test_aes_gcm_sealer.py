@@ -68,7 +68,7 @@ def test_anything_else_is_refused(text: str) -> None:
 
 @pytest.mark.parametrize("tenant", ["", "T", "t\0", "other"])
 def test_it_is_worth_nothing_to_another_tenant(tenant: str) -> None:
-    with pytest.raises(InvalidSeal, match="somebody else"):
+    with pytest.raises(InvalidSeal, match="another tenant"):
         SEALER.unseal(tenant, SEALER.seal("t", b"state"))
 
 
@@ -83,9 +83,9 @@ def test_keys_are_changed_without_losing_anything() -> None:
     new = both.seal("t", b"new")
     assert both.unseal("t", old) == b"old"
     assert AesGcmSealer([OTHER]).unseal("t", new) == b"new"
-    with pytest.raises(InvalidSeal, match="does not have"):
+    with pytest.raises(InvalidSeal, match="unknown key"):
         AesGcmSealer([OTHER]).unseal("t", old)
-    with pytest.raises(InvalidSeal, match="does not have"):
+    with pytest.raises(InvalidSeal, match="unknown key"):
         SEALER.unseal("t", new)
 
 

@@ -234,7 +234,7 @@ async def test_a_second_process_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.strip() == (
         f"The database {path} cannot be opened: another gateway is using it (process {os.getpid()}). "
-        "Stop that one, or give this one a file of its own."
+        "Stop it, or configure another file."
     )
     with pytest.raises(StoreOpenError, match="another gateway is using it"):
         await SqliteStore.open(path)

@@ -151,9 +151,9 @@ async def test_what_is_to_stay_free_is_left_alone(tmp_path: Path) -> None:
             yield bytes(1 << 16)
 
     for content in (b"x", endless()):
-        with pytest.raises(ServiceUnavailable, match="No space left on device but what is kept spare"):
+        with pytest.raises(ServiceUnavailable, match="No space left on device except the reserve"):
             await DiskBlobStore(tmp_path, min_free_bytes=spare).put(content)
-    with pytest.raises(ServiceUnavailable, match="No space left on device but what is kept spare"):
+    with pytest.raises(ServiceUnavailable, match="No space left on device except the reserve"):
         await DiskBlobStore(tmp_path, min_free_bytes=spare).put_many([b"x", b"y"])
     assert arrived <= 2 << 20
     assert _list_files(tmp_path) == []

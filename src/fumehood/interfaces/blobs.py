@@ -16,7 +16,7 @@ from typing import Protocol
 class BlobStore(Protocol):
     """Blobs by the SHA-256 of their content; equal contents are one blob.
 
-    Every method raises StorageUnavailable if the disk fails or is full.
+    Every method raises ServiceUnavailable if the disk fails or is full.
     """
 
     async def put(
@@ -100,7 +100,7 @@ class ReferencedBlobs(Protocol):
     """Blobs that live as long as a record refers to them.
 
     A pin protects a blob from garbage collection until the record that refers to it is written. Every method raises
-    StorageUnavailable if the disk fails or is full.
+    ServiceUnavailable if the disk fails or is full.
     """
 
     def put_pinned(self, content: bytes | AsyncIterable[bytes]) -> AbstractAsyncContextManager[BlobRef]:

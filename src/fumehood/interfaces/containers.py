@@ -84,7 +84,7 @@ class ContainerService(Protocol):
 
     It enforces the operator's limits on networks, lifetimes, numbers and sizes. `open_container` and every method on
     files count as a use of the container; `check_active` does not. Containers of other tenants are treated as absent.
-    Every method that reads or writes records raises StorageUnavailable if the storage fails.
+    Every method that reads or writes records raises ServiceUnavailable if the storage fails.
     """
 
     def reserve_id(self) -> str:

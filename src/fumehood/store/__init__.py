@@ -1,4 +1,8 @@
-"""What is kept, and how."""
+"""Storage of the gateway: all records in one SQLite file, all large contents as blobs in one directory.
+
+`SqliteStore` is a `Store`, `DiskBlobStore` a `BlobStore`; `GarbageCollectedBlobs` deletes blobs that no record refers
+to. `aes_gcm_sealer` encrypts the state that clients carry. docs/storage.md describes what is guaranteed.
+"""
 
 from fumehood.store.database_doctor import DatabaseNotFound, DatabaseReport, examine_database, find_database
 from fumehood.store.disk_blob_store import DiskBlobStore

@@ -1,7 +1,7 @@
-"""State that clients carry, sealed with keys of the operator's.
+"""Seals state that clients carry, with keys of the operator.
 
-A sealed text is base64 of: version, name of the key, nonce, and the content under AES-256-GCM. Version, name and tenant
-are authenticated with it, so that a text is worth nothing to another tenant, and nothing once a bit of it was changed.
+A seal is base64 of version, key id, nonce and the content encrypted with AES-256-GCM. Version, key id and tenant are
+authenticated, so that a seal is invalid for another tenant or after any change.
 """
 
 import base64
@@ -20,7 +20,7 @@ from fumehood.http_server.secret_files import InsecureSecretFile, read_secret_fi
 from fumehood.interfaces import InvalidSeal
 
 KEY_BYTES = 32
-MAX_SEALED_CHARS = 10 << 20  # characters; what OpenAI's documents allow
+MAX_SEALED_CHARS = 10 << 20  # as in OpenAI's API
 _VERSION = b"\x01"
 _KEY_ID_BYTES = 4
 _NONCE_BYTES = 12
@@ -31,12 +31,13 @@ _MAX_FILE_BYTES = 1 << 16
 
 
 class InvalidSealingKeys(Exception):
-    """Keys that cannot be used; says why and what to do, and shows none of them."""
+    """The keys cannot be used. The message says why and what to do, and contains no key."""
 
 
 class AesGcmSealer:
-    """A `Sealer`. The first key seals, all of them open: to change keys, put the new one first, and drop the old one
-    when nothing that it sealed is needed any more.
+    """A `Sealer`. The first key seals, and all keys unseal.
+
+    To rotate keys, put the new one first, and remove the old one when its seals are not needed any more.
     """
 
     def __init__(self, keys: Sequence[bytes]) -> None:
@@ -48,37 +49,37 @@ class AesGcmSealer:
             )
         self._ciphers = {_key_id(key): AESGCM(key) for key in reversed(keys)}
         if len(self._ciphers) < len(set(keys)):
-            raise InvalidSealingKeys("two keys in it have the same name by chance. Make another one.")
+            raise InvalidSealingKeys("two keys in it have the same id by chance. Make another one.")
         self._sealing_key_id = _key_id(keys[0])
 
     def seal(self, tenant: str, content: bytes) -> str:
-        head = _VERSION + self._sealing_key_id
+        header = _VERSION + self._sealing_key_id
         nonce = secrets.token_bytes(_NONCE_BYTES)
-        sealed = self._ciphers[self._sealing_key_id].encrypt(nonce, content, _associated_data(head, tenant))
-        return base64.urlsafe_b64encode(head + nonce + sealed).decode()
+        sealed = self._ciphers[self._sealing_key_id].encrypt(nonce, content, _associated_data(header, tenant))
+        return base64.urlsafe_b64encode(header + nonce + sealed).decode()
 
     def unseal(self, tenant: str, sealed: str) -> bytes:
         if len(sealed) > MAX_SEALED_CHARS:
             raise InvalidSeal(f"it is longer than {MAX_SEALED_CHARS} characters")
         content = _decode_sealed(sealed)
         if content is None or len(content) < _MIN_SEALED_BYTES:
-            raise InvalidSeal("it is not what this server gave out, or not all of it")
+            raise InvalidSeal("it was not sealed by this server, or is incomplete")
         if not content.startswith(_VERSION):
-            raise InvalidSeal("it was sealed by a release that this one does not know")
-        head, nonce = content[:_HEADER_BYTES], content[_HEADER_BYTES : _HEADER_BYTES + _NONCE_BYTES]
-        cipher = self._ciphers.get(head[len(_VERSION) :])
+            raise InvalidSeal("it was sealed by another release")
+        header, nonce = content[:_HEADER_BYTES], content[_HEADER_BYTES : _HEADER_BYTES + _NONCE_BYTES]
+        cipher = self._ciphers.get(header[len(_VERSION) :])
         if cipher is None:
-            raise InvalidSeal("it was sealed with a key that this server does not have, or it was changed")
+            raise InvalidSeal("it was sealed with an unknown key, or was changed")
         try:
             return cipher.decrypt(
-                nonce, content[_HEADER_BYTES + _NONCE_BYTES :], _associated_data(head, tenant)
+                nonce, content[_HEADER_BYTES + _NONCE_BYTES :], _associated_data(header, tenant)
             )
         except InvalidTag:
-            raise InvalidSeal("it was changed since it was given out, or given to somebody else") from None
+            raise InvalidSeal("it was changed, or belongs to another tenant") from None
 
 
 def _key_id(key: bytes) -> bytes:
-    """Tells keys apart, and tells nothing of them."""
+    """Return an id of a key that reveals nothing of it."""
     return hashlib.sha256(_PURPOSE + b" key name" + key).digest()[:_KEY_ID_BYTES]
 
 
@@ -87,7 +88,7 @@ def _associated_data(header: bytes, tenant: str) -> bytes:
 
 
 def _decode_sealed(sealed: str) -> bytes | None:
-    """None unless it is base64 in the one way that we write it: other ways would hide changes."""
+    """Return None unless it is canonical base64; other forms would hide changes."""
     try:
         text = sealed.encode("ascii")
         content = base64.urlsafe_b64decode(text)
@@ -100,19 +101,19 @@ def _decode_sealed(sealed: str) -> bytes | None:
 
 
 def parse_keys(text: str) -> list[bytes]:
-    """Keys in base64, one after another, the one that seals first; `#` begins a comment. Raises KeysRefused."""
+    """Parse keys in base64, separated by spaces, commas or lines; `#` begins a comment. Raises InvalidSealingKeys."""
     words = [word for line in text.splitlines() for word in line.partition("#")[0].replace(",", " ").split()]
     keys: list[bytes] = []
     for number, word in enumerate(words, 1):
         try:
             keys.append(base64.b64decode(word.replace("-", "+").replace("_", "/"), validate=True))
         except (binascii.Error, ValueError):
-            raise InvalidSealingKeys(f"number {number} in it is not base64") from None
+            raise InvalidSealingKeys(f"key {number} in it is not base64") from None
     return keys
 
 
 def read_keys_file(path: Path) -> list[bytes]:
-    """Keys in a file that only we may read; raises KeysRefused."""
+    """Read keys from a file that only its owner may read. Raises InvalidSealingKeys."""
     try:
         return parse_keys(read_secret_file(path, _MAX_FILE_BYTES).decode("ascii"))
     except InsecureSecretFile as error:
@@ -120,23 +121,23 @@ def read_keys_file(path: Path) -> list[bytes]:
     except OSError as error:
         raise InvalidSealingKeys(f"it cannot be read: {error.strerror}") from None
     except UnicodeError:
-        raise InvalidSealingKeys("it does not hold keys in base64") from None
+        raise InvalidSealingKeys("it does not contain keys in base64") from None
 
 
 def load_or_create_keys(path: Path) -> list[bytes]:
-    """The keys in a file that only we may read; one is made with the file if there is none. Raises KeysRefused."""
+    """Read keys from a file, and create it with a new key if it does not exist. Raises InvalidSealingKeys."""
     try:
         if not path.exists():
             _create_keys_file(path)
         if path.stat().st_mode & 0o077:
-            raise InvalidSealingKeys(f"others may read it. Allow nobody else: chmod 600 {path}")
+            raise InvalidSealingKeys(f"others may read it. Run: chmod 600 {path}")
     except OSError as error:
-        raise InvalidSealingKeys(f"it cannot be made or read: {error.strerror}") from None
+        raise InvalidSealingKeys(f"it cannot be created or read: {error.strerror}") from None
     return read_keys_file(path)
 
 
 def _create_keys_file(path: Path) -> None:
-    """Whole or not at all, and never over one that somebody else made at the same moment."""
+    """Create the file atomically; never replace one that another process creates at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

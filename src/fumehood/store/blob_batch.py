@@ -1,8 +1,7 @@
-"""Many small blobs that come to a disk together.
+"""Writes many small blobs to a disk together.
 
-One after another, each would wait for the disk three times: for its content, its directory and its name. Together they
-are written in a passing directory, synced, renamed, and synced again. Where they are more than a few, the kernel is
-asked once to write down all that the file system holds, which is no less than what it would do for each of them.
+One by one, each blob needs three fsyncs: for its content, its directory and its name. A batch is written to a temporary
+directory, synced, renamed, and synced again; for more than a few files with `syncfs`, which guarantees the same.
 """
 
 import ctypes
@@ -16,14 +15,15 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_MAX_SINGLE_FSYNCS = 8  # files that are synced one by one: others may have much to write on the same disk
+_MAX_SINGLE_FSYNCS = 8  # syncfs also waits for other writers on the disk
 
 
 class BlobBatch:
-    """Blobs that are not there yet, in a passing directory, used by one thread after another. The directory is locked,
-    so that nobody takes it for what a dead process left.
+    """Blobs in a temporary directory, not yet published. Used by one thread at a time.
 
-    place: the path of the blob of a name.
+    The directory is locked, so that it is not removed as left by a dead process.
+
+    blob_path: returns the final path of a blob.
     """
 
     def __init__(self, directory: Path, blob_path: Callable[[str], str], min_free_bytes: int) -> None:
@@ -38,9 +38,7 @@ class BlobBatch:
         self._discarded = False
 
     def write(self, contents: Sequence[bytes]) -> list[str]:
-        """All of them are on the disk; their names, which they do not have yet. What is there already is not written
-        again: what is replaced would have to be deleted, which takes longer than all the rest.
-        """
+        """Write and sync the contents, and return their names. Existing blobs are skipped: replacing them is slow."""
         names = [hashlib.sha256(content).hexdigest() for content in contents]
         with self._busy:
             self._create_directory()
@@ -53,14 +51,14 @@ class BlobBatch:
         return names
 
     def publish(self) -> None:
-        """There by their names."""
+        """Rename the blobs to their final paths."""
         with self._busy:
             changed: set[str] = set()
             for name in self._contents:
                 path = self._blob_path(name)
                 directory = path.rpartition("/")[0]
                 if name not in self._written and not _touch_if_exists(path):
-                    fsync_path(self._write_blob(name))  # it was deleted meanwhile
+                    fsync_path(self._write_blob(name))  # deleted since `write`
                 if directory not in changed:
                     changed.update(make_directories(directory), [directory])
                 if name in self._written:
@@ -97,24 +95,24 @@ class BlobBatch:
         while self._lock < 0:
             self._path = self._directory / os.urandom(16).hex()
             self._path.mkdir(mode=0o700)
-            with suppress(FileNotFoundError):  # swept between its making and its locking
+            with suppress(FileNotFoundError):  # removed before it was locked
                 self._lock = _lock(self._path, fcntl.LOCK_EX)
 
 
 def check_free_space(file: int, min_free_bytes: int, size: int) -> None:
-    """Whether the disk takes so many bytes and has the spare ones left; raises OSError."""
+    """Raises OSError if writing `size` bytes would leave less than `min_free_bytes` free."""
     if not min_free_bytes:
         return
     disk = os.fstatvfs(file)
     if disk.f_bavail * disk.f_frsize < min_free_bytes + size:
-        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} but what is kept spare")
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} except the reserve")
 
 
 def make_directories(path: str) -> list[str]:
-    """A directory two levels below one that is there; those that have got a new one in them."""
-    above = path.rpartition("/")[0]
+    """Create a directory and its parent, if missing; return the directories to sync."""
+    parent = path.rpartition("/")[0]
     changed: list[str] = []
-    for directory in (above, path):
+    for directory in (parent, path):
         with suppress(FileExistsError):
             os.mkdir(directory, 0o700)
             changed.append(directory.rpartition("/")[0])
@@ -122,7 +120,7 @@ def make_directories(path: str) -> list[str]:
 
 
 def _touch_if_exists(path: str) -> bool:
-    """If so, it is as new as if it had just come."""
+    """Update the modification time; False if there is no file."""
     try:
         os.utime(path)
     except FileNotFoundError:
@@ -131,7 +129,7 @@ def _touch_if_exists(path: str) -> bool:
 
 
 def fsync_path(path: str) -> None:
-    """A file or a directory, to the disk."""
+    """Sync a file or directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -140,16 +138,16 @@ def fsync_path(path: str) -> None:
 
 
 def fsync_paths(descriptor: int, paths: Iterable[str]) -> None:
-    """These files or directories, of the file system of the descriptor."""
-    some = list(paths)
-    if len(some) > _MAX_SINGLE_FSYNCS and _sync_filesystem(descriptor):
+    """Sync files or directories on the file system of the descriptor."""
+    pending = list(paths)
+    if len(pending) > _MAX_SINGLE_FSYNCS and _sync_filesystem(descriptor):
         return
-    for path in some:
+    for path in pending:
         fsync_path(path)
 
 
 def _sync_filesystem(descriptor: int) -> bool:
-    """All of a file system, if there is a call for that; raises OSError."""
+    """Call syncfs; False if there is none. Raises OSError."""
     if _syncfs is None:
         return False
     if _syncfs(descriptor) == 0:
@@ -162,7 +160,7 @@ def _sync_filesystem(descriptor: int) -> bool:
 
 @contextmanager
 def try_lock(path: Path) -> Generator[None]:
-    """Raises BlockingIOError if somebody else has it, FileNotFoundError if it is gone."""
+    """Lock a path within the block. Raises BlockingIOError if it is locked, FileNotFoundError if it is gone."""
     lock = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
         yield
@@ -174,7 +172,7 @@ def _lock(path: Path, how: int) -> int:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, how)
-        path.stat()  # it may have gone meanwhile
+        path.stat()  # it may have been removed
     except BaseException:
         os.close(descriptor)
         raise

@@ -1,4 +1,4 @@
-"""What the SQLite store reads and writes of containers, in a transaction of its caller."""
+"""Containers and their files in the SQLite store. Functions run inside the caller's transaction."""
 
 import sqlite3
 from collections.abc import Collection, Sequence
@@ -22,7 +22,7 @@ _MAX_ENDED = 100
 
 def put(db: sqlite3.Connection, record: ContainerRecord, known_running: Collection[str] | None) -> bool:
     if known_running is not None:
-        # By the index of those that run (hence the plus), which are few; a tenant may have had thousands.
+        # The plus selects the index of running containers, which are few; a tenant may have had thousands.
         running = db.execute("SELECT id FROM containers WHERE running AND +tenant = ?", (record.tenant,))
         if not {record.id, *known_running}.issuperset(name for (name,) in running):
             return False
@@ -74,9 +74,9 @@ def get(db: sqlite3.Connection, container_id: str) -> ContainerRecord | None:
 
 
 def find_all(db: sqlite3.Connection, tenant: str | None, running: bool) -> list[ContainerRecord]:
-    those = "running AND " if running else ""
+    condition = "running AND " if running else ""
     found = db.execute(
-        f"SELECT id, record FROM containers WHERE {those}tenant = coalesce(?, tenant) ORDER BY created_at, id",  # noqa: S608
+        f"SELECT id, record FROM containers WHERE {condition}tenant = coalesce(?, tenant) ORDER BY created_at, id",  # noqa: S608
         (tenant,),
     )
     return decode_readable(_container_decoder, found, "containers")
@@ -85,7 +85,7 @@ def find_all(db: sqlite3.Connection, tenant: str | None, running: bool) -> list[
 def list_page(
     db: sqlite3.Connection, tenant: str, query: PageQuery, name: str | None
 ) -> list[ContainerRecord]:
-    """Raises InvalidRequest."""
+    """Raises InvalidRequest if the cursor is unknown."""
     where = "tenant = :tenant AND listed"
     if name is not None:
         where += " AND name = :name"
@@ -125,7 +125,7 @@ def put_files(db: sqlite3.Connection, changed: Sequence[ContainerFileRecord], de
             return False
     db.executemany(
         "INSERT OR REPLACE INTO files (id, container, created_at, blob, record) VALUES (?, ?, ?, ?, ?)",
-        [(one.id, one.container_id, one.created_at, one.blob, _encode(one)) for one in changed],
+        [(file.id, file.container_id, file.created_at, file.blob, _encode(file)) for file in changed],
     )
     _delete_files(db, deleted)
     return True
@@ -145,7 +145,7 @@ def get_file(db: sqlite3.Connection, container_id: str, file_id: str) -> Contain
 def list_files(
     db: sqlite3.Connection, container_id: str, query: PageQuery | None
 ) -> list[ContainerFileRecord]:
-    """Raises InvalidRequest."""
+    """Raises InvalidRequest if the cursor is unknown."""
     if query is not None:
         found = pagination.select_page(
             db, "files", "container = :container", {"container": container_id}, query

@@ -1,8 +1,7 @@
-"""The conversations that were used last, in memory.
+"""In-memory cache of recently used conversations.
 
-A turn knows the turn before it, so a conversation that goes on costs one more turn, and forks share what they have in
-common. A `Segment` stays the same object for as long as anything here leads to it: whoever renders it keeps his work
-on it.
+Each turn links to the previous one, so a continuation adds one turn, and forks share their common prefix. A
+`ConversationSegment` stays the same object while it is cached, so that renderings can be attached to it.
 """
 
 from collections.abc import Sequence
@@ -10,22 +9,22 @@ from typing import NamedTuple
 
 from fumehood.protocol.conversation import Conversation, ConversationEntry, ConversationSegment, SegmentRun
 
-_TURNS_PER_SEGMENT_RUN = 16  # turns
+_TURNS_PER_SEGMENT_RUN = 16
 
 
 class ThreadPosition(NamedTuple):
-    """Where the entries of a response begin; it never means two things."""
+    """Where the entries of a response begin. Positions are never reused."""
 
     thread: int
     start: int
 
 
 class _CachedTurn:
-    """What one response added to a conversation, with the turn before it.
+    """What one response added to a conversation, and the previous turn.
 
-    users: the responses and later turns that lead here; without any it is forgotten.
-    stretches: those that the conversation has up to here; loose: how many turns come after them.
-    in_stretch: whether there is a stretch with this turn, here or in a fork.
+    ref_count: responses and later turns that refer to it; at zero it is removed.
+    segment_runs: all runs of grouped turns up to here; ungrouped: number of turns after them.
+    is_grouped: whether a segment run contains this turn, here or in a fork.
     """
 
     __slots__ = (
@@ -61,19 +60,16 @@ class _CachedTurn:
         return Conversation((*self.segment_runs, *[turn.segment for turn in self._list_ungrouped()]))
 
     def _group_turns(self) -> None:
-        """Lay the loose ones together. What is kept of a stretch goes with its turns, but each fork keeps its own of
-        those that it shares.
-        """
+        """Group the ungrouped turns into a segment run. Forks that share turns have runs of their own, which count."""
         turns = self._list_ungrouped()
-        stretch = SegmentRun(tuple([turn.segment for turn in turns]))
-        self.segment_runs, self.ungrouped = (*self.segment_runs, stretch), 0
+        run = SegmentRun(tuple([turn.segment for turn in turns]))
+        self.segment_runs, self.ungrouped = (*self.segment_runs, run), 0
         for turn in turns:
-            if turn.is_grouped and stretch.in_one:
+            if turn.is_grouped and run.in_one:
                 self.memory_bytes += turn.segment.size
             turn.is_grouped = True
 
     def _list_ungrouped(self) -> "list[_CachedTurn]":
-        """The loose ones."""
         turn: _CachedTurn | None = self
         turns: list[_CachedTurn] = []
         while turn is not None and len(turns) < self.ungrouped:
@@ -83,7 +79,7 @@ class _CachedTurn:
 
 
 class ConversationCache:
-    """Ended responses and what they stand on, up to `limit` bytes; the least recently used go first."""
+    """Finished responses and their conversations, up to `max_bytes`, with LRU eviction."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -95,7 +91,7 @@ class ConversationCache:
         found = self._turn_by_response.get(response_id)
         if found is None or found[0] != tenant:
             return None
-        self._turn_by_response[response_id] = self._turn_by_response.pop(response_id)  # now the last to go
+        self._turn_by_response[response_id] = self._turn_by_response.pop(response_id)  # most recently used
         return found[1].to_conversation()
 
     def append(
@@ -106,7 +102,7 @@ class ConversationCache:
         position: ThreadPosition,
         entries: Sequence[ConversationEntry],
     ) -> None:
-        """A response that just ended. It is not kept if what it stands on is not here."""
+        """Add a response that has just ended, if the conversation before it is cached."""
         if position.start == 0:
             self._insert(tenant, response_id, self._get_or_add_turn(position, entries, None))
             return
@@ -120,16 +116,16 @@ class ConversationCache:
         response_id: str,
         turns: Sequence[tuple[ThreadPosition, Sequence[ConversationEntry]]],
     ) -> Sequence[ConversationSegment]:
-        """A conversation from the database, by what of it is here already."""
+        """Add a conversation from the database, sharing the turns that are cached already, and return it."""
         known = next((n for n in reversed(range(len(turns))) if turns[n][0] in self._turns), -1)
         tip = self._turns[turns[known][0]] if known >= 0 else None
-        for place, entries in turns[known + 1 :]:
-            tip = self._get_or_add_turn(place, entries, tip)
+        for position, entries in turns[known + 1 :]:
+            tip = self._get_or_add_turn(position, entries, tip)
         if tip is None:
             return ()
-        path = tip.to_conversation()
+        conversation = tip.to_conversation()
         self._insert(tenant, response_id, tip)
-        return path
+        return conversation
 
     def remove(self, response_id: str) -> None:
         found = self._turn_by_response.pop(response_id, None)

@@ -1,8 +1,8 @@
-"""An SQLite file behind threads: one that writes in groups, some that read.
+"""An SQLite file with one writer thread and some reader threads.
 
-A job is a function of a connection. Whatever waits when the disk is free becomes one transaction with one sync of it.
-If that fails, each job is tried alone, so that a bad one does not take its neighbours with it. Soon after a job that
-deletes, the log is folded into the file and emptied, so that nothing of what was deleted stays there.
+A job is a function of a connection. All waiting writes become one transaction with one fsync (group commit). If it
+fails, each job is retried alone, so that only the faulty one fails. Soon after a job that deletes, the write-ahead log
+is checkpointed and truncated, so that no deleted content stays in it.
 """
 
 import asyncio
@@ -29,28 +29,30 @@ _READER_THREADS = 2
 _MAX_GROUP_JOBS = 256
 _BUSY_SECONDS = 10.0
 _BUSY_PAUSE = 0.01
-_MAX_INLINE_BYTES = 256 << 10  # that one transaction may write on the event loop
-_MAX_INLINE_STEPS = 20_000  # of SQLite's machine in one statement there: about a millisecond
+_MAX_INLINE_BYTES = 256 << 10  # of one transaction that is applied on the event loop
+_MAX_INLINE_STEPS = 20_000  # of SQLite's virtual machine in one statement there: about a millisecond
 UNKNOWN_SIZE = math.inf
 _WRITER_CACHE_KIB = 8 << 10
-_READER_CACHE_KIB = 2 << 10  # each; the kernel has the file in memory as well
+_READER_CACHE_KIB = 2 << 10  # each; the kernel caches the file as well
 _MAX_IDLE_WAL_BYTES = 64 << 20
-_MIN_FREE_BYTES = 1 << 20  # bytes of the disk below which nothing is begun that has to be written
+_MIN_FREE_BYTES = 1 << 20  # on the disk, to begin a response
 _RETRY_SECONDS = 5.0
-_CHECKPOINT_DELAY = 0.5  # after a deletion, so that several share one
+_CHECKPOINT_DELAY = 0.5  # after a deletion; several share one
 _MAX_CHECKPOINT_DELAY = 30.0
-_CHECKPOINT_SHARE = 20  # it takes at most one part in so many of the writer's time
+_CHECKPOINT_SHARE = 20  # checkpoints use at most 1/20 of the writer's time
 
 type Work[T] = Callable[[sqlite3.Connection], T]
 
 
 class DatabaseJob[T]:
-    """One piece of work, and who waits for it.
+    """A function to run in a transaction, and the future of its result.
 
-    size: about how many bytes it writes.
-    deletes: whether it takes something away that must not stay in the log.
-    about: what it reads or writes, for the log.
-    applied: whether what it did is in the database, as the jobs after it see it; for them alone to look at.
+    waiter: the future, if anybody waits.
+    on_done: called with the result on the event loop, before the waiter and also without one.
+    size: estimated bytes that it writes.
+    deletes: whether it deletes content that must not stay in the write-ahead log.
+    subject: what it reads or writes, for the log.
+    is_applied: whether later jobs see its changes; only they may read it.
     """
 
     __slots__ = (
@@ -97,16 +99,16 @@ class DatabaseJob[T]:
 
     @property
     def is_database_error(self) -> bool:
-        """Whether the database could not do it."""
+        """Whether it failed because of the database."""
         return isinstance(self._error, sqlite3.OperationalError)
 
     def deliver(self) -> None:
-        """On the event loop: `on_done` hears of it first, also if nobody waits any more."""
+        """Call `on_done` and resolve the waiter. Runs on the event loop."""
         if self._error is None and self._on_done is not None:
             try:
                 self._on_done(self._result)
-            except Exception:  # a mistake of ours: what was done stays done, and others wait behind it
-                logger.exception("what follows a job of the database failed")
+            except Exception:  # a bug: the job is committed, and others wait behind it
+                logger.exception("Callback of a database job failed (%s).", self.subject)
         if self._waiter is None or self._waiter.done():
             return
         if self._error is None:
@@ -116,13 +118,11 @@ class DatabaseJob[T]:
 
 
 class _BlocksEventLoop(Exception):
-    """Work on the event loop that belongs to the writer's thread."""
+    """A job on the event loop needs the writer thread."""
 
 
 def require_worker_thread() -> None:
-    """A job calls this before long work of which its size does not tell; on the event loop it raises, and the thread
-    begins the job anew.
-    """
+    """Raise on the event loop, so that the writer thread restarts the job. For jobs with unexpectedly long work."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -131,31 +131,31 @@ def require_worker_thread() -> None:
 
 
 def _translate_error(error: BaseException, subject: str) -> BaseException:
-    """The error as callers get it: what the database says is theirs, a mistake of ours stays what it is."""
+    """Return a database error as callers get it; other errors are bugs and stay as they are."""
     if not isinstance(error, sqlite3.DatabaseError):
         return error
     if _is_corruption(error):
         logger.error(
             "storage_corrupted", extra={"fields": {"row": subject or "unknown", "reason": repr(error)}}
         )
-        told: Exception = StorageCorrupted(
-            f"What is stored cannot be read{subject and f' ({subject})'}: the gateway's database is damaged. "
-            "`fumehood doctor --data` tells its operator more."
+        translated: Exception = StorageCorrupted(
+            f"The gateway's database is damaged{subject and f' ({subject})'}. Its operator can run "
+            "`fumehood doctor --data`."
         )
     elif isinstance(error, sqlite3.OperationalError) or type(error) is sqlite3.DatabaseError:
-        told = StorageUnavailable(
+        translated = StorageUnavailable(
             f"The gateway's database cannot be used now: {error}. Try again later.",
             retry_after=_RETRY_SECONDS,
         )
     else:
         return error
-    told.__cause__ = error
-    return told
+    translated.__cause__ = error
+    return translated
 
 
 def _is_corruption(error: sqlite3.DatabaseError) -> bool:
-    """Whether the file itself is at fault, and trying again would be in vain."""
-    code = getattr(error, "sqlite_errorcode", None)  # the module's own errors have none
+    """Whether the file is damaged, so that a retry is useless."""
+    code = getattr(error, "sqlite_errorcode", None)  # errors of the Python module have none
     if code is None:
         return "decode to UTF-8" in str(error)
     return code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -164,7 +164,7 @@ def _is_corruption(error: sqlite3.DatabaseError) -> bool:
 def _run_jobs(
     connection: sqlite3.Connection, begin: Work[object], jobs: Sequence[DatabaseJob[object]]
 ) -> None:
-    """All in one transaction, or each in its own."""
+    """Run all jobs in one transaction; if that fails, each in its own."""
     try:
         _apply(connection, begin, jobs)
         _commit(connection, jobs)
@@ -210,19 +210,19 @@ def _begin_writing(connection: sqlite3.Connection) -> None:
 
 
 def _begin_writing_with_retry(connection: sqlite3.Connection) -> None:
-    """Another process may be writing, if only to repair something."""
-    until = time.monotonic() + _BUSY_SECONDS
+    """Wait for another process that writes, such as `fumehood keys`."""
+    deadline = time.monotonic() + _BUSY_SECONDS
     while True:
         try:
             return _begin_writing(connection)
         except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
                 raise
         time.sleep(_BUSY_PAUSE)
 
 
 class _ReaderThread:
-    """A thread that reads, one job after another."""
+    """A thread that runs read jobs one after another."""
 
     def __init__(
         self,
@@ -242,18 +242,18 @@ class _ReaderThread:
     def _process_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
             _run_jobs(self._connection, _begin_reading, [job])
-            with suppress(RuntimeError):  # the loop ended without closing us
+            with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(job.deliver)
         self._connection.close()
 
 
 class _WriterThread:
-    """The one connection that writes. While a thread waits for the disk, jobs gather for the next transaction.
+    """The only connection that writes. While it waits for the disk, jobs gather for the next transaction.
 
-    Small jobs are done on the event loop: in memory that takes less than handing them over, and the thread has only to
-    commit. What is not small, or turns out not to be, or fails, is the thread's.
+    Small jobs are applied on the event loop, which takes less time than a switch to the thread; the thread only commits
+    them. Large, slow and failing jobs run in the thread.
 
-    failing: whether the last transaction was refused.
+    is_failing: whether the last transaction failed.
     """
 
     def __init__(
@@ -271,9 +271,9 @@ class _WriterThread:
         self._checkpoint_due = False
         self._checkpoint_delay = _CHECKPOINT_DELAY
         self._groups = SimpleQueue[tuple[list[DatabaseJob[object]], bool] | float | None]()
-        here = threading.get_ident()
-        connection.execute("PRAGMA busy_timeout = 0")  # nobody waits for a lock on the event loop
-        connection.set_progress_handler(lambda: threading.get_ident() == here, _MAX_INLINE_STEPS)
+        loop_thread = threading.get_ident()
+        connection.execute("PRAGMA busy_timeout = 0")  # never wait for a lock on the event loop
+        connection.set_progress_handler(lambda: threading.get_ident() == loop_thread, _MAX_INLINE_STEPS)
         self._thread = threading.Thread(target=self._process_groups, name="store-writer", daemon=True)
         self._thread.start()
 
@@ -281,10 +281,10 @@ class _WriterThread:
         self._waiting.append(job)
         if not self._busy:
             self._busy = True
-            self._loop.call_soon(self._start_group)  # and not at once: there may be more
+            self._loop.call_soon(self._start_group)  # later, to group more jobs
 
     def close(self) -> None:
-        """The thread ends when everything is done."""
+        """Stop the thread after all jobs."""
         self._closing = True
         if self._checkpoint_timer is not None:
             self._checkpoint_timer.cancel()
@@ -309,7 +309,7 @@ class _WriterThread:
             return False
         try:
             _apply(self._connection, _begin_writing, jobs)
-        except Exception:  # the thread will find out what it is
+        except Exception:  # the thread will report it
             return False
         return True
 
@@ -344,24 +344,24 @@ class _WriterThread:
     def _finish_checkpoint(self, emptied: bool, seconds: float) -> None:
         if emptied:
             self._checkpoint_delay = max(_CHECKPOINT_DELAY, seconds * _CHECKPOINT_SHARE)
-        else:  # somebody reads, or the disk is full
+        else:  # a reader is active, or the disk is full
             self._checkpoint_delay = min(self._checkpoint_delay * 2, _MAX_CHECKPOINT_DELAY)
             self._schedule_checkpoint()
         self._start_next()
 
-    # ---- in the thread ----------------------------------------------------------------------------------------
+    # ---- on the thread ----------------------------------------------------------------------------------------
 
     def _process_groups(self) -> None:
         while (group := self._groups.get()) is not None:
             if isinstance(group, tuple):
                 jobs, applied = group
                 self._commit_group(jobs, applied)
-                told: Callable[[], None] = partial(self._finish_group, jobs)
+                finish: Callable[[], None] = partial(self._finish_group, jobs)
             else:
                 emptied = truncate_wal(self._connection)
-                told = partial(self._finish_checkpoint, emptied, time.monotonic() - group)
-            with suppress(RuntimeError):  # the loop ended without closing us
-                self._loop.call_soon_threadsafe(told)
+                finish = partial(self._finish_checkpoint, emptied, time.monotonic() - group)
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(finish)
         self._connection.close()
 
     def _commit_group(self, jobs: Sequence[DatabaseJob[object]], applied: bool) -> None:
@@ -373,17 +373,17 @@ class _WriterThread:
 
 
 def truncate_wal(connection: sqlite3.Connection) -> bool:
-    """Fold the log into the file and leave nothing in it; False if somebody reads meanwhile, or the disk is full."""
+    """Checkpoint and truncate the write-ahead log; False if a reader is active or the disk is full."""
     try:
         (busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
     except sqlite3.Error as error:
-        logger.warning("The log of the database could not be emptied: %s", error)
+        logger.warning("Could not truncate the write-ahead log: %s", error)
         return False
     return not busy
 
 
 class Database:
-    """The file, open; `write` and `read` return futures of what their jobs return."""
+    """An open database. `write` and `read` return futures of what their jobs return."""
 
     def __init__(
         self,
@@ -399,14 +399,15 @@ class Database:
         self._reads = SimpleQueue[DatabaseJob[object] | None]()
         self._writer = _WriterThread(writer, self._loop, stats or StoreStats())
         self._inline_reader, *others = readers
-        self._inline_reader.execute("PRAGMA busy_timeout = 0")  # as the writer's: this is the event loop
+        self._inline_reader.execute("PRAGMA busy_timeout = 0")  # used on the event loop
         self._readers = [_ReaderThread(connection, self._reads, self._loop) for connection in others]
         self.is_closed = False
 
     @classmethod
     async def open(cls, path: Path, *, shared: bool = False, stats: StoreStats | None = None) -> "Database":
-        """Make it if it is not there; raises StoreOpenError. `shared` leaves out the lock against other processes, and
-        the file's tables as they are while somebody else holds that lock.
+        """Open the file, and create it if it does not exist. Raises StoreOpenError.
+
+        shared: do not lock out other processes, and do not migrate while another process holds the lock.
         """
         return cls(*await asyncio.to_thread(_open_connections, path, shared), stats, path.parent)
 
@@ -419,45 +420,46 @@ class Database:
         deletes: bool = False,
         subject: str = "",
     ) -> asyncio.Future[T]:
-        """`size`: about how many bytes are written. `deletes`, `about`: see `Job`."""
+        """Queue a write. Arguments as of `DatabaseJob`."""
         waiter: asyncio.Future[T] = self._loop.create_future()
         self.post(DatabaseJob(work, waiter, on_done, size, deletes=deletes, subject=subject))
         return waiter
 
     def post[T](self, job: DatabaseJob[T]) -> None:
-        """A write that nobody waits for, or that brings its own waiter."""
+        """Queue a write. Raises ServiceUnavailable if the database is closed."""
         self.check_open()
         self._writer.post(job)  # pyright: ignore[reportArgumentType]
 
     def read[T](
         self, work: Work[T], on_done: Callable[[T], None] | None = None, *, subject: str = ""
     ) -> asyncio.Future[T]:
+        """Queue a read. Arguments as of `DatabaseJob`."""
         self.check_open()
         waiter: asyncio.Future[T] = self._loop.create_future()
         self._reads.put(DatabaseJob(work, waiter, on_done, subject=subject))  # pyright: ignore[reportArgumentType]
         return waiter
 
     async def read_inline[T](self, work: Work[T], *, subject: str = "") -> T:
-        """As `read`, for a row by its key: to find it takes a fraction of what it takes to ask a thread."""
+        """Read on the event loop. For a row by its primary key, which is faster than a switch to a thread."""
         self.check_open()
         try:
             return work(self._inline_reader)
-        except sqlite3.Error:  # the thread will find out what it is
+        except sqlite3.Error:  # the thread will report it
             return await self.read(work, subject=subject)
 
     async def check_writable(self) -> None:
-        """Raises StorageUnavailable while the disk is full, or nothing could be written last time and still cannot."""
+        """Raises StorageUnavailable if the disk is full, or the last write failed and a small one still does."""
         self.check_open()
         if self._directory is not None and _free_bytes(self._directory) < _MIN_FREE_BYTES:
             raise StorageUnavailable(
-                "The gateway's disk is full, so nothing can be stored. Try again later.",
+                "The gateway's disk is full. Try again later.",
                 retry_after=_RETRY_SECONDS,
             )
         if self._writer.is_failing:
             await self.write(_write_nothing)
 
     async def close(self) -> None:
-        """Do what was asked for until now, and let go of the file."""
+        """Finish queued jobs and close the file."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -466,27 +468,26 @@ class Database:
             self._reads.put(None)
         for reader in self._readers:
             await asyncio.to_thread(reader.join)
-        # The last connection to close folds the log into the file; of two that close at once, neither would.
+        # The last connection to close checkpoints the log; of two that close at once, neither would.
         self._writer.close()
         await asyncio.to_thread(self._writer.join)
         if self._lock is not None:
             os.close(self._lock)
 
     def check_open(self) -> None:
-        """Raises Unavailable once it is closed."""
+        """Raises ServiceUnavailable if it is closed."""
         if self.is_closed:
             raise ServiceUnavailable("The gateway's database is closed.")
 
 
 def _write_nothing(db: sqlite3.Connection) -> None:
-    """A write that changes nothing."""
     db.execute("UPDATE identity SET id = id")
 
 
 def _free_bytes(directory: Path) -> float:
     try:
         disk = os.statvfs(directory)
-    except OSError:  # whoever writes will say what it is
+    except OSError:  # the write will report it
         return math.inf
     return (disk.f_bfree if os.geteuid() == 0 else disk.f_bavail) * disk.f_frsize
 
@@ -510,7 +511,7 @@ def _open_connections(
             _migrate_if_unlocked(path, writer)
         else:
             migrate(writer)
-            truncate_wal(writer)  # a process that was killed may have left what it had deleted
+            truncate_wal(writer)  # a killed process may have left deleted content in it
         for _ in range(1 + _READER_THREADS):
             opened.append(_connect(path, _READER_CACHE_KIB))
             opened[-1].execute("PRAGMA query_only = ON")
@@ -526,12 +527,12 @@ def _open_connections(
 
 
 def _migrate_if_unlocked(path: Path, connection: sqlite3.Connection) -> None:
-    """Whoever only visits a file must not change its tables under a gateway that may be of another release."""
+    """Migrate, but not while a gateway, perhaps of another release, uses the file."""
     if is_up_to_date(connection):
         return
     lock = _lock_database(
         path,
-        "a gateway of another release is using it (process {holder}). Stop that one, or use its release.",
+        "a gateway of another release is using it (process {holder}). Stop it, or use its release.",
     )
     try:
         migrate(connection)
@@ -539,11 +540,11 @@ def _migrate_if_unlocked(path: Path, connection: sqlite3.Connection) -> None:
         os.close(lock)
 
 
-_IN_USE = "another gateway is using it (process {holder}). Stop that one, or give this one a file of its own."
+_IN_USE = "another gateway is using it (process {holder}). Stop it, or configure another file."
 
 
 def _lock_database(path: Path, refusal: str = _IN_USE) -> int:
-    """A lock that ends with this process, however that ends."""
+    """Take a lock that the kernel releases when this process ends. Raises StoreOpenError."""
     lock = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -557,7 +558,7 @@ def _lock_database(path: Path, refusal: str = _IN_USE) -> int:
 
 
 def _make_private(path: Path) -> None:
-    """The file and its name on the disk, for the owner alone; SQLite gives its other files the same mode."""
+    """Create the file with mode 0600, which SQLite uses for its other files too, and sync its directory."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         os.fchmod(file, 0o600)
@@ -577,13 +578,13 @@ def _connect(path: Path, cache_kib: int) -> sqlite3.Connection:
     try:
         for setting in (
             "synchronous = FULL",
-            "secure_delete = ON",  # what was deleted is not to be found in the file
+            "secure_delete = ON",  # overwrite deleted content
             "trusted_schema = OFF",
             f"cache_size = -{cache_kib}",
             f"journal_size_limit = {_MAX_IDLE_WAL_BYTES}",
         ):
             connection.execute(f"PRAGMA {setting}")
-    except BaseException:  # a file that is no database is noticed here
+    except BaseException:  # for example, the file is not a database
         connection.close()
         raise
     return connection

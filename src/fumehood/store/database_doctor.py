@@ -1,4 +1,4 @@
-"""Examines a database and its blobs without changing them."""
+"""Examines a database and its blobs without changing them, for `fumehood doctor --data`."""
 
 import fcntl
 import hashlib
@@ -17,17 +17,17 @@ from fumehood.store.migrations import MIGRATIONS, StoreOpenError, check_version
 
 type DatabaseFindingState = Literal["ok", "warning", "damaged"]
 
-_MAX_NAMED = 20  # of what is wrong, by name
-_RESTORE_ADVICE = "Stop the gateway and restore a backup (docs/storage.md), or delete what is named."
+_MAX_NAMED = 20  # damaged rows or blobs to name
+_RESTORE_ADVICE = "Stop the gateway and restore a backup (docs/storage.md), or delete the objects named."
 
 
 class DatabaseNotFound(Exception):
-    """There is nothing to examine; says what was looked for."""
+    """There is no database to examine."""
 
 
 @dataclass(frozen=True, slots=True)
 class DatabaseFinding:
-    """`damaged` is for what is lost or wrong, `warning` for what a gateway will mend by itself."""
+    """Result of one check. `damaged`: data is lost or wrong. `warning`: the next start of the gateway repairs it."""
 
     name: str
     state: DatabaseFindingState
@@ -44,7 +44,7 @@ class DatabaseReport:
 
 
 def find_database(data: Path) -> Path:
-    """The database of a data directory, or the path itself if it is a file; raises NoDatabase."""
+    """Return the database of a data directory, or the path itself if it is a file. Raises DatabaseNotFound."""
     if data.is_file():
         return data
     usual = data / "fumehood.db"
@@ -62,7 +62,7 @@ def find_database(data: Path) -> Path:
 
 
 def examine_database(database: Path, blobs: Path) -> DatabaseReport:
-    """Everything that can be told without writing. A gateway may run meanwhile. Raises NoDatabase."""
+    """Run all checks. A gateway may use the database meanwhile. Raises DatabaseNotFound."""
     if not database.is_file():
         raise DatabaseNotFound(f"There is no database {database}.")
     findings = [_check_lock(database), _check_permissions(database)]
@@ -83,7 +83,7 @@ def _open_read_only(database: Path) -> sqlite3.Connection:
 
 
 def _check_lock(database: Path) -> DatabaseFinding:
-    """Whether a gateway has the file open; only looked at."""
+    """Report whether a gateway has the file open."""
     try:
         lock = os.open(database.with_name(database.name + ".lock"), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -95,7 +95,7 @@ def _check_lock(database: Path) -> DatabaseFinding:
         return DatabaseFinding(
             "gateway",
             "ok",
-            f"one is using it (process {holder}): what it changes meanwhile may be missed, and nothing is locked",
+            f"one is using it (process {holder}); its changes during the check may be missed",
         )
     finally:
         os.close(lock)
@@ -103,14 +103,14 @@ def _check_lock(database: Path) -> DatabaseFinding:
 
 
 def _check_permissions(database: Path) -> DatabaseFinding:
-    beside = (database.with_name(database.name + suffix) for suffix in ("", "-wal", "-shm", ".keys"))
-    open_ones = [path.name for path in beside if path.exists() and stat.S_IMODE(path.stat().st_mode) & 0o077]
-    if open_ones:
+    files = (database.with_name(database.name + suffix) for suffix in ("", "-wal", "-shm", ".keys"))
+    exposed = [path.name for path in files if path.exists() and stat.S_IMODE(path.stat().st_mode) & 0o077]
+    if exposed:
         return DatabaseFinding(
             "permissions",
             "warning",
-            f"other users may read or write {', '.join(open_ones)}",
-            "Give them mode 0600.",
+            f"other users may read or write {', '.join(exposed)}",
+            "Set their mode to 0600.",
         )
     return DatabaseFinding("permissions", "ok", "only the owner may read and write the files")
 
@@ -123,10 +123,10 @@ def _check_contents(connection: sqlite3.Connection, blobs: Path) -> Iterator[Dat
         return
     known = len(MIGRATIONS)
     yield (
-        DatabaseFinding("schema", "ok", f"its tables are at step {version} of {known}")
+        DatabaseFinding("schema", "ok", f"migration {version} of {known}")
         if version >= known
         else DatabaseFinding(
-            "schema", "warning", f"its tables are at step {version} of {known}; the next start adds the rest"
+            "schema", "warning", f"migration {version} of {known}; the next start applies the rest"
         )
     )
     yield _check_pages(connection)
@@ -137,27 +137,27 @@ def _check_contents(connection: sqlite3.Connection, blobs: Path) -> Iterator[Dat
 
 def _check_pages(connection: sqlite3.Connection) -> DatabaseFinding:
     try:
-        said = [line for (line,) in connection.execute(f"PRAGMA integrity_check({_MAX_NAMED})")]
+        messages = [line for (line,) in connection.execute(f"PRAGMA integrity_check({_MAX_NAMED})")]
     except sqlite3.Error as error:
-        said = [str(error)]
-    if said == ["ok"]:
+        messages = [str(error)]
+    if messages == ["ok"]:
         return DatabaseFinding("pages", "ok", "SQLite finds every page and index in order")
-    return DatabaseFinding("pages", "damaged", _replace_unprintable("; ".join(said)), _RESTORE_ADVICE)
+    return DatabaseFinding("pages", "damaged", _replace_unprintable("; ".join(messages)), _RESTORE_ADVICE)
 
 
 def _check_rows(connection: sqlite3.Connection, table: str, read: table_checks.TableCheck) -> DatabaseFinding:
     number = 0
-    wrong: list[str] = []
+    damaged: list[str] = []
     try:
         for error in read(connection):
             number += 1
             if error is not None:
-                wrong.append(f"{error.row} ({error.reason})")
+                damaged.append(f"{error.row} ({error.reason})")
     except sqlite3.Error as error:
-        wrong.append(f"the rest cannot be read: {error}")
-    if wrong:
+        damaged.append(f"the rest cannot be read: {error}")
+    if damaged:
         return DatabaseFinding(
-            table, "damaged", f"{len(wrong)} of {number} rows: {_format_list(wrong)}", _RESTORE_ADVICE
+            table, "damaged", f"{len(damaged)} of {number} rows: {_format_list(damaged)}", _RESTORE_ADVICE
         )
     return DatabaseFinding(table, "ok", f"{number} rows")
 
@@ -167,17 +167,17 @@ def _check_rows(connection: sqlite3.Connection, table: str, read: table_checks.T
 
 def _check_blobs(connection: sqlite3.Connection, directory: Path) -> Iterator[DatabaseFinding]:
     try:
-        referred = table_checks.list_referenced_blobs(connection)
+        referenced = table_checks.list_referenced_blobs(connection)
         (identity,) = connection.execute("SELECT id FROM identity").fetchone() or ("",)
     except sqlite3.Error as error:
         yield DatabaseFinding(
-            "blobs", "damaged", f"what refers to them cannot be read: {error}", _RESTORE_ADVICE
+            "blobs", "damaged", f"the records that refer to them cannot be read: {error}", _RESTORE_ADVICE
         )
         return
     if not directory.is_dir():
-        state: DatabaseFindingState = "damaged" if referred else "ok"
+        state: DatabaseFindingState = "damaged" if referenced else "ok"
         yield DatabaseFinding(
-            "blobs", state, f"there is no directory {directory}; {len(referred)} are referred to"
+            "blobs", state, f"there is no directory {directory}; {len(referenced)} blobs are referenced"
         )
         return
     owner = directory / "owner"
@@ -186,60 +186,63 @@ def _check_blobs(connection: sqlite3.Connection, directory: Path) -> Iterator[Da
             "blobs", "damaged", f"{directory} belongs to another database", "Name the right one with --blobs."
         )
         return
-    wrong = [
+    damaged = [
         f"{name}: {reason}"
-        for name, size in referred.items()
+        for name, size in referenced.items()
         if (reason := _describe_damage(blob_path(directory, name), name, size))
         and _is_referenced(connection, name)
     ]
-    if wrong:
+    if damaged:
         yield DatabaseFinding(
-            "blobs", "damaged", f"{len(wrong)} of {len(referred)}: {_format_list(wrong)}", _RESTORE_ADVICE
+            "blobs",
+            "damaged",
+            f"{len(damaged)} of {len(referenced)}: {_format_list(damaged)}",
+            _RESTORE_ADVICE,
         )
     else:
-        yield DatabaseFinding("blobs", "ok", f"{len(referred)} are referred to, each there and whole")
+        yield DatabaseFinding("blobs", "ok", f"all {len(referenced)} referenced blobs are intact")
     yield _check_orphaned_blobs(connection, directory)
 
 
 def _describe_damage(path: str | None, name: str, size: int) -> str:
     if path is None:
-        return "this is no name of a blob"
+        return "invalid name"
     try:
         with open(path, "rb", buffering=0) as file:
             found = os.fstat(file.fileno()).st_size
             if size not in (found, -1):
-                return f"it has {found} bytes, and its record says {size}"
+                return f"it has {found} bytes, its record says {size}"
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except FileNotFoundError:
-        return "it is not there"
+        return "missing"
     except OSError as error:
         return f"it cannot be read: {error.strerror}"
-    return "" if digest == name else "its content is another one"
+    return "" if digest == name else "its content does not match its name"
 
 
 def _is_referenced(connection: sqlite3.Connection, name: str) -> bool:
-    """Still: a gateway that runs may have deleted it since."""
+    """Whether a record still refers to it; a running gateway may have deleted it since."""
     return not response_rows.find_unreferenced_blobs(connection, [name])
 
 
 def _check_orphaned_blobs(connection: sqlite3.Connection, directory: Path) -> DatabaseFinding:
-    there = [path.name for path in directory.glob("??/??/*") if path.is_file()]
-    orphans = response_rows.find_unreferenced_blobs(connection, there)
+    existing = [path.name for path in directory.glob("??/??/*") if path.is_file()]
+    orphans = response_rows.find_unreferenced_blobs(connection, existing)
     incoming = sum(1 for path in (directory / "incoming").glob("*") if path.is_file())
     if orphans or incoming:
         return DatabaseFinding(
             "orphans",
             "warning",
-            f"{len(orphans)} blobs that nothing refers to, {incoming} that are unfinished",
-            "A gateway removes them when it starts, and every hour.",
+            f"{len(orphans)} unreferenced blobs, {incoming} incomplete ones",
+            "The gateway deletes them at its start and every hour.",
         )
-    return DatabaseFinding("orphans", "ok", "every blob is referred to")
+    return DatabaseFinding("orphans", "ok", "every blob is referenced")
 
 
 def _format_list(names: list[str]) -> str:
-    shown = "; ".join(names[:_MAX_NAMED])
+    named = "; ".join(names[:_MAX_NAMED])
     rest = len(names) - _MAX_NAMED
-    return _replace_unprintable(shown) + (f"; and {rest} more" if rest > 0 else "")
+    return _replace_unprintable(named) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def _replace_unprintable(text: str) -> str:

@@ -1,7 +1,6 @@
-"""Bytes on a disk, by the hash of their content.
+"""Blobs on a disk, named by the SHA-256 of their content.
 
-A blob is written under a passing name, synced, and renamed: what has its name is whole. Equal contents are one blob,
-so whoever deletes one must know that nobody else needs it.
+A blob is written to a temporary file, synced, and renamed, so that every named blob is complete.
 """
 
 import asyncio
@@ -29,17 +28,17 @@ _WRITE_BUFFER_BYTES = 1 << 20
 
 
 def blob_path(directory: Path, name: str) -> str | None:
-    """Where the blob of that name is; None for what is no name."""
+    """Return the path of a blob; None for an invalid name."""
     return f"{directory}/{name[:2]}/{name[2:4]}/{name}" if _NAME.fullmatch(name) else None
 
 
 class DiskBlobStore:
-    """A `BlobStore` in a directory, which it makes if it is not there. Raises StoreOpenError, OSError.
+    """A `BlobStore` in a directory, which is created if missing.
 
-    owner: the database whose records refer to these blobs. No other one may be given this directory, as it would
-        delete everything here that its own records do not know.
-    min_free_bytes: of the disk, that are left to others; whatever arrives is looked at as it is written, so all that
-        arrives at once has no more than the rest.
+    owner: id of the database that refers to these blobs. Another database would delete them as unreferenced.
+    min_free_bytes: of the disk, that writes leave free; checked before each chunk.
+
+    Raises StoreOpenError if the directory belongs to another database, OSError.
     """
 
     def __init__(self, directory: Path, owner: str | None = None, min_free_bytes: int = 0) -> None:
@@ -56,7 +55,6 @@ class DiskBlobStore:
         content: bytes | AsyncIterable[bytes],
         before_commit: Callable[[str], Awaitable[None]] | None = None,
     ) -> str:
-        """Raises Unavailable where the disk does not take it; then nothing of it is left."""
         incoming = _IncomingBlob(self._incoming, self._min_free_bytes)
         try:
             rest = content if isinstance(content, bytes) else await _write_chunks(incoming, content)
@@ -74,7 +72,6 @@ class DiskBlobStore:
         contents: Sequence[bytes],
         before_commit: Callable[[Sequence[str]], Awaitable[None]] | None = None,
     ) -> Sequence[str]:
-        """Raises Unavailable as `put` does."""
         batch = BlobBatch(self._incoming, self._locate, self._min_free_bytes)
         try:
             names = await _run_in_thread(batch.write, contents)
@@ -90,12 +87,12 @@ class DiskBlobStore:
         return await _run_in_thread(_stat_size, self._locate_path(name), name)
 
     async def read(self, name: str, start: int = 0, end: int | None = None) -> AsyncGenerator[bytes]:
-        reading = await _run_in_thread(_BlobReader, self._locate_path(name), name, start, end)
+        reader = await _run_in_thread(_BlobReader, self._locate_path(name), name, start, end)
         try:
-            while piece := await _run_in_thread(reading.read_chunk):
-                yield piece
+            while chunk := await _run_in_thread(reader.read_chunk):
+                yield chunk
         finally:
-            reading.close()
+            reader.close()
 
     async def read_many(self, names: Sequence[str]) -> Sequence[bytes | None]:
         return await _run_in_thread(self._read_many, names)
@@ -129,7 +126,7 @@ class DiskBlobStore:
         return Path(self._locate(name))
 
     def _locate(self, name: str) -> str:
-        """Raises KeyError for what is no name."""
+        """Raises KeyError for an invalid name."""
         path = blob_path(self._directory, name)
         if path is None:
             raise KeyError(name)
@@ -143,8 +140,9 @@ class DiskBlobStore:
 
 
 class _IncomingBlob:
-    """A blob that is not yet whole, written by one thread after another. Its file is locked, so that nobody takes it
-    for what a dead process left.
+    """An incomplete blob in a temporary file, written by one thread at a time.
+
+    The file is locked, so that it is not removed as left by a dead process.
     """
 
     def __init__(self, directory: Path, min_free_bytes: int) -> None:
@@ -164,7 +162,7 @@ class _IncomingBlob:
             file.write(content)
 
     def finish(self, rest: bytes) -> str:
-        """All of it is on the disk; its name, which it does not have yet."""
+        """Write the rest, sync the file, and return the name of the blob."""
         self.write(rest)
         with self._busy:
             file = self._open_file()
@@ -173,7 +171,7 @@ class _IncomingBlob:
         return self._hash.hexdigest()
 
     def publish(self, path: Path) -> None:
-        """There by name; equal content that is there already is replaced."""
+        """Rename the file to its final path; an equal blob is replaced."""
         with self._busy:
             file = self._open_file()
             self._path.rename(path)
@@ -181,12 +179,12 @@ class _IncomingBlob:
             file.close()
 
     def discard(self) -> None:
-        """For whoever was cancelled, too, while a thread still writes: that is waited for."""
+        """Delete the file, after a thread that may still write."""
         with self._busy:
             self._discarded = True
             self._path.unlink(missing_ok=True)
             if self._file is not None:
-                with suppress(OSError):  # what could not be written cannot be flushed either
+                with suppress(OSError):  # the flush fails as the write did
                     self._file.close()
 
     def _open_file(self) -> BinaryIO:
@@ -198,7 +196,7 @@ class _IncomingBlob:
             if os.fstat(opened.fileno()).st_nlink:
                 self._file = opened
             else:
-                opened.close()  # swept between its making and its locking
+                opened.close()  # removed before it was locked
                 self._path = self._new_path()
         return self._file
 
@@ -207,8 +205,10 @@ class _IncomingBlob:
 
 
 class _BlobReader:
-    """A blob that is being read, from `start` up to `end`, by one thread after another. Whoever is cancelled closes it
-    while a thread may still read: then that one does, since the descriptor could be somebody else's file by then.
+    """A blob that is being read from `start` up to `end`, by one thread at a time.
+
+    A cancelled reader may close it while a thread still reads. Then the thread closes the file, since its descriptor
+    must not be reused before.
     """
 
     def __init__(self, path: Path, name: str, start: int, end: int | None) -> None:
@@ -223,11 +223,11 @@ class _BlobReader:
 
     def read_chunk(self) -> bytes:
         with self._busy:
-            piece = b"" if self._closed else self._file.read(min(_CHUNK_BYTES, self._remaining))
-        self._remaining -= len(piece)
+            chunk = b"" if self._closed else self._file.read(min(_CHUNK_BYTES, self._remaining))
+        self._remaining -= len(chunk)
         if self._closed:
             self._file.close()
-        return piece
+        return chunk
 
     def close(self) -> None:
         self._closed = True
@@ -236,22 +236,22 @@ class _BlobReader:
             self._busy.release()
 
 
-async def _discard_in_thread(arriving: _IncomingBlob | BlobBatch, error: BaseException) -> None:
-    discarding = asyncio.get_running_loop().run_in_executor(None, arriving.discard)
-    if isinstance(error, Exception):  # whoever is cancelled does not wait for a thread that still writes
-        with suppress(OSError):  # what went wrong first is told
+async def _discard_in_thread(incoming: _IncomingBlob | BlobBatch, error: BaseException) -> None:
+    discarding = asyncio.get_running_loop().run_in_executor(None, incoming.discard)
+    if isinstance(error, Exception):  # a cancelled task does not wait for a thread that still writes
+        with suppress(OSError):  # the first error is raised
             await discarding
 
 
 async def _write_chunks(incoming: _IncomingBlob, content: AsyncIterable[bytes]) -> bytes:
-    """All but what is too little to be written alone."""
-    waiting = bytearray()
-    async for piece in content:
-        waiting += piece
-        if len(waiting) >= _WRITE_BUFFER_BYTES:
-            await _run_in_thread(incoming.write, bytes(waiting))
-            waiting.clear()
-    return bytes(waiting)
+    """Write full buffers, and return the rest."""
+    buffer = bytearray()
+    async for chunk in content:
+        buffer += chunk
+        if len(buffer) >= _WRITE_BUFFER_BYTES:
+            await _run_in_thread(incoming.write, bytes(buffer))
+            buffer.clear()
+    return bytes(buffer)
 
 
 def _stat_size(path: Path, name: str) -> int:
@@ -262,7 +262,7 @@ def _stat_size(path: Path, name: str) -> int:
 
 
 def _list_older_names(directory: Path, until: float) -> list[str]:
-    """Those two levels below that were put before that time; blobs may come and go meanwhile."""
+    """Return the blobs in `*/` that were put before that time. Blobs may come and go meanwhile."""
     found: list[str] = []
     for path in directory.glob("*/*"):
         with suppress(FileNotFoundError):
@@ -272,20 +272,20 @@ def _list_older_names(directory: Path, until: float) -> list[str]:
 
 
 def _claim_directory(path: Path, owner: str) -> None:
-    """Raises StoreOpenError."""
+    """Record the owner of a directory. Raises StoreOpenError if it has another one."""
     if not path.exists():
-        whole = path.with_suffix(".new")
-        whole.write_text(owner)
-        whole.rename(path)
+        draft = path.with_suffix(".new")
+        draft.write_text(owner)
+        draft.rename(path)
     if path.read_text() != owner:
         raise StoreOpenError(
-            f"The directory {path.parent} holds the files of another database. Give this one a directory of its own "
-            f"(storage.blobs), or delete {path} to let it have this one, with all that it does not know deleted."
+            f"The directory {path.parent} holds the files of another database. Configure another directory "
+            f"(storage.blobs), or delete {path}: then this database takes over and deletes what it does not refer to."
         )
 
 
 def _delete_abandoned(directory: Path) -> None:
-    """Remove what processes left that are no more."""
+    """Delete what dead processes have left."""
     for path in directory.iterdir():
         with suppress(FileNotFoundError, BlockingIOError), try_lock(path):
             if path.is_dir():
@@ -295,7 +295,7 @@ def _delete_abandoned(directory: Path) -> None:
 
 
 async def _run_in_thread[**P, T](work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """In a thread; only what the disk says becomes Unavailable, not what the source of the bytes does."""
+    """Run in a thread. Raises ServiceUnavailable for errors of the disk, not for those of the source of the bytes."""
     try:
         return await asyncio.to_thread(work, *args, **kwargs)
     except OSError as error:
@@ -306,7 +306,7 @@ async def _run_in_thread[**P, T](work: Callable[P, T], *args: P.args, **kwargs: 
 
 
 async def _finish_despite_cancellation(work: Coroutine[Any, Any, None]) -> None:
-    """Whoever is cancelled meanwhile leaves when it is done: else nobody could tell whether the blob is there."""
+    """Wait for the work before a cancellation takes effect, so that the outcome is known."""
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)

@@ -1,8 +1,7 @@
 """Blobs that live as long as a record refers to them.
 
-Between the arrival of a blob and its record there is a moment when nothing refers to it, and between the look for
-records and a deletion there is one in which a record may come. So whoever brings a blob holds its name meanwhile, and
-whoever deletes lets nobody take hold of that name until it is done.
+A new blob has no record for a moment, and a record may appear between the check for references and the deletion. So a
+writer pins the name until its record is written, and the collector blocks pins of a name while it deletes it.
 """
 
 import asyncio
@@ -23,9 +22,9 @@ _BATCH_SIZE = 1000
 
 
 class GarbageCollectedBlobs:
-    """`Blobs` over a store of blobs and one of records, for one process.
+    """`ReferencedBlobs` over a blob store and the records that refer to it, for one process.
 
-    grace_seconds: how old a blob must be to be swept.
+    grace_seconds: minimum age of a blob that a sweep deletes; also the interval of sweeps.
     """
 
     def __init__(
@@ -36,43 +35,43 @@ class GarbageCollectedBlobs:
         self._grace_seconds = grace_seconds
         self._pins: Counter[str] = Counter()
         self._deleting: dict[str, asyncio.Event] = {}
-        self._delete_when_unpinned: set[str] = set()  # somebody has dropped it while another held it
+        self._delete_when_unpinned: set[str] = set()
         self._delete_lock = asyncio.Lock()
 
     @asynccontextmanager
     async def put_pinned(self, content: bytes | AsyncIterable[bytes]) -> AsyncGenerator[BlobRef]:
-        held: list[str] = []
+        pinned: list[str] = []
 
         async def pin_name(name: str) -> None:
             await self._pin(name)
-            held.append(name)
+            pinned.append(name)
 
         try:
             name = await self._blobs.put(content, pin_name)
             yield BlobRef(name, await self._blobs.get_size(name))
         except BaseException:
-            self._delete_when_unpinned.update(held)
+            self._delete_when_unpinned.update(pinned)
             raise
         finally:
-            await self._unpin(held)
+            await self._unpin(pinned)
 
     @asynccontextmanager
     async def put_many_pinned(self, contents: Sequence[bytes]) -> AsyncGenerator[Sequence[BlobRef]]:
-        held: list[str] = []
+        pinned: list[str] = []
 
         async def pin_names(names: Sequence[str]) -> None:
             for name in names:
                 await self._pin(name)
-                held.append(name)
+                pinned.append(name)
 
         try:
             names = await self._blobs.put_many(contents, pin_names)
             yield [BlobRef(name, len(content)) for name, content in zip(names, contents, strict=True)]
         except BaseException:
-            self._delete_when_unpinned.update(held)
+            self._delete_when_unpinned.update(pinned)
             raise
         finally:
-            await self._unpin(held)
+            await self._unpin(pinned)
 
     @asynccontextmanager
     async def pin(self, name: str) -> AsyncGenerator[None]:
@@ -97,7 +96,7 @@ class GarbageCollectedBlobs:
 
     @asynccontextmanager
     async def run_garbage_collector(self, clock: Clock) -> AsyncGenerator[Self]:
-        """Sweep now, for whoever is the only one to use them, and then every so often until the block is left."""
+        """Sweep now and then periodically, within the block. Only one process may do so."""
         sweeper = asyncio.create_task(self._collect_garbage_forever(clock), name="blobs: sweeper")
         try:
             yield self
@@ -106,15 +105,15 @@ class GarbageCollectedBlobs:
             await asyncio.gather(sweeper, return_exceptions=True)
 
     async def _collect_garbage_forever(self, clock: Clock) -> None:
-        grace = 0.0  # what was there before us is no longer on its way to a record
+        grace = 0.0  # no blob from before this process is still waiting for its record
         while True:
             try:
                 if number := await self._collect_garbage(grace):
                     logger.warning("blobs_garbage_collected", extra={"fields": {"number": number}})
             except ServiceUnavailable as error:
-                logger.warning("Blobs could not be swept: %s", error.message)
+                logger.warning("Garbage collection of blobs failed: %s", error.message)
             except Exception:
-                logger.exception("Blobs could not be swept.")
+                logger.exception("Garbage collection of blobs failed.")
             grace = self._grace_seconds
             await clock.sleep(self._grace_seconds)
 
@@ -126,8 +125,8 @@ class GarbageCollectedBlobs:
         return number
 
     async def _pin(self, name: str) -> None:
-        while (going := self._deleting.get(name)) is not None:
-            await going.wait()
+        while (deletion := self._deleting.get(name)) is not None:
+            await deletion.wait()
         self._pins[name] += 1
 
     async def _unpin(self, names: Sequence[str]) -> None:
@@ -142,19 +141,19 @@ class GarbageCollectedBlobs:
 
     async def _delete_unreferenced(self, names: Iterable[str]) -> int:
         number = 0
-        for some in batched(sorted({name for name in names if name}), _BATCH_SIZE):
+        for batch in batched(sorted({name for name in names if name}), _BATCH_SIZE):
             try:
                 async with self._delete_lock:
-                    number += await self._delete_batch(some)
+                    number += await self._delete_batch(batch)
             except ServiceUnavailable as error:
-                logger.warning("Blobs could not be deleted, and are left to the next sweep: %s", error)
+                logger.warning("Could not delete blobs; the next sweep retries: %s", error)
         return number
 
     async def _delete_batch(self, names: Iterable[str]) -> int:
         free = [name for name in names if name not in self._pins]
         self._delete_when_unpinned.update(name for name in names if name in self._pins)
-        gone = asyncio.Event()
-        self._deleting.update((name, gone) for name in free)
+        done = asyncio.Event()
+        self._deleting.update((name, done) for name in free)
         try:
             unused = await self._references.find_unreferenced_blobs(free)
             await self._blobs.delete(*unused)
@@ -162,4 +161,4 @@ class GarbageCollectedBlobs:
         finally:
             for name in free:
                 del self._deleting[name]
-            gone.set()
+            done.set()

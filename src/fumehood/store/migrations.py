@@ -1,23 +1,23 @@
-"""The tables of the SQLite store, step by step.
+"""Schema of the SQLite store, as numbered migrations.
 
-A step is never changed once it was released. A change of the tables is made in two releases: one adds what is new and
-leaves the old in place (the release before can still work with that), a later one takes the old away.
+A released migration never changes. A schema change takes two releases: the first adds the new and keeps the old, so
+that the release before still works with the file; a later one removes the old.
 """
 
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-APPLICATION_ID = 0x46554D45  # "FUME", in the header of the file
+APPLICATION_ID = 0x46554D45  # "FUME", in the file header
 
 
 class StoreOpenError(Exception):
-    """The store cannot be opened; the message says why, and what to do."""
+    """The store cannot be opened. The message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """One step; `breaks` if the release before cannot work with what it leaves."""
+    """One step. `is_breaking`: the release before cannot use the file any more."""
 
     statements: str
     is_breaking: bool = False
@@ -27,12 +27,12 @@ MIGRATIONS: Sequence[Migration] = (
     Migration(
         is_breaking=True,
         statements="""
-        -- The newest step that older releases cannot work with.
+        -- The newest breaking migration.
         CREATE TABLE compatibility (since INTEGER NOT NULL);
         INSERT INTO compatibility VALUES (0);
 
-        -- A line of a conversation. It continues another one, `parent`, after the items before `parent_end`.
-        -- tip: the next free position; it never falls, so a position never means two things.
+        -- A thread of a conversation. It continues the thread `parent` after the items before `parent_end`.
+        -- tip: the next free position; it never decreases, so no position is used twice.
         CREATE TABLE threads (
             id INTEGER PRIMARY KEY AUTOINCREMENT,
             tenant TEXT NOT NULL,
@@ -43,9 +43,9 @@ MIGRATIONS: Sequence[Migration] = (
         );
         CREATE INDEX threads_by_parent ON threads (parent, parent_end) WHERE parent IS NOT NULL;
 
-        -- Positions count from the beginning of the conversation, through all its threads.
-        -- start: the first position of what the same response added.
-        -- ours: whether the item is read as one of our own types.
+        -- pos: counted from the beginning of the conversation, across all its threads.
+        -- start: the first position of the same response.
+        -- ours: whether the item is decoded as one of our own types.
         CREATE TABLE items (
             thread INTEGER NOT NULL,
             pos INTEGER NOT NULL,
@@ -60,7 +60,7 @@ MIGRATIONS: Sequence[Migration] = (
         ) WITHOUT ROWID;
         CREATE INDEX items_by_id ON items (id) WHERE id IS NOT NULL;
 
-        -- It stands on the items of its thread before `end_pos`, and added those from `start_pos` on.
+        -- It refers to the items of its thread before `end_pos`, and added those from `start_pos` on.
         -- body: the response without its output, which is in the items.
         CREATE TABLE responses (
             id TEXT PRIMARY KEY,
@@ -73,7 +73,7 @@ MIGRATIONS: Sequence[Migration] = (
         );
         CREATE INDEX responses_by_thread ON responses (thread, end_pos) WHERE thread IS NOT NULL;
 
-        -- One for each response that runs; it expires by julianday(), the clock that all processes share.
+        -- One for each running response; expires by julianday(), the clock that all processes share.
         CREATE TABLE leases (
             response TEXT PRIMARY KEY,
             owner TEXT NOT NULL,
@@ -104,7 +104,7 @@ MIGRATIONS: Sequence[Migration] = (
     ),
     Migration(
         """
-        -- No row is ever deleted, so that the numbers of all and of revoked ones tell whether anything changed.
+        -- Rows are never deleted, so that the number of all and of revoked keys is a revision.
         CREATE TABLE keys (
             id TEXT PRIMARY KEY,
             digest BLOB NOT NULL UNIQUE,
@@ -113,7 +113,7 @@ MIGRATIONS: Sequence[Migration] = (
             record BLOB NOT NULL
         );
 
-        -- What requests with an Idempotency-Key have become; they expire by julianday().
+        -- Idempotency keys and their responses; they expire by julianday().
         CREATE TABLE claims (
             tenant TEXT NOT NULL,
             key TEXT NOT NULL,
@@ -126,7 +126,7 @@ MIGRATIONS: Sequence[Migration] = (
         """
     ),
     Migration(
-        # The release before would take the blobs of uploads for unused.
+        # The release before would delete the blobs of uploads as unreferenced.
         is_breaking=True,
         statements="""
         CREATE TABLE uploads (
@@ -145,27 +145,27 @@ MIGRATIONS: Sequence[Migration] = (
         CREATE INDEX uploads_by_expiry ON uploads (expires_at, id) WHERE expires_at IS NOT NULL;
         CREATE INDEX uploads_by_blob ON uploads (blob);
 
-        -- By which a directory of blobs knows whose it is.
+        -- Names the database to its directory of blobs.
         CREATE TABLE identity (id TEXT NOT NULL);
         INSERT INTO identity VALUES (lower(hex(randomblob(16))));
         """,
     ),
     Migration(
-        # The release before would not say whose items are.
+        # The release before would not write the tenant of items.
         is_breaking=True,
         statements="""
         ALTER TABLE items ADD COLUMN tenant TEXT NOT NULL DEFAULT '';
         UPDATE items SET tenant = (SELECT tenant FROM threads WHERE threads.id = thread);
         DROP INDEX items_by_id;
-        -- Those that were made here come before those that a client gave, whose turn is 0.
+        -- Items that a model made precede items that a client sent, whose turn is 0.
         CREATE INDEX items_by_id ON items (tenant, id, turn = 0) WHERE id IS NOT NULL;
         """,
     ),
     Migration(
-        # The release before would not know what is deleted.
+        # The release before would list deleted containers.
         is_breaking=True,
         statements="""
-        -- listed: not deleted. retained: bytes of files that outlive their container.
+        -- listed: not deleted. retained: bytes of files kept after the container has ended.
         ALTER TABLE containers ADD COLUMN listed INTEGER NOT NULL DEFAULT 1;
         ALTER TABLE containers ADD COLUMN name TEXT NOT NULL DEFAULT 'auto';
         ALTER TABLE containers ADD COLUMN ended_at REAL NOT NULL DEFAULT 0;
@@ -176,15 +176,15 @@ MIGRATIONS: Sequence[Migration] = (
     ),
     Migration(
         """
-        -- What the files and pictures of an input were when its response began.
+        -- Files and images of an input, as they were when its response began.
         ALTER TABLE items ADD COLUMN attachments BLOB;
         """
     ),
     Migration(
-        # The release before would change rows and leave their checksums as they were.
+        # The release before would change rows without their checksums.
         is_breaking=True,
         statements="""
-        -- Of what the row holds, see `integrity`; older rows have none.
+        -- See `row_integrity`; older rows have none.
         ALTER TABLE responses ADD COLUMN checksum INTEGER;
         ALTER TABLE items ADD COLUMN checksum INTEGER;
         """,
@@ -193,12 +193,12 @@ MIGRATIONS: Sequence[Migration] = (
 
 
 def is_up_to_date(connection: sqlite3.Connection) -> bool:
-    """Whether no step is missing; raises StoreOpenError."""
+    """Whether no migration is missing. Raises StoreOpenError as `check_version`."""
     return check_version(connection, len(MIGRATIONS)) >= len(MIGRATIONS)
 
 
 def migrate(connection: sqlite3.Connection, migrations: Sequence[Migration] = MIGRATIONS) -> None:
-    """Take the steps that are missing, all of them or none; raises StoreOpenError."""
+    """Apply the missing migrations in one transaction. Raises StoreOpenError as `check_version`."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         version = check_version(connection, len(migrations))
@@ -216,12 +216,12 @@ def migrate(connection: sqlite3.Connection, migrations: Sequence[Migration] = MI
 
 
 def check_version(connection: sqlite3.Connection, known: int = len(MIGRATIONS)) -> int:
-    """How many steps the file has seen; raises StoreOpenError if this release cannot work with it."""
+    """Return the number of applied migrations. Raises StoreOpenError if this release cannot use the file."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (tables,) = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()
     if tables and application != APPLICATION_ID:
-        raise StoreOpenError("it is a database of another program. Give the store a file of its own.")
+        raise StoreOpenError("it is a database of another program. Configure another file.")
     if version > known:
         (since,) = connection.execute("SELECT since FROM compatibility").fetchone()
         if since > known:
@@ -233,12 +233,12 @@ def check_version(connection: sqlite3.Connection, known: int = len(MIGRATIONS)) 
 
 
 def _split_statements(script: str) -> list[str]:
-    """One by one: executescript would end the transaction."""
-    found: list[str] = []
-    begun = ""
-    for piece in script.split(";"):
-        begun += piece + ";"
-        if sqlite3.complete_statement(begun):
-            found.append(begun)
-            begun = ""
-    return found
+    """Split a script; `executescript` would end the transaction."""
+    statements: list[str] = []
+    statement = ""
+    for part in script.split(";"):
+        statement += part + ";"
+        if sqlite3.complete_statement(statement):
+            statements.append(statement)
+            statement = ""
+    return statements

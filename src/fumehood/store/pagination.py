@@ -1,4 +1,4 @@
-"""Parts of lists that are too long to be read whole, by time and id."""
+"""Pages of long lists, ordered by time and id."""
 
 import sqlite3
 from collections.abc import Mapping
@@ -10,8 +10,12 @@ from fumehood.protocol.openai.page_query import PageQuery
 def select_page(
     db: sqlite3.Connection, table: str, where: str, values: Mapping[str, object], query: PageQuery
 ) -> list[tuple[str, bytes]]:
-    """The columns `id` and `record` of those rows that are in the window; the table has `created_at` and `id`, and an
-    index that ends with them after what `where` asks for. Raises InvalidRequest.
+    """Return `id` and `record` of one row more than the page has.
+
+    table: with the columns `created_at` and `id`, and an index on the columns of `where` followed by these two.
+    where, values: the rows of the list.
+
+    Raises InvalidRequest if the cursor is unknown.
     """
     bounds = dict(values)
     conditions = [where]
@@ -21,10 +25,10 @@ def select_page(
         bounds[f"{param}_time"], bounds[f"{param}_id"] = _find_cursor(db, table, where, values, cursor, param)
         side = ">" if (param == "after") != query.newest_first else "<"
         conditions.append(f"(created_at, id) {side} (:{param}_time, :{param}_id)")
-    way = "DESC" if query.newest_first else "ASC"
+    direction = "DESC" if query.newest_first else "ASC"
     found = db.execute(
         f"SELECT id, record FROM {table} WHERE {' AND '.join(conditions)}"  # noqa: S608
-        f" ORDER BY created_at {way}, id {way} LIMIT {query.limit + 1:d}",
+        f" ORDER BY created_at {direction}, id {direction} LIMIT {query.limit + 1:d}",
         bounds,
     )
     return found.fetchall()
@@ -38,7 +42,7 @@ def _find_cursor(
             f"SELECT created_at, id FROM {table} WHERE id = :cursor AND {where}",  # noqa: S608
             {**values, "cursor": cursor},
         ).fetchone()
-    except UnicodeEncodeError:  # what is no text names nothing
+    except UnicodeEncodeError:  # not valid UTF-8
         found = None
     if found is None:
         raise InvalidRequest(f"'{param}' names nothing in this list.", param=param, code="invalid_value")

@@ -1,8 +1,8 @@
-"""What the SQLite store reads and writes, inside a transaction of its caller.
+"""Responses, leases, threads and items in the SQLite store. Functions run inside the caller's transaction.
 
-A response stands on a prefix of a thread: the items before its `end_pos`, and before them those of the threads that
-this one continues. Whoever continues the tip of a thread appends to it; whoever comes too late begins a thread of his
-own, a fork. Items go with the last response that stood on them.
+A response refers to a prefix of a thread: the items before its `end_pos`, and those of the threads that this thread
+continues. A response that continues the tip of a thread appends to it; one that continues an earlier position forks a
+new thread. Items are deleted with the last response that refers to them.
 """
 
 import sqlite3
@@ -14,7 +14,6 @@ from typing import NamedTuple
 import msgspec
 
 from fumehood.interfaces import IdempotencyClaim
-from fumehood.protocol.api_keys import ApiKeyRecord
 from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import ConversationEntry, ToolExchange
 from fumehood.protocol.openai.api_errors import InvalidRequest
@@ -24,23 +23,22 @@ from fumehood.store.conversation_cache import ThreadPosition
 from fumehood.store.database import require_worker_thread
 from fumehood.store.row_integrity import DamagedRow, compute_checksum, decode, verify_checksum
 
-# A fork of a fork of …: every level is a step of each read, so a deeper one gets a copy of what it stands on.
 MAX_FORK_DEPTH = 8
+"""Every fork adds a step to each read; a deeper one copies its prefix instead."""
 
-# Bytes that one read brings into memory; conversations that may go on are smaller.
 MAX_READ_BYTES = 256 << 20
+"""Of one read; conversations that can be continued are smaller."""
 
-_response_decoder = msgspec.json.Decoder(Response)
-_exchange_decoder = msgspec.json.Decoder(ToolExchange)
-_attachment_decoder = msgspec.json.Decoder(tuple[Attachment, ...])
+response_decoder = msgspec.json.Decoder(Response)
+exchange_decoder = msgspec.json.Decoder(ToolExchange)
+attachment_decoder = msgspec.json.Decoder(tuple[Attachment, ...])
 _authored_decoder: msgspec.json.Decoder[AuthoredItem] = msgspec.json.Decoder(AuthoredItem)
 _ITEM_COLUMNS = "tenant, thread, pos, start, turn, ours, type, id, raw, exchange, attachments, checksum"
-_api_key_decoder = msgspec.json.Decoder(ApiKeyRecord)
 _encode = msgspec.json.Encoder().encode
 
 
 class ResponseRow(NamedTuple):
-    """A response as its row holds it: all of it but its output."""
+    """A response without its output, which is in the items."""
 
     id: str
     tenant: str
@@ -50,10 +48,10 @@ class ResponseRow(NamedTuple):
 
 
 class CompletedResponse(NamedTuple):
-    """How a response ended.
+    """A finished response with its entries.
 
-    foreign: the numbers of those output items that stay the bytes they came as.
-    weight: about how many bytes all of it is.
+    passthrough_items: indices of output items that are stored as the bytes in which they came.
+    memory_bytes: estimated size of all of it.
     """
 
     row: ResponseRow
@@ -63,14 +61,14 @@ class CompletedResponse(NamedTuple):
 
 
 class ThreadPrefix(NamedTuple):
-    """What a response stands on: the items of a thread before a position, and those before them."""
+    """The conversation before a position: items of the thread and of the threads that it continues."""
 
     thread: int | None
     end: int
 
 
 class StoredTurn(NamedTuple):
-    """What one response added, and where."""
+    """The entries that one response added, and their position."""
 
     position: ThreadPosition
     entries: Sequence[ConversationEntry]
@@ -84,20 +82,19 @@ def make_response_row(tenant: str, response: Response) -> ResponseRow:
 def make_completed_response(
     tenant: str, response: Response, entries: Sequence[ConversationEntry]
 ) -> CompletedResponse:
-    foreign = [number for number, item in enumerate(response.output) if isinstance(item, msgspec.Raw)]
-    head = make_response_row(tenant, response)
-    return CompletedResponse(
-        head, tuple(entries), foreign, len(head.body) + sum(entry.memory_bytes for entry in entries)
-    )
+    passthrough = [index for index, item in enumerate(response.output) if isinstance(item, msgspec.Raw)]
+    row = make_response_row(tenant, response)
+    size = len(row.body) + sum(entry.memory_bytes for entry in entries)
+    return CompletedResponse(row, tuple(entries), passthrough, size)
 
 
 # --- leases -------------------------------------------------------------------------------------------
 
 
 def insert_running(db: sqlite3.Connection, row: ResponseRow, owner: str, epoch: int, seconds: float) -> None:
-    """From now on it stands on what it continues, so that this is not removed under it."""
-    base = _find_prefix(db, row)
-    _insert_response(db, row, base.thread, base.end, base.end)
+    """Insert the response and its lease. From now on it protects what it continues from deletion."""
+    prefix = _find_prefix(db, row)
+    _insert_response(db, row, prefix.thread, prefix.end, prefix.end)
     db.execute(
         "INSERT INTO leases (response, owner, epoch, expires) VALUES (?, ?, ?, julianday('now', ?))",
         (row.id, owner, epoch, f"{seconds} seconds"),
@@ -105,7 +102,7 @@ def insert_running(db: sqlite3.Connection, row: ResponseRow, owner: str, epoch: 
 
 
 def get_epoch(db: sqlite3.Connection, tenant: str, response_id: str) -> int | None:
-    """None unless it runs."""
+    """Return the epoch of its lease; None unless it runs."""
     found = db.execute(
         "SELECT epoch FROM leases JOIN responses ON id = response WHERE response = ? AND tenant = ?",
         (response_id, tenant),
@@ -122,45 +119,45 @@ def renew_lease(db: sqlite3.Connection, response_id: str, epoch: int, seconds: f
 
 
 def fail_orphaned(db: sqlite3.Connection, only_owner: str | None) -> list[str]:
-    """Fail what runs under an expired lease, or under that of anybody but the only owner; their ids."""
+    """Fail responses whose lease has expired or belongs to another owner than `only_owner`; return their ids."""
     lost: list[tuple[str, bytes]] = db.execute(
         "SELECT id, body FROM leases JOIN responses ON id = response"
         " WHERE expires <= julianday('now') OR owner <> coalesce(?, owner)",
         (only_owner,),
     ).fetchall()
     for response_id, body in lost:
-        with suppress(DamagedRow):  # it is logged, and whoever reads it is told
-            response = decode(_response_decoder, body, "responses", response_id)
+        with suppress(DamagedRow):  # logged, and reported to its readers
+            response = decode(response_decoder, body, "responses", response_id)
             response.status, response.error = "failed", RUN_LOST_ERROR
             _update_body(db, response_id, _encode(response))
         db.execute("DELETE FROM leases WHERE response = ?", (response_id,))
     return [response_id for response_id, _ in lost]
 
 
-# --- responses that end -------------------------------------------------------------------------------
+# --- completion ---------------------------------------------------------------------------------------
 
 
 def complete_running(db: sqlite3.Connection, completed: CompletedResponse) -> ThreadPosition | None:
-    """The end of a response that `begin` has written; where its items are, if it has any."""
-    head, entries = completed.row, completed.entries
-    thread, start = db.execute("SELECT thread, start_pos FROM responses WHERE id = ?", (head.id,)).fetchone()
-    place = _append_items(db, completed, ThreadPrefix(thread, start))
+    """Complete a response that `insert_running` has written; return the position of its items, if it has any."""
+    row, entries = completed.row, completed.entries
+    thread, start = db.execute("SELECT thread, start_pos FROM responses WHERE id = ?", (row.id,)).fetchone()
+    position = _append_items(db, completed, ThreadPrefix(thread, start))
     db.execute(
         "UPDATE responses SET thread = ?, end_pos = ? WHERE id = ?",
-        (place.thread if place else thread, start + len(entries), head.id),
+        (position.thread if position else thread, start + len(entries), row.id),
     )
-    _update_body(db, head.id, head.body)
-    db.execute("DELETE FROM leases WHERE response = ?", (head.id,))
-    return place
+    _update_body(db, row.id, row.body)
+    db.execute("DELETE FROM leases WHERE response = ?", (row.id,))
+    return position
 
 
 def insert_completed(db: sqlite3.Connection, completed: CompletedResponse) -> ThreadPosition | None:
-    """As `end_begun`, for a response whose beginning was never written."""
-    base = _find_prefix(db, completed.row)
-    place = _append_items(db, completed, base)
-    thread = place.thread if place else base.thread
-    _insert_response(db, completed.row, thread, base.end, base.end + len(completed.entries))
-    return place
+    """As `complete_running`, for a response whose beginning was never written."""
+    prefix = _find_prefix(db, completed.row)
+    position = _append_items(db, completed, prefix)
+    thread = position.thread if position else prefix.thread
+    _insert_response(db, completed.row, thread, prefix.end, prefix.end + len(completed.entries))
+    return position
 
 
 def _insert_response(
@@ -181,7 +178,7 @@ def _update_body(db: sqlite3.Connection, response_id: str, body: bytes) -> None:
 
 
 def _find_prefix(db: sqlite3.Connection, row: ResponseRow) -> ThreadPrefix:
-    """The end of the previous response; nothing, if that is gone or was never there for this tenant."""
+    """Return the conversation up to the previous response; empty if the tenant has no such response."""
     if row.previous_id is None:
         return ThreadPrefix(None, 0)
     found = db.execute(
@@ -197,27 +194,25 @@ def _append_items(
 ) -> ThreadPosition | None:
     if not completed.entries:
         return None
-    place = ThreadPosition(
-        _extend_or_fork_thread(db, completed.row.tenant, prefix, prefix.end + len(completed.entries)),
-        prefix.end,
-    )
+    tip = prefix.end + len(completed.entries)
+    position = ThreadPosition(_extend_or_fork_thread(db, completed.row.tenant, prefix, tip), prefix.end)
     db.executemany(
         f"INSERT INTO items ({_ITEM_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",  # noqa: S608
-        _make_item_rows(place, completed),
+        _make_item_rows(position, completed),
     )
-    return place
+    return position
 
 
 def _make_item_rows(position: ThreadPosition, completed: CompletedResponse) -> list[tuple[object, ...]]:
-    made = 0
+    output_index = 0
     rows: list[tuple[object, ...]] = []
     for pos, entry in enumerate(completed.entries, position.start):
-        ours = entry.turn > 0 and made not in completed.passthrough_items
-        made += entry.turn > 0
-        seen = _encode(entry.exchange) if entry.exchange is not None else None
-        files = _encode(entry.attachments) if entry.attachments else None
-        total = compute_checksum(entry.raw, seen, files)
-        item = (entry.turn, ours, entry.type, entry.id, entry.raw, seen, files, total)
+        ours = entry.turn > 0 and output_index not in completed.passthrough_items
+        output_index += entry.turn > 0
+        exchange = _encode(entry.exchange) if entry.exchange is not None else None
+        attachments = _encode(entry.attachments) if entry.attachments else None
+        checksum = compute_checksum(entry.raw, exchange, attachments)
+        item = (entry.turn, ours, entry.type, entry.id, entry.raw, exchange, attachments, checksum)
         rows.append((completed.row.tenant, position.thread, pos, position.start, *item))
     return rows
 
@@ -226,7 +221,7 @@ def _make_item_rows(position: ThreadPosition, completed: CompletedResponse) -> l
 
 
 def _extend_or_fork_thread(db: sqlite3.Connection, tenant: str, prefix: ThreadPrefix, tip: int) -> int:
-    """The thread to write to, from the end of the base up to the new tip, which is then ours."""
+    """Reserve the positions from the end of the prefix up to the new tip, and return their thread."""
     if prefix.thread is None:
         return _insert_thread(db, tenant, ThreadPrefix(None, 0), 0, tip)
     moved = db.execute(
@@ -239,24 +234,24 @@ def _extend_or_fork_thread(db: sqlite3.Connection, tenant: str, prefix: ThreadPr
         return _insert_thread(db, tenant, prefix, depth + 1, tip)
     require_worker_thread()
     copy = _insert_thread(db, tenant, ThreadPrefix(None, 0), 0, tip)
-    for part in _list_ancestors(db, prefix):
+    for ancestor in _list_ancestors(db, prefix):
         db.execute(
             f"INSERT INTO items ({_ITEM_COLUMNS}) SELECT {_ITEM_COLUMNS.replace('thread', '?')} FROM items"  # noqa: S608
             " WHERE thread = ? AND pos < ?",
-            (copy, *part),
+            (copy, *ancestor),
         )
     return copy
 
 
 def _list_ancestors(db: sqlite3.Connection, prefix: ThreadPrefix) -> list[tuple[int, int]]:
-    """The threads of which it consists, each with its end, oldest first."""
+    """Return the threads of a prefix, each with its end, oldest first. Raises DamagedRow."""
     path: list[tuple[int, int]] = []
     thread, end = prefix
     while thread is not None:
         path.append((thread, end))
         found = db.execute("SELECT parent, parent_end FROM threads WHERE id = ?", (thread,)).fetchone()
         if found is None or (found[0] is not None and found[0] >= thread):  # a parent is always older
-            raise DamagedRow("threads", str(thread), "what it continues is not there")
+            raise DamagedRow("threads", str(thread), "its parent is missing")
         thread, end = found
     return path[::-1]
 
@@ -282,15 +277,15 @@ def delete(db: sqlite3.Connection, tenant: str, response_id: str) -> bool:
 
 
 def _delete_unreachable_items(db: sqlite3.Connection, thread: int | None) -> None:
-    """Remove what nobody stands on any more: the end of this thread, or all of it and then of its parent."""
+    """Delete items that no response refers to: the end of this thread, or all of it and then of its parent."""
     while thread is not None:
-        (kept,) = db.execute(
+        (end,) = db.execute(
             "SELECT max(stop) FROM (SELECT max(end_pos) AS stop FROM responses WHERE thread = :thread"
             " UNION ALL SELECT max(parent_end) FROM threads WHERE parent = :thread)",
             {"thread": thread},
         ).fetchone()
-        db.execute("DELETE FROM items WHERE thread = ? AND pos >= ?", (thread, kept or 0))
-        if kept is not None:
+        db.execute("DELETE FROM items WHERE thread = ? AND pos >= ?", (thread, end or 0))
+        if end is not None:
             return
         ((thread,),) = db.execute("DELETE FROM threads WHERE id = ? RETURNING parent", (thread,)).fetchall()
 
@@ -299,7 +294,7 @@ def _delete_unreachable_items(db: sqlite3.Connection, thread: int | None) -> Non
 
 
 class _StoredItem(NamedTuple):
-    """An item where it stands."""
+    """An entry and where it is stored."""
 
     position: ThreadPosition
     pos: int
@@ -307,25 +302,25 @@ class _StoredItem(NamedTuple):
 
 
 class _ReadBudget:
-    """What one read may still bring into memory."""
+    """The bytes that one read may still load. `param` names the parameter to blame."""
 
     def __init__(self, param: str) -> None:
         self._param = param
         self._remaining = MAX_READ_BYTES
 
     def spend(self, *columns: bytes | None) -> None:
-        """Raises InvalidRequest."""
+        """Raises InvalidRequest if the budget is exceeded."""
         self._remaining -= sum([len(column or b"") for column in columns])
         if self._remaining < 0:
             raise InvalidRequest(
-                f"The items that are asked for are more than {MAX_READ_BYTES:,} bytes, which cannot be read at once."
-                f" Refer to less, or begin a new conversation.",
+                f"The items have more than {MAX_READ_BYTES:,} bytes, which is the limit of one read."
+                " Refer to fewer items, or start a new conversation.",
                 param=self._param,
             )
 
 
 def _iter_items(db: sqlite3.Connection, prefix: ThreadPrefix) -> Iterator[_StoredItem]:
-    """All that stands there, oldest first; raises InvalidRequest beyond the largest read."""
+    """Yield the items of a prefix, oldest first. Raises InvalidRequest above `MAX_READ_BYTES`, DamagedRow."""
     budget = _ReadBudget("previous_response_id")
     for thread, end in _list_ancestors(db, prefix):
         for start, pos, *entry in db.execute(
@@ -349,13 +344,18 @@ def _decode_item(
 ) -> ConversationEntry:
     """Raises DamagedRow."""
     verify_checksum("items", row, expected, raw, exchange, attachments)
-    seen = decode(_exchange_decoder, exchange, "items", row) if exchange is not None else None
-    files = decode(_attachment_decoder, attachments, "items", row) if attachments is not None else ()
-    return ConversationEntry(type=kind, id=item_id, turn=turn, raw=raw, exchange=seen, attachments=files)
+    return ConversationEntry(
+        type=kind,
+        id=item_id,
+        turn=turn,
+        raw=raw,
+        exchange=None if exchange is None else decode(exchange_decoder, exchange, "items", row),
+        attachments=() if attachments is None else decode(attachment_decoder, attachments, "items", row),
+    )
 
 
 def _decode_output_item(ours: int, raw: bytes, row: str) -> OutputItem:
-    """One that another release wrote and this one cannot read stays what it is. Raises DamagedRow."""
+    """Decode an output item; an item of another release stays raw. Raises DamagedRow."""
     try:
         return _authored_decoder.decode(raw) if ours else msgspec.Raw(raw)
     except msgspec.ValidationError:
@@ -372,20 +372,20 @@ def get_response(db: sqlite3.Connection, tenant: str, response_id: str) -> Respo
     ).fetchone()
     if found is None:
         return None
-    body, expected, *place = found
+    body, expected, *position = found
     verify_checksum("responses", response_id, expected, body)
-    whole = decode(_response_decoder, body, "responses", response_id)
+    response = decode(response_decoder, body, "responses", response_id)
     items = db.execute(
         "SELECT pos, ours, raw, exchange, attachments, checksum FROM items"
         " WHERE thread = ? AND pos >= ? AND pos < ? AND turn > 0 ORDER BY pos",
-        place,
+        position,
     )
-    whole.output = []
+    response.output = []
     for pos, ours, raw, exchange, attachments, total in items:
-        row = f"{place[0]}/{pos}"
+        row = f"{position[0]}/{pos}"
         verify_checksum("items", row, total, raw, exchange, attachments)
-        whole.output.append(_decode_output_item(ours, raw, row))
-    return whole
+        response.output.append(_decode_output_item(ours, raw, row))
+    return response
 
 
 def list_turns(db: sqlite3.Connection, tenant: str, response_id: str) -> list[StoredTurn] | None:
@@ -396,8 +396,8 @@ def list_turns(db: sqlite3.Connection, tenant: str, response_id: str) -> list[St
     ).fetchone()
     if found is None:
         return None
-    kept = groupby(_iter_items(db, ThreadPrefix(*found)), lambda one: one.position)
-    return [StoredTurn(place, [one.entry for one in turn]) for place, turn in kept]
+    turns = groupby(_iter_items(db, ThreadPrefix(*found)), lambda item: item.position)
+    return [StoredTurn(position, [item.entry for item in items]) for position, items in turns]
 
 
 def list_input_items(db: sqlite3.Connection, tenant: str, response_id: str) -> list[ConversationEntry] | None:
@@ -408,9 +408,9 @@ def list_input_items(db: sqlite3.Connection, tenant: str, response_id: str) -> l
         return None
     thread, end, start = found
     return [
-        one.entry
-        for one in _iter_items(db, ThreadPrefix(thread, end))
-        if one.pos < start or one.entry.turn == 0
+        item.entry
+        for item in _iter_items(db, ThreadPrefix(thread, end))
+        if item.pos < start or item.entry.turn == 0
     ]
 
 
@@ -423,7 +423,7 @@ _SELECT_BY_ID = """
 def find_items(
     db: sqlite3.Connection, tenant: str, item_ids: Collection[str]
 ) -> dict[str, ConversationEntry]:
-    """What a model made comes before what a client gave back under the same id; raises InvalidRequest."""
+    """Return items by id; one that a model made precedes one that a client sent. Raises InvalidRequest."""
     budget = _ReadBudget("input")
     found: dict[str, ConversationEntry] = {}
     for item_id in item_ids:
@@ -450,18 +450,18 @@ def get_database_id(db: sqlite3.Connection) -> str:
     return found
 
 
-# --- claims -------------------------------------------------------------------------------------------
+# --- idempotency keys -------------------------------------------------------------------------------------------
 
 
 def claim_idempotency_key(
-    db: sqlite3.Connection, tenant: str, key: str, wanted: IdempotencyClaim, seconds: float
+    db: sqlite3.Connection, tenant: str, key: str, claim: IdempotencyClaim, seconds: float
 ) -> IdempotencyClaim | None:
     db.execute("DELETE FROM claims WHERE expires <= julianday('now')")
     found = get_idempotency_claim(db, tenant, key)
     if found is None:
         db.execute(
             "INSERT INTO claims (tenant, key, digest, response, expires) VALUES (?, ?, ?, ?, julianday('now', ?))",
-            (tenant, key, wanted.digest, wanted.response_id, f"{seconds} seconds"),
+            (tenant, key, claim.digest, claim.response_id, f"{seconds} seconds"),
         )
     return found
 
@@ -476,34 +476,3 @@ def get_idempotency_claim(db: sqlite3.Connection, tenant: str, key: str) -> Idem
 
 def release_idempotency_key(db: sqlite3.Connection, tenant: str, key: str, response_id: str) -> None:
     db.execute("DELETE FROM claims WHERE tenant = ? AND key = ? AND response = ?", (tenant, key, response_id))
-
-
-# --- keys ---------------------------------------------------------------------------------------------
-
-
-def insert_api_key(db: sqlite3.Connection, key: ApiKeyRecord) -> None:
-    db.execute(
-        "INSERT INTO keys (id, digest, created_at, revoked_at, record) VALUES (?, ?, ?, ?, ?)",
-        (key.id, key.digest, key.created_at, key.revoked_at, _encode(key)),
-    )
-
-
-def revoke_api_key(db: sqlite3.Connection, key_id: str, now: float) -> bool:
-    found = db.execute("UPDATE keys SET revoked_at = ? WHERE id = ? AND revoked_at IS NULL", (now, key_id))
-    return found.rowcount > 0
-
-
-def list_api_keys(db: sqlite3.Connection) -> list[ApiKeyRecord]:
-    found = db.execute("SELECT id, record, revoked_at FROM keys ORDER BY created_at, id")
-    keys: list[ApiKeyRecord] = []
-    for key_id, record, revoked in found:
-        with suppress(DamagedRow):  # it is logged, and must not keep the others from being revoked
-            keys.append(
-                msgspec.structs.replace(decode(_api_key_decoder, record, "keys", key_id), revoked_at=revoked)
-            )
-    return keys
-
-
-def get_api_keys_revision(db: sqlite3.Connection) -> int:
-    (revision,) = db.execute("SELECT count(*) + count(revoked_at) FROM keys").fetchone()
-    return revision

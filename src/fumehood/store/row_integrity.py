@@ -1,4 +1,4 @@
-"""Tells rows that are damaged from those that can be read."""
+"""Checksums and decoding of rows, to detect damage."""
 
 import logging
 import zlib
@@ -13,15 +13,14 @@ logger = logging.getLogger(__name__)
 
 
 class DamagedRow(StorageCorrupted):
-    """A row whose content is not what was written.
+    """A row whose content is not what was written. It is logged when raised.
 
-    table, row: where it is; row is its key, as operators and doctors print it.
+    table, row: where it is; `row` is its primary key.
     """
 
     def __init__(self, table: str, row: str, reason: str) -> None:
         super().__init__(
-            f"What is stored cannot be read ({table} {row}): its data is damaged. `fumehood doctor --data` tells the "
-            "operator of this server more."
+            f"Stored data is damaged ({table} {row}). The operator of this server can run `fumehood doctor --data`."
         )
         self.table = table
         self.row = row
@@ -30,7 +29,7 @@ class DamagedRow(StorageCorrupted):
 
 
 def compute_checksum(*columns: bytes | None) -> int:
-    """Of what a row holds; a column that is missing is not the same as an empty one."""
+    """Return the CRC-32 of a row's columns. NULL and empty differ."""
     total = 0
     for column in columns:
         total = zlib.crc32(b"\0" if column is None else column, total)
@@ -39,14 +38,14 @@ def compute_checksum(*columns: bytes | None) -> int:
 
 
 def verify_checksum(table: str, row: str, expected: int | None, *columns: bytes | None) -> None:
-    """Raises DamagedRow. Rows of older releases have no checksum: of those it is only known whether they are JSON."""
+    """Raises DamagedRow if the checksum differs. Rows of older releases have none; they must be valid JSON."""
     if expected is not None:
         try:
             found = compute_checksum(*columns)
         except TypeError as error:
             raise DamagedRow(table, row, str(error)) from error
         if found != expected:
-            raise DamagedRow(table, row, f"its checksum is {found}, and {expected} was written")
+            raise DamagedRow(table, row, f"its checksum is {found}, expected {expected}")
         return
     for column in columns:
         if column is not None:
@@ -64,7 +63,7 @@ def decode[T](decoder: msgspec.json.Decoder[T], content: bytes, table: str, row:
 def decode_readable[T](
     decoder: msgspec.json.Decoder[T], rows: Iterable[tuple[str, bytes]], table: str
 ) -> list[T]:
-    """Those that can be read; one that cannot is logged, and must not keep whoever tidies up from the others."""
+    """Decode rows and skip damaged ones, which are logged, so that sweeps continue."""
     found: list[T] = []
     for row, content in rows:
         with suppress(DamagedRow):

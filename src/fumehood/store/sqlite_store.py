@@ -1,7 +1,7 @@
-"""The store of a gateway that runs alone: one SQLite file.
+"""The store of a single gateway: one SQLite file.
 
-Everything is written by one thread, in groups. What begins is written a moment later, and not at all if it has ended
-by then. docs/storage.md tells the rest.
+One thread writes, with group commit. The beginning of a response is written with a delay, and not at all if the
+response has ended by then. See docs/storage.md.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from fumehood.protocol.openai.container_objects import ContainerFileRecord, Cont
 from fumehood.protocol.openai.file_objects import UploadedFileRecord
 from fumehood.protocol.openai.page_query import PageQuery
 from fumehood.protocol.openai.responses import Response
-from fumehood.store import container_rows, response_rows, upload_rows
+from fumehood.store import api_key_rows, container_rows, response_rows, upload_rows
 from fumehood.store.conversation_cache import ConversationCache, ThreadPosition
 from fumehood.store.database import Database, DatabaseJob, Work
 from fumehood.store.migrations import StoreOpenError
@@ -39,9 +39,10 @@ _CACHE_BYTES = 64 << 20
 
 @dataclass(slots=True)
 class _RunningResponse:
-    """A response of this process that runs. Its beginning is in the database once the job is applied.
+    """A running response of this process.
 
-    expires: when its lease does, for one of which the database does not know.
+    job: writes its beginning to the database.
+    expires_at: monotonic time at which its lease expires, if the database does not know it.
     """
 
     tenant: str
@@ -52,15 +53,16 @@ class _RunningResponse:
 
 @dataclass(frozen=True, slots=True)
 class _CommitResult:
-    """A response is committed; its items are at the place, if it has any."""
+    """A committed response, and the position of its items if it has any."""
 
     position: ThreadPosition | None
 
 
 class SqliteStore:
-    """A `Store` in one file. One process at a time: a second one is refused when it opens the file.
+    """A `Store` in one SQLite file, for one process at a time.
 
-    Items of conversations that were used lately are kept in memory, up to `cache_bytes`.
+    lease_seconds: lifetime of a lease without renewal.
+    cache_bytes: memory for recently used conversations.
     """
 
     def __init__(
@@ -91,10 +93,11 @@ class SqliteStore:
         shared: bool = False,
         stats: StoreStats | None = None,
     ) -> Self:
-        """Make the file if there is none; raises StoreOpenError.
+        """Open the database, and create it if it does not exist.
 
-        shared: leave out the lock and the cache, and trust leases alone; slow, for short visits to a file that a
-            gateway may be using.
+        shared: without the lock and the cache, for short access to a file that a gateway may be using.
+
+        Raises StoreOpenError if it is in use by another process, or cannot be used by this release.
         """
         database = await Database.open(path, shared=shared, stats=stats)
         return cls(
@@ -105,7 +108,7 @@ class SqliteStore:
         )
 
     async def get_database_id(self) -> str:
-        """What no other database is called."""
+        """Return the unique id of this database."""
         return await self._database.read(response_rows.get_database_id)
 
     async def close(self) -> None:
@@ -121,27 +124,27 @@ class SqliteStore:
         self._database.check_open()
         response = msgspec.structs.replace(response, output=[])
 
-        head = response_rows.make_response_row(tenant, response)
+        row = response_rows.make_response_row(tenant, response)
 
         def work(db: sqlite3.Connection) -> None:
-            response_rows.insert_running(db, head, self._owner, _FIRST_EPOCH, self._lease_seconds)
+            response_rows.insert_running(db, row, self._owner, _FIRST_EPOCH, self._lease_seconds)
 
-        job = DatabaseJob(work, size=len(head.body))
+        job = DatabaseJob(work, size=len(row.body))
         self._running[response.id] = _RunningResponse(tenant, response, job, self._lease_deadline())
         self._schedule_begin(response.id, job)
         return Lease(response.id, _FIRST_EPOCH)
 
     async def renew_leases(self, leases: Sequence[Lease]) -> Sequence[Lease]:
-        begun = [(lease, self._running.get(lease.response_id)) for lease in leases]
-        for lease, ours in begun:
-            if ours is not None and lease.epoch == _FIRST_EPOCH:
-                ours.expires_at = self._lease_deadline()
+        held = [(lease, self._running.get(lease.response_id)) for lease in leases]
+        for lease, running in held:
+            if running is not None and lease.epoch == _FIRST_EPOCH:
+                running.expires_at = self._lease_deadline()
 
         def work(db: sqlite3.Connection) -> list[Lease]:
             return [
                 lease
-                for lease, ours in begun
-                if _is_unwritten(ours, lease)
+                for lease, running in held
+                if _is_unwritten(running, lease)
                 or response_rows.renew_lease(db, lease.response_id, lease.epoch, self._lease_seconds)
             ]
 
@@ -151,37 +154,41 @@ class SqliteStore:
         self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[ConversationEntry]
     ) -> None:
         response_id = response.id
-        begun = self._running.get(response_id)
-        if begun is not None and lease is not None and (begun.tenant, _FIRST_EPOCH) != (tenant, lease.epoch):
+        running = self._running.get(response_id)
+        if (
+            running is not None
+            and lease is not None
+            and (running.tenant, _FIRST_EPOCH) != (tenant, lease.epoch)
+        ):
             raise LeaseLost(response_id)
-        ending = response_rows.make_completed_response(tenant, response, entries)
+        completed = response_rows.make_completed_response(tenant, response, entries)
 
         def work(db: sqlite3.Connection) -> _CommitResult | None:
-            if lease is None or _is_unwritten(begun, lease):
-                return _CommitResult(response_rows.insert_completed(db, ending))
+            if lease is None or _is_unwritten(running, lease):
+                return _CommitResult(response_rows.insert_completed(db, completed))
             if response_rows.get_epoch(db, tenant, response_id) != lease.epoch:
                 return None
-            return _CommitResult(response_rows.complete_running(db, ending))
+            return _CommitResult(response_rows.complete_running(db, completed))
 
-        def update_cache(ended: _CommitResult | None) -> None:
+        def update_cache(result: _CommitResult | None) -> None:
             self._running.pop(response_id, None)
-            if ended is not None and ended.position is not None:
+            if result is not None and result.position is not None:
                 self._cache.append(
-                    tenant, response_id, ending.row.previous_id, ended.position, ending.entries
+                    tenant, response_id, completed.row.previous_id, result.position, completed.entries
                 )
 
         beginning = self._pending_begins.pop(response_id, None)
         try:
-            ended = await self._database.write(
-                work, update_cache, ending.memory_bytes, subject=f"response {response_id}"
+            result = await self._database.write(
+                work, update_cache, completed.memory_bytes, subject=f"response {response_id}"
             )
-        except sqlite3.IntegrityError:  # there is one of that id
+        except sqlite3.IntegrityError:  # the id exists
             raise LeaseLost(response_id) from None
         except (ServiceUnavailable, StorageCorrupted):
             if beginning is not None:
                 self._schedule_begin(response_id, beginning)
             raise
-        if ended is None:
+        if result is None:
             raise LeaseLost(response_id)
 
     async def fail_orphaned_responses(self) -> int:
@@ -191,21 +198,21 @@ class SqliteStore:
         now = time.monotonic()
         never_written = [
             response_id
-            for response_id, begun in self._running.items()
-            if begun.expires_at <= now and not begun.job.is_applied
+            for response_id, running in self._running.items()
+            if running.expires_at <= now and not running.job.is_applied
         ]
         for response_id in (*failed, *never_written):
             self._running.pop(response_id, None)
         return len(failed)
 
     async def get_response(self, tenant: str, response_id: str) -> Response | None:
-        # What was shown to somebody has to be there after a crash, so its beginning is written before it is read.
+        # What a client has seen must survive a crash, so the beginning is written before it is read.
         found = await self._read_response(
             response_id, lambda db: response_rows.get_response(db, tenant, response_id)
         )
-        begun = self._running.get(response_id)
-        if found is None and begun is not None and not begun.job.is_applied and begun.tenant == tenant:
-            return msgspec.structs.replace(begun.response, output=[])  # the disk did not take it
+        running = self._running.get(response_id)
+        if found is None and running is not None and not running.job.is_applied and running.tenant == tenant:
+            return msgspec.structs.replace(running.response, output=[])  # it could not be written
         return found
 
     async def get_conversation(self, tenant: str, response_id: str) -> Sequence[ConversationSegment] | None:
@@ -218,7 +225,7 @@ class SqliteStore:
         )
         if turns is None:
             return None
-        if deletions != self._deletions:  # perhaps of this one: what was read must not be kept
+        if deletions != self._deletions:  # perhaps of this one: do not cache it
             return [ConversationSegment(tuple(turn.entries)) for turn in turns]
         return self._cache.load(tenant, response_id, turns)
 
@@ -228,10 +235,10 @@ class SqliteStore:
         )
 
     async def find_items(self, tenant: str, item_ids: Sequence[str]) -> dict[str, ConversationEntry]:
-        asked = {item_id for item_id in item_ids if _is_storable(item_id)}
-        return (
-            await self._database.read(lambda db: response_rows.find_items(db, tenant, asked)) if asked else {}
-        )
+        wanted = {item_id for item_id in item_ids if _is_storable(item_id)}
+        if not wanted:
+            return {}
+        return await self._database.read(lambda db: response_rows.find_items(db, tenant, wanted))
 
     async def delete_response(self, tenant: str, response_id: str) -> bool:
         if not _is_storable(response_id):
@@ -243,7 +250,7 @@ class SqliteStore:
                 self._cache.remove(response_id)
                 self._running.pop(response_id, None)
 
-        self._flush_begins()  # what runs stands on what it continues, from before this
+        self._flush_begins()  # a running response protects what it continues
         return await self._database.write(
             lambda db: response_rows.delete(db, tenant, response_id),
             remove_from_cache,
@@ -329,7 +336,7 @@ class SqliteStore:
         )
 
     async def find_unreferenced_blobs(self, names: Sequence[str]) -> Sequence[str]:
-        """By the writer: a reader might not see what somebody asked for who was cancelled then."""
+        """Ask the writer: a reader might not see the write of a caller that was cancelled."""
         return await self._database.write(lambda db: response_rows.find_unreferenced_blobs(db, names))
 
     # --- uploads --------------------------------------------------------------------------------------
@@ -364,7 +371,7 @@ class SqliteStore:
     async def list_expired_uploads(self, now: float, limit: int) -> Sequence[UploadedFileRecord]:
         return await self._database.read(lambda db: upload_rows.list_expired(db, now, limit))
 
-    # --- claims ---------------------------------------------------------------------------------------
+    # --- idempotency keys ---------------------------------------------------------------------------------------
 
     async def claim_idempotency_key(
         self, tenant: str, key: str, claim: IdempotencyClaim, seconds: float
@@ -381,23 +388,23 @@ class SqliteStore:
             lambda db: response_rows.release_idempotency_key(db, tenant, key, response_id)
         )
 
-    # --- keys -----------------------------------------------------------------------------------------
+    # --- API keys -----------------------------------------------------------------------------------------
 
     async def add_api_key(self, key: ApiKeyRecord) -> None:
-        await self._database.write(lambda db: response_rows.insert_api_key(db, key))
+        await self._database.write(lambda db: api_key_rows.insert(db, key))
 
     async def revoke_api_key(self, key_id: str, now: float) -> bool:
         return _is_storable(key_id) and await self._database.write(
-            lambda db: response_rows.revoke_api_key(db, key_id, now)
+            lambda db: api_key_rows.revoke(db, key_id, now)
         )
 
     async def list_api_keys(self) -> Sequence[ApiKeyRecord]:
-        return await self._database.read(response_rows.list_api_keys)
+        return await self._database.read(api_key_rows.list_all)
 
     async def get_api_keys_revision(self) -> int:
-        return await self._database.read(response_rows.get_api_keys_revision)
+        return await self._database.read(api_key_rows.get_revision)
 
-    # --- inside ---------------------------------------------------------------------------------------
+    # --- internals ---------------------------------------------------------------------------------------
 
     def _lease_deadline(self) -> float:
         return time.monotonic() + self._lease_seconds
@@ -416,7 +423,7 @@ class SqliteStore:
             self._database.post(beginning)
 
     async def _read_response[T](self, response_id: str, work: Work[T | None]) -> T | None:
-        """By the writer for what runs here: a reader might not see it yet."""
+        """Ask the writer for a response that runs here: a reader might not see it yet."""
         if not _is_storable(response_id):
             return None
         if response_id in self._running:
@@ -425,13 +432,13 @@ class SqliteStore:
         return await self._database.read(work, subject=f"response {response_id}")
 
 
-def _is_unwritten(begun: _RunningResponse | None, lease: Lease) -> bool:
-    """Whether it is ours and only we know of it. Asked by jobs, so that all before them were done."""
-    return begun is not None and not begun.job.is_applied and lease.epoch == _FIRST_EPOCH
+def _is_unwritten(running: _RunningResponse | None, lease: Lease) -> bool:
+    """Whether the response runs here and the database does not know it. Call it from a job, after all earlier ones."""
+    return running is not None and not running.job.is_applied and lease.epoch == _FIRST_EPOCH
 
 
 def _is_storable(name: str) -> bool:
-    """What cannot be written as UTF-8 names nothing that is kept."""
+    """Whether it is valid UTF-8; nothing stored has another name."""
     try:
         name.encode()
     except UnicodeEncodeError:

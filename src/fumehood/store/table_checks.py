@@ -1,4 +1,4 @@
-"""Reads every row of a database as the store would, for whoever examines it."""
+"""Checks of every row of a database, table by table, for `fumehood doctor --data`."""
 
 import sqlite3
 from collections.abc import Callable, Iterator
@@ -7,25 +7,19 @@ from functools import partial
 import msgspec
 
 from fumehood.protocol.api_keys import ApiKeyRecord
-from fumehood.protocol.attachments import Attachment
-from fumehood.protocol.conversation import ToolExchange
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.openai.file_objects import UploadedFileRecord
-from fumehood.protocol.openai.responses import Response
+from fumehood.store.response_rows import attachment_decoder, exchange_decoder, response_decoder
 from fumehood.store.row_integrity import DamagedRow, decode, verify_checksum
 
-# One answer for each row: None, or what is wrong with it.
 type TableCheck = Callable[[sqlite3.Connection], Iterator[DamagedRow | None]]
-
-_response_decoder = msgspec.json.Decoder(Response)
-_exchange_decoder = msgspec.json.Decoder(ToolExchange)
-_attachment_decoder = msgspec.json.Decoder(tuple[Attachment, ...])
+"""Yields None for each good row, and the damage for each other."""
 
 
 def _select_columns(db: sqlite3.Connection, table: str, *names: str) -> str:
-    """These columns; a file that an older release wrote has not all of them."""
-    there = {row[1] for row in db.execute(f"PRAGMA table_info({table})")}
-    return ", ".join(name if name in there else f"NULL AS {name}" for name in names)
+    """Return a column list with NULL for columns that a file of an older release does not have."""
+    existing = {row[1] for row in db.execute(f"PRAGMA table_info({table})")}
+    return ", ".join(name if name in existing else f"NULL AS {name}" for name in names)
 
 
 def _catch_damage(read: Callable[[], object]) -> DamagedRow | None:
@@ -39,19 +33,18 @@ def _catch_damage(read: Callable[[], object]) -> DamagedRow | None:
 def _check_responses(db: sqlite3.Connection) -> Iterator[DamagedRow | None]:
     columns = _select_columns(db, "responses", "id", "body", "checksum", "thread", "start_pos", "end_pos")
     for name, body, total, thread, start, end in db.execute(f"SELECT {columns} FROM responses"):  # noqa: S608
-        yield _catch_damage(lambda: _check_response(db, name, body, total)) or _catch_damage(  # noqa: B023 - called at once
-            lambda: _check_item_count(db, name, thread, start, end)  # noqa: B023
+        yield _catch_damage(partial(_check_response, name, body, total)) or _catch_damage(
+            partial(_check_item_count, db, name, thread, start, end)
         )
 
 
-def _check_response(db: sqlite3.Connection, name: str, body: bytes, total: int | None) -> None:
-    del db
+def _check_response(name: str, body: bytes, total: int | None) -> None:
     verify_checksum("responses", name, total, body)
-    decode(_response_decoder, body, "responses", name)
+    decode(response_decoder, body, "responses", name)
 
 
 def _check_item_count(db: sqlite3.Connection, name: str, thread: int | None, start: int, end: int) -> None:
-    """That everything it added is there."""
+    """Check that no item of the response is missing."""
     (found,) = db.execute(
         "SELECT count(*) FROM items WHERE thread IS ? AND pos >= ? AND pos < ?", (thread, start, end)
     ).fetchone()
@@ -69,21 +62,19 @@ def _check_item(
     row: str, raw: bytes, exchange: bytes | None, attachments: bytes | None, total: int | None
 ) -> None:
     verify_checksum("items", row, total, raw, exchange, attachments)
-    verify_checksum("items", row, None, raw)  # and that it is JSON
+    verify_checksum("items", row, None, raw)  # JSON
     if exchange is not None:
-        decode(_exchange_decoder, exchange, "items", row)
+        decode(exchange_decoder, exchange, "items", row)
     if attachments is not None:
-        decode(_attachment_decoder, attachments, "items", row)
+        decode(attachment_decoder, attachments, "items", row)
 
 
 def _check_threads(db: sqlite3.Connection) -> Iterator[DamagedRow | None]:
-    for thread, parent, there in db.execute(
+    for thread, parent, found in db.execute(
         "SELECT t.id, t.parent, p.id FROM threads t LEFT JOIN threads p ON p.id = t.parent"
     ):
-        lost = parent is not None and (there is None or parent >= thread)
-        yield (
-            DamagedRow("threads", str(thread), f"it continues {parent}, which is not there") if lost else None
-        )
+        lost = parent is not None and (found is None or parent >= thread)
+        yield DamagedRow("threads", str(thread), f"its parent {parent} is missing") if lost else None
 
 
 def _check_records[T](table: str, record: type[T], db: sqlite3.Connection) -> Iterator[DamagedRow | None]:
@@ -108,7 +99,7 @@ class _SizedRecord(msgspec.Struct):
 
 
 def list_referenced_blobs(db: sqlite3.Connection) -> dict[str, int]:
-    """The names of blobs that records refer to, with the sizes that those tell; of damaged records -1."""
+    """Return the blobs that records refer to, with the recorded sizes; -1 if the record is damaged."""
     decoder = msgspec.json.Decoder(_SizedRecord)
     found: dict[str, int] = {}
     for table in ("files", "uploads"):

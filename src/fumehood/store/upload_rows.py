@@ -1,4 +1,4 @@
-"""What the SQLite store reads and writes of uploads, inside a transaction of its caller."""
+"""Uploads in the SQLite store. Functions run inside the caller's transaction."""
 
 import sqlite3
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ _encode = msgspec.json.Encoder().encode
 
 def insert(db: sqlite3.Connection, record: UploadedFileRecord, quota: FileTotals | None) -> bool:
     if quota is not None:
-        has = get_totals(db, record.tenant)
-        if has.files >= quota.files or has.bytes + record.bytes > quota.bytes:
+        totals = get_totals(db, record.tenant)
+        if totals.files >= quota.files or totals.bytes + record.bytes > quota.bytes:
             return False
     db.execute(
         "INSERT INTO uploads (id, tenant, created_at, purpose, bytes, expires_at, blob, record)"
@@ -53,7 +53,7 @@ def get(db: sqlite3.Connection, tenant: str, file_id: str) -> UploadedFileRecord
 def list_page(
     db: sqlite3.Connection, tenant: str, query: PageQuery, purpose: str | None, now: float
 ) -> list[UploadedFileRecord]:
-    """Raises InvalidRequest."""
+    """Raises InvalidRequest if the cursor is unknown."""
     where = "tenant = :tenant AND (expires_at IS NULL OR expires_at > :now)"
     if purpose is not None:
         where += " AND purpose = :purpose"
