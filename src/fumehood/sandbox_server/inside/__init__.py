@@ -1,1 +1,1 @@
-"""Code that runs inside the jail: spawner, zygote, init, runner."""
+"""The code that runs inside the jail. It imports nothing else of fumehood."""

@@ -208,8 +208,8 @@ class SandboxFiles:
 
     async def _walk(self) -> _WalkResult:
         if not self._access.reads_directly:
-            answer, opened = await self._run_helper({"do": "walk"})
-            return await asyncio.to_thread(_read_listing, opened.pop()), bool(answer["cut"])
+            answer, opened = await self._run_helper({"op": "list"})
+            return await asyncio.to_thread(_read_listing, opened.pop()), bool(answer["truncated"])
         async with self._tasks:
             # A descriptor of its own: should the sandbox end meanwhile, its number may become a neighbour's.
             data = os.dup(self._access.require_data_fd())
@@ -221,7 +221,7 @@ class SandboxFiles:
             if self._access.reads_directly:
                 fd = data_directory.open_regular_file(self._access.require_data_fd(), path)
             else:
-                _, opened = await self._run_helper({"do": "open", "path": path})
+                _, opened = await self._run_helper({"op": "open", "path": path})
                 fd = opened.pop()
         except (OSError, data_directory.UnsafePath) as error:
             raise to_file_error(path, error) from error
@@ -277,7 +277,7 @@ class SandboxFiles:
         async with self._transfers:
             try:
                 with mine, theirs:
-                    task = {"do": "give"}
+                    task = {"op": "send"}
                     at_work = self._access.helpers.spawn(
                         self._access.require_data_fd(), task, [theirs.fileno()]
                     )
@@ -310,7 +310,7 @@ class SandboxFiles:
 
         Raises FileRefused, and TooLarge for more than `limit` bytes (`file_bytes` if None is given).
         """
-        task = {"do": "write", "path": path, "executable": executable}
+        task = {"op": "write", "path": path, "executable": executable}
         answer = await self._transfer(task, path, content, limit)
         return _convert_answer({**answer, "path": path}, FileEntry)
 
@@ -328,7 +328,7 @@ class SandboxFiles:
         """
         if into:
             _check_path(into, "into")
-        task = {"do": "unpack", "kind": kind, "into": into, **self._unpack_limits()}
+        task = {"op": "unpack", "kind": kind, "into": into, **self._unpack_limits()}
         answer = await self._transfer(task, "the archive", content, limit)
         return _convert_answer(answer, UnpackSummary)
 
@@ -337,7 +337,7 @@ class SandboxFiles:
 
         Raises FileRefused and TooLarge, with bounds as those of archives, and then nothing is in place.
         """
-        answer = await self._transfer({"do": "receive", **self._unpack_limits()}, "the files", content, None)
+        answer = await self._transfer({"op": "receive", **self._unpack_limits()}, "the files", content, None)
         return _convert_answer(answer, WriteSummary)
 
     def _unpack_limits(self) -> dict[str, int]:
@@ -345,7 +345,7 @@ class SandboxFiles:
 
     async def delete(self, path: str) -> None:
         """Remove one file; raises FileNotFound, FileRefused."""
-        await self._run_helper({"do": "delete", "path": path})
+        await self._run_helper({"op": "delete", "path": path})
 
     async def _transfer(
         self, task: dict[str, Any], subject: str, content: bytes | AsyncIterable[bytes], limit: int | None
@@ -389,7 +389,7 @@ class SandboxFiles:
                 data = os.dup(self._access.require_data_fd())
                 await asyncio.to_thread(_discard_and_close, data, token)
             else:
-                await self._run_helper({"do": "discard", "token": token, "most": _MAX_DISCARDED_ENTRIES})
+                await self._run_helper({"op": "discard", "token": token, "max_entries": _MAX_DISCARDED_ENTRIES})
 
     # ---- helpers ----------------------------------------------------------------------------------------------
 

@@ -68,8 +68,8 @@ class ZygoteConnection:
             raise IsolationUnavailable(f"The jail could not be made: {said}.", _ADVICE) from error
         zygote = cls(sock, process)
         special = {
-            "common": launch.common_plan and launch.common_plan._asdict(),
-            "thorough": launch.optimizes_forks,
+            "common_plan": launch.common_plan and launch.common_plan._asdict(),
+            "optimize_forks": launch.optimizes_forks,
         }
         programs = (launch.seccomp_program, launch.helper_seccomp_program)
         await zygote._initialize(programs, launch.preload, launch.timeout, special)
@@ -97,7 +97,7 @@ class ZygoteConnection:
                 "Start the code container first: `python -m fumehood.sandbox_server.inside.pod_entrypoint PATH`.",
             ) from error
         zygote = cls(sock, None)
-        await zygote._initialize(programs, preload, timeout, {"single": True})
+        await zygote._initialize(programs, preload, timeout, {"single_use": True})
         return zygote
 
     async def _initialize(

@@ -1,1 +1,1 @@
-"""File operations inside the jail."""
+"""File operations that the helpers of a sandbox perform."""

@@ -1,1 +1,1 @@
-"""Building the jail of one sandbox."""
+"""Builds the jail: root file system, namespaces, Landlock, seccomp."""

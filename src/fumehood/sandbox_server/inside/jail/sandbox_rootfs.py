@@ -1,7 +1,7 @@
 """Builds the root file system that the zygote and all sandboxes share, then executes the spawner.
 
-The host's directories are on the stage (see rootfs.py). Sandboxes get them as read-only overlays instead of bind mounts:
-a mask on top hides what does not belong there (packages that are not the sandbox's), and mountinfo shows neutral names
+The host's directories are on the stage (see rootfs.py). Sandboxes get them as read-only overlays, not bind mounts: a
+mask on top hides what does not belong there (packages that are not the sandbox's), and mountinfo shows neutral names
 instead of the operator's paths.
 """
 

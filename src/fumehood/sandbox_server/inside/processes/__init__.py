@@ -1,1 +1,1 @@
-"""Processes of the jail: spawner, zygote, init, interpreter, helpers."""
+"""The processes of the jail: spawner, zygote, init, interpreter, helpers."""

@@ -1,7 +1,6 @@
-"""Serves requests with descriptors and watches the processes it forks.
+"""Base of the processes that fork on request: receives requests with descriptors, watches the children.
 
-It knows its children by the supervisor's numbers, never by a name: what this process knows, every later fork
-could read.
+Children are known by the supervisor's numbers only: whatever is in this process, every later fork can read.
 """
 
 import abc
@@ -23,7 +22,7 @@ type RequestHandler = Callable[[dict[str, Any], list[int]], None]
 
 
 class ForkServer(abc.ABC):
-    """One process that forks on request; `control` is the supervisor's, and its end is this process's."""
+    """A process that forks on request; it exits when the supervisor closes `control`."""
 
     def __init__(self, control: socket.socket) -> None:
         self.control = control
@@ -31,9 +30,11 @@ class ForkServer(abc.ABC):
         self._selector = selectors.DefaultSelector()
 
     def add_source(self, source: socket.socket, handler: RequestHandler) -> None:
+        """Call `handler` for each request that arrives on `source`."""
         self._selector.register(source, selectors.EVENT_READ, handler)
 
     def serve(self) -> NoReturn:
+        """Handle requests and ended children for ever."""
         while True:
             for key, _ in self._selector.select():
                 if isinstance(key.data, int):
@@ -53,7 +54,7 @@ class ForkServer(abc.ABC):
         send_message(self.control, event, fds)
 
     def watch_child(self, number: int, pid: int) -> int:
-        """Take note of a child; the pidfd stays ours."""
+        """Watch a child; returns its pidfd, which this object owns."""
         pidfd = os.pidfd_open(pid)
         self.watch_pidfd(number, pid, pidfd)
         return pidfd
@@ -64,16 +65,16 @@ class ForkServer(abc.ABC):
 
     def send_signal(self, number: int, which: int) -> None:
         if number in self._children:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, of which we are about to hear
+            with contextlib.suppress(ProcessLookupError):  # it has ended; its exit is handled next
                 signal.pidfd_send_signal(self._children[number][1], which)
 
     def signal_group(self, number: int, which: int) -> None:
-        """To the process group that this child leads; it is not reaped yet, so its number is still its own."""
+        """Signal the process group of a child; the child is not reaped yet, so its pid is still its own."""
         if number in self._children:
             try:
                 os.killpg(self._children[number][0], which)
             except (ProcessLookupError, PermissionError):
-                return  # it has not become a leader yet, or has just ended
+                return  # not a group leader yet, or just ended
 
     def _reap_child(self, number: int) -> None:
         pid, pidfd = self._children.pop(number)
@@ -82,19 +83,20 @@ class ForkServer(abc.ABC):
         self.on_child_exit(number, self.collect_exit_code(pid))
 
     def collect_exit_code(self, pid: int) -> int:
-        """How a child has ended; negative codes are signals."""
+        """Reap a child and return its exit code; negative codes are signals."""
         _, status = os.waitpid(pid, 0)
         return os.waitstatus_to_exitcode(status)
 
     @abc.abstractmethod
     def on_child_exit(self, number: int, code: int) -> None:
-        """A child has ended and is reaped."""
+        """Handle the exit of a child, which is reaped."""
 
 
 def receive_request(source: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Read one request and its descriptors; exits when the other end is closed."""
     body, fds, _, _ = socket.recv_fds(source, _MAX_REQUEST, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
     if not body:
-        os._exit(0)  # the other end is gone, and with this process every sandbox
+        os._exit(0)  # the supervisor is gone: all sandboxes end with this process
     return json.loads(body), fds
 
 
@@ -107,20 +109,20 @@ def send_message(target: socket.socket, event: dict[str, Any], fds: list[int] | 
 
 
 def replace_stdin() -> None:
-    """Descriptor 0 as the jail's own /dev/null: on the one inherited, code could move the times of the host's."""
+    """Open the jail's /dev/null as descriptor 0: through an inherited one, code could change the times of the host's."""
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, 0)
     os.close(null)
 
 
 class NamespaceForker:
-    """Forks children into the PID namespaces of others; the process itself stays in its own."""
+    """Forks children into other PID namespaces; this process stays in its own."""
 
     def __init__(self) -> None:
         self._own_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
 
     def fork(self, init_pidfd: int) -> int:
-        """As os.fork, into the PID namespace of the process of this pidfd."""
+        """Fork into the PID namespace of this process; returns as os.fork does."""
         os.setns(init_pidfd, os.CLONE_NEWPID)
         pid = -1
         try:
@@ -132,7 +134,7 @@ class NamespaceForker:
 
 
 def describe_fork_error(error: OSError) -> str:
-    """What the supervisor is told of a fork that failed."""
+    """Return the message to the supervisor about a failed fork."""
     return (
         f"no process could be forked for it ({os.strerror(error.errno or 0)}): this host has too few processes or too "
         "little memory left; end sandboxes, or raise the limits of the server's cgroup and user"
@@ -140,7 +142,7 @@ def describe_fork_error(error: OSError) -> str:
 
 
 def close_other_fds(fds: list[int]) -> None:
-    """In a fresh fork: close everything else."""
+    """Close all descriptors except 0 to 2 and these, in a fresh fork."""
     start = 3
     for fd in sorted(fds):
         os.closerange(start, fd)

@@ -1,6 +1,7 @@
-"""The short-lived process that works on a sandbox's files as its user and in its cgroup.
+"""The two short-lived helper processes of a sandbox: one works on its files, one attaches packages.
 
-It answers once: what it did, or why not. On the way it may ask (`leave`), and the supervisor answers.
+A helper receives one task over its own socket, sends one answer and exits. While it writes files, it asks the supervisor
+for quota (see quota_permit.py).
 """
 
 import errno
@@ -17,15 +18,15 @@ from fumehood.sandbox_server.inside.files.quota_permit import FileTaskRefused, S
 from fumehood.sandbox_server.inside.jail import jail_builder, landlock, seccomp_filter
 
 _MAX_TASK_BYTES = 64 * 1024
-
-
-_OOM_SCORE = 1000  # before anything of the sandbox itself
+_OOM_SCORE = 1000  # the OOM killer takes it before the sandbox's own processes
+_LAYER_NAME = re.compile(r"[0-9a-f]{64}")
+_MOUNT_FLAGS = syscalls.MS_NOSUID | syscalls.MS_NODEV
 
 
 def run_file_helper(
     uid: int, seccomp_program: bytes, supervisor_socket: socket.socket, data_fd: int, cgroups: list[int]
 ) -> NoReturn:
-    """The helper's whole life: become the sandbox's user in its cgroup, hear the task, do it, answer, end."""
+    """Become the sandbox's user in its cgroup, receive a task, perform it, answer and exit."""
     answer: dict[str, Any]
     opened: list[int] = []
     try:
@@ -50,12 +51,18 @@ def run_file_helper(
         answer = {"error": f"{type(error).__name__}: {error}", "errno": errno.EIO}
     try:
         socket.send_fds(supervisor_socket, [json.dumps(answer).encode()], opened)
-    except OSError:  # nobody waits any more
+    except OSError:  # nobody waits for it any more
         os._exit(1)
     os._exit(0)
 
 
 class _FileTask:
+    """One task on the files below `data_fd`.
+
+    source_fd: where content comes from, or -1.
+    opened_fds: receives the descriptors to send with the answer.
+    """
+
     def __init__(self, task: dict[str, Any], data_fd: int, source_fd: int, opened_fds: list[int]) -> None:
         self._task = task
         self._data_fd = data_fd
@@ -64,41 +71,41 @@ class _FileTask:
 
     def perform(self, permit: SupervisorPermit) -> dict[str, Any]:
         task, data = self._task, self._data_fd
-        match task["do"]:
+        match task["op"]:
             case "write":
-                found = atomic_writes.write_file(
+                written = atomic_writes.write_file(
                     data, task["path"], self._source_fd, task["token"], permit, executable=task["executable"]
                 )
                 return {
-                    "size": found.size,
-                    "modified_ns": found.modified_ns,
-                    "changed_ns": found.changed_ns,
-                    "inode": found.inode,
-                    "executable": found.executable,
+                    "size": written.size,
+                    "modified_ns": written.modified_ns,
+                    "changed_ns": written.changed_ns,
+                    "inode": written.inode,
+                    "executable": written.executable,
                 }
             case "unpack":
                 return self._unpack_archive(permit)
             case "receive":
                 return self._receive_files(permit)
-            case "give":
+            case "send":
                 return self._send_files()
             case "discard":
-                atomic_writes.discard_staged(data, task["token"], task["most"])
+                atomic_writes.discard_staged(data, task["token"], task["max_entries"])
             case "delete":
                 data_directory.delete_file(data, task["path"])
             case "open":
                 self._opened_fds.append(data_directory.open_regular_file(data, task["path"]))
-            case "walk":
+            case "list":
                 return self._list_files()
             case unknown:
                 raise ValueError(f"unknown task {unknown!r}")
         return {}
 
     def _unpack_archive(self, permit: SupervisorPermit) -> dict[str, Any]:
-        """Decoders are written in C and read what strangers wrote: nothing but the data directory is in reach."""
+        """Unpack with the data directory as the only writable one: decompressors in C parse untrusted input."""
         task = self._task
         landlock.restrict_to_directory(self._data_fd)
-        done = archive_unpacker.unpack_archive(
+        outcome = archive_unpacker.unpack_archive(
             self._data_fd,
             self._source_fd,
             kind=task["kind"],
@@ -108,68 +115,59 @@ class _FileTask:
             permit=permit,
         )
         return {
-            "files": done.files,
-            "bytes": done.size,
-            "skipped": done.skipped,
-            "modified_ns": done.modified_ns,
-            "changed_ns": done.changed_ns,
+            "files": outcome.files,
+            "bytes": outcome.size,
+            "skipped": outcome.skipped,
+            "modified_ns": outcome.modified_ns,
+            "changed_ns": outcome.changed_ns,
         }
 
     def _receive_files(self, permit: SupervisorPermit) -> dict[str, Any]:
         landlock.restrict_to_directory(self._data_fd)
-        done = file_bundles.receive_files(
+        outcome = file_bundles.receive_files(
             self._data_fd, self._source_fd, token=self._task["token"], limits=self._limits(), permit=permit
         )
         return {
-            "files": done.files,
-            "bytes": done.size,
-            "modified_ns": done.modified_ns,
-            "changed_ns": done.changed_ns,
-            "refused": done.refused,
-            "reasons": done.reasons,
+            "files": outcome.files,
+            "bytes": outcome.size,
+            "modified_ns": outcome.modified_ns,
+            "changed_ns": outcome.changed_ns,
+            "refused": outcome.refused,
+            "reasons": outcome.reasons,
         }
 
     def _limits(self) -> archive_unpacker.UnpackLimits:
         return archive_unpacker.UnpackLimits(members=self._task["members"], size=self._task["bytes"])
 
     def _send_files(self) -> dict[str, Any]:
-        """The paths come through the same socket through which the files go: there can be many."""
+        """Read paths from the source socket and send the contents back through it: there can be many."""
         with socket.socket(fileno=os.dup(self._source_fd)) as stream:
             paths = json.loads(b"".join(atomic_writes.read_chunks(self._source_fd)))
-            for piece in file_bundles.stream_contents(self._data_fd, paths):
-                stream.sendall(piece)
+            for chunk in file_bundles.stream_contents(self._data_fd, paths):
+                stream.sendall(chunk)
             stream.shutdown(socket.SHUT_WR)
         return {}
 
     def _list_files(self) -> dict[str, Any]:
-        """A listing can be longer than a packet."""
-        found, cut = data_directory.list_files(self._data_fd)
+        """Put the listing into a memory file: it can be longer than a packet."""
+        files, is_truncated = data_directory.list_files(self._data_fd)
         listing = os.memfd_create("listing")
-        with os.fdopen(os.dup(listing), "wb") as file:
-            file.write(json.dumps([astuple(item) for item in found]).encode())
+        with os.fdopen(os.dup(listing), "wb") as target:
+            target.write(json.dumps([astuple(file) for file in files]).encode())
         self._opened_fds.append(listing)
-        return {"cut": cut}
-
-
-_MAX_LAYERS_BYTES = 64 * 1024
-
-
-_LAYER_NAME = re.compile(r"[0-9a-f]{64}")
-
-
-_MOUNT_FLAGS = syscalls.MS_NOSUID | syscalls.MS_NODEV
+        return {"truncated": is_truncated}
 
 
 def run_package_helper(supervisor_socket: socket.socket, mount_namespaces: list[int]) -> NoReturn:
-    """The helper's whole life: hear which layers, the first on top, attach them, answer, end.
+    """Receive the names of package layers, the first on top; attach them to a sandbox, answer and exit.
 
-    mounts: the mount namespace of the sandbox, and the one that has the store, if there is one.
+    mount_namespaces: the sandbox's, and the one with the package layers if there is one.
     """
     answer: dict[str, str] = {}
     try:
-        names: list[str] = json.loads(supervisor_socket.recv(_MAX_LAYERS_BYTES))["layers"]
+        names: list[str] = json.loads(supervisor_socket.recv(_MAX_TASK_BYTES))["layers"]
         if len(mount_namespaces) != 2:
-            raise OSError("this zygote has no store of packages")
+            raise OSError("this zygote has no package layers")
         namespace, layers = mount_namespaces
         os.setns(layers, os.CLONE_NEWNS)
         os.unshare(os.CLONE_NEWNS)
@@ -183,15 +181,15 @@ def run_package_helper(supervisor_socket: socket.socket, mount_namespaces: list[
 
 
 def _assemble_layers(names: list[str]) -> int:
-    """One read-only tree of all these layers, detached."""
+    """Return a detached read-only overlay of these layers."""
     stage = layout.STAGING
     syscalls.mount("stage", stage, "tmpfs", _MOUNT_FLAGS, "mode=0755,size=1m")
     for number, name in enumerate(names):
         if not _LAYER_NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no layer")
+            raise ValueError(f"{name!r} is not the name of a layer")
         os.mkdir(f"{stage}/{number}")
         syscalls.mount(f"{layout.PACKAGE_LAYERS}/{name}", f"{stage}/{number}", None, syscalls.MS_BIND)
-    os.mkdir(f"{stage}/empty")  # an overlay is of two trees at least
+    os.mkdir(f"{stage}/empty")  # an overlay needs two layers
     os.mkdir(f"{stage}/whole")
     os.chdir(stage)
     lower = ":".join([*map(str, range(len(names))), "empty"])

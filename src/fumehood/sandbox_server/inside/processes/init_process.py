@@ -1,4 +1,4 @@
-"""What the first process of a sandbox does, or says, before any code of others."""
+"""The init process of a sandbox, and what a sandbox's first process sends before any untrusted code runs."""
 
 import os
 import signal
@@ -11,15 +11,18 @@ from fumehood.sandbox_server.inside.processes import fork_server
 
 MAX_PLAN_BYTES = 64 * 1024
 _CONFIG_DIRECTORY = os.path.dirname(layout.MATPLOTLIB_CONFIG)
-OOM_SCORE = 800  # so that the kernel chooses sandboxes before anything of the host's
+OOM_SCORE = 800  # the OOM killer prefers sandboxes to the host's processes
 
 
 def run_sleeping_init(seccomp_program: bytes, ready_pipe: int) -> NoReturn:
-    """PID 1 of a sandbox with namespaces, where there is no smaller program for it: give up every right, and sleep."""
+    """Run PID 1 of a sandbox where there is no init program for this architecture: drop all privileges, sleep.
+
+    ready_pipe: closed once the privileges are dropped.
+    """
     try:
         fork_server.close_other_fds([ready_pipe])
         os.closerange(0, 3)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a signal without a handler cannot come from inside
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # from inside, PID 1 gets no signal without a handler
         jail_builder.drop_privileges()
         syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
         seccomp_filter.install(seccomp_program)
@@ -31,18 +34,18 @@ def run_sleeping_init(seccomp_program: bytes, ready_pipe: int) -> NoReturn:
 
 
 def discard_output() -> None:
-    """The spawner's standard error belongs to the operator, not to the sandbox."""
+    """Redirect stdout and stderr to /dev/null: the spawner's stderr is the operator's."""
     os.dup2(0, 1)
     os.dup2(0, 2)
 
 
 def send_handles(channel: socket.socket, plan: jail_builder.JailPlan) -> None:
-    """Hand the supervisor what it needs later, while nobody untrusted can be in between."""
+    """Send JAILED with the descriptors that the supervisor needs, before untrusted code runs."""
     handles = [
         os.open(plan.work_directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC),
         os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC),
     ]
-    if plan.isolation == "namespaces":  # elsewhere the loopback interface is not the sandbox's own
+    if plan.isolation == "namespaces":  # in other modes the loopback interface is shared
         handles += [
             jail_builder.listen_on_loopback(layout.EGRESS_PORT),
             jail_builder.listen_on_loopback(layout.PIP_PORT),
@@ -56,6 +59,7 @@ def send_handles(channel: socket.socket, plan: jail_builder.JailPlan) -> None:
 
 
 def report_failure(channel: socket.socket, text: str) -> None:
+    """Send FAILED: the jail could not be built."""
     body = text.encode(errors="backslashreplace")[: framing.MAX_BODY]
     for packet in framing.encode_packets(
         framing.RunnerMessage(framing.MessageKind.FAILED, framing.NO_CALL, body)
@@ -64,7 +68,7 @@ def report_failure(channel: socket.socket, text: str) -> None:
 
 
 def link_font_cache(names: list[str]) -> None:
-    """Spare new Python processes the search for fonts: matplotlib looks for its list where it may write."""
+    """Link the zygote's font list into matplotlib's directory, so that new processes need not search for fonts."""
     os.mkdir(_CONFIG_DIRECTORY)
     os.mkdir(layout.MATPLOTLIB_CONFIG)
     for name in names:

@@ -1,4 +1,4 @@
-"""The process in which a sandbox's code runs, from its fork to its first request."""
+"""The interpreter process of a sandbox, from its fork to the first request."""
 
 import functools
 import os
@@ -26,27 +26,29 @@ def enter_jail(
     cgroups: list[int],
     warm_runner: code_runner.CodeRunner,
 ) -> NoReturn:
-    """The interpreter of a sandbox with namespaces, in a fresh fork of the zygote: builds the jail around itself.
+    """Build the jail around a fresh fork of the zygote, then run the interpreter (mode `namespaces`).
 
-    Every page that is touched here is copied, and that is what a start costs: so it does little, and what can be
-    done for all is done in the zygote. `common` is what all plans of this zygote have in common,
-    `first_process` a pidfd, and a pipe that ends when it is done.
+    Copied pages are the cost of a start, so this does little; whatever is the same for all is done in the zygote.
+
+    common_plan: the part of the plan that all sandboxes of this zygote share.
+    init_handles: a pidfd of the sandbox's init, and a pipe that init closes once it has dropped its privileges.
+    cgroups: descriptors of the `cgroup.procs` to join.
     """
-    first, done = init_handles
+    init_pidfd, ready_pipe = init_handles
     try:
         jail_builder.join_cgroups(cgroups)
         jail_builder.raise_oom_score(init_process.OOM_SCORE)
         fork_hooks.restore_hooks()
         body, disks, _, _ = socket.recv_fds(channel, init_process.MAX_PLAN_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         plan = common_plan.with_overrides(body)
-        jail_builder.build_jail(plan, first, disks)
-        os.close(first)
+        jail_builder.build_jail(plan, init_pidfd, disks)
+        os.close(init_pidfd)
         init_process.link_font_cache(list_cached_files())
         init_process.send_handles(channel, plan)
         jail_builder.set_resource_limits(plan)
         jail_builder.drop_privileges()
-        os.read(done, 1)  # ends when the first process has no right left, so that code may come
-        os.close(done)
+        os.read(ready_pipe, 1)  # returns when init has no privilege left
+        os.close(ready_pipe)
         run_interpreter(plan, seccomp_program, channel, warm_runner, fresh_process=plan.fresh_interpreter)
     except BaseException as error:
         init_process.report_failure(channel, f"{type(error).__name__}: {error}")
@@ -55,7 +57,7 @@ def enter_jail(
 
 @functools.cache
 def list_cached_files() -> list[str]:
-    """What the zygote has prepared by the time it first asks."""
+    """List the files in the zygote's cache, as of the first call."""
     return os.listdir(layout.ZYGOTE_CACHE)
 
 
@@ -67,6 +69,10 @@ def run_interpreter(
     *,
     fresh_process: bool,
 ) -> NoReturn:
+    """Apply the last restrictions and serve requests.
+
+    fresh_process: execute a new Python instead of the warm runner.
+    """
     try:
         os.setsid()
         syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)

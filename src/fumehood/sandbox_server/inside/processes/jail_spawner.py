@@ -1,8 +1,8 @@
-"""Makes the jails of sandboxes and works on their files, in a process that stays small.
+"""The spawner: a small process that forks the zygote, the inits of sandboxes and the helpers.
 
-The zygote is large, and every fork of it pays for that: so all that does not need a warm interpreter is forked
-from here. Started first, this process is PID 1 of the outer jail: when it ends, or the zygote does, everything in
-there ends. It holds no secret, no path of the host and nothing about a sandbox but its number.
+Forking the zygote is expensive because it is large, so everything that needs no warm interpreter is forked here. The
+spawner is PID 1 of the outer jail: when it or the zygote ends, everything in the jail ends. It holds no secret, no path
+of the host, and nothing about a sandbox but its number.
 """
 
 import abc
@@ -16,25 +16,27 @@ from typing import Any, NoReturn
 
 from fumehood.sandbox_server.inside import layout, syscalls
 from fumehood.sandbox_server.inside.jail import jail_builder
-from fumehood.sandbox_server.inside.processes import fork_server, init_process
-from fumehood.sandbox_server.inside.processes import helpers as attach
-from fumehood.sandbox_server.inside.processes import helpers as helper
+from fumehood.sandbox_server.inside.processes import fork_server, helpers, init_process
 from fumehood.sandbox_server.inside.warm_start import fork_hooks, immortal_objects
 
-_ZYGOTE_NUMBER = 0  # the number of the zygote among the children; sandboxes count from 1
+_ZYGOTE_NUMBER = 0  # the zygote's number among the children; sandboxes count from 1
 
 
 class JailSpawner(fork_server.ForkServer):
-    """`spawn` answers with the pidfd of the sandbox's first process; `exited` follows when all of it has ended."""
+    """Serves the supervisor's requests.
+
+    `spawn` is answered with the pidfd of the sandbox's first process; the event `exited` follows when it has ended.
+
+    seccomp_programs: for code and for helpers.
+    layers_namespace: a mount namespace with the package layers, which sandboxes do not have; -1 for none.
+    """
 
     def __init__(
         self, control: socket.socket, seccomp_programs: tuple[bytes, bytes], layers_namespace: int = -1
     ) -> None:
         super().__init__(control)
         self.seccomp_program, self._helper_program = seccomp_programs
-        self._layers_namespace = (
-            layers_namespace  # a mount namespace that has the store of packages; no sandbox has
-        )
+        self._layers_namespace = layers_namespace
         self._helpers: set[int] = set()
         self.add_source(control, self._handle_request)
 
@@ -56,7 +58,7 @@ class JailSpawner(fork_server.ForkServer):
 
     @abc.abstractmethod
     def spawn(self, number: int, fds: list[int]) -> None:
-        """Start a sandbox; the first descriptor is its channel, the others are its cgroups."""
+        """Start a sandbox; `fds` are its channel and its cgroups."""
 
     def on_child_exit(self, number: int, code: int) -> None:
         if number in self._helpers:
@@ -73,21 +75,24 @@ class JailSpawner(fork_server.ForkServer):
         self.send_event({"event": "resized", "number": request["number"], "error": error})
 
     def _start_file_helper(self, number: int, uid: int, fds: list[int]) -> None:
-        """Work on a sandbox's files as its user and in its cgroup: what is written counts there.
+        """Fork a helper that works on a sandbox's files as its user and in its cgroup, which pays for what it writes.
 
-        What is to be done, names above all, the helper hears over its own socket after the fork.
+        The helper receives its task, and file names with it, over its own socket after the fork.
         """
         if self._fork_helper(number, fds):
-            helper.run_file_helper(uid, self._helper_program, socket.socket(fileno=fds[0]), fds[1], fds[2:])
+            helpers.run_file_helper(uid, self._helper_program, socket.socket(fileno=fds[0]), fds[1], fds[2:])
 
     def _start_package_helper(self, number: int, fds: list[int]) -> None:
-        """Put layers of packages into a sandbox; which ones, the helper hears after the fork."""
-        held = [*fds, *([self._layers_namespace] if self._layers_namespace >= 0 else [])]
-        if self._fork_helper(number, held):
-            attach.run_package_helper(socket.socket(fileno=held[0]), held[1:])
+        """Fork a helper that attaches package layers to a sandbox; it receives their names after the fork."""
+        fds = [*fds, *([self._layers_namespace] if self._layers_namespace >= 0 else [])]
+        if self._fork_helper(number, fds):
+            helpers.run_package_helper(socket.socket(fileno=fds[0]), fds[1:])
 
     def _fork_helper(self, number: int, fds: list[int]) -> bool:
-        """True in a child that holds these descriptors alone; if there is none, the closed reply socket tells."""
+        """Return True in the child, which holds only these descriptors.
+
+        If the fork fails, the supervisor sees its reply socket closed.
+        """
         try:
             pid = os.fork()
         except OSError:
@@ -95,17 +100,17 @@ class JailSpawner(fork_server.ForkServer):
         if pid == 0:
             fork_server.close_other_fds(fds)
             return True
-        with contextlib.suppress(ProcessLookupError):  # it has ended, and nobody waits for it
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
             self.watch_child(number, pid)
             self._helpers.add(number)
         return False
 
 
 class NamespaceSpawner(JailSpawner):
-    """Mode `namespaces`: a jail of nested namespaces for each sandbox, into which the zygote forks its interpreter.
+    """Mode `namespaces`: starts an init in new namespaces for each sandbox; the zygote forks the interpreter into them.
 
-    Its first process only sleeps. The kernel reaps for it and for this process, as both ignore SIGCHLD: how a first
-    process ended says nothing anyway, for it can only have been killed.
+    Init only sleeps. It and this process ignore SIGCHLD, so the kernel reaps their children. The exit status of an init
+    carries no information: it can only have been killed.
     """
 
     def __init__(
@@ -127,32 +132,32 @@ class NamespaceSpawner(JailSpawner):
         try:
             self._spawn(number, fds)
         except (BrokenPipeError, ConnectionResetError):
-            os._exit(1)  # the zygote has ended, and this process ends with it
+            os._exit(1)  # the zygote has ended; this process ends with it
         except ProcessLookupError:
-            self.send_event({"event": "refused", "number": number, "error": "its first process was killed"})
+            self.send_event({"event": "refused", "number": number, "error": "its init process was killed"})
         except OSError as error:
             self.send_event(
                 {"event": "refused", "number": number, "error": fork_server.describe_fork_error(error)}
             )
 
     def _spawn(self, number: int, fds: list[int]) -> None:
-        done, undone = os.pipe2(os.O_CLOEXEC)
+        ready_reader, ready_writer = os.pipe2(os.O_CLOEXEC)
         try:
-            pid, pidfd = self._start_init(undone)
+            pid, pidfd = self._start_init(ready_writer)
             self.watch_pidfd(number, pid, pidfd)
-            fork_server.send_message(self._zygote_socket, {"number": number}, [fds[0], pidfd, done, *fds[1:]])
+            fork_server.send_message(self._zygote_socket, {"number": number}, [fds[0], pidfd, ready_reader, *fds[1:]])
             self.send_event({"event": "spawned", "number": number}, [pidfd])
         except OSError:
-            self.send_signal(number, signal.SIGKILL)  # if there is one, nobody else knows of it
+            self.send_signal(number, signal.SIGKILL)  # if it was started, nobody else knows of it
             raise
         finally:
-            os.close(done)
-            os.close(undone)
+            os.close(ready_reader)
+            os.close(ready_writer)
 
     def _start_init(self, ready_pipe: int) -> tuple[int, int]:
-        """In new namespaces, from which this process returns to those of the zygote, its own.
+        """Start an init in new namespaces, then return to this process's own; returns pid and pidfd.
 
-        The first process closes `undone` when it has given up its rights.
+        Init closes `ready_pipe` once it has dropped its privileges.
         """
         namespaces = jail_builder.NAMESPACE_FLAGS | os.CLONE_NEWPID
         os.unshare(namespaces)
@@ -180,7 +185,7 @@ class NamespaceSpawner(JailSpawner):
         try:
             os.setns(self._zygote_pidfd, namespaces)
         except OSError:
-            os._exit(1)  # the zygote has ended, and this process ends with it
+            os._exit(1)  # the zygote has ended; this process ends with it
 
     def collect_exit_code(self, pid: int) -> int:
         del pid
@@ -193,12 +198,15 @@ class NamespaceSpawner(JailSpawner):
 
 
 def _dup_to_fd_3(fd: int) -> tuple[int, int, int]:
-    """Where the first process expects it."""
+    """Return the spawn action that puts `fd` where the init program expects it."""
     return os.POSIX_SPAWN_DUP2, fd, 3
 
 
 def _detach_layers() -> int:
-    """Keep the store of packages in a mount namespace of its own: those forked from here on never had it."""
+    """Unmount the package layers, so that later forks never have them.
+
+    Returns a descriptor of the mount namespace that still has them, or -1.
+    """
     if not os.path.ismount(layout.PACKAGE_LAYERS):
         return -1
     with_layers = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
@@ -208,7 +216,7 @@ def _detach_layers() -> int:
 
 
 def _drop_groups() -> None:
-    """An ordinary user without a range may not, and keeps its groups; nothing in the jail belongs to them."""
+    """Drop supplementary groups; an unprivileged user without a uid range may not, and nothing here belongs to them."""
     with open("/proc/self/setgroups") as file:
         if file.read().strip() == "deny":
             return
@@ -216,10 +224,10 @@ def _drop_groups() -> None:
 
 
 def _skip_pid() -> None:
-    """Every interpreter is process 2 of its jail, so the zygote must not be process 2 here.
+    """Use up PID 2: every interpreter is PID 2 of its jail, so the zygote must have another one.
 
-    OpenSSL, `tempfile` and others notice by another number that they were forked and have to seed themselves anew:
-    with the same one, what the zygote's generators held would be every sandbox's.
+    OpenSSL, `tempfile` and others reseed when they find a new PID. With the same one, all sandboxes would share the
+    zygote's random state.
     """
     pid = os.fork()
     if pid == 0:
@@ -228,34 +236,34 @@ def _skip_pid() -> None:
 
 
 def decode_seccomp_programs(request: dict[str, Any]) -> tuple[bytes, bytes]:
-    """The filters of the code and of helpers."""
+    """Return the seccomp programs for code and for helpers."""
     return base64.b64decode(request["program"]), base64.b64decode(request["helper_program"])
 
 
 def main(control_fd: int) -> NoReturn:
-    """Start the zygote beside, hand its own socket to the supervisor, serve."""
+    """Fork the zygote, send the supervisor a socket to it, and serve."""
     fork_server.replace_stdin()
     _drop_groups()
     control = socket.socket(fileno=control_fd)
     request, _ = fork_server.receive_request(control)
     programs = decode_seccomp_programs(request)
-    layers = _detach_layers()
-    link, zygote_link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    supervisors, zygotes = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    layers_namespace = _detach_layers()
+    zygote_socket, spawner_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    supervisor_end, zygote_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     _skip_pid()
     pid = os.fork()
     if pid == 0:
-        fork_server.close_other_fds([zygotes.fileno(), zygote_link.fileno()])
+        fork_server.close_other_fds([zygote_end.fileno(), spawner_socket.fileno()])
         fork_hooks.defer_hooks()
-        # Not sooner: what the zygote needs makes its forks expensive, and this process is to stay small.
+        # Imported here only: this process must stay small.
         from fumehood.sandbox_server.inside.processes import zygote
 
-        zygote.run_zygote(zygotes, zygote_link, programs[0], request)
-    with supervisors:
-        fork_server.send_message(control, {"event": "zygote"}, [supervisors.fileno()])
-    zygotes.close()
-    zygote_link.close()
-    gc.disable()  # a collection in a fork would touch, and so copy, every object there is
+        zygote.run_zygote(zygote_end, spawner_socket, programs[0], request)
+    with supervisor_end:
+        fork_server.send_message(control, {"event": "zygote"}, [supervisor_end.fileno()])
+    zygote_end.close()
+    spawner_socket.close()
+    gc.disable()  # a collection in a fork would copy the pages of every object
     immortal_objects.make_objects_immortal()
     gc.freeze()
-    NamespaceSpawner(control, programs, layers, link, (pid, os.pidfd_open(pid))).serve()
+    NamespaceSpawner(control, programs, layers_namespace, zygote_socket, (pid, os.pidfd_open(pid))).serve()

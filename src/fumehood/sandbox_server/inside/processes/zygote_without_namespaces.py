@@ -1,4 +1,4 @@
-"""The zygote of modes without namespaces, warm interpreter and spawner in one."""
+"""The zygote of the modes without namespaces (`pod`, `degraded`): warm interpreter and spawner in one."""
 
 import os
 import signal
@@ -15,7 +15,10 @@ from fumehood.sandbox_server.inside.warm_start import preload
 
 
 class NamespacelessZygote(JailSpawner):
-    """Each sandbox is a tree of processes below a first one of its own, which adopts, reaps and hands signals on."""
+    """Forks a subreaper for each sandbox, which starts the interpreter, adopts orphans and forwards signals.
+
+    single_use: exit after the first sandbox.
+    """
 
     def __init__(
         self, control: socket.socket, seccomp_programs: tuple[bytes, bytes], *, single_use: bool
@@ -37,39 +40,39 @@ class NamespacelessZygote(JailSpawner):
         zygote.reseed_generators()
 
     def on_child_exit(self, number: int, code: int) -> None:
-        helper = number in self._helpers
+        is_helper = number in self._helpers
         super().on_child_exit(number, code)
-        if self._single_use and not helper:
-            os._exit(0)  # a pod is never used twice: its container ends with its one sandbox
+        if self._single_use and not is_helper:
+            os._exit(0)  # a pod runs one sandbox: its container ends with it
 
 
 def main(control_fd: int) -> NoReturn:
+    """Preload and serve the supervisor on this socket."""
     fork_server.replace_stdin()
     control = socket.socket(fileno=control_fd)
-    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # code of the same user may see this process
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # code of the same user can see this process
     request: dict[str, Any]
     request, _ = fork_server.receive_request(control)
     problems = preload.preload(request["preload"])
     zygote.remove_guest_from_path()
-    bare = NamespacelessZygote(
-        control, decode_seccomp_programs(request), single_use=request.get("single", False)
-    )
-    preload.freeze_objects(many_forks=not request.get("single", False))
-    bare.send_event(zygote.describe_zygote(problems))
-    bare.serve()
+    single_use: bool = request.get("single_use", False)
+    server = NamespacelessZygote(control, decode_seccomp_programs(request), single_use=single_use)
+    preload.freeze_objects(many_forks=not single_use)
+    server.send_event(zygote.describe_zygote(problems))
+    server.serve()
 
 
 def run_subreaper(
     seccomp_program: bytes, channel: socket.socket, cgroups: list[int], warm_runner: code_runner.CodeRunner
 ) -> NoReturn:
-    """The first process of a sandbox without namespaces: limits, then the interpreter, then watch and reap."""
+    """Run the first process of a sandbox: set limits, start the interpreter, then reap until it ends."""
     try:
         init_process.discard_output()
         jail_builder.join_cgroups(cgroups)
         jail_builder.raise_oom_score(init_process.OOM_SCORE)
         plan = jail_builder.JailPlan.decode(channel.recv(init_process.MAX_PLAN_BYTES).decode())
         syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
-        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGTERM)  # no namespace ends with the zygote
+        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGTERM)  # without a PID namespace nothing else ends it with the zygote
         init_process.send_handles(channel, plan)
         jail_builder.set_resource_limits(plan)
         jail_builder.drop_privileges()
@@ -87,7 +90,7 @@ def _start_interpreter(
 ) -> None:
     watched = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # same user as the code: it must not open our memory
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # the code has the same user and must not open this memory
     pid = os.fork()
     if pid == 0:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
@@ -102,14 +105,14 @@ def _start_interpreter(
 
 
 def _reap_until_exit(interpreter_pid: int, watched: set[signal.Signals]) -> NoReturn:
-    """Reap whatever ends up here until the interpreter itself is gone; its end is the sandbox's."""
+    """Reap children until the interpreter has ended, then exit like it."""
     while True:
         received = signal.sigwait(watched)
         if received == signal.SIGINT:
             _signal_group(interpreter_pid, signal.SIGINT)
             continue
         if received == signal.SIGTERM:
-            _kill_orphans()  # SIGKILL would end this process alone and leave the others running
+            _kill_orphans()  # SIGKILL would end this process only
             os._exit(128 + signal.SIGKILL)
         while True:
             try:
@@ -123,14 +126,14 @@ def _reap_until_exit(interpreter_pid: int, watched: set[signal.Signals]) -> NoRe
 
 
 def _exit_with(status: int) -> NoReturn:
-    """Leave with the interpreter's status, and with everything that it left."""
+    """Kill what the interpreter left, then exit with its status."""
     _kill_orphans()
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
 
 
 def _kill_orphans() -> None:
-    """End what the interpreter left, generation by generation."""
+    """Kill the remaining children until there are none; grandchildren become children of this process."""
     while True:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             children = [int(pid) for pid in file.read().split()]
@@ -149,5 +152,5 @@ def _signal_group(leader: int, number: signal.Signals) -> None:
 
 
 def _python_paths() -> list[str]:
-    """Without mounts of its own, a sandbox finds interpreter and packages where the zygote found them."""
+    """Return where the interpreter and the packages are: without mounts they are at the host's paths."""
     return [sys.base_prefix, *(entry for entry in sys.path if os.path.isdir(entry))]

@@ -1,1 +1,1 @@
-"""Running code and commands and capturing their output."""
+"""Runs code and shell commands and captures their output."""

@@ -1,1 +1,1 @@
-"""Loading libraries before the fork, and sharing their memory."""
+"""Loads libraries before the fork and lets forks share their memory."""

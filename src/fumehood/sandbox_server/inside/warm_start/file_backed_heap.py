@@ -1,14 +1,14 @@
-"""Keeps the zygote's memory where forking it is cheap, in pages of a file.
+"""Puts the zygote's heap into a memory file (memfd), so that forking it is cheap.
 
-A fork copies one table entry for every page of ordinary memory that the parent has, twenty thousand here, and its
-end gives them all back: more work than all else that a sandbox's start takes. Pages of a file it leaves alone: the
-child finds them when it uses them. So the memory that preloading fills is made to be a file without a name, mapped
-shared, and at the end the same pages are mapped private: what anybody writes from then on is their own.
+A fork copies a page-table entry for each page of anonymous memory, twenty thousand here, and its exit frees them all:
+more work than the rest of a sandbox's start. File pages are not copied: the child maps them when it uses them. So the
+memory that preloading fills is a memfd mapped shared; afterwards the same pages are mapped private, and writes from then
+on are copied.
 
-Nothing that is in use is ever exchanged. Python is made to take a piece of memory and to fill it with objects that
-nobody touches; the piece is exchanged for the file with the same content; then the objects are given back and their
-room is free for what comes. For the C library's heap it is simpler, since its free end holds nothing. The variables of
-packages' libraries are exchanged as they are, since none of their code runs meanwhile.
+Memory in use is never remapped. Python allocates many objects that nobody uses; their pools are replaced by file pages
+with the same content; then the objects are freed, and later objects use that memory. The free end of the C library's
+heap is empty, so it is remapped directly. The variables of packages' libraries are remapped as they are, since none of
+their code runs meanwhile.
 """
 
 import contextlib
@@ -20,20 +20,17 @@ from collections import Counter
 from fumehood.sandbox_server.inside.warm_start.memory_mappings import MemoryMapping, read_mappings
 
 _PAGE = mmap.PAGESIZE
-_POOL = 16 << 10  # Python's unit for objects of one size
-_BLOCK = 496  # a size of which a pool holds a good number,
-_BLOCKS = 32  # this one
-_EMPTY_BYTES = 33  # what an empty `bytes` takes
-_KEEP_EVERY = 512 << 10  # something has to stay in each megabyte, or Python would give it back
-_OBJECTS = 44 << 20  # what preloading the usual packages takes
+_POOL = 16 << 10  # pymalloc's pool of objects of one size
+_BLOCK = 496  # a size class
+_BLOCKS = 32  # blocks of that size in a pool
+_EMPTY_BYTES = 33  # size of an empty `bytes` object
+_KEEP_EVERY = 512 << 10  # keep a block alive in each arena, or Python would free it
+_OBJECTS = 44 << 20  # preloading the usual packages takes this much
 _HEAP = 40 << 20
-_SPARE = 1 << 20  # larger than any hole in it
+_SPARE = 1 << 20  # larger than any hole in the heap
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = (1 << 31) - 1
-_MMAP_BYTES, _TRIM_BYTES = (
-    4 << 20,
-    16 << 20,
-)  # for programs, later: between the defaults and what these grow to
+_MMAP_BYTES, _TRIM_BYTES = 4 << 20, 16 << 20  # for programs: between glibc's defaults and their maximum
 _MAP_FIXED = 0x10
 _PACKAGES = "/site-packages/"
 
@@ -53,7 +50,7 @@ _libc.free.argtypes = (ctypes.c_void_p,)
 
 
 class FileBackedHeap:
-    """Made before the imports; `settle` after them, and after that nobody shares anything but what was there."""
+    """Create it before the imports and call `make_private` after them."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("zygote")
@@ -87,7 +84,7 @@ class FileBackedHeap:
         self._size += size
 
     def _remap_malloc_heap(self) -> None:
-        """A large piece at its end, empty while it is exchanged, and then free for what comes."""
+        """Remap a large block at the end of the heap while it is empty, then free it for later allocations."""
         _libc.mallopt(_M_MMAP_THRESHOLD, _NEVER)
         _libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
         address: int = _libc.malloc(_HEAP)
@@ -102,10 +99,10 @@ class FileBackedHeap:
     def _map(self, start: int, size: int, offset: int, kind: int, *, writable: bool = True) -> None:
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         if _libc.mmap(start, size, protection, kind | _MAP_FIXED, self._file, offset) != start:
-            raise OSError(ctypes.get_errno(), "the zygote's memory cannot be shared")
+            raise OSError(ctypes.get_errno(), "the zygote's heap could not be mapped to a file")
 
     def make_private(self) -> None:
-        """From here on a write is a page of one's own. The file has no name, and nobody has it open."""
+        """Map the file privately, so that writes are copied from now on, and close it; nobody else has it open."""
         for start, size, offset in self._mapped_ranges:
             self._map(start, size, offset, mmap.MAP_PRIVATE)
         self._release_heap_end()
@@ -115,19 +112,19 @@ class FileBackedHeap:
         _libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
 
     def _remap_library_variables(self) -> None:
-        """Those of packages only: what this itself uses (Python, ctypes, the C library) may change at any moment."""
+        """Remap the variables of packages only: those of Python, ctypes and the C library change while this runs."""
         for mapping in _library_variables():
             content = memoryview((ctypes.c_char * mapping.size).from_address(mapping.start))
             os.ftruncate(self._file, self._size + mapping.size)
             if os.pwrite(self._file, content, self._size) != mapping.size:
                 return
-            with contextlib.suppress(OSError):  # where the loader has sealed it, it stays what it is
+            with contextlib.suppress(OSError):  # sealed by the loader: leave it
                 writable = mapping.permissions == "rw-p"
                 self._map(mapping.start, mapping.size, self._size, mmap.MAP_PRIVATE, writable=writable)
             self._size += mapping.size
 
     def _release_heap_end(self) -> None:
-        """What the heap has not used is ordinary memory again: there is nothing to share in it."""
+        """Map the unused end of the heap as anonymous memory again: it holds nothing to share."""
         probe: int = _libc.malloc(_SPARE)
         _libc.free(probe)
         size = self._heap_end - probe - _SPARE
@@ -142,23 +139,23 @@ class FileBackedHeap:
 
 
 def _library_variables() -> list[MemoryMapping]:
-    """What packages' libraries have as variables, those included that only the loader writes (RELRO)."""
+    """Return the variables of packages' libraries, including those that only the loader writes (RELRO)."""
     found = [one for one in read_mappings() if _PACKAGES in one.file]
     begin = {one.start for one in found if one.permissions == "rw-p"}
     return [one for one in found if one.start in begin or (one.permissions == "r--p" and one.end in begin)]
 
 
 def _inner_pages(address: int, size: int) -> tuple[int, int]:
-    """Whole pages of a piece, short of what the C library notes beside it."""
+    """Return the bounds of the whole pages within a block, without the C library's bookkeeping beside it."""
     return -(-address // _PAGE) * _PAGE + _PAGE, (address + size) // _PAGE * _PAGE - _PAGE
 
 
 def _contiguous_ranges(pools: list[int]) -> list[tuple[int, int]]:
-    """Neighbouring pools as one: address and size."""
-    runs: list[tuple[int, int]] = []
+    """Join neighbouring pools: address and size of each range."""
+    ranges: list[tuple[int, int]] = []
     for pool in pools:
-        if runs and sum(runs[-1]) == pool:
-            runs[-1] = (runs[-1][0], runs[-1][1] + _POOL)
+        if ranges and sum(ranges[-1]) == pool:
+            ranges[-1] = (ranges[-1][0], ranges[-1][1] + _POOL)
         else:
-            runs.append((pool, _POOL))
-    return runs
+            ranges.append((pool, _POOL))
+    return ranges

@@ -1,9 +1,9 @@
-"""Keeps libraries' fork hooks from running in every sandbox's start.
+"""Keeps the fork hooks of libraries out of the start of every sandbox.
 
-Python calls them in each child: `threading` and `logging` renew locks, `random` its state, and so on. In a child of
-the zygote, which has one thread and holds no lock, that is of no use, and it is a third of all pages which such a
-child copies. So they are held back while the zygote imports, and take effect in the sandbox, for the forks of its
-program. Handlers that libraries have given to the C library cannot be held back; `plain_fork` passes them over.
+Python calls these hooks in each child: `threading` and `logging` renew locks, `random` its state. A child of the zygote,
+which has one thread and holds no lock, needs none of that, yet the hooks cause a third of the pages that it copies. So
+they are deferred while the zygote imports, and registered in the sandbox for the forks of its program. Handlers of the
+C library (pthread_atfork) cannot be deferred; `plain_fork` skips them.
 """
 
 import ctypes
@@ -14,11 +14,9 @@ from typing import Any
 
 _deferred_hooks: list[dict[str, Callable[[], Any]]] = []
 _register = os.register_at_fork
-
-
 _python = ctypes.PyDLL(None, use_errno=True)
-_fork: Callable[[], int] | None = getattr(_python, "_Fork", None)  # of glibc 2.34 and later
-# Looked up once, and not in every child.
+_fork: Callable[[], int] | None = getattr(_python, "_Fork", None)  # glibc 2.34 and later
+# Looked up once, not in every child.
 _before, _in_parent, _in_child = (
     _python.PyOS_BeforeFork,
     _python.PyOS_AfterFork_Parent,
@@ -27,7 +25,7 @@ _before, _in_parent, _in_child = (
 
 
 def plain_fork() -> int:
-    """As os.fork, for a process with one thread: what a lock may need in others is left out."""
+    """Fork a single-threaded process without the C library's handlers; returns as os.fork does."""
     if _fork is None:
         return os.fork()
     _before()
@@ -43,7 +41,7 @@ def plain_fork() -> int:
 
 
 def defer_hooks() -> None:
-    """Before anything is imported that has some."""
+    """Collect fork hooks instead of registering them; call it before importing what registers some."""
 
     def register_at_fork(**hooks: Callable[[], Any]) -> None:
         _deferred_hooks.append(hooks)
@@ -52,9 +50,9 @@ def defer_hooks() -> None:
 
 
 def restore_hooks() -> None:
-    """In a sandbox's interpreter: from here on forks are the program's."""
+    """Register the deferred hooks, in a sandbox's interpreter: later forks are the program's."""
     os.register_at_fork = _register
     for hooks in _deferred_hooks:
         _register(**hooks)
     threading: Any = sys.modules["threading"]
-    threading.main_thread()._set_native_id()  # the one thing of all those that a new process needs
+    threading.main_thread()._set_native_id()  # the only thing of all hooks that a new process needs

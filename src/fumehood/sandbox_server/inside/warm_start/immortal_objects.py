@@ -1,8 +1,8 @@
-"""Makes all objects that exist immortal, so that forks share their memory for good.
+"""Makes all existing objects immortal, so that forks keep sharing their memory.
 
-Python counts references in the objects themselves: merely using one writes to its page, and a fork then has to copy
-that page. Immortal objects (PEP 683) are not counted. The interpreter marks its own; there is no call to mark ours, so
-the mark is written where the interpreter keeps the count, after a trial on an object that nobody needs.
+Python counts references in the objects: using one writes to its page, and a fork then copies that page. Immortal
+objects (PEP 683) are not counted. There is no call to mark objects, so the mark is written where the interpreter keeps
+the count, after a trial on a spare object.
 """
 
 import ctypes
@@ -11,9 +11,9 @@ import sys
 from collections.abc import Iterable
 from types import CodeType
 
-_IMMORTAL = 0xFFFF_FFFF  # in the lower half of the count: known as such to Python 3.12 and later
+_IMMORTAL = 0xFFFF_FFFF  # in the lower half of the count, in Python 3.12 and later
 _BATCH_SIZE = 1000
-_OLDEST, _NEWEST = (3, 12), (3, 14)  # versions for which that was looked up
+_OLDEST, _NEWEST = (3, 12), (3, 14)  # versions for which this was checked
 _CODE_PARTS = (
     "co_consts",
     "co_names",
@@ -26,7 +26,7 @@ _CODE_PARTS = (
 
 
 def make_objects_immortal() -> None:
-    """Everything that is alive now is never freed, here or in a fork; where that cannot be, nothing happens."""
+    """Mark every live object: none is freed any more, here or in a fork. Does nothing where that is not supported."""
     if not _is_supported():
         return
     # All memory as one array: the count of an object is the first word at its address.
@@ -40,7 +40,7 @@ def make_objects_immortal() -> None:
     for start in range(0, len(tracked), _BATCH_SIZE):
         _mark_all(memory, gc.get_referents(*tracked[start : start + _BATCH_SIZE]), pending)
     while pending:
-        # Code does not tell the collector what it refers to: constants, and the code of functions in it.
+        # The garbage collector does not see what code objects refer to: constants, and code of nested functions.
         code = pending.pop()
         for name in _CODE_PARTS:
             part: tuple[object, ...] | str = getattr(code, name)
@@ -50,7 +50,7 @@ def make_objects_immortal() -> None:
 
 
 def _mark_all(memory: ctypes.Array[ctypes.c_uint32], items: Iterable[object], code: list[CodeType]) -> None:
-    """Those that are not marked yet; what of them is code is put aside."""
+    """Mark items that are not marked yet; append code objects among them to `code`."""
     for item in items:
         place = id(item) >> 2
         if memory[place] != _IMMORTAL:
@@ -61,7 +61,7 @@ def _mark_all(memory: ctypes.Array[ctypes.c_uint32], items: Iterable[object], co
 
 def _is_supported() -> bool:
     supported = _OLDEST <= sys.version_info[:2] <= _NEWEST
-    # Neither free-threaded nor a debug build. `sysconfig` knows too, but brings `threading` and its fork hooks.
+    # Neither free-threaded nor a debug build. `sysconfig` would import `threading` and its fork hooks.
     counted = not {"t", "d"} & set(sys.abiflags)
     return supported and counted and sys.implementation.name == "cpython" and sys.maxsize > 1 << 32
 

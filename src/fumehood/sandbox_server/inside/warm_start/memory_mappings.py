@@ -1,7 +1,7 @@
-"""What this process has mapped, and how to have it in fewer pieces.
+"""Reads the memory mappings of this process, and merges those of libraries' code.
 
-A fork copies every mapping of its parent, and the end of a process takes each of them apart; a shared library has four
-or five.
+A fork copies every mapping of its parent, and the exit of a process tears each one down; a shared library has four or
+five.
 """
 
 import ctypes
@@ -20,37 +20,38 @@ class MemoryMapping(NamedTuple):
     end: int
     permissions: str  # "r-xp"
     offset: int
-    file: str  # "" for none, "[stack]" and the like for what is none
+    file: str  # "" without a file; "[stack]" and the like for special mappings
 
     @property
     def size(self) -> int:
         return self.end - self.start
 
     def is_adjacent_to(self, other: "MemoryMapping") -> bool:
-        """Whether both are of one file, side by side in memory and in the file."""
+        """Whether both map one file, side by side in memory and in the file."""
         of_file = self.file == other.file and self.file.startswith("/")
         beside = self.end == other.start or self.start == other.end
         return of_file and beside and self.start - self.offset == other.start - other.offset
 
 
 def read_mappings() -> Iterator[MemoryMapping]:
+    """Yield the mappings of this process, in address order."""
     with open("/proc/self/maps") as file:
         lines = file.read().splitlines()
     for line in lines:
-        place, rights, offset, _, _, *name = line.split(maxsplit=5)
-        start, _, end = place.partition("-")
-        yield MemoryMapping(int(start, 16), int(end, 16), rights, int(offset, 16), name[0] if name else "")
+        addresses, permissions, offset, _, _, *name = line.split(maxsplit=5)
+        start, _, end = addresses.partition("-")
+        yield MemoryMapping(int(start, 16), int(end, 16), permissions, int(offset, 16), name[0] if name else "")
 
 
 def merge_code_mappings() -> None:
-    """Let the constants before and behind a library's code be executable as well: then all three are one mapping.
+    """Make the constants beside a library's code executable too, so that the kernel merges all three mappings.
 
-    Nothing becomes writable. Whoever could jump there can as well map memory of his own to execute.
+    Nothing becomes writable. Code that could jump there can map executable memory of its own anyway.
     """
     found = [*read_mappings()]
     for before, code, behind in zip(found, found[1:], found[2:], strict=False):
         if code.permissions == "r-xp":
             for part in (before, behind):
                 if part.permissions == "r--p" and part.is_adjacent_to(code):
-                    # Where the kernel refuses, there is one mapping more.
+                    # If the kernel refuses, there is one mapping more.
                     _libc.mprotect(part.start, part.size, mmap.PROT_READ | mmap.PROT_EXEC)

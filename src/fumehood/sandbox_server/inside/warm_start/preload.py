@@ -1,4 +1,4 @@
-"""Imports and warms what most programs use, once, before any fork."""
+"""Imports the usual packages and runs warm-up programs, once, before any fork."""
 
 import gc
 import importlib
@@ -11,7 +11,7 @@ from typing import Any
 
 from fumehood.sandbox_server.inside.warm_start import immortal_objects
 
-# What a first data frame or chart would import lazily, after the modules that bring it.
+# Modules that a first data frame or chart would import lazily, by package.
 _LAZY_MODULES: dict[str, tuple[str, ...]] = {
     "": (
         "asyncio",
@@ -32,9 +32,9 @@ _LAZY_MODULES: dict[str, tuple[str, ...]] = {
 
 
 def preload(names: list[str]) -> dict[str, str]:
-    """Import each package that is there; what failed maps to its reason.
+    """Import each installed package; returns the error of each module that failed.
 
-    Imported only: code that starts threads (OpenMP, polars) hangs in the forks if it ran before them.
+    Nothing is run: code that starts threads (OpenMP, polars) would hang in the forks.
     """
     problems: dict[str, str] = {}
     with warnings.catch_warnings():
@@ -49,9 +49,12 @@ def preload(names: list[str]) -> dict[str, str]:
 
 
 def freeze_objects(*, many_forks: bool) -> None:
-    """What the forks share stays shared: neither its use nor a later collection is to touch its pages."""
+    """Keep pages shared: neither use nor garbage collection shall write to existing objects.
+
+    many_forks: also make the objects immortal.
+    """
     if "matplotlib.font_manager" in sys.modules:
-        # matplotlib forgets open fonts in every fork, which takes long; so there are none.
+        # matplotlib closes open fonts in every fork, which is slow; so leave none open.
         fonts: Any = sys.modules["matplotlib.font_manager"]
         fonts._get_font.cache_clear()
     gc.collect()
@@ -72,7 +75,7 @@ def _import_module(module: str, problems: dict[str, str]) -> None:
 
 
 def _warm_up_matplotlib() -> None:
-    """Draw once, so that fonts are found and the font list is written to the cache."""
+    """Draw once, so that fonts are found and the font list is cached."""
     pyplot: Any = sys.modules["matplotlib.pyplot"]
     figure = pyplot.figure()
     axes = figure.add_subplot()
@@ -93,8 +96,6 @@ _SIMPLE_PROGRAMS = (
     "1 / 0",
     "this is no Python",
 )
-
-
 _PROGRAMS: dict[str, tuple[str, ...]] = {
     "numpy": (
         "import numpy as np\na = np.arange(12.0).reshape(3, 4)\nprint(a.mean(), a.sum(axis=0))\na @ a.T",
@@ -118,27 +119,25 @@ _PROGRAMS: dict[str, tuple[str, ...]] = {
         ),
     ),
 }
-
-
-_REPETITIONS = 4  # so often until the interpreter has adapted
+_REPETITIONS = 4  # until the interpreter has specialised the code
 
 
 def warm_up_programs() -> list[str]:
-    """What to run, given what is imported."""
+    """Return the programs to run for the packages that are imported."""
     chosen = [source for module, sources in _PROGRAMS.items() if module in sys.modules for source in sources]
     return chosen * _REPETITIONS
 
 
 def simple_warm_up_programs() -> list[str]:
-    """What to run last: what they need of the interpreter's small caches, others do not take from them again."""
+    """Return the programs to run last, so that their entries stay in the interpreter's small caches."""
     return [*_SIMPLE_PROGRAMS] * _REPETITIONS
 
 
 def clear_type_cache() -> None:
-    """Python keeps some thousand lookups of attributes; of all that were made, the next ones shall find room.
+    """Clear Python's cache of attribute lookups, so that the simple programs fill it.
 
-    A sandbox that does not find one there replaces another: that is a page which it copies.
+    A sandbox that misses an entry replaces another one, and copies its page.
     """
-    forget: Callable[[], None] | None = getattr(sys, "_clear_type_cache", None)
-    if forget is not None:
-        forget()
+    clear: Callable[[], None] | None = getattr(sys, "_clear_type_cache", None)
+    if clear is not None:
+        clear()
