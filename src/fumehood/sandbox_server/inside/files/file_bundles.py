@@ -1,7 +1,7 @@
 """Many small files in one stream, into the data directory and out of it.
 
-`fumehood.protocol.sandbox.bundle_encoding` draws the two forms. What comes in is written aside first, as the members of an
-archive are: until all of it has arrived nothing is in place, and then each file replaces what bears its name, or is
+`fumehood.protocol.sandbox.bundle_encoding` draws the two forms. What comes in is written aside first, as the members of
+an archive are: until all of it has arrived nothing is in place, and then each file replaces what bears its name, or is
 refused for itself.
 """
 

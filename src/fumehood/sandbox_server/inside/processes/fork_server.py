@@ -109,7 +109,7 @@ def send_message(target: socket.socket, event: dict[str, Any], fds: list[int] | 
 
 
 def replace_stdin() -> None:
-    """Open the jail's /dev/null as descriptor 0: through an inherited one, code could change the times of the host's."""
+    """Open the jail's /dev/null as descriptor 0: code could change the times of an inherited one."""
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     os.dup2(null, 0)
     os.close(null)

@@ -1,7 +1,7 @@
 """The two short-lived helper processes of a sandbox: one works on its files, one attaches packages.
 
-A helper receives one task over its own socket, sends one answer and exits. While it writes files, it asks the supervisor
-for quota (see quota_permit.py).
+A helper receives one task over its own socket, sends one answer and exits. While it writes files, it asks the
+supervisor for quota (see quota_permit.py).
 """
 
 import errno

@@ -145,7 +145,9 @@ class NamespaceSpawner(JailSpawner):
         try:
             pid, pidfd = self._start_init(ready_writer)
             self.watch_pidfd(number, pid, pidfd)
-            fork_server.send_message(self._zygote_socket, {"number": number}, [fds[0], pidfd, ready_reader, *fds[1:]])
+            fork_server.send_message(
+                self._zygote_socket, {"number": number}, [fds[0], pidfd, ready_reader, *fds[1:]]
+            )
             self.send_event({"event": "spawned", "number": number}, [pidfd])
         except OSError:
             self.send_signal(number, signal.SIGKILL)  # if it was started, nobody else knows of it

@@ -64,7 +64,12 @@ class InterpreterForkServer(fork_server.ForkServer):
             fork_server.close_other_fds(fds)
             supervisor = socket.socket(fileno=channel)
             interpreter.enter_jail(
-                self._common_plan, self._seccomp_program, supervisor, (init_pidfd, ready_pipe), cgroups, self._runner
+                self._common_plan,
+                self._seccomp_program,
+                supervisor,
+                (init_pidfd, ready_pipe),
+                cgroups,
+                self._runner,
             )
         self.watch_child(request["number"], pid)
         reseed_generators()  # for the next fork; here it delays nobody

@@ -72,7 +72,9 @@ def run_subreaper(
         jail_builder.raise_oom_score(init_process.OOM_SCORE)
         plan = jail_builder.JailPlan.decode(channel.recv(init_process.MAX_PLAN_BYTES).decode())
         syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
-        syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGTERM)  # without a PID namespace nothing else ends it with the zygote
+        syscalls.prctl(
+            syscalls.PR_SET_PDEATHSIG, signal.SIGTERM
+        )  # without a PID namespace nothing else ends it with the zygote
         init_process.send_handles(channel, plan)
         jail_builder.set_resource_limits(plan)
         jail_builder.drop_privileges()

@@ -2,8 +2,8 @@
 
 A fork copies a page-table entry for each page of anonymous memory, twenty thousand here, and its exit frees them all:
 more work than the rest of a sandbox's start. File pages are not copied: the child maps them when it uses them. So the
-memory that preloading fills is a memfd mapped shared; afterwards the same pages are mapped private, and writes from then
-on are copied.
+memory that preloading fills is a memfd mapped shared; afterwards the same pages are mapped private, and writes from
+then on are copied.
 
 Memory in use is never remapped. Python allocates many objects that nobody uses; their pools are replaced by file pages
 with the same content; then the objects are freed, and later objects use that memory. The free end of the C library's

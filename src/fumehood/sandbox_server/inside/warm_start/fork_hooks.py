@@ -1,9 +1,9 @@
 """Keeps the fork hooks of libraries out of the start of every sandbox.
 
-Python calls these hooks in each child: `threading` and `logging` renew locks, `random` its state. A child of the zygote,
-which has one thread and holds no lock, needs none of that, yet the hooks cause a third of the pages that it copies. So
-they are deferred while the zygote imports, and registered in the sandbox for the forks of its program. Handlers of the
-C library (pthread_atfork) cannot be deferred; `plain_fork` skips them.
+Python calls these hooks in each child: `threading` and `logging` renew locks, `random` its state. A child of the
+zygote, which has one thread and holds no lock, needs none of that, yet the hooks cause a third of the pages that it
+copies. So they are deferred while the zygote imports, and registered in the sandbox for the forks of its program.
+Handlers of the C library (pthread_atfork) cannot be deferred; `plain_fork` skips them.
 """
 
 import ctypes

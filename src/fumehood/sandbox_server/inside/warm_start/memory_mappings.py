@@ -40,7 +40,9 @@ def read_mappings() -> Iterator[MemoryMapping]:
     for line in lines:
         addresses, permissions, offset, _, _, *name = line.split(maxsplit=5)
         start, _, end = addresses.partition("-")
-        yield MemoryMapping(int(start, 16), int(end, 16), permissions, int(offset, 16), name[0] if name else "")
+        yield MemoryMapping(
+            int(start, 16), int(end, 16), permissions, int(offset, 16), name[0] if name else ""
+        )
 
 
 def merge_code_mappings() -> None:
