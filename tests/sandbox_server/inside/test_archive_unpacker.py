@@ -216,7 +216,7 @@ def test_too_many_members(place: UnpackTarget, make: Callable[..., bytes]) -> No
 def test_too_many_names(place: UnpackTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_directory, "MAX_NAME_BYTES", 100)
     expect_refusal(
-        place, make_tar(*((f"{number}" * 60, b"") for number in range(3))), "tar", "too long together"
+        place, make_tar(*((f"{number}" * 60, b"") for number in range(3))), "tar", "too long in total"
     )
 
 
@@ -271,7 +271,7 @@ def test_what_is_there_is_kept_on_failure(place: UnpackTarget) -> None:
     (place.data / "z").mkdir()
     inode = (place.data / "f").stat().st_ino
     body = make_tar(("f", b"new"), ("link", b"new"), ("d/x/y/new", b"new"), ("d/kept", b"new"), ("z", b"x"))
-    expect_refusal(place, body, "tar", "z: a directory is there already")
+    expect_refusal(place, body, "tar", "z: a directory of that name exists")
     assert (place.data / "f").stat().st_ino == inode
     assert os.readlink(place.data / "link") == "/nowhere"
 

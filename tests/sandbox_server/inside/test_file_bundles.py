@@ -196,7 +196,7 @@ def test_too_much_leaves_nothing(place: UnpackTarget) -> None:
             for number in range(data_directory.MAX_NAME_BYTES // 400)
         )
     )
-    with pytest.raises(FileTaskRefused, match="too long together"):
+    with pytest.raises(FileTaskRefused, match="too long in total"):
         place.receive(long, UnpackLimits(20_000, 10))
     assert place.tree() == {}
 
@@ -236,7 +236,7 @@ class AbandoningPermit(GrantedPermit):
     def reserve(self, size: int) -> None:
         self._left -= 1
         if self._left < 0:
-            raise FileTaskRefused("whoever sent it went away", "abandoned")
+            raise FileTaskRefused("the client went away", "abandoned")
 
 
 @pytest.mark.parametrize("after", range(0, 130, 7))

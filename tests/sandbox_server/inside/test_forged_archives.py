@@ -60,8 +60,8 @@ def test_names_that_are_no_text(place: UnpackTarget) -> None:
 
 
 def test_a_file_without_a_name(place: UnpackTarget) -> None:
-    expect_refusal(place, tar_header(b"./.", 0) + END_OF_TAR, "tar", "without a name")
-    expect_refusal(place, tar_header(b"", 0) + END_OF_TAR, "tar", "without a name")
+    expect_refusal(place, tar_header(b"./.", 0) + END_OF_TAR, "tar", "has no name")
+    expect_refusal(place, tar_header(b"", 0) + END_OF_TAR, "tar", "has no name")
 
 
 @pytest.mark.parametrize("make", [make_tar, make_zip], ids=["tar", "zip"])
@@ -70,7 +70,7 @@ def test_names_that_contradict_each_other(place: UnpackTarget, make: Callable[..
     with pytest.warns(UserWarning, match="Duplicate name") if make is make_zip else contextlib.nullcontext():
         twice = make(("f", b"1"), ("f", b"2"))
     expect_refusal(place, twice, kind, "twice")
-    expect_refusal(place, make(("f", b"1"), ("f/g", b"2")), kind, "at once")
+    expect_refusal(place, make(("f", b"1"), ("f/g", b"2")), kind, "both a file and a directory")
     expect_refusal(place, make(("f/g", b"1"), ("f", b"2")), kind, "twice")
 
 
@@ -121,13 +121,13 @@ def test_forged_tars(place: UnpackTarget) -> None:
         "same path": pax_header(("path", "x"), kind=b"g") + member,
         "same size": pax_header(("size", "9"), kind=b"g") + member,
         "extended header": tar_header(b"p", 10, b"x") + pad_block(b"99 path=x\n") + member,
-        "extended header cannot": tar_header(b"p", 10, b"x") + pad_block(b"0000000000") + member,
-        "header cannot be": pax_header(("size", "-1")) + member,
-        "cannot be read": tar_header(b"f", 0, raw_size=b"\xff" * 12) + END_OF_TAR,
-        "size cannot": tar_header(b"f", 0, raw_size=b"zzz\0zzz\0zzz\0") + END_OF_TAR,
+        "extended header is": tar_header(b"p", 10, b"x") + pad_block(b"0000000000") + member,
+        "header is unreadable": pax_header(("size", "-1")) + member,
+        "unreadable": tar_header(b"f", 0, raw_size=b"\xff" * 12) + END_OF_TAR,
+        "size is": tar_header(b"f", 0, raw_size=b"zzz\0zzz\0zzz\0") + END_OF_TAR,
         "cut short": tar_header(b"f", 0, raw_size=b"\x80" + b"\xff" * 11) + END_OF_TAR,
         "checksum": member[:1024] + b"x" * 512 + END_OF_TAR,
-        "half an end": member[:1024] + bytes(512) + member,
+        "end mark in its middle": member[:1024] + bytes(512) + member,
         "belongs to a member": pax_header(("path", "x")) + END_OF_TAR,
     }
     for reason, body in cases.items():
@@ -214,7 +214,7 @@ def test_overlapping_members(place: UnpackTarget) -> None:
 def test_tables_of_contents_that_lie(place: UnpackTarget) -> None:
     archive = ForgedZip()
     archive.add(b"f", b"x")
-    for count, reason in ((0, "hides"), (2, "cannot be read"), (0xFFFF, "missing")):
+    for count, reason in ((0, "hidden data"), (2, "unreadable"), (0xFFFF, "missing")):
         expect_refusal(place, archive.finish(count=count), "zip", reason)
     expect_refusal(place, b"prefix" + archive.finish(), "zip", "precedes")
     parts = bytearray(archive.finish())

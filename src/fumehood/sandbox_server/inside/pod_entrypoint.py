@@ -30,7 +30,7 @@ def _clear_environment() -> None:
 def main(path: str) -> NoReturn:
     """Listen on the socket `path` and serve the supervisor that connects."""
     if os.getuid() == 0 or os.geteuid() == 0:
-        sys.exit("fumehood does not run code as root; set runAsUser in the pod's security context")
+        sys.exit("code never runs as root; set runAsUser in the pod's security context")
     if not os.access(layout.DATA_DIRECTORY, os.W_OK):
         sys.exit(f"{layout.DATA_DIRECTORY} must exist and be writable for uid {os.getuid()}")
     _clear_environment()

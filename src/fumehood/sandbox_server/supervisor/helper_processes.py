@@ -60,7 +60,7 @@ class HelperProcess:
             for fd in fds:
                 os.close(fd)
             raise EOFError from None
-        if "ask" not in message:
+        if "permit" not in message:
             self.has_answered = True
         return message, fds
 
@@ -80,7 +80,7 @@ class HelperProcess:
         self._channel.close()
         while not self._inbox.empty():
             body, fds = self._inbox.get_nowait()
-            if body and b'"ask"' not in body:
+            if body and b'"permit"' not in body:
                 self.has_answered = True
             for fd in fds:
                 os.close(fd)

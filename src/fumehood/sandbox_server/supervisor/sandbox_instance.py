@@ -137,7 +137,7 @@ class SandboxInstance:
             "display_bytes": self._settings.display_bytes,
             "cwd": self.resources.work_directory,
             "environment": self.resources.environment_overrides() | (access.environment if access else {}),
-            "trust": access.ca_certificates if access else "",
+            "ca_certificates": access.ca_certificates if access else "",
         }
         self._send(MessageKind.CONFIGURE, framing.NO_CALL, body)
 

@@ -22,7 +22,7 @@ _CHUNK_BYTES = 256 * 1024
 class _HelperQuestion(msgspec.Struct, frozen=True):
     """What `inside.leave` asks."""
 
-    ask: Literal["room", "whole"]
+    permit: Literal["reserve", "confirm_complete"]
     size: int
 
 
@@ -98,7 +98,7 @@ class SandboxUpload:
                 hearing.cancel()
             for fd in opened:
                 os.close(fd)
-            if "ask" not in message:
+            if "permit" not in message:
                 return message
             try:
                 question = msgspec.convert(message, _HelperQuestion)
@@ -107,7 +107,7 @@ class SandboxUpload:
             helper.send(self._answer_question(question, finished=pump.done()))
 
     def _answer_question(self, question: _HelperQuestion, *, finished: bool) -> dict[str, Any]:
-        if question.ask == "whole":
+        if question.permit == "confirm_complete":
             if finished and question.size == self._sent_bytes:
                 return {"granted": True}
             return {"granted": False, "kind": "refused", "reason": "it did not arrive whole"}

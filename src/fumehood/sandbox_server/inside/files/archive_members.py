@@ -1,4 +1,4 @@
-"""What a member of an archive may be called, and who takes it."""
+"""Checks names of archive members, and the interface that receives members."""
 
 import os
 import re
@@ -12,7 +12,7 @@ _DRIVE = re.compile(r"[A-Za-z]:")
 
 
 class MemberSink(Protocol):
-    """Takes members one after another; raises Refused for one that cannot be."""
+    """Receives members one after another. Every method raises FileTaskRefused for one that it refuses."""
 
     max_members: int
 
@@ -21,16 +21,19 @@ class MemberSink(Protocol):
     def add_directory(self, name: str) -> None: ...
 
     def skip(self) -> None:
-        """A member that is neither: a link, a device, a pipe."""
+        """Count a member that is neither file nor directory: a link, a device, a pipe."""
         ...
 
 
 def split_member_name(name: str, into: list[bytes]) -> list[bytes]:
-    """The parts of a member's path below the data directory; none for the directory itself. Raises Refused."""
+    """Return the parts of a member's path below the data directory, none for the archive's root.
+
+    Raises FileTaskRefused.
+    """
     if name.startswith("/") or _DRIVE.match(name):
         raise FileTaskRefused(f"{printable_name(name)}: an absolute name")
     if "\\" in name:
-        # Meant as a separator by some, as a letter by others: whoever reads it otherwise is deceived.
+        # Some programs read it as a separator, others as a character: the name is ambiguous.
         raise FileTaskRefused(
             f"{printable_name(name)}: a name with a backslash; archives separate directories by /"
         )
@@ -46,6 +49,7 @@ def split_member_name(name: str, into: list[bytes]) -> list[bytes]:
 
 
 def printable_name(name: str | bytes) -> str:
+    """Return the start of a name in ASCII, escaped, for messages."""
     if isinstance(name, bytes):
         name = name.decode(errors="backslashreplace")
     return ascii(name[:200])[1:-1]

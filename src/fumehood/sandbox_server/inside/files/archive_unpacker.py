@@ -1,8 +1,8 @@
-"""Unpacks archives of untrusted authors into a sandbox's data directory, whole or not at all.
+"""Unpacks untrusted archives into a sandbox's data directory, completely or not at all.
 
-Runs in a helper: as the sandbox's user, in its cgroup, behind its filter. Members are first written, flat and under
-numbers, into a directory of ours; no name of the archive is used before all of it has been read and checked. Then
-they are moved into place one by one, each replacing what bears its name, and if one cannot be, all are moved back.
+This runs in a helper: as the sandbox's user, in its cgroup, under a seccomp filter. Members are first written under
+numbers into a staging directory; no name of the archive is used before all of it has been read and checked. Then they
+are moved to their paths one by one, each replacing the file of its name; if one fails, all are moved back.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ from fumehood.sandbox_server.inside.files.quota_permit import FileTaskRefused, Q
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK
 _MAX_REASONS = 20
-_MAX_TAR_HEADER_BYTES = 64 << 20  # what a tar may have besides its members' content
+_MAX_TAR_HEADER_BYTES = 64 << 20  # what a tar may contain besides its members' content
 
-# A file's number, or what is below a directory.
+# The number of a staged file, or the entries of a directory.
 type _Tree = dict[bytes, int | _Tree]
 
 
 @dataclass(frozen=True, slots=True)
 class UnpackLimits:
-    """How much one archive may unpack to.
+    """Limits of one archive.
 
-    members: files, directories and what is skipped; size: bytes that are written, not those declared.
+    members: files, directories and skipped members. size: bytes actually written.
     """
 
     members: int
@@ -44,11 +44,11 @@ class UnpackLimits:
 
 @dataclass(frozen=True, slots=True)
 class UnpackOutcome:
-    """What has been put in place.
+    """What was unpacked.
 
-    modified_ns: when the last file was written, changed_ns: when all were in place; what is newer, by either, somebody
-        else has changed since.
-    refused: how many files could not be put in place; reasons: why, of the first of them, by name.
+    modified_ns: when the last file was written. changed_ns: when all were moved. A file with a newer time was changed
+        by somebody else since.
+    refused: how many files were refused. reasons: name and reason of the first of them.
     """
 
     files: int
@@ -63,27 +63,30 @@ class UnpackOutcome:
 def unpack_archive(
     data: int, source: int, *, kind: str, into: str, token: str, limits: UnpackLimits, permit: QuotaPermit
 ) -> UnpackOutcome:
-    """Unpack what comes from `source` below `into`; on any failure all is as it was."""
+    """Unpack the archive from `source` below `into`. Raises FileTaskRefused, OSError; then nothing has changed.
+
+    data: the data directory. kind: `zip` or a key of `DECOMPRESSORS`. token: names the staging directory.
+    """
     unpacker = ArchiveUnpacker(data, into, token, limits, permit)
-    arriving = CountedSource(source, permit)
+    counted = CountedSource(source, permit)
     try:
         if kind == "zip":
-            _unpack_spooled_zip(data, arriving, unpacker, permit)
+            _unpack_spooled_zip(data, counted, unpacker, permit)
         else:
-            decoded = decompression.DECOMPRESSORS[kind](arriving.iter_chunks(), permit)
+            decoded = decompression.DECOMPRESSORS[kind](counted.iter_chunks(), permit)
             tar_reader.unpack_tar(
                 decompression.limit_size(decoded, limits.size + _MAX_TAR_HEADER_BYTES), unpacker
             )
-            permit.confirm_complete(arriving.received_bytes)
+            permit.confirm_complete(counted.received_bytes)
         return unpacker.commit()
     except UnicodeDecodeError as error:
-        raise FileTaskRefused(f"{printable_name(error.object)}: a name that is not UTF-8") from None
+        raise FileTaskRefused(f"{printable_name(error.object)}: the name is not UTF-8") from None
     finally:
         unpacker.discard()
 
 
 class CountedSource:
-    """What comes in, counted."""
+    """Reads the upload and counts its bytes."""
 
     def __init__(self, source: int, permit: QuotaPermit) -> None:
         self._source = source
@@ -91,21 +94,21 @@ class CountedSource:
         self.received_bytes = 0
 
     def iter_chunks(self) -> Iterator[bytes]:
-        for piece in atomic_writes.read_chunks(self._source):
-            self.received_bytes += len(piece)
+        for chunk in atomic_writes.read_chunks(self._source):
+            self.received_bytes += len(chunk)
             self._permit.reserve(0)
-            yield piece
+            yield chunk
 
 
 def _unpack_spooled_zip(
     data: int, source: CountedSource, unpacker: "ArchiveUnpacker", permit: QuotaPermit
 ) -> None:
-    """Its table of contents is at the end: keep it in a file without a name, at the sandbox's expense."""
+    """Spool the zip, whose directory is at its end, to an unnamed file that counts against the sandbox."""
     try:
         spool = syscalls.openat2(
             data, b".", os.O_TMPFILE | os.O_RDWR, 0o600, resolve=data_directory.RESOLVE_BENEATH
         )
-    except OSError:  # a file system that has no such files
+    except OSError:  # a file system without O_TMPFILE
         spool = os.memfd_create("archive")
     try:
         size = atomic_writes.write_chunks(spool, source.iter_chunks(), permit)
@@ -120,9 +123,9 @@ def _file_mode(executable: bool) -> int:
 
 
 class ArchiveUnpacker:
-    """Takes members, keeps them aside, and puts all of them in place at the end.
+    """Stages members and moves them to their paths in `commit`.
 
-    partly: what cannot be put in place is told, and the rest is; else there is all or nothing.
+    allow_partial: report files that cannot be moved and keep the others; otherwise all or nothing.
     """
 
     def __init__(
@@ -143,7 +146,7 @@ class ArchiveUnpacker:
         self._allow_partial = allow_partial
         self._tree: _Tree = {}
         self._members = self._size = self._skipped = self._name_bytes = self._modified_ns = 0
-        self._sizes: list[int] = []  # of the files that are aside, by their numbers
+        self._sizes: list[int] = []  # of the staged files, by number
         self._moved_files = self._moved_bytes = self._refused = 0
         self._reasons: list[str] = []
         self._undo: list[Callable[[], None]] = []
@@ -156,11 +159,11 @@ class ArchiveUnpacker:
     def add_file(self, name: str, content: Iterable[bytes], *, executable: bool) -> None:
         parts = self._member_path(name)
         if not parts:
-            raise FileTaskRefused(f"{printable_name(name)}: a file without a name")
+            raise FileTaskRefused(f"{printable_name(name)}: the file has no name")
         self._add_to_tree(parts, lambda: self._write_staged(content, _file_mode(executable)))
 
     def add_plain_file(self, raw: bytes, content: Iterator[bytes], *, executable: bool = False) -> None:
-        """A file of exactly that name, as if it were written alone; where that would be refused, it alone is."""
+        """Add a file by its exact path; if it is refused, the others are not."""
         self._count_member(len(raw))
         try:
             parts = data_directory.check_path(raw.decode(errors="surrogateescape")).split(b"/")
@@ -168,17 +171,17 @@ class ArchiveUnpacker:
             self._add_to_tree(parts, lambda: number)
         except (OSError, data_directory.UnsafePath, FileTaskRefused) as error:
             self._record_refusal(raw, 1, _as_refusal(error))
-            for _ in content:  # the next one comes behind it
+            for _ in content:  # skip it: the next file follows
                 pass
 
     def _add_to_tree(self, parts: list[bytes], number: Callable[[], int]) -> None:
-        above = self._tree_directory(parts[:-1])
-        if parts[-1] in above:
-            raise FileTaskRefused(f"{printable_name(b'/'.join(parts))}: the name is there twice")
-        above[parts[-1]] = number()
+        directory = self._tree_directory(parts[:-1])
+        if parts[-1] in directory:
+            raise FileTaskRefused(f"{printable_name(b'/'.join(parts))}: the name appears twice")
+        directory[parts[-1]] = number()
 
     def _write_staged(self, content: Iterable[bytes], mode: int) -> int:
-        """Write it aside; its number there."""
+        """Write a file to the staging directory; returns its number."""
         number = len(self._sizes)
         name = str(number).encode()
         self._sizes.append(0)
@@ -198,7 +201,7 @@ class ArchiveUnpacker:
         self._tree_directory(self._member_path(name))
 
     def skip(self) -> None:
-        """A member that is neither: a link, a device, a pipe."""
+        """Count a member that is neither file nor directory."""
         self._count_member()
         self._skipped += 1
 
@@ -213,13 +216,13 @@ class ArchiveUnpacker:
             raise FileTaskRefused(f"there are more than {self._limits.members} members", "too_large")
         self._name_bytes += name_bytes
         if self._name_bytes > data_directory.MAX_NAME_BYTES:
-            raise FileTaskRefused("the names are too long together", "too_large")
+            raise FileTaskRefused("the names are too long in total", "too_large")
 
-    def _record_refusal(self, path: bytes, number: int, refusal: FileTaskRefused) -> None:
-        """So many files are not put in place; raises what tells why, where that is the end of all of them."""
+    def _record_refusal(self, path: bytes, count: int, refusal: FileTaskRefused) -> None:
+        """Count refused files and keep the reason; raises it if partial results are not allowed."""
         if not self._allow_partial or refusal.kind != "refused":
             raise refusal
-        self._refused += number
+        self._refused += count
         if len(self._reasons) < _MAX_REASONS:
             text = str(refusal)
             self._reasons.append(
@@ -231,20 +234,23 @@ class ArchiveUnpacker:
         for part in parts:
             below = here.setdefault(part, {})
             if isinstance(below, int):
-                raise FileTaskRefused(f"{printable_name(b'/'.join(parts))}: a file and a directory at once")
+                raise FileTaskRefused(
+                    f"{printable_name(b'/'.join(parts))}: it is both a file and a directory"
+                )
             here = below
         return here
 
     def _count_bytes(self, content: Iterable[bytes]) -> Iterator[bytes]:
-        for piece in content:
-            self._size += len(piece)
+        for chunk in content:
+            self._size += len(chunk)
             if self._size > self._limits.size:
                 raise FileTaskRefused(f"there are more than {self._limits.size} bytes", "too_large")
-            yield piece
+            yield chunk
 
-    # ---- into place -------------------------------------------------------------------------------------------
+    # ---- commit -----------------------------------------------------------------------------------------------
 
     def commit(self) -> UnpackOutcome:
+        """Move all members to their paths. Raises FileTaskRefused, OSError; then all are moved back."""
         try:
             root = syscalls.openat2(self._data, b".", _DIRECTORY, resolve=data_directory.RESOLVE_BENEATH)
             try:
@@ -253,7 +259,7 @@ class ArchiveUnpacker:
                 os.close(root)
         except BaseException:
             for undo in reversed(self._undo):
-                with contextlib.suppress(OSError):  # the code has moved it meanwhile
+                with contextlib.suppress(OSError):  # the code has moved it
                     undo()
             raise
         return UnpackOutcome(
@@ -267,12 +273,12 @@ class ArchiveUnpacker:
         )
 
     def _file_system_time_ns(self) -> int:
-        """Now, by the clock of the file system: moving a file has changed its time, and theirs are compared with it."""
+        """Return the file system's current time, to compare the change times of the moved files with."""
         os.utime(self._staging_fd)
         return os.fstat(self._staging_fd).st_ctime_ns
 
     def _move_tree(self, here: int, prefix: bytes, tree: _Tree) -> None:
-        """Depth is bounded with the names."""
+        """Move a directory's entries; the depth is limited by the check of names."""
         for name, below in tree.items():
             self._permit.reserve(0)
             path = prefix + name
@@ -298,18 +304,18 @@ class ArchiveUnpacker:
     def _move_file(self, here: int, name: bytes, path: bytes, number: int) -> None:
         old = f"old-{number}"
         try:
-            about = os.stat(name, dir_fd=here, follow_symlinks=False)
+            existing = os.stat(name, dir_fd=here, follow_symlinks=False)
         except FileNotFoundError:
-            about = None
-        if about is not None:
-            if stat.S_ISDIR(about.st_mode):
-                raise FileTaskRefused(f"{printable_name(path)}: a directory is there already")
+            existing = None
+        if existing is not None:
+            if stat.S_ISDIR(existing.st_mode):
+                raise FileTaskRefused(f"{printable_name(path)}: a directory of that name exists")
             os.link(name, old, src_dir_fd=here, dst_dir_fd=self._staging_fd, follow_symlinks=False)
         os.rename(str(number), name, src_dir_fd=self._staging_fd, dst_dir_fd=here)
         self._moved_files += 1
         self._moved_bytes += self._sizes[number]
         self._undo.append(
-            lambda: self._remove_at(path, os.unlink) if about is None else self._restore_file(path, old)
+            lambda: self._remove_at(path, os.unlink) if existing is None else self._restore_file(path, old)
         )
 
     def _restore_file(self, path: bytes, old: str) -> None:
@@ -327,7 +333,7 @@ class ArchiveUnpacker:
             os.close(parent)
 
     def discard(self) -> None:
-        """What is still aside: everything after a failure, what was replaced after a success."""
+        """Remove the staging directory: all members after a failure, replaced files after a success."""
         with contextlib.suppress(OSError):
             atomic_writes.remove_files(self._staging_fd, 2 * self._limits.members)
             os.rmdir(self._staging_name, dir_fd=self._data)

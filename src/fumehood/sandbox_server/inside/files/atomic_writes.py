@@ -1,7 +1,7 @@
-"""Puts files into a sandbox's data directory whole or not at all.
+"""Writes files into a sandbox's data directory completely or not at all.
 
-What is not finished lies at the top of the data directory under a name of ours that the supervisor chose: should
-the helper be killed, somebody else can still take it away.
+An unfinished file has a staging name, chosen by the supervisor, at the top of the data directory: if the helper is
+killed, another one can remove it.
 """
 
 import contextlib
@@ -25,13 +25,17 @@ _CREATE_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
 def staging_name(token: str) -> bytes:
+    """Return the staging name for a token."""
     return f"{RESERVED_PREFIX}{token}".encode()
 
 
 def write_file(
     data_fd: int, path: str, source_fd: int, token: str, permit: QuotaPermit, *, executable: bool = False
 ) -> FileStat:
-    """Put everything that comes from `source` at `path`, replacing what is there; parents are made."""
+    """Write everything from `source_fd` to `path`, replacing what is there; creates parent directories.
+
+    Raises UnsafePath, FileTaskRefused, OSError.
+    """
     raw = check_path(path)
     _check_not_directory(data_fd, raw)
     name = staging_name(token)
@@ -53,12 +57,13 @@ def write_file(
 
 
 def read_chunks(source_fd: int) -> Iterator[bytes]:
+    """Yield what can be read until the end."""
     while chunk := os.read(source_fd, CHUNK_BYTES):
         yield chunk
 
 
 def write_chunks(target_fd: int, chunks: Iterable[bytes], permit: QuotaPermit) -> int:
-    """Write it all, with leave; returns how much."""
+    """Reserve and write all chunks; returns the number of bytes."""
     size = 0
     for chunk in chunks:
         permit.reserve(len(chunk))
@@ -70,7 +75,7 @@ def write_chunks(target_fd: int, chunks: Iterable[bytes], permit: QuotaPermit) -
 
 
 def _check_not_directory(data: int, raw: bytes) -> None:
-    """Tell at once what would only fail at the end; what changes meanwhile fails there."""
+    """Raise now what would otherwise fail after the upload; later changes fail then."""
     here = syscalls.openat2(data, b".", _OPEN_DIRECTORY, resolve=RESOLVE_BENEATH)
     *parents, last = raw.split(b"/")
     try:
@@ -88,28 +93,28 @@ def _check_not_directory(data: int, raw: bytes) -> None:
 
 @contextlib.contextmanager
 def open_or_make_parent(data_fd: int, raw: bytes) -> Generator[int]:
-    """The directory of a path, made where it is missing; if the body fails, those that were made go again."""
-    made: list[bytes] = []
+    """Open the directory of a path, creating what is missing; if the body fails, created directories are removed."""
+    created: list[bytes] = []
     try:
-        parent = open_or_make_directory(data_fd, raw.rpartition(b"/")[0], made)
+        parent = open_or_make_directory(data_fd, raw.rpartition(b"/")[0], created)
         try:
             yield parent
         finally:
             os.close(parent)
     except BaseException:
-        remove_directories(data_fd, made)
+        remove_directories(data_fd, created)
         raise
 
 
-def open_or_make_directory(data: int, raw: bytes, made: list[bytes]) -> int:
-    """Open the directory `raw`, making what is missing and noting it in `made`; no link is followed."""
+def open_or_make_directory(data: int, raw: bytes, created: list[bytes]) -> int:
+    """Open the directory `raw` without following links; creates what is missing and appends it to `created`."""
     here = syscalls.openat2(data, b".", _OPEN_DIRECTORY, resolve=RESOLVE_BENEATH)
     parts = raw.split(b"/") if raw else []
     for number, part in enumerate(parts):
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(part, 0o755, dir_fd=here)
-                made.append(b"/".join(parts[: number + 1]))
+                created.append(b"/".join(parts[: number + 1]))
             below = syscalls.openat2(here, part, _OPEN_DIRECTORY, resolve=RESOLVE_BENEATH)
         finally:
             os.close(here)
@@ -118,13 +123,13 @@ def open_or_make_directory(data: int, raw: bytes, made: list[bytes]) -> int:
 
 
 def open_parent(data: int, raw: bytes) -> int:
-    """The directory that holds `raw`, if it is there."""
+    """Open the existing directory that holds `raw`."""
     return syscalls.openat2(data, raw.rpartition(b"/")[0] or b".", _OPEN_DIRECTORY, resolve=RESOLVE_BENEATH)
 
 
-def remove_directories(data: int, made: list[bytes]) -> None:
-    """Those that were made, unless somebody has put something into them."""
-    for raw in reversed(made):
+def remove_directories(data: int, created: list[bytes]) -> None:
+    """Remove created directories, unless something is in them."""
+    for raw in reversed(created):
         with contextlib.suppress(OSError):
             parent = open_parent(data, raw)
             try:
@@ -134,7 +139,7 @@ def remove_directories(data: int, made: list[bytes]) -> None:
 
 
 def discard_staged(data: int, token: str, max_entries: int) -> None:
-    """Take away what a helper that was killed left: a file, or a directory with at most so many of them."""
+    """Remove what a killed helper left: a file, or a directory with at most `max_entries` files."""
     name = staging_name(token)
     with contextlib.suppress(FileNotFoundError):
         try:
@@ -149,9 +154,9 @@ def discard_staged(data: int, token: str, max_entries: int) -> None:
 
 
 def remove_files(directory: int, max_entries: int) -> None:
-    """Remove files; there are no directories below one of ours, and what others put there is theirs."""
-    with os.scandir(directory) as listing:
-        names = [entry.name for entry, _ in zip(listing, range(max_entries), strict=False)]
+    """Remove files of a staging directory, which has no subdirectories of ours."""
+    with os.scandir(directory) as entries:
+        names = [entry.name for entry, _ in zip(entries, range(max_entries), strict=False)]
     for name in names:
         with contextlib.suppress(OSError):
             os.unlink(name, dir_fd=directory)

@@ -1,8 +1,7 @@
-"""Work on a sandbox's files that trusts neither names nor types nor timing.
+"""Reads, lists and deletes files of a sandbox without trusting names, types or timing.
 
-The same functions serve the supervisor, for reading, and the short-lived helper that runs as the sandbox's
-user in its cgroup, for writing: root cannot create files on that tmpfs (its owner is not mapped there), and
-pages must count against the sandbox that asked for them.
+The supervisor reads with these functions. Writing is done by a helper as the sandbox's user in its cgroup: root cannot
+create files on that tmpfs (its owner is not mapped there), and the pages must count against the sandbox.
 """
 
 import contextlib
@@ -15,20 +14,20 @@ from fumehood.sandbox_server.inside import syscalls
 
 MAX_DEPTH = 32
 MAX_ENTRIES = 20_000
-MAX_NAME_BYTES = 4 << 20  # of all paths in one listing
-# What a helper has not finished lies at the top of the data directory under such a name.
+MAX_NAME_BYTES = 4 << 20  # all paths of a listing together
+# Prefix of a helper's staging names at the top of the data directory.
 RESERVED_PREFIX = ".fumehood-"
 RESOLVE_BENEATH = syscalls.RESOLVE_BENEATH | syscalls.RESOLVE_NO_SYMLINKS | syscalls.RESOLVE_NO_XDEV
 _MAX_BUSY_RETRIES = 5
 
 
 class UnsafePath(ValueError):
-    """A name that could mean anything but a plain path below the data directory."""
+    """A path that is not a plain relative path below the data directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileStat:
-    """A regular file. Code may set size and modification time; changed_ns, inode and blocks tell a change too."""
+    """A regular file. Code can set its size and modification time; changed_ns, inode and blocks reveal that."""
 
     path: str
     size: int
@@ -39,20 +38,20 @@ class FileStat:
     executable: bool = False
 
     @classmethod
-    def from_stat(cls, path: str, about: os.stat_result) -> "FileStat":
+    def from_stat(cls, path: str, status: os.stat_result) -> "FileStat":
         return cls(
             path,
-            about.st_size,
-            about.st_mtime_ns,
-            about.st_ctime_ns,
-            about.st_ino,
-            about.st_blocks,
-            bool(about.st_mode & stat.S_IXUSR),
+            status.st_size,
+            status.st_mtime_ns,
+            status.st_ctime_ns,
+            status.st_ino,
+            status.st_blocks,
+            bool(status.st_mode & stat.S_IXUSR),
         )
 
 
 def check_path(path: str) -> bytes:
-    """A relative path as bytes, or UnsafePath: no `..`, no empty parts, no NUL, bounded."""
+    """Return a relative path as bytes. Raises UnsafePath for `..`, empty parts, NUL, or too long a path."""
     try:
         raw = path.encode()
     except UnicodeEncodeError:
@@ -68,14 +67,17 @@ def check_path(path: str) -> bytes:
 
 
 def open_regular_file(data_fd: int, path: str) -> int:
-    """Open a regular file below `data` for reading; never blocks, never leaves the tree, never follows a link."""
+    """Open a regular file below the data directory for reading, without blocking or following a link.
+
+    Raises UnsafePath, OSError.
+    """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY
     for attempt in range(_MAX_BUSY_RETRIES):
         try:
             fd = syscalls.openat2(data_fd, check_path(path), flags, resolve=RESOLVE_BENEATH)
             break
         except OSError as error:
-            # EAGAIN: a rename raced with the look-up, or somebody holds a lease on the file.
+            # EAGAIN: a rename raced with the lookup, or a process holds a lease on the file.
             if error.errno != errno.EAGAIN or attempt == _MAX_BUSY_RETRIES - 1:
                 raise
     else:
@@ -87,27 +89,27 @@ def open_regular_file(data_fd: int, path: str) -> int:
 
 
 def list_files(data_fd: int) -> tuple[list[FileStat], bool]:
-    """Regular files below `data`, sorted by path, and whether some are left out: too many, too deep, no text.
+    """Return the regular files, sorted by path, and whether some are missing: too many, too deep, or not UTF-8.
 
-    Iterative, by descriptors: a directory moved or replaced meanwhile leads nowhere else.
+    The walk uses descriptors: a directory that is moved or replaced meanwhile does not lead outside.
     """
-    walking = _DirectoryWalk()
-    while walking.pending and not walking.is_full:
-        prefix = walking.pending.pop()
+    walk = _DirectoryWalk()
+    while walk.pending and not walk.is_full:
+        prefix = walk.pending.pop()
         try:
             directory = _open_directory(data_fd, prefix)
         except OSError:
-            continue  # gone or unreadable since it was seen
+            continue  # removed or unreadable since it was listed
         try:
-            with os.scandir(directory) as listing:
-                for entry in listing:
-                    if not walking.add_entry(prefix, entry):
+            with os.scandir(directory) as entries:
+                for entry in entries:
+                    if not walk.add_entry(prefix, entry):
                         break
         except OSError:
             continue
         finally:
             os.close(directory)
-    return sorted(walking.files, key=lambda item: item.path), walking.is_incomplete
+    return sorted(walk.files, key=lambda file: file.path), walk.is_incomplete
 
 
 class _DirectoryWalk:
@@ -118,24 +120,24 @@ class _DirectoryWalk:
         self._entries = self._name_bytes = 0
 
     def add_entry(self, prefix: str, entry: os.DirEntry[str]) -> bool:
-        """False once there is no room for more."""
+        """Add an entry; returns False once the listing is full."""
         path = f"{prefix}{entry.name}"
         self._entries += 1
         self._name_bytes += len(path)
         if self._entries > MAX_ENTRIES or self._name_bytes > MAX_NAME_BYTES:
             self.is_incomplete = self.is_full = True
             return False
-        if path.startswith(RESERVED_PREFIX):  # counted all the same: code may make any number of them
+        if path.startswith(RESERVED_PREFIX):  # counted: code may create any number of them
             return True
         if not _is_utf8(entry.name):
-            self.is_incomplete = True  # nobody could ask for it: the wire speaks UTF-8
+            self.is_incomplete = True  # cannot be requested: the protocol is UTF-8
         elif entry.is_dir(follow_symlinks=False):
             if path.count("/") + 1 >= MAX_DEPTH:
                 self.is_incomplete = True
             else:
                 self.pending.append(path + "/")
         elif entry.is_file(follow_symlinks=False):
-            with contextlib.suppress(FileNotFoundError):  # removed since it was seen
+            with contextlib.suppress(FileNotFoundError):  # removed since it was listed
                 self.files.append(FileStat.from_stat(path, entry.stat(follow_symlinks=False)))
         return True
 
@@ -151,13 +153,13 @@ def _is_utf8(name: str) -> bool:
 def _open_directory(data: int, prefix: str) -> int:
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK
     if not prefix:
-        # A descriptor of its own: reading through a shared one would move everybody's position.
+        # A new descriptor: reading moves the position of a shared one.
         return syscalls.openat2(data, b".", flags, resolve=RESOLVE_BENEATH)
     return syscalls.openat2(data, os.fsencode(prefix[:-1]), flags, resolve=RESOLVE_BENEATH)
 
 
 def delete_file(data_fd: int, path: str) -> None:
-    """Remove one file, or whatever else bears that name and is not a directory."""
+    """Remove a file, or anything else of that name that is not a directory. Raises UnsafePath, OSError."""
     raw = check_path(path)
     parent, _, name = raw.rpartition(b"/")
     directory = syscalls.openat2(

@@ -1,4 +1,4 @@
-"""Compressed streams of untrusted authors, decoded in bounded pieces."""
+"""Decompresses untrusted streams in chunks of limited size."""
 
 import contextlib
 import importlib
@@ -13,21 +13,21 @@ _ZSTD_WINDOW_LOG = 25
 _ZSTD_MODULES = ("compression.zstd", "backports.zstd")
 
 
-def _pass_through(pieces: Iterator[bytes], permit: QuotaPermit) -> Iterator[bytes]:
+def _pass_through(chunks: Iterator[bytes], permit: QuotaPermit) -> Iterator[bytes]:
     del permit
-    return pieces
+    return chunks
 
 
-def gunzip(pieces: Iterator[bytes], permit: QuotaPermit) -> Iterator[bytes]:
-    """All members one after another, as gzip does; zeros may follow the last."""
-    return _decompress_members(pieces, permit, _GzipDecompressor)
+def gunzip(chunks: Iterator[bytes], permit: QuotaPermit) -> Iterator[bytes]:
+    """Decompress all members, as gzip does; zeros may follow the last."""
+    return _decompress_members(chunks, permit, _GzipDecompressor)
 
 
-def _decompress_zstd(pieces: Iterator[bytes], permit: QuotaPermit) -> Iterator[bytes]:
+def _decompress_zstd(chunks: Iterator[bytes], permit: QuotaPermit) -> Iterator[bytes]:
     zstd = _find_zstd()
-    permit.reserve(1 << _ZSTD_WINDOW_LOG)  # what the largest window that is let in takes
+    permit.reserve(1 << _ZSTD_WINDOW_LOG)  # the largest window that is accepted
     options = {zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG}
-    return _decompress_members(pieces, permit, lambda: _ZstdDecompressor(zstd, options))
+    return _decompress_members(chunks, permit, lambda: _ZstdDecompressor(zstd, options))
 
 
 def _find_zstd() -> Any:
@@ -40,7 +40,7 @@ def _find_zstd() -> Any:
 
 
 class ZlibDecompressor(Protocol):
-    """What `zlib.decompressobj` gives; its type has no public name."""
+    """The type of `zlib.decompressobj()`, which has no public name."""
 
     @property
     def eof(self) -> bool: ...
@@ -50,10 +50,10 @@ class ZlibDecompressor(Protocol):
 
 
 class _Decompressor(Protocol):
-    def feed(self, piece: bytes) -> Iterator[bytes]: ...
+    def feed(self, chunk: bytes) -> Iterator[bytes]: ...
 
     def trailing_data(self) -> bytes | None:
-        """What follows the end; None if that has not come."""
+        """Return what follows the end, or None before the end."""
         ...
 
 
@@ -61,8 +61,8 @@ class _GzipDecompressor:
     def __init__(self) -> None:
         self._decoder = zlib.decompressobj(wbits=31)
 
-    def feed(self, piece: bytes) -> Iterator[bytes]:
-        return inflate(self._decoder, piece)
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        return inflate(self._decoder, chunk)
 
     def trailing_data(self) -> bytes | None:
         return self._decoder.unused_data if self._decoder.eof else None
@@ -73,15 +73,15 @@ class _ZstdDecompressor:
         self._error: type[Exception] = zstd.ZstdError
         self._decoder = zstd.ZstdDecompressor(options=options)
 
-    def feed(self, piece: bytes) -> Iterator[bytes]:
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
         while True:
             try:
-                out: bytes = self._decoder.decompress(piece, atomic_writes.CHUNK_BYTES)
+                out: bytes = self._decoder.decompress(chunk, atomic_writes.CHUNK_BYTES)
             except self._error as error:
                 raise FileTaskRefused(f"the archive is damaged: {error}") from None
             if out:
                 yield out
-            piece = b""
+            chunk = b""
             if self._decoder.eof or self._decoder.needs_input:
                 return
 
@@ -89,57 +89,58 @@ class _ZstdDecompressor:
         return self._decoder.unused_data if self._decoder.eof else None
 
 
-def inflate(decoder: ZlibDecompressor, piece: bytes) -> Iterator[bytes]:
-    """What a piece gives, in bounded pieces."""
+def inflate(decoder: ZlibDecompressor, chunk: bytes) -> Iterator[bytes]:
+    """Decompress a chunk into chunks of limited size. Raises FileTaskRefused."""
     while True:
         try:
-            out = decoder.decompress(piece, atomic_writes.CHUNK_BYTES)
+            out = decoder.decompress(chunk, atomic_writes.CHUNK_BYTES)
         except zlib.error as error:
             raise FileTaskRefused(f"the archive is damaged: {error}") from None
         if out:
             yield out
-        piece = decoder.unconsumed_tail
-        if decoder.eof or (not piece and len(out) < atomic_writes.CHUNK_BYTES):
+        chunk = decoder.unconsumed_tail
+        if decoder.eof or (not chunk and len(out) < atomic_writes.CHUNK_BYTES):
             return
 
 
 def _decompress_members(
-    pieces: Iterator[bytes], permit: QuotaPermit, start: Callable[[], _Decompressor]
+    chunks: Iterator[bytes], permit: QuotaPermit, start: Callable[[], _Decompressor]
 ) -> Iterator[bytes]:
     decoder: _Decompressor | None = start()
-    for piece in pieces:
-        while piece:
+    for chunk in chunks:
+        while chunk:
             permit.reserve(0)
             if decoder is None:
-                if piece[0] == 0:
-                    yield from _check_zero_padding(piece, pieces)
+                if chunk[0] == 0:
+                    yield from _check_zero_padding(chunk, chunks)
                     return
                 decoder = start()
-            yield from decoder.feed(piece)
+            yield from decoder.feed(chunk)
             rest = decoder.trailing_data()
-            piece = rest or b""
+            chunk = rest or b""
             if rest is not None:
                 decoder = None
     if decoder is not None:
         raise FileTaskRefused("the archive is cut short")
 
 
-def _check_zero_padding(piece: bytes, pieces: Iterator[bytes]) -> Iterator[bytes]:
-    for padding in (piece, *pieces):
+def _check_zero_padding(chunk: bytes, chunks: Iterator[bytes]) -> Iterator[bytes]:
+    for padding in (chunk, *chunks):
         if padding.count(0) != len(padding):
             raise FileTaskRefused("something follows the archive's end")
     yield from ()
 
 
-def limit_size(pieces: Iterator[bytes], max_bytes: int) -> Iterator[bytes]:
-    for piece in pieces:
-        max_bytes -= len(piece)
+def limit_size(chunks: Iterator[bytes], max_bytes: int) -> Iterator[bytes]:
+    """Yield the chunks. Raises FileTaskRefused once there are more than `max_bytes`."""
+    for chunk in chunks:
+        max_bytes -= len(chunk)
         if max_bytes < 0:
             raise FileTaskRefused("the archive holds more than may be unpacked", "too_large")
-        yield piece
+        yield chunk
 
 
-# What a tar may come in.
+# By the kind of a tar archive.
 DECOMPRESSORS: dict[str, Callable[[Iterator[bytes], QuotaPermit], Iterator[bytes]]] = {
     "tar": _pass_through,
     "tar.gz": gunzip,

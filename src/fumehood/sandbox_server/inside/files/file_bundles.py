@@ -1,8 +1,7 @@
-"""Many small files in one stream, into the data directory and out of it.
+"""Receives and sends many small files in one stream.
 
-`fumehood.protocol.sandbox.bundle_encoding` draws the two forms. What comes in is written aside first, as the members of
-an archive are: until all of it has arrived nothing is in place, and then each file replaces what bears its name, or is
-refused for itself.
+`fumehood.protocol.sandbox.bundle_encoding` describes the format. Received files are staged like members of an archive;
+once all have arrived, each one replaces the file of its name or is refused individually.
 """
 
 import errno
@@ -20,7 +19,7 @@ from fumehood.sandbox_server.inside.files.archive_unpacker import (
 from fumehood.sandbox_server.inside.files.quota_permit import FileTaskRefused, QuotaPermit
 from fumehood.sandbox_server.inside.files.tar_reader import ExactReader
 
-# The protocol's numbers once more: it is not to be found in the jail. A test compares them.
+# Copied from the protocol, which is not in the jail. A test compares them.
 MAX_FILE_BYTES = 1 << 20
 FILE_HEADER = struct.Struct("!BHI")
 CONTENT_HEADER = struct.Struct("!BI")
@@ -33,38 +32,39 @@ _FLUSH_BYTES = 256 * 1024
 def receive_files(
     data: int, source: int, *, token: str, limits: UnpackLimits, permit: QuotaPermit
 ) -> UnpackOutcome:
-    """Put in place what comes from `source`; what cannot be is told, the rest is there. Raises Refused for a stream
-    that is not sound, and then nothing is.
+    """Receive a bundle; the outcome lists files that were refused.
+
+    Raises FileTaskRefused for an invalid stream, and then no file is written.
     """
     unpacker = ArchiveUnpacker(data, "", token, limits, permit, allow_partial=True)
-    arriving = CountedSource(source, permit)
-    stream = ExactReader(arriving.iter_chunks())
+    counted = CountedSource(source, permit)
+    stream = ExactReader(counted.iter_chunks())
     try:
         while (header := FILE_HEADER.unpack(stream.read_exactly(FILE_HEADER.size)))[0] in (PLAIN, EXECUTABLE):
             kind, length, size = header
             name = stream.read_exactly(length)
             unpacker.add_plain_file(name, stream.iter_content(size), executable=kind == EXECUTABLE)
         if any(header) or stream.read_some(1):
-            raise FileTaskRefused("the stream does not end as it should")
-        permit.confirm_complete(arriving.received_bytes)
+            raise FileTaskRefused("the stream has no valid end")
+        permit.confirm_complete(counted.received_bytes)
         return unpacker.commit()
     finally:
         unpacker.discard()
 
 
 def stream_contents(data: int, paths: Sequence[str]) -> Iterator[bytes]:
-    """The content of each, or why there is none; some at a time."""
-    held: list[bytes] = []
+    """Yield the encoded content of each file, or why there is none, in chunks of several files."""
+    chunk: list[bytes] = []
     size = 0
     for path in paths:
         outcome, content = _read_content(data, path)
-        held += (CONTENT_HEADER.pack(outcome, len(content)), content)
+        chunk += (CONTENT_HEADER.pack(outcome, len(content)), content)
         size += CONTENT_HEADER.size + len(content)
         if size >= _FLUSH_BYTES:
-            yield b"".join(held)
-            held, size = [], 0
-    if held:
-        yield b"".join(held)
+            yield b"".join(chunk)
+            chunk, size = [], 0
+    if chunk:
+        yield b"".join(chunk)
 
 
 def _read_content(data: int, path: str) -> tuple[int, bytes]:
@@ -84,7 +84,7 @@ def _read_content(data: int, path: str) -> tuple[int, bytes]:
 
 
 def _read_size(fd: int, size: int) -> bytes:
-    """As it was when it was opened: what is appended meanwhile is left out, what is cut off is missing."""
+    """Read at most the size at opening: later appends are ignored, a truncated file is shorter."""
     content = os.read(fd, size)
     while len(content) < size and (more := os.read(fd, size - len(content))):
         content += more

@@ -1,9 +1,9 @@
-"""How a helper asks the supervisor's leave while it writes.
+"""How a helper asks the supervisor for quota while it writes.
 
-A helper that wrote until the sandbox's memory is used up would make the kernel end a process: itself first, and
-then, as what it wrote is still there, the code's. Only the supervisor sees the cgroup, so the helper asks it before
-each few megabytes. The same question is a sign of life, and the last one makes sure that what has arrived is all
-there is: a broken upload and a finished one look the same from here.
+A helper that fills the sandbox's memory would trigger the OOM killer: it kills the helper and then, since the files are
+still there, the code. Only the supervisor sees the cgroup, so the helper asks before each few megabytes. The requests
+are also keepalives. The last one checks that the upload is complete: from here, a broken and a finished upload look the
+same.
 """
 
 import errno
@@ -20,7 +20,7 @@ type RefusalKind = Literal["refused", "too_large", "abandoned"]
 
 
 class FileTaskRefused(Exception):
-    """The task cannot be done; the text says why, the kind tells the supervisor how to put it."""
+    """The task cannot be performed; the text says why, `kind` selects the supervisor's error, `number` is an errno."""
 
     def __init__(self, text: str, kind: RefusalKind = "refused", number: int = errno.EINVAL) -> None:
         super().__init__(text)
@@ -29,47 +29,47 @@ class FileTaskRefused(Exception):
 
 
 class QuotaPermit(Protocol):
-    """Whom a helper asks before it writes more."""
+    """Grants a helper what it writes."""
 
     def reserve(self, size: int) -> None:
-        """Before that many bytes of memory or disk are used; raises Refused, and then none are taken."""
+        """Reserve bytes before they are written. Raises FileTaskRefused, and then none are reserved."""
         ...
 
     def confirm_complete(self, received: int) -> None:
-        """Before what was received counts: raises Refused unless it is the whole."""
+        """Check that the received bytes are the whole upload. Raises FileTaskRefused."""
         ...
 
 
 class SupervisorPermit:
-    """The supervisor at the other end of a socket; each question waits for its answer."""
+    """Asks the supervisor over a socket, one request at a time."""
 
     def __init__(self, supervisor: socket.socket) -> None:
         self._supervisor = supervisor
         self._reserved_bytes = 0
-        self._asked_at = time.monotonic()
+        self._requested_at = time.monotonic()
 
     def reserve(self, size: int) -> None:
-        left = self._reserved_bytes - size
-        if left < 0 or time.monotonic() - self._asked_at > _KEEPALIVE_SECONDS:
-            wanted = max(0, -left)
-            wanted += -wanted % RESERVE_STEP
-            self._request({"ask": "room", "size": wanted})
-            left += wanted
-        self._reserved_bytes = left
+        remaining = self._reserved_bytes - size
+        if remaining < 0 or time.monotonic() - self._requested_at > _KEEPALIVE_SECONDS:
+            needed = max(0, -remaining)
+            needed += -needed % RESERVE_STEP
+            self._request({"permit": "reserve", "size": needed})
+            remaining += needed
+        self._reserved_bytes = remaining
 
     def confirm_complete(self, received: int) -> None:
-        self._request({"ask": "whole", "size": received})
+        self._request({"permit": "confirm_complete", "size": received})
 
-    def _request(self, question: dict[str, Any]) -> None:
-        self._supervisor.send(json.dumps(question).encode())
+    def _request(self, request: dict[str, Any]) -> None:
+        self._supervisor.send(json.dumps(request).encode())
         body = self._supervisor.recv(_MAX_ANSWER)
         if not body:
             _raise_abandoned()
         answer = json.loads(body)
         if not answer["granted"]:
             raise FileTaskRefused(answer["reason"], answer["kind"])
-        self._asked_at = time.monotonic()
+        self._requested_at = time.monotonic()
 
 
 def _raise_abandoned() -> NoReturn:
-    raise FileTaskRefused("whoever sent it went away", "abandoned")
+    raise FileTaskRefused("the client went away", "abandoned")

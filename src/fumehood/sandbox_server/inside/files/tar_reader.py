@@ -1,7 +1,7 @@
-"""Reads tar archives of untrusted authors from a stream, once and in order.
+"""Reads untrusted tar archives from a stream, in one pass.
 
-The standard library's reader keeps whole headers in memory and has been led astray by forged ones. This one knows
-ustar, GNU long names and pax paths and sizes, bounds all of them, and refuses what it does not understand.
+The standard library's reader keeps whole headers in memory and has had bugs with forged ones. This one reads ustar, GNU
+long names, and pax paths and sizes; it limits their size and refuses everything else.
 """
 
 from collections.abc import Iterator
@@ -23,29 +23,30 @@ _MAX_HEADERS_PER_MEMBER = 4
 
 
 class ExactReader:
-    """Exact amounts out of pieces of any size."""
+    """Reads exact amounts from chunks of any size."""
 
-    def __init__(self, pieces: Iterator[bytes]) -> None:
-        self._pieces = pieces
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._chunks = chunks
         self._buffer = memoryview(b"")
 
-    def read_some(self, most: int) -> bytes:
-        """The next bytes, at least one; none at the end."""
+    def read_some(self, max_bytes: int) -> bytes:
+        """Return the next bytes, at least one; b"" at the end."""
         while not self._buffer:
-            piece = next(self._pieces, None)
-            if piece is None:
+            chunk = next(self._chunks, None)
+            if chunk is None:
                 return b""
-            self._buffer = memoryview(piece)
-        taken, self._buffer = self._buffer[:most], self._buffer[most:]
-        return bytes(taken)
+            self._buffer = memoryview(chunk)
+        data, self._buffer = self._buffer[:max_bytes], self._buffer[max_bytes:]
+        return bytes(data)
 
     def iter_content(self, size: int) -> Iterator[bytes]:
+        """Yield exactly `size` bytes. Raises FileTaskRefused if there are fewer."""
         while size:
-            piece = self.read_some(size)
-            if not piece:
+            chunk = self.read_some(size)
+            if not chunk:
                 raise FileTaskRefused("the archive is cut short")
-            size -= len(piece)
-            yield piece
+            size -= len(chunk)
+            yield chunk
 
     def read_exactly(self, size: int) -> bytes:
         return b"".join(self.iter_content(size))
@@ -57,7 +58,7 @@ class ExactReader:
 
 @dataclass(slots=True)
 class _PaxOverrides:
-    """What extended headers say of the member that follows them."""
+    """Values of extended headers for the member that follows them."""
 
     path: bytes | None = None
     size: int | None = None
@@ -72,10 +73,10 @@ class _TarHeader:
     overrides: _PaxOverrides = field(default_factory=_PaxOverrides)
 
 
-def unpack_tar(pieces: Iterator[bytes], sink: MemberSink) -> None:
-    """Hand every member to the sink; raises Refused for anything that is not a sound archive."""
-    archive = ExactReader(pieces)
-    extras = _PaxOverrides()
+def unpack_tar(chunks: Iterator[bytes], sink: MemberSink) -> None:
+    """Pass every member to the sink. Raises FileTaskRefused for an invalid archive."""
+    archive = ExactReader(chunks)
+    overrides = _PaxOverrides()
     pending = False
     for number in range(_MAX_HEADERS_PER_MEMBER * sink.max_members + 1):
         block = archive.read_exactly(_BLOCK)
@@ -86,21 +87,21 @@ def unpack_tar(pieces: Iterator[bytes], sink: MemberSink) -> None:
             return
         header = _parse_header(block, first=number == 0)
         if header.kind in (_LONG_NAME, _LONG_LINK, _PAX, _PAX_OF_SOLARIS, _PAX_FOR_ALL):
-            _read_extended_header(header, archive, extras)
+            _read_extended_header(header, archive, overrides)
             pending |= header.kind != _PAX_FOR_ALL
             continue
-        header.overrides = extras
+        header.overrides = overrides
         _handle_member(header, archive, sink)
-        extras, pending = _PaxOverrides(), False
+        overrides, pending = _PaxOverrides(), False
     raise FileTaskRefused("the archive has too many headers", "too_large")
 
 
 def _check_end(archive: ExactReader) -> None:
-    """Two blocks of zeros, and nothing but zeros behind them."""
+    """Check for two blocks of zeros, followed by nothing but zeros."""
     if archive.read_exactly(_BLOCK) != _ZEROS:
-        raise FileTaskRefused("the archive is damaged: half an end in its middle")
-    while piece := archive.read_some(1 << 20):
-        if piece.count(0) != len(piece):
+        raise FileTaskRefused("the archive is damaged: it has an end mark in its middle")
+    while chunk := archive.read_some(1 << 20):
+        if chunk.count(0) != len(chunk):
             raise FileTaskRefused("something follows the archive's end")
 
 
@@ -116,7 +117,7 @@ def _handle_member(header: _TarHeader, archive: ExactReader, sink: MemberSink) -
             sink.skip()
         return
     if header.kind in _REGULAR and raw.endswith(b"/") and not size:
-        sink.add_directory(raw.decode())  # as archives were written before there was a kind for it
+        sink.add_directory(raw.decode())  # old archives have no type for directories
     elif header.kind in _REGULAR:
         sink.add_file(raw.decode(), archive.iter_content(size), executable=bool(header.mode & 0o100))
     else:
@@ -125,20 +126,20 @@ def _handle_member(header: _TarHeader, archive: ExactReader, sink: MemberSink) -
     archive.skip(-size % _BLOCK)
 
 
-def _read_extended_header(header: _TarHeader, archive: ExactReader, extras: _PaxOverrides) -> None:
+def _read_extended_header(header: _TarHeader, archive: ExactReader, overrides: _PaxOverrides) -> None:
     if header.size > _MAX_HEADER_BYTES:
         raise FileTaskRefused(f"the archive has a header of {header.size} bytes", "too_large")
     body = archive.read_exactly(header.size)
     archive.skip(-header.size % _BLOCK)
     if header.kind == _LONG_NAME:
-        if extras.path is None:
-            extras.path = body.rstrip(b"\0")
+        if overrides.path is None:
+            overrides.path = body.rstrip(b"\0")
     elif header.kind != _LONG_LINK:
-        _parse_pax_records(body, extras, for_all=header.kind == _PAX_FOR_ALL)
+        _parse_pax_records(body, overrides, for_all=header.kind == _PAX_FOR_ALL)
 
 
-def _parse_pax_records(body: bytes, extras: _PaxOverrides, *, for_all: bool) -> None:
-    """`length key=value` and a line's end, again and again."""
+def _parse_pax_records(body: bytes, overrides: _PaxOverrides, *, for_all: bool) -> None:
+    """Parse records of the form `length key=value\\n`."""
     at = 0
     while at < len(body):
         space = body.find(b" ", at, at + 20)
@@ -146,15 +147,15 @@ def _parse_pax_records(body: bytes, extras: _PaxOverrides, *, for_all: bool) -> 
         length = int(digits) if digits.isdigit() else 0
         end = at + length
         if length <= len(digits) + 2 or end > len(body) or body[end - 1 : end] != b"\n":
-            raise FileTaskRefused("the archive is damaged: an extended header cannot be read")
+            raise FileTaskRefused("the archive is damaged: an extended header is unreadable")
         key, equals, value = body[space + 1 : end - 1].partition(b"=")
         if not equals:
-            raise FileTaskRefused("the archive is damaged: an extended header cannot be read")
-        _apply_pax_record(key, value, extras, for_all=for_all)
+            raise FileTaskRefused("the archive is damaged: an extended header is unreadable")
+        _apply_pax_record(key, value, overrides, for_all=for_all)
         at = end
 
 
-def _apply_pax_record(key: bytes, value: bytes, extras: _PaxOverrides, *, for_all: bool) -> None:
+def _apply_pax_record(key: bytes, value: bytes, overrides: _PaxOverrides, *, for_all: bool) -> None:
     if key.startswith(b"GNU.sparse."):
         raise FileTaskRefused("the archive has sparse members; pack it without --sparse")
     if key not in (b"path", b"size"):
@@ -162,19 +163,17 @@ def _apply_pax_record(key: bytes, value: bytes, extras: _PaxOverrides, *, for_al
     if for_all:
         raise FileTaskRefused(f"the archive gives all its members the same {key.decode()}")
     if key == b"path":
-        extras.path = value
+        overrides.path = value
     elif value.isdigit() and len(value) < 20:
-        extras.size = int(value)
+        overrides.size = int(value)
     else:
-        raise FileTaskRefused("the archive is damaged: an extended header cannot be read")
+        raise FileTaskRefused("the archive is damaged: an extended header is unreadable")
 
 
 def _parse_header(block: bytes, *, first: bool) -> _TarHeader:
     if _parse_number(block[148:156]) not in _checksums(block):
-        said = (
-            "this is not a tar archive" if first else "the archive is damaged: a header's checksum is wrong"
-        )
-        raise FileTaskRefused(said)
+        damage = "the archive is damaged: a header's checksum is wrong"
+        raise FileTaskRefused("this is not a tar archive" if first else damage)
     name = block[:100].partition(b"\0")[0]
     if block[257:263] == b"ustar\0" and block[345] != 0:
         name = block[345:500].partition(b"\0")[0] + b"/" + name
@@ -182,7 +181,7 @@ def _parse_header(block: bytes, *, first: bool) -> _TarHeader:
 
 
 def _checksums(block: bytes) -> tuple[int, int]:
-    """With its own field as spaces; some have added signed bytes."""
+    """Return the checksums of unsigned and of signed bytes, with the checksum field as spaces."""
     blanked = block[:148] + b" " * 8 + block[156:]
     total = sum(blanked)
     return total, total - 256 * sum(byte > 127 for byte in blanked)
@@ -191,12 +190,12 @@ def _checksums(block: bytes) -> tuple[int, int]:
 def _parse_size(raw: bytes) -> int:
     size = _parse_number(raw)
     if size is None or size < 0:
-        raise FileTaskRefused("the archive is damaged: a member's size cannot be read")
+        raise FileTaskRefused("the archive is damaged: a member's size is unreadable")
     return size
 
 
 def _parse_number(raw: bytes) -> int | None:
-    """Octal digits, or GNU's binary form; None for neither."""
+    """Parse octal digits or GNU's binary form; returns None for neither."""
     if raw[0] == 0x80:
         return int.from_bytes(raw[1:])
     digits = raw.partition(b"\0")[0].strip(b" ")

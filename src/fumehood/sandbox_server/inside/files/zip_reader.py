@@ -1,7 +1,7 @@
-"""Reads zip archives of untrusted authors from a file.
+"""Reads untrusted zip archives from a file.
 
-Only what is unambiguous: the table of contents and the members' own headers must agree, members must not overlap,
-nothing may follow the archive, and what comes out must have the size and checksum that were declared.
+Only unambiguous archives are accepted: central directory and local headers agree, members do not overlap, nothing
+follows the archive, and the content has the declared size and checksum.
 """
 
 import os
@@ -24,7 +24,7 @@ _LOCAL = struct.Struct("<4x5H3L2H")
 _SIGNATURE_END, _SIGNATURE_END64, _SIGNATURE_LOCATOR64 = b"PK\5\6", b"PK\6\6", b"PK\6\7"
 _SIGNATURE_CENTRAL, _SIGNATURE_LOCAL = b"PK\1\2", b"PK\3\4"
 _MAX_COMMENT = 0xFFFF
-_MAX_OFFSET = 1 << 62  # offsets are signed in the kernel
+_MAX_OFFSET = 1 << 62  # the kernel's offsets are signed
 _UNKNOWN16, _UNKNOWN32 = 0xFFFF, 0xFFFFFFFF
 _ENCRYPTED = 0x0001 | 0x0040 | 0x2000
 _SIZES_FOLLOW = 0x0008
@@ -48,7 +48,7 @@ class _ZipEntry:
 
     @property
     def name(self) -> str:
-        """UTF-8 where it is said or so; else the code page of the first PCs, as the format has it."""
+        """The decoded name: UTF-8 if flagged or valid, otherwise code page 437, as the format says."""
         if self.flags & _UTF8:
             return self.raw_name.decode()
         try:
@@ -69,11 +69,11 @@ class _CentralDirectory:
 
 
 def unpack_zip(file: int, size: int, sink: MemberSink) -> None:
-    """Hand every member to the sink; raises Refused for anything that is not a sound archive."""
-    contents = _find_central_directory(file, size)
-    entries = _read_entries(file, contents, sink.max_members)
-    places = _locate_members(file, entries, contents.start)
-    for entry, start in zip(entries, places, strict=True):
+    """Pass every member to the sink. Raises FileTaskRefused for an invalid archive."""
+    directory = _find_central_directory(file, size)
+    entries = _read_entries(file, directory, sink.max_members)
+    starts = _locate_members(file, entries, directory.start)
+    for entry, start in zip(entries, starts, strict=True):
         kind = stat.S_IFMT(entry.mode)
         if entry.name.endswith("/") or kind == stat.S_IFDIR:
             if entry.size:
@@ -90,7 +90,7 @@ def _damage_error(what: str) -> FileTaskRefused:
     return FileTaskRefused(f"the archive is damaged: {what}")
 
 
-# ---- the table of contents --------------------------------------------------------------------------------------
+# ---- the central directory --------------------------------------------------------------------------------------
 
 
 def _find_central_directory(file: int, size: int) -> _CentralDirectory:
@@ -98,7 +98,7 @@ def _find_central_directory(file: int, size: int) -> _CentralDirectory:
     tail = os.pread(file, size - tail_at, tail_at)
     at = tail.rfind(_SIGNATURE_END)
     while at >= 0:
-        # The comment must end with the file: else the signature stands in a comment, or something follows.
+        # The comment must end with the file, else the signature is part of a comment, or something follows.
         if len(tail) - at >= _END.size:
             fields = _END.unpack_from(tail, at)
             if at + _END.size + fields[6] == len(tail):
@@ -115,45 +115,43 @@ def _read_end_record(file: int, end_at: int, fields: tuple[int, ...]) -> _Centra
     if disk or first_disk or here != count:
         raise FileTaskRefused("the archive is one of several parts")
     if start + length != table_end:
-        raise _damage_error("its table of contents is not where it says, or something precedes the archive")
+        raise _damage_error("its central directory is not where it says, or something precedes the archive")
     return _CentralDirectory(count, start, table_end)
 
 
 def _read_zip64_end_record(file: int, end_at: int) -> tuple[int, tuple[int, ...]]:
-    missing = "its long table of contents is missing"
+    missing = "its zip64 central directory is missing"
     _, at, _ = _read_struct(file, _LOCATOR64, end_at - _LOCATOR64.size, _SIGNATURE_LOCATOR64, missing)
-    length, _, _, *contents = _read_struct(file, _END64, at, _SIGNATURE_END64, missing)
+    length, _, _, *fields = _read_struct(file, _END64, at, _SIGNATURE_END64, missing)
     if at + 12 + length != end_at - _LOCATOR64.size:
         raise _damage_error(missing)
-    return at, tuple(contents)
+    return at, tuple(fields)
 
 
-def _read_struct(
-    file: int, form: struct.Struct, at: int, signature: bytes, otherwise: str
-) -> tuple[int, ...]:
+def _read_struct(file: int, form: struct.Struct, at: int, signature: bytes, damage: str) -> tuple[int, ...]:
     raw = os.pread(file, form.size, at) if 0 <= at < _MAX_OFFSET else b""
     if len(raw) < form.size or raw[:4] != signature:
-        raise _damage_error(otherwise)
+        raise _damage_error(damage)
     return form.unpack(raw)
 
 
-def _read_entries(file: int, contents: _CentralDirectory, most: int) -> list[_ZipEntry]:
-    if contents.count > most:
-        raise FileTaskRefused(f"the archive has more than {most} members", "too_large")
+def _read_entries(file: int, directory: _CentralDirectory, max_members: int) -> list[_ZipEntry]:
+    if directory.count > max_members:
+        raise FileTaskRefused(f"the archive has more than {max_members} members", "too_large")
     entries: list[_ZipEntry] = []
-    at = contents.start
-    for _ in range(contents.count):
+    at = directory.start
+    for _ in range(directory.count):
         entry, at = _read_entry(file, at)
-        if at > contents.end:
-            raise _damage_error("its table of contents is longer than it says")
+        if at > directory.end:
+            raise _damage_error("its central directory is longer than it says")
         entries.append(entry)
-    if at != contents.end:
-        raise _damage_error("something hides in its table of contents")
+    if at != directory.end:
+        raise _damage_error("its central directory has hidden data")
     return entries
 
 
 def _read_entry(file: int, at: int) -> tuple[_ZipEntry, int]:
-    fields = _read_struct(file, _CENTRAL, at, _SIGNATURE_CENTRAL, "its table of contents cannot be read")
+    fields = _read_struct(file, _CENTRAL, at, _SIGNATURE_CENTRAL, "its central directory is unreadable")
     made, _, flags, method, _, _, crc, packed, size, named, extra, comment, disk, _, attributes, offset = (
         fields
     )
@@ -169,7 +167,7 @@ def _read_entry(file: int, at: int) -> tuple[_ZipEntry, int]:
 
 
 def _read_zip64_values(extra: bytes, values: list[int]) -> list[int]:
-    """Those of the values that are too large for their field stand, in this order, in an extra one."""
+    """Replace values that are too large for their field by those of the zip64 extra field, in this order."""
     if _UNKNOWN32 not in values:
         return values
     at = 0
@@ -187,9 +185,9 @@ def _read_zip64_values(extra: bytes, values: list[int]) -> list[int]:
 
 def _check_entry(entry: _ZipEntry) -> None:
     if entry.flags & _ENCRYPTED:
-        raise FileTaskRefused("the archive is encrypted; unpack it where its password is known")
+        raise FileTaskRefused("the archive is encrypted; decrypt it before the upload")
     if b"\0" in entry.raw_name:
-        raise FileTaskRefused("a name in the archive has a NUL")
+        raise FileTaskRefused("a name in the archive contains NUL")
     if entry.method not in (_STORED, _DEFLATED):
         method = _METHODS.get(entry.method, f"method {entry.method}")
         raise FileTaskRefused(
@@ -202,8 +200,8 @@ def _check_entry(entry: _ZipEntry) -> None:
 # ---- members ----------------------------------------------------------------------------------------------------
 
 
-def _locate_members(file: int, entries: list[_ZipEntry], table: int) -> list[int]:
-    """Where each member's content starts; no two share a byte, and none reaches into the table of contents."""
+def _locate_members(file: int, entries: list[_ZipEntry], directory_start: int) -> list[int]:
+    """Return where each member's content starts; no two overlap, and none reaches the central directory."""
     starts = [_content_start(file, entry) for entry in entries]
     covered = 0
     order = sorted(range(len(entries)), key=lambda number: entries[number].offset)
@@ -212,13 +210,13 @@ def _locate_members(file: int, entries: list[_ZipEntry], table: int) -> list[int
         if entry.offset < covered:
             raise FileTaskRefused("members of the archive overlap")
         covered = starts[number] + entry.packed_size
-        if covered > table:
+        if covered > directory_start:
             raise _damage_error("a member reaches beyond the archive")
     return starts
 
 
 def _content_start(file: int, entry: _ZipEntry) -> int:
-    misplaced = "a member is not where the table of contents says"
+    misplaced = "a member is not where the central directory says"
     fields = _read_struct(file, _LOCAL, entry.offset, _SIGNATURE_LOCAL, misplaced)
     _, flags, method, _, _, crc, packed, size, named, extra = fields
     name = os.pread(file, named, entry.offset + _LOCAL.size)
@@ -227,38 +225,38 @@ def _content_start(file: int, entry: _ZipEntry) -> int:
         same = same and crc == entry.crc
         same = same and packed in (entry.packed_size, _UNKNOWN32) and size in (entry.size, _UNKNOWN32)
     if not same:
-        raise _damage_error("a member and the table of contents disagree")
+        raise _damage_error("a member's header and the central directory disagree")
     return entry.offset + _LOCAL.size + named + extra
 
 
 def _iter_content(file: int, entry: _ZipEntry, start: int) -> Iterator[bytes]:
     size = crc = 0
-    pieces = _iter_packed(file, start, entry.packed_size)
-    for piece in pieces if entry.method == _STORED else _iter_inflated(pieces):
-        size += len(piece)
-        crc = zlib.crc32(piece, crc)
+    chunks = _iter_packed(file, start, entry.packed_size)
+    for chunk in chunks if entry.method == _STORED else _iter_inflated(chunks):
+        size += len(chunk)
+        crc = zlib.crc32(chunk, crc)
         if size > entry.size:
             raise _damage_error("a member is larger than it says")
-        yield piece
+        yield chunk
     if size != entry.size or crc != entry.crc:
         raise _damage_error("a member's size or checksum is wrong")
 
 
 def _iter_packed(file: int, at: int, size: int) -> Iterator[bytes]:
     while size:
-        piece = os.pread(file, min(size, _CHUNK), at)
-        if not piece:
+        chunk = os.pread(file, min(size, _CHUNK), at)
+        if not chunk:
             raise _damage_error("it is cut short")
-        at += len(piece)
-        size -= len(piece)
-        yield piece
+        at += len(chunk)
+        size -= len(chunk)
+        yield chunk
 
 
-def _iter_inflated(pieces: Iterator[bytes]) -> Iterator[bytes]:
+def _iter_inflated(chunks: Iterator[bytes]) -> Iterator[bytes]:
     decoder = zlib.decompressobj(wbits=-15)
-    for piece in pieces:
-        yield from inflate(decoder, piece)
+    for chunk in chunks:
+        yield from inflate(decoder, chunk)
         if decoder.eof:
             break
-    if not decoder.eof or decoder.unused_data or next(pieces, None):
+    if not decoder.eof or decoder.unused_data or next(chunks, None):
         raise _damage_error("a member ends before or after its content")

@@ -11,7 +11,7 @@ globals()["__builtins__"] = dict(vars(builtins))  # see output_capture.py
 
 
 class _CapturedBinaryStream(io.BufferedIOBase):
-    """`sys.stdout.buffer`: bytes, decoded piece by piece."""
+    """`sys.stdout.buffer`: decodes bytes incrementally."""
 
     def __init__(self, output: OutputQueue, kind: framing.MessageKind) -> None:
         self._output = output
@@ -49,12 +49,12 @@ class _CapturedBinaryStream(io.BufferedIOBase):
         self._output.flush()
 
     def close(self) -> None:
-        """Stays open: a TextIOWrapper which a program puts around it closes it when it is collected."""
+        """Only flush: a TextIOWrapper that a program puts around it closes it when it is collected."""
         self._output.flush()
 
 
 class CapturedStream(io.TextIOBase):
-    """`sys.stdout` or `sys.stderr` of the program."""
+    """`sys.stdout` or `sys.stderr` of the program; it cannot be closed."""
 
     encoding = "utf-8"
     errors = "backslashreplace"
@@ -111,4 +111,4 @@ class CapturedStream(io.TextIOBase):
         self._output.flush()
 
     def reconfigure(self, **options: object) -> None:
-        """Accepted and ignored: the text is UTF-8 on its whole way."""
+        """Ignore the options: text is always UTF-8."""

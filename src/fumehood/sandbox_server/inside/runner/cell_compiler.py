@@ -30,7 +30,7 @@ _FUTURE_FLAGS: int = sum(getattr(__future__, name).compiler_flag for name in __f
 
 @dataclass(frozen=True, slots=True)
 class CompiledCell:
-    """A call's code: statements, and the last expression if its value is to be shown."""
+    """The code of a call: its statements, and the last expression if its value is to be shown."""
 
     body: CodeType | None
     last: CodeType | None
@@ -41,13 +41,14 @@ class CompiledCell:
 
 
 class CellCompiler:
-    """Compiles one call after another; `from __future__` holds for the calls after it, as in a REPL."""
+    """Compiles call after call; a `from __future__` import applies to later calls too, as in a REPL."""
 
     def __init__(self) -> None:
         self._count = 0
         self._flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 
     def compile(self, source: str) -> CompiledCell:
+        """Compile the source of a call. Raises SyntaxError and what else `compile` raises."""
         self._count += 1
         name = f"<cell {self._count}>"
         if "\r" in source:
@@ -68,10 +69,10 @@ class CellCompiler:
             return cast(ast.Module, compile(source, name, "exec", flags, dont_inherit=True))
         except SyntaxError as error:
             failure = error
-        plain = _translate_magics(source, name)
-        if plain is None:
+        translated = _translate_magics(source, name)
+        if translated is None:
             raise failure
-        return cast(ast.Module, compile(plain, name, "exec", flags, dont_inherit=True))
+        return cast(ast.Module, compile(translated, name, "exec", flags, dont_inherit=True))
 
     def _compile_tree(self, tree: ast.Module | ast.Expression, name: str, mode: str) -> CodeType:
         code = compile(tree, name, mode, self._flags, dont_inherit=True)
@@ -80,7 +81,7 @@ class CellCompiler:
 
 
 def _is_silenced(last: ast.Expr, lines: list[str]) -> bool:
-    """Whether a semicolon follows the expression, which in notebooks hides its value."""
+    """Whether a semicolon follows the expression, which hides its value as in notebooks."""
     end = last.end_lineno or 1
     if ";" not in lines[end - 1]:
         return False
@@ -88,32 +89,32 @@ def _is_silenced(last: ast.Expr, lines: list[str]) -> bool:
     return rest.lstrip().startswith(b";")
 
 
-# --- the few magics that models write -------------------------------------------------------------------
+# --- magics ---------------------------------------------------------------------------------------------
 
 
 def _translate_magics(source: str, name: str) -> str | None:
-    """The source with its magic lines as plain Python, line for line; None if it has none."""
+    """Replace magic lines by plain Python, keeping line numbers; returns None if there are none."""
     lines = source.split("\n")
     candidates = [number for number, line in enumerate(lines) if _MAGIC.match(line)]
     found = False
-    taken = -1
+    last_translated = -1
     for number in candidates[:_MAX_MAGIC_LINES]:
-        if number <= taken or not _starts_statement(lines[:number], lines[number]):
+        if number <= last_translated or not _starts_statement(lines[:number], lines[number]):
             continue
         found = True
-        taken = number
+        last_translated = number
         text = lines[number]
-        while text.endswith("\\") and taken + 1 < len(lines):
-            taken += 1
-            text = text[:-1] + lines[taken]
-            lines[taken] = ""
+        while text.endswith("\\") and last_translated + 1 < len(lines):
+            last_translated += 1
+            text = text[:-1] + lines[last_translated]
+            lines[last_translated] = ""
         indent = text[: len(text) - len(text.lstrip())]
         lines[number] = indent + _translate_magic(text.strip(), name, number + 1)
     return "\n".join(lines) if found else None
 
 
 def _starts_statement(before: list[str], line: str) -> bool:
-    """Whether a line after these begins a statement, and is not in a string, brackets or a continued line."""
+    """Whether a line after these starts a statement: not within a string, brackets or a continued line."""
     indent = line[: len(line) - len(line.lstrip())]
     text = "\n".join([*before, f"{indent}{_SHELL_BUILTIN}\n"])
     previous = tokenize.NEWLINE
@@ -143,16 +144,17 @@ def _translate_magic(magic: str, name: str, number: int) -> str:
 
 
 def run_shell_line(command: str) -> None:
-    """Run a `!command` line; its output goes where the program's own goes."""
+    """Run a `!command` line; its output is the program's output."""
     head, _, rest = command.partition(" ")
     if head in {"pip", "pip3", "python", "python3"}:
-        # The interpreter that runs this code, whatever PATH says.
+        # This interpreter, whatever PATH says.
         module = " -m pip" if head.startswith("pip") else ""
         command = f'"{sys.executable}"{module} {rest}'
     subprocess.run([shutil.which("bash") or "/bin/sh", "-c", command], check=False, stdin=subprocess.DEVNULL)
     if " pip " in f" {command} ".replace("-m pip ", " pip "):
-        importlib.invalidate_caches()  # what it brought is to be found in this very cell
+        importlib.invalidate_caches()  # this cell may import what it installed
 
 
 def install_shell_builtin() -> None:
+    """Add the builtin that `!command` lines call."""
     setattr(builtins, _SHELL_BUILTIN, run_shell_line)

@@ -1,7 +1,7 @@
-"""Runs a program's calls one after another in this process.
+"""Runs the calls of a program one after another in this process.
 
-Everything the hot path needs is imported and bound here, at import: the zygote imports this module once for
-all sandboxes, and a program may later put a `json.py` of its own into the working directory.
+Everything is imported at import of this module: the zygote imports it once for all sandboxes, and a program may put its
+own `json.py` into the working directory.
 """
 
 import asyncio
@@ -39,39 +39,39 @@ from fumehood.sandbox_server.inside.runner import (
     tracebacks,
 )
 
-globals()["__builtins__"] = dict(vars(builtins))  # see streams.py
+globals()["__builtins__"] = dict(vars(builtins))  # see output_capture.py
 
 _REQUEST_LIMIT = 256 << 20
 _CALL_KINDS = (framing.MessageKind.EXECUTE, framing.MessageKind.COMMAND)
 _MEMORY_RESERVE_BYTES = (
     8 << 20
-)  # address space given back when memory runs out, so that the error can be told
-_LEAST_RECURSION = 1000
-# The C function alone: json.loads() needs builtins that a program may have replaced.
+)  # address space released when memory runs out, so that the error can be reported
+_MIN_RECURSION_LIMIT = 1000
+# The C function: json.loads() needs builtins that a program may have replaced.
 _decoder: Any = json.JSONDecoder()
 _decode_json: Callable[[str, int], tuple[dict[str, Any], int]] = _decoder.scan_once
-# The functions of `signal` without their conversions to enums, which take longer than the system calls.
+# The functions of `signal` without their enum conversions, which take longer than the system calls.
 _signal: Any = importlib.import_module("_signal")
 _set_handler: Callable[[int, Callable[..., None]], object] = _signal.signal
 _mask_signals: Callable[[int, tuple[int, ...]], object] = _signal.pthread_sigmask
 _FORK_WARNING = "This process .* is multi-threaded, use of (fork|forkpty)"
-re.compile(_FORK_WARNING, re.IGNORECASE)  # into the cache of `re`, where the filter will find it
+re.compile(_FORK_WARNING, re.IGNORECASE)  # into the cache of `re`, for the warnings filter
 _libc = ctypes.CDLL(None)
 _flush_c: Callable[[None], int] = _libc.fflush
 _LINE_BUFFERED = 1  # _IOLBF of stdio.h
-_WARM_UP_CONFIGURATION = {"environment": dict[str, str](), "cwd": "/"}  # for a rehearsal
+_WARM_UP_CONFIGURATION = {"environment": dict[str, str](), "cwd": "/"}
 _NO_KEYBOARD = "the code runs without a keyboard; put the value into the code or read it from a file"
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Serve on the descriptor whose number is the only argument; for an interpreter started afresh."""
+    """Serve on the descriptor whose number is the only argument; the entry point of a fresh interpreter."""
     fd = int(argv[0])
     os.set_inheritable(fd, False)
     CodeRunner().serve(socket.socket(fileno=fd))
 
 
 class CodeRunner:
-    """Prepared once before any fork, since what is done then is done for all sandboxes; `serve` comes after it."""
+    """Runs calls. Created once in the zygote, so that this work is shared; `serve` is called in each fork."""
 
     def __init__(self) -> None:
         self._guard = interrupts.InterruptGuard()
@@ -93,16 +93,16 @@ class CodeRunner:
         for name in ("exit", "quit"):
             setattr(builtins, name, _ExitCommand(name))
         builtins.__dict__["display"] = self._displays.display
-        # Output of C code goes by lines, too; by default libc would keep it back.
+        # Flush output of C code by lines; libc would buffer it.
         _libc.setvbuf(ctypes.c_void_p.in_dll(_libc, "stdout"), None, _LINE_BUFFERED, 0)
         self._displays.hook_matplotlib()
         display.install_ipython_stub(self._displays)
         cell_compiler.install_shell_builtin()
-        # The pump is a thread, but it never holds a lock that a child could miss.
+        # The pump is a thread, but holds no lock that a forked child could miss.
         warnings.filterwarnings("ignore", _FORK_WARNING, DeprecationWarning)
 
     def serve(self, channel: socket.socket) -> NoReturn:
-        """Answer requests until the supervisor goes away; the process belongs to the program from here on."""
+        """Serve requests until the supervisor closes the channel."""
         channel.settimeout(None)
         channel.set_inheritable(False)
         self._channel = channel
@@ -111,20 +111,20 @@ class CodeRunner:
         self._output.open_channel(channel)
         self._known_paths = len(sys.path_importer_cache)
         self._set_up_interpreter()
-        # Not in the zygote: what it has had, later forks could read.
+        # Not in the zygote: later forks could read it.
         multiprocessing.process.current_process().authkey = os.urandom(32)
         self._serve_requests()
 
     def warm_up(self, sources: list[str]) -> None:
-        """Serve programs as in a sandbox, with nobody listening, and forget that they were run."""
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        """Run these programs as in a sandbox, drop their output and reset all state."""
+        channel, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         names = ("stdout", "stderr", "displayhook")
         before = {name: getattr(sys, name) for name in names}
         modules, argv = sys.modules["__main__"], sys.argv
         assembler = framing.MessageAssembler(limit=_REQUEST_LIMIT)
-        with mine, theirs, self._output.warm_up(mine):
-            theirs.setblocking(False)
-            self._channel = mine
+        with channel, peer, self._output.warm_up(channel):
+            peer.setblocking(False)
+            self._channel = channel
             self._known_paths = len(sys.path_importer_cache)
             for source in sources:
                 for kind, request in (
@@ -134,10 +134,10 @@ class CodeRunner:
                     for packet in framing.encode_packets(
                         framing.RunnerMessage(kind, framing.NO_CALL, json.dumps(request).encode())
                     ):
-                        theirs.send(packet)
+                        peer.send(packet)
                     self._handle_packet(assembler)
                 with contextlib.suppress(BlockingIOError):
-                    while theirs.recv(framing.MAX_PACKET):
+                    while peer.recv(framing.MAX_PACKET):
                         pass
         for name, value in before.items():
             setattr(sys, name, value)
@@ -160,7 +160,7 @@ class CodeRunner:
             self._memory_reserve = None
 
     def _set_up_interpreter(self) -> None:
-        """Make the interpreter look like one that a person works in."""
+        """Make the interpreter look like an interactive one."""
         sys.modules["__main__"] = self._main_module
         sys.argv = [""]
         if sys.path[:1] != [""]:
@@ -176,10 +176,10 @@ class CodeRunner:
         assembler = framing.MessageAssembler(limit=_REQUEST_LIMIT)
         while self._handle_packet(assembler):
             pass
-        os._exit(0)  # the supervisor is gone; nothing of the program may outlive it
+        os._exit(0)  # the supervisor is gone; the program ends with it
 
     def _handle_packet(self, assembler: framing.MessageAssembler) -> bool:
-        """Do what the next packet asks for; False if there is none any more."""
+        """Receive a packet and perform the request it completes; returns False at the end of the channel."""
         try:
             packet = self._channel.recv(framing.MAX_PACKET)
         except OSError:
@@ -202,11 +202,11 @@ class CodeRunner:
 
     def _configure(self, request: dict[str, Any]) -> None:
         os.environ.update(request.get("environment") or {})
-        if trust := request.get("trust"):
-            _install_ca_certificates(trust)
+        if certificates := request.get("ca_certificates"):
+            _install_ca_certificates(certificates)
         if cwd := request.get("cwd"):
             os.chdir(cwd)
-            # Where spawned workers look for modules instead of "".
+            # Spawned workers look for modules here instead of in "".
             multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
             self._commands.configure(cwd, dict(os.environ))
         self._output.max_bytes = request.get("output_limit", output_limits.MAX_OUTPUT_BYTES)
@@ -223,8 +223,8 @@ class CodeRunner:
             display.close_figures()
         else:
             failure = self._run_interruptible(self._flush_after_cell) or failure
-        if sys.getrecursionlimit() < _LEAST_RECURSION:
-            sys.setrecursionlimit(_LEAST_RECURSION)
+        if sys.getrecursionlimit() < _MIN_RECURSION_LIMIT:
+            sys.setrecursionlimit(_MIN_RECURSION_LIMIT)
         code = 0
         interrupted = False
         if failure is not None:
@@ -246,12 +246,12 @@ class CodeRunner:
         self._end_call(self._commands.exit_code, isinstance(failure, KeyboardInterrupt))
 
     def _begin_call(self, call: bytes) -> None:
-        """Undo what the last call did to the things that the runner shares with it."""
+        """Start a call and undo what the last one did to shared state."""
         self._output.begin_call(call)
         self._displays.begin_call()
         self._restore_streams()
         sys.modules["__main__"] = self._main_module
-        self._globals.pop("__warningregistry__", None)  # the same line of another cell may warn again
+        self._globals.pop("__warningregistry__", None)  # the same line of another cell warns again
         if self._memory_reserve is None:
             with contextlib.suppress(OSError, ValueError):
                 self._memory_reserve = mmap.mmap(
@@ -265,7 +265,7 @@ class CodeRunner:
         _mask_signals(signal.SIG_UNBLOCK, (signal.SIGINT,))
 
     def _invalidate_import_caches(self) -> None:
-        """As importlib.invalidate_caches(), but for the directories known before the program began."""
+        """Like importlib.invalidate_caches(), but skip directories known before the program started."""
         cache = sys.path_importer_cache
         paths = [path or os.getcwd() for path in sys.path]
         if len(cache) > self._known_paths:
@@ -275,7 +275,7 @@ class CodeRunner:
             if finder is not None:
                 finder.invalidate_caches()
             else:
-                cache.pop(path, None)  # a directory that was not there when it was first looked for
+                cache.pop(path, None)  # it did not exist when it was first looked up
 
     def _restore_streams(self) -> None:
         sys.stdout = self._stdout
@@ -285,7 +285,7 @@ class CodeRunner:
             sys.stdin = self._stdin
 
     def _run_interruptible(self, function: Callable[..., None], *args: Any) -> BaseException | None:
-        """Run user code; interrupts reach it, and nothing that comes after it."""
+        """Run user code with interrupts enabled; returns the exception it raised, or None."""
         guard = self._guard
         failure: BaseException | None = None
         try:
@@ -300,13 +300,13 @@ class CodeRunner:
                 sys.settrace(None)
             if sys.getprofile() is not None:
                 sys.setprofile(None)
-        except BaseException:  # the profiler's own; the interpreter takes a function out that raises
+        except BaseException:  # raised by the profiler; the interpreter removes it then
             sys.settrace(None)
             sys.setprofile(None)
         try:
             return failure
         finally:
-            del failure  # the frames it holds lead back to this one
+            del failure  # its frames refer to this one
 
     def _run_cell(self, source: str) -> None:
         cell = self._cell_compiler.compile(source)
@@ -321,7 +321,7 @@ class CodeRunner:
             self._displays.publish_result(value)
 
     def _flush_after_cell(self) -> None:
-        """What is user code's as well, after its last line: open figures, streams that hold something back."""
+        """Show open figures and flush streams: also user code, after its last line."""
         self._displays.show_figures()
         for stream, own in ((sys.stdout, self._stdout), (sys.stderr, self._stderr)):
             if stream is not own:
@@ -330,13 +330,13 @@ class CodeRunner:
         _flush_c(None)
 
     def _run_async_cell(self, cell: cell_compiler.CompiledCell) -> object:
-        """Run a cell that awaits on the loop which all such cells share."""
+        """Run a cell with top-level await on the event loop that all such cells share."""
         if self._loop is None or self._loop.is_closed():
             self._loop = asyncio.new_event_loop()
         loop = self._loop
         asyncio.set_event_loop(loop)
         guard = self._guard
-        guard.depth += 1  # a task that nobody knows of would run in a later call
+        guard.depth += 1  # an unknown task would run in a later call
         task = loop.create_task(_run_async(cell, self._globals))
         interrupt: KeyboardInterrupt | None = None
         while True:
@@ -347,7 +347,7 @@ class CodeRunner:
             except KeyboardInterrupt as error:
                 if task.done():
                     raise
-                # It hit the loop, not the cell: pass it on, or the cell would go on in the next call.
+                # It hit the loop, not the cell: cancel the cell, or it would continue in the next call.
                 interrupt = error
                 task.cancel()
             except asyncio.CancelledError as error:
@@ -358,10 +358,10 @@ class CodeRunner:
                 task.cancel()
                 raise
 
-    # --- how it ended -------------------------------------------------------------------------------
+    # --- the end of a call --------------------------------------------------------------------------
 
     def _report_failure(self, failure: BaseException) -> int:
-        """Tell how the call failed; the exit code."""
+        """Send the error of a failed call; returns the exit code."""
         if isinstance(failure, MemoryError) and self._memory_reserve is not None:
             self._memory_reserve.close()
             self._memory_reserve = None
@@ -369,7 +369,7 @@ class CodeRunner:
         if isinstance(failure, SystemExit):
             return self._handle_system_exit(failure)
         try:
-            # str() of an exception is user code, unless interrupts have done their work already.
+            # str() of an exception is user code: allow an interrupt, unless one ended the call.
             self._guard.armed = not isinstance(failure, KeyboardInterrupt)
             report = tracebacks.describe_exception(failure)
         except BaseException as problem:
@@ -377,7 +377,7 @@ class CodeRunner:
             report = self._describe_minimally(failure, problem)
         self._guard.armed = False
         if isinstance(failure, MemoryError):
-            # Frames hold what did not fit; a next call needs the room.
+            # Frames hold what did not fit; the next call needs that memory.
             failure.__traceback__ = failure.__context__ = failure.__cause__ = None
             gc.collect()
         else:
@@ -392,7 +392,7 @@ class CodeRunner:
     def _describe_minimally(self, failure: BaseException, problem: BaseException) -> dict[str, str]:
         try:
             return tracebacks.describe_minimally(failure, problem)
-        except Exception:  # for want of memory; whatever it is, the call gets its end
+        except Exception:  # out of memory, or anything else: the call must end
             name = tracebacks.exception_name(failure)[: output_limits.MAX_NAME_CHARS]
             return {"name": name, "value": "", "traceback": f"{name}: <no traceback>\n"}
 
@@ -421,14 +421,14 @@ class CodeRunner:
             self._output.end_call(body)
 
     def _exit_forked_child(self, code: int) -> NoReturn:
-        """A child that the program forked came to the end of the cell; only the parent goes on."""
+        """Exit in a forked child that reached the end of the cell; only the parent continues."""
         with contextlib.suppress(BaseException):
             self._output.flush()
         os._exit(code)
 
     def _make_input(self, original: Callable[..., str]) -> Callable[..., str]:
-        def input(prompt: object = "", /) -> str:  # noqa: A001 (it takes that function's place)
-            if sys.stdin is not self._stdin:  # a program may well give itself something to read
+        def input(prompt: object = "", /) -> str:  # noqa: A001 (replaces the builtin)
+            if sys.stdin is not self._stdin:  # the program has replaced stdin
                 return original(prompt)
             raise EOFError(f"input() is not available: {_NO_KEYBOARD}")
 
@@ -446,7 +446,7 @@ async def _run_async(cell: cell_compiler.CompiledCell, namespace: dict[str, Any]
 
 
 def _open_stdin() -> io.TextIOBase:
-    """Descriptor 0, which is an empty file."""
+    """Open descriptor 0, which is /dev/null."""
     return open(0, encoding="utf-8", closefd=False)
 
 
@@ -464,20 +464,20 @@ def _refuse_getpass(*_args: object, **_kwargs: object) -> str:
 
 
 def _install_ca_certificates(certificates: str) -> None:
-    """Put further certificate authorities beside the system's; the environment tells programs where."""
-    known = ""
+    """Write a bundle of the system's certificate authorities and these; the environment names it."""
+    system = ""
     with (
         contextlib.suppress(OSError),
         open(layout.SYSTEM_CA_BUNDLE, encoding="ascii", errors="replace") as file,
     ):
-        known = file.read()
+        system = file.read()
     os.makedirs(os.path.dirname(layout.CA_BUNDLE), exist_ok=True)
     with open(layout.CA_BUNDLE, "w", encoding="ascii", errors="replace") as file:
-        file.write(f"{known}\n{certificates}")
+        file.write(f"{system}\n{certificates}")
 
 
 class _ExitCommand:
-    """`exit` and `quit`; those of the site module are not there in every interpreter, and close stdin."""
+    """`exit` and `quit`; those of `site` close stdin, and not every interpreter has them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -490,5 +490,5 @@ class _ExitCommand:
 
 
 if __name__ == "__main__":
-    # Under its own name, for `__main__` is about to become the program's.
+    # Under its own name: `__main__` becomes the program's module.
     importlib.import_module("fumehood.sandbox_server.inside.runner.code_runner").main(sys.argv[1:])

@@ -1,6 +1,6 @@
-"""Shows objects, as MIME bundles, and matplotlib's figures.
+"""Publishes displayed objects as MIME bundles, and matplotlib's figures.
 
-numpy, pandas, matplotlib and IPython are never imported here: what a program has not imported it cannot show.
+numpy, pandas, matplotlib and IPython are never imported here: a program can only show what it has imported.
 """
 
 import base64
@@ -23,13 +23,13 @@ from typing import Any, cast
 from fumehood.sandbox_server.inside import framing
 from fumehood.sandbox_server.inside.runner import output_capture, output_limits
 
-globals()["__builtins__"] = dict(vars(builtins))  # see streams.py
+globals()["__builtins__"] = dict(vars(builtins))  # see output_capture.py
 
 _PYPLOT = "matplotlib.pyplot"
 _ORDER_ATTRIBUTE = "_fumehood_order"
 _SAVED_ATTRIBUTE = "_fumehood_saved"
 _PICTURE_SIGNATURES = {"image/png": b"\x89PNG\r\n\x1a\n", "image/jpeg": b"\xff\xd8\xff"}
-# In IPython's order of names; a picture that has a PNG form needs no JPEG one.
+# A picture with a PNG form needs no JPEG form.
 _REPR_METHODS = {
     "text/html": "_repr_html_",
     "text/markdown": "_repr_markdown_",
@@ -42,19 +42,18 @@ _REPR_METHODS = {
 
 type MimeBundle = dict[str, str]
 
-
 _quote: Callable[[str], str] = json.encoder.encode_basestring_ascii
 
 
 def encode_json(texts: dict[str, str]) -> bytes:
-    """JSON, by the C function alone: json.dumps() needs builtins that a program may have replaced."""
+    """Encode JSON with the C function only: json.dumps() needs builtins that a program may have replaced."""
     return "{{{}}}".format(
         ",".join(f"{_quote(key)}:{_quote(value)}" for key, value in texts.items())
     ).encode()
 
 
 class DisplayPublisher:
-    """What one runner shows; `limit` bounds a message in bytes, `count` the displays of one call."""
+    """Sends displays and results. max_bytes: of one message. max_count: displays of one call."""
 
     def __init__(self, output: output_capture.OutputQueue) -> None:
         self.max_bytes = output_limits.MAX_DISPLAY_BYTES
@@ -68,7 +67,7 @@ class DisplayPublisher:
         self._is_full = False
 
     def display(self, *objects: object, raw: bool = False, **_options: object) -> None:
-        """Show each object as the last expression of a cell would be shown, `None` included."""
+        """Show each object like the last expression of a cell, `None` too; `raw`: dicts are MIME bundles."""
         for item in objects:
             if raw and isinstance(item, dict):
                 bundle: MimeBundle = {}
@@ -78,11 +77,12 @@ class DisplayPublisher:
                 self._publish(self._make_bundle(item))
 
     def publish_result(self, value: object) -> None:
+        """Send the value of a cell's last expression."""
         self._send_bundle(framing.MessageKind.RESULT, self._make_bundle(value))
 
     def _publish(self, bundle: MimeBundle) -> None:
         if self._output.is_forked:
-            # A child process has no channel; what it shows can still be read.
+            # A child process has no channel; print the text instead.
             self._output.write_text(
                 framing.MessageKind.STDOUT, _replace_surrogates(bundle.get("text/plain", "")).encode() + b"\n"
             )
@@ -104,14 +104,14 @@ class DisplayPublisher:
         self._output.write_text(framing.MessageKind.STDERR, _replace_surrogates(line).encode() + b"\n")
 
     def _encode_bundle(self, bundle: MimeBundle) -> bytes:
-        """The message; forms that are too large are left out, the largest first, text last and cut."""
+        """Encode a bundle; drop the largest forms until it fits, truncate the text last."""
         if len(bundle) > output_limits.MAX_MIME_TYPES:
             bundle = self._drop_forms(bundle)
         bundle = {_replace_surrogates(kind): _replace_surrogates(value) for kind, value in bundle.items()}
         plain = bundle.get("text/plain", "")
-        most = self._output.max_bytes
-        if len(plain) > most:
-            bundle["text/plain"] = f"{plain[:most]}\n[output truncated: more than {most} bytes]"
+        max_text = self._output.max_bytes
+        if len(plain) > max_text:
+            bundle["text/plain"] = f"{plain[:max_text]}\n[output truncated: more than {max_text} bytes]"
         body = encode_json(bundle)
         while len(body) > self.max_bytes:
             rich = [kind for kind in bundle if kind != "text/plain"]
@@ -120,7 +120,7 @@ class DisplayPublisher:
                 note = f"[{kind} dropped: {len(bundle.pop(kind))} bytes, more than {self.max_bytes}]"
                 bundle["text/plain"] = f"{bundle.get('text/plain', '')}\n{note}".lstrip("\n")
             else:
-                # A character takes at most twelve bytes of JSON; the next round is the last.
+                # A character takes at most twelve bytes of JSON, so this fits.
                 bundle["text/plain"] = (
                     bundle["text/plain"][: max(0, self.max_bytes // 12 - 64)] + "\n[truncated]"
                 )
@@ -129,7 +129,7 @@ class DisplayPublisher:
         return body
 
     def _drop_forms(self, bundle: MimeBundle) -> MimeBundle:
-        """The first forms, and plain text in any case."""
+        """Keep plain text and the first forms."""
         kinds = sorted(bundle, key=lambda kind: kind != "text/plain")[: output_limits.MAX_MIME_TYPES]
         self._write_note(f"[{len(bundle) - len(kinds)} of {len(bundle)} forms of a display left out]")
         return {kind: bundle[kind] for kind in kinds}
@@ -142,7 +142,7 @@ class DisplayPublisher:
             try:
                 return _render_figure(value)
             finally:
-                _close_figure(value)  # else it would be shown again at the end of the call
+                _close_figure(value)  # else the end of the call shows it again
         bundle = {"text/plain": repr(value)}
         if not isinstance(value, type):
             self._call_repr(value, "_repr_mimebundle_", lambda found: _merge_mime_types(bundle, found))
@@ -154,7 +154,7 @@ class DisplayPublisher:
         return bundle
 
     def _call_repr(self, value: object, name: str, use: Callable[[Any], None]) -> None:
-        """Use what a method gives; looked up in the class, so that proxies and mocks show nothing."""
+        """Call a repr method and pass its value to `use`; looked up in the class, so proxies and mocks have none."""
         if getattr(type(value), name, None) is None:
             return
         try:
@@ -168,25 +168,25 @@ class DisplayPublisher:
         except NotImplementedError:
             pass
         except Exception as error:
-            # The plain text is still shown, and whoever wrote the method learns of it.
+            # The plain text is still shown, with a note about the method.
             self._write_note(f"[{type(value).__name__}.{name} failed: {type(error).__name__}: {error}]")
 
     # --- matplotlib -------------------------------------------------------------------------------
 
     def show_figures(self) -> None:
-        """Show and close every open figure, in the order of their making."""
+        """Show and close every open figure, in the order of their creation."""
         managers = _figure_managers()
         try:
             for manager in managers:
                 bundle = _render_figure(manager.canvas.figure)
-                if len(bundle) > 1:  # there is something to be seen
+                if len(bundle) > 1:  # not an empty figure
                     self._publish(bundle)
         finally:
             if managers:
                 close_figures()
 
     def hook_matplotlib(self) -> None:
-        """Let `show()` show; now if pyplot is there, else as soon as the program imports it."""
+        """Patch pyplot so that `show()` publishes figures: now, or when the program imports it."""
         if _PYPLOT in sys.modules:
             self._patch_pyplot(sys.modules[_PYPLOT])
         else:
@@ -245,7 +245,7 @@ def _close_figure(figure: object) -> None:
 
 
 def close_figures() -> None:
-    """Forget every open figure, drawn or not; an interrupt may have left one half drawn."""
+    """Close every open figure; an interrupt may have left one half drawn."""
     gcf = _gcf()
     if gcf is not None and gcf.figs:
         with contextlib.suppress(Exception):
@@ -254,27 +254,28 @@ def close_figures() -> None:
 
 
 def _remember_saved_file(figure: Any, name: object) -> None:
-    """Remember the file that shows a figure as it is now; `stale` becomes true with its next change."""
+    """Remember the file that a figure was saved to; `stale` becomes true with its next change."""
     with contextlib.suppress(Exception):
         path = os.path.abspath(cast(str, name))
         setattr(figure, _SAVED_ATTRIBUTE, (path, _file_fingerprint(os.stat(path))))
         figure.stale = False
 
 
-def _file_fingerprint(about: os.stat_result) -> tuple[int, int, int]:
-    return about.st_ino, about.st_ctime_ns, about.st_size
+def _file_fingerprint(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_ino, status.st_ctime_ns, status.st_size
 
 
 def _read_saved_picture(figure: Any) -> MimeBundle:
-    """The picture that was saved of a figure, if neither has changed since: then it is not drawn once more, and whoever
-    compares finds that the two are one.
+    """Return the saved picture of a figure if neither has changed since.
+
+    The figure is not drawn twice, and the display and the file are identical.
     """
     with contextlib.suppress(Exception):
-        path, stamp = getattr(figure, _SAVED_ATTRIBUTE)
+        path, fingerprint = getattr(figure, _SAVED_ATTRIBUTE)
         if (
             figure.stale
-            or stamp != _file_fingerprint(os.stat(path))
-            or stamp[2] > output_limits.MAX_DISPLAY_BYTES // 2
+            or fingerprint != _file_fingerprint(os.stat(path))
+            or fingerprint[2] > output_limits.MAX_DISPLAY_BYTES // 2
         ):
             return {}
         with open(path, "rb") as file:
@@ -305,7 +306,7 @@ def _merge_mime_types(bundle: MimeBundle, found: object) -> None:
 
 
 def _encode_value(value: object) -> str:
-    """Text as it is, bytes in base64, anything else as JSON."""
+    """Return text as it is, bytes in base64, anything else as JSON."""
     if isinstance(value, str):
         return value
     if isinstance(value, bytes | bytearray | memoryview):
@@ -314,15 +315,15 @@ def _encode_value(value: object) -> str:
 
 
 def _replace_surrogates(text: str) -> str:
-    """Without lone surrogates, which the other side would refuse."""
+    """Escape lone surrogates, which the supervisor would reject."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
-# --- modules that appear when a program imports them ----------------------------------------------------
+# --- import hooks ---------------------------------------------------------------------------------------
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):
-    """Calls back when one module has been imported."""
+    """Calls a function when one module has been imported."""
 
     def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
         self._name = name
@@ -353,11 +354,10 @@ class _ImportHook(importlib.abc.MetaPathFinder):
 
 
 class _IPythonStub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Stands in for `IPython.display`, which models import out of habit, where IPython is not installed.
+    """A minimal `IPython.display`, which models import out of habit, for when IPython is not installed.
 
-    It is asked last, so a real IPython wins (`offer_ipython` lends it our `display`: without its own shell it would
-    only print), and it makes no module before one is asked for: libraries
-    look into `sys.modules` to find out whether they run under IPython.
+    It is the last finder, so a real IPython wins (`install_ipython_stub` gives that our `display`: without a shell it
+    would only print). It creates no module before the import: libraries look into `sys.modules` for IPython.
     """
 
     def __init__(self, displays: DisplayPublisher) -> None:
@@ -386,10 +386,12 @@ class _IPythonStub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install_ipython_stub(displays: DisplayPublisher) -> None:
-    def lend(module: ModuleType) -> None:
+    """Let programs import IPython.display, real or not, and use our `display`."""
+
+    def patch(module: ModuleType) -> None:
         vars(module).update(display=displays.display, clear_output=_do_nothing)
 
-    sys.meta_path.insert(0, _ImportHook("IPython.display", lend))
+    sys.meta_path.insert(0, _ImportHook("IPython.display", patch))
     sys.meta_path.append(_IPythonStub(displays))
 
 
@@ -402,7 +404,7 @@ def _do_nothing(*_args: object, **_kwargs: object) -> None:
 
 
 class _DisplayObject:
-    """Data, or a file that holds it, with a way to be shown."""
+    """Base of IPython's display classes: data, or a file that holds it."""
 
     _binary = False
 
@@ -410,7 +412,7 @@ class _DisplayObject:
         self, data: Any = None, url: str | None = None, filename: str | None = None, **_options: object
     ) -> None:
         if filename is None and self._binary and isinstance(data, str):
-            # IPython's Image takes a file name or an address in the first place as well.
+            # IPython's Image also accepts a file name or a URL as its first argument.
             data, url, filename = (None, data, None) if "://" in data else (None, url, data)
         if filename is not None:
             with open(filename, "rb") as file:

@@ -1,4 +1,4 @@
-"""Decides when SIGINT reaches the program's code."""
+"""Decides when SIGINT interrupts the program's code."""
 
 import builtins
 import functools
@@ -7,16 +7,18 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-globals()["__builtins__"] = dict(vars(builtins))  # see streams.py
+globals()["__builtins__"] = dict(vars(builtins))  # see output_capture.py
 
 _process = os.getpid
 
 
 class InterruptGuard:
-    """Decides when SIGINT becomes KeyboardInterrupt: in user code only, never in the middle of a message.
+    """Turns SIGINT into KeyboardInterrupt in user code only, never while a message is being sent.
 
-    `armed` and `depth` are set by plain stores: CPython runs signal handlers after calls and at backward
-    jumps, so that nothing can come between such a store and the statement before it.
+    `armed` and `depth` are set by plain stores: CPython runs signal handlers after calls and at backward jumps, so no
+    handler runs between such a store and the statement before it.
+
+    armed: user code runs. depth: nested critical sections of the main thread. delivered: an interrupt was raised.
     """
 
     __slots__ = ("armed", "delivered", "depth", "forking", "main", "pending")
@@ -24,7 +26,7 @@ class InterruptGuard:
     def __init__(self) -> None:
         self.armed = False
         self.delivered = False
-        self.pending = 0  # the process in which an interrupt waits: a child does not inherit it
+        self.pending = 0  # pid of the process that an interrupt waits for: forks do not inherit it
         self.depth = 0
         self.forking: set[int] = set()
         self.main = threading.get_ident()
@@ -39,6 +41,7 @@ class InterruptGuard:
         raise KeyboardInterrupt
 
     def leave_critical_section(self) -> None:
+        """Decrease `depth`; raises a KeyboardInterrupt that arrived meanwhile."""
         self.depth -= 1
         if self.pending and not self.depth:
             self._raise_interrupt()
@@ -53,31 +56,30 @@ class InterruptGuard:
     # --- forks ------------------------------------------------------------------------------------
 
     def wrap_forks(self) -> tuple[Callable[[], int], Callable[[], tuple[int, int]]]:
-        """`os.fork` and `os.forkpty` that hold interrupts back while their hooks run: what is raised there is lost.
+        """Return `os.fork` and `os.forkpty` that defer interrupts while fork hooks run, where exceptions are lost.
 
-        A hook of our own could not do it: one that is registered later runs outside of it, and what it
-        held back it could not raise.
+        A fork hook cannot do this: later hooks run outside of it, and it cannot raise what it deferred.
         """
         return self._wrap_fork(os.fork), self._wrap_fork(os.forkpty)
 
     def _wrap_fork[Result](self, fork: Callable[[], Result]) -> Callable[[], Result]:
         @functools.wraps(fork)
-        def shielded() -> Result:
-            me = threading.get_ident()
-            self.forking.add(me)
+        def interruptible_after() -> Result:
+            thread = threading.get_ident()
+            self.forking.add(thread)
             try:
                 return fork()
             finally:
-                self.forking.discard(me)
-                if self.pending and not self.depth and me == self.main:
+                self.forking.discard(thread)
+                if self.pending and not self.depth and thread == self.main:
                     self._raise_interrupt()
 
-        return shielded
+        return interruptible_after
 
     def reset_after_fork(self) -> None:
-        """In the child: the thread that forked is the main one now."""
-        me = threading.get_ident()
-        if me != self.main:
-            self.main = me
+        """In the child: make the forking thread the main thread."""
+        thread = threading.get_ident()
+        if thread != self.main:
+            self.main = thread
             self.depth = 0
-        self.forking.intersection_update((me,))
+        self.forking.intersection_update((thread,))

@@ -1,9 +1,8 @@
-"""Captures what a program writes and sends it while it runs.
+"""Captures what a program writes and sends it while the program runs.
 
-File descriptors 1 and 2 are pipes which this process reads itself, so that child processes and C code are
-captured as well. `sys.stdout` and `sys.stderr` do not go through those pipes: they append to the ordered
-queue of `Output`, after whatever the pipes hold at that moment. That keeps both kinds in the order in which
-they were written, and makes a `print` cheap.
+File descriptors 1 and 2 are pipes that this process reads itself, so that child processes and C code are captured too.
+`sys.stdout` and `sys.stderr` (captured_streams.py) do not use the pipes: they append to `OutputQueue`, after what the
+pipes hold at that moment. This keeps the order of writing and makes `print` cheap.
 """
 
 import _thread
@@ -27,26 +26,25 @@ from fumehood.sandbox_server.inside import framing, output_batches
 from fumehood.sandbox_server.inside.runner import output_limits
 from fumehood.sandbox_server.inside.runner.interrupts import InterruptGuard
 
-# Functions look up their builtins where their module was told to when they were made: in a copy that a
-# program which deletes `builtins.len` cannot reach.
+# Functions of this module use a copy of the builtins, so that a program which deletes `builtins.len` cannot break them.
 globals()["__builtins__"] = dict(vars(builtins))
 
 _PIPE_BYTES = 64 * 1024
-_MAX_FINAL_READS = 64  # a background process that never stops writing must not hold up the end of a call
+_MAX_FINAL_READS = 64  # a background process that never stops writing must not delay the end of a call
 _TEXT_KINDS = frozenset({framing.MessageKind.STDOUT, framing.MessageKind.STDERR})
 _DISPLAY_KINDS = frozenset({framing.MessageKind.DISPLAY, framing.MessageKind.RESULT})
-_CALL_ATTRIBUTE = "_fumehood_call"  # attribute of a Thread: the number of the call that started it
+_CALL_ATTRIBUTE = "_fumehood_call"  # attribute of a Thread: number of the call that started it
 _TRANSIENT_ERRORS = frozenset({errno.ENOBUFS, errno.ENOMEM, errno.EAGAIN})
 _ALL_SIGNALS = frozenset(map(int, signal.valid_signals()))
-# signal.pthread_sigmask() without its conversions to enums: an exception for each real-time signal in every sandbox.
+# signal.pthread_sigmask() without its enum conversions, which raise an exception for each real-time signal.
 _mask_signals: Callable[[int, Iterable[int]], set[int]] = importlib.import_module("_signal").pthread_sigmask
-# Programs replace those of the module, to test with a time of their own.
+# Bound now: programs replace those of `time` to fake the time.
 _now = time.monotonic
 _sleep = time.sleep
 
 
 class _OutputPipes:
-    """Descriptors 1 and 2 as pipes, with the ends that are needed to read them and to put them back."""
+    """Pipes as descriptors 1 and 2, with their read ends and spare write ends to restore them."""
 
     def __init__(self) -> None:
         while (spare := os.open("/dev/null", os.O_RDWR)) <= 2:
@@ -70,17 +68,18 @@ class _OutputPipes:
         self.poll = self.poller()
 
     def poller(self) -> select.poll:
+        """Return a new poll object for the read ends."""
         poller = select.poll()
         for reader in self.readers:
             poller.register(reader, select.POLLIN)
         return poller
 
     def restore(self) -> None:
-        """Point 1 and 2 at the pipes again, if the program closed or replaced them, and 0 at nothing."""
+        """Restore descriptors 1 and 2 to the pipes, and 0 to /dev/null, if the program closed or replaced them."""
         try:
             os.fstat(0)
         except OSError:
-            os.open("/dev/null", os.O_RDONLY)  # the lowest number that is free
+            os.open("/dev/null", os.O_RDONLY)  # gets the lowest free number
             os.set_inheritable(0, True)
         for fd in (1, 2):
             try:
@@ -97,10 +96,10 @@ class _OutputPipes:
 
 
 class OutputQueue:
-    """The one ordered queue of everything a call sends, and the only user of the channel for sending.
+    """The ordered queue of everything a call sends, and the only sender on the channel.
 
-    Every method may be entered again by the thread that is in it, through a signal handler or a finaliser
-    which prints: then the text is only queued, and the outer entry sends it.
+    Methods are reentrant: a signal handler or a finaliser that prints may enter one again in the same thread. Then the
+    text is only queued, and the outer entry sends it.
     """
 
     def __init__(self, guard: InterruptGuard) -> None:
@@ -124,14 +123,14 @@ class OutputQueue:
         self._pipe_decoders = {
             kind: self.add_decoder(kind) for kind in (framing.MessageKind.STDOUT, framing.MessageKind.STDERR)
         }
-        self._partial_lines = dict.fromkeys(_TEXT_KINDS, b"")  # of a forked child: lines not yet complete
+        self._partial_lines = dict.fromkeys(_TEXT_KINDS, b"")  # incomplete lines of a forked child
         self._tick_pending = False
         self._thread_local = threading.local()
         self._is_pumping = False
         self._track_threads()
 
     def open_channel(self, channel: socket.socket) -> None:
-        """From here on there is somebody to send to, in this process and in no fork of it."""
+        """Send to `channel` from now on, in this process but in no fork of it."""
         self._channel = channel
         self.guard.main = threading.get_ident()
         self._pipes = _OutputPipes()
@@ -140,7 +139,7 @@ class OutputQueue:
 
     @contextlib.contextmanager
     def warm_up(self, channel: socket.socket) -> Generator[None]:
-        """Send to `channel` for a while, without the thread that pumps; afterwards all is as before."""
+        """Send to `channel` within the context, without the pump thread; everything is restored afterwards."""
         saved = [os.dup(1), os.dup(2)]
         self._channel = channel
         self._pipes = _OutputPipes()
@@ -155,16 +154,16 @@ class OutputQueue:
                 os.dup2(saved[fd - 1], fd)
                 os.close(saved[fd - 1])
 
-    # --- a call's beginning and end ---------------------------------------------------------------
+    # --- start and end of a call ------------------------------------------------------------------
 
     def begin_call(self, call: bytes) -> None:
-        """What is written from now on belongs to this call; what lies in the pipes belongs to none."""
+        """Start a call: output from now on belongs to it; what is in the pipes is dropped."""
         with self._lock:
             self._is_busy = True
             try:
                 if self._is_pumping:
                     self._pipes.restore()
-                else:  # the program closed descriptors that were not its own
+                else:  # the program closed our descriptors
                     self._pipes.close()
                     self._pipes = _OutputPipes()
                     self._start_pump()
@@ -178,14 +177,14 @@ class OutputQueue:
                 self._flushes_left = output_limits.MAX_FLUSHES
                 self._last_kind = None
                 self._is_truncated = False
-                self._sent_at = 0.0  # the first line of a call never waits
+                self._sent_at = 0.0  # the first line of a call is sent at once
                 self._call_number += 1
                 self._call = call
             finally:
                 self._is_busy = False
 
     def end_call(self, body: bytes) -> None:
-        """Send what is left and then END, after which nothing of this call can follow."""
+        """Send the rest of the output and then END; nothing of this call follows it."""
         with self._lock:
             self._is_busy = True
             try:
@@ -196,7 +195,7 @@ class OutputQueue:
                         self._append(kind, decoder.decode(b"", final=True).encode())
                     self._flush()
                 except MemoryError:
-                    pass  # output is lost, the reply is not
+                    pass  # lose output, but still send END
                 self._call = None
                 self._queue.clear()
                 self._queued_bytes = 0
@@ -208,15 +207,15 @@ class OutputQueue:
                 self._is_busy = False
 
     def add_decoder(self, kind: framing.MessageKind) -> codecs.IncrementalDecoder:
-        """For bytes that may end in the middle of a character; what is left of one at the end is replaced."""
+        """Return a decoder for bytes that may split characters; `end_call` replaces an incomplete last one."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._decoders.append((kind, decoder))
         return decoder
 
-    # --- what is written --------------------------------------------------------------------------
+    # --- writing ----------------------------------------------------------------------------------
 
     def write_text(self, kind: framing.MessageKind, data: bytes) -> None:
-        """Queue text (whole UTF-8 characters) of the thread that calls."""
+        """Queue text (whole UTF-8 characters) of the calling thread."""
         guard = self.guard
         main = threading.get_ident() == guard.main
         if main:
@@ -241,9 +240,9 @@ class OutputQueue:
                 guard.leave_critical_section()
 
     def send_message(self, kind: framing.MessageKind, body: bytes) -> bool:
-        """Send a message after everything written before it; False when so much cannot be shown any more.
+        """Send a message after everything written before it; returns False if it exceeds the display budget.
 
-        Of a thread that belongs to no call nothing is sent.
+        A message of a thread that belongs to no call is dropped.
         """
         guard = self.guard
         main = threading.get_ident() == guard.main
@@ -273,6 +272,7 @@ class OutputQueue:
                 guard.leave_critical_section()
 
     def flush(self) -> None:
+        """Send queued text now, or at the next tick once the program has flushed often."""
         guard = self.guard
         main = threading.get_ident() == guard.main
         if main:
@@ -285,8 +285,8 @@ class OutputQueue:
                 elif self._queue and not self._is_busy:
                     self._is_busy = True
                     try:
-                        # A program may end its process next, or crash. But a progress bar flushes after
-                        # every step: in the long run, keep to the same pace as for lines.
+                        # The program may exit or crash next. But a progress bar flushes after every step: after
+                        # many flushes, keep the pace of lines.
                         if self._flushes_left:
                             self._flushes_left -= 1
                             self._flush()
@@ -311,7 +311,7 @@ class OutputQueue:
             return
         if kind is not self._last_kind:
             if self._last_kind is not None:
-                self._output_budget -= output_limits.SWITCH_COST  # bounds the number of pieces as well
+                self._output_budget -= output_limits.SWITCH_COST  # limits the number of chunks as well
             self._last_kind = kind
         if len(data) > self._output_budget:
             self._is_truncated = True
@@ -323,7 +323,7 @@ class OutputQueue:
         self._queued_bytes += len(data)
 
     def _drain(self, rounds: int = 1) -> None:
-        """Queue what the pipes hold, without waiting; drop it while no call runs."""
+        """Queue what the pipes hold without waiting; drop it if no call runs."""
         pipes = self._pipes
         for _ in range(rounds):
             ready = pipes.poll.poll(0)
@@ -334,7 +334,7 @@ class OutputQueue:
                 if events & select.POLLIN:
                     with contextlib.suppress(OSError):
                         data = os.read(fd, _PIPE_BYTES)
-                if not data:  # only if the program closed our end
+                if not data:  # the program closed our end
                     pipes.poll.unregister(fd)
                     self._is_pumping = False
                 elif self._call is not None and not self._is_truncated:
@@ -348,11 +348,11 @@ class OutputQueue:
         if (
             (at_once and quiet)
             or self._queued_bytes >= output_limits.FLUSH_BYTES
-            or len(self._queue) >= output_limits.FLUSH_PIECES
+            or len(self._queue) >= output_limits.FLUSH_CHUNKS
         ):
             self._flush()
         elif at_once and not self._tick_pending:
-            # Part of a line waits for its end, as it would on a terminal; nobody needs to be woken for it.
+            # A partial line waits for its end, as on a terminal, and wakes nobody.
             self._tick_pending = True
             with contextlib.suppress(OSError):
                 os.eventfd_write(self._pipes.wake, 1)
@@ -361,7 +361,7 @@ class OutputQueue:
         while self._queue:
             items = self._queue[:]
             ready = self._packets(items)
-            # From here on nothing fails for lack of memory or stack: a message is sent whole or not at all.
+            # Nothing below fails for lack of memory or stack: a message is sent whole or not at all.
             del self._queue[: len(items)]
             self._queued_bytes = 0
             for packet in ready:
@@ -389,7 +389,7 @@ class OutputQueue:
                 return
             except OSError as error:
                 if error.errno not in _TRANSIENT_ERRORS:
-                    os._exit(1)  # nobody is left to talk to
+                    os._exit(1)  # the supervisor is gone
                 _sleep(0.01)
 
     # --- threads and processes --------------------------------------------------------------------
@@ -398,41 +398,41 @@ class OutputQueue:
         return self._call is not None and (main or self._thread_call_number() == self._call_number)
 
     def _thread_call_number(self) -> int:
-        """The number of the call for which this thread runs; a foreign thread runs for the current one."""
-        serial = getattr(self._thread_local, "serial", None)
-        if serial is None:
+        """Return the number of the call that this thread belongs to; unknown threads belong to the current one."""
+        number = getattr(self._thread_local, "call_number", None)
+        if number is None:
             active: dict[int, threading.Thread] = getattr(threading, "_active")  # noqa: B009 (private)
-            serial = getattr(active.get(threading.get_ident()), _CALL_ATTRIBUTE, self._call_number)
-        return serial
+            number = getattr(active.get(threading.get_ident()), _CALL_ATTRIBUTE, self._call_number)
+        return number
 
     def _track_threads(self) -> None:
-        """Remember for each thread, and for each task of a thread pool, which call it was started by."""
+        """Record for each thread, and for each task of a thread pool, which call started it."""
         start = threading.Thread.start
-        thread_serial = self._thread_call_number
+        thread_call_number = self._thread_call_number
         submit: Callable[..., Any] = concurrent.futures.thread.ThreadPoolExecutor.submit
 
         @functools.wraps(start)
         def marked_start(self: threading.Thread) -> None:
-            setattr(self, _CALL_ATTRIBUTE, thread_serial())
+            setattr(self, _CALL_ATTRIBUTE, thread_call_number())
             start(self)
 
-        def carry(serial: int, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-            before = getattr(self._thread_local, "serial", None)
-            self._thread_local.serial = serial
+        def run_for_call(number: int, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            before = getattr(self._thread_local, "call_number", None)
+            self._thread_local.call_number = number
             try:
                 return function(*args, **kwargs)
             finally:
-                self._thread_local.serial = before
+                self._thread_local.call_number = before
 
         @functools.wraps(submit)
         def marked_submit(pool: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-            return submit(pool, carry, self._thread_call_number(), function, *args, **kwargs)
+            return submit(pool, run_for_call, self._thread_call_number(), function, *args, **kwargs)
 
         threading.Thread.start = marked_start
         concurrent.futures.thread.ThreadPoolExecutor.submit = marked_submit
 
     def _reset_after_fork(self) -> None:
-        """In a child of the program: no channel and no queue, its output goes into the pipes."""
+        """In a child that the program forked: no channel and no queue; output goes into the pipes."""
         self.is_forked = True
         self._lock = threading.RLock()
         self._is_busy = False
@@ -443,7 +443,7 @@ class OutputQueue:
         self._pipes.close()
 
     def _write_through(self, kind: framing.MessageKind, data: bytes, *, whole: bool = False) -> None:
-        """Write to descriptor 1 or 2 itself, by lines, so that processes do not cut each other's."""
+        """Write to descriptor 1 or 2 by lines, so that processes do not split each other's lines."""
         data = self._partial_lines[kind] + data
         cut = len(data) if whole or len(data) > output_limits.FLUSH_BYTES else data.rfind(b"\n") + 1
         self._partial_lines[kind] = data[cut:]
@@ -454,7 +454,7 @@ class OutputQueue:
     # --- the pump ---------------------------------------------------------------------------------
 
     def _start_pump(self) -> None:
-        """Not a `threading.Thread`: programs count and join those."""
+        """Start the thread that reads the pipes. Not a `threading.Thread`: programs count and join those."""
         before = _mask_signals(signal.SIG_BLOCK, _ALL_SIGNALS)
         self._is_pumping = True
         self._tick_pending = False
@@ -476,7 +476,9 @@ class OutputQueue:
                     os.eventfd_read(pipes.wake)
                 timeout = self._tick(pipes, expired=not events)
             except MemoryError:
-                _sleep(output_limits.TICK_MS / 1000)  # the program is at its limit; it will raise there, too
+                _sleep(
+                    output_limits.TICK_MS / 1000
+                )  # the program is at its memory limit, and fails there too
             except Exception:
                 self._is_pumping = False
             if not self._is_pumping or self._pipes is not pipes:
@@ -492,7 +494,7 @@ class OutputQueue:
                 if self._call is None:
                     self._queue.clear()
                 else:
-                    self._tick_pending = True  # this thread is awake already
+                    self._tick_pending = True  # this thread is awake
                     if expired:
                         self._flush()
                     self._flush_or_wake(at_once=True)

@@ -1,8 +1,8 @@
-"""Runs commands of the shell for the runner, and ends all they started when they must end.
+"""Runs shell commands for the runner and, on an interrupt, kills everything they started.
 
-A command is a process of its own session: nothing that a program did to this interpreter (directory, environment,
-limits that it lowered excepted) reaches it. What it leaves in the background lives on, as what a program leaves does;
-but a command that is interrupted takes everything along that has begun since, wherever it has moved to.
+A command is a process in its own session, with the configured directory and environment, whatever a program did to this
+interpreter (lowered limits stay). Background processes outlive a command that ends; an interrupted command is killed
+with every process that started since it began, even those that have moved to another session.
 """
 
 import builtins
@@ -15,12 +15,12 @@ import time
 from fumehood.sandbox_server.inside import layout
 from fumehood.sandbox_server.inside.runner.interrupts import InterruptGuard
 
-globals()["__builtins__"] = dict(vars(builtins))  # see streams.py
+globals()["__builtins__"] = dict(vars(builtins))  # see output_capture.py
 
 _SHELLS = ("/bin/bash", "/usr/bin/bash", "/bin/sh")
 NOT_STARTED = 126
 INTERRUPTED = 130
-# What a program may replace in its own interpreter.
+# Bound now: a program may replace them in its interpreter.
 _popen = subprocess.Popen[bytes]
 _kill = os.kill
 _wait = os.waitpid
@@ -31,7 +31,7 @@ _POLL_SECONDS = 0.002
 
 
 class ShellCommands:
-    """One after another; `code` is the last one's exit code."""
+    """Runs one command at a time; `exit_code` is the last one's."""
 
     def __init__(self, guard: InterruptGuard) -> None:
         self.exit_code = 0
@@ -42,18 +42,18 @@ class ShellCommands:
         self._pids_before: set[int] = set()
 
     def configure(self, directory: str, environment: dict[str, str]) -> None:
-        """Where commands run and what they find there; before any program could have changed it."""
+        """Set directory and environment of commands, before any program could change this process's own."""
         self._directory = directory
         self._environment = environment
 
     def run(self, command: str) -> None:
-        """Wait for it; interrupts reach this as they reach a program, and then `end` has to be called."""
+        """Run a command and wait for it. After an interrupt (KeyboardInterrupt), call `kill`."""
         self.exit_code = NOT_STARTED
         self._pids_before = self._find_nearby_pids()
-        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # then nobody could tell how it ended
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # else its exit code is lost
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         guard = self._guard
-        guard.depth += 1  # whoever is started has to be known
+        guard.depth += 1  # no interrupt between the start and the assignment
         try:
             self._process = _popen(
                 [_shell(), "-c", command],
@@ -67,17 +67,17 @@ class ShellCommands:
         self._reap(self._process)
 
     def _reap(self, process: "subprocess.Popen[bytes]") -> None:
-        with contextlib.suppress(ChildProcessError):  # a thread of the program waits for any child
+        with contextlib.suppress(ChildProcessError):  # a thread of the program has waited for any child
             code = _exit_code(_wait(process.pid, 0)[1])
             self.exit_code = code if code >= 0 else 128 - code
-        process.returncode = self.exit_code  # nobody is to wait for it again
+        process.returncode = self.exit_code  # so that Popen does not wait again
         self._process = None
 
     def kill(self) -> None:
-        """Kill the command with all that it started, and return when they are dead.
+        """Kill the command and everything it started; returns when they are dead.
 
-        They are stopped first, so that none can start another one. There is no time limit here: the supervisor
-        has one, and then kills the sandbox.
+        Processes are stopped first, so that none can start another one. There is no timeout here: the supervisor has
+        one, and then kills the sandbox.
         """
         self.exit_code = INTERRUPTED
         killed: set[int] = set()
@@ -90,7 +90,7 @@ class ShellCommands:
         self._kill_process()
 
     def _stop_all(self, known: set[int]) -> set[int]:
-        """Stop every process of the command that is not among the known ones."""
+        """Stop every process of the command that is not in `known`; returns them."""
         stopped: set[int] = set()
         while found := self._find_descendants() - stopped - known:
             for pid in found:
@@ -100,14 +100,12 @@ class ShellCommands:
 
     def _kill_process(self) -> None:
         if self._process is not None:
-            _send_signal(
-                -self._process.pid, signal.SIGKILL
-            )  # where nobody may look at /proc, its group at least
+            _send_signal(-self._process.pid, signal.SIGKILL)  # its group, in case /proc is unreadable
             self._reap(self._process)
             self.exit_code = INTERRUPTED
 
     def _find_descendants(self) -> set[int]:
-        """Everything that was not there when the command began: whose parents have ended, the first process adopts."""
+        """Return processes that started since the command began; init has adopted those whose parents ended."""
         found: set[int] = set()
         new = self._find_nearby_pids() - self._pids_before
         while new:
@@ -124,7 +122,7 @@ def _shell() -> str:
 
 
 def _child_pids(pid: int) -> list[int]:
-    """Of all threads of a process; none of one that has ended."""
+    """Return the children of all threads of a process; none if it has ended."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -139,14 +137,14 @@ def _send_signal(pid: int, number: int) -> None:
 
 
 def _wait_until_gone(pids: set[int]) -> None:
-    """Poll instead of opening descriptors: a program may have left none."""
+    """Poll, since a program may have left no descriptor for pidfds."""
     alive = pids
     while alive := {pid for pid in alive if _is_alive(pid)}:
         _sleep(_POLL_SECONDS)
 
 
 def _is_alive(pid: int) -> bool:
-    """A child that has ended stays its parent's to reap; whatever is not a child here, the first process reaps."""
+    """Whether a process runs; an ended child is not reaped here, and init reaps what is not our child."""
     try:
         return _look_at_child(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
     except ChildProcessError:

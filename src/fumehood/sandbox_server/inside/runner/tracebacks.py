@@ -22,9 +22,9 @@ _MAX_CHAIN = 20  # exceptions of a chain
 
 
 class _TruncatedStack(traceback.StackSummary):
-    """A stack with a gap."""
+    """A stack with omitted frames."""
 
-    # Since Python 3.13 there are options, for colours.
+    # Python 3.13 added options, for colours.
     def format_frame_summary(self, frame_summary: traceback.FrameSummary, **options: Any) -> str:
         if frame_summary.filename == "":
             return f"  [… {frame_summary.lineno} more frames …]\n"
@@ -32,7 +32,7 @@ class _TruncatedStack(traceback.StackSummary):
 
 
 def trim_frames(error: BaseException) -> None:
-    """Drop the runner's frames, which are the outermost; from then on nothing refers to them."""
+    """Drop the runner's frames, which are the outermost, from the exception's traceback."""
     start = error.__traceback__
     while start is not None and not _CELL.fullmatch(start.tb_frame.f_code.co_filename):
         start = start.tb_next
@@ -44,9 +44,10 @@ def trim_frames(error: BaseException) -> None:
 
 
 def describe_exception(error: BaseException) -> dict[str, str]:
-    """Name, text and traceback of an exception, each of bounded length, whatever its own methods do.
+    """Return name, text and traceback of an exception, each of limited length.
 
-    These may raise what is no `Exception`; then `bare` is left.
+    Errors in the exception's own methods are handled, except those that are no `Exception`; then use
+    `describe_minimally`.
     """
     try:
         report = traceback.TracebackException(
@@ -57,19 +58,19 @@ def describe_exception(error: BaseException) -> dict[str, str]:
     except Exception as problem:
         text = _format_minimal_traceback(error, problem)
     try:
-        value = str.__str__(str(error))  # what __str__ returns may be of a class of the user's as well
+        value = str.__str__(str(error))  # __str__ may return an instance of a user's class
     except Exception:
         value = "<exception str() failed>"
     return _limit_lengths(error, value, text)
 
 
 def describe_minimally(error: BaseException, problem: BaseException) -> dict[str, str]:
-    """As `describe`, without a call of the exception's own methods, one of which raised `problem`."""
+    """Describe an exception without calling its methods, one of which raised `problem`."""
     return _limit_lengths(error, "", _format_minimal_traceback(error, problem))
 
 
 def exception_name(error: BaseException) -> str:
-    """The name of its class, even where a metaclass has other ideas."""
+    """Return the name of its class, whatever a metaclass says."""
     return type.__dict__["__name__"].__get__(type(error))
 
 
@@ -82,38 +83,40 @@ def _limit_lengths(error: BaseException, value: str, text: str) -> dict[str, str
 
 
 def _format_minimal_traceback(error: BaseException, problem: BaseException) -> str:
-    """Where it was raised, and why no more can be said: it may be the exception's fault, or ours."""
-    places = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    places = [(code, line) for code, line in places if not code.co_filename.startswith(_INSIDE_DIRECTORY)]
-    shown = ["Traceback (most recent call last):\n"] if places else []
-    for code, line in places[-_LAST_FRAMES:]:
-        shown.append(f'  File "{code.co_filename}", line {line}, in {code.co_name}\n')
+    """Format where it was raised, and which error prevented a full traceback."""
+    locations = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    locations = [
+        (code, line) for code, line in locations if not code.co_filename.startswith(_INSIDE_DIRECTORY)
+    ]
+    lines = ["Traceback (most recent call last):\n"] if locations else []
+    for code, line in locations[-_LAST_FRAMES:]:
+        lines.append(f'  File "{code.co_filename}", line {line}, in {code.co_name}\n')
         entry = linecache.cache.get(code.co_filename, ())
-        if len(entry) == 4 and 0 < line <= len(entry[2]):  # else a loader of the user's would be asked
-            shown.append(f"    {entry[2][line - 1].strip()}\n")
-    why = exception_name(problem)
+        if len(entry) == 4 and 0 < line <= len(entry[2]):  # else a user's loader would be called
+            lines.append(f"    {entry[2][line - 1].strip()}\n")
+    reason = exception_name(problem)
     for frame, line in traceback.walk_tb(problem.__traceback__):
-        # Not os.path.basename(): it needs builtins that a program may have replaced.
-        why = f"{exception_name(problem)} at {frame.f_code.co_filename.rpartition('/')[2]}:{line}"
-    return f"{''.join(shown)}{exception_name(error)}: <the exception cannot be shown: {why}>\n"
+        # Not os.path.basename(), which needs builtins that a program may have replaced.
+        reason = f"{exception_name(problem)} at {frame.f_code.co_filename.rpartition('/')[2]}:{line}"
+    return f"{''.join(lines)}{exception_name(error)}: <the exception cannot be shown: {reason}>\n"
 
 
 def _tidy(report: traceback.TracebackException, error: BaseException) -> None:
-    """Bound the chain's length and each stack's, and take our own frames out."""
-    todo = [(report, error, 0)]
-    while todo:
-        report, error, depth = todo.pop()
+    """Limit the length of the chain and of each stack, and remove frames of this package."""
+    pending = [(report, error, 0)]
+    while pending:
+        report, error, depth = pending.pop()
         frames = _visible_frames(report, error.__traceback__)
-        # No header above no frames: a syntax error has none.
+        # Without frames (a syntax error) there is no header either.
         report.stack = _TruncatedStack(frames) if frames else cast(traceback.StackSummary, None)
         if depth == _MAX_CHAIN:
             report.__cause__ = report.__context__ = None
         for link, below in ((report.__cause__, error.__cause__), (report.__context__, error.__context__)):
             if link is not None and below is not None:
-                todo.append((link, below, depth + 1))
+                pending.append((link, below, depth + 1))
         if report.exceptions and isinstance(error, BaseExceptionGroup):
             members = cast(BaseExceptionGroup[BaseException], error).exceptions
-            todo.extend(
+            pending.extend(
                 (link, below, depth + 1) for link, below in zip(report.exceptions, members, strict=False)
             )
 
@@ -133,8 +136,8 @@ def _visible_frames(
     return [*(frame for frame in head if not frame.filename.startswith(_INSIDE_DIRECTORY)), *shown]
 
 
-def _shorten(text: str, most: int) -> str:
-    if len(text) > most:
-        half = most // 2
-        text = f"{text[:half]}\n[… {len(text) - most} characters left out …]\n{text[-half:]}"
+def _shorten(text: str, max_chars: int) -> str:
+    if len(text) > max_chars:
+        half = max_chars // 2
+        text = f"{text[:half]}\n[… {len(text) - max_chars} characters left out …]\n{text[-half:]}"
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()

@@ -1,7 +1,7 @@
-"""Stands in for pip in a sandbox and asks the supervisor, which may install.
+"""Replaces pip in a sandbox: asks the supervisor to install packages.
 
-There is no network here and nothing to write packages to. The supervisor applies the rules of any other
-request for packages, and attaches what it installed to this sandbox while the code runs.
+A sandbox has no network for this and cannot write packages. The supervisor applies the same rules as to any request
+for packages, and attaches the installed packages to the running sandbox.
 """
 
 import contextlib
@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__version__ = "25.3"  # the behaviour that callers may expect
+__version__ = "25.3"  # the version of pip whose command line this follows
 
 _ADDRESS = ("127.0.0.1", 3129)
-_PATIENCE = 1800
+_TIMEOUT_SECONDS = 1800
 _MAX_LINES = 1000
 _HELP = """\
 Usage: pip install [-q] [-U] [-r FILE] REQUIREMENT…
@@ -40,11 +40,11 @@ _QUIET = {"-q", "-qq", "-qqq", "--quiet"}
 
 
 class _Refused(Exception):
-    """What was asked for cannot be done here; the text says why."""
+    """The command is not possible here; the text says why."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """As pip's own: the exit code."""
+    """Run a pip command line; returns the exit code."""
     arguments = list(sys.argv[1:] if args is None else args)
     while arguments and arguments[0] in _IGNORED:
         arguments.pop(0)
@@ -62,12 +62,12 @@ def main(args: Sequence[str] | None = None) -> int:
                 return _show(rest)
             case "-V" | "--version":
                 version = f"{sys.version_info.major}.{sys.version_info.minor}"
-                print(f"pip {__version__} (of the sandbox; asks its supervisor) (python {version})")
+                print(f"pip {__version__} (of the sandbox) (python {version})")
                 return 0
             case "uninstall":
                 raise _Refused("packages are read-only in a sandbox and cannot be uninstalled")
             case "download" | "wheel":
-                raise _Refused("files of packages cannot be had here; `pip install` installs them")
+                raise _Refused("package files cannot be downloaded here; use `pip install`")
             case other:
                 raise _Refused(
                     f"`pip {other}` is not available in a sandbox; install, list, freeze and show are"
@@ -93,7 +93,7 @@ def _install(arguments: list[str]) -> int:
         if "done" in answer:
             importlib.invalidate_caches()
             return 0
-    raise _Refused("the supervisor ended the connection without an answer")
+    raise _Refused("the sandbox server closed the connection without an answer")
 
 
 def _requirements(arguments: list[str]) -> list[str]:
@@ -138,10 +138,10 @@ def _read(name: str) -> list[str]:
 
 
 def _ask(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The supervisor's answers, one by one."""
+    """Send a request and yield the supervisor's answers."""
     try:
         with socket.create_connection(_ADDRESS, timeout=10) as connection:
-            connection.settimeout(_PATIENCE)
+            connection.settimeout(_TIMEOUT_SECONDS)
             connection.sendall(json.dumps(request).encode() + b"\n")
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
@@ -149,10 +149,10 @@ def _ask(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 for line in answers:
                     yield json.loads(line)
     except (OSError, ValueError) as error:
-        raise _Refused(f"the supervisor cannot be asked for packages: {error}") from error
+        raise _Refused(f"the sandbox server cannot be reached: {error}") from error
 
 
-# ---- what is there --------------------------------------------------------------------------------------------
+# ---- list, show -----------------------------------------------------------------------------------------------
 
 
 def _installed() -> list[tuple[str, str]]:
@@ -166,16 +166,14 @@ def _installed() -> list[tuple[str, str]]:
 
 
 def _list(arguments: list[str], *, freeze: bool) -> int:
-    shape = "freeze" if freeze else "columns"
+    form = "freeze" if freeze else "columns"
     for number, item in enumerate(arguments):
         if item.startswith("--format"):
-            shape = item.partition("=")[2] or (
-                arguments[number + 1] if number + 1 < len(arguments) else shape
-            )
+            form = item.partition("=")[2] or (arguments[number + 1] if number + 1 < len(arguments) else form)
     found = _installed()
-    if shape == "json":
+    if form == "json":
         print(json.dumps([{"name": name, "version": version} for name, version in found]))
-    elif shape == "freeze":
+    elif form == "freeze":
         print("\n".join(f"{name}=={version}" for name, version in found))
     else:
         width = max([len(name) for name, _ in found] + [len("Package")])
