@@ -119,7 +119,7 @@ class InProcessProxy:
 
     async def start(self, configuration: ProxyConfiguration) -> ProxyProcess:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.worker = ProxyWorker(theirs, configuration, client_tls_context(configuration.trust))
+        self.worker = ProxyWorker(theirs, configuration, client_tls_context(configuration.ca_certificates))
         self._running = asyncio.ensure_future(self.worker.run())
         return ProxyProcess(mine)
 

@@ -98,10 +98,10 @@ def test_secrets_by_domain() -> None:
         ({"name": "https_proxy"}, "has a meaning"),
         ({"name": "LD_PRELOAD"}, "has a meaning"),
         ({"name": "PYTHONPATH"}, "has a meaning"),
-        ({"value": "hunter2\r\nX: y"}, "cannot stand in a header"),
-        ({"value": "hunter2\0"}, "cannot stand in a header"),
-        ({"value": " hunter2"}, "cannot stand in a header"),
-        ({"value": "hunter2ü"}, "cannot stand in a header"),
+        ({"value": "hunter2\r\nX: y"}, "cannot be part of a header"),
+        ({"value": "hunter2\0"}, "cannot be part of a header"),
+        ({"value": " hunter2"}, "cannot be part of a header"),
+        ({"value": "hunter2ü"}, "cannot be part of a header"),
     ],
 )
 def test_secrets_that_cannot_be(change: dict[str, str], message: str) -> None:

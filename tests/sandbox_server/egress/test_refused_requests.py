@@ -65,7 +65,7 @@ async def test_a_refusal_says_what_and_why(net: EgressNetwork, box: SandboxInsta
     port = net.plain.port
     answer = await fetch_through_proxy(box, f"http://other.test:{port}/")
     assert answer == (
-        "HTTPError 403: The sandbox's proxy did not pass this on: the domain other.test is not on this sandbox's "
+        "HTTPError 403: The sandbox's proxy refused the request: the domain other.test is not on this sandbox's "
         "allow-list."
     )
     assert "Forbidden" in await fetch_through_proxy(box, f"https://other.test:{port}/")

@@ -115,7 +115,7 @@ async def test_what_it_tells(sandbox: SandboxInstance) -> None:
         ("pip install -r missing.txt", "could not open requirements file"),
         ("pip install", "at least one requirement"),
         ("pip uninstall -y thing0", "cannot be uninstalled"),
-        ("pip download thing0", "cannot be had here"),
+        ("pip download thing0", "cannot be downloaded here"),
         ("pip frobnicate", "not available in a sandbox"),
         ("pip show nothing", "not found"),
     ],

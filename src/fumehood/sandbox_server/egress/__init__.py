@@ -1,1 +1,1 @@
-"""Egress proxy for sandboxes with an allow-list."""
+"""The egress proxy: the only way from a sandbox to the network, for sandboxes with an allow-list."""

@@ -1,4 +1,4 @@
-"""Byte streams with back-pressure, plain and with TLS on top."""
+"""Byte streams with back-pressure, plain or with TLS, and the relay between two of them."""
 
 import asyncio
 import contextlib
@@ -9,27 +9,23 @@ from collections.abc import Callable
 from typing import Protocol
 
 CHUNK_BYTES = 64 * 1024
-
-
 _RESET = struct.pack("ii", 1, 0)
-
-
 _TCP_CLOSE, _TCP_CLOSE_WAIT = 7, 8  # states in the kernel's tcp_info
 
 
 class ByteStream(Protocol):
-    """A connection that is read and written, plain or encrypted."""
+    """A connection, plain or encrypted."""
 
     async def read(self) -> bytes:
-        """What has arrived, or b"" at the end; OSError when the connection broke."""
+        """Return what has arrived, or b"" at the end. Raises OSError."""
         ...
 
     async def send(self, data: bytes) -> None:
-        """Returns when there is room for more."""
+        """Send and wait until the buffer has room. Raises OSError."""
         ...
 
     def close(self) -> None:
-        """At once, without waiting for anything."""
+        """Close without waiting."""
         ...
 
 
@@ -53,38 +49,38 @@ class SocketStream:
         name: str | None = None,
         timeout: float | None = None,
     ) -> "SocketStream":
-        """Takes the socket over; with a context, TLS to the server of that name, verified."""
+        """Return a stream that owns the socket; with a context, over verified TLS to the server `name`."""
         reader, writer = await asyncio.open_connection(
             sock=sock, ssl=context, server_hostname=name, ssl_handshake_timeout=timeout, limit=CHUNK_BYTES
         )
         return cls(sock, reader, writer)
 
     def push_back(self, data: bytes) -> None:
-        """Put bytes back in front of what is still to be read."""
+        """Put bytes back, to be read next."""
         self._buffer = data + self._buffer
 
     async def read(self) -> bytes:
         if self._buffer:
-            held, self._buffer = self._buffer, b""
-            return held
+            data, self._buffer = self._buffer, b""
+            return data
         return await self._reader.read(CHUNK_BYTES)
 
     async def read_exactly(self, count: int) -> bytes:
-        """That many bytes; EOFError if there are fewer."""
-        held, self._buffer = self._buffer[:count], self._buffer[count:]
-        if len(held) == count:
-            return held
-        return held + await self._reader.readexactly(count - len(held))
+        """Read exactly `count` bytes. Raises EOFError, OSError."""
+        data, self._buffer = self._buffer[:count], self._buffer[count:]
+        if len(data) == count:
+            return data
+        return data + await self._reader.readexactly(count - len(data))
 
     async def send(self, data: bytes) -> None:
         self._writer.write(data)
         try:
             await self._writer.drain()
-        except RuntimeError as error:  # uvloop's word for a closed connection
+        except RuntimeError as error:  # what uvloop raises for a closed connection
             raise ConnectionResetError from error
 
     async def send_eof(self) -> None:
-        """Send what is still here, and nothing more; the other direction stays open."""
+        """Send what is buffered, then close this direction; the other stays open."""
         try:
             self._writer.transport.set_write_buffer_limits(0)
             await self._writer.drain()
@@ -94,7 +90,7 @@ class SocketStream:
             raise ConnectionResetError from error
 
     async def linger(self, seconds: float) -> None:
-        """Let the peer read what was sent last: bytes of its own that nobody read would reset the connection."""
+        """Drain the peer's bytes, so that it can read what was sent last: unread bytes would reset the connection."""
         await self.send_eof()
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(seconds):
@@ -103,12 +99,12 @@ class SocketStream:
 
     @property
     def is_at_eof(self) -> bool:
-        """Whether the peer is known to send nothing more."""
+        """Whether the peer has sent its last byte."""
         return self._reader.at_eof() or self._writer.is_closing()
 
     @property
     def is_peer_closed(self) -> bool:
-        """Whether the peer has ended its side, also with bytes that nobody has read yet."""
+        """Whether the peer has closed its side, even if unread bytes are left."""
         state = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0]
         return state in (_TCP_CLOSE, _TCP_CLOSE_WAIT)
 
@@ -116,14 +112,14 @@ class SocketStream:
         self._writer.transport.abort()
 
     def reset(self) -> None:
-        """So that the peer cannot take what it got for the whole."""
+        """Close with a TCP reset, so that the peer knows that the data is incomplete."""
         with contextlib.suppress(OSError):
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.close()
 
 
 class TlsServerStream:
-    """The server's end of TLS over another stream whose first bytes were read already."""
+    """The server side of TLS over another stream, whose first bytes may have been pushed back."""
 
     def __init__(self, below: SocketStream, context: ssl.SSLContext) -> None:
         self._transport = below
@@ -132,7 +128,7 @@ class TlsServerStream:
         self._tls = context.wrap_bio(self._incoming, self._outgoing, server_side=True)
 
     async def handshake(self) -> None:
-        """ssl.SSLError if the client does not want it; it has been told by then."""
+        """Perform the handshake. Raises ssl.SSLError, after the alert is sent."""
         while True:
             try:
                 self._tls.do_handshake()
@@ -178,7 +174,7 @@ class TlsServerStream:
 
     async def linger(self, seconds: float) -> None:
         with contextlib.suppress(ssl.SSLError):
-            self._tls.unwrap()  # says that this was all
+            self._tls.unwrap()  # sends close_notify
         await self._flush()
         await self._transport.linger(seconds)
 
@@ -187,17 +183,17 @@ class TlsServerStream:
 
 
 async def relay(client: SocketStream, server: SocketStream, on_bytes: Callable[[int, int], None]) -> None:
-    """Each direction ends by itself, as with one connection; an error in one ends both."""
-    ways = [
+    """Copy bytes both ways; each direction ends by itself, an error in one ends both."""
+    directions = [
         asyncio.ensure_future(_relay_one_way(client, server, lambda count: on_bytes(count, 0))),
         asyncio.ensure_future(_relay_one_way(server, client, lambda count: on_bytes(0, count))),
     ]
     try:
-        await asyncio.gather(*ways)
+        await asyncio.gather(*directions)
     finally:
-        for way in ways:
-            way.cancel()
-        await asyncio.gather(*ways, return_exceptions=True)
+        for direction in directions:
+            direction.cancel()
+        await asyncio.gather(*directions, return_exceptions=True)
 
 
 async def _relay_one_way(source: SocketStream, target: SocketStream, on_bytes: Callable[[int], None]) -> None:

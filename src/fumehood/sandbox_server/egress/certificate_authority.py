@@ -1,7 +1,7 @@
-"""A certificate authority of one sandbox's own, for the domains with secrets.
+"""The certificate authority of one sandbox, for its domains with secrets.
 
-Its key is in the supervisor, which makes it, and in the proxy, which uses it. Whoever has it could only deceive the
-one sandbox that trusts it, and name constraints keep even that to the domains in question.
+The supervisor creates its key, the proxy uses it. A stolen key deceives only the one sandbox that trusts it, and name
+constraints limit it to the domains with secrets.
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 _AUTHORITY_DAYS = 90
 _LEAF_DAYS = 7
 _CLOCK_SKEW = dt.timedelta(hours=1)
-_MAX_COMMON_NAME = 64  # X.509 allows no more; clients compare the alternative name
+_MAX_COMMON_NAME = 64  # limit of X.509; clients compare the alternative name
 
 
 class SandboxCertificateAuthority:
-    """Made and used off the event loop; `pem` is the certificate that the sandbox is to trust."""
+    """Issues server certificates, in threads; `pem` is the certificate that the sandbox trusts."""
 
     def __init__(self, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:
         self._key = key
@@ -35,26 +35,28 @@ class SandboxCertificateAuthority:
 
     @classmethod
     async def create(cls, domains: Iterable[str]) -> Self:
+        """Create an authority that is valid for these domains only."""
         return cls(*await asyncio.to_thread(_create_authority, sorted(domains)))
 
     @classmethod
     def load(cls, private: str, pem: str) -> Self:
-        """The same authority, from what `private_pem` and `pem` were; raises ValueError."""
+        """Load an authority from its `private_pem` and `pem`. Raises ValueError."""
         key = serialization.load_pem_private_key(private.encode("ascii"), password=None)
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise ValueError("the key of the authority is of another kind")
+            raise ValueError("the key of the authority is not an elliptic-curve key")
         return cls(key, x509.load_pem_x509_certificate(pem.encode("ascii")))
 
     def warm_up(self) -> None:
+        """Load and use this authority once."""
         loaded = type(self).load(self.private_pem, self.pem)
-        loaded._create_context("rehearsal.invalid")
+        loaded._create_context("warm-up.invalid")
 
     @property
     def private_pem(self) -> str:
         return _private_pem(self._key).decode("ascii")
 
     async def server_context(self, domain: str) -> ssl.SSLContext:
-        """The server's side of TLS for one domain; a certificate is made once and again before it expires."""
+        """Return the TLS server context for a domain; its certificate is renewed before it expires."""
         async with self._lock:
             renewal, context = self._contexts.get(domain, (None, None))
             if renewal is None or context is None or renewal < _now():
@@ -87,8 +89,8 @@ class SandboxCertificateAuthority:
 
 
 def warm_up() -> None:
-    """Load whatever is loaded when it is first used: the process may soon be a user who cannot read it."""
-    SandboxCertificateAuthority(*_create_authority(["rehearsal.invalid"])).warm_up()
+    """Load what OpenSSL and Python load on first use: the process may soon be a user who cannot read it."""
+    SandboxCertificateAuthority(*_create_authority(["warm-up.invalid"])).warm_up()
     for encoding in ("ascii", "latin-1", "idna", "punycode"):
         codecs.lookup(encoding)
 
@@ -146,7 +148,7 @@ def _now() -> dt.datetime:
 def _load_key_pair(
     context: ssl.SSLContext, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
 ) -> None:
-    """Python's ssl reads files only; this one is memory, so that no key is ever on a disk."""
+    """Load a key pair through a memory file: Python's ssl reads files only, and no key may be on a disk."""
     with os.fdopen(os.memfd_create("certificate"), "wb") as file:
         file.write(_private_pem(key) + certificate.public_bytes(serialization.Encoding.PEM))
         file.flush()

@@ -1,6 +1,6 @@
-"""What the supervisor and its egress proxy tell each other.
+"""Messages between the supervisor and the egress proxy, and the limits of the proxy.
 
-The proxy parses what hostile programs send, so the supervisor believes nothing of what it says beyond these types.
+The proxy parses untrusted input, so the supervisor accepts from it nothing but these types.
 """
 
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from msgspec import Meta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProxyLimits:
-    """Seconds and bytes.
+    """Timeouts and sizes of proxied connections.
 
-    head_seconds: for the whole head of a request or a TLS hello, so that nobody holds a connection by trickling one.
+    head_seconds: for the whole head of a request or a TLS ClientHello.
     keepalive_seconds: between two requests on one connection.
-    idle_seconds: without a byte in either direction while a request or a tunnel is under way.
-    half_closed_seconds: the same once the client has ended its side: it has most likely given up.
-    total_seconds: the longest life of one connection.
-    connect_seconds: for one address; addresses: how many of a name are tried.
+    idle_seconds: without a byte in either direction during a request or a tunnel.
+    half_closed_seconds: the same after the client has closed its side.
+    total_seconds: the lifetime of one connection.
+    connect_seconds: for one address. addresses: how many of a name are tried.
     """
 
     head_seconds: float = 15.0
@@ -34,26 +34,21 @@ class ProxyLimits:
 
 
 type Verdict = Literal["allowed", "refused", "failed"]
-
-
 type _Count = Annotated[int, Meta(ge=0, le=1 << 60)]
-
-
 type _Text = Annotated[str, Meta(max_length=2000)]
-
 
 MAX_ORDER_BYTES = 16 << 20
 
 
-# ---- what the proxy is told ---------------------------------------------------------------------------------------
+# ---- supervisor -> proxy ------------------------------------------------------------------------------------------
 
 
 class ProxyConfiguration(msgspec.Struct, frozen=True, kw_only=True):
-    """What holds for all sandboxes; comes on standard input.
+    """Configuration for all sandboxes, sent on standard input.
 
-    user: whom the proxy becomes, None to stay who it is.
-    hosts: addresses of names that are not looked up; private: networks that may be reached although they are private.
-    trust: certificates in PEM form to trust besides the system's.
+    user: the uid that the proxy switches to, None to keep its own.
+    hosts: fixed addresses of names, instead of DNS. private: private networks that sandboxes may reach.
+    ca_certificates: certificate authorities in PEM form besides the system's.
     """
 
     user: int | None
@@ -61,7 +56,7 @@ class ProxyConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     private: list[str]
     connections_total: int
     limits: ProxyLimits
-    trust: str = ""
+    ca_certificates: str = ""
 
 
 class AuthorityKeyPair(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,10 +67,10 @@ class AuthorityKeyPair(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SandboxAccess(msgspec.Struct, frozen=True, kw_only=True):
-    """What one sandbox may reach; comes in a file in memory, with its listener.
+    """What one sandbox may reach; sent in a memory file, with the sandbox's listener.
 
     secrets: by domain, then by name.
-    budget: bytes that it may move in all, None for no bound; spent: those that it has moved.
+    budget: bytes that it may transfer in total, None for no limit. bytes_used: bytes transferred so far.
     """
 
     domains: list[str]
@@ -85,33 +80,33 @@ class SandboxAccess(msgspec.Struct, frozen=True, kw_only=True):
     secrets: dict[str, dict[str, str]] = {}
     authority: AuthorityKeyPair | None = None
     budget: int | None = None
-    spent: int = 0
+    bytes_used: int = 0
 
 
 class OpenAccess(msgspec.Struct, frozen=True, tag="open"):
-    """Begin to accept; two descriptors come along, those of the Door and of the listener."""
+    """Start to accept connections; carries the descriptors of the SandboxAccess file and of the listener."""
 
     number: int
 
 
 class CloseAccess(msgspec.Struct, frozen=True, tag="close"):
-    """The sandbox is gone: so are its connections."""
+    """The sandbox has ended: close its connections."""
 
     number: int
 
 
-# ---- what it tells ------------------------------------------------------------------------------------------------
+# ---- proxy -> supervisor ------------------------------------------------------------------------------------------
 
 
 class ProxyReady(msgspec.Struct, frozen=True, tag="ready"):
-    """It has given up its rights, and waits for doors."""
+    """The proxy has dropped its privileges and accepts orders."""
 
 
 class EgressEvent(msgspec.Struct, frozen=True, kw_only=True, tag="event"):
-    """What the proxy did for a sandbox: never a path, a header or a body.
+    """What the proxy did for a sandbox; without paths, headers and bodies.
 
-    number: of its door; sandbox: its id, which the proxy does not know.
-    port is 0 and domain empty where a request could not be understood.
+    number: of the access. sandbox: its id, which the supervisor fills in.
+    port is 0 and domain empty if the request could not be parsed.
     """
 
     domain: Annotated[str, Meta(max_length=253)]
@@ -125,41 +120,34 @@ class EgressEvent(msgspec.Struct, frozen=True, kw_only=True, tag="event"):
 
 
 class ProxyStatus(msgspec.Struct, frozen=True, kw_only=True, tag="status"):
-    """connections: at present, of all sandboxes; spent: bytes that were moved, by the numbers of doors."""
+    """connections: open ones of all sandboxes. bytes_used: bytes transferred, by number of the access."""
 
     connections: _Count
-    spent: dict[int, _Count] = {}
+    bytes_used: dict[int, _Count] = {}
 
 
-class ProxyLogMessage(msgspec.Struct, frozen=True, tag="problem"):
-    """Something for the log."""
+class ProxyLogMessage(msgspec.Struct, frozen=True, tag="log"):
+    """A record for the supervisor's log."""
 
     level: Annotated[int, Meta(ge=0, le=50)]
     text: _Text
 
 
 type ControlOrder = OpenAccess | CloseAccess
-
-
 type ProxyReport = ProxyReady | EgressEvent | ProxyStatus | ProxyLogMessage
 
-
 encode = msgspec.json.Encoder().encode
-
-
 _orders: msgspec.json.Decoder[ControlOrder] = msgspec.json.Decoder(OpenAccess | CloseAccess)
-
-
 _reports: msgspec.json.Decoder[ProxyReport] = msgspec.json.Decoder(
     ProxyReady | EgressEvent | ProxyStatus | ProxyLogMessage
 )
 
 
 def decode_order(body: bytes) -> ControlOrder:
-    """Raises msgspec.MsgspecError."""
+    """Decode an order of the supervisor. Raises msgspec.MsgspecError."""
     return _orders.decode(body)
 
 
 def decode_report(body: bytes) -> ProxyReport:
-    """Raises msgspec.MsgspecError."""
+    """Decode a report of the proxy. Raises msgspec.MsgspecError."""
     return _reports.decode(body)

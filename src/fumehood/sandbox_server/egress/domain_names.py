@@ -1,31 +1,31 @@
-"""Domain names and authorities, in one spelling or refused."""
+"""Normalises domain names and parses authorities."""
 
 import re
 from dataclasses import dataclass
 
 _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)")
 _NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
-# IDNA of 2003 and of 2008 read these differently: two programs would mean two domains.
+# IDNA 2003 and IDNA 2008 map these differently: two programs would mean two domains.
 _AMBIGUOUS_CHARACTERS = frozenset("ßς\u200c\u200d")
 _MAX_NAME = 253
 
 
 class InvalidDomainName(ValueError):
-    """Not a domain name; the text says why."""
+    """The text is not a domain name; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Authority:
-    """Whom a request is for: `name` is normalised."""
+    """The server of a request; `name` is normalised."""
 
     name: str
     port: int
 
 
 def normalise_domain(name: str) -> str:
-    """The one spelling of a domain: lower case, ASCII, no dot at the end; BadName for anything else.
+    """Return a domain in lower-case ASCII without a final dot. Raises InvalidDomainName.
 
-    Addresses are no names, in none of the spellings that some resolvers understand (`127.1`, `0x7f000001`).
+    IP addresses are not names, in any spelling that resolvers accept (`127.1`, `0x7f000001`).
     """
     if any(char in _AMBIGUOUS_CHARACTERS for char in name):
         raise InvalidDomainName("the name is ambiguous; write it in its xn-- form")
@@ -43,7 +43,7 @@ def normalise_domain(name: str) -> str:
 
 
 def parse_authority(text: str, *, default_port: int | None) -> Authority:
-    """`name:port`, or `name` where there is a default; without user information, ASCII only."""
+    """Parse `name:port`, or `name` if there is a default port. Raises InvalidDomainName."""
     if not text.isascii():
         raise InvalidDomainName("it is not ASCII")
     name, colon, digits = text.partition(":")

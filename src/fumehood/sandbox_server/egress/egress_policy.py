@@ -1,4 +1,4 @@
-"""What one sandbox may reach, checked against what the operator grants."""
+"""Builds the egress policy of a sandbox from its request and the operator's settings."""
 
 import re
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ CA_ENVIRONMENT = dict.fromkeys(
     ),
     layout.CA_BUNDLE,
 )
-# Names that mean something to the sandbox itself.
+# Variables that the sandbox itself uses.
 _RESERVED_NAMES = {
     name.upper() for name in (*PROXY_ENVIRONMENT, *CA_ENVIRONMENT, *layout.ENVIRON, "ALL_PROXY")
 }
@@ -39,7 +39,7 @@ _HEADER_VALUE = re.compile(r"[\x21-\x7e](?:[\x20-\x7e]*[\x21-\x7e])?")
 class EgressPolicy:
     """What one sandbox may reach, and the secrets that it may use there.
 
-    domains: normalised; secrets: by domain, then by name; their values are in no repr.
+    domains: normalised. secrets: by domain, then by name; not part of the repr.
     """
 
     domains: frozenset[str]
@@ -47,7 +47,7 @@ class EgressPolicy:
     secrets: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]], repr=False)
 
     def refusal_reason(self, target: Authority) -> str | None:
-        """Why a sandbox may not connect there, or None if it may."""
+        """Return why the sandbox may not connect there, or None if it may."""
         if target.name not in self.domains:
             return f"the domain {target.name} is not on this sandbox's allow-list"
         if target.port not in self.ports:
@@ -55,13 +55,16 @@ class EgressPolicy:
         return None
 
     def environment(self) -> dict[str, str]:
-        """What programs in the sandbox find; a secret's variable holds its placeholder."""
+        """Return the environment variables for the sandbox; a secret's variable holds its placeholder."""
         names = {name for of_domain in self.secrets.values() for name in of_domain}
         return {**PROXY_ENVIRONMENT, **{name: f"${name}" for name in sorted(names)}}
 
 
 def build_policy(network: NetworkPolicy, settings: Settings) -> EgressPolicy | None:
-    """The policy of a sandbox, or None for no network; RequestRefused if it is more than the operator grants."""
+    """Return the policy of a sandbox, or None for no network.
+
+    Raises InvalidSandboxRequest if it asks for more than the operator allows.
+    """
     if isinstance(network, NetworkDisabled):
         return None
     if settings.mode != "namespaces":
@@ -73,20 +76,20 @@ def build_policy(network: NetworkPolicy, settings: Settings) -> EgressPolicy | N
         raise _refusal_error(
             "This server gives sandboxes no network. Its operator may allow it by setting egress to allowlist."
         )
-    ceiling = None
+    permitted = None
     if settings.egress_domains is not None:
-        ceiling = {normalise_domain(domain) for domain in settings.egress_domains}
-    domains = frozenset(_check_domain(domain, ceiling) for domain in network.allowed_domains)
+        permitted = {normalise_domain(domain) for domain in settings.egress_domains}
+    domains = frozenset(_check_domain(domain, permitted) for domain in network.allowed_domains)
     return EgressPolicy(domains, frozenset(settings.egress_ports), _collect_secrets(network, domains))
 
 
-def _check_domain(written: str, ceiling: set[str] | None) -> str:
+def _check_domain(text: str, permitted: set[str] | None) -> str:
     try:
-        domain = normalise_domain(written)
+        domain = normalise_domain(text)
     except InvalidDomainName as error:
-        hint = " Name each subdomain: there are no wildcards." if "*" in written else ""
-        raise _refusal_error(f"{_quote(written)} cannot be on an allow-list: {error}.{hint}") from None
-    if ceiling is not None and domain not in ceiling:
+        hint = " Name each subdomain: there are no wildcards." if "*" in text else ""
+        raise _refusal_error(f"{_quote(text)} cannot be on an allow-list: {error}.{hint}") from None
+    if permitted is not None and domain not in permitted:
         raise _refusal_error(f"The domain {domain} is not among those that this server's operator allows.")
     return domain
 
@@ -97,13 +100,11 @@ def _collect_secrets(network: NetworkAllowlist, domains: frozenset[str]) -> dict
         domain = _check_secret_domain(secret, domains)
         name = secret.name
         if name.upper() in _RESERVED_NAMES or name.upper().startswith(_RESERVED_PREFIXES):
-            raise _refusal_error(
-                f"A secret cannot be called {name}: that variable has a meaning for the sandbox itself."
-            )
+            raise _refusal_error(f"A secret cannot be named {name}: the sandbox itself uses that variable.")
         if not _HEADER_VALUE.fullmatch(secret.value):
             raise _refusal_error(
-                f"The value of secret {name} cannot stand in a header: it has to be printable ASCII without "
-                "white space around it."
+                f"The value of secret {name} cannot be part of a header: it must be printable ASCII without "
+                "surrounding white space."
             )
         if name in found.setdefault(domain, {}):
             raise _refusal_error(f"The secret {name} is given twice for {domain}.")

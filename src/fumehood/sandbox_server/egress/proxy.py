@@ -1,6 +1,6 @@
-"""The egress proxy itself: one for all sandboxes, with a door for each.
+"""The egress proxy: one for all sandboxes, with a listener for each.
 
-It parses what hostile programs send, and runs in a process of its own: see `worker` and `control`.
+It parses untrusted input and runs in its own process: see proxy_worker.py and proxy_control.py.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from fumehood.sandbox_server.egress.upstream_connector import UpstreamConnector
 
 logger = logging.getLogger(__name__)
 
-_ACCEPT_RETRY_SECONDS = 0.2  # after a failure to accept, mostly for want of descriptors
+_ACCEPT_RETRY_SECONDS = 0.2  # after accept() failed, mostly for lack of descriptors
 _BUSY_RESPONSE = (
     b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 )
@@ -34,8 +34,9 @@ _BUSY_RESPONSE = (
 class EgressProxy:
     """The connections of all sandboxes.
 
-    upstream_tls: see `verifying_context`.
-    on_event: hears what was done for a sandbox; on_change: that `connections` or the bytes of a door have changed.
+    upstream_tls: see `client_tls_context`.
+    on_event: called with what was done for a sandbox.
+    on_change: called when `connections` or a listener's `bytes_used` has changed.
     """
 
     def __init__(
@@ -46,11 +47,11 @@ class EgressProxy:
         on_event: Callable[[control_messages.EgressEvent], None],
         on_change: Callable[[], None],
     ) -> None:
-        bounds = configuration.limits
+        limits = configuration.limits
         self.connector = UpstreamConnector(
-            DnsResolver(configuration.hosts, timeout=bounds.resolve_seconds),
+            DnsResolver(configuration.hosts, timeout=limits.resolve_seconds),
             AddressPolicy(parse_networks(configuration.private)),
-            bounds,
+            limits,
         )
         self.on_event = on_event
         self.on_change = on_change
@@ -60,17 +61,17 @@ class EgressProxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def track_session(self, session: asyncio.Task[None]) -> None:
-        """Remember it until it has ended."""
+        """Keep a session's task until it is done."""
         self._tasks.add(session)
         session.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Every door has been closed before; wait until nothing is left."""
+        """Cancel all sessions and wait for them; close the listeners before."""
         for task in [*self._tasks]:
             task.cancel()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            await asyncio.sleep(0)  # of tasks that were done already, the loop has to hear as well
+            await asyncio.sleep(0)  # let the callbacks of finished tasks run
         self.connector.resolver.close()
 
     @property
@@ -79,7 +80,7 @@ class EgressProxy:
 
 
 class SandboxListener:
-    """One sandbox's door to the network; takes the listener over, and begins to accept. Raises ValueError."""
+    """Accepts the connections of one sandbox; owns the listener. Raises ValueError for an invalid key pair."""
 
     def __init__(
         self, proxy: EgressProxy, number: int, access: control_messages.SandboxAccess, listener: socket.socket
@@ -88,9 +89,9 @@ class SandboxListener:
         self._number = number
         self._max_connections = access.connections
         self._budget = access.budget
-        self.bytes_used = access.spent
+        self.bytes_used = access.bytes_used
         self._sessions: set[asyncio.Task[None]] = set()
-        self._unstarted_sockets: set[socket.socket] = set()  # accepted, and its task has not begun
+        self._unstarted_sockets: set[socket.socket] = set()  # accepted, but their tasks have not started
         keys = access.authority
         self._context = SessionContext(
             policy=EgressPolicy(frozenset(access.domains), frozenset(access.ports), access.secrets),
@@ -109,14 +110,14 @@ class SandboxListener:
         self._resume_accepting()
 
     def close(self) -> None:
-        """The sandbox is gone, or on its way: so are its connections."""
+        """Close the listener and all connections."""
         if self._listener is not None:
             self._pause_accepting()
             self._listener.close()
             self._listener = None
         for task in [*self._sessions]:
             task.cancel()
-        for sock in self._unstarted_sockets:  # cancelled before it began
+        for sock in self._unstarted_sockets:  # cancelled before they started
             sock.close()
         self._unstarted_sockets.clear()
 
@@ -129,7 +130,7 @@ class SandboxListener:
             asyncio.get_running_loop().remove_reader(self._listener.fileno())
 
     def _accept(self, listener: socket.socket) -> None:
-        """As many at a time as are allowed; the others wait in the kernel's queue, at the sandbox's expense."""
+        """Accept up to the connection limit; the others wait in the queue of the sandbox's own kernel socket."""
         while len(self._sessions) < self._max_connections:
             try:
                 sock, _ = listener.accept()
@@ -150,9 +151,11 @@ class SandboxListener:
     def _on_session_done(self, task: asyncio.Task[None]) -> None:
         self._sessions.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # Its place and kind only: the text might tell what passed through.
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            logger.error("The proxy failed: %s in %s:%s.", type(error).__name__, place.name, place.lineno)
+            # Only type and location: the text may contain what passed through.
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            logger.error(
+                "A proxy session failed: %s in %s:%s.", type(error).__name__, frame.name, frame.lineno
+            )
         self._resume_accepting()
 
     async def _serve(self, sock: socket.socket) -> None:
@@ -189,7 +192,7 @@ async def _open_stream(sock: socket.socket) -> SocketStream:
 
 
 def client_tls_context(extra_certificates: str) -> ssl.SSLContext:
-    """For connections to servers: certificates and names are checked."""
+    """Return the TLS context for connections to servers; certificates and names are verified."""
     context = ssl.create_default_context()
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])

@@ -1,6 +1,6 @@
-"""The supervisor's side of the egress proxy: what a sandbox is granted, and the process that proxies.
+"""The supervisor's side of the egress proxy: grants network access to sandboxes and runs the proxy process.
 
-The process parses what hostile programs and servers send; this module does not. See `worker`, and decision 0050.
+The proxy process (proxy_worker.py) parses untrusted input; this module does not. See decision 0050.
 """
 
 import asyncio
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _START_SECONDS = 30.0
-_STDERR_TAIL_BYTES = 4096  # bytes
-_MAX_UNREAD_ORDERS = 256  # orders that the proxy has not read
+_STDERR_TAIL_BYTES = 4096
+_MAX_UNREAD_ORDERS = 256
 _PASSED_ENVIRONMENT = ("SSL_CERT_FILE", "SSL_CERT_DIR")
-# Its modules come from where ours do, whatever the environment says.
+# It imports from the same paths as this process, whatever the environment says.
 _START_PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv.pop()); "
     "from fumehood.sandbox_server.egress.proxy_worker import main; main()"
@@ -52,7 +52,7 @@ _START_PROGRAM = (
 
 @dataclass(frozen=True, slots=True)
 class NetworkGrant:
-    """What was allowed: `environment` and `trust`, certificates, are for inside."""
+    """What a sandbox is allowed; `environment` and `ca_certificates` are for the sandbox."""
 
     policy: EgressPolicy
     environment: dict[str, str]
@@ -61,7 +61,7 @@ class NetworkGrant:
 
 
 class ProxyProcess:
-    """A running proxy, and our end of its control socket."""
+    """A running proxy process, and the supervisor's end of its control socket."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class ProxyProcess:
         return None if self._process is None else self._process.pid
 
     async def stop(self) -> None:
-        """Kill it, and with it all its connections; wait until it is gone."""
+        """Kill the process, and with it all its connections; wait until it has ended."""
         if self._process is not None:
             self.kill()
             await asyncio.to_thread(self._process.wait)
@@ -91,51 +91,44 @@ class ProxyProcess:
                 self._process.send_signal(signal.SIGKILL)
 
     def last_stderr_line(self) -> str:
-        """The last line that it said on standard error."""
+        """Return the last line that it wrote to standard error, or ""."""
         if self._stderr is None or self._stderr.closed:
             return ""
         size = os.fstat(self._stderr.fileno()).st_size
-        said = os.pread(self._stderr.fileno(), _STDERR_TAIL_BYTES, max(0, size - _STDERR_TAIL_BYTES))
-        lines = said.decode(errors="replace").strip().splitlines()
+        tail = os.pread(self._stderr.fileno(), _STDERR_TAIL_BYTES, max(0, size - _STDERR_TAIL_BYTES))
+        lines = tail.decode(errors="replace").strip().splitlines()
         return _escape(lines[-1]) if lines else ""
 
 
 async def start_process(configuration: control_messages.ProxyConfiguration) -> ProxyProcess:
-    """Start a proxy, by executing a new interpreter with nothing of this one's environment; raises OSError."""
-    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [
-        sys.executable,
-        "-I",
-        "-S",
-        "-c",
-        _START_PROGRAM,
-        str(theirs.fileno()),
-        json.dumps(_module_paths()),
-    ]
+    """Start a proxy process: a new interpreter with an empty environment. Raises OSError."""
+    control, proxy_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    arguments = (_START_PROGRAM, str(proxy_end.fileno()), json.dumps(_module_paths()))
+    command = [sys.executable, "-I", "-S", "-c", *arguments]
     stderr = os.fdopen(os.memfd_create("stderr", os.MFD_CLOEXEC), "r+b", buffering=0)
-    with theirs, open_memory_file(control_messages.encode(configuration)) as described:
+    with proxy_end, open_memory_file(control_messages.encode(configuration)) as stdin:
         try:
             process = subprocess.Popen(  # noqa: ASYNC220 - it takes a millisecond
                 command,
                 env={name: os.environ[name] for name in _PASSED_ENVIRONMENT if name in os.environ},
                 cwd="/",
-                pass_fds=(theirs.fileno(),),
-                stdin=described,
+                pass_fds=(proxy_end.fileno(),),
+                stdin=stdin,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
                 start_new_session=True,
             )
         except BaseException:
-            mine.close()
+            control.close()
             stderr.close()
             raise
-    return ProxyProcess(mine, process, stderr)
+    return ProxyProcess(control, process, stderr)
 
 
 class EgressController:
-    """The proxy of one supervisor; `on_event` hears what is also logged.
+    """Runs the proxy of one supervisor, restarts it when it ends, and tells it what sandboxes may reach.
 
-    A setting that makes no sense is a ValueError here, before anything starts.
+    `on_event` is called with each event, which is also logged. Raises ValueError for invalid settings.
     """
 
     def __init__(
@@ -154,45 +147,43 @@ class EgressController:
         parse_networks(settings.egress_private_networks)
         for domain in settings.egress_domains or ():
             normalise_domain(domain)
-        self.proxy_uid: int | None = None  # whom the proxy becomes
+        self.proxy_uid: int | None = None
         self.on_event: Callable[[control_messages.EgressEvent], None] | None = None
-        self.connections = 0  # at present, of all sandboxes
+        self.connections = 0  # open now, of all sandboxes
         self.restarts = RestartBackoff()
         self._process: ProxyProcess | None = None
         self._packets: PacketChannel | None = None
-        self._ready_future: asyncio.Future[None] | None = (
-            None  # of the process; done when it may be told of doors
-        )
+        self._ready_future: asyncio.Future[None] | None = None  # done when the process accepts orders
         self._start_task: asyncio.Task[None] | None = None
         self._is_closing = False
         self._numbers = itertools.count(1)
         self._accesses: dict[int, NetworkAccess] = {}
 
-    # ---- what a sandbox is granted ----------------------------------------------------------------------------
+    # ---- grants -----------------------------------------------------------------------------------------------
 
     async def grant(self, network: NetworkPolicy) -> NetworkGrant | None:
-        """What a sandbox with this policy needs, or None for no network.
+        """Return what a sandbox with this policy needs, or None for no network.
 
-        RequestRefused for more than the operator allows, SandboxStartFailed if it cannot be had.
+        Raises InvalidSandboxRequest for more than the operator allows, SandboxStartFailed if the proxy does not run.
         """
         policy = build_policy(network, self._settings)
         if policy is None:
             return None
-        trust = await self._read_trust()
+        ca_certificates = await self._read_ca_file()
         authority: SandboxCertificateAuthority | None = None
         if policy.secrets:
-            certificates = await asyncio.to_thread(_import_certificates)
-            made: SandboxCertificateAuthority = await certificates.SandboxCertificateAuthority.create(
+            module = await asyncio.to_thread(_import_certificates)
+            created: SandboxCertificateAuthority = await module.SandboxCertificateAuthority.create(
                 policy.secrets
             )
-            authority = made
-            trust = f"{trust}\n{made.pem}"
+            authority = created
+            ca_certificates = f"{ca_certificates}\n{created.pem}"
         await self._wait_until_ready()
-        environment = policy.environment() | (CA_ENVIRONMENT if trust else {})
-        return NetworkGrant(policy, environment, trust, authority)
+        environment = policy.environment() | (CA_ENVIRONMENT if ca_certificates else {})
+        return NetworkGrant(policy, environment, ca_certificates, authority)
 
-    async def _read_trust(self) -> str:
-        """The operator's certificates; SandboxStartFailed if they are not usable."""
+    async def _read_ca_file(self) -> str:
+        """Return the operator's certificates. Raises SandboxStartFailed if they are not usable."""
         file = self._settings.egress_ca_file
         if file is None:
             return ""
@@ -206,29 +197,32 @@ class EgressController:
         return text
 
     def create_access(self, grant: NetworkGrant) -> "NetworkAccess":
-        """A door for one sandbox."""
+        """Return the network access of one sandbox; `NetworkAccess.open` starts it."""
         return NetworkAccess(self, self._settings, grant, next(self._numbers))
 
     # ---- the process ------------------------------------------------------------------------------------------
 
     @property
     def pid(self) -> int | None:
-        """Of the proxy, None while there is none."""
+        """The pid of the proxy, None if it does not run."""
         return None if self._process is None else self._process.pid
 
     def start(self, proxy_uid: int | None) -> None:
-        """Begin to start the proxy, where sandboxes may ask for it; as root it becomes `user`."""
+        """Start the proxy in the background if the settings allow egress.
+
+        proxy_uid: as root, the user that it switches to.
+        """
         self.proxy_uid = proxy_uid
         if self._settings.egress != "off" and self._settings.mode == "namespaces":
             self._ensure_starting()
 
     @property
     def _is_ready(self) -> bool:
-        ready = self._ready_future  # cancelled where the start took too long
+        ready = self._ready_future  # cancelled if the start timed out
         return ready is not None and ready.done() and not ready.cancelled() and ready.exception() is None
 
     async def _wait_until_ready(self) -> None:
-        """Raises SandboxStartFailed."""
+        """Wait for the proxy. Raises SandboxStartFailed."""
         if self._is_ready:
             return
         starting = self._ensure_starting()
@@ -251,15 +245,15 @@ class EgressController:
             return
         logger.error("The egress proxy could not be started: %s", error)
         self.restarts.record_failure()
-        if self._accesses and not self._is_closing:  # sandboxes wait for it
+        if self._accesses and not self._is_closing:  # sandboxes need it
             self._ensure_starting()
 
     async def _start(self) -> None:
-        """Raises OSError, SandboxStartFailed."""
+        """Start the proxy, after a backoff. Raises OSError, SandboxStartFailed."""
         await asyncio.sleep(self.restarts.delay())
         if os.geteuid() == 0 and self.proxy_uid is None:
-            raise OSError("there is no unprivileged user for it")
-        trust = (await self._read_trust()).encode("ascii", "replace").decode()
+            raise OSError("there is no unprivileged user to run it as")
+        ca_certificates = (await self._read_ca_file()).encode("ascii", "replace").decode()
         await self._stop_proxy()
         process = self._process = await self._start_proxy(
             control_messages.ProxyConfiguration(
@@ -268,7 +262,7 @@ class EgressController:
                 private=list(self._settings.egress_private_networks),
                 connections_total=self._settings.egress_connections_total,
                 limits=self.limits,
-                trust=trust,
+                ca_certificates=ca_certificates,
             )
         )
         ready = self._ready_future = asyncio.get_running_loop().create_future()
@@ -279,11 +273,11 @@ class EgressController:
             await ready
 
     def _handle_packet(self, body: bytes, fds: list[int]) -> None:
-        del fds  # the kernel has thrown them away
+        del fds  # the channel accepts none
         try:
             report = control_messages.decode_report(body)
         except msgspec.MsgspecError:
-            logger.error("The egress proxy sent what it never should; it is ended.")
+            logger.error("The egress proxy sent an invalid message and is killed.")
             if self._process is not None:
                 self._process.kill()
             return
@@ -292,33 +286,33 @@ class EgressController:
                 self._log_event(report)
             case control_messages.ProxyStatus():
                 self.connections = report.connections
-                for number, spent in report.spent.items():
+                for number, bytes_used in report.bytes_used.items():
                     if (access := self._accesses.get(number)) is not None:
-                        access.bytes_used = max(access.bytes_used, spent)
+                        access.bytes_used = max(access.bytes_used, bytes_used)
             case control_messages.ProxyLogMessage():
                 logger.log(report.level, "%s", _escape(report.text))
             case control_messages.ProxyReady():
                 if self._ready_future is None or self._ready_future.done():
-                    return  # it says so once: each time all doors would be sent, and held until it reads them
+                    return  # only once: each time, all accesses would be sent and held until it reads them
                 self._ready_future.set_result(None)
                 for access in self._accesses.values():
                     self._send_access(access)
 
     def _on_proxy_exit(self, process: ProxyProcess) -> None:
-        """Its connections broke with it. Sandboxes' listeners are ours as well: who connects waits for the next one."""
+        """Restart the proxy. Its connections are lost; the supervisor also holds the listeners, so new ones wait."""
         if process is not self._process or self._is_closing:
             return
         self.connections = 0
         if self._ready_future is not None and not self._ready_future.done():
-            said = process.last_stderr_line()
-            self._ready_future.set_exception(OSError(f"it ended while it started{said and f' ({said})'}"))
+            stderr = process.last_stderr_line()
+            self._ready_future.set_exception(OSError(f"it ended during its start{stderr and f' ({stderr})'}"))
             return
         self._ready_future = None
-        said = process.last_stderr_line()
+        stderr = process.last_stderr_line()
         logger.error(
-            "The egress proxy ended; connections of %d sandboxes broke. It is started again.%s",
+            "The egress proxy ended; connections of %d sandboxes were lost. It is restarted.%s",
             len(self._accesses),
-            said and f" It said: {said}",
+            stderr and f" Last line of its stderr: {stderr}",
         )
         self.restarts.record_failure()
         self._ensure_starting()
@@ -332,7 +326,7 @@ class EgressController:
             await process.stop()
 
     async def close(self) -> None:
-        """Every sandbox has been closed before; end the proxy, and what is left in it."""
+        """Stop the proxy; close all sandboxes before."""
         self._is_closing = True
         if self._start_task is not None:
             self._start_task.cancel()
@@ -341,30 +335,32 @@ class EgressController:
         await self._stop_proxy()
         self.connections = 0
 
-    # ---- doors ------------------------------------------------------------------------------------------------
+    # ---- accesses of sandboxes --------------------------------------------------------------------------------
 
     def add_access(self, access: "NetworkAccess") -> None:
+        """Let the proxy accept for this access, now or when it is ready."""
         self._accesses[access.number] = access
         if self._is_ready:
             self._send_access(access)
 
     def remove_access(self, access: "NetworkAccess") -> None:
+        """Let the proxy close its listener and connections."""
         if self._accesses.pop(access.number, None) is not None and self._packets is not None:
             self._packets.send(control_messages.encode(control_messages.CloseAccess(access.number)))
 
     def _send_access(self, access: "NetworkAccess") -> None:
         if self._packets is not None and access.listener is not None:
-            with open_memory_file(control_messages.encode(access.to_message())) as described:
+            with open_memory_file(control_messages.encode(access.to_message())) as content:
                 self._packets.send(
                     control_messages.encode(control_messages.OpenAccess(access.number)),
-                    [described, access.listener],
+                    [content, access.listener],
                 )
             self._kill_if_stalled(self._packets)
 
     def _kill_if_stalled(self, packets: PacketChannel) -> None:
-        """End a proxy that does not read its orders: those that wait hold descriptors and secrets."""
+        """Kill a proxy that does not read its orders: queued orders hold descriptors and secrets."""
         if packets.queued_packets > _MAX_UNREAD_ORDERS and self._process is not None:
-            logger.error("The egress proxy has stopped reading, and is ended.")
+            logger.error("The egress proxy does not read its orders and is killed.")
             self._process.kill()
 
     def _log_event(self, event: control_messages.EgressEvent) -> None:
@@ -388,7 +384,7 @@ class EgressController:
 
 
 class NetworkAccess:
-    """One sandbox's door to the network: `environment` and `trust` are for inside."""
+    """One sandbox's access to the network; `environment` and `ca_certificates` are for the sandbox."""
 
     def __init__(
         self, egress: EgressController, settings: Settings, grant: NetworkGrant, number: int
@@ -405,19 +401,20 @@ class NetworkAccess:
         self._limits = egress.limits
 
     def open(self, listener: int, sandbox_id: str) -> None:
-        """Have the proxy accept; takes the descriptor over."""
+        """Let the proxy accept on this listening descriptor, which this object owns from now on."""
         self.sandbox_id = sandbox_id
         self.listener = listener
         self._egress.add_access(self)
 
     def close(self) -> None:
-        """The sandbox is gone, or on its way: so are its connections."""
+        """Close the listener and all connections of the sandbox."""
         self._egress.remove_access(self)
         if self.listener is not None:
             os.close(self.listener)
             self.listener = None
 
     def to_message(self) -> control_messages.SandboxAccess:
+        """Return what the proxy must know of this access."""
         policy, authority = self._grant.policy, self._grant.authority
         return control_messages.SandboxAccess(
             domains=sorted(policy.domains),
@@ -429,15 +426,18 @@ class NetworkAccess:
             if authority is None
             else control_messages.AuthorityKeyPair(private=authority.private_pem, certificate=authority.pem),
             budget=self._settings.egress_bytes,
-            spent=self.bytes_used,
+            bytes_used=self.bytes_used,
         )
 
 
 def open_access(access: NetworkAccess | None, listeners: list[int], sandbox_id: str) -> NetworkAccess | None:
-    """Let the proxy accept at a sandbox's first listener; without access nobody ever does."""
+    """Open the access on a sandbox's first listener; without an access, close that listener.
+
+    Raises SandboxStartFailed if there is no listener.
+    """
     if not listeners:
         if access is not None:
-            raise SandboxStartFailed("The sandbox has no way to the proxy.")
+            raise SandboxStartFailed("The sandbox has no listener for the egress proxy.")
     elif access is None:
         os.close(listeners.pop(0))
     else:
@@ -447,8 +447,8 @@ def open_access(access: NetworkAccess | None, listeners: list[int], sandbox_id: 
 
 @contextlib.contextmanager
 def open_memory_file(content: bytes) -> Generator[int]:
-    """The descriptor of a file in memory that holds this: secrets in it are on no disk, and it may be large."""
-    descriptor = os.memfd_create("order", os.MFD_CLOEXEC)
+    """Yield the descriptor of a memory file with this content, for large messages and secrets."""
+    descriptor = os.memfd_create("message", os.MFD_CLOEXEC)
     try:
         with os.fdopen(os.dup(descriptor), "wb") as file:
             file.write(content)
@@ -462,12 +462,12 @@ def _module_paths() -> list[str]:
 
 
 def _import_certificates() -> ModuleType:
-    """Imported when first needed, and not on the event loop: it takes a while, and most servers never need it."""
+    """Import on first use, in a thread: it is slow, and most servers never need it."""
     return importlib.import_module("fumehood.sandbox_server.egress.certificate_authority")
 
 
 def _check_certificates(text: str) -> None:
-    """Raises ssl.SSLError, which is an OSError, and ValueError."""
+    """Raise ssl.SSLError (an OSError) or ValueError for invalid certificates."""
     ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(
         cadata=text.encode("ascii", "replace").decode("ascii")
     )

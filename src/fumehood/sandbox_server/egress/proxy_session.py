@@ -1,4 +1,4 @@
-"""One connection of a sandbox to its proxy, from the first byte to the last."""
+"""Serves one connection of a sandbox to the proxy."""
 
 import asyncio
 import contextlib
@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import h11
 
-from fumehood.sandbox_server.egress import byte_streams as tunnel
 from fumehood.sandbox_server.egress import tls_client_hello
-from fumehood.sandbox_server.egress.byte_streams import ByteStream, SocketStream, TlsServerStream
+from fumehood.sandbox_server.egress.byte_streams import ByteStream, SocketStream, TlsServerStream, relay
 from fumehood.sandbox_server.egress.control_messages import EgressEvent, ProxyLimits, Verdict
 from fumehood.sandbox_server.egress.domain_names import Authority, InvalidDomainName, normalise_domain
 from fumehood.sandbox_server.egress.egress_policy import EgressPolicy
@@ -32,11 +31,11 @@ from fumehood.sandbox_server.egress.request_parsing import (
 from fumehood.sandbox_server.egress.secret_placeholders import SecretPlaceholders
 from fumehood.sandbox_server.egress.upstream_connector import UpstreamConnector
 
-if TYPE_CHECKING:  # it takes a while to import, and most servers never need it
+if TYPE_CHECKING:  # slow to import, and most servers never need it
     from fumehood.sandbox_server.egress.certificate_authority import SandboxCertificateAuthority
 
 _ESTABLISHED = b"HTTP/1.1 200 Connection established\r\n\r\n"
-_ACCESS_DENIED = b"\x15\x03\x03\x00\x02\x02\x31"  # a TLS alert, so that programs can say more than "closed"
+_ACCESS_DENIED = b"\x15\x03\x03\x00\x02\x02\x31"  # a TLS alert, so that programs report more than "closed"
 _LINGER = 1.0
 
 
@@ -44,7 +43,7 @@ _LINGER = 1.0
 class SessionContext:
     """What the connections of one sandbox share.
 
-    spend: takes a number of bytes off what the sandbox may move; False when that was too many.
+    consume_budget: counts transferred bytes; returns False once the sandbox has exceeded its budget.
     """
 
     policy: EgressPolicy
@@ -60,11 +59,11 @@ class SessionContext:
 
 
 class _BudgetExhausted(Exception):
-    """The sandbox has moved as many bytes as it may."""
+    """The sandbox has used up its bytes."""
 
 
 class ProxySession:
-    """One connection of a sandbox to the proxy, from its first byte to its last."""
+    """One connection of a sandbox to the proxy: plain HTTP requests, or CONNECT and TLS."""
 
     def __init__(self, client: SocketStream, context: SessionContext) -> None:
         self._client = client
@@ -76,7 +75,7 @@ class ProxySession:
         self._sent = self._received = 0
 
     async def run(self) -> None:
-        """Until the client, the server or a bound ends it; closes everything."""
+        """Serve until the client, the server or a limit ends it; closes everything."""
         try:
             async with asyncio.timeout(self._context.limits.total_seconds):
                 await self._serve(self._client, None)
@@ -87,31 +86,31 @@ class ProxySession:
             self._client.close()
 
     async def _serve(self, stream: SocketStream | TlsServerStream, tls_authority: Authority | None) -> None:
-        """Request after request, each checked for itself; `within` as in `understood`."""
-        held = b""
-        first = True
-        goes_on = True
+        """Serve request after request, each checked; `tls_authority` as in `validate_request`."""
+        buffered = b""
+        is_first = True
+        is_open = True
         to: Authority | None = tls_authority
-        while goes_on:
+        while is_open:
             try:
-                head, held = await read_head(stream, held, self._context.limits, is_first=first)
+                head, buffered = await read_head(stream, buffered, self._context.limits, is_first=is_first)
                 if not head:
                     return
                 to = tls_authority
-                incoming, request = parse_head(head, self._context.limits)
-                asked = validate_request(request, tls_authority)
-                to = asked.authority
+                incoming, parsed = parse_head(head, self._context.limits)
+                request = validate_request(parsed, tls_authority)
+                to = request.authority
                 self._check_policy(to)
-                if asked.method == b"CONNECT":
-                    await self._handle_connect(request, to, held)
+                if request.method == b"CONNECT":
+                    await self._handle_connect(parsed, to, buffered)
                     return
-                goes_on, held = await self._forward(stream, incoming, asked, held, tls_authority)
+                is_open, buffered = await self._forward(stream, incoming, request, buffered, tls_authority)
             except ProxyRefusal as refusal:
                 verdict = "failed" if refusal.status >= HTTPStatus.INTERNAL_SERVER_ERROR else "refused"
                 self._send_event(to, verdict, refusal.text)
                 await stream.send(refusal.encode_response())
                 break
-            first = False
+            is_first = False
         await self._linger(stream)
 
     async def _linger(self, stream: SocketStream | TlsServerStream) -> None:
@@ -119,13 +118,13 @@ class ProxySession:
             await stream.linger(_LINGER)
 
     def _check_policy(self, to: Authority) -> None:
-        why = self._context.policy.refusal_reason(to)
-        if why is not None:
-            raise ProxyRefusal(HTTPStatus.FORBIDDEN, why)
+        reason = self._context.policy.refusal_reason(to)
+        if reason is not None:
+            raise ProxyRefusal(HTTPStatus.FORBIDDEN, reason)
         if not self._context.consume_budget(0):
-            raise ProxyRefusal(HTTPStatus.FORBIDDEN, "this sandbox has moved as many bytes as it may")
+            raise ProxyRefusal(HTTPStatus.FORBIDDEN, "this sandbox has used up its network bytes")
 
-    # ---- plain requests, and those within a terminated TLS connection ---------------------------------------------
+    # ---- plain requests, and requests within terminated TLS -------------------------------------------------------
 
     async def _forward(
         self,
@@ -135,31 +134,31 @@ class ProxySession:
         buffered: bytes,
         tls_authority: Authority | None,
     ) -> tuple[bool, bytes]:
-        """Whether the connection goes on, and what the client has sent of its next request."""
+        """Forward a request; returns whether the connection stays open, and bytes of the next request."""
         upstream = await self._upstream_for(request.authority, secure=tls_authority is not None)
         placeholders = self._context.placeholders.get(request.authority.name)
         if tls_authority is not None and placeholders is not None:  # never over plain HTTP
             request = replace(request, headers=placeholders.fill(request.headers))
         if buffered:
             incoming.receive_data(buffered)
-        exchange = RequestForwarder(stream, incoming, upstream, self._count_bytes)
+        forwarder = RequestForwarder(stream, incoming, upstream, self._count_bytes)
         try:
             async with self._idle_guard():
-                await exchange.run(request)
+                await forwarder.run(request)
         except (TimeoutError, ForwardingAborted, _BudgetExhausted) as error:
-            if isinstance(error, TimeoutError) and not exchange.has_response_started:
-                text = f"{request.authority.name} did not answer in time"
+            if isinstance(error, TimeoutError) and not forwarder.has_response_started:
+                text = f"{request.authority.name} did not respond in time"
                 raise ProxyRefusal(HTTPStatus.GATEWAY_TIMEOUT, text) from None
-            self._send_event(request.authority, "failed", "broken off")
+            self._send_event(request.authority, "failed", "aborted")
             raise
         finally:
-            if not exchange.can_reuse_upstream:
+            if not forwarder.can_reuse_upstream:
                 self._close_upstream()
         self._send_event(request.authority, "allowed")
-        return exchange.can_reuse_client, incoming.trailing_data[0]
+        return forwarder.can_reuse_client, incoming.trailing_data[0]
 
     async def _upstream_for(self, to: Authority, *, secure: bool) -> UpstreamConnection:
-        """The connection of the last request if it leads to the same server, else a new one, checked anew."""
+        """Return the connection of the last request if it is to the same server, else a new, checked one."""
         if (
             self._upstream is not None
             and self._upstream.authority == to
@@ -181,7 +180,7 @@ class ProxySession:
             ) from None
         except OSError:
             sock.close()
-            raise ProxyRefusal(HTTPStatus.BAD_GATEWAY, f"there is no TLS connection to {to.name}") from None
+            raise ProxyRefusal(HTTPStatus.BAD_GATEWAY, f"the TLS handshake with {to.name} failed") from None
         except BaseException:
             sock.close()
             raise
@@ -195,11 +194,11 @@ class ProxySession:
 
     # ---- CONNECT ----------------------------------------------------------------------------------------------
 
-    async def _handle_connect(self, request: h11.Request, to: Authority, held: bytes) -> None:
+    async def _handle_connect(self, request: h11.Request, to: Authority, buffered: bytes) -> None:
         if any(name in (b"content-length", b"transfer-encoding") for name, _ in request.headers):
             raise bad_request("CONNECT has no body")
         if to.name in self._context.placeholders:
-            await self._accept_connect(held)
+            await self._accept_connect(buffered)
             await self._terminate_tls(to)
             return
         sock = await self._context.connector.connect(to)
@@ -209,25 +208,25 @@ class ProxySession:
             sock.close()
             raise
         try:
-            await self._accept_connect(held)
+            await self._accept_connect(buffered)
             if await self._check_client_hello(to):
                 await self._run_tunnel(server, to)
         finally:
             server.close()
 
-    async def _accept_connect(self, held: bytes) -> None:
-        self._client.push_back(held)
+    async def _accept_connect(self, buffered: bytes) -> None:
+        self._client.push_back(buffered)
         await self._client.send(_ESTABLISHED)
 
     async def _run_tunnel(self, server: SocketStream, to: Authority) -> None:
         try:
             async with self._idle_guard():
-                await tunnel.relay(self._client, server, self._count_bytes)
+                await relay(self._client, server, self._count_bytes)
         finally:
             self._send_event(to, "allowed")
 
     async def _terminate_tls(self, to: Authority) -> None:
-        """Be the server of a domain with secrets, so that its requests can be read and filled in."""
+        """Act as the server of a domain with secrets, to fill in placeholders in its requests."""
         if not await self._check_client_hello(to) or self._context.authority is None:
             return
         stream = TlsServerStream(self._client, await self._context.authority.server_context(to.name))
@@ -236,7 +235,7 @@ class ProxySession:
         await self._serve(stream, to)
 
     async def _check_client_hello(self, to: Authority) -> bool:
-        """Whether TLS begins, for the very server that was asked for; the hello stays to be read."""
+        """Whether the client starts TLS with the requested server; the ClientHello is pushed back."""
         data = b""
         name: str | None = None
         try:
@@ -247,7 +246,7 @@ class ProxySession:
                     data += await self._client.read_exactly(tls_client_hello.parse_record_length(header))
                     name = tls_client_hello.parse_server_name(data)
             if normalise_domain(name) != to.name or name.endswith("."):
-                raise tls_client_hello.InvalidClientHello("it is for another server")
+                raise tls_client_hello.InvalidClientHello("it names another server")
         except (tls_client_hello.InvalidClientHello, InvalidDomainName) as error:
             self._send_event(to, "refused", f"within the tunnel: {error}")
             if data[:1] == b"\x16":
@@ -257,11 +256,11 @@ class ProxySession:
         self._client.push_back(data)
         return True
 
-    # ---- counting ---------------------------------------------------------------------------------------------
+    # ---- idle timeout and byte counts -------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
     async def _idle_guard(self) -> AsyncGenerator[None]:
-        """TimeoutError after a silence, which is shorter once the client has ended its side."""
+        """Raise TimeoutError when idle; sooner once the client has closed its side."""
         try:
             async with asyncio.timeout(self._context.limits.idle_seconds) as self._idle_timeout:
                 self._schedule_check()

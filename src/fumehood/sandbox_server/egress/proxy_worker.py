@@ -1,7 +1,7 @@
-"""The process of the egress proxy: it gives up its rights, then obeys the supervisor.
+"""The process of the egress proxy: drops its privileges, then follows the supervisor's orders.
 
-Started by `control`, with a control socket, its configuration on standard input and no environment. It parses nothing
-that a sandbox or a server sends before its rights are gone.
+proxy_control.py starts it with a control socket, its configuration on standard input and an empty environment. It
+parses nothing of a sandbox or a server before its privileges are dropped.
 """
 
 import asyncio
@@ -27,8 +27,8 @@ from fumehood.sandbox_server.inside.jail import landlock
 from fumehood.sandbox_server.packet_channel import PacketChannel
 
 _STATUS_SECONDS = 0.05
-_MAX_FILE_BYTES = 1 << 20  # all of them in memory: certificates, and what it says on standard error
-# What the C library needs to look names up, and OpenSSL to find certificates.
+_MAX_FILE_BYTES = 1 << 20  # memory files: certificates and standard error
+# For name resolution by the C library, and OpenSSL's certificates.
 _READABLE_PATHS = (
     *("/usr", "/lib", "/lib64", "/etc", "/var/lib/ca-certificates", "/proc/self"),
     *("/run/systemd/resolve", "/run/resolvconf", "/run/nscd"),
@@ -36,7 +36,7 @@ _READABLE_PATHS = (
 
 
 class ProxyWorker:
-    """Does what the supervisor says on `control`, until that is closed."""
+    """Runs the proxy and follows the supervisor's orders until `control` is closed."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class ProxyWorker:
 
     async def run(self) -> None:
         await self._control_closed.wait()
-        for door in self._listeners.values():
-            door.close()
+        for listener in self._listeners.values():
+            listener.close()
         await self.proxy.close()
 
     def send_log_message(self, level: int, text: str) -> None:
@@ -74,20 +74,20 @@ class ProxyWorker:
                 unused.callback(os.close, fd)
             order = control_messages.decode_order(body)
             if isinstance(order, control_messages.OpenAccess):
-                described, listener = fds
-                door = read_message(described, control_messages.SandboxAccess)
+                content, listener_fd = fds
+                access = read_message(content, control_messages.SandboxAccess)
                 unused.pop_all()
-                os.close(described)
-                self._open_listener(order.number, door, socket.socket(fileno=listener))
-            elif (access := self._listeners.pop(order.number, None)) is not None:
-                access.close()
+                os.close(content)
+                self._open_listener(order.number, access, socket.socket(fileno=listener_fd))
+            elif (listener := self._listeners.pop(order.number, None)) is not None:
+                listener.close()
                 self._reported_bytes.pop(order.number, None)
 
     def _open_listener(
-        self, number: int, door: control_messages.SandboxAccess, listener: socket.socket
+        self, number: int, access: control_messages.SandboxAccess, listener: socket.socket
     ) -> None:
         try:
-            self._listeners[number] = SandboxListener(self.proxy, number, door, listener)
+            self._listeners[number] = SandboxListener(self.proxy, number, access, listener)
         except BaseException:
             listener.close()
             raise
@@ -99,17 +99,19 @@ class ProxyWorker:
 
     def _send_status(self) -> None:
         self._is_status_scheduled = False
-        spent = {
-            number: door.bytes_used
-            for number, door in self._listeners.items()
-            if self._reported_bytes.get(number) != door.bytes_used
+        changed = {
+            number: listener.bytes_used
+            for number, listener in self._listeners.items()
+            if self._reported_bytes.get(number) != listener.bytes_used
         }
-        self._reported_bytes |= spent
-        self._send_report(control_messages.ProxyStatus(connections=self.proxy.connections, spent=spent))
+        self._reported_bytes |= changed
+        self._send_report(
+            control_messages.ProxyStatus(connections=self.proxy.connections, bytes_used=changed)
+        )
 
 
 class _SupervisorLogHandler(logging.Handler):
-    """What is logged here belongs into the supervisor's log."""
+    """Sends log records to the supervisor's log."""
 
     def __init__(self, worker: ProxyWorker) -> None:
         super().__init__(logging.WARNING)
@@ -121,12 +123,15 @@ class _SupervisorLogHandler(logging.Handler):
 
 
 def read_message[T](descriptor: int, kind: type[T]) -> T:
-    """A file in memory from its beginning; raises ValueError."""
+    """Decode the message in a memory file. Raises ValueError."""
     return msgspec.json.decode(os.pread(descriptor, control_messages.MAX_ORDER_BYTES, 0), type=kind)
 
 
 def drop_privileges(uid: int | None) -> None:
-    """Give up all rights but those of a user: no capability, nothing to write, little to read; raises OSError."""
+    """Drop all privileges: no capability, no file to write, few to read. Raises OSError.
+
+    uid: as root, the user to switch to.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_FSIZE, (_MAX_FILE_BYTES, _MAX_FILE_BYTES))
     _restrict_files()
@@ -135,12 +140,12 @@ def drop_privileges(uid: int | None) -> None:
     else:
         linux_capabilities.drop_all_privileges()
     if os.geteuid() == 0 or linux_capabilities.read_capabilities()["CapEff"]:
-        raise OSError("the egress proxy would keep rights that it must not have")
-    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # nobody else of that user reads its memory
+        raise OSError("the egress proxy could not drop its privileges")
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # processes of the same user cannot read its memory
 
 
 def _restrict_files() -> None:
-    """By Landlock, where the kernel has it. Before the user is another one, who could not open all these places."""
+    """Apply Landlock, if the kernel has it; before switching the user, who could not open all these paths."""
     syscalls.prctl(linux_capabilities.PR_SET_NO_NEW_PRIVS, 1)
     readable = {*_READABLE_PATHS, *_module_directories(), sys.prefix, sys.base_prefix}
     readable |= {str(Path("/etc/resolv.conf").resolve().parent)}
@@ -149,7 +154,10 @@ def _restrict_files() -> None:
 
 
 def _module_directories() -> set[str]:
-    """Where modules came from. `python -m` puts the working directory on the path, which may be a home, or `/`."""
+    """Return the directories of sys.path that modules came from.
+
+    Not all of sys.path: `python -m` puts the working directory there, which may be a home or `/`.
+    """
     found: set[str] = set()
     for name, module in sys.modules.items():
         if isinstance(file := getattr(module, "__file__", None), str):
@@ -167,9 +175,10 @@ async def _run_worker(
 
 
 def main() -> None:
+    """Run the proxy; the argument is the number of the control socket's descriptor."""
     control = socket.socket(fileno=int(sys.argv[1]))
     configuration = read_message(0, control_messages.ProxyConfiguration)
-    upstream_tls = client_tls_context(configuration.trust)
+    upstream_tls = client_tls_context(configuration.ca_certificates)
     warm_up()
     drop_privileges(configuration.user)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -1,4 +1,4 @@
-"""One request and its response, both ways at once."""
+"""Forwards one request and its response, both directions at once."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,26 +11,26 @@ from fumehood.sandbox_server.egress.byte_streams import ByteStream, SocketStream
 from fumehood.sandbox_server.egress.domain_names import Authority
 from fumehood.sandbox_server.egress.request_parsing import ForwardRequest, ProxyRefusal, response_headers
 
-_MAX_RESPONSE_HEAD = 256 * 1024  # of a response; servers are more talkative than clients
+_MAX_RESPONSE_HEAD = 256 * 1024  # servers send longer heads than clients
 _CONNECTION_ERRORS = (OSError, EOFError, h11.ProtocolError)
 
 
 class ForwardingAborted(Exception):
-    """One side went away or broke the protocol after the response had begun: nothing is left to be said."""
+    """One side disconnected or violated the protocol after the response had started."""
 
 
 @dataclass(slots=True)
 class UpstreamConnection:
-    """A connection to a server that was checked, for one authority only."""
+    """A connection to a checked address, for one authority only."""
 
     stream: SocketStream
     authority: Authority
 
 
 class RequestForwarder:
-    """One request of a sandbox, passed on to its server, and the answer, passed back.
+    """Forwards one request of a sandbox to its server and the response back.
 
-    moved: told how many bytes went out and came back, as they do.
+    on_bytes: called with the bytes sent and received.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RequestForwarder:
         self.has_response_started = False
 
     async def run(self, request: ForwardRequest) -> None:
-        """Raises Refused while the client can still be told, else Broken."""
+        """Forward the request. Raises ProxyRefusal before the response has started, ForwardingAborted after."""
         sending = asyncio.ensure_future(self._forward_request(request))
         try:
             await self._forward_response(sending)
@@ -56,7 +56,7 @@ class RequestForwarder:
             if self.has_response_started:
                 raise ForwardingAborted from error
             raise ProxyRefusal(
-                HTTPStatus.BAD_GATEWAY, f"{request.authority.name} gave no valid answer"
+                HTTPStatus.BAD_GATEWAY, f"{request.authority.name} sent no valid response"
             ) from error
         finally:
             sending.cancel()
@@ -68,7 +68,7 @@ class RequestForwarder:
 
     @property
     def can_reuse_upstream(self) -> bool:
-        """Whether another request may follow there; unasked-for bytes would be taken for its answer."""
+        """Whether another request may follow: unexpected bytes would be read as its response."""
         done = self._outgoing.our_state is h11.DONE and self._outgoing.their_state is h11.DONE
         return done and not self._outgoing.trailing_data[0] and not self._upstream.stream.is_at_eof
 
@@ -79,8 +79,8 @@ class RequestForwarder:
             event = self._incoming.next_event()
             if event is h11.NEED_DATA:
                 if self._incoming.they_are_waiting_for_100_continue:
-                    go_on = h11.InformationalResponse(status_code=100, headers=[])
-                    await self._client.send(self._incoming.send(go_on) or b"")
+                    proceed = h11.InformationalResponse(status_code=100, headers=[])
+                    await self._client.send(self._incoming.send(proceed) or b"")
                 self._incoming.receive_data(await self._client.read())
             elif isinstance(event, h11.Data):
                 await self._send_upstream(self._outgoing.send(h11.Data(data=event.data)))
@@ -102,7 +102,7 @@ class RequestForwarder:
                 self._outgoing.receive_data(await self._next_bytes(sending))
             elif isinstance(event, h11.InformationalResponse):
                 if event.status_code == HTTPStatus.SWITCHING_PROTOCOLS:
-                    raise h11.RemoteProtocolError("another protocol, which nobody asked for")
+                    raise h11.RemoteProtocolError("unexpected switch of protocols")
             elif isinstance(event, h11.Response):
                 await self._send_to_client(
                     h11.Response(
@@ -115,16 +115,16 @@ class RequestForwarder:
                 await self._send_to_client(h11.EndOfMessage())
                 return
             else:
-                raise h11.RemoteProtocolError("the response is cut short")
+                raise h11.RemoteProtocolError("the response is truncated")
 
     async def _next_bytes(self, sending: asyncio.Future[None]) -> bytes:
-        """More of the response; a client that breaks off its request ends the waiting."""
+        """Read more of the response; raises if the client breaks off its request meanwhile."""
         if not sending.done():
             reading = asyncio.ensure_future(self._upstream.stream.read())
             try:
                 await asyncio.wait((reading, sending), return_when=asyncio.FIRST_COMPLETED)
                 _raise_if_client_broke(sending)
-                data = await reading  # a server may answer and close before it has read everything
+                data = await reading  # a server may respond and close before it has read everything
             finally:
                 reading.cancel()
                 await asyncio.gather(reading, return_exceptions=True)
@@ -142,6 +142,6 @@ class RequestForwarder:
 
 
 def _raise_if_client_broke(sending: asyncio.Future[None]) -> None:
-    """A server that does not take all of a request may still answer; anything else is the end."""
+    """Raise the error of sending, unless it is an OSError: a server may respond without reading everything."""
     if sending.done() and (error := sending.exception()) is not None and not isinstance(error, OSError):
         raise error

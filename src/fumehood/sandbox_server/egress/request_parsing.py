@@ -1,7 +1,7 @@
-"""Requests as the proxy accepts them, and its own answers.
+"""Parses and checks requests to the proxy, and encodes its refusals.
 
-Heads are looked at byte by byte first and then parsed by h11. What goes on is written anew from what was understood,
-so that nobody behind this proxy can read a request in another way.
+A head is first checked for suspicious bytes and then parsed by h11. The forwarded request is written anew from what was
+parsed, so that no server can read it differently.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ _FRAMING = {b"host", b"content-length", b"transfer-encoding"}
 
 
 class ProxyRefusal(Exception):
-    """The proxy's own answer; the text names nothing that the sandbox could not know."""
+    """A refusal by the proxy; the text contains nothing that the sandbox may not know."""
 
     def __init__(self, status: HTTPStatus, text: str) -> None:
         super().__init__(text)
@@ -36,8 +36,8 @@ class ProxyRefusal(Exception):
         self.text = text
 
     def encode_response(self) -> bytes:
-        """What whoever asked is sent; the connection ends with it."""
-        body = f"The sandbox's proxy did not pass this on: {self.text}.\n".encode()
+        """Return the HTTP response to the client, which closes the connection."""
+        body = f"The sandbox's proxy refused the request: {self.text}.\n".encode()
         head = (
             f"HTTP/1.1 {self.status} {self.status.phrase}\r\nContent-Type: text/plain; charset=utf-8\r\n"
             f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
@@ -46,12 +46,13 @@ class ProxyRefusal(Exception):
 
 
 def bad_request(text: str) -> ProxyRefusal:
+    """Return a refusal with status 400."""
     return ProxyRefusal(HTTPStatus.BAD_REQUEST, text)
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardRequest:
-    """One request: for whom, and with what is to be passed on; `target` is empty for CONNECT."""
+    """A checked request with the headers to forward; `target` is empty for CONNECT."""
 
     method: bytes
     authority: Authority
@@ -62,7 +63,11 @@ class ForwardRequest:
 async def read_head(
     stream: ByteStream, buffered: bytes, limits: ProxyLimits, *, is_first: bool
 ) -> tuple[bytes, bytes]:
-    """A request's head and what came after it; an empty head when the client has no more to ask."""
+    """Read the head of a request; returns it and what followed, or an empty head at the end.
+
+    buffered: bytes that were read already. is_first: the first request of a connection.
+    Raises ProxyRefusal, OSError.
+    """
     if not buffered:
         try:
             async with asyncio.timeout(limits.head_seconds if is_first else limits.keepalive_seconds):
@@ -75,7 +80,7 @@ async def read_head(
         async with asyncio.timeout(limits.head_seconds):
             return await _read_rest_of_head(stream, bytearray(buffered), limits)
     except TimeoutError:
-        raise ProxyRefusal(HTTPStatus.REQUEST_TIMEOUT, "the request did not come in time") from None
+        raise ProxyRefusal(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive in time") from None
 
 
 async def _read_rest_of_head(
@@ -88,7 +93,7 @@ async def _read_rest_of_head(
         searched = max(0, len(buffer) - len(_END_OF_HEAD))
         more = await stream.read()
         if not more:
-            raise bad_request("the request is cut short")
+            raise bad_request("the request is truncated")
         buffer += more
     end += len(_END_OF_HEAD)
     if end > limits.head_bytes:
@@ -101,6 +106,7 @@ def _head_too_long() -> ProxyRefusal:
 
 
 def parse_head(head: bytes, limits: ProxyLimits) -> tuple[h11.Connection, h11.Request]:
+    """Parse a head. Raises ProxyRefusal."""
     if _SUSPICIOUS_BYTES.search(head):
         raise bad_request("the head of the request has a folded line or a stray control character")
     connection = h11.Connection(h11.SERVER, max_incomplete_event_size=limits.head_bytes)
@@ -115,31 +121,32 @@ def parse_head(head: bytes, limits: ProxyLimits) -> tuple[h11.Connection, h11.Re
 
 
 def validate_request(request: h11.Request, tls_authority: Authority | None) -> ForwardRequest:
-    """What is asked for; `within` is whom a terminated TLS connection is for, None on the proxy's own port."""
+    """Check a request and return what to forward. Raises ProxyRefusal.
+
+    tls_authority: the server of a terminated TLS connection, None on the proxy's own port.
+    """
     fields = _check_fields(request)
     if request.method.upper() in (b"TRACE", b"TRACK"):
-        raise bad_request("TRACE would send a request's headers back")
+        raise bad_request("TRACE is not allowed: it returns the request's headers")
     if request.method == b"CONNECT":
         if tls_authority is not None:
-            raise bad_request("CONNECT within a connection")
-        to, target = _parse_request_authority(request.target, None), b""
-        default = 443
+            raise bad_request("CONNECT is not allowed within a tunnel")
+        to, target, default_port = _parse_request_authority(request.target, None), b"", 443
     elif tls_authority is None:
         match = _ABSOLUTE_URL.fullmatch(request.target)
         if match is None:
-            raise bad_request("a proxy takes http://… addresses, and CONNECT for everything else")
-        to, target = _parse_request_authority(match[1], 80), match[2]
-        default = 80
+            raise bad_request("the proxy accepts http:// URLs, and CONNECT for everything else")
+        to, target, default_port = _parse_request_authority(match[1], 80), match[2], 80
     else:
         if not request.target.startswith(b"/") and not (
             request.target == b"*" and request.method == b"OPTIONS"
         ):
-            raise bad_request("within a connection a request names a path only")
-        to, target, default = tls_authority, request.target, 443
-    _check_host(fields.get(b"host"), to, default)
+            raise bad_request("within a tunnel the target of a request is a path")
+        to, target, default_port = tls_authority, request.target, 443
+    _check_host(fields.get(b"host"), to, default_port)
     if target[:1] in (b"", b"?"):
         target = b"/" + target
-    return ForwardRequest(request.method, to, target, _forwarded_headers(request, to, default))
+    return ForwardRequest(request.method, to, target, _forwarded_headers(request, to, default_port))
 
 
 def _check_fields(request: h11.Request) -> dict[bytes, bytes]:
@@ -149,16 +156,16 @@ def _check_fields(request: h11.Request) -> dict[bytes, bytes]:
     if b"content-length" in fields and b"transfer-encoding" in fields:
         raise bad_request("the request has both Content-Length and Transfer-Encoding")
     if b"transfer-encoding" in fields and request.http_version == b"1.0":
-        raise bad_request("HTTP/1.0 knows no Transfer-Encoding")
+        raise bad_request("HTTP/1.0 has no Transfer-Encoding")
     if b"upgrade" in fields:
-        raise bad_request("protocols other than HTTP/1.1 are not passed on")
+        raise bad_request("protocols other than HTTP/1.1 are not forwarded")
     if _FRAMING & _connection_options(request):
-        raise bad_request("the Connection header names a header that is needed")
+        raise bad_request("the Connection header names a required header")
     return fields
 
 
 def _connection_options(message: h11.Request | h11.Response) -> set[bytes]:
-    """The headers that are meant for this hop only, by the message's own word."""
+    """Return the headers that the message's Connection headers declare hop-by-hop."""
     values = [value for name, value in message.headers if name in (b"connection", b"proxy-connection")]
     return {token.strip().lower() for value in values for token in value.split(b",")}
 
@@ -171,14 +178,14 @@ def _parse_request_authority(text: bytes, default_port: int | None) -> Authority
 
 
 def _check_host(host: bytes | None, to: Authority, default_port: int) -> None:
-    if host is None:  # HTTP/1.0; h11 asks HTTP/1.1 for exactly one
+    if host is None:  # HTTP/1.0; h11 requires exactly one in HTTP/1.1
         return
     try:
-        named = parse_authority(host.decode("ascii", errors="replace"), default_port=default_port)
+        host_authority = parse_authority(host.decode("ascii", errors="replace"), default_port=default_port)
     except InvalidDomainName:
-        named = None
-    if named != to:
-        raise bad_request("the Host header names another server than the request")
+        host_authority = None
+    if host_authority != to:
+        raise bad_request("the Host header and the request name different servers")
 
 
 def _forwarded_headers(request: h11.Request, to: Authority, default_port: int) -> Headers:
@@ -192,7 +199,7 @@ def _forwarded_headers(request: h11.Request, to: Authority, default_port: int) -
 
 
 def response_headers(response: h11.Response) -> Headers:
-    """A response's headers without those of this hop; how the body is framed is decided anew."""
+    """Return the headers of a response without hop-by-hop headers; the body is framed anew."""
     dropped = _HOP_BY_HOP | _connection_options(response)
     if any(name == b"transfer-encoding" for name, _ in response.headers):
         dropped.add(b"content-length")

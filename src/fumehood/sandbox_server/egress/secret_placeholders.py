@@ -1,4 +1,4 @@
-"""Puts secrets where their placeholders stand."""
+"""Replaces placeholders by secrets in request headers."""
 
 import base64
 import binascii
@@ -8,9 +8,9 @@ _BASIC = re.compile(rb"(basic +)([A-Za-z0-9+/]+=*)", re.IGNORECASE)
 
 
 class SecretPlaceholders:
-    """Of one domain: `$NAME` in a header's value becomes the secret of that name, once, from left to right.
+    """The secrets of one domain: `$NAME` in a header's value is replaced by the secret of that name.
 
-    A longer name is another one (`$KEY` is not in `$KEY_2`), and what a secret contains is not looked at again.
+    Names match whole (`$KEY` does not match in `$KEY_2`), and replaced text is not searched again.
     """
 
     def __init__(self, secrets: dict[str, str]) -> None:
@@ -19,6 +19,7 @@ class SecretPlaceholders:
         self._pattern = re.compile(rb"\$(" + names + rb")(?![A-Za-z0-9_])")
 
     def fill(self, headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """Return the headers with secrets; also within the base64 of `Authorization: Basic`."""
         return [
             (name, value)
             if name.lower() in (b"host", b"content-length")

@@ -1,6 +1,6 @@
-"""Reads the server's name out of a TLS ClientHello, or says why not.
+"""Reads the server name from a TLS ClientHello.
 
-Strict on purpose: whatever the far end might read in another way than this module is refused.
+Strict on purpose: whatever the server might parse differently is refused.
 """
 
 _HANDSHAKE = 22
@@ -11,22 +11,22 @@ _MAX_RECORDS = 16
 RECORD_HEADER = 5
 _SERVER_NAME = 0
 _HOST_NAME = 0
-# The name in front of an encrypted hello is not the one that is meant. Random filling looks the same, by design.
+# The outer name of an encrypted ClientHello is not the real one. GREASE looks the same, by design.
 _ECH_EXTENSIONS = {0xFE0D, 0xFFCE}
 
 
 class InvalidClientHello(Exception):
-    """What came is no ClientHello that tells whom it is for; the text says why."""
+    """Not a ClientHello that names its server; the text says why."""
 
 
 def parse_server_name(data: bytes) -> str | None:
-    """The name, as sent, or None while more bytes are needed; BadHello otherwise."""
+    """Return the server name as sent, or None if more bytes are needed. Raises InvalidClientHello."""
     message = _join_records(data)
     return None if message is None else _parse_client_hello(message)
 
 
 def _join_records(data: bytes) -> bytes | None:
-    """The body of the first handshake message, put together from the records it was cut into."""
+    """Return the body of the first handshake message, joined from its records, or None if it is incomplete."""
     message = bytearray()
     start = 0
     for _ in range(_MAX_RECORDS + 1):
@@ -50,21 +50,21 @@ def _join_records(data: bytes) -> bytes | None:
             return None
         message += fragment
         start += length
-    raise InvalidClientHello("the ClientHello comes in too many records")
+    raise InvalidClientHello("the ClientHello has too many records")
 
 
 def parse_record_length(header: bytes) -> int:
-    """How many bytes follow the header of a handshake record."""
+    """Return how many bytes follow the header of a handshake record. Raises InvalidClientHello."""
     if header[0] != _HANDSHAKE or header[1] != 3 or header[2] not in (1, 2, 3):
         raise InvalidClientHello("it is not TLS")
     length = int.from_bytes(header[3:5])
     if not 0 < length <= _MAX_RECORD:
-        raise InvalidClientHello("a record has an impossible length")
+        raise InvalidClientHello("a record has an invalid length")
     return length
 
 
 class _FieldReader:
-    """Takes fields off the front; a field that is not there in full is an error."""
+    """Reads fields one after another. Raises InvalidClientHello for an incomplete field."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -74,11 +74,11 @@ class _FieldReader:
         return self._at < len(self._data)
 
     def read(self, count: int) -> bytes:
-        taken = self._data[self._at : self._at + count]
-        if len(taken) < count:
-            raise InvalidClientHello("the ClientHello is cut short")
+        field = self._data[self._at : self._at + count]
+        if len(field) < count:
+            raise InvalidClientHello("the ClientHello is truncated")
         self._at += count
-        return taken
+        return field
 
     def read_number(self, size: int) -> int:
         return int.from_bytes(self.read(size))
@@ -111,7 +111,7 @@ def _parse_extensions(data: bytes) -> dict[int, bytes]:
     while reader:
         kind, body = reader.read_number(2), reader.read_vector(2)
         if kind in found:
-            raise InvalidClientHello("an extension comes twice")
+            raise InvalidClientHello("an extension appears twice")
         found[kind] = body
     return found
 

@@ -1,4 +1,4 @@
-"""From a name to a connected socket, over addresses that were checked."""
+"""Resolves a name, checks its addresses and connects."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from fumehood.sandbox_server.egress.request_parsing import ProxyRefusal
 
 
 class UpstreamConnector:
-    """Looks up once, checks what came, and connects to just that: no second look-up could answer differently."""
+    """Resolves once and connects to a checked address, so that no second lookup can answer differently."""
 
     def __init__(self, resolver: DnsResolver, address_policy: AddressPolicy, limits: ProxyLimits) -> None:
         self.resolver = resolver
@@ -22,7 +22,7 @@ class UpstreamConnector:
         self._limits = limits
 
     async def connect(self, to: Authority) -> socket.socket:
-        """Refused says why not; no address is named, since it may be one of the operator's own network."""
+        """Return a connected socket. Raises ProxyRefusal, which names no address: it may be the operator's."""
         try:
             found = await self.resolver.resolve(to.name)
         except DnsResolutionFailed:
