@@ -42,4 +42,4 @@ def test_with_packages(index: FakePackageIndex, tmp_path: Path) -> None:
 def test_what_cannot_be_installed_is_said_and_nothing_runs(index: FakePackageIndex, tmp_path: Path) -> None:
     done = _exec(index, tmp_path, "--with", "--index-url=x", "-c", "print('ran')")
     assert (done.stdout, done.returncode) == ("", 125)
-    assert "options are not taken" in strip_limits_warning(done.stderr)
+    assert "options are not accepted" in strip_limits_warning(done.stderr)

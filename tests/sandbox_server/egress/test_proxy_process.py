@@ -95,7 +95,9 @@ async def test_the_supervisor_does_not_even_load_what_parses() -> None:
         "fumehood.sandbox_server.egress.tls_client_hello",
         "fumehood.sandbox_server.egress.proxy",
     )
-    code = f"import sys, fumehood.sandbox_server.api.server; print([n for n in {modules!r} if n in sys.modules])"
+    code = (
+        f"import sys, fumehood.sandbox_server.api.server; print([n for n in {modules!r} if n in sys.modules])"
+    )
     loaded = await asyncio.to_thread(
         subprocess.run, [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

@@ -254,7 +254,7 @@ async def test_credentials_of_the_index_work_and_are_never_shown(
         ("source-only", "no wheel for this Python and platform"),
         ("elsewhere", "no wheel for this Python and platform|no wheels with a matching"),
         ("linked", "cannot be installed"),
-        ("--index-url http://127.0.0.1:1/", "options are not taken"),
+        ("--index-url http://127.0.0.1:1/", "options are not accepted"),
         ("hello @ file:///etc/passwd", "URLs and repositories"),
         ("/etc/passwd", "files and paths"),
     ],

@@ -107,7 +107,7 @@ async def test_what_it_tells(sandbox: SandboxInstance) -> None:
     ("command", "says"),
     [
         ("pip install no-such-thing", "there is no package no-such-thing on the index"),
-        ("pip install ./here", "files and paths are not taken"),
+        ("pip install ./here", "files and paths are not accepted"),
         ("pip install thing0 @ http://127.0.0.1/x", "URLs"),
         ("pip install --index-url http://127.0.0.1/ thing0", "the option --index-url is not available"),
         ("pip install -e .", "the option -e is not available"),

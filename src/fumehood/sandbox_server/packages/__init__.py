@@ -1,1 +1,1 @@
-"""Installing requested packages as read-only layers."""
+"""Installs requested packages into read-only layers that are attached to sandboxes."""

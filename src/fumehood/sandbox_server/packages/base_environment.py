@@ -1,7 +1,7 @@
-"""What every sandbox has already: Python, platform, packages.
+"""What every sandbox has from the start: Python, platform, packages.
 
-uv is told of these packages as constraints, and finds each as a wheel that has metadata only: so it can resolve
-against them whether or not the index has them, and without fetching anything.
+uv gets these packages as constraints, and each as a stub wheel with metadata only. So it can resolve against them
+without downloads, even if the index does not have them.
 """
 
 import functools
@@ -23,9 +23,9 @@ _WHEEL_METADATA = "Wheel-Version: 1.0\nGenerator: fumehood\nRoot-Is-Purelib: tru
 
 @dataclass(frozen=True)
 class BaseEnvironment:
-    """What every sandbox has installed from the beginning.
+    """The packages that every sandbox has from the start.
 
-    find: looks for it when it is first needed; that takes a while, and not every server is asked for packages.
+    find_distributions: called on first use, since it is slow and not every server installs packages.
     """
 
     find_distributions: Callable[[], Mapping[str, Distribution]]
@@ -40,20 +40,20 @@ class BaseEnvironment:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Names this Python with these packages: a layer is used only with what it was built for."""
-        about = [
+        """A hash of this Python and these packages: a layer is used only with what it was built for."""
+        facts = [
             platform.python_version(),
             platform.python_implementation(),
             sysconfig.get_platform(),
             platform.libc_ver(),
             sorted(self.versions.items()),
         ]
-        return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     @functools.cached_property
     def stub_wheels(self) -> dict[str, bytes]:
-        """File name and content of a wheel for each, with its metadata and nothing else."""
-        made: dict[str, bytes] = {}
+        """A wheel for each package with its metadata and nothing else: content by file name."""
+        wheels: dict[str, bytes] = {}
         for name, distribution in self.distributions.items():
             metadata = distribution.read_text("METADATA")
             if metadata is None:
@@ -63,10 +63,11 @@ class BaseEnvironment:
             with zipfile.ZipFile(content, "w") as archive:
                 for member, text in (("METADATA", metadata), ("WHEEL", _WHEEL_METADATA), ("RECORD", "")):
                     archive.writestr(zipfile.ZipInfo(f"{stem}.dist-info/{member}"), text)
-            made[f"{stem}-py3-none-any.whl"] = content.getvalue()
-        return made
+            wheels[f"{stem}-py3-none-any.whl"] = content.getvalue()
+        return wheels
 
     def write_stub_wheels(self, directory: Path) -> None:
+        """Write the stub wheels into a new directory."""
         directory.mkdir(mode=0o755)
         for name, content in self.stub_wheels.items():
             (directory / name).write_bytes(content)

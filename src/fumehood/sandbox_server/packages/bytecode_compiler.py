@@ -1,8 +1,8 @@
 """Compiles Python sources into a tree of bytecode.
 
-A program of its own, given to the interpreter by path and executed with an empty environment. It reads a JSON object
-from standard input: `sources`, pairs of a directory and the names in it to compile; `target`, an empty directory;
-`shown`, the directory where the sources will be found at run time; `processes`. It parses the sources and runs none.
+A separate program, run by path with an empty environment. It reads a JSON object from standard input: `sources`, pairs
+of a directory and the names in it to compile; `target`, an empty directory; `runtime_directory`, where the sources are
+at run time; `processes`. It parses the sources and runs none.
 """
 
 import json
@@ -16,7 +16,7 @@ _SKIPPED_DIRECTORIES = frozenset({"__pycache__", "tests"})  # nothing imports te
 
 
 def find_sources(directory: str, names: list[str]) -> Iterator[str]:
-    """The sources of these packages and modules, relative to the directory."""
+    """Yield the sources of these packages and modules, relative to the directory."""
     for name in names:
         path = os.path.join(directory, name)
         if name.endswith(".py") and os.path.isfile(path):
@@ -29,7 +29,7 @@ def find_sources(directory: str, names: list[str]) -> Iterator[str]:
 
 
 def compile_source(directory: str, relative: str, target: str, runtime_directory: str) -> None:
-    """Write the bytecode of one source as Python looks for it, without the path of this host in it."""
+    """Write the bytecode of a source where Python looks for it, without this host's path in it."""
     compiled = os.path.join(target, cache_from_source(relative))
     os.makedirs(os.path.dirname(compiled), mode=0o755, exist_ok=True)
     try:
@@ -41,11 +41,12 @@ def compile_source(directory: str, relative: str, target: str, runtime_directory
             invalidation_mode=py_compile.PycInvalidationMode.TIMESTAMP,
         )
     except (py_compile.PyCompileError, UnicodeDecodeError, RecursionError):
-        return  # a template, or Python of another version: an import of it would fail, too
+        return  # a template, or for another Python: importing it would fail too
     os.chmod(compiled, 0o644)
 
 
 def main() -> int:
+    """Compile in several processes; returns the exit status."""
     job = json.load(sys.stdin)
     sys.dont_write_bytecode = True
     os.umask(0o022)
@@ -60,7 +61,7 @@ def main() -> int:
             status = 1
             try:
                 for relative, directory in work[number :: job["processes"]]:
-                    compile_source(directory, relative, job["target"], job["shown"])
+                    compile_source(directory, relative, job["target"], job["runtime_directory"])
                 status = 0
             finally:
                 os._exit(status)

@@ -1,7 +1,7 @@
 """Runs uv in a jail that has the network and nothing of the host.
 
-What uv reads comes from an index that anybody may publish to. Wheels alone are taken, so nothing of them is executed;
-should uv itself be tricked, it finds a cache, an output directory and no rights.
+uv reads files of an index to which anybody may publish. Only wheels are installed, so none of their code runs; if uv
+itself is exploited, it has a cache, an output directory and no privileges.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"
 _MAX_MEMORY = 2 << 30
 _MAX_PROCESSES = 256
 _MAX_OUTPUT_BYTES = 4 << 20
-_MIN_FREE_BYTES = 1 << 30  # what stays free on the disk, or a twentieth of it
+_MIN_FREE_BYTES = 1 << 30  # kept free on the disk, or a twentieth of it
 _WATCH_SECONDS = 0.25
 _UV_ENVIRONMENT = {
     "HOME": "/tmp",
@@ -44,18 +44,18 @@ _UV_ENVIRONMENT = {
     "UV_NO_ENV_FILE": "1",
     "UV_PYTHON_DOWNLOADS": "never",
     "UV_KEYRING_PROVIDER": "disabled",
-    "UV_LINK_MODE": "copy",  # a layer never shares an inode with the cache
+    "UV_LINK_MODE": "copy",  # layers must not share inodes with the cache
     "UV_HTTP_RETRIES": "1",
     "UV_HTTP_TIMEOUT": "30",
 }
 
 
 class InstallTimeout(Exception):
-    """The jail was ended at its time-out."""
+    """uv was killed at the timeout."""
 
 
 class DiskSpaceExhausted(Exception):
-    """The jail was ended because it left too little space on the disk."""
+    """uv was killed because the disk had too little free space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +67,11 @@ class UvResult:
 
 @dataclass(slots=True, kw_only=True)
 class InstallJail:
-    """Runs uv where it can do no harm: with the network, and with no rights.
+    """Runs uv with network access and without privileges.
 
-    uid: as root, the kernel user that the jail runs as; else None, and it is the operator's own.
+    uid: as root, the user of the jail; else None, and it is the operator's.
+    tree: where to create cgroups, if possible.
+    max_bytes: the size limit of a file.
     """
 
     runtime: PythonRuntime
@@ -84,23 +86,24 @@ class InstallJail:
 
     @property
     def python(self) -> str:
-        """The interpreter inside, under the name that it has in a sandbox: scripts are written for it."""
+        """The path of the interpreter in sandboxes, which installed scripts name."""
         return f"{layout.VIRTUALENV}/bin/python"
 
     def pyvenv_config(self) -> str:
+        """Return the content of pyvenv.cfg."""
         home = "/usr/bin" if self.runtime.prefix is None else f"{layout.PYTHON_PREFIX}/bin"
         return f"home = {home}\ninclude-system-site-packages = false\nversion = {self.runtime.version}\n"
 
     async def run(self, arguments: Sequence[str], inputs: Path, output: Path | None = None) -> UvResult:
-        """uv with these arguments; `inputs` is at /in, `output` where a sandbox has its packages.
+        """Run uv with these arguments; `inputs` is mounted at /in, `output` at /opt/packages.
 
-        Raises TookTooLong, TookTooMuch, and OSError where the jail cannot be made.
+        Raises InstallTimeout, DiskSpaceExhausted, and OSError if the jail cannot be created.
         """
         read, write = os.pipe()
         with os.fdopen(read, "rb", buffering=0) as pipe, os.fdopen(write, "wb", buffering=0) as sender:
             config = self._jail_config(arguments, inputs, output)
             async with self._cgroup() as cgroup:
-                # In the loop's own thread: the kernel ends the jail when the thread that started it ends.
+                # In the event loop's thread: the kernel kills the jail when the thread that started it ends.
                 process = await asyncio.create_subprocess_exec(
                     *outer_jail_command(pipe.fileno()),
                     env={**_UV_ENVIRONMENT, **self.index.environment()},
@@ -135,17 +138,19 @@ class InstallJail:
             watch.cancel()
         if watch.done() and not watch.cancelled():
             raise DiskSpaceExhausted
-        said = stderr.decode(errors="replace")
-        if code and ("Traceback (most" in said or said.startswith(FAILURE_PREFIX)):  # not uv's words
-            raise OSError(f"the install jail did not start: {said.strip().splitlines()[-1][:300]}")
-        return UvResult(code, stdout.decode(errors="replace"), said)
+        error = stderr.decode(errors="replace")
+        if code and (
+            "Traceback (most" in error or error.startswith(FAILURE_PREFIX)
+        ):  # of the jail, not of uv
+            raise OSError(f"the install jail did not start: {error.strip().splitlines()[-1][:300]}")
+        return UvResult(code, stdout.decode(errors="replace"), error)
 
     async def _watch_disk_space(self, process: asyncio.subprocess.Process) -> None:
-        """End the jail before the disk is full: what a wheel unpacks to is known only afterwards."""
+        """Kill uv before the disk is full: the unpacked size of a wheel is not known before."""
         while True:
-            about = os.statvfs(self.cache)
-            free = about.f_bavail * about.f_frsize
-            if free < min(_MIN_FREE_BYTES, about.f_blocks * about.f_frsize // 20):
+            disk = os.statvfs(self.cache)
+            free = disk.f_bavail * disk.f_frsize
+            if free < min(_MIN_FREE_BYTES, disk.f_blocks * disk.f_frsize // 20):
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(signal.SIGKILL)
                 return
@@ -164,7 +169,7 @@ class InstallJail:
             await asyncio.to_thread(cgroup.remove)
 
     def _jail_config(self, arguments: Sequence[str], inputs: Path, output: Path | None) -> dict[str, Any]:
-        """For outer_jail.py: trees and files of the host, by name, and where they are in the jail."""
+        """Return the configuration for outer_jail.py: host paths by name, and where they are mounted."""
         roots = read_root_links()
         places = {"uv": str(self.uv), "cache": str(self.cache), "in": str(inputs), **list_system_mounts()}
         binds = {"uv": "/uv", "cache": "/cache", "in": "/in", "usr": "/usr"}
@@ -202,26 +207,26 @@ class InstallJail:
         }
 
     def _add_network(self, places: dict[str, str], binds: dict[str, str], environ: dict[str, str]) -> None:
-        """Name look-ups and certificates."""
+        """Add the files for name resolution, and certificates."""
         for name in _ETC:
             if os.path.isfile(f"/etc/{name}"):
                 places[f"etc-{name}"], binds[f"etc-{name}"] = os.path.realpath(f"/etc/{name}"), f"/etc/{name}"
-        chosen = os.environ.get("SSL_CERT_FILE") or self.runtime.certificates
-        if chosen and os.path.isfile(chosen):
-            places["certificates"], binds["certificates"] = os.path.realpath(chosen), _CERTIFICATES
+        bundle = os.environ.get("SSL_CERT_FILE") or self.runtime.certificates
+        if bundle and os.path.isfile(bundle):
+            places["certificates"], binds["certificates"] = os.path.realpath(bundle), _CERTIFICATES
             environ["SSL_CERT_FILE"] = _CERTIFICATES
 
 
 async def _read_bounded(stream: asyncio.StreamReader) -> bytes:
-    """All of it, of which the first part is kept: a reader that stopped would stop the writer."""
-    kept = bytearray()
+    """Read to the end and return the first bytes: a reader that stops would block the writer."""
+    output = bytearray()
     while chunk := await stream.read(1 << 16):
-        kept += chunk[: _MAX_OUTPUT_BYTES - len(kept)]
-    return bytes(kept)
+        output += chunk[: _MAX_OUTPUT_BYTES - len(output)]
+    return bytes(output)
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
-    """Nothing of the jail runs afterwards: its processes end with the one that was started."""
+    """Kill the jail: all its processes end with the one that was started."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGKILL)

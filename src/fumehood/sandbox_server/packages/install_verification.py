@@ -1,7 +1,7 @@
-"""Makes what an install jail left behind fit to be shared: looked through, owned, read-only.
+"""Verifies the tree that an install jail wrote before it becomes a layer.
 
-Nothing about such a tree is believed: it is walked by descriptors that follow no link, and holds directories and plain
-files only, of bounded number and size. The jail has ended, so nobody changes it meanwhile.
+The tree is untrusted: it is walked by descriptors that follow no link, and may hold directories and plain files only,
+of limited number and size. The jail has ended, so nothing changes it meanwhile.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _BENEATH = syscalls.RESOLVE_BENEATH | syscalls.RESOLVE_NO_SYMLINKS | syscalls.RE
 
 
 class InvalidInstallTree(Exception):
-    """Something in it does not belong into a layer; the text says what."""
+    """The tree cannot become a layer; the text says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,14 @@ class TreeSize:
 
 
 def verify_tree(path: str, *, max_bytes: int) -> TreeSize:
-    """Check a tree and make it ours: owner, modes 0644 and 0755, nothing but files and directories; on disk."""
+    """Check a tree, take ownership, set modes 0644 and 0755, and sync it to disk.
+
+    Raises InvalidInstallTree, OSError.
+    """
     root = os.open(path, _DIRECTORY | os.O_CLOEXEC)
     try:
         size = _verify_entries(root, max_bytes)
-        # One call for all files: each by itself would take milliseconds.
+        # One call for all files: fsync of each takes milliseconds.
         if _libc.syncfs(root):
             raise OSError(ctypes.get_errno(), "syncfs")
     finally:
@@ -73,29 +76,29 @@ def _verify_entries(root: int, max_bytes: int) -> TreeSize:
 
 
 def _verify_file(directory: int, name: bytes) -> int:
-    about = os.stat(name, dir_fd=directory, follow_symlinks=False)
-    if not stat.S_ISREG(about.st_mode):
+    status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+    if not stat.S_ISREG(status.st_mode):
         raise InvalidInstallTree(f"{name[:100]!r} is neither a file nor a directory")
-    if about.st_nlink != 1:
-        raise InvalidInstallTree(f"{name[:100]!r} is a file with several names")
+    if status.st_nlink != 1:
+        raise InvalidInstallTree(f"{name[:100]!r} is a file with several hard links")
     fd = syscalls.openat2(directory, name, _FILE, resolve=_BENEATH)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise InvalidInstallTree(f"{name[:100]!r} is no plain file")
-        _take_ownership(fd, 0o755 if about.st_mode & 0o111 else 0o644)
+            raise InvalidInstallTree(f"{name[:100]!r} is not a plain file")
+        _take_ownership(fd, 0o755 if status.st_mode & 0o111 else 0o644)
     finally:
         os.close(fd)
-    return max(about.st_size, about.st_blocks * 512)
+    return max(status.st_size, status.st_blocks * 512)
 
 
 def _take_ownership(fd: int, mode: int) -> None:
     if os.geteuid() == 0:
-        os.fchown(fd, 0, 0)  # takes set-uid bits away as well
+        os.fchown(fd, 0, 0)  # also clears set-uid bits
     os.fchmod(fd, mode)
 
 
 def measure_disk_usage(path: Path) -> int:
-    """What lies below a directory that others may be changing; nothing is opened but directories."""
+    """Return the disk usage below a directory that others may be changing; opens directories only."""
     total = 0
     for _, _, files, directory in os.fwalk(path, onerror=None):
         for name in files:

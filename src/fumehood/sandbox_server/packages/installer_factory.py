@@ -1,4 +1,4 @@
-"""Puts the parts of package installation together from settings."""
+"""Creates the layer store and the installer from settings."""
 
 import importlib
 import itertools
@@ -21,19 +21,20 @@ from fumehood.sandbox_server.settings import Settings
 
 
 def open_store(settings: Settings) -> LayerStore:
+    """Open the layer store. Raises IsolationUnavailable, OSError."""
     store = LayerStore(packages_directory(settings), max_bytes=settings.packages_bytes)
     store.open()
     return store
 
 
 def packages_directory(settings: Settings) -> Path:
-    """Where installed packages and bytecode are kept; absolute, since jails are made in another directory."""
+    """Return the absolute directory of installed packages and bytecode; jails start in another directory."""
     return (settings.packages_dir or _default_directory()).absolute()
 
 
 def _default_directory() -> Path:
-    if chosen := os.environ.get("FUMEHOOD_PACKAGES_DIR"):
-        return Path(chosen)
+    if directory := os.environ.get("FUMEHOOD_PACKAGES_DIR"):
+        return Path(directory)
     if os.geteuid() == 0:
         return Path("/var/cache/fumehood/packages")
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -48,7 +49,10 @@ def open_installer(
     uid: int | None,
     tree: CgroupTree | None,
 ) -> Installer:
-    """uid: as root, the kernel user of install jails; raises RuntimeUnavailable, OSError."""
+    """Create the installer. Raises PythonRuntimeUnavailable, OSError.
+
+    uid: as root, the user of install jails.
+    """
     jail = InstallJail(
         runtime=runtime,
         uv=_find_uv(),

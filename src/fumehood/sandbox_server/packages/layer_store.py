@@ -1,12 +1,12 @@
-"""Keeps layers of installed packages on disk, shared by supervisors, within a bound.
+"""Stores package layers on disk, shared by supervisors, with a size limit.
 
-    layers/<sha256>            an installed tree, complete, read-only, never changed
-    manifests/<sha256>.json    what is in it; its time is the layer's last use
-    requests/<sha256>.json     which layer a request led to
-    staging/<random>           work in progress; the one who works there holds a lock on it
-    cache/<uid>                uv's, written by install jails only
+    layers/<sha256>            a complete installed tree; never changed
+    manifests/<sha256>.json    its contents; the modification time is the layer's last use
+    requests/<sha256>.json     the layer of a request
+    staging/<random>           work in progress, locked by its owner
+    cache/<uid>                uv's cache, written by install jails only
 
-A layer in use is locked (shared) by whoever uses it; one that is evicted is locked (exclusively) first.
+A layer in use has a shared lock; eviction takes an exclusive lock first.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ _MAX_RECORDS = 10_000
 
 
 class PinnedPackage(msgspec.Struct, frozen=True, order=True):
-    """One package as it was resolved; `hashes` are those of the files that may stand for it."""
+    """A resolved package; `hashes` are those of its acceptable files."""
 
     name: str
     version: str
@@ -37,13 +37,18 @@ class PinnedPackage(msgspec.Struct, frozen=True, order=True):
 
 
 class LayerManifest(msgspec.Struct, frozen=True):
+    """The packages in a layer, and its size."""
+
     pins: list[PinnedPackage]
     files: int
     bytes: int
 
 
 class InstallRecord(msgspec.Struct, frozen=True):
-    """What a request led to; `layer` None: nothing was missing. `replaced`: in place of what sandboxes have."""
+    """The result of a request.
+
+    layer: None if nothing was missing. replaced: versions in the layer that replace those of sandboxes.
+    """
 
     pins: list[PinnedPackage]
     layer: str | None
@@ -52,7 +57,7 @@ class InstallRecord(msgspec.Struct, frozen=True):
 
 
 class PackageLayer:
-    """A layer that is in use: it stays while this is open."""
+    """A layer in use; it is not evicted until `close`."""
 
     def __init__(self, key: str, fd: int, manifest: LayerManifest) -> None:
         self.key = key
@@ -60,7 +65,7 @@ class PackageLayer:
         self._fd = fd
 
     def share(self) -> "PackageLayer":
-        """Another hold on the same layer."""
+        """Return another handle of the same layer."""
         return PackageLayer(self.key, os.dup(self._fd), self.manifest)
 
     def close(self) -> None:
@@ -70,7 +75,7 @@ class PackageLayer:
 
 
 class LayerStore:
-    """The layers of packages that are kept on this host."""
+    """The package layers of this host; max_bytes limits their total size."""
 
     def __init__(self, path: Path, *, max_bytes: int) -> None:
         self.path = path
@@ -81,10 +86,10 @@ class LayerStore:
         return self.path / "layers"
 
     def open(self) -> None:
-        """Make the directories, and take away what a killed supervisor left."""
+        """Create the directories and remove what killed supervisors left. Raises IsolationUnavailable, OSError."""
         make_directories(self.path)
-        about = self.path.stat()
-        if about.st_uid != os.geteuid() or about.st_mode & 0o022:
+        status = self.path.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise IsolationUnavailable(
                 f"{self.path} is not a directory that this user alone can write.",
                 "Set packages_dir to one that is, or packages to false.",
@@ -94,7 +99,7 @@ class LayerStore:
         self.remove_abandoned_staging()
 
     def cache_directory(self, uid: int | None) -> Path:
-        """uv's own; of the kernel user who writes there."""
+        """Create and return uv's cache directory for the user of install jails."""
         path = self.path / "cache" / str(os.geteuid() if uid is None else uid)
         path.mkdir(mode=0o700, exist_ok=True)
         if uid is not None:
@@ -102,7 +107,7 @@ class LayerStore:
         return path
 
     def usage(self) -> tuple[int, int]:
-        """How many layers there are, and their bytes."""
+        """Return the number of layers and their total bytes."""
         sizes = [manifest.bytes for _, manifest, _ in self._manifests()]
         return len(sizes), sum(sizes)
 
@@ -110,9 +115,9 @@ class LayerStore:
 
     @contextlib.contextmanager
     def make_staging_directory(self) -> Generator[Path]:
-        """A directory to build in, gone afterwards; a lock tells others that somebody works there."""
+        """Yield a locked directory to build in; it is removed afterwards."""
         path = self.path / "staging" / secrets.token_hex(8)
-        with self._lock_staging():  # nobody sweeps between its making and its locking
+        with self._lock_staging():  # so that nobody removes it before it is locked
             path.mkdir(mode=0o755)
             fd = os.open(path, _DIRECTORY)
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -123,7 +128,7 @@ class LayerStore:
             os.close(fd)
 
     def remove_abandoned_staging(self) -> None:
-        """Remove work in progress that nobody works on any more."""
+        """Remove staging directories that nobody has locked."""
         with self._lock_staging():
             for path in (self.path / "staging").iterdir():
                 with _try_lock(path) as free:
@@ -142,7 +147,7 @@ class LayerStore:
     # ---- layers -----------------------------------------------------------------------------------------------
 
     def open_layer(self, key: str) -> PackageLayer | None:
-        """The layer of this key, held; None if there is none."""
+        """Return the layer of this key, locked; None if there is none."""
         path = self.layers_directory / key
         try:
             fd = os.open(path, _DIRECTORY)
@@ -150,51 +155,51 @@ class LayerStore:
             return None
         try:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            held, named = os.fstat(fd), os.stat(path, follow_symlinks=False)
+            opened, current = os.fstat(fd), os.stat(path, follow_symlinks=False)
             manifest_path = self.path / "manifests" / f"{key}.json"
             manifest = msgspec.json.decode(manifest_path.read_bytes(), type=LayerManifest)
-            if (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino):
+            if (opened.st_dev, opened.st_ino) == (current.st_dev, current.st_ino):
                 os.utime(manifest_path)
                 return PackageLayer(key, os.dup(fd), manifest)
         except (OSError, msgspec.MsgspecError):
-            pass  # it is being evicted
+            pass  # being evicted
         finally:
             os.close(fd)
         return None
 
     def add_layer(self, tree: Path, key: str, pins: list[PinnedPackage]) -> PackageLayer:
-        """Make a tree that an install jail has written the layer of this key; raises UnfitTree, OSError."""
+        """Verify the tree of an install jail and move it into the store. Raises InvalidInstallTree, OSError."""
         size = install_verification.verify_tree(str(tree), max_bytes=self._max_bytes)
-        # What Python remembers of a directory it knows by this time: no two layers may have the same.
+        # Python caches directory listings by this time: no two layers may have the same.
         os.utime(tree, ns=(time.time_ns(), time.time_ns()))
         self._write_json(f"manifests/{key}.json", LayerManifest(pins, size.files, size.bytes))
         try:
             os.rename(tree, self.layers_directory / key)
         except OSError:
-            if not (self.layers_directory / key).is_dir():  # else another supervisor was faster
+            if not (self.layers_directory / key).is_dir():  # else another supervisor has added it
                 raise
         _fsync_directory(self.layers_directory)
         layer = self.open_layer(key)
         if layer is None:
-            raise OSError(f"the layer {key} was removed at once")
+            raise OSError(f"the layer {key} was evicted at once")
         return layer
 
     def evict(self) -> list[str]:
-        """Remove the least recently used layers that nobody holds until all are within the bound."""
+        """Remove least recently used layers that are not in use until the limit is met; returns their keys."""
         found = [(used, manifest.bytes, key) for used, manifest, key in self._manifests()]
         total = sum(size for _, size, _ in found)
-        gone: list[str] = []
+        evicted: list[str] = []
         for _, size, key in sorted(found):
             if total <= self._max_bytes:
                 break
             if self._evict_layer(key):
                 total -= size
-                gone.append(key)
+                evicted.append(key)
         self._prune_records()
-        return gone
+        return evicted
 
     def _manifests(self) -> Iterator[tuple[float, LayerManifest, str]]:
-        """When a layer was last used, what it is, and its key."""
+        """Yield last use, manifest and key of each layer."""
         for path in (self.path / "manifests").glob("*.json"):
             with contextlib.suppress(OSError, msgspec.MsgspecError):
                 manifest = msgspec.json.decode(path.read_bytes(), type=LayerManifest)
@@ -217,14 +222,16 @@ class LayerStore:
     # ---- requests ---------------------------------------------------------------------------------------------
 
     def load_record(self, key: str) -> InstallRecord | None:
+        """Return the result of an earlier request, if there is one."""
         try:
             body = (self.path / "requests" / f"{key}.json").read_bytes()
             return msgspec.json.decode(body, type=InstallRecord)
         except (OSError, msgspec.MsgspecError):
             return None
 
-    def save_record(self, key: str, request: InstallRecord) -> None:
-        self._write_json(f"requests/{key}.json", request)
+    def save_record(self, key: str, record: InstallRecord) -> None:
+        """Save the result of a request."""
+        self._write_json(f"requests/{key}.json", record)
 
     def _prune_records(self) -> None:
         paths = sorted((self.path / "requests").glob("*.json"), key=lambda path: path.stat().st_mtime)
@@ -233,7 +240,7 @@ class LayerStore:
 
     @contextlib.contextmanager
     def try_lock_request(self, key: str) -> Generator[bool]:
-        """Whether this request is ours to work on now; another supervisor may be at it."""
+        """Yield whether this request is locked for us; another supervisor may work on it."""
         fd = os.open(self.path / "requests" / f"{key[:4]}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             try:
@@ -252,7 +259,7 @@ class LayerStore:
 
 
 def make_directories(path: Path) -> None:
-    """With its parents; those that are made here nobody else can write, whatever the umask would allow."""
+    """Create a directory and its parents, with mode 0755 whatever the umask allows."""
     if not path.is_dir():
         make_directories(path.parent)
         path.mkdir(mode=0o755, exist_ok=True)
@@ -260,7 +267,7 @@ def make_directories(path: Path) -> None:
 
 @contextlib.contextmanager
 def _try_lock(path: Path) -> Generator[bool]:
-    """Whether nobody else holds this directory; it is ours within."""
+    """Yield whether this directory is free; it is locked within the context."""
     try:
         fd = os.open(path, _DIRECTORY)
     except FileNotFoundError:
@@ -287,7 +294,7 @@ def _fsync_directory(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Whatever is there; never through a link."""
+    """Remove a file or a tree; never follows a link."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISDIR(path.lstat().st_mode):
             shutil.rmtree(path, ignore_errors=True)

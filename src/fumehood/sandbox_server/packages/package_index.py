@@ -1,4 +1,4 @@
-"""Where packages come from, and keeping its secrets out of what is said."""
+"""The package index: its address, and the redaction of its credentials."""
 
 import os
 import re
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
-# The first one that is set counts.
+# The first one that is set is used.
 _URL_VARIABLES = ("FUMEHOOD_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX_URL", "PIP_INDEX_URL")
 _PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 _MAX_MESSAGE = 2000
@@ -17,7 +17,8 @@ _MAX_MESSAGE = 2000
 class PackageIndexConfig:
     """Where packages come from.
 
-    url: None is uv's own default; credentials in it travel only through the environment of the install jail.
+    url: None for uv's default. Credentials in it are passed only in the environment of the install jail.
+    find_links: a directory of wheels to use besides.
     """
 
     url: str | None
@@ -28,24 +29,26 @@ class PackageIndexConfig:
     def from_environment(
         cls, url: str | None, find_links: Path | None, environ: Mapping[str, str] = os.environ
     ) -> "PackageIndexConfig":
+        """Use `url`, or the environment's; proxies come from the environment."""
         url = url or next((environ[name] for name in _URL_VARIABLES if environ.get(name)), None)
         names = [name for proxy in _PROXIES for name in (proxy, proxy.lower())]
-        links = find_links and find_links.absolute()  # jails are made in another directory
+        links = find_links and find_links.absolute()  # jails start in another directory
         return cls(url, links, tuple((name, environ[name]) for name in names if environ.get(name)))
 
     @property
     def identity(self) -> str:
-        """What tells it from another one, without credentials."""
+        """A text that identifies the index, without credentials."""
         return f"{_strip_credentials(self.url or '')} {self.find_links or ''}"
 
     def environment(self) -> dict[str, str]:
-        chosen = dict(self.proxies)
+        """Return the environment variables for uv."""
+        variables = dict(self.proxies)
         if self.url is not None:
-            chosen["UV_DEFAULT_INDEX"] = self.url
-        return chosen
+            variables["UV_DEFAULT_INDEX"] = self.url
+        return variables
 
     def redact(self, text: str) -> str:
-        """Fit to be shown: no credentials, no control characters, bounded."""
+        """Return a text without credentials and control characters, of limited length."""
         text = text[: 16 * _MAX_MESSAGE]
         for address in (self.url, *(value for _, value in self.proxies)):
             for secret in _extract_credentials(address or ""):
@@ -61,7 +64,7 @@ def _strip_credentials(url: str) -> str:
 
 
 def _extract_credentials(url: str) -> list[str]:
-    """The user and password of a URL as they may be quoted, the longest first; a mere user name may be a token."""
+    """Return the credentials in a URL to redact, the longest first; a user name alone may be a token."""
     user = urlsplit(url).netloc.rpartition("@")[0]
     name, _, password = user.partition(":")
     return [secret for secret in (user, password, name) if len(secret) > 3]

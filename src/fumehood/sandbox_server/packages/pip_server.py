@@ -1,6 +1,6 @@
-"""Answers `pip` inside a sandbox, over its loopback, by the rules of every request.
+"""Serves the sandbox's `pip` over its loopback interface.
 
-Whoever connects is code of the sandbox: one line is read, bounded in size and time, answered in lines, and that is all.
+Clients are untrusted code: each connection is one request line, limited in size and time, and its response lines.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from fumehood.sandbox_server.packages.layer_store import PinnedPackage
 logger = logging.getLogger(__name__)
 
 _MAX_CONNECTIONS = 4
-_ACCEPT_INTERVAL = 0.05  # seconds; code may connect as often as it likes, and gets its share of this process
-_ACCEPT_RETRY_SECONDS = 1.0  # after a failure, for want of descriptors say
+_ACCEPT_INTERVAL = 0.05  # seconds; limits the CPU that a sandbox can use in this process
+_ACCEPT_RETRY_SECONDS = 1.0  # after accept() failed, for lack of descriptors say
 _MAX_LINE_BYTES = 64 * 1024
 _READ_SECONDS = 10
 _WRITE_SECONDS = 10
-_BURST = 20  # requests at once, and then
-_REFILL_SECONDS = 3.0  # one in so many seconds
+_BURST = 20  # requests at once, then
+_REFILL_SECONDS = 3.0  # one per this many seconds
 
 
 class _PipRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -39,7 +39,7 @@ _decode = msgspec.json.Decoder(_PipRequest).decode
 
 
 class PipServer:
-    """Accepts on a listening descriptor of the sandbox's network, which it owns, until it is closed."""
+    """Accepts on a listening descriptor of the sandbox, which it owns, until `close`."""
 
     def __init__(self, listener: int, install: InstallFunction) -> None:
         self._install = install
@@ -84,32 +84,32 @@ class PipServer:
             try:
                 await self._handle_request(connection)
             except (OSError, TimeoutError):
-                return  # it went away, or does not read
+                return  # the client disconnected, or does not read
             except Exception:
-                logger.exception("A request of pip could not be answered.")
+                logger.exception("A pip request failed.")
 
     async def _handle_request(self, connection: socket.socket) -> None:
         try:
             async with asyncio.timeout(_READ_SECONDS):
-                question = _decode(await self._read_line(connection))
+                request = _decode(await self._read_line(connection))
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
             await self._send_line(connection, {"error": "the request is malformed or too long"})
             return
         if not self._consume_rate_limit():
             await self._send_line(connection, {"error": "too many requests for packages; wait a little"})
             return
-        said: asyncio.Queue[str] = asyncio.Queue()
-        teller = asyncio.ensure_future(self._send_progress(connection, said))
+        progress: asyncio.Queue[str] = asyncio.Queue()
+        sender = asyncio.ensure_future(self._send_progress(connection, progress))
         try:
-            pins = await self._install(question.requirements, said.put_nowait)
+            pins = await self._install(request.requirements, progress.put_nowait)
             text = " ".join(f"{pin.name}-{pin.version}" for pin in pins)
             last = {"done": f"Successfully installed {text}" if pins else "Requirement already satisfied"}
         except (InstallFailed, SandboxError) as error:
             last = {"error": error.message}
         finally:
-            await _cancel(teller)
-        while not said.empty():
-            await self._send_line(connection, {"progress": said.get_nowait()})
+            await _cancel(sender)
+        while not progress.empty():
+            await self._send_line(connection, {"progress": progress.get_nowait()})
         await self._send_line(connection, last)
 
     async def _read_line(self, connection: socket.socket) -> bytes:
@@ -121,10 +121,10 @@ class PipServer:
             line += chunk
         return line[:_MAX_LINE_BYTES]
 
-    async def _send_progress(self, connection: socket.socket, said: "asyncio.Queue[str]") -> None:
+    async def _send_progress(self, connection: socket.socket, progress: "asyncio.Queue[str]") -> None:
         with contextlib.suppress(OSError, TimeoutError):
             while True:
-                await self._send_line(connection, {"progress": await said.get()})
+                await self._send_line(connection, {"progress": await progress.get()})
 
     async def _send_line(self, connection: socket.socket, answer: dict[str, str]) -> None:
         async with asyncio.timeout(_WRITE_SECONDS):

@@ -1,7 +1,7 @@
-"""Decides which requirements are taken, before any tool sees them.
+"""Checks requirements before any tool sees them.
 
-Names, extras, versions and markers pass, as in a requirements file. Whatever could make an installer read a file,
-open a URL, run something or change its options is refused here, with the line and the reason.
+Names, extras, versions and markers are accepted, as in a requirements file. Whatever could make an installer read a
+file, open a URL, run something or change its options is refused, with the line and the reason.
 """
 
 import re
@@ -18,19 +18,19 @@ MAX_LINES = 100
 MAX_LINE_CHARACTERS = 500
 _MAX_NAME = 100
 _MAX_SHOWN = 80
-_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")  # `packaging` lets an underscore end it
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")  # `packaging` accepts a final underscore
 _COMMENT = re.compile(r"(^|\s+)#.*$")
 _VARIABLE = re.compile(r"\$\{?\w|%\w+%")
 _ARCHIVES = (".whl", ".zip", ".tar.gz", ".tar.bz2", ".tgz", ".egg")
-_OPTION_REFUSED = "options are not taken: the server chooses index, versions of wheels and place"
-_URL_REFUSED = "URLs and repositories are not taken: packages come from the server's index by name"
-_PATH_REFUSED = "files and paths are not taken: packages come from the server's index by name"
+_OPTION_REFUSED = "options are not accepted: the server chooses the index, the wheels and the location"
+_URL_REFUSED = "URLs and repositories are not accepted: packages come from the server's index by name"
+_PATH_REFUSED = "files and paths are not accepted: packages come from the server's index by name"
 
 
 def parse_requirements(lines: Iterable[str]) -> tuple[str, ...]:
-    """The requirements that hold for this Python, normalised and sorted; raises InstallFailed.
+    """Return the requirements for this Python, normalised and sorted. Raises InstallFailed.
 
-    Empty lines and comments are passed over, and so is what a marker rules out.
+    Empty lines, comments, and lines whose marker does not apply are skipped.
     """
     wanted: set[str] = set()
     for number, line in enumerate(lines, 1):
@@ -43,7 +43,7 @@ def parse_requirements(lines: Iterable[str]) -> tuple[str, ...]:
 
 
 def find_unmet(wanted: Iterable[str], present: Mapping[str, str]) -> list[str]:
-    """Those that what is present does not answer; extras are not looked into."""
+    """Return the requirements that the present packages do not meet; one with extras is never met."""
     missing: list[str] = []
     for text in wanted:
         requirement = Requirement(text)
@@ -55,6 +55,7 @@ def find_unmet(wanted: Iterable[str], present: Mapping[str, str]) -> list[str]:
 
 
 def requirements_error(message: str) -> InstallFailed:
+    """Return the error for the parameter `requirements`."""
     return InstallFailed(message, param="requirements")
 
 
@@ -62,7 +63,7 @@ def _parse_line(line: str) -> Requirement | None:
     if len(line) > MAX_LINE_CHARACTERS:
         raise _line_error(line, f"it is longer than {MAX_LINE_CHARACTERS} characters")
     if not line.replace("\t", " ").isprintable():
-        raise _line_error(line, "it has control characters or more than one line")
+        raise _line_error(line, "it has control characters or several lines")
     text = _COMMENT.sub("", line).strip()
     if not text:
         return None
@@ -75,16 +76,16 @@ def _parse_line(line: str) -> Requirement | None:
     if requirement.url is not None:
         raise _line_error(line, _URL_REFUSED)
     if not all(map(_NAME.fullmatch, (requirement.name, *requirement.extras))):
-        raise _line_error(line, "a name begins and ends with a letter or a digit")
+        raise _line_error(line, "a name must start and end with a letter or a digit")
     if len(requirement.name) > _MAX_NAME:
         raise _line_error(line, f"a name has at most {_MAX_NAME} characters")
     if any(specifier.operator == "===" for specifier in requirement.specifier):
-        raise _line_error(line, "=== compares no versions; use ==")
+        raise _line_error(line, "=== does not compare versions; use ==")
     return requirement if _marker_applies(line, requirement) else None
 
 
 def _find_refusal_reason(text: str) -> str | None:
-    """What is refused by its looks, so that the reason fits; the parser refuses the rest."""
+    """Return why a line is refused by its form; the parser refuses the rest."""
     head = text.split(";", 1)[0].strip()
     if text.startswith("-") or " -" in head:
         return _OPTION_REFUSED

@@ -1,4 +1,4 @@
-"""The packages of one sandbox: installs more while it lives, one request at a time."""
+"""The packages of one sandbox: installs and attaches more while it runs."""
 
 import asyncio
 import contextlib
@@ -16,28 +16,24 @@ from fumehood.sandbox_server.supervisor.sandbox_execution import SandboxExecutio
 from fumehood.sandbox_server.supervisor.zygote_connection import ZygoteConnection
 
 _MAX_LAYERS = 32
-
-
 _ATTACH_SECONDS = 30
-
-
 NO_INSTALLER = "This server installs no packages; use what is there."
-
-
 NO_INSTALL_JAIL = (
     "Packages cannot be installed in mode {mode}: the installer needs namespaces. Put them into the image, or where "
     "the server's own packages are."
 )
-
+_INTERRUPTED_MESSAGE = "The call was interrupted while packages were installed; the code did not run."
 
 type AttachLayers = Callable[[list[str]], Awaitable[None]]
-
-
 type ProgressCallback = Callable[[str], None]
 
 
 class SandboxPackages:
-    """`attach` puts these layers, the first on top, where the sandbox has its packages."""
+    """The packages of one sandbox; requests are served one at a time.
+
+    attach: mounts these layers, the first on top, in the sandbox.
+    unavailable: the error message if there is no installer.
+    """
 
     def __init__(
         self, installer: Installer | None, attach: AttachLayers, *, unavailable: str = NO_INSTALLER
@@ -51,11 +47,11 @@ class SandboxPackages:
         self._attach_lock = asyncio.Lock()
         self._pip_server: PipServer | None = None
         self._is_closed = False
-        self.tenant = ""  # on whose account more is built
+        self.tenant = ""  # for the limits of the installer
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """What the sandbox has."""
+        """Name and version of each package in the sandbox."""
         return (
             self._added_versions
             if self._installer is None
@@ -63,7 +59,10 @@ class SandboxPackages:
         )
 
     async def install(self, lines: Sequence[str], on_progress: ProgressCallback) -> list[PinnedPackage]:
-        """Bring what is missing in; raises InstallFailed, SandboxGone. `say` gets a line of progress now and then."""
+        """Install and attach what is missing; returns the added packages. Raises InstallFailed, SandboxGone.
+
+        on_progress: called with a line of text now and then.
+        """
         if self._installer is None:
             raise InstallFailed(self._unavailable, param="requirements")
         wanted = requirements.parse_requirements(lines)
@@ -74,7 +73,7 @@ class SandboxPackages:
                 return []
             on_progress(f"installing {_summarise(missing)}")
             provision = await self._installer.provide(wanted, present, may_replace=False, tenant=self.tenant)
-            # Whoever stops waiting here does not leave a layer behind that is attached and not held.
+            # Not cancellable: an attached layer must be held.
             await asyncio.shield(self.attach_provision(provision))
             if provision.pins:
                 on_progress(
@@ -83,7 +82,7 @@ class SandboxPackages:
             return list(provision.pins)
 
     async def attach_provision(self, provision: PackageProvision) -> None:
-        """Attach a provision and hold its layer for as long as the sandbox lives."""
+        """Attach the layer of a provision and hold it until `close`. Raises InstallFailed, SandboxGone."""
         layer = provision.layer
         if layer is None:
             return
@@ -99,20 +98,21 @@ class SandboxPackages:
     async def _attach_layer(self, layer: PackageLayer) -> None:
         if len(self._layers) >= _MAX_LAYERS:
             raise InstallFailed(
-                f"Packages were installed {_MAX_LAYERS} times in this sandbox; a new container is needed.",
+                f"Packages were installed {_MAX_LAYERS} times in this sandbox, which is the limit; use a new container.",
                 param="requirements",
             )
         if not self._is_closed:
-            names = [layer.key, *(held.key for held in reversed(self._layers))]
+            names = [layer.key, *(attached.key for attached in reversed(self._layers))]
             await self._attach(list(dict.fromkeys(names)))
         if self._is_closed:
             raise SandboxGone("The sandbox ended while packages were installed.")
 
     def serve_pip(self, listener: int) -> None:
-        """Answer `pip` inside on this listening descriptor, which becomes ours."""
+        """Serve the sandbox's `pip` on this listening descriptor, which this object owns from now on."""
         self._pip_server = PipServer(listener, self.install)
 
     def close(self) -> None:
+        """Stop serving `pip` and release the layers."""
         self._is_closed = True
         if self._pip_server is not None:
             self._pip_server.close()
@@ -125,17 +125,17 @@ class SandboxPackages:
 async def attach_layers(
     zygote: ZygoteConnection, number: int, mount_namespace: int, layers: list[str]
 ) -> None:
-    """Have a helper of the zygote put these layers, the first on top, into the mounts of a sandbox."""
-    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with mine:
-        with theirs:
-            zygote.send_request({"op": "attach", "number": number}, [theirs.fileno(), mount_namespace])
-        mine.setblocking(False)
-        mine.send(json.dumps({"layers": layers}).encode())
+    """Let a helper mount these layers, the first on top, in a sandbox. Raises InstallFailed."""
+    sock, helper_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with sock:
+        with helper_end:
+            zygote.send_request({"op": "attach", "number": number}, [helper_end.fileno(), mount_namespace])
+        sock.setblocking(False)
+        sock.send(json.dumps({"layers": layers}).encode())
         body = b""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ATTACH_SECONDS):
-                body = await asyncio.get_running_loop().sock_recv(mine, 65536)
+                body = await asyncio.get_running_loop().sock_recv(sock, 65536)
     problem = json.loads(body).get("error") if body else "no answer"
     if problem:
         raise InstallFailed(f"The packages were installed, but could not be attached: {problem}.")
@@ -145,34 +145,34 @@ def _summarise(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-_INTERRUPTED_MESSAGE = "The call was interrupted while packages were installed; the code did not run."
-
-
 async def install_requirements(
     execution: SandboxExecution, packages: SandboxPackages
 ) -> tuple[ExecutionEndStatus, str] | None:
-    """None when all is there and the code may run; else how the call ended, and why."""
+    """Install the requirements of an execution before its code runs.
+
+    Returns None if the code may run, otherwise the status and the reason of the execution's end.
+    """
     if not execution.requirements:
         return None
     loop = asyncio.get_running_loop()
-    began = loop.time()
-    work = asyncio.ensure_future(packages.install(execution.requirements, execution.append_note))
+    started_at = loop.time()
+    install = asyncio.ensure_future(packages.install(execution.requirements, execution.append_note))
     try:
         await asyncio.wait(
-            {work, execution.interrupt_requested, execution.lost}, return_when=asyncio.FIRST_COMPLETED
+            {install, execution.interrupt_requested, execution.lost}, return_when=asyncio.FIRST_COMPLETED
         )
         if execution.lost.done():
             return "lost", f"The sandbox was lost: {execution.lost.result()}."
-        if not work.done():
+        if not install.done():
             return "interrupted", _INTERRUPTED_MESSAGE
-        work.result()
+        install.result()
     except InstallFailed as error:
         return "install_failed", error.message
     except SandboxGone as error:
         return "lost", error.message
     finally:
-        work.cancel()
-        await asyncio.gather(work, return_exceptions=True)
-        execution.install_seconds = loop.time() - began
-    execution.start_clock()  # the time that the code has begins here
+        install.cancel()
+        await asyncio.gather(install, return_exceptions=True)
+        execution.install_seconds = loop.time() - started_at
+    execution.start_clock()  # the timeout of the code starts here
     return None

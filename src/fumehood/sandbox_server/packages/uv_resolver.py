@@ -1,4 +1,4 @@
-"""Asks uv for exact versions and says in plain words why there are none."""
+"""Resolves and installs requirements with uv, and explains its errors."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,9 +12,8 @@ from fumehood.sandbox_server.packages.base_environment import BaseEnvironment
 from fumehood.sandbox_server.packages.install_jail import InstallJail, UvResult
 from fumehood.sandbox_server.packages.layer_store import PinnedPackage
 
-# One that is a sentence of its own in every case is quoted as uv wrote it.
 _MAX_QUOTED = 600
-_MAX_READ = 8000  # of what uv said: an index chooses much of it, and patterns take their time
+_MAX_READ = 8000  # of uv's output: the index controls much of it, and regular expressions take time
 _NETWORK_ERROR = re.compile(
     r"error sending request|tcp connect error|dns error|operation timed out|Could not connect|"
     r"connection (?:refused|reset|closed)|HTTP status server error|network is unreachable",
@@ -41,7 +40,7 @@ _COMMON_ARGUMENTS = (
 
 
 class ResolutionFailed(Exception):
-    """No versions were found; `network`: because the index was not reached. The text is uv's own, to be explained."""
+    """uv found no versions; `uv_output` is its text, to be explained by `explain_failure`."""
 
     def __init__(self, uv_output: str) -> None:
         super().__init__(uv_output)
@@ -52,7 +51,7 @@ class ResolutionFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class UvResolver:
-    """Finds out which packages are needed for what was asked for."""
+    """Runs uv in the install jail, with the packages of the base environment as known wheels."""
 
     jail: InstallJail
     base: BaseEnvironment
@@ -66,9 +65,10 @@ class UvResolver:
         fixed: bool,
         offline: bool,
     ) -> list[PinnedPackage]:
-        """Versions of everything that is needed; `fixed`: what is present stays, else it is only preferred.
+        """Return the versions of all required packages.
 
-        Raises Unresolved, TookTooLong, OSError.
+        present: name -> version. fixed: those versions must stay; otherwise they are only available.
+        Raises ResolutionFailed, InstallTimeout, DiskSpaceExhausted, OSError.
         """
         inputs = staging / f"resolve-{int(fixed)}{int(offline)}"
         inputs.mkdir(mode=0o755)
@@ -93,15 +93,15 @@ class UvResolver:
         ]
         if fixed:
             arguments += ["--constraints", "/in/versions.txt"]
-        finished = await self.jail.run(arguments, inputs)
-        if finished.exit_code != 0:
-            raise ResolutionFailed(finished.stderr)
-        return parse_pins(finished.stdout)
+        result = await self.jail.run(arguments, inputs)
+        if result.exit_code != 0:
+            raise ResolutionFailed(result.stderr)
+        return parse_pins(result.stdout)
 
     async def install(
         self, pins: Iterable[PinnedPackage], staging: Path, output: Path, *, offline: bool
     ) -> UvResult:
-        """Exactly these, each by its hashes, into `output`."""
+        """Install exactly these packages, checked by their hashes, into `output`."""
         inputs = staging / f"install-{int(offline)}"
         inputs.mkdir(mode=0o755)
         lines = [
@@ -121,6 +121,7 @@ class UvResolver:
         return await self.jail.run(arguments, inputs, output)
 
     async def empty_cache(self, staging: Path) -> None:
+        """Remove everything from uv's cache."""
         inputs = staging / "clean"
         inputs.mkdir(mode=0o755)
         (inputs / "pyvenv.cfg").write_text(self.jail.pyvenv_config())
@@ -131,7 +132,7 @@ class UvResolver:
 
 
 def parse_pins(text: str) -> list[PinnedPackage]:
-    """What `uv pip compile` printed; whatever is not `name==version` with hashes is refused."""
+    """Parse the output of `uv pip compile`. Raises ResolutionFailed for anything but `name==version`."""
     pins: list[PinnedPackage] = []
     for line in text.replace("\\\n", " ").splitlines():
         line = line.strip()
@@ -142,21 +143,21 @@ def parse_pins(text: str) -> list[PinnedPackage]:
             requirement = Requirement(head)
             (specifier,) = requirement.specifier
         except (InvalidRequirement, ValueError):
-            raise ResolutionFailed(f"uv resolved to something that is no version: {head[:100]}") from None
+            raise ResolutionFailed(f"uv resolved to something that is not a version: {head[:100]}") from None
         if specifier.operator != "==" or requirement.url is not None:
-            raise ResolutionFailed(f"uv resolved to something that is no version: {head[:100]}")
+            raise ResolutionFailed(f"uv resolved to something that is not a version: {head[:100]}")
         hashes = tuple(sorted(set(_HASH.findall(line))))
         pins.append(PinnedPackage(canonicalize_name(requirement.name), specifier.version, hashes))
     return sorted(pins)
 
 
 def is_unknown_package(uv_output: str) -> bool:
-    """Whether an index answered that it has no such package."""
+    """Whether an index answered that it does not have the package."""
     return bool(_UNKNOWN_PACKAGE.search(uv_output[:_MAX_READ]))
 
 
 def explain_failure(uv_output: str) -> str:
-    """uv's error as one sentence for whoever asked; quoted only where nothing simpler is known."""
+    """Return uv's error as one clause for the client; quotes uv if no simpler text is known."""
     uv_output = uv_output[:_MAX_READ]
     if refusal := _INDEX_REFUSED.search(uv_output):
         return f"the package index refused the request ({refusal[1]})"

@@ -2,20 +2,20 @@
 
 from pathlib import Path
 
-_HERE = Path(__file__).parent
+_DIRECTORY = Path(__file__).parent
 _INSTRUCTION = 8  # bytes of one struct sock_filter
 
 
 def load_program(name: str, machine: str) -> bytes:
-    """The program of a policy ("namespaces", "degraded") for a machine as `os.uname()` names it.
+    """Return the compiled program of a policy ("namespaces", "degraded") for a machine as `os.uname()` names it.
 
-    Raises RuntimeError when there is none: a sandbox is not started without its filter.
+    Raises RuntimeError if there is none: no sandbox starts without its filter.
     """
-    path = _HERE / f"{name}.{machine}.bpf"
+    path = _DIRECTORY / f"{name}.{machine}.bpf"
     try:
         program = path.read_bytes()
     except FileNotFoundError:
-        known = ", ".join(sorted(blob.name.removesuffix(".bpf") for blob in _HERE.glob("*.bpf")))
+        known = ", ".join(sorted(blob.name.removesuffix(".bpf") for blob in _DIRECTORY.glob("*.bpf")))
         raise RuntimeError(
             f"no seccomp program {name!r} for the architecture {machine!r} (there are: {known or 'none'}); "
             "sandboxes cannot run here"

@@ -8,9 +8,9 @@ Every argument test looks at the low 32 bits only, as the kernel does for an `in
 `request | 1 << 32` would pass a filter and still mean `request`. Flags that the kernel reads as a long
 (mmap, clone) have all bits that matter in the low half.
 
-`tools/build_seccomp.py` compiles this file into the committed programs; tests/sandbox_server/seccomp/test_syscall_policy.py runs
-those programs and compares them with `verdict`. Rules of one call with different actions must not overlap:
-libseccomp does not promise an order.
+`tools/build_seccomp.py` compiles this file into the committed programs;
+tests/sandbox_server/seccomp/test_syscall_policy.py runs those programs and compares them with `verdict`. Rules of one
+call with different actions must not overlap: libseccomp does not promise an order.
 """
 
 import errno
