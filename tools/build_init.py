@@ -1,4 +1,4 @@
-"""Assembles the first process of sandboxes; run it after a change of tools/init.x86_64.s, which it needs `as` for.
+"""Assembles the init program of sandboxes. Needs `as`; run it after each change of tools/init.x86_64.s.
 
 python tools/build_init.py [TARGET]
 """
@@ -13,8 +13,9 @@ TARGET = HERE.parent / "src/fumehood/sandbox_server/inside/init.x86_64"
 
 
 def build(target: Path) -> None:
+    """Assemble the program into `target`."""
     with tempfile.TemporaryDirectory() as directory:
-        compiled = Path(directory) / "first.o"
+        compiled = Path(directory) / "init.o"
         subprocess.run(["as", "--64", "-o", compiled, HERE / "init.x86_64.s"], check=True)
         subprocess.run(["objcopy", "-O", "binary", "-j", ".text", compiled, target], check=True)
 

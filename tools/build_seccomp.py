@@ -1,12 +1,11 @@
 """Compiles the seccomp policy with libseccomp into the committed programs.
 
-Run after every change of `policy.py`; `--check` compares instead of writing. Exit status: 0 done or equal,
-1 different, 3 cannot tell (no libseccomp here, or another version than the manifest's).
+Run it after each change of syscall_policy.py; `--check` compares instead of writing. Exit status: 0 done or equal, 1
+different, 3 unknown (no libseccomp, or another version than the manifest's).
 
-libseccomp takes call numbers of the machine it runs on and, for a foreign architecture, translates them by
-name, which fails for calls newer than the library. So both programs are compiled from numbers of the target
-as if for x86_64, and the one word that says "x86_64" is replaced. What the programs do is tested apart from
-how they are made.
+libseccomp takes call numbers of its own machine and, for a foreign architecture, translates them by name, which fails
+for calls newer than the library. So all programs are compiled for x86_64 with the numbers of the target, and the one
+word that means "x86_64" is replaced. Tests run the programs, so this is checked.
 """
 
 import argparse
@@ -27,7 +26,7 @@ from fumehood.sandbox_server.seccomp import syscall_policy as p  # noqa: E402
 
 TARGET = ROOT / "src/fumehood/sandbox_server/seccomp"
 MANIFEST = "manifest.json"
-CANNOT_TELL = 3
+UNKNOWN = 3
 
 _ATTRIBUTE_BAD_ARCH, _ATTRIBUTE_OPTIMIZE = 2, 8
 _BINARY_TREE = 2
@@ -53,7 +52,7 @@ class _Version(ctypes.Structure):
 
 
 class Libseccomp:
-    """The few functions of libseccomp that compiling takes."""
+    """The functions of libseccomp that compile a policy."""
 
     def __init__(self, path: str) -> None:
         lib = ctypes.CDLL(path)
@@ -80,18 +79,20 @@ class Libseccomp:
         return f"{found.major}.{found.minor}.{found.micro}"
 
     def number(self, name: str, machine: str) -> int | None:
-        """The call's number, None where the architecture has no such call."""
+        """Return a call's number, or None if the architecture does not have it."""
         found = int(self._lib.seccomp_syscall_resolve_name_arch(p.AUDIT_ARCH[machine], name.encode()))
         if found == _UNKNOWN_NAME:
             if name not in p.NUMBERS:
-                raise SystemExit(f"libseccomp does not know {name}: give its number in policy.NUMBERS")
+                raise SystemExit(
+                    f"libseccomp does not know {name}: give its number in syscall_policy.NUMBERS"
+                )
             return p.NUMBERS[name]
         if name in p.NUMBERS and found != p.NUMBERS[name]:
-            raise SystemExit(f"policy.NUMBERS is wrong about {name}: it is {found}")
+            raise SystemExit(f"syscall_policy.NUMBERS is wrong about {name}: it is {found}")
         return found if found >= 0 else None
 
     def compile(self, policy: p.SeccompPolicy, numbers: dict[str, int]) -> bytes:
-        """The program for x86_64 with the given numbers."""
+        """Return the program for x86_64 with these numbers."""
         context = self._lib.seccomp_init(p.DEFAULT)
         if not context:
             raise SystemExit("seccomp_init failed")
@@ -154,7 +155,7 @@ def retarget(program: bytes, machine: str) -> bytes:
 
 
 def build(library: Libseccomp) -> dict[str, bytes]:
-    """Every file this tool owns, by name."""
+    """Return the content of every generated file, by name."""
     files: dict[str, bytes] = {}
     table: dict[str, dict[str, int]] = {}
     blobs: dict[str, dict[str, int | str]] = {}
@@ -175,9 +176,9 @@ def build(library: Libseccomp) -> dict[str, bytes]:
     return files
 
 
-def cannot_tell(why: str) -> NoReturn:
-    print(why)
-    raise SystemExit(CANNOT_TELL)
+def exit_unknown(reason: str) -> NoReturn:
+    print(reason)
+    raise SystemExit(UNKNOWN)
 
 
 def main() -> None:
@@ -186,12 +187,12 @@ def main() -> None:
     check: bool = parser.parse_args().check
     path = ctypes.util.find_library("seccomp")
     if os.uname().machine != "x86_64" or path is None:
-        cannot_tell("compiling the seccomp policy needs libseccomp.so.2 on x86_64")
+        exit_unknown("compiling the seccomp policy needs libseccomp.so.2 on x86_64")
     library = Libseccomp(path)
     if check:
         recorded = json.loads((TARGET / MANIFEST).read_text())["libseccomp"]
         if recorded != library.version():
-            cannot_tell(f"compiled with libseccomp {recorded}, here is {library.version()}")
+            exit_unknown(f"compiled with libseccomp {recorded}, here is {library.version()}")
     files = build(library)
     if check:
         different = [

@@ -1,9 +1,9 @@
-# PID 1 of a sandbox with namespaces, on x86-64: gives up every right, then sleeps until it is killed.
+# PID 1 of a sandbox with namespaces, on x86-64: drops all privileges, then sleeps until it is killed.
 #
-# It is this small because every sandbox has one. The kernel reaps for it, since SIGCHLD is ignored from the start; all
-# other signals have no handler, so none can come from inside. Any step that fails ends it, and the sandbox with it.
-# When it has closed descriptor 3, whoever has the other end knows that it is done.
-# tools/build_init.py makes src/fumehood/sandbox_server/inside/init.x86_64 of it.
+# It is small because every sandbox has one. The kernel reaps its children, since SIGCHLD is ignored from the start; other
+# signals have no handler, so none reaches it from inside. If a step fails, it exits, and the sandbox with it. It closes
+# descriptor 3, a pipe, when its privileges are dropped.
+# tools/build_init.py assembles it into src/fumehood/sandbox_server/inside/init.x86_64.
 
         .intel_syntax noprefix
         .globl _start
@@ -29,7 +29,7 @@ _start: xor     edx, edx
         xor     r8d, r8d
         mov     edi, 4
         mov     esi, -1
-        mov     eax, 436                # close_range(4, ~0, 0): there is none, and this makes sure where it is known
+        mov     eax, 436                # close_range(4, ~0, 0): none is open; make sure, if the kernel has the call
         syscall
         xor     ebx, ebx
 bound:  mov     edi, 24                 # prctl(PR_CAPBSET_DROP, each)

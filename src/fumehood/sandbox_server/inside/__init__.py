@@ -1,1 +1,1 @@
-"""The code that runs inside the jail. It imports nothing else of fumehood."""
+"""The code that runs inside the jail; it is independent of the rest of fumehood."""

@@ -98,7 +98,7 @@ class SandboxPackages:
     async def _attach_layer(self, layer: PackageLayer) -> None:
         if len(self._layers) >= _MAX_LAYERS:
             raise InstallFailed(
-                f"Packages were installed {_MAX_LAYERS} times in this sandbox, which is the limit; use a new container.",
+                f"Packages were installed {_MAX_LAYERS} times in this sandbox, the limit; use a new container.",
                 param="requirements",
             )
         if not self._is_closed:

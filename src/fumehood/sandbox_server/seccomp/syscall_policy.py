@@ -1,15 +1,15 @@
-"""Which system calls sandboxed code may make, as data to read.
+"""The system calls that sandboxed code may make, as data.
 
-An allow-list. What it does not name gets `DEFAULT` (ENOSYS): the answer of a kernel too old to know the call,
-for which libraries carry a fallback. `REFUSED` names the calls that answer EPERM instead, because a process
-without privileges gets EPERM from an ordinary kernel and programs print something sensible for it.
+This is an allow-list. Other calls get `DEFAULT` (ENOSYS), the error of a kernel that does not know the call, for which
+libraries have fallbacks. The calls in `REFUSED` get EPERM instead, as an unprivileged process does from an ordinary
+kernel: programs handle that.
 
-Every argument test looks at the low 32 bits only, as the kernel does for an `int`: with a 64-bit comparison
-`request | 1 << 32` would pass a filter and still mean `request`. Flags that the kernel reads as a long
-(mmap, clone) have all bits that matter in the low half.
+Argument tests look at the low 32 bits only, as the kernel does for an `int`: `request | 1 << 32` would pass a 64-bit
+comparison and still mean `request`. Flags that the kernel reads as a long (mmap, clone) have all relevant bits in the
+low half.
 
 `tools/build_seccomp.py` compiles this file into the committed programs;
-tests/sandbox_server/seccomp/test_syscall_policy.py runs those programs and compares them with `verdict`. Rules of one
+tests/sandbox_server/seccomp/test_syscall_policy.py runs those programs and compares them with `evaluate`. Rules of one
 call with different actions must not overlap: libseccomp does not promise an order.
 """
 
@@ -24,13 +24,13 @@ KILL_PROCESS: Action = 0x80000000
 
 
 def errno_action(number: int) -> Action:
-    """SECCOMP_RET_ERRNO: the call does not happen and returns this errno."""
+    """Return SECCOMP_RET_ERRNO: the call is not performed and fails with this errno."""
     return 0x00050000 | number
 
 
 DEFAULT = errno_action(errno.ENOSYS)
-# i386 by `int 0x80`, x32 by bit 30 of the number: no honest program here does either, and the numbers mean
-# other calls there. Killing leaves nothing to retry.
+# i386 by `int 0x80`, x32 by bit 30 of the number: no honest program uses either, and their numbers mean other calls.
+# Killing leaves nothing to retry.
 BAD_ARCH = KILL_PROCESS
 X32_BIT = 0x40000000
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -48,7 +48,7 @@ class ArgumentTest:
 
 @dataclass(frozen=True, slots=True)
 class SyscallRule:
-    """The action for calls of which every test holds."""
+    """The action for calls that pass all tests."""
 
     tests: tuple[ArgumentTest, ...]
     action: Action
@@ -56,6 +56,8 @@ class SyscallRule:
 
 @dataclass(frozen=True, slots=True)
 class SeccompPolicy:
+    """allowed: always. by_argument: the first matching rule. refused: with this action. Others: `DEFAULT`."""
+
     name: str
     allowed: frozenset[str]
     refused: Mapping[str, Action]
@@ -63,7 +65,7 @@ class SeccompPolicy:
 
 
 def evaluate(policy: SeccompPolicy, name: str | None, args: Sequence[int]) -> Action:
-    """What the policy says of one call of the native architecture; None is a number it has no name for."""
+    """Return the action for a call of the native architecture; `name` is None for an unnamed number."""
     if name is None:
         return DEFAULT
     if name in policy.allowed:
@@ -77,12 +79,12 @@ def evaluate(policy: SeccompPolicy, name: str | None, args: Sequence[int]) -> Ac
 def _allow_values(
     index: int, values: Iterable[int], action: Action = ALLOW, mask: int = WORD
 ) -> tuple[SyscallRule, ...]:
-    """A rule for each value that one argument may have."""
+    """Return a rule for each value of one argument."""
     return tuple(SyscallRule((ArgumentTest(index, value, mask),), action) for value in values)
 
 
 def _allow_without_bits(index: int, bits: int, otherwise: Action) -> tuple[SyscallRule, ...]:
-    """Allowed with none of these bits; one rule per bit gives the rest a better errno than the default."""
+    """Return rules that allow calls without these bits; one rule per bit gives the others a better errno."""
     single = [1 << n for n in range(32) if bits >> n & 1]
     denied = tuple(SyscallRule((ArgumentTest(index, bit, bit),), otherwise) for bit in single)
     return (SyscallRule((ArgumentTest(index, 0, bits),), ALLOW), *denied)
@@ -106,7 +108,7 @@ NUMBERS = {
 # Not sync and syncfs: they flush the file systems of the host and so stall neighbours; sync() has no error
 # return. Not splice, tee and vmsplice: aliased pages have a bad record and everybody has a fallback;
 # shutil needs only sendfile and copy_file_range. Not cachestat: it shows which pages of shared files others
-# have touched. Not inotify: it tells which shared files neighbours and the host open, and its instances are one
+# have touched. Not inotify: it shows which shared files neighbours and the host open, and its instances are one
 # quota for all sandboxes of a zygote. Not the handle calls: open_by_handle_at walks out of mounts. Attributes can be
 # asked for and removed, but not set: see ATTRIBUTES. Not openat2: RESOLVE_CACHED, in memory, asks whether somebody has
 # looked a name up lately.
@@ -184,8 +186,8 @@ ADDRESSES = "bind connect listen accept accept4"
 # Not msg* and mq_*: no library uses them, kernel exploits like their allocations.
 SYSV_IPC = "shmat shmdt shmctl semget semop semtimedop semctl"
 
-# Code may tighten its own cage with Landlock. It may not add seccomp filters: their JIT memory is one quota
-# for the whole host (net.core.bpf_jit_limit), and when that is spent no new sandbox can be made.
+# Code may restrict itself with Landlock. It may not add seccomp filters: their JIT memory is one quota for the whole
+# host (net.core.bpf_jit_limit), and when that is used up no new sandbox can start.
 LANDLOCK = "landlock_create_ruleset landlock_add_rule landlock_restrict_self"
 
 # EPERM, as from an ordinary kernel to a process without privileges: "not permitted" rather than "old kernel".
@@ -277,7 +279,7 @@ FCNTL = {
     "F_GET_SEALS": 1034,
 }
 # EINVAL is how fcntl says "no such command". Not the locks of open files: the kernel names no process for them, so
-# nobody could tell whose they are when there are too many (see hoards.py).
+# nobody could tell whose they are when there are too many (see resource_watchdog.py).
 FCNTL_UNKNOWN = {
     "F_OFD_GETLK": 36,
     "F_OFD_SETLK": 37,
@@ -530,7 +532,7 @@ NAMESPACES = SeccompPolicy(
     by_argument=_BY_ARGUMENT,
 )
 
-# Where the zygote or sandboxd itself may be in reach under the same user: only the caller's own limits,
+# Where the zygote or the sandbox server may be in reach under the same user: only the caller's own limits,
 # priority and processors (a lowered RLIMIT_CPU would kill it, SCHED_IDLE starve it).
 _OWN_PROCESS_ONLY: Mapping[str, tuple[SyscallRule, ...]] = {
     "prlimit64": (
@@ -577,7 +579,7 @@ DEGRADED = SeccompPolicy(
     },
 )
 
-# For the helpers that work on files, in every mode: a process of ours that reads what strangers wrote.
+# For the helpers that work on files, in every mode: trusted processes that read untrusted input.
 HELPER = SeccompPolicy(
     name="helper",
     allowed=DEGRADED.allowed | _parse_names("openat2"),

@@ -389,7 +389,9 @@ class SandboxFiles:
                 data = os.dup(self._access.require_data_fd())
                 await asyncio.to_thread(_discard_and_close, data, token)
             else:
-                await self._run_helper({"op": "discard", "token": token, "max_entries": _MAX_DISCARDED_ENTRIES})
+                await self._run_helper(
+                    {"op": "discard", "token": token, "max_entries": _MAX_DISCARDED_ENTRIES}
+                )
 
     # ---- helpers ----------------------------------------------------------------------------------------------
 
