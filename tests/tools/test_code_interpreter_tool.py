@@ -387,7 +387,7 @@ async def test_no_sandbox_is_free() -> None:
         called = await interpreter.run("x")
         assert (called.item.status, called.execution.exit_code) == ("failed", -1)
         assert called.model_text == snapshot("""\
-No sandbox is free at the moment, try again later: There are 0 sandboxes already, as many as are allowed.
+No sandbox is free at the moment, try again later: Sandbox limit reached (0).
 Exit code: -1\
 """)
 

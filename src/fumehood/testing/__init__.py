@@ -1,7 +1,7 @@
-"""Doubles for the tests of whoever builds on Fumehood.
+"""Fakes of the seams in `fumehood.interfaces`, for tests of code that uses Fumehood.
 
-docs/testing.md shows how they are used. The conformance kits for implementations of one's own are the modules whose
-names end in `_kit`, which need pytest and are not imported here.
+`fumehood.testing.kits` has conformance tests for other implementations of the seams; they need pytest and are not
+imported here. See docs/testing.md.
 """
 
 from fumehood.testing.fakes.fake_clock import FakeClock

@@ -1,4 +1,4 @@
-"""A clock that stands still until a test moves it."""
+"""A clock that tests control."""
 
 import asyncio
 import heapq
@@ -6,7 +6,7 @@ import itertools
 
 
 class FakeClock:
-    """A `Clock` whose time passes by `advance` alone."""
+    """A `Clock` that moves by `advance` alone."""
 
     def __init__(self, now: float = 1_700_000_000.0) -> None:
         self._now = now
@@ -29,7 +29,7 @@ class FakeClock:
         await woken
 
     def advance(self, seconds: float) -> None:
-        """Let time pass. Whoever slept that long is woken, in order, and runs when the caller next waits."""
+        """Move the time. Due sleepers wake in order, and run when the caller next awaits."""
         self._now += seconds
         self._elapsed += seconds
         while self._sleepers and self._sleepers[0][0] <= self._elapsed:

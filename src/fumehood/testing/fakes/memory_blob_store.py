@@ -1,4 +1,4 @@
-"""Blobs that are forgotten at the end."""
+"""A `BlobStore` in memory."""
 
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Sequence
@@ -8,7 +8,7 @@ from fumehood.testing.fakes.fake_clock import FakeClock
 
 
 class MemoryBlobStore:
-    """A `BlobStore` without a disk; its blobs grow older by its clock."""
+    """A `BlobStore` in memory. The age of its blobs follows its clock."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self.contents: dict[str, bytes] = {}
@@ -20,11 +20,11 @@ class MemoryBlobStore:
         content: bytes | AsyncIterable[bytes],
         before_commit: Callable[[str], Awaitable[None]] | None = None,
     ) -> str:
-        whole = content if isinstance(content, bytes) else b"".join([piece async for piece in content])
-        name = hashlib.sha256(whole).hexdigest()
+        data = content if isinstance(content, bytes) else b"".join([chunk async for chunk in content])
+        name = hashlib.sha256(data).hexdigest()
         if before_commit is not None:
             await before_commit(name)
-        self.contents[name] = whole
+        self.contents[name] = data
         self._put_at[name] = self._clock.now()
         return name
 

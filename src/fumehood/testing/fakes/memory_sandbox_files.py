@@ -1,4 +1,4 @@
-"""The files of a sandbox that is none, in memory, with the refusals of a real one."""
+"""Files of a fake sandbox, in memory, with the checks of a real one."""
 
 import importlib
 import io
@@ -28,7 +28,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     WriteSummary,
 )
 
-_EPOCH_NS = 1_700_000_000 * 10**9  # a clock of its own: tests see the same times every day
+_EPOCH_NS = 1_700_000_000 * 10**9  # times are deterministic
 _MAX_PATH_PARTS = 32
 _MAX_REASONS = 20
 
@@ -42,7 +42,7 @@ class _MemoryFile:
 
 @dataclass(frozen=True, slots=True)
 class _ArchiveMember:
-    """One entry of an archive; `content` None is something that is neither file nor directory."""
+    """A member of an archive. `content` is None unless it is a regular file."""
 
     name: str
     content: bytes | None
@@ -51,13 +51,16 @@ class _ArchiveMember:
 
 
 class MemorySandboxFiles:
-    """`limit` bounds one file and what one archive unpacks to."""
+    """The files of one sandbox.
+
+    limit: bytes of one file, and of all files of an archive.
+    """
 
     def __init__(self, limit: int = 1 << 30) -> None:
         self._limit = limit
         self._files: dict[str, _MemoryFile] = {}
         self._deleted: dict[str, int] = {}
-        self._directories: Counter[str] = Counter()  # how many files are below each
+        self._directories: Counter[str] = Counter()  # number of files below each
         self._versions = itertools.count(1)
         self._version = 0
 
@@ -94,14 +97,14 @@ class MemorySandboxFiles:
         return self._entry(path)
 
     def delete_file(self, path: str) -> None:
-        self.read_file(path)  # for its refusals
+        self.read_file(path)  # raises if it cannot be deleted
         del self._files[path]
         self._directories -= Counter(_list_parents(path))
         self._version = next(self._versions)
         self._deleted[path] = self._version
 
     def unpack_archive(self, content: bytes, kind: ArchiveFormat, into: str) -> UnpackSummary:
-        """All members or none."""
+        """Write all members or none. Raises FileRefused, SandboxLimitExceeded."""
         if into:
             validate_path(into)
         members = _read_members(content, kind, self._limit)
@@ -135,7 +138,7 @@ class MemorySandboxFiles:
         )
 
     def write_files(self, files: Iterable[BundledFile]) -> WriteSummary:
-        """As many as can be."""
+        """Write the files, and report those that are refused."""
         entries: list[FileEntry] = []
         reasons: list[str] = []
         for path, content, *executable in files:
@@ -153,12 +156,12 @@ class MemorySandboxFiles:
         )
 
     def check_path(self, path: str) -> None:
-        """Whether a file could be there, whatever is in it."""
+        """Raises FileRefused if no file can be written there."""
         validate_path(path)
-        if any(above in self._files for above in _list_parents(path)):
-            raise FileRefused(f"{path}: a file stands where its directory would be", param="path")
+        if any(parent in self._files for parent in _list_parents(path)):
+            raise FileRefused(f"{path}: its directory is a file", param="path")
         if path in self._directories:
-            raise FileRefused(f"{path}: a directory stands there", param="path")
+            raise FileRefused(f"{path}: is a directory", param="path")
 
     def _entry(self, path: str) -> FileEntry:
         file = self._files[path]
@@ -179,7 +182,7 @@ def _list_parents(path: str) -> list[str]:
 
 
 def validate_path(path: str) -> str:
-    """A relative path without tricks, or FileRefused."""
+    """Return the path. Raises FileRefused unless it is a plain relative path."""
     parts = path.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\0" in path:
         raise FileRefused(f"{path!r}: a path is relative, without empty parts, '.' or '..'", param="path")
@@ -215,7 +218,7 @@ def _read_members(content: bytes, kind: ArchiveFormat, limit: int) -> list[_Arch
             members.append(member)
     except (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError) as error:
         raise FileRefused(f"The archive cannot be read as {kind}: {error}") from error
-    except (NotImplementedError, RuntimeError, ValueError) as error:  # encrypted, of unknown kind
+    except (NotImplementedError, RuntimeError, ValueError) as error:  # encrypted, or of unknown kind
         raise FileRefused(f"The archive cannot be unpacked: {error}") from error
     return members
 
@@ -257,6 +260,6 @@ def _decompress_zstd(content: bytes) -> bytes:
             decompress: Callable[[bytes], bytes] = importlib.import_module(module).decompress
             try:
                 return decompress(content)
-            except Exception as error:  # of a class of the module's own
+            except Exception as error:  # the class depends on the module
                 raise OSError(str(error)) from error
     raise FileRefused("tar.zst needs Python 3.14 or backports.zstd.")

@@ -1,4 +1,4 @@
-"""A store that forgets everything at the end."""
+"""A `Store` in memory."""
 
 import math
 from collections.abc import Collection, Iterator, Sequence
@@ -19,12 +19,12 @@ from fumehood.protocol.openai.responses import RUN_LOST_ERROR, Response
 from fumehood.testing.fakes.fake_clock import FakeClock
 
 _decoder = msgspec.json.Decoder(Response)
-_STATUS_ORDER = ("running", "expired", "deleted")  # what is further on never goes back
+_STATUS_ORDER = ("running", "expired", "deleted")  # a status never moves back
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _MemoryTurn:
-    """What a response added, and what it stands on; it lives as long as somebody stands on it."""
+    """What a response added, and the turn before. Garbage collection removes it with the last reference."""
 
     previous: "_MemoryTurn | None"
     segment: ConversationSegment
@@ -40,7 +40,7 @@ class _MemoryTurn:
 
 @dataclass(slots=True)
 class _MemoryResponseRow:
-    """A response; `head` is all of it but its output. `expires` is None once it has ended."""
+    """A response. `body` is the response without its output; `expires_at` is None once it has ended."""
 
     tenant: str
     body: bytes
@@ -79,9 +79,9 @@ class _Tables:
 
 
 class MemoryStore:
-    """A `Store` without a disk. Leases expire by its clock.
+    """A `Store` in memory. Leases expire by its clock.
 
-    commits: how often something was committed, for tests that nothing was.
+    commit_count: number of committed responses.
     """
 
     def __init__(self, clock: Clock | None = None, *, lease_seconds: float = 30) -> None:
@@ -92,7 +92,7 @@ class MemoryStore:
         self.commit_count = 0
 
     def open_second(self) -> Self:
-        """The store as another process sees it."""
+        """Return the store as a second process sees it."""
         other = type(self)(self._clock, lease_seconds=self._lease_seconds)
         other._data = self._data
         return other
@@ -115,10 +115,10 @@ class MemoryStore:
 
     async def renew_leases(self, leases: Sequence[Lease]) -> Sequence[Lease]:
         rows = self._check_open().responses
-        ours = [lease for lease in leases if _is_held(lease, rows.get(lease.response_id))]
-        for lease in ours:
+        held = [lease for lease in leases if _is_held(lease, rows.get(lease.response_id))]
+        for lease in held:
             rows[lease.response_id].expires_at = self._clock.now() + self._lease_seconds
-        return ours
+        return held
 
     async def commit_response(
         self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[ConversationEntry]
@@ -175,7 +175,7 @@ class MemoryStore:
         for entry in self._iter_items(tenant):
             if entry.id is None or entry.id not in item_ids:
                 continue
-            # What a model made comes before what a client gave back.
+            # An item that a model made precedes one that a client sent.
             if entry.id not in found or (entry.turn and not found[entry.id].turn):
                 found[entry.id] = entry
         return found
@@ -192,7 +192,9 @@ class MemoryStore:
         self, record: ContainerRecord, *, known_running: Collection[str] | None = None
     ) -> bool:
         containers = self._check_open().containers
-        running = (one.id for one in containers.values() if one.tenant == record.tenant and _is_running(one))
+        running = (
+            other.id for other in containers.values() if other.tenant == record.tenant and _is_running(other)
+        )
         if known_running is not None and not {record.id, *known_running}.issuperset(running):
             return False
         containers[record.id] = record
@@ -220,9 +222,9 @@ class MemoryStore:
         self, tenant: str | None = None, *, running: bool = False
     ) -> Sequence[ContainerRecord]:
         found = [
-            one
-            for one in self._check_open().containers.values()
-            if (tenant is None or one.tenant == tenant) and (_is_running(one) or not running)
+            record
+            for record in self._check_open().containers.values()
+            if (tenant is None or record.tenant == tenant) and (_is_running(record) or not running)
         ]
         return sorted(found, key=lambda record: (record.created_at, record.id))
 
@@ -230,21 +232,25 @@ class MemoryStore:
         self, tenant: str, query: PageQuery, name: str | None = None
     ) -> Sequence[ContainerRecord]:
         found = [
-            one
-            for one in await self.find_containers(tenant)
-            if one.status != "deleted" and name in (None, one.spec.name)
+            record
+            for record in await self.find_containers(tenant)
+            if record.status != "deleted" and name in (None, record.spec.name)
         ]
         return paginate(found[::-1] if query.newest_first else found, query)
 
     async def list_retaining_containers(self, tenant: str) -> Sequence[ContainerRecord]:
-        found = [one for one in await self.find_containers(tenant) if one.retained]
+        found = [record for record in await self.find_containers(tenant) if record.retained]
         return sorted(found, key=lambda record: (record.ended_at, record.id))
 
     async def list_ended_containers(
         self, *, expired_before: float, deleted_before: float
     ) -> Sequence[ContainerRecord]:
         before = {"running": -math.inf, "expired": expired_before, "deleted": deleted_before}
-        found = [one for one in self._check_open().containers.values() if one.ended_at <= before[one.status]]
+        found = [
+            record
+            for record in self._check_open().containers.values()
+            if record.ended_at <= before[record.status]
+        ]
         return sorted(found, key=lambda record: record.ended_at)
 
     async def delete_container(self, container_id: str) -> None:
@@ -288,8 +294,8 @@ class MemoryStore:
     # --- uploads --------------------------------------------------------------------------------------
 
     async def add_upload(self, record: UploadedFileRecord, quota: FileTotals | None = None) -> bool:
-        has = await self.get_upload_totals(record.tenant)
-        if quota is not None and (has.files >= quota.files or has.bytes + record.bytes > quota.bytes):
+        totals = await self.get_upload_totals(record.tenant)
+        if quota is not None and (totals.files >= quota.files or totals.bytes + record.bytes > quota.bytes):
             return False
         self._data.uploads[record.id] = record
         return True
@@ -320,14 +326,14 @@ class MemoryStore:
         return self._data.uploads.pop(record.id) if record is not None else None
 
     async def list_expired_uploads(self, now: float, limit: int) -> Sequence[UploadedFileRecord]:
-        over = [
+        expired = [
             (record.expires_at, record.id, record)
             for record in self._check_open().uploads.values()
             if record.expires_at is not None and record.expires_at <= now
         ]
-        return [record for _, _, record in sorted(over, key=lambda one: one[:2])[:limit]]
+        return [record for _, _, record in sorted(expired, key=lambda row: row[:2])[:limit]]
 
-    # --- claims ---------------------------------------------------------------------------------------
+    # --- idempotency keys ---------------------------------------------------------------------------------------
 
     async def claim_idempotency_key(
         self, tenant: str, key: str, claim: IdempotencyClaim, seconds: float
@@ -346,7 +352,7 @@ class MemoryStore:
         if found is not None and found[0].response_id == response_id:
             del self._data.claims[tenant, key]
 
-    # --- keys -----------------------------------------------------------------------------------------
+    # --- API keys -----------------------------------------------------------------------------------------
 
     async def add_api_key(self, key: ApiKeyRecord) -> None:
         self._check_open().keys[key.id] = key
@@ -368,7 +374,7 @@ class MemoryStore:
     async def close(self) -> None:
         self._closed = True
 
-    # --- inside ---------------------------------------------------------------------------------------
+    # --- internals ---------------------------------------------------------------------------------------
 
     def _check_open(self) -> _Tables:
         if self._closed:
@@ -397,7 +403,7 @@ def _is_running(record: ContainerRecord) -> bool:
 def paginate[T: (UploadedFileRecord, ContainerRecord, ContainerFileRecord)](
     ordered: Sequence[T], query: PageQuery
 ) -> Sequence[T]:
-    """The window of a list that is in its order; raises InvalidRequest."""
+    """Return a page of a sorted list, and record record more. Raises InvalidRequest if the cursor is unknown."""
     ids = [record.id for record in ordered]
     for param, cursor in (("after", query.after), ("before", query.before)):
         if cursor and cursor not in ids:

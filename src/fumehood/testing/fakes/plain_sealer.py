@@ -1,4 +1,4 @@
-"""Seals nothing, and shows who it was for."""
+"""A `Sealer` without encryption."""
 
 import base64
 
@@ -6,18 +6,18 @@ from fumehood.interfaces import InvalidSeal
 
 
 class PlainSealer:
-    """A `Sealer` for tests: anybody can read what it makes; another tenant still cannot open it."""
+    """A `Sealer` whose seals are readable, but still bound to their tenant."""
 
     def seal(self, tenant: str, content: bytes) -> str:
         return base64.b64encode(f"{tenant}\0".encode() + content).decode()
 
     def unseal(self, tenant: str, sealed: str) -> bytes:
         try:
-            owner, mark, content = base64.b64decode(sealed, validate=True).partition(b"\0")
+            owner, separator, content = base64.b64decode(sealed, validate=True).partition(b"\0")
         except ValueError:
             raise InvalidSeal("it is not base64") from None
-        if not mark:
+        if not separator:
             raise InvalidSeal("it was never sealed")
         if owner != tenant.encode():
-            raise InvalidSeal("it is another tenant's")
+            raise InvalidSeal("it belongs to another tenant")
         return content

@@ -1,4 +1,4 @@
-"""A model that says what a test tells it to."""
+"""A `ModelBackend` that follows a script."""
 
 import asyncio
 import itertools
@@ -29,17 +29,13 @@ from fumehood.protocol.openai.responses import Usage
 
 @dataclass(frozen=True, slots=True)
 class ScriptedFunctionCall:
-    """A whole call. Its key is its place in the turn; its id is `call_1`, `call_2`, … through the script, unless
-    one is given.
-    """
+    """A function call. Without a `call_id`, ids are `call_1`, `call_2`, … in the order of the script."""
 
     name: str
     fragments: tuple[str, ...]
     call_id: str | None = None
 
 
-# An event or a call is told by itself; a sequence of them is one batch; an asyncio.Event is waited for; an exception
-# is raised, and ends the turn.
 type TurnStep = (
     AnyModelEvent
     | ScriptedFunctionCall
@@ -47,28 +43,31 @@ type TurnStep = (
     | asyncio.Event
     | Exception
 )
+"""An event or a call is a batch of its own; a sequence of them is one batch. An asyncio.Event is waited for; an
+exception is raised and ends the turn."""
+
 type ScriptedTurn = Sequence[TurnStep] | Exception | Callable[[ModelRequest], Sequence[TurnStep] | Exception]
 
 
 def says(text: str, *, deltas: int = 3) -> list[ModelTextDelta]:
-    """The model writes this, in so many deltas."""
+    """The model writes a text."""
     return [ModelTextDelta(delta) for delta in _split_text(text, deltas)]
 
 
 def refuses(text: str, *, deltas: int = 3) -> list[ModelRefusalDelta]:
-    """The model declines, in these words."""
+    """The model refuses with a text."""
     return [ModelRefusalDelta(delta) for delta in _split_text(text, deltas)]
 
 
 def thinks(text: str, *, deltas: int = 3) -> list[ModelReasoningDelta]:
-    """The model shows its reasoning."""
+    """The model emits reasoning."""
     return [ModelReasoningDelta(delta) for delta in _split_text(text, deltas)]
 
 
 def calls(
     name: str, arguments: Mapping[str, object] | str, *, call_id: str | None = None, deltas: int = 3
 ) -> list[ScriptedFunctionCall]:
-    """The model calls a function; a string is taken as its arguments as they are, valid or not."""
+    """The model calls a function. A string is sent as it is, valid JSON or not."""
     text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
     return [ScriptedFunctionCall(name, tuple(_split_text(text, deltas)), call_id)]
 
@@ -80,15 +79,15 @@ def _split_text(text: str, parts: int) -> list[str]:
 
 
 class ScriptedModel:
-    """A `ModelBackend` whose turns are the given ones, in order.
+    """A `ModelBackend` with scripted turns.
 
-    A turn is a sequence of beats, or an exception, or a function of the request that gives one of these. Without a
-    `TurnEnded` one is added, with `usage`: `calls` if the turn has any call, else `stop`.
+    A turn is a sequence of steps, an exception, or a function of the request that returns one of these. A
+    `ModelTurnEnded` with `usage` is added if it has none: `calls` if the turn has a call, else `stop`.
 
-    requests: what was asked so far; aborted: those of them whose turn nobody read to its end.
+    requests: all requests; aborted_requests: those whose turn was closed before its end.
 
-    A request beyond the script raises AssertionError, there and in `assert_consumed`, which also fails when turns are
-    left over. As `async with` it asserts at the end, if nothing else went wrong.
+    A request beyond the script raises AssertionError, and so does `assert_consumed` afterwards. `async with` calls
+    `assert_consumed` at its end, unless an exception is raised.
     """
 
     def __init__(
@@ -114,10 +113,10 @@ class ScriptedModel:
         self._turns.extend(turns)
 
     def assert_consumed(self) -> None:
-        """Fail unless every turn was asked for and nothing more."""
-        left = [f"Nobody asked for the turn {turn!r}." for turn in self._turns]
-        if self._failures or left:
-            raise AssertionError("\n".join([*self._failures, *left]))
+        """Raise AssertionError if turns are left, or a request was unexpected."""
+        unused = [f"The turn {turn!r} was not requested." for turn in self._turns]
+        if problems := [*self._failures, *unused]:
+            raise AssertionError("\n".join(problems))
 
     # ---- ModelBackend -----------------------------------------------------------------------------------------
 
@@ -125,13 +124,13 @@ class ScriptedModel:
         self, request: ModelRequest, accept_batch: AcceptBatch | None = None
     ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         self.requests.append(request)
-        beats = self._next_turn(request)
-        begun = finished = False
+        steps = self._next_turn(request)
+        has_begun = finished = False
         try:
-            async for batch in self._play_turn(beats):
+            async for batch in self._play_turn(steps):
                 finished = finished or isinstance(batch[-1], ModelTurnEnded)
-                if not (begun and accept_batch is not None and self._offer_batch(batch, accept_batch)):
-                    begun = True
+                if not (has_begun and accept_batch is not None and self._offer_batch(batch, accept_batch)):
+                    has_begun = True
                     yield batch
         except GeneratorExit:
             if not finished:
@@ -142,14 +141,14 @@ class ScriptedModel:
             raise
 
     def validate_request(self, request: ModelRequest) -> None:
-        """Anything can be shown to it."""
+        """Accept every request."""
 
     async def count_tokens(self, request: ModelRequest) -> tuple[int, bool]:
-        """A token for every four bytes of the items."""
+        """Count one token for four bytes of the items."""
         size = sum(len(entry.raw) for segment in request.segments for entry in segment.entries)
         return (size + len(request.instructions or "")) // 4, False
 
-    def get_profile(self, model: str) -> ModelProfile:  # noqa: ARG002 - it is the same for all names
+    def get_profile(self, model: str) -> ModelProfile:  # noqa: ARG002 - the same for all names
         return self._profile
 
     async def close(self) -> None:
@@ -174,33 +173,33 @@ class ScriptedModel:
             try:
                 turn = turn(request)
             except Exception as error:
-                self._failures.append(f"The turn's own function failed: {error!r}")
+                self._failures.append(f"The function of a turn failed: {error!r}")
                 raise
         return [turn] if isinstance(turn, Exception) else turn
 
-    async def _play_turn(self, beats: Sequence[TurnStep]) -> AsyncGenerator[Sequence[AnyModelEvent]]:
+    async def _play_turn(self, steps: Sequence[TurnStep]) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         keys = itertools.count()
-        called = False
-        for beat in beats:
-            match beat:
+        has_call = False
+        for step in steps:
+            match step:
                 case asyncio.Event():
-                    await beat.wait()
+                    await step.wait()
                     continue
                 case Exception():
-                    raise beat
+                    raise step
                 case ModelEvent():
-                    batches = [[beat]]
+                    batches = [[step]]
                 case ScriptedFunctionCall():
-                    batches = [[event] for event in self._make_call_events(beat, next(keys))]
+                    batches = [[event] for event in self._make_call_events(step, next(keys))]
                 case _:
-                    batches = [self._flatten_batch(beat, keys)]
+                    batches = [self._flatten_batch(step, keys)]
             for batch in batches:
-                called = called or any(isinstance(event, ModelCallStarted) for event in batch)
+                has_call = has_call or any(isinstance(event, ModelCallStarted) for event in batch)
                 if batch:
                     yield batch
                     if isinstance(batch[-1], ModelTurnEnded):
                         return
-        yield [ModelTurnEnded("calls" if called else "stop", self._usage)]
+        yield [ModelTurnEnded("calls" if has_call else "stop", self._usage)]
 
     def _flatten_batch(
         self, parts: Sequence[AnyModelEvent | ScriptedFunctionCall], keys: Iterator[int]
@@ -219,7 +218,7 @@ class ScriptedModel:
 
 
 class ScriptedModelProvider:
-    """`Models` over one backend, under these names; without names it answers to every one."""
+    """A `ModelProvider` of one backend, under these names or, without names, under every name."""
 
     def __init__(self, backend: ModelBackend, *names: str) -> None:
         self._backend = backend

@@ -1,4 +1,4 @@
-"""Sandboxes that do what a test says, in memory."""
+"""A `SandboxProvider` that follows a script."""
 
 import asyncio
 import itertools
@@ -60,8 +60,6 @@ class DeleteFile:
     path: str
 
 
-# An event is told; an asyncio.Event is waited for, as is what a function returns, and told if it is an event; a
-# SandboxError is raised to whoever reads the events, and ends them.
 type SandboxAction = (
     ExecutionEvent
     | WriteFile
@@ -70,14 +68,19 @@ type SandboxAction = (
     | SandboxError
     | Callable[["ScriptedSandbox"], Awaitable[object]]
 )
+"""An event is sent. An asyncio.Event is waited for. A function is awaited; an event that it returns is sent. A
+SandboxError is raised to the reader and ends the execution."""
+
 type ExpectedCode = str | Callable[[ExecuteRequest], bool] | None
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionStep:
-    """One execution: what is expected to be asked (a code, a predicate, None for anything), and what then happens.
+    """One expected execution and its actions.
 
-    Without an `End` among the actions one is added: `error` after a `Raised`, else `ok`.
+    code: expected; a string, a predicate on the request, or None for any.
+    actions: performed in order. An `ExecutionEnd` is added if there is none: `error` after an `ExceptionRaised`, else
+        `ok`.
     """
 
     code: ExpectedCode
@@ -95,15 +98,16 @@ class ExecutionStep:
 
 
 class ScriptedSandboxProvider:
-    """A `SandboxProvider` whose executions follow the steps, in order, whichever sandbox they are asked of.
+    """A `SandboxProvider` whose executions consume the steps in order, across all sandboxes.
 
-    always: steps that may be taken any number of times, when the next one of the script does not fit.
-    capacity: how many sandboxes may live; the next `create` raises AtCapacity.
-    trouble: while set, every method raises it, as if the server were unreachable, say.
-    requests: what was executed so far, with the id of the sandbox; specs: the sandboxes that live.
+    repeatable: steps that match any number of times, when the next step in order does not.
+    capacity: number of sandboxes beyond which `create` raises SandboxServerAtCapacity.
+    error: while set, every method raises it.
+    requests: all executions, each with the id of its sandbox.
+    specs: of the running sandboxes.
 
-    An execution that no step fits raises AssertionError, there and in `assert_consumed`, which also fails when steps are
-    left over. As `async with` it closes itself, and asserts if nothing else went wrong.
+    An unexpected execution raises AssertionError, and so does `assert_consumed` afterwards. `async with` closes the
+    provider and calls `assert_consumed`, unless an exception is raised.
     """
 
     def __init__(
@@ -138,8 +142,8 @@ class ScriptedSandboxProvider:
         self._steps.extend(steps)
 
     def assert_consumed(self) -> None:
-        """Fail unless every step was taken and nothing else was asked."""
-        problems = [*self._failures, *(f"Nobody asked for {step}." for step in self._steps)]
+        """Raise AssertionError if steps are left, or an execution was unexpected."""
+        problems = [*self._failures, *(f"Not executed: {step}." for step in self._steps)]
         if problems:
             raise AssertionError("\n".join(problems))
 
@@ -151,17 +155,13 @@ class ScriptedSandboxProvider:
         try:
             msgspec.convert(chosen, ResourceName)
         except msgspec.ValidationError as error:
-            raise InvalidSandboxRequest(
-                f"{chosen!r} cannot be the name of a sandbox.", param="name"
-            ) from error
+            raise InvalidSandboxRequest(f"Invalid name of a sandbox: {chosen!r}.", param="name") from error
         if chosen in self._live:
             if self._live[chosen].spec != spec:
-                raise SandboxConflict(f"The sandbox {chosen!r} lives with another spec.", param="id")
+                raise SandboxConflict(f"The sandbox {chosen!r} exists with another spec.", param="id")
             return SandboxRef(chosen)
         if len(self._live) >= self._capacity:
-            raise SandboxServerAtCapacity(
-                f"There are {self._capacity} sandboxes already, as many as are allowed."
-            )
+            raise SandboxServerAtCapacity(f"Sandbox limit reached ({self._capacity}).")
         self._ended.pop(chosen, None)
         self._live[chosen] = ScriptedSandbox(self, chosen, spec)
         return SandboxRef(chosen)
@@ -188,7 +188,7 @@ class ScriptedSandboxProvider:
     # ---- for the sandboxes ------------------------------------------------------------------------------------
 
     async def end_sandbox(self, name: str, reason: str) -> None:
-        """End a sandbox as if by itself: whoever asks for it then gets SandboxGone."""
+        """End a sandbox as if it had crashed: later calls raise SandboxGone."""
         sandbox = self._live.pop(name, None)
         if sandbox is not None:
             self._ended[name] = reason
@@ -207,7 +207,7 @@ class ScriptedSandboxProvider:
 
     def check_available(self) -> None:
         if self._closed:
-            raise SandboxServerUnreachable("These sandboxes have been closed.")
+            raise SandboxServerUnreachable("The provider is closed.")
         if self.error is not None:
             raise self.error
 
@@ -218,23 +218,23 @@ class ScriptedSandboxProvider:
         for step in self._repeatable:
             if step.matches(request):
                 return step
-        expected = str(self._steps[0]) if self._steps else "nothing more"
-        failure = f"The sandbox {name!r} was asked for {request.code!r}; expected was {expected}."
+        expected = str(self._steps[0]) if self._steps else "no more executions"
+        failure = f"The sandbox {name!r} was asked to run {request.code!r}; expected {expected}."
         self.record_failure(failure)
         raise AssertionError(failure)
 
     def record_failure(self, problem: str) -> None:
-        """Have `assert_consumed` tell it, also if whoever asked does not."""
+        """Let `assert_consumed` report a failure that the caller may have ignored."""
         self._failures.append(problem)
 
     def now(self) -> float:
-        """A clock that ticks when it is looked at, so that tests see the same times every day."""
+        """Return a time that advances with every call, so that times are deterministic."""
         return _EPOCH + next(self._clock)
 
 
 @dataclass(slots=True, eq=False)
 class _ScriptedExecution:
-    """A call's log, as long as it grows and after."""
+    """An execution with its event log, running or ended."""
 
     code: str
     language: ExecutionLanguage
@@ -263,7 +263,7 @@ class _ScriptedExecution:
 
 
 class ScriptedSandbox:
-    """A `Sandbox` of `ScriptedSandboxProvider`; `files` is its /mnt/data, to be looked at and filled by tests."""
+    """A `Sandbox` of `ScriptedSandboxProvider`. Tests may read and fill its `files`."""
 
     def __init__(self, provider: ScriptedSandboxProvider, name: str, spec: SandboxSpec) -> None:
         self.spec = spec
@@ -294,7 +294,7 @@ class ScriptedSandbox:
         )
 
     async def stop(self, reason: str) -> None:
-        """End every call; called when the sandbox has been ended."""
+        """End all executions."""
         self._is_gone = True
         for task in list(self._tasks):
             task.cancel()
@@ -326,14 +326,14 @@ class ScriptedSandbox:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         elif (call.code, call.language) != (request.code, request.language):
-            raise SandboxConflict(f"The execution {name!r} was of another code.", param="execution_id")
+            raise SandboxConflict(f"The execution {name!r} has other code.", param="execution_id")
         async for event in self._read_events(call, -1):
             yield event
 
     async def follow(self, execution_id: str, *, after: int = -1) -> AsyncGenerator[ExecutionEvent]:
         self._check_available()
         if execution_id not in self._executions:
-            raise ExecutionNotFound(f"There is no execution {execution_id!r} of this sandbox.")
+            raise ExecutionNotFound(f"There is no execution {execution_id!r} in this sandbox.")
         async for event in self._read_events(self._executions[execution_id], after):
             yield event
 
@@ -363,7 +363,7 @@ class ScriptedSandbox:
             try:
                 await self._perform_all(call)
             except Exception as error:
-                self._provider.record_failure(f"The script of {call.code!r} cannot be followed: {error!r}")
+                self._provider.record_failure(f"The actions of {call.code!r} failed: {error!r}")
                 call.fail(error)
         last = call.log[-1] if call.log else None
         if isinstance(call.failure, SandboxGone):
@@ -383,7 +383,7 @@ class ScriptedSandbox:
         self._provider.mark_ended(self._id, reason)
 
     async def _perform(self, call: _ScriptedExecution, action: SandboxAction) -> bool:
-        """Do one thing; False if an interrupt came before it was done."""
+        """Perform one action; False if it was interrupted."""
         match action:
             case BaseExecutionEvent():
                 call.append(action)
@@ -402,9 +402,9 @@ class ScriptedSandbox:
     async def _call_action(
         self, call: _ScriptedExecution, action: "Callable[[ScriptedSandbox], Awaitable[object]]"
     ) -> None:
-        said = await action(self)
-        if isinstance(said, BaseExecutionEvent):
-            call.append(cast("ExecutionEvent", said))
+        event = await action(self)
+        if isinstance(event, BaseExecutionEvent):
+            call.append(cast("ExecutionEvent", event))
 
     # ---- files ------------------------------------------------------------------------------------------------
 
@@ -420,12 +420,12 @@ class ScriptedSandbox:
 
     async def read_files(self, paths: Sequence[str]) -> AsyncGenerator[Sequence[BundleContent]]:
         self._check_available()
-        for some in itertools.batched(paths, _BATCH_SIZE):
-            yield [self.files.read_small_file(path) for path in some]
+        for batch in itertools.batched(paths, _BATCH_SIZE):
+            yield [self.files.read_small_file(path) for path in batch]
 
     async def write_files(self, files: AsyncIterable[Sequence[BundledFile]]) -> WriteSummary:
         self._check_available()
-        return self.files.write_files([file async for some in files for file in some])
+        return self.files.write_files([file async for batch in files for file in batch])
 
     async def write_file(
         self, path: str, content: bytes | AsyncIterable[bytes], *, executable: bool = False
@@ -447,7 +447,7 @@ class ScriptedSandbox:
 
 def _make_end(call: _ScriptedExecution) -> ExecutionEnd:
     if call.interrupted.is_set():
-        reason = "It was interrupted; variables and files are kept."
+        reason = "The execution was interrupted; variables and files are kept."
         if call.language == "python":
             call.append(ExceptionRaised("KeyboardInterrupt", "", "KeyboardInterrupt\n"))
         return ExecutionEnd(status="interrupted", exit_code=-1, duration_ms=0, state_kept=True, reason=reason)
@@ -457,17 +457,17 @@ def _make_end(call: _ScriptedExecution) -> ExecutionEnd:
 
 
 async def _wait_unless_interrupted(interrupted: asyncio.Event, work: Awaitable[object]) -> bool:
-    """Wait for the work; False if the interrupt came first."""
-    doing = asyncio.ensure_future(work)
+    """Wait for the work; False if it was interrupted before."""
+    working = asyncio.ensure_future(work)
     stopping = asyncio.ensure_future(interrupted.wait())
     try:
-        await asyncio.wait({doing, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
             return False
-        doing.result()
+        working.result()
         return True
     finally:
-        for task in (doing, stopping):
+        for task in (working, stopping):
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await asyncio.gather(task, return_exceptions=True)
@@ -476,4 +476,4 @@ async def _wait_unless_interrupted(interrupted: asyncio.Event, work: Awaitable[o
 async def _read_content(content: bytes | AsyncIterable[bytes]) -> bytes:
     if isinstance(content, bytes):
         return content
-    return b"".join([piece async for piece in content])
+    return b"".join([chunk async for chunk in content])

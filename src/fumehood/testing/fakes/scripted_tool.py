@@ -1,4 +1,4 @@
-"""A hosted tool that answers as a test says."""
+"""A `HostedTool` that follows a script."""
 
 import asyncio
 from collections import deque
@@ -27,9 +27,13 @@ _PARAMETERS = Raw(b'{"type":"object","properties":{},"additionalProperties":true
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswer:
-    """One call: what it says, or `error` that it raises, after `wait` was set; and the files that it leaves.
+    """One expected call and its answer.
 
-    arguments: what is expected, as the model writes it; None for anything.
+    output: what the model reads.
+    arguments: expected, as the model writes them; None for any.
+    wait_for: the call waits until it is set.
+    error: raised instead of the output.
+    files: that the call produces.
     """
 
     output: str = ""
@@ -43,12 +47,13 @@ class ToolAnswer:
 
 
 class ScriptedTool:
-    """A `HostedTool` whose calls get the answers, in the order in which they run; its items are of a type of its own.
+    """A `HostedTool` whose calls get the answers in order. Its items have a type of their own.
 
-    always: answers that may be given any number of times, when the next one does not fit. files: what `find_files`
-    knows. calls: the arguments of the calls that ran; interrupted: of those that were left before they had answered.
-    A call that is not expected raises AssertionError, there and in `assert_consumed`, which also fails when answers are
-    left over.
+    repeatable: answers that match any number of times, when the next answer in order does not.
+    files: found by `find_files`.
+    calls: arguments of all calls; interrupted_calls: of those that were closed before they answered.
+
+    An unexpected call raises AssertionError, and so does `assert_consumed` afterwards.
     """
 
     def __init__(
@@ -101,7 +106,7 @@ class ScriptedTool:
         past: Sequence[ConversationSegment],
         kept_items: Sequence[ConversationEntry] = (),
     ) -> ToolStateSnapshot | None:
-        """The latest item of each kind that it has made."""
+        """Keep the latest item of each of its types."""
         del caller, kept_items
         latest = {entry.type: entry.raw for segment in past for entry in segment.entries}
         items = [raw for kind, raw in latest.items() if kind in self.item_types]
@@ -114,15 +119,15 @@ class ScriptedTool:
         for answer in self._repeatable:
             if answer.matches(arguments):
                 return answer
-        expected = repr(self._answers[0].arguments) if self._answers else "nothing more"
-        failure = f"{self.name} was called with {arguments!r}; expected was {expected}."
+        expected = repr(self._answers[0].arguments) if self._answers else "no more calls"
+        failure = f"{self.name} was called with {arguments!r}; expected {expected}."
         self._failures.append(failure)
         raise AssertionError(failure)
 
     def assert_consumed(self) -> None:
-        """Fail unless every answer was given and nothing else was asked."""
-        left = [f"Nobody asked for the answer {answer.output!r}." for answer in self._answers]
-        if problems := [*self._failures, *left]:
+        """Raise AssertionError if answers are left, or a call was unexpected."""
+        unused = [f"The answer {answer.output!r} was not used." for answer in self._answers]
+        if problems := [*self._failures, *unused]:
             raise AssertionError("\n".join(problems))
 
 

@@ -1,7 +1,7 @@
-"""What every implementation of `BlobStore` and of `Blobs` must pass.
+"""Conformance tests of `BlobStore` and `ReferencedBlobs`.
 
-Give a test class the fixture `blobs` and inherit from `BlobStoreKit`; or the fixtures `blobs`, `primitive` and `store`,
-which belong together, and inherit from `ReferencedBlobsKit`.
+`BlobStoreKit` needs a fixture `blobs`. `ReferencedBlobsKit` needs fixtures `blobs`, and the `primitive` blob store and
+the `store` of records that it uses.
 """
 
 import asyncio
@@ -17,16 +17,16 @@ from fumehood.protocol.openai.file_objects import UploadedFileRecord
 async def read_blob(
     blobs: BlobStore | ReferencedBlobs, name: str, start: int = 0, end: int | None = None
 ) -> bytes:
-    return b"".join([piece async for piece in blobs.read(name, start, end)])
+    return b"".join([chunk async for chunk in blobs.read(name, start, end)])
 
 
 async def _list_all_names(blobs: BlobStore, older_than: float) -> set[str]:
     return {name async for names in blobs.list_names(older_than) for name in names}
 
 
-async def _stream_chunks(*pieces: bytes) -> AsyncGenerator[bytes]:
-    for piece in pieces:
-        yield piece
+async def stream_chunks(*chunks: bytes) -> AsyncGenerator[bytes]:
+    for chunk in chunks:
+        yield chunk
 
 
 class BlobStoreKit:
@@ -36,12 +36,12 @@ class BlobStoreKit:
             assert name == hashlib.sha256(content).hexdigest()
             assert await read_blob(blobs, name) == content
 
-    async def test_pieces_are_one_blob(self, blobs: BlobStore) -> None:
-        pieces = [b"a" * 700_000, b"", b"b" * 700_000, b"c"]
-        name = await blobs.put(_stream_chunks(*pieces))
-        assert name == await blobs.put(b"".join(pieces))
-        assert await read_blob(blobs, name) == b"".join(pieces)
-        assert await blobs.put(_stream_chunks()) == await blobs.put(b"")
+    async def test_chunks_are_one_blob(self, blobs: BlobStore) -> None:
+        chunks = [b"a" * 700_000, b"", b"b" * 700_000, b"c"]
+        name = await blobs.put(stream_chunks(*chunks))
+        assert name == await blobs.put(b"".join(chunks))
+        assert await read_blob(blobs, name) == b"".join(chunks)
+        assert await blobs.put(stream_chunks()) == await blobs.put(b"")
 
     async def test_a_deleted_blob_is_gone(self, blobs: BlobStore) -> None:
         name = await blobs.put(b"gone")
@@ -84,22 +84,22 @@ class BlobStoreKit:
 
     async def test_many_at_once(self, blobs: BlobStore) -> None:
         contents = [bytes([number % 10]) * 50_000 for number in range(40)]
-        names = await asyncio.gather(*(blobs.put(_stream_chunks(content)) for content in contents))
+        names = await asyncio.gather(*(blobs.put(stream_chunks(content)) for content in contents))
         assert len(set(names)) == 10
         found = await asyncio.gather(*(read_blob(blobs, name) for name in names))
         assert found == contents
 
     @pytest.mark.parametrize("number", [0, 1, 5, 300])
     async def test_many_together(self, blobs: BlobStore, number: int) -> None:
-        contents = [b"%d" % (one % 200) * (one % 50) for one in range(number)]
-        told: list[str] = []
+        contents = [b"%d" % (index % 200) * (index % 50) for index in range(number)]
+        notified: list[str] = []
 
-        async def named(names: Sequence[str]) -> None:
+        async def before_commit(names: Sequence[str]) -> None:
             assert not any(await blobs.read_many(names))
-            told.extend(names)
+            notified.extend(names)
 
-        names = await blobs.put_many(contents, named)
-        assert names == told == [hashlib.sha256(content).hexdigest() for content in contents]
+        names = await blobs.put_many(contents, before_commit)
+        assert names == notified == [hashlib.sha256(content).hexdigest() for content in contents]
         assert await blobs.read_many([*names, "ab" * 32, "../secret"]) == [*contents, None, None]
         assert await blobs.put_many(contents) == names
         assert await _list_all_names(blobs, -60) == {*names}
@@ -141,23 +141,23 @@ class BlobStoreKit:
         await blobs.delete(gone)
         assert await _list_all_names(blobs, -60) == names
 
-    async def test_a_name_is_told_before_the_blob_has_it(self, blobs: BlobStore) -> None:
-        told: list[str] = []
+    async def test_before_commit_precedes_the_blob(self, blobs: BlobStore) -> None:
+        notified: list[str] = []
 
-        async def named(name: str) -> None:
+        async def before_commit(name: str) -> None:
             with pytest.raises(KeyError):
                 await blobs.get_size(name)
-            told.append(name)
+            notified.append(name)
 
-        assert [await blobs.put(_stream_chunks(b"con", b"tent"), named)] == told
+        assert [await blobs.put(stream_chunks(b"con", b"tent"), before_commit)] == notified
 
         async def refuse(name: str) -> None:
-            told.append(name)
+            notified.append(name)
             raise RuntimeError("not this one")
 
         with pytest.raises(RuntimeError, match="not this one"):
             await blobs.put(b"refused", refuse)
-        assert await _list_all_names(blobs, -60) == {told[0]}
+        assert await _list_all_names(blobs, -60) == {notified[0]}
 
 
 def _make_record(file_id: str, blob: str) -> UploadedFileRecord:
@@ -170,18 +170,18 @@ class ReferencedBlobsKit:
     async def test_what_a_record_refers_to_stays(
         self, blobs: ReferencedBlobs, primitive: BlobStore, store: Store
     ) -> None:
-        async with blobs.put_pinned(_stream_chunks(b"con", b"tent")) as kept:
-            assert kept.bytes == 7
-            await blobs.delete_unreferenced([kept.name])
-            assert await read_blob(blobs, kept.name) == b"content"
-            await store.add_upload(_make_record("file-1", kept.name))
-        assert await read_blob(blobs, kept.name) == b"content"
-        await blobs.delete_unreferenced([kept.name, ""])
-        assert await primitive.get_size(kept.name) == 7
+        async with blobs.put_pinned(stream_chunks(b"con", b"tent")) as ref:
+            assert ref.bytes == 7
+            await blobs.delete_unreferenced([ref.name])
+            assert await read_blob(blobs, ref.name) == b"content"
+            await store.add_upload(_make_record("file-1", ref.name))
+        assert await read_blob(blobs, ref.name) == b"content"
+        await blobs.delete_unreferenced([ref.name, ""])
+        assert await primitive.get_size(ref.name) == 7
         await store.delete_upload("t", "file-1")
-        await blobs.delete_unreferenced([kept.name])
+        await blobs.delete_unreferenced([ref.name])
         with pytest.raises(KeyError):
-            await primitive.get_size(kept.name)
+            await primitive.get_size(ref.name)
 
     async def test_what_went_wrong_leaves_nothing(self, blobs: ReferencedBlobs, primitive: BlobStore) -> None:
         with pytest.raises(RuntimeError, match="no room"):
@@ -193,28 +193,28 @@ class ReferencedBlobsKit:
         self, blobs: ReferencedBlobs, primitive: BlobStore, store: Store
     ) -> None:
         contents = [b"%d" % (number % 30) for number in range(40)]
-        async with blobs.put_many_pinned(contents) as kept:
-            assert [one.bytes for one in kept] == [*map(len, contents)]
-            await blobs.delete_unreferenced([one.name for one in kept])
-            assert await blobs.read_many([one.name for one in kept]) == contents
+        async with blobs.put_many_pinned(contents) as refs:
+            assert [ref.bytes for ref in refs] == [*map(len, contents)]
+            await blobs.delete_unreferenced([ref.name for ref in refs])
+            assert await blobs.read_many([ref.name for ref in refs]) == contents
             for number in range(10):
-                await store.add_upload(_make_record(f"file-{number}", kept[number].name))
-        assert await _list_all_names(primitive, -60) == {one.name for one in kept[:10]}
+                await store.add_upload(_make_record(f"file-{number}", refs[number].name))
+        assert await _list_all_names(primitive, -60) == {ref.name for ref in refs[:10]}
         with pytest.raises(RuntimeError, match="no room"):
             async with blobs.put_many_pinned(contents):
                 raise RuntimeError("no room")
-        assert await _list_all_names(primitive, -60) == {one.name for one in kept[:10]}
+        assert await _list_all_names(primitive, -60) == {ref.name for ref in refs[:10]}
 
     async def test_who_fails_takes_nothing_from_others(
         self, blobs: ReferencedBlobs, primitive: BlobStore, store: Store
     ) -> None:
-        async with blobs.put_pinned(b"content") as kept:
+        async with blobs.put_pinned(b"content") as ref:
             with pytest.raises(RuntimeError, match="no room"):
                 async with blobs.put_pinned(b"content"):
                     raise RuntimeError("no room")
-            assert await primitive.get_size(kept.name) == 7
-            await store.add_upload(_make_record("file-1", kept.name))
-        assert await primitive.get_size(kept.name) == 7
+            assert await primitive.get_size(ref.name) == 7
+            await store.add_upload(_make_record("file-1", ref.name))
+        assert await primitive.get_size(ref.name) == 7
 
     async def test_a_blob_that_is_there_can_be_held(
         self, blobs: ReferencedBlobs, primitive: BlobStore, store: Store
@@ -237,16 +237,16 @@ class ReferencedBlobsKit:
     async def test_many_come_and_go_at_once(
         self, blobs: ReferencedBlobs, primitive: BlobStore, store: Store
     ) -> None:
-        """Equal contents, each with a record for a moment: while there is one, there is the blob."""
+        """The blob exists while any of several short-lived records refers to it."""
 
         async def visit(number: int) -> None:
             for round_number in range(5):
                 file_id = f"file-{number}-{round_number}"
-                async with blobs.put_pinned(b"shared") as kept:
-                    await store.add_upload(_make_record(file_id, kept.name))
-                assert await read_blob(blobs, kept.name) == b"shared"
+                async with blobs.put_pinned(b"shared") as ref:
+                    await store.add_upload(_make_record(file_id, ref.name))
+                assert await read_blob(blobs, ref.name) == b"shared"
                 await store.delete_upload("t", file_id)
-                await blobs.delete_unreferenced([kept.name])
+                await blobs.delete_unreferenced([ref.name])
 
         await asyncio.gather(*(visit(number) for number in range(8)))
         assert await _list_all_names(primitive, -60) == set()
@@ -264,5 +264,5 @@ class ReferencedBlobsKit:
         assert await _list_all_names(primitive, -60) == {used}
 
     async def age_blobs(self, blobs: ReferencedBlobs, seconds: float) -> None:
-        """Make all blobs so much older."""
+        """Make all blobs older. Implement it in the subclass."""
         raise NotImplementedError

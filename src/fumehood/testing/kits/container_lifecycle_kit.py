@@ -1,9 +1,6 @@
-"""What every implementation of `Containers` must do for those who make containers and fill them."""
+"""Conformance tests of `ContainerService`: lifecycle of containers, and files of users."""
 
 import asyncio
-import io
-import tarfile
-import zipfile
 from collections.abc import AsyncGenerator
 
 import pytest
@@ -19,10 +16,11 @@ from fumehood.testing.kits.container_subject import (
     collect_stdout,
     get_end,
 )
+from fumehood.testing.kits.sandbox_files_kit import build_archive
 
 
 class ContainerLifecycleKit:
-    """Containers that are made before they are used, are found, and end."""
+    """Containers are created before use, listed, and deleted or expired."""
 
     async def test_one_that_is_created_is_there_at_once(self, subject: ContainerSubject) -> None:
         spec = ContainerSpec(name="mine", memory="4g", idle_minutes=7)
@@ -148,7 +146,7 @@ class ContainerLifecycleKit:
         await subject.containers.delete_file(SOMEBODY, name, file.id)
         await subject.advance_clock(4 * 60)
         assert (await subject.containers.check_active(SOMEBODY, name)).status == "running"
-        await subject.advance_clock(60)  # looking whether it is there is no use of it
+        await subject.advance_clock(60)  # `check_active` is no use
         assert (await subject.containers.get_container(SOMEBODY, name)).status == "expired"
 
     async def test_no_container_lives_for_ever(self, subject: ContainerSubject) -> None:
@@ -182,7 +180,7 @@ class ContainerLifecycleKit:
 
 
 class ContainerUserFilesKit:
-    """Files that users put into containers are there for the code, and stay theirs."""
+    """Code reads the files that users write, and they stay files of the user."""
 
     @pytest.mark.parametrize("used", [False, True])
     async def test_what_is_put_there_is_there_for_the_code(
@@ -204,19 +202,17 @@ class ContainerUserFilesKit:
         assert await subject.read_content(name, record.id) == b"given"
         container = await subject.open_container(name)
         assert collect_stdout(await subject.run(container, "prints out.txt")) == "given\n"
-        assert (
-            list((await container.collect_files()).files) == []
-        )  # nobody takes it for something that the code has made
+        assert list((await container.collect_files()).files) == []  # the code has not changed it
 
     async def test_a_file_of_the_users_stays_the_users(self, subject: ContainerSubject) -> None:
         name = await subject.create_container()
-        given = await subject.containers.write_file(SOMEBODY, name, "out.txt", b"given")
+        written = await subject.containers.write_file(SOMEBODY, name, "out.txt", b"given")
         files = await subject.run_and_collect(await subject.open_container(name), "changes out.txt")
         changed = files["out.txt"]
-        assert (changed.id, changed.source, changed.bytes) == (given.id, "user", 7)
-        assert await subject.read_content(name, given.id) == b"changed"
+        assert (changed.id, changed.source, changed.bytes) == (written.id, "user", 7)
+        assert await subject.read_content(name, written.id) == b"changed"
         again = await subject.containers.write_file(SOMEBODY, name, "out.txt", b"anew")
-        assert (again.id, again.created_at) == (given.id, given.created_at)
+        assert (again.id, again.created_at) == (written.id, written.created_at)
         assert (
             collect_stdout(await subject.run(await subject.open_container(name), "prints out.txt"))
             == "anew\n"
@@ -351,13 +347,15 @@ class ContainerUserFilesKit:
         if used:
             await subject.run(await subject.open_container(name), "writes out.txt")
         records = await subject.containers.unpack_archive(
-            SOMEBODY, name, _build_zip(("out.txt", b"packed"), ("d/e.txt", b"e")), "zip"
+            SOMEBODY, name, build_archive("zip", {"out.txt": b"packed", "d/e.txt": b"e"}), "zip"
         )
         assert {(record.path, record.source, record.bytes) for record in records} == {
             ("out.txt", "user", 6),
             ("d/e.txt", "user", 1),
         }
-        await subject.containers.unpack_archive(SOMEBODY, name, _build_tar(("f.txt", b"f")), "tar.gz", "d")
+        await subject.containers.unpack_archive(
+            SOMEBODY, name, build_archive("tar.gz", {"f.txt": b"f"}), "tar.gz", "d"
+        )
         assert await subject.list_paths(name) == ["d/e.txt", "d/f.txt", "out.txt"]
         container = await subject.open_container(name)
         assert collect_stdout(await subject.run(container, "prints out.txt")) == "packed\n"
@@ -368,28 +366,10 @@ class ContainerUserFilesKit:
         await subject.containers.write_file(SOMEBODY, name, "d", b"a file")
         for content in (
             b"no archive",
-            _build_zip(("a.txt", b"a"), ("../b.txt", b"b")),
-            _build_zip(("d/e.txt", b"e")),
+            build_archive("zip", {"a.txt": b"a", "../b.txt": b"b"}),
+            build_archive("zip", {"d/e.txt": b"e"}),
         ):
             with pytest.raises(InvalidRequest) as refused:
                 await subject.containers.unpack_archive(SOMEBODY, name, content, "zip")
             assert refused.value.param == "file"
         assert await subject.list_paths(name) == ["d"]
-
-
-def _build_zip(*members: tuple[str, bytes]) -> bytes:
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        for name, content in members:
-            archive.writestr(name, content)
-    return packed.getvalue()
-
-
-def _build_tar(*members: tuple[str, bytes]) -> bytes:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return packed.getvalue()

@@ -1,6 +1,6 @@
-"""What every implementation of `Containers` and `Container` must pass.
+"""Conformance tests of `ContainerService` and `Container`.
 
-Give a test class the fixture `subject` and inherit from `ContainersKit`; docs/testing.md has an example.
+`ContainerServiceKit` needs a fixture `subject` of type `ContainerSubject`; docs/testing.md has an example.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class ContainerIdentityKit:
-    """Containers begin when they are opened, belong to one tenant, and end when nobody uses them."""
+    """Containers are created when opened, belong to one tenant, and expire when idle."""
 
     async def test_ids(self, subject: ContainerSubject) -> None:
         ids = {subject.containers.reserve_id() for _ in range(20)}
@@ -122,7 +122,7 @@ class ContainerIdentityKit:
 
 
 class ContainerExecutionKit:
-    """Code runs; whatever becomes of its sandbox, the next call has one."""
+    """Code runs, and the next call gets a sandbox whatever happened to the last one."""
 
     async def test_events_and_their_end(self, subject: ContainerSubject) -> None:
         container = await subject.open_container()
@@ -143,7 +143,7 @@ class ContainerExecutionKit:
                 async for event in events:
                     if isinstance(event, Stdout):
                         break
-            # It would wait behind the first one for ever.
+            # Unless the first is interrupted, it waits behind it for ever.
             again = await subject.open_container(container.id)
             assert get_end(await subject.run(again, "prints hello")).status == "ok"
 
@@ -187,7 +187,7 @@ class ContainerExecutionKit:
 
 
 class ContainerFilesKit:
-    """What code writes is found once, keeps its id, and can be read."""
+    """Files that code writes are collected once, keep their ids, and can be read."""
 
     async def test_files_are_carried_from_call_to_call(self, subject: ContainerSubject) -> None:
         container = await subject.open_container()
@@ -263,7 +263,7 @@ class ContainerFilesKit:
         assert {first.source, second.source} == {"assistant"}
         assert await subject.read_content(container.id, first.id) == b"one"
         assert await subject.read_content(container.id, second.id) == b"two"
-        # Nobody takes it for something that the next call made.
+        # The next call does not collect it.
         assert await subject.run_and_collect(container, "prints hello") == {}
 
     async def test_what_is_saved_is_there_for_the_code(self, subject: ContainerSubject) -> None:
@@ -280,4 +280,4 @@ class ContainerServiceKit(
     ContainerLifecycleKit,
     ContainerUserFilesKit,
 ):
-    """Every promise of the two seams; a subclass has a fixture `subject` that gives a `Subject`."""
+    """All tests of both seams."""

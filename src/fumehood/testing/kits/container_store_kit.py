@@ -1,4 +1,4 @@
-"""What every `Store` must do about containers and their files."""
+"""Conformance tests of `ContainerStore` and `ContainerFileStore`."""
 
 import asyncio
 import itertools
@@ -21,7 +21,7 @@ _BLOB = "ab" * 32
 
 
 def _make_container(number: int, tenant: str = "a", name: str = "náme") -> ContainerRecord:
-    """Five in one second, so that ids decide."""
+    """Five have the same time, so that ids decide their order."""
     return ContainerRecord(
         id=f"cntr_{number:03}",
         tenant=tenant,
@@ -49,7 +49,7 @@ def _with_status(status: ContainerStatus, record: ContainerRecord, at: float = 2
 
 
 class ContainerStoreKit:
-    """Containers are changed while they run, end once, and take their files with them."""
+    """Containers change while they run, end once, and are deleted with their files."""
 
     async def test_containers(self, subject: StoreSubject) -> None:
         store = subject.store
@@ -81,7 +81,7 @@ class ContainerStoreKit:
         assert await store.get_container(two.id) is None
         assert await store.put_container(two, known_running=["cntr_unknown", one.id])
         assert not await store.put_container(three, known_running=[two.id])
-        assert await store.put_container(two, known_running=[one.id])  # itself is none of the others
+        assert await store.put_container(two, known_running=[one.id])  # it does not count itself
         assert await store.put_container(three)
         assert len(await store.find_containers("a", running=True)) == 3
 
@@ -135,7 +135,7 @@ class ContainerStoreKit:
         assert list(await store.list_containers("b", PageQuery())) == [_make_container(99, "b")]
         before = PageQuery(before=records[2].id, newest_first=False)
         assert list(await store.list_containers("a", before)) == records[:2]
-        for cursor in (gone.id, "cntr_099", "cntr_unknown"):  # deleted, another tenant's, nobody's
+        for cursor in (gone.id, "cntr_099", "cntr_unknown"):  # deleted, another tenant's, unknown
             with pytest.raises(InvalidRequest) as refused:
                 await store.list_containers("a", PageQuery(after=cursor))
             assert refused.value.param == "after"
@@ -191,7 +191,7 @@ class ContainerStoreKit:
         )
         assert list(await store.list_container_files(container.id)) == [first]
         assert list(await store.list_container_files(other.id)) == []
-        # What is refused takes nothing with it.
+        # A refused update deletes no files.
         assert not await store.update_container(container, [first.id])
         assert list(await store.list_container_files(container.id)) == [first]
 

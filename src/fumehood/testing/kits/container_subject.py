@@ -1,4 +1,4 @@
-"""An implementation of `Containers` under test, and what tests have it run."""
+"""The `ContainerService` under test, and the programs that the tests run."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -8,7 +8,19 @@ from typing import Any, Literal
 
 from fumehood.interfaces import Caller, Container, ContainerService, ExecutionStarted
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerSpec
-from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, ExecutionEnd, ExecutionEvent, Stdout
+from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, ExecutionEvent
+from fumehood.testing.kits.sandbox_kit import collect_stdout, get_end, read_events
+
+__all__ = [
+    "PYTHON_PROGRAMS",
+    "SECONDS",
+    "SOMEBODY",
+    "STRANGER",
+    "ContainerProgram",
+    "ContainerSubject",
+    "collect_stdout",
+    "get_end",
+]
 
 type ContainerProgram = Literal[
     "prints hello",
@@ -34,7 +46,7 @@ PYTHON_PROGRAMS: Mapping[ContainerProgram, str] = {
         "for name in ('.hidden', '__pycache__/x.pyc', 'backup~', 'half.tmp'): open(name, 'w').write('x')"
     ),
 }
-"""What is run, where sandboxes run Python."""
+"""For sandboxes that run Python."""
 
 SOMEBODY = Caller("somebody")
 STRANGER = Caller("stranger")
@@ -45,11 +57,11 @@ SECONDS = 60
 class ContainerSubject:
     """The implementation under test.
 
-    programs: the code that behaves as named.
-    keeps_variables: whether one sandbox serves all calls; else each has its own, and only files are carried on.
-    end_sandbox: ends the sandbox that a container has now; without it loss is not tested.
-    let_pass: lets so many seconds pass for the containers; without it expiry is not tested.
-    upload: keeps a file of that name for somebody, and tells its id; without it placing is not tested.
+    programs: code by its behaviour.
+    keeps_variables: whether one sandbox serves all calls; else each call has its own, and only files are kept.
+    destroy_sandbox: ends the current sandbox of a container; without it, the tests of loss are skipped.
+    advance_clock: moves the time of the containers; without it, the tests of expiry are skipped.
+    upload: stores a file of `SOMEBODY` and returns its id; without it, the tests of uploads are skipped.
     """
 
     containers: ContainerService
@@ -59,9 +71,9 @@ class ContainerSubject:
     advance_clock: Callable[[float], Awaitable[None]] | None = None
     upload: Callable[[str, bytes], Awaitable[str]] | None = None
 
-    async def create_container(self, **chosen: Any) -> str:
-        """The id of a container that has not run anything yet."""
-        return (await self.containers.create_container(SOMEBODY, ContainerSpec(**chosen))).id
+    async def create_container(self, **fields: Any) -> str:
+        """Create a container with these fields of its spec, and return its id."""
+        return (await self.containers.create_container(SOMEBODY, ContainerSpec(**fields))).id
 
     async def open_container(
         self, container_id: str | None = None, spec: ContainerSpec | None = None
@@ -72,24 +84,23 @@ class ContainerSubject:
     async def stream_events(
         self, container: Container, program: ContainerProgram
     ) -> AsyncGenerator[ExecutionEvent]:
-        """What the call says, without the word that it has started."""
+        """Yield the events of an execution, except `ExecutionStarted`."""
         async with aclosing(container.execute(ExecuteRequest(code=self.programs[program]))) as events:
             async for event in events:
                 if not isinstance(event, ExecutionStarted):
                     yield event
 
     async def run(self, container: Container, program: ContainerProgram) -> list[ExecutionEvent]:
-        """All events, after which it is left; fails unless one `End` comes, and comes last."""
+        """Run a program, release the container, and return all events. Fails unless `ExecutionEnd` comes last, once."""
         async with asyncio.timeout(SECONDS):
-            seen = [event async for event in self.stream_events(container, program)]
+            events = await read_events(self.stream_events(container, program))
         container.release()
-        assert [isinstance(event, ExecutionEnd) for event in seen] == [False] * (len(seen) - 1) + [True], seen
-        return seen
+        return events
 
     async def run_and_collect(
         self, container: Container, *programs: ContainerProgram
     ) -> dict[str, ContainerFileRecord]:
-        """What the last of the programs left."""
+        """Run programs, and return the files that the last one changed, by path."""
         records: Sequence[ContainerFileRecord] = ()
         for program in programs:
             await self.run(container, program)
@@ -104,19 +115,9 @@ class ContainerSubject:
         start: int = 0,
         end: int | None = None,
     ) -> bytes:
-        pieces = self.containers.read_file(caller, container_id, file_id, start, end)
+        chunks = self.containers.read_file(caller, container_id, file_id, start, end)
         async with asyncio.timeout(SECONDS):
-            return b"".join([piece async for piece in pieces])
+            return b"".join([chunk async for chunk in chunks])
 
     async def list_paths(self, container_id: str) -> list[str]:
         return sorted(record.path for record in await self.containers.list_files(SOMEBODY, container_id))
-
-
-def get_end(events: list[ExecutionEvent]) -> ExecutionEnd:
-    last = events[-1]
-    assert isinstance(last, ExecutionEnd)
-    return last
-
-
-def collect_stdout(events: list[ExecutionEvent]) -> str:
-    return "".join(event.text for event in events if isinstance(event, Stdout))

@@ -1,6 +1,6 @@
-"""What every implementation of `Files` must pass.
+"""Conformance tests of `FileService`.
 
-Give a test class the fixture `subject` and inherit from `FilesKit`.
+`FileServiceKit` needs a fixture `subject` of type `FileServiceSubject`.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from fumehood.protocol.openai.api_errors import BodyTooLarge, InvalidRequest, No
 from fumehood.protocol.openai.file_objects import FileUploadMetadata, UploadedFileRecord, UploadPurpose
 from fumehood.protocol.openai.page_query import PageQuery
 from fumehood.testing.fakes.fake_clock import FakeClock
+from fumehood.testing.kits.blob_store_kit import stream_chunks
 
 ANN = Caller("ann")
 BEN = Caller("ben")
@@ -24,9 +25,9 @@ MAX_TENANT_BYTES = 250_000
 
 @dataclass(frozen=True, slots=True)
 class FileServiceSubject:
-    """Files of at most FILE_BYTES, of which a tenant may have TENANT_FILES with TENANT_BYTES.
+    """The implementation under test, with the limits MAX_FILE_BYTES, MAX_TENANT_FILES and MAX_TENANT_BYTES.
 
-    left: how many contents are kept, wherever that is.
+    count_blobs: returns the number of stored contents.
     """
 
     files: FileService
@@ -42,17 +43,12 @@ class FileServiceSubject:
         purpose: UploadPurpose = "user_data",
         expires_after: int | None = None,
     ) -> UploadedFileRecord:
-        new = FileUploadMetadata(filename=name, purpose=purpose, expires_after=expires_after)
-        return await self.files.create_file(caller, new, stream_chunks(content))
+        metadata = FileUploadMetadata(filename=name, purpose=purpose, expires_after=expires_after)
+        return await self.files.create_file(caller, metadata, stream_chunks(content))
 
     async def read_content(self, record: UploadedFileRecord, start: int = 0, end: int | None = None) -> bytes:
-        found = self.files.read_file(Caller(record.tenant), record.id, start, end)
-        return b"".join([piece async for piece in found])
-
-
-async def stream_chunks(*contents: bytes) -> AsyncGenerator[bytes]:
-    for content in contents:
-        yield content
+        chunks = self.files.read_file(Caller(record.tenant), record.id, start, end)
+        return b"".join([chunk async for chunk in chunks])
 
 
 def list_ids(records: Sequence[UploadedFileRecord]) -> list[str]:
@@ -184,7 +180,7 @@ class FileServiceKit:
         assert len(await subject.files.list_files(ANN, PageQuery(limit=100))) == MAX_TENANT_FILES
 
     async def test_uploads_at_once_share_the_room(self, subject: FileServiceSubject) -> None:
-        """None is one too many, and nothing stays of those that are refused."""
+        """Concurrent uploads never exceed the quota, and refused ones leave nothing."""
         content = [bytes([65 + number]) * (MAX_TENANT_BYTES // 5) for number in range(8)]
         results = await asyncio.gather(*map(subject.upload, content), return_exceptions=True)
         kept = [result for result in results if isinstance(result, UploadedFileRecord)]
@@ -219,17 +215,17 @@ class FileServiceKit:
         assert subject.count_blobs() == 0
         assert list(await subject.files.list_files(ANN, PageQuery())) == []
 
-    async def test_what_is_told_afterwards(self, subject: FileServiceSubject) -> None:
+    async def test_metadata_that_comes_after_the_content(self, subject: FileServiceSubject) -> None:
         read: list[str] = []
 
         async def content() -> AsyncGenerator[bytes]:
             yield b"content"
             read.append("all")
 
-        def told() -> FileUploadMetadata | None:
+        def metadata() -> FileUploadMetadata | None:
             return FileUploadMetadata(filename="late.md", purpose="evals") if read else None
 
-        record = await subject.files.create_file(ANN, told, content())
+        record = await subject.files.create_file(ANN, metadata, content())
         assert (record.filename, record.purpose) == ("late.md", "evals")
 
         def more() -> FileUploadMetadata:

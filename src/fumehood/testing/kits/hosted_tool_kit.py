@@ -1,6 +1,6 @@
-"""What every implementation of `HostedTool` must pass.
+"""Conformance tests of `HostedTool`.
 
-Give a test class the fixture `subject` and inherit from `HostedToolKit`; docs/testing.md has an example.
+`HostedToolKit` needs a fixture `subject` of type `ToolSubject`.
 """
 
 import asyncio
@@ -43,10 +43,12 @@ _INDEX = 3
 class ToolSubject:
     """The implementation under test.
 
-    configuration: an entry of `tools` that it serves. now: the monotonic time of its clock.
-    works: arguments of a call that succeeds. broken: arguments that it cannot take, whole as they are.
-    waits: arguments of a call that goes on until it is stopped, and whether such a call has come so far that it waits;
-        without them stopping is not tested.
+    configuration: a `tools` entry that it serves.
+    valid_arguments: of a call that succeeds.
+    invalid_arguments: complete, but not accepted.
+    hanging_call: arguments of a call that does not end, and a function that tells whether it hangs now; without it, the
+        tests of interruption are skipped.
+    monotonic_now: the time of the tool's clock.
     """
 
     tool: HostedTool
@@ -61,9 +63,9 @@ class ToolSubject:
         return parse_tool(Raw(self.configuration.encode()), "tools[0]")
 
     async def configure(self) -> ConfiguredTool:
-        offered = await self.tool.configure(self.spec, SOMEBODY, [])
-        assert offered is not None
-        return offered
+        configured = await self.tool.configure(self.spec, SOMEBODY, [])
+        assert configured is not None
+        return configured
 
     def make_context(self, call_id: str = "call_1", output_index: int = _INDEX) -> ToolCallContext:
         return ToolCallContext(
@@ -82,14 +84,14 @@ class ToolSubject:
 async def run_call(
     session: ToolCallSession, arguments: str, fragment: int = 7
 ) -> tuple[list[StreamEvent], ToolCallResult]:
-    """All events of a call whose arguments come in fragments; fails unless the result comes, and comes last."""
+    """Run a call and return its events and result. Fails unless the result comes last."""
     events = [*session.open()]
     for start in range(0, len(arguments), fragment):
         events += session.feed([arguments[start : start + fragment]])
     async with asyncio.timeout(_SECONDS):
         steps = [step async for step in session.run()]
     for step in steps[:-1]:
-        assert not isinstance(step, ToolCallResult), "a result that is not the last step"
+        assert not isinstance(step, ToolCallResult), "the result is not the last step"
         events += step
     result = steps[-1]
     assert isinstance(result, ToolCallResult), "no result"
@@ -97,29 +99,29 @@ async def run_call(
 
 
 def assert_call_complete(events: Sequence[StreamEvent], result: ToolCallResult, tool: HostedTool) -> None:
-    """What holds for every call, however it went."""
-    made = {
+    """Check the events and the result of any ended call."""
+    items = {
         _INDEX: result.item,
-        **{further.output_index: further.item for further in result.additional_items},
+        **{extra.output_index: extra.item for extra in result.additional_items},
     }
-    assert [*made] == [*range(_INDEX, _INDEX + len(made))]
-    for index, item in made.items():
+    assert [*items] == [*range(_INDEX, _INDEX + len(items))]
+    for index, item in items.items():
         assert_item_complete(
             [event for event in events if getattr(event, "output_index", None) == index], item, tool
         )
-    assert {getattr(event, "output_index", None) for event in events} == {*made}
-    assert {event.sequence_number for event in events} == {-1}, "only the engine numbers"
+    assert {getattr(event, "output_index", None) for event in events} == {*items}
+    assert {event.sequence_number for event in events} == {-1}, "only the engine sets sequence numbers"
     beginning = ResponseCreated(response=Response(id="resp_1", created_at=0, model="m"))
-    assert aggregate_events([beginning, *events]).output == [*made.values()]
+    assert aggregate_events([beginning, *events]).output == [*items.values()]
     assert msgspec.json.encode(list(events))
     assert isinstance(msgspec.json.decode(result.exchange.arguments), dict)
-    exchanges = [result.exchange, *(further.exchange for further in result.additional_items)]
+    exchanges = [result.exchange, *(extra.exchange for extra in result.additional_items)]
     assert {exchange.call_id for exchange in exchanges} == {"call_1"}
     assert [exchange.tells for exchange in exchanges] in (["both"], ["call", "result"])
 
 
-def assert_item_complete(events: Sequence[StreamEvent], made: OutputItem, tool: HostedTool) -> None:
-    """The events of one item."""
+def assert_item_complete(events: Sequence[StreamEvent], expected: OutputItem, tool: HostedTool) -> None:
+    """Check the events of one item."""
     first, last = events[0], events[-1]
     assert isinstance(first, OutputItemAdded)
     assert isinstance(last, OutputItemDone)
@@ -127,18 +129,16 @@ def assert_item_complete(events: Sequence[StreamEvent], made: OutputItem, tool: 
         OutputItemAdded,
         OutputItemDone,
     ]
-    assert last.item == made
-    item = decode_fields(made)
+    assert last.item == expected
+    item = decode_fields(expected)
     assert item["type"] in tool.item_types
     assert decode_fields(first.item)["id"] == item["id"]
     assert {getattr(event, "item_id", item["id"]) for event in events} == {item["id"]}
 
 
 def get_model_output(result: ToolCallResult) -> str:
-    """What the model reads, in whichever item it is."""
-    return "".join(
-        [result.exchange.output, *(further.exchange.output for further in result.additional_items)]
-    )
+    """Return the output that the model reads, of any item."""
+    return "".join([result.exchange.output, *(extra.exchange.output for extra in result.additional_items)])
 
 
 def decode_fields(item: OutputItem) -> dict[str, object]:
@@ -146,13 +146,14 @@ def decode_fields(item: OutputItem) -> dict[str, object]:
 
 
 def make_conversation_item(item: OutputItem) -> ConversationEntry:
-    raw = msgspec.json.encode(item)
-    known = decode_fields(item)
-    return ConversationEntry(type=str(known["type"]), id=str(known["id"]), turn=1, raw=raw)
+    fields = decode_fields(item)
+    return ConversationEntry(
+        type=str(fields["type"]), id=str(fields["id"]), turn=1, raw=msgspec.json.encode(item)
+    )
 
 
 class HostedToolKit:
-    """A subclass has a fixture `subject` that gives a `Subject`."""
+    """All tests of the seam."""
 
     async def test_what_the_model_is_told(self, subject: ToolSubject) -> None:
         function = (await subject.configure()).function
@@ -164,19 +165,19 @@ class HostedToolKit:
 
     async def test_the_configuration_is_shown(self, subject: ToolSubject) -> None:
         assert subject.spec.type in subject.tool.types
-        shown = msgspec.json.decode(subject.tool.echo_spec(subject.spec))
-        assert shown["type"] == subject.spec.type
+        echoed = msgspec.json.decode(subject.tool.echo_spec(subject.spec))
+        assert echoed["type"] == subject.spec.type
 
     @pytest.mark.parametrize("fragment", [1, 7, 10_000])
     async def test_a_call_that_works(self, subject: ToolSubject, fragment: int) -> None:
-        offered = await subject.configure()
+        configured = await subject.configure()
         events, result = await run_call(
-            offered.start_call(subject.make_context()), subject.valid_arguments, fragment
+            configured.start_call(subject.make_context()), subject.valid_arguments, fragment
         )
         assert_call_complete(events, result, subject.tool)
         assert decode_fields(result.item)["status"] == "completed"
         assert (result.exchange.name, result.exchange.arguments) == (
-            offered.function.name,
+            configured.function.name,
             subject.valid_arguments,
         )
         assert get_model_output(result)
@@ -221,8 +222,10 @@ class HostedToolKit:
         assert "it was cancelled" in get_model_output(result)
 
     async def test_calls_at_once(self, subject: ToolSubject) -> None:
-        offered = await subject.configure()
-        sessions = [offered.start_call(subject.make_context(f"call_{number}", number)) for number in range(3)]
+        configured = await subject.configure()
+        sessions = [
+            configured.start_call(subject.make_context(f"call_{number}", number)) for number in range(3)
+        ]
         results = [
             result
             for _, result in await asyncio.gather(
@@ -254,9 +257,9 @@ class HostedToolKit:
                 assert exchange is None or exchange.name
 
     async def test_files_that_are_not_there(self, subject: ToolSubject) -> None:
-        offered = await subject.configure()
-        assert not await offered.find_files([])
-        assert not await offered.find_files(["/mnt/data/never-written.txt", "../x", "\N{SNOWMAN}"])
+        configured = await subject.configure()
+        assert not await configured.find_files([])
+        assert not await configured.find_files(["/mnt/data/never-written.txt", "../x", "\N{SNOWMAN}"])
 
 
 async def _read_until_result(steps: AsyncGenerator[ToolCallStep], events: list[StreamEvent]) -> None:

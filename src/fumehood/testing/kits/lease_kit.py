@@ -1,4 +1,4 @@
-"""The part of the store kit about leases and several processes."""
+"""Conformance tests of `ResponseStore`: leases, and stores shared by processes."""
 
 import asyncio
 import itertools
@@ -18,7 +18,7 @@ from fumehood.testing.kits.store_fixtures import (
 
 
 class LeaseKit:
-    """Only who holds the lease writes."""
+    """Only the holder of a lease commits."""
 
     async def test_a_lost_response_fails_clearly(self, subject: StoreSubject) -> None:
         store = subject.store
@@ -110,7 +110,7 @@ class LeaseKit:
                 await asyncio.sleep(0)
             task.cancel()
             await asyncio.wait([task])
-            await store.renew_leases([])  # behind it in the queue, if there is one
+            await store.renew_leases([])  # after the commit, if there is a queue
             found = await store.get_response("tenant", one.response.id)
             assert found is not None
             if found.status == "completed":
@@ -121,28 +121,28 @@ class LeaseKit:
 
 
 class SharedStoreKit:
-    """For stores that several processes may use at once."""
+    """For stores that several processes share."""
 
     async def test_another_process_takes_over(self, subject: StoreSubject) -> None:
         assert subject.second_store
-        store, another = subject.store, subject.second_store
-        one, alive = make_response(store, "one"), make_response(another, "alive")
+        store, second = subject.store, subject.second_store
+        one, alive = make_response(store, "one"), make_response(second, "alive")
         lease = await one.begin()
-        await store.renew_leases([lease])  # written by now
+        await store.renew_leases([lease])  # the beginning is written now
         await subject.expire_leases()
         held = await alive.begin()
-        assert await another.fail_orphaned_responses() == 1
+        assert await second.fail_orphaned_responses() == 1
         found = await store.get_response("tenant", one.response.id)
         assert found is not None
         assert found.status == "failed"
         assert list(await store.renew_leases([lease])) == []
         with pytest.raises(LeaseLost):
             await one.complete(lease)
-        assert await find_stored_items(another, one.entries) == []
+        assert await find_stored_items(second, one.entries) == []
         response = await alive.complete(held)
         after = await store_response(store, "after", after=response)
-        assert list_user_texts(await another.get_conversation("tenant", after.id)) == ["alive", "after"]
-        assert await another.delete_response("tenant", after.id)
+        assert list_user_texts(await second.get_conversation("tenant", after.id)) == ["alive", "after"]
+        assert await second.delete_response("tenant", after.id)
         assert await store.get_conversation("tenant", after.id) is None
 
     async def test_two_processes_continue_one_conversation(self, subject: StoreSubject) -> None:
@@ -154,5 +154,5 @@ class SharedStoreKit:
         async with asyncio.timeout(60):
             await asyncio.gather(*(one.complete(lease) for one, lease in zip(turns, leases, strict=True)))
         for number, one in enumerate(turns):
-            said = list_user_texts(await next(stores).get_conversation("tenant", one.response.id))
-            assert said == ["first", str(number)]
+            texts = list_user_texts(await next(stores).get_conversation("tenant", one.response.id))
+            assert texts == ["first", str(number)]

@@ -1,6 +1,6 @@
-"""What every model backend has to keep to.
+"""Conformance tests of `ModelBackend`.
 
-Inherit from `ModelBackendKit` and give it a fixture `subject`; docs/testing.md shows how.
+`ModelBackendKit` needs a fixture `subject` of type `ModelSubject`; docs/testing.md has an example.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ _SECONDS = 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSubject:
-    """The implementation under test. What it cannot be brought to do is None and not tested.
+    """The implementation under test, with requests for the cases. Tests of missing requests are skipped.
 
-    answers: a request that gets text and no call, in more than one batch.
-    calls: one that gets at least one call.
-    refused: one that it cannot show to its model.
-    fails: one whose turn fails before it begins.
-    breaks: one whose turn fails after its first batch.
-    waits: one whose turn does not end by itself after its first batch; `left` then waits until the backend has let
-        go of it.
+    text_request: gets text and no call, in more than one batch.
+    call_request: gets at least one call.
+    invalid_request: cannot be rendered for its model.
+    failing_request: its turn fails before the first batch.
+    breaking_request: its turn fails after the first batch.
+    hanging_request: its turn does not end after the first batch.
+    wait_until_released: waits until the backend has closed the request that hangs.
     """
 
     backend: ModelBackend
@@ -48,10 +48,10 @@ class ModelSubject:
 
 
 async def run_turn(backend: ModelBackend, request: ModelRequest) -> list[Sequence[AnyModelEvent]]:
-    """All batches; fails unless none is empty and one `TurnEnded` comes, and comes last."""
+    """Return all batches of a turn. Fails unless none is empty and `ModelTurnEnded` comes last, once."""
     async with asyncio.timeout(_SECONDS), aclosing(backend.stream(request)) as stream:
         batches = [batch async for batch in stream]
-    assert all(batches), "an empty batch tells nothing"
+    assert all(batches), "an empty batch"
     events = flatten_batches(batches)
     assert [isinstance(event, ModelTurnEnded) for event in events] == [False] * (len(events) - 1) + [True], (
         events
@@ -65,7 +65,7 @@ def flatten_batches(batches: Sequence[Sequence[AnyModelEvent]]) -> list[AnyModel
 
 def _skip_if_missing[T](value: T | None) -> T:
     if value is None:
-        pytest.skip("this backend cannot be brought to do that")
+        pytest.skip("the subject has no such request")
     return value
 
 
@@ -77,7 +77,7 @@ class ModelBackendKit:
         assert end.reason in ("stop", "length", "content_filter")
         text = [event.delta for event in events if isinstance(event, ModelTextDelta)]
         assert "".join(text)
-        assert all(text), "an empty delta tells nothing"
+        assert all(text), "an empty delta"
 
     async def test_two_turns_at_once_do_not_mix(self, subject: ModelSubject) -> None:
         first, second = await asyncio.gather(
@@ -108,7 +108,7 @@ class ModelBackendKit:
         assert len(set(ids)) == len(ids)
         assert all(event.name for event in announced.values())
 
-    async def test_usage_adds_up_where_it_is_told(self, subject: ModelSubject) -> None:
+    async def test_usage_adds_up_where_it_is_given(self, subject: ModelSubject) -> None:
         end = flatten_batches(await run_turn(subject.backend, subject.text_request))[-1]
         assert isinstance(end, ModelTurnEnded)
         if end.usage is not None:
@@ -148,7 +148,7 @@ class ModelBackendKit:
             await read_on()
 
     async def test_closing_the_generator_aborts_the_request(self, subject: ModelSubject) -> None:
-        request, left = (
+        request, wait_until_released = (
             _skip_if_missing(subject.hanging_request),
             _skip_if_missing(subject.wait_until_released),
         )
@@ -156,10 +156,10 @@ class ModelBackendKit:
             stream = subject.backend.stream(request)
             assert await anext(stream)
             await stream.aclose()
-            await left()
+            await wait_until_released()
 
     async def test_cancelling_the_reader_aborts_the_request(self, subject: ModelSubject) -> None:
-        request, left = (
+        request, wait_until_released = (
             _skip_if_missing(subject.hanging_request),
             _skip_if_missing(subject.wait_until_released),
         )
@@ -176,7 +176,7 @@ class ModelBackendKit:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            await left()
+            await wait_until_released()
 
     async def test_a_count_is_positive_and_grows(self, subject: ModelSubject) -> None:
         tokens, _ = await subject.backend.count_tokens(subject.text_request)

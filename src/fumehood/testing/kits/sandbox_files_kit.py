@@ -1,4 +1,4 @@
-"""The part of the conformance kit that is about files and archives."""
+"""Conformance tests of `Sandbox`: files and archives."""
 
 import io
 import tarfile
@@ -50,7 +50,7 @@ ARCHIVE_FORMATS: list[ArchiveFormat] = ["zip", "tar", "tar.gz", "tar.zst"]
 
 
 class _SandboxFilesSubject(Protocol):
-    """What these tests need of the kit's `Subject`."""
+    """What these tests need of `SandboxSubject`."""
 
     def create_sandbox(self, name: str | None = None) -> AbstractAsyncContextManager[Sandbox]: ...
 
@@ -60,7 +60,7 @@ class _SandboxFilesSubject(Protocol):
 
 
 async def read_content(sandbox: Sandbox, path: str) -> bytes:
-    return b"".join([piece async for piece in sandbox.read_file(path)])
+    return b"".join([chunk async for chunk in sandbox.read_file(path)])
 
 
 async def list_paths(sandbox: Sandbox) -> list[str]:
@@ -68,12 +68,12 @@ async def list_paths(sandbox: Sandbox) -> list[str]:
 
 
 async def read_contents(sandbox: Sandbox, paths: Sequence[str]) -> list[BundleContent]:
-    return [content async for some in sandbox.read_files(paths) for content in some]
+    return [content async for batch in sandbox.read_files(paths) for content in batch]
 
 
 async def batch_files(files: Mapping[str, bytes], size: int = 100) -> AsyncGenerator[Sequence[BundledFile]]:
-    for some in batched(files.items(), size):
-        yield some
+    for batch in batched(files.items(), size):
+        yield batch
 
 
 async def stream_chunks(content: bytes, size: int = 1000) -> AsyncGenerator[bytes]:
@@ -82,7 +82,7 @@ async def stream_chunks(content: bytes, size: int = 1000) -> AsyncGenerator[byte
 
 
 class SourceError(Exception):
-    """What a caller's own stream raises; it comes back to the caller as it is."""
+    """Raised by the stream of the caller, which gets it back unchanged."""
 
 
 async def _fail_midway() -> AsyncGenerator[bytes]:
@@ -91,7 +91,7 @@ async def _fail_midway() -> AsyncGenerator[bytes]:
 
 
 def build_archive(kind: ArchiveFormat, members: dict[str, bytes]) -> bytes:
-    """An archive with files of these names, whatever they are."""
+    """Return an archive with these files. Names are not checked."""
     buffer = io.BytesIO()
     if kind == "zip":
         with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as zipped:
@@ -116,7 +116,7 @@ def _load_zstd_compressor() -> Callable[[bytes], bytes]:
 
 
 class SandboxFilesKit:
-    """Files go in and out whole, under any name that is a plain path, and nowhere else."""
+    """Files are written and read whole, under every valid path and no other."""
 
     async def test_write_list_read_delete(self, subject: _SandboxFilesSubject) -> None:
         async with subject.create_sandbox() as sandbox:
@@ -133,14 +133,14 @@ class SandboxFilesKit:
             await sandbox.delete_file("b/data.bin")
             assert await list_paths(sandbox) == ["a.txt"]
 
-    async def test_large_files_pass_in_pieces(self, subject: _SandboxFilesSubject) -> None:
+    async def test_large_files_pass_in_chunks(self, subject: _SandboxFilesSubject) -> None:
         content = b"0123456789abcdef" * (3 << 16)
         async with subject.create_sandbox() as sandbox:
             entry = await sandbox.write_file("large.bin", stream_chunks(content, 100_000))
             assert entry.size == len(content)
-            pieces = [piece async for piece in sandbox.read_file("large.bin")]
-            assert len(pieces) > 1
-            assert b"".join(pieces) == content
+            chunks = [chunk async for chunk in sandbox.read_file("large.bin")]
+            assert len(chunks) > 1
+            assert b"".join(chunks) == content
             await sandbox.write_file("again.bin", content)
             assert await read_content(sandbox, "again.bin") == content
 
@@ -287,7 +287,7 @@ class SandboxFilesKit:
             await sandbox.write_file("large.bin", bytes(MAX_BUNDLED_FILE_BYTES + 1))
             asked = ["none", "folder", "folder/a", "large.bin", "folder/a/below", *BAD_NAMES, "folder/a"]
             found = await read_contents(sandbox, asked)
-            kinds = [one if isinstance(one, bytes) else type(one) for one in found]
+            kinds = [content if isinstance(content, bytes) else type(content) for content in found]
             assert kinds == [
                 FileNotFound,
                 FileRefused,

@@ -1,6 +1,6 @@
-"""What every implementation of `Sandbox` and `SandboxProvider` must pass.
+"""Conformance tests of `SandboxProvider` and `Sandbox`.
 
-Give a test class the fixture `subject` and inherit from `SandboxKit`; docs/testing.md has an example.
+`SandboxKit` needs a fixture `subject` of type `SandboxSubject`; docs/testing.md has an example.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ PYTHON_PROGRAMS: Mapping[SandboxProgram, str] = {
     "a command exits with 3": "echo out; echo err >&2; echo made > out.txt; exit 3",
     "a command waits to be interrupted": "echo waiting; while :; do sleep 60; done",
 }
-"""What a sandbox is asked to run, where it runs Python and a shell."""
+"""For sandboxes that run Python and a shell."""
 
 _SECONDS = 60
 _GONE = (SandboxGone, SandboxNotFound)
@@ -73,8 +73,8 @@ _GONE = (SandboxGone, SandboxNotFound)
 class SandboxSubject:
     """The implementation under test.
 
-    programs: the code that makes a sandbox of it behave as named.
-    another: makes a provider of its own, which a test then closes; without it closing is not tested.
+    programs: code by its behaviour.
+    make_provider: makes a second provider, which a test closes; without it, the tests of `close` are skipped.
     """
 
     provider: SandboxProvider
@@ -83,7 +83,7 @@ class SandboxSubject:
 
     @asynccontextmanager
     async def create_sandbox(self, name: str | None = None) -> AsyncGenerator[Sandbox]:
-        """A new sandbox for as long as a test needs it."""
+        """Create a sandbox for the block."""
         async with asyncio.timeout(_SECONDS):
             ref = await self.provider.create(SandboxSpec(), name)
             try:
@@ -102,10 +102,10 @@ class SandboxSubject:
 
 
 async def read_events(events: AsyncGenerator[ExecutionEvent]) -> list[ExecutionEvent]:
-    """All of them; fails unless one `End` comes, and comes last."""
-    seen = [event async for event in events]
-    assert [isinstance(event, ExecutionEnd) for event in seen] == [False] * (len(seen) - 1) + [True], seen
-    return seen
+    """Return all events. Fails unless `ExecutionEnd` comes last, once."""
+    found = [event async for event in events]
+    assert [isinstance(event, ExecutionEnd) for event in found] == [False] * (len(found) - 1) + [True], found
+    return found
 
 
 def get_end(events: list[ExecutionEvent]) -> ExecutionEnd:
@@ -119,7 +119,7 @@ def collect_stdout(events: list[ExecutionEvent]) -> str:
 
 
 async def read_until_waiting(events: AsyncGenerator[ExecutionEvent]) -> None:
-    """Read up to the word that the waiting programs begin with."""
+    """Read until the program prints that it is waiting."""
     async for event in events:
         if isinstance(event, Stdout) and "waiting" in event.text:
             return
@@ -127,7 +127,7 @@ async def read_until_waiting(events: AsyncGenerator[ExecutionEvent]) -> None:
 
 
 class SandboxProviderKit:
-    """Sandboxes come, are found again, and go."""
+    """Sandboxes are created, found again, and destroyed."""
 
     async def test_a_sandbox_lives_until_it_is_destroyed(self, subject: SandboxSubject) -> None:
         ref = await subject.provider.create(SandboxSpec(memory="1g", tenant="somebody"))
@@ -192,7 +192,7 @@ class SandboxProviderKit:
             with pytest.raises(_GONE):
                 await sandbox.list_files()
             with pytest.raises(_GONE):
-                [piece async for piece in sandbox.read_file("file.txt")]
+                [chunk async for chunk in sandbox.read_file("file.txt")]
             with pytest.raises(_GONE):
                 await sandbox.write_file("file.txt", b"x")
             with pytest.raises(_GONE):
@@ -236,7 +236,7 @@ class SandboxProviderKit:
 
 
 class SandboxExecutionKit:
-    """Code runs once, one after another, and its events can be read from any point."""
+    """Executions run once, one after another, and their events can be read from any point."""
 
     async def test_events_and_their_end(self, subject: SandboxSubject) -> None:
         async with subject.create_sandbox() as sandbox:
@@ -376,7 +376,7 @@ class SandboxExecutionKit:
             if info.waiting:
                 assert (info.running, info.waiting) == ("first", 1)
                 return
-            await asyncio.sleep(0.01)  # it is on its way, and nothing tells when it has arrived
+            await asyncio.sleep(0.01)  # there is no notification of its arrival
 
     @pytest.mark.parametrize("by_id", [False, True])
     async def test_interrupt(self, subject: SandboxSubject, by_id: bool) -> None:
@@ -418,4 +418,4 @@ class SandboxExecutionKit:
 
 
 class SandboxKit(SandboxProviderKit, SandboxExecutionKit, SandboxFilesKit):
-    """Every promise of the two seams; a subclass has a fixture `subject` that gives a `Subject`."""
+    """All tests of both seams."""

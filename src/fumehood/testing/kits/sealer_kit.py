@@ -1,7 +1,6 @@
-"""What every sealer has to keep to.
+"""Conformance tests of `Sealer`.
 
-Inherit from `SealerKit` and give it a fixture `sealer`. That nobody can read or change what is sealed is for the
-implementation's own tests: how they would try depends on it.
+`SealerKit` needs a fixture `sealer`. Secrecy and integrity depend on the implementation, and are tested there.
 """
 
 import pytest

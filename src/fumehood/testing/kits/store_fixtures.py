@@ -1,4 +1,4 @@
-"""A store under test, and responses to put into it."""
+"""The store under test, and responses to store."""
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from fumehood.protocol.openai.responses import Response
 
 
 def make_user_item(text: str) -> ConversationEntry:
-    """A message of a user's."""
+    """Return a user message as an entry."""
     raw = msgspec.json.encode({"type": "message", "role": "user", "content": text})
     return ConversationEntry(type="message", id=new_id("msg"), turn=0, raw=raw)
 
@@ -21,7 +21,7 @@ def make_user_item(text: str) -> ConversationEntry:
 def make_model_item(
     item: OutputItem, turn: int = 1, exchange: ToolExchange | None = None
 ) -> ConversationEntry:
-    """An item of the model's."""
+    """Return an output item as an entry."""
     raw = msgspec.json.encode(item)
     tag = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     kind, item_id = (msgspec.json.decode(tag[name], type=str) for name in ("type", "id"))
@@ -34,7 +34,7 @@ def make_assistant_message(text: str) -> OutputMessage:
 
 @dataclass(slots=True)
 class PendingResponse:
-    """A response with its entries, on its way into a store."""
+    """A response with its entries, to be stored."""
 
     store: Store
     tenant: str
@@ -59,7 +59,7 @@ def make_response(
     tenant: str = "tenant",
     output: Sequence[OutputItem] | None = None,
 ) -> PendingResponse:
-    """One that says the text and is answered with the same in capitals, or with these items."""
+    """Return a response to the text. Its output is the text in capitals, or the given items."""
     items: list[OutputItem] = [make_assistant_message(text.upper())] if output is None else list(output)
     response = Response(
         id=new_id("resp"),
@@ -81,20 +81,20 @@ async def store_response(
     tenant: str = "tenant",
     output: Sequence[OutputItem] | None = None,
 ) -> Response:
-    """The same, done."""
-    one = make_response(store, text, after=after, tenant=tenant, output=output)
-    return await one.complete(await one.begin())
+    """Store what `make_response` returns."""
+    pending = make_response(store, text, after=after, tenant=tenant, output=output)
+    return await pending.complete(await pending.begin())
 
 
-# --- what a test asks ---------------------------------------------------------------------------------
+# --- helpers of tests ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class StoreSubject:
     """The implementation under test, empty at first.
 
-    lapse: lets all leases that were given until now run out.
-    another: the same data as another process sees them, where there may be one.
+    expire_leases: makes all leases expire.
+    second_store: the same data as a second process sees them, if processes may share the store.
     """
 
     store: Store
@@ -109,14 +109,14 @@ async def load_segments(store: Store, response: Response) -> list[ConversationSe
 
 
 def list_user_texts(conversation: Sequence[ConversationSegment] | None) -> list[str] | None:
-    """What was said, one for each segment."""
+    """Return the first user text of each segment."""
     if conversation is None:
         return None
-    said: list[str] = []
+    texts: list[str] = []
     for segment in conversation:
         assert segment.entries, "an empty segment"
-        said.append(msgspec.json.decode(segment.entries[0].raw)["content"])
-    return said
+        texts.append(msgspec.json.decode(segment.entries[0].raw)["content"])
+    return texts
 
 
 def assert_same_response(found: Response | None, expected: Response) -> None:
@@ -125,6 +125,6 @@ def assert_same_response(found: Response | None, expected: Response) -> None:
 
 
 async def find_stored_items(store: Store, entries: Sequence[ConversationEntry]) -> list[ConversationEntry]:
-    """Those of them that can still be found."""
+    """Return those entries that the store still finds by id."""
     found = await store.find_items("tenant", [entry.id for entry in entries if entry.id])
     return [found[entry.id] for entry in entries if entry.id in found]

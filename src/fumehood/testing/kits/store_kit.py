@@ -1,7 +1,7 @@
-"""What every implementation of `Store` must pass.
+"""Conformance tests of `Store`, one kit for each of its parts.
 
-Give a test class the fixture `subject` and inherit from `StoreKit`; docs/testing.md has an example. `SegmentCacheKit` and
-`SharedStoreKit` (in `store_kit_leases`) are for stores that do more.
+`StoreKit` needs a fixture `subject` of type `StoreSubject`. `SegmentCacheKit` and `lease_kit.SharedStoreKit` test
+optional features.
 """
 
 import asyncio
@@ -47,11 +47,11 @@ _SECONDS = 60
 
 
 class ResponseStoreKit:
-    """Responses come back as they went in."""
+    """Responses are read as they were written."""
 
     async def test_a_response_comes_back_whole(self, subject: StoreSubject) -> None:
         response = await store_response(subject.store, "whole")
-        response.usage = Usage(input_tokens=1)  # ours to change: the store has its own
+        response.usage = Usage(input_tokens=1)  # the store has a copy
         found = await subject.store.get_response("tenant", response.id)
         response.usage = None
         assert_same_response(found, response)
@@ -85,9 +85,9 @@ class ResponseStoreKit:
         found = await subject.store.get_response("tenant", response.id)
         assert found is not None
         assert found.output == items
-        shown = project_response(found, ()).output[1]
-        assert isinstance(shown, CodeInterpreterCall)
-        assert shown.outputs is None
+        projected = project_response(found, ()).output[1]
+        assert isinstance(projected, CodeInterpreterCall)
+        assert projected.outputs is None
         assert project_response(found, (INCLUDE_CODE_OUTPUTS,)).output[1] == call
 
     async def test_items_of_others_stay_their_bytes(self, subject: StoreSubject) -> None:
@@ -184,7 +184,7 @@ class ResponseStoreKit:
         store = subject.store
         response = await store_response(store, tenant="one")
         item_id = response.output[0].id if isinstance(response.output[0], OutputMessage) else ""
-        for _ in range(2):  # also after its owner has looked
+        for _ in range(2):  # also after the owner has read it
             assert await store.get_response("other", response.id) is None
             assert await store.get_conversation("other", response.id) is None
             assert await store.list_input_items("other", response.id) is None
@@ -242,7 +242,7 @@ class ResponseStoreKit:
 
 
 class ConversationStoreKit:
-    """Conversations go on, fork, and go."""
+    """Conversations are continued, forked and deleted."""
 
     async def test_a_conversation_goes_on(self, subject: StoreSubject) -> None:
         store = subject.store
@@ -305,8 +305,8 @@ class ConversationStoreKit:
             tip: Response | None = None
             for number in range(10):
                 tip = await store_response(store, f"{name} {number}", after=tip)
-                said = list_user_texts(await store.get_conversation("tenant", tip.id))
-                assert said == [f"{name} {n}" for n in range(number + 1)]
+                texts = list_user_texts(await store.get_conversation("tenant", tip.id))
+                assert texts == [f"{name} {n}" for n in range(number + 1)]
 
         async with asyncio.timeout(_SECONDS):
             await asyncio.gather(*(talk(name) for name in range(30)))
@@ -328,7 +328,7 @@ class ConversationStoreKit:
 
 
 class ResponseDeletionKit:
-    """A response is gone at once; its items as soon as nobody stands on them."""
+    """A response is deleted at once, its items with the last response that refers to them."""
 
     async def test_a_deleted_response_is_gone(self, subject: StoreSubject) -> None:
         store = subject.store
@@ -421,8 +421,8 @@ class ResponseDeletionKit:
         assert await find_stored_items(store, [*first.entries, *one.entries]) == []
 
 
-class IdempotencyAndApiKeyKit:
-    """Claims and keys."""
+class IdempotencyStoreKit:
+    """A key stands for one request, until it is released or expires."""
 
     async def test_a_claim_stands_until_it_is_released_or_expires(self, subject: StoreSubject) -> None:
         store = subject.store
@@ -450,6 +450,10 @@ class IdempotencyAndApiKeyKit:
         )
         (winner,) = [claim for claim, before in zip(claims, found, strict=True) if before is None]
         assert all(before in (None, winner) for before in found)
+
+
+class ApiKeyStoreKit:
+    """Keys are added, listed and revoked."""
 
     async def test_keys(self, subject: StoreSubject) -> None:
         store = subject.store
@@ -482,7 +486,7 @@ class IdempotencyAndApiKeyKit:
 
 
 class SegmentCacheKit:
-    """For stores that keep segments in memory: renderings are kept on them, so they stay the same objects."""
+    """For stores that cache segments: segments stay the same objects, because renderings are attached to them."""
 
     async def test_segments_stay_the_same_objects(self, subject: StoreSubject) -> None:
         store = subject.store
@@ -504,8 +508,9 @@ class StoreKit(
     ConversationStoreKit,
     ResponseDeletionKit,
     LeaseKit,
-    IdempotencyAndApiKeyKit,
+    IdempotencyStoreKit,
+    ApiKeyStoreKit,
     ContainerStoreKit,
     UploadStoreKit,
 ):
-    """All that holds for every store."""
+    """All tests of the seam."""

@@ -1,4 +1,4 @@
-"""What every `Store` must do about uploads."""
+"""Conformance tests of `UploadStore`."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from fumehood.testing.kits.store_fixtures import StoreSubject
 
 
 def _make_upload(number: int, tenant: str = "a", purpose: FilePurpose = "user_data") -> UploadedFileRecord:
-    """Ten in one second, so that ids decide."""
+    """Ten have the same time, so that ids decide their order."""
     return UploadedFileRecord(
         id=f"file-{number:04}",
         tenant=tenant,
