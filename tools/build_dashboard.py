@@ -290,7 +290,7 @@ ROWS: dict[str, list[Panel]] = {
             [
                 (
                     f"{_chosen('fumehood_disk_free_bytes')} / {_chosen('fumehood_disk_size_bytes')}",
-                    "{{instance}} {{place}}",
+                    "{{instance}} {{volume}}",
                 )
             ],
         ),

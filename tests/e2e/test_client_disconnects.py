@@ -126,7 +126,7 @@ def test_a_request_ends_with_its_connection_though_others_wait_behind_it(
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     first, *others = log.lines()
     assert first["model"] == "deltas"
-    assert first["outcome"] in ("the client has gone", "cancelled", "failed")
+    assert first["outcome"] in ("client disconnected", "cancelled", "failed")
     assert others == []
 
 
@@ -142,7 +142,7 @@ def test_what_cannot_be_served_does_not_get_into_the_answer_before_it(
         while piece := sock.recv(65536):
             answer += piece
     assert answer.count(b"HTTP/1.1") == 1
-    assert [line["outcome"] for line in log.lines()] == ["the client has gone"]
+    assert [line["outcome"] for line in log.lines()] == ["client disconnected"]
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,8 @@ def test_what_code_did_is_seen_in_the_gateway_and_in_its_sandbox_server(
         grown("fumehood_store_write_duration_seconds_count") == grown("fumehood_store_batch_size_count") > 0
     )
     assert after.value("fumehood_event_loop_lag_seconds_count") > 0
-    assert after.value("fumehood_disk_size_bytes", place="blobs") > after.value(
-        "fumehood_disk_free_bytes", place="blobs"
+    assert after.value("fumehood_disk_size_bytes", volume="blobs") > after.value(
+        "fumehood_disk_free_bytes", volume="blobs"
     )
     assert after.value("fumehood_local_sandbox_server_up") == 1
 

@@ -162,7 +162,7 @@ async def test_a_store_that_fails_changes_nothing(caplog: pytest.LogCaptureFixtu
         clock.advance(KEY_REFRESH_SECONDS)
         with caplog.at_level(logging.WARNING):
             await settle()
-        assert "keys could not be read: down" in caplog.text
+        assert "cannot load the API keys: down" in caplog.text
         assert holders.authenticate(bearer(secret), b"").key_id
         store.down = False
         await store.revoke_api_key(holders.authenticate(bearer(secret), b"").key_id, 1.0)

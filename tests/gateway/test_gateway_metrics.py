@@ -68,7 +68,7 @@ async def test_limits_are_counted_by_name() -> None:
         served.runs.runs[0].cancel("enough")
         await waits
         shown = MetricsPage.parse((await TenantClient(served, scraper).ask("GET", "/metrics")).body.decode())
-    limits = ("key", "total", "rate", "key_bytes", "total_bytes")
+    limits = ("key_concurrency", "server_concurrency", "rate", "key_memory", "server_memory")
     assert [shown.value("fumehood_limit_rejections_total", limit=limit) for limit in limits] == [
         1,
         1,
@@ -90,8 +90,8 @@ async def test_large_bodies_beyond_a_limit() -> None:
             more.reserve(201)
     async with run_gateway(limits=limits) as served:
         shown = await page(served)
-    assert shown.value("fumehood_limit_rejections_total", limit="key_bytes") == 1
-    assert shown.value("fumehood_limit_rejections_total", limit="total_bytes") == 1
+    assert shown.value("fumehood_limit_rejections_total", limit="key_memory") == 1
+    assert shown.value("fumehood_limit_rejections_total", limit="server_memory") == 1
 
 
 async def test_those_who_may_not_ask() -> None:
@@ -106,7 +106,7 @@ async def test_those_who_may_not_ask() -> None:
         assert (await TenantClient(served, "fh-wrong").create()).status == 401
         assert (await TenantClient(served, scraper).create()).status == 403
         shown = MetricsPage.parse((await TenantClient(served, scraper).ask("GET", "/metrics")).body.decode())
-    reasons = ("no_key", "wrong_key", "scope", "host")
+    reasons = ("missing_key", "unknown_key", "scope", "host")
     assert [shown.value("fumehood_auth_rejections_total", reason=reason) for reason in reasons] == [
         1,
         2,
@@ -163,8 +163,8 @@ async def test_a_disk_that_is_not_there_is_left_out(tmp_path: Path) -> None:
     shown = MetricsPage.parse(
         (await GatewayMetrics(disk_paths={"here": tmp_path, "gone": tmp_path / "gone"}).render()).decode()
     )
-    assert shown.value("fumehood_disk_size_bytes", place="here") > 0
-    assert ("fumehood_disk_free_bytes", (("place", "gone"),)) not in shown.samples
+    assert shown.value("fumehood_disk_size_bytes", volume="here") > 0
+    assert ("fumehood_disk_free_bytes", (("volume", "gone"),)) not in shown.samples
 
 
 # --- the sandbox server of the gateway's own -----------------------------------------------------------

@@ -252,7 +252,9 @@ async def test_a_caller_who_leaves_early_is_no_error(
             )
             await writer.drain()
         async with asyncio.timeout(30):
-            while "left before" not in str([getattr(record, "fields", "") for record in caplog.records]):
+            while "disconnected before" not in str(
+                [getattr(record, "fields", "") for record in caplog.records]
+            ):
                 await asyncio.sleep(0.01)
     assert {record.levelno for record in caplog.records} == {logging.INFO}
 
@@ -446,7 +448,7 @@ async def test_a_body_that_drips(path: str, monkeypatch: pytest.MonkeyPatch) -> 
         body = await reader.readuntil(b"}}")
     assert head.startswith(b"HTTP/1.1 408")
     assert json.loads(body)["error"]["code"] == "request_timeout"
-    assert b"1024 bytes a second" in body
+    assert b"1024 bytes per second" in body
 
 
 async def test_figures_may_be_hidden() -> None:

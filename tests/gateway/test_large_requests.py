@@ -423,4 +423,4 @@ async def test_a_body_of_too_many_values_is_refused() -> None:
         many = await served.request("POST", "/v1/responses", start + b"[" + b"1," * 510_000 + b"1]}")
     assert few.status == 200
     assert many.error == (400, "invalid_json", None)
-    assert "more than 500000 values" in many.json["error"]["message"]
+    assert "more than 500000 JSON values" in many.json["error"]["message"]

@@ -1,4 +1,8 @@
-"""The HTTP server."""
+"""The HTTP gateway: OpenAI's Responses, Containers, Files and Models APIs as an ASGI application.
+
+It authenticates, limits, parses and logs requests, and streams responses. What serves them is behind
+`fumehood.interfaces`.
+"""
 
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.authentication import AnonymousAuthenticator, ApiKeyAuthenticator, Authenticator

@@ -1,7 +1,4 @@
-"""The gateway's HTTP face: which path is whose, and what becomes of errors.
-
-It holds no logic of its own: it reads requests, asks what is behind the interfaces, writes answers.
-"""
+"""The gateway's ASGI application: routing, authentication, error responses and the request log."""
 
 import logging
 from collections.abc import Awaitable, Callable, Collection
@@ -68,15 +65,16 @@ class MethodNotAllowed(ApiError):
 
 
 class Gateway:
-    """An ASGI application, for `server.Server`: WebSockets need its protocol.
+    """The ASGI application. Run it on `GatewayServer`: WebSockets need its protocol.
 
-    origins: the web pages that may ask.
-    always_include: what every response shows, asked for or not.
-    unready: tells why this gateway cannot serve now, None if it can.
-    silence: seconds after which a stream that has nothing to say shows that it is alive.
-    file_bytes: the largest file that anybody may upload.
-    slowest: bytes in a second that a body has to come with, on the whole; 0 lets it drip.
-    pass_fields: fields of requests that model servers are given as they came, besides those that all are.
+    cors: the web pages that may use the gateway; none by default.
+    always_include: `include` values applied to every response.
+    readiness_problem: returns why the gateway cannot serve now, or None.
+    keepalive_seconds: a stream that is silent for this long gets a keepalive.
+    max_file_bytes: size limit of an uploaded file.
+    min_bytes_per_second: minimum average rate of a request body; 0 disables the check.
+    serve_metrics: whether to serve /metrics.
+    pass_fields: additional request fields that are passed to model servers unchanged.
     """
 
     def __init__(
@@ -118,33 +116,33 @@ class Gateway:
             keepalive_seconds=keepalive_seconds,
             parser=RequestParser(pass_fields),
         )
-        sockets = WebSocketRoutes(
+        websockets = WebSocketRoutes(
             responses,
             self._authenticate_websocket,
             self.cors,
             self.metrics,
-            record_request=lambda exchange: self._record_request(exchange, self._websocket_routes),
+            record_request=lambda context: self._record_request(context, self._websocket_routes),
         )
-        cards = ModelRoutes(models)
-        container = ContainerRoutes(containers, limits)
+        model_routes = ModelRoutes(models)
+        container_routes = ContainerRoutes(containers, limits)
         container_files = ContainerFileRoutes(containers, limits, self.metrics, max_file_bytes)
-        uploads = FileRoutes(files, limits, self.metrics, max_file_bytes)
+        file_routes = FileRoutes(files, limits, self.metrics, max_file_bytes)
         metrics_routes: list[_RouteEntry] = [("GET", "/metrics", "metrics", self._get_metrics)]
         self._routes = _Router(
             ("POST", "/v1/responses", "responses", responses.create),
-            ("GET", _WEBSOCKET_PATH, "responses", sockets.connect),
+            ("GET", _WEBSOCKET_PATH, "responses", websockets.connect),
             ("POST", "/v1/responses/input_tokens", "responses", responses.count_input_tokens),
             ("POST", "/v1/responses/compact", "responses", responses.compact),
             ("GET", "/v1/responses/{response_id}", "responses", responses.get),
             ("DELETE", "/v1/responses/{response_id}", "responses", responses.delete),
             ("POST", "/v1/responses/{response_id}/cancel", "responses", responses.cancel),
             ("GET", "/v1/responses/{response_id}/input_items", "responses", responses.list_input_items),
-            ("GET", "/v1/models", "models", cards.list),
-            ("GET", "/v1/models/{model:path}", "models", cards.get),
-            ("POST", "/v1/containers", "containers", container.create),
-            ("GET", "/v1/containers", "containers", container.list),
-            ("GET", "/v1/containers/{container_id}", "containers", container.get),
-            ("DELETE", "/v1/containers/{container_id}", "containers", container.delete),
+            ("GET", "/v1/models", "models", model_routes.list),
+            ("GET", "/v1/models/{model:path}", "models", model_routes.get),
+            ("POST", "/v1/containers", "containers", container_routes.create),
+            ("GET", "/v1/containers", "containers", container_routes.list),
+            ("GET", "/v1/containers/{container_id}", "containers", container_routes.get),
+            ("DELETE", "/v1/containers/{container_id}", "containers", container_routes.delete),
             ("POST", "/v1/containers/{container_id}/files", "containers", container_files.create),
             ("GET", "/v1/containers/{container_id}/files", "containers", container_files.list),
             ("GET", "/v1/containers/{container_id}/files/{file_id}", "containers", container_files.get),
@@ -155,11 +153,11 @@ class Gateway:
                 "containers",
                 container_files.get_content,
             ),
-            ("POST", "/v1/files", "files", uploads.create),
-            ("GET", "/v1/files", "files", uploads.list),
-            ("GET", "/v1/files/{upload_id}", "files", uploads.get),
-            ("DELETE", "/v1/files/{upload_id}", "files", uploads.delete),
-            ("GET", "/v1/files/{upload_id}/content", "files", uploads.get_content),
+            ("POST", "/v1/files", "files", file_routes.create),
+            ("GET", "/v1/files", "files", file_routes.list),
+            ("GET", "/v1/files/{upload_id}", "files", file_routes.get),
+            ("DELETE", "/v1/files/{upload_id}", "files", file_routes.delete),
+            ("GET", "/v1/files/{upload_id}/content", "files", file_routes.get_content),
             ("GET", "/healthz", None, self._get_health),
             ("GET", "/readyz", None, self._get_readiness),
             ("GET", "/openapi.json", None, self._get_openapi),
@@ -169,58 +167,58 @@ class Gateway:
 
     @property
     def routes(self) -> list[tuple[str, str]]:
-        """Methods and paths of everything that is served."""
+        """Method and path of every route."""
         return [*self._routes.scopes]
 
     @property
     def scopes(self) -> dict[tuple[str, str], ApiKeyScope | None]:
-        """What a key has to be for, by method and path of everything that is served; None where no key is needed."""
+        """The scope that each route requires, by method and path; None where no key is needed."""
         return self._routes.scopes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_socket = scope["type"] == "websocket"
-        made = WebSocketHandshake if is_socket else RequestContext
-        exchange = made(scope, receive, send, self._min_bytes_per_second)
-        place = self._routes.match(exchange)
+        is_websocket = scope["type"] == "websocket"
+        context_type = WebSocketHandshake if is_websocket else RequestContext
+        context = context_type(scope, receive, send, self._min_bytes_per_second)
+        path_routes = self._routes.match(context)
         try:
-            if exchange.has_unsupported_encoding:
-                raise InvalidRequest("A body may come in chunks, and in no other encoding.")
-            if is_socket and place is not self._websocket_routes:
+            if context.has_unsupported_encoding:
+                raise InvalidRequest("Unsupported Transfer-Encoding or TE: only chunked is supported.")
+            if is_websocket and path_routes is not self._websocket_routes:
                 raise NotFound(
-                    f"There is no WebSocket at {exchange.path[:200]}; there is one at {_WEBSOCKET_PATH}."
+                    f"There is no WebSocket at {context.path[:200]}; there is one at {_WEBSOCKET_PATH}."
                 )
-            if b"origin" in exchange.headers:
-                exchange.extra_headers += self.cors.response_headers(exchange)
-                if self.cors.is_preflight(exchange):
-                    methods = "" if place is None else ", ".join(sorted(place.by_method))
-                    await self.cors.send_preflight_response(exchange, methods)
+            if b"origin" in context.headers:
+                context.extra_headers += self.cors.response_headers(context)
+                if self.cors.is_preflight(context):
+                    methods = "" if path_routes is None else ", ".join(sorted(path_routes.by_method))
+                    await self.cors.send_preflight_response(context, methods)
                     return
-                if exchange.method == "POST" and is_simple_request(exchange.method, exchange.headers):
-                    self.cors.check_origin(exchange)
+                if context.method == "POST" and is_simple_request(context.method, context.headers):
+                    self.cors.check_origin(context)
             caller = (
                 ANONYMOUS
-                if place is not None and place.path in PUBLIC_PATHS
-                else await self._authenticate(exchange)
+                if path_routes is not None and path_routes.path in PUBLIC_PATHS
+                else await self._authenticate(context)
             )
-            route = self._routes.select(place, exchange)
+            route = self._routes.select(path_routes, context)
             if route.scope is not None:
                 self._check_scope(caller, route.scope)
-            await route.handler(exchange, caller)
+            await route.handler(context, caller)
         except ApiError as error:
-            await self._send_error(exchange, error)
+            await self._send_error(context, error)
         except ClientDisconnected:
-            exchange.log_fields["outcome"] = "the client left before its request was complete"
+            context.log_fields["outcome"] = "client disconnected before the request was complete"
         except Exception as error:
-            lack = detect_resource_exhaustion(error)
-            if lack is None:
-                logger.exception("A request could not be served (%s).", exchange.request_id)
-            if exchange.has_started:
+            exhausted = detect_resource_exhaustion(error)
+            if exhausted is None:
+                logger.exception("Request %s failed.", context.request_id)
+            if context.has_started:
                 raise
             await self._send_error(
-                exchange, lack or InternalServerError("The server failed; its log says why.")
+                context, exhausted or InternalServerError("Internal server error; see the server log.")
             )
         finally:
-            self._record_request(exchange, place)
+            self._record_request(context, path_routes)
 
     async def _authenticate(self, context: RequestContext) -> Caller:
         headers = context.headers
@@ -228,7 +226,7 @@ class Gateway:
         try:
             caller = await authenticate_or_refresh(self._authenticator, key, headers.get(b"host", b""))
         except NotAuthenticated:
-            self.metrics.record_auth_rejection("no_key" if key is None else "wrong_key")
+            self.metrics.record_auth_rejection("missing_key" if key is None else "unknown_key")
             raise
         except PermissionDenied:
             self.metrics.record_auth_rejection("host")
@@ -238,7 +236,7 @@ class Gateway:
         return caller
 
     async def _authenticate_websocket(self, context: RequestContext) -> Caller:
-        """Who sends the next message of a WebSocket."""
+        """Authenticate the sender of the next message of a WebSocket."""
         caller = await self._authenticate(context)
         self._check_scope(caller, "responses")
         return caller
@@ -259,12 +257,12 @@ class Gateway:
         elif isinstance(error, NotAuthenticated):
             context.extra_headers.append((b"www-authenticate", b"Bearer"))
         elif error.may_have_run or (isinstance(error, Conflict) and error.retry_after is None):
-            context.extra_headers.append((b"x-should-retry", b"false"))  # OpenAI's SDKs would repeat it
+            context.extra_headers.append((b"x-should-retry", b"false"))  # OpenAI's SDKs would retry
         await context.respond_error(error)
 
     def _record_request(self, context: RequestContext, path_routes: "_PathRoutes | None") -> None:
         route = "(unknown)" if path_routes is None else path_routes.path
-        if context.status == 101:  # which takes as long as the client stays
+        if context.status == 101:  # its duration is that of the connection
             route += " (websocket)"
         seconds = context.elapsed_seconds()
         self.metrics.record_request(route, context.status, seconds)
@@ -280,7 +278,7 @@ class Gateway:
             },
         )
 
-    # ---- the server itself ------------------------------------------------------------------------------------
+    # ---- health, metrics, OpenAPI -----------------------------------------------------------------------------
 
     async def _get_health(self, context: RequestContext, caller: Caller) -> None:
         del caller
@@ -305,17 +303,14 @@ class Gateway:
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """What serves one method on one path.
-
-    scope: what a key has to be for; None where no key is needed.
-    """
+    """The handler of one method on one path, and the key scope that it requires, if any."""
 
     handler: Handler
     scope: ApiKeyScope | None
 
 
 class _PathRoutes:
-    """All routes of one path, which is written as people read it. HEAD is served where GET is."""
+    """The routes of one path by method. HEAD uses the route of GET."""
 
     def __init__(self, path: str) -> None:
         self.path = format_path(path)
@@ -328,39 +323,39 @@ class _PathRoutes:
 
 
 class _Router:
-    """Paths without parameters are looked up, the others are tried one after another."""
+    """Finds the routes of a path: exact paths by lookup, patterns one after another."""
 
     def __init__(self, *routes: _RouteEntry) -> None:
         self.scopes: dict[tuple[str, str], ApiKeyScope | None] = {
             (method, path): scope for method, path, scope, _ in routes
         }
-        places: dict[str, _PathRoutes] = {}
+        paths: dict[str, _PathRoutes] = {}
         for method, path, scope, handler in routes:
-            places.setdefault(path, _PathRoutes(path)).add(method, _Route(handler, scope))
-        self._exact_paths = {path: place for path, place in places.items() if "{" not in path}
+            paths.setdefault(path, _PathRoutes(path)).add(method, _Route(handler, scope))
+        self._exact_paths = {path: entry for path, entry in paths.items() if "{" not in path}
         self._patterns: list[tuple[Pattern[str], _PathRoutes]] = [
-            (compile_path(path)[0], place) for path, place in places.items() if "{" in path
+            (compile_path(path)[0], entry) for path, entry in paths.items() if "{" in path
         ]
 
     def routes_of(self, path: str) -> _PathRoutes:
-        """The place of a path without parameters."""
+        """The routes of a path without parameters."""
         return self._exact_paths[path]
 
     def match(self, context: RequestContext) -> _PathRoutes | None:
-        place = self._exact_paths.get(context.path)
-        if place is not None:
-            return place
-        for pattern, place in self._patterns:
+        path_routes = self._exact_paths.get(context.path)
+        if path_routes is not None:
+            return path_routes
+        for pattern, path_routes in self._patterns:
             if (found := pattern.match(context.path)) is not None:
                 context.path_parameters = found.groupdict()
-                return place
+                return path_routes
         return None
 
     def select(self, path_routes: _PathRoutes | None, context: RequestContext) -> _Route:
         """Raises NotFound, MethodNotAllowed."""
         if path_routes is None:
-            served = suggest_routes(context.path, [path for _, path in self.scopes])
-            raise NotFound(f"Unknown request URL: {context.method} {context.path[:200]}. {served}")
+            suggestion = suggest_routes(context.path, [path for _, path in self.scopes])
+            raise NotFound(f"Unknown request URL: {context.method} {context.path[:200]}. {suggestion}")
         route = path_routes.by_method.get(context.method)
         if route is None:
             allowed = ", ".join(sorted(path_routes.by_method))

@@ -1,8 +1,7 @@
-"""Who a request is from, and whether it may be from there.
+"""Authenticates requests by API key, and checks key scopes and the Host header.
 
-To recognise a key nothing is awaited and no database asked: a gateway knows all of them, and looks every few seconds,
-and when somebody shows one that it does not know, whether there are others. What it is told of a request are two
-headers, so any kind of connection can be asked about.
+All keys are in memory, so authenticating awaits nothing. They are reloaded every few seconds, and when an unknown key
+arrives.
 """
 
 import asyncio
@@ -16,11 +15,11 @@ from fumehood.protocol.api_keys import ALL_SCOPES, ApiKeyScope, hash_secret
 from fumehood.protocol.openai.api_errors import ApiError, NotAuthenticated
 
 KEY_REFRESH_SECONDS = 2.0
-"""How long a key that was revoked may still be taken for a good one."""
+"""Seconds for which a revoked key may still be accepted."""
 
 _BEARER_PREFIX = b"bearer "
-_MISSING_KEY_MESSAGE = "No API key was given; send one as Authorization: Bearer KEY."
-_UNKNOWN_KEY_MESSAGE = "The API key is not known here, or was revoked; `fumehood keys create` makes one."
+_MISSING_KEY_MESSAGE = "Missing API key; send it as Authorization: Bearer KEY."
+_UNKNOWN_KEY_MESSAGE = "Unknown or revoked API key; `fumehood keys create` creates one."
 
 logger = logging.getLogger(__name__)
 
@@ -36,30 +35,30 @@ class MissingScope(PermissionDenied):
 
 
 def check_scope(caller: Caller, scope: ApiKeyScope) -> None:
-    """Raises MissingScope, in OpenAI's words, for a key that is not for this."""
+    """Raises MissingScope if the caller's key lacks the scope."""
     if scope not in caller.scopes:
         raise MissingScope(
-            f"You have insufficient permissions for this operation. Missing scopes: {scope}. This key is for "
-            f"{', '.join(sorted(caller.scopes))}; `fumehood keys create --scope {scope}` makes one for this."
+            f"You have insufficient permissions for this operation. Missing scopes: {scope}. This key has "
+            f"{', '.join(sorted(caller.scopes))}; `fumehood keys create --scope {scope}` creates one with this scope."
         )
 
 
 class Authenticator(Protocol):
-    """Knows who may ask."""
+    """Identifies the caller of a request."""
 
     def authenticate(self, authorization: bytes | None, host: bytes) -> Caller:
-        """Who it is that sends these two headers; raises ApiError for somebody who may not ask."""
+        """The caller with these Authorization and Host headers. Raises NotAuthenticated or PermissionDenied."""
         ...
 
     async def refresh_if_stale(self) -> bool:
-        """Whether somebody who was not known may be known now."""
+        """Reload the keys unless that was done recently; return whether they changed."""
         ...
 
 
 async def authenticate_or_refresh(
     authenticator: Authenticator, authorization: bytes | None, host: bytes
 ) -> Caller:
-    """As `Callers.identify`, but a key that was made a moment ago is known too."""
+    """As `Authenticator.authenticate`, but also accepts a key that was created a moment ago."""
     try:
         return authenticator.authenticate(authorization, host)
     except NotAuthenticated:
@@ -69,10 +68,11 @@ async def authenticate_or_refresh(
 
 
 class AnonymousAuthenticator:
-    """Lets everybody in who reaches the server, and gives all of them one tenant.
+    """Accepts every request, as one tenant, if its Host header names this server.
 
-    A web page that has its own name resolve to this machine would be such a caller too; it gives itself away by the
-    Host header. `hosts` are names by which the server may be called besides localhost and addresses.
+    The Host check stops DNS rebinding: a web page whose own name resolves to this machine sends that name as Host.
+
+    hosts: names of this server besides localhost and IP addresses.
     """
 
     def __init__(self, hosts: tuple[str, ...] = ()) -> None:
@@ -83,8 +83,8 @@ class AnonymousAuthenticator:
         del authorization
         if not self._hosts.matches(host):
             raise PermissionDenied(
-                f"This server is not called {decode_header(host).strip().lower()[:100]!r}; if it should be, add the "
-                "name to server.allowed_hosts."
+                f"Unknown host {decode_header(host).strip().lower()[:100]!r}; to serve it, add it to "
+                "server.allowed_hosts."
             )
         return self._caller
 
@@ -93,10 +93,10 @@ class AnonymousAuthenticator:
 
 
 class ApiKeyAuthenticator:
-    """Lets those in who have a key; while there has never been one, everybody.
+    """Requires an API key once the store has ever had one; until then, delegates to `anonymous`.
 
-    A key protects better than the Host header does, so where there are keys, that is not looked at.
-    `async with` looks for changes meanwhile.
+    With keys, the Host header is not checked: no web page can make a browser send a key.
+    `async with` reloads the keys in the background.
     """
 
     def __init__(self, store: ApiKeyStore, clock: Clock, anonymous: AnonymousAuthenticator) -> None:
@@ -122,7 +122,7 @@ class ApiKeyAuthenticator:
 
     @property
     def key_count(self) -> int:
-        """How many keys are good."""
+        """The number of valid keys."""
         return len(self._callers_by_digest)
 
     @property
@@ -137,20 +137,20 @@ class ApiKeyAuthenticator:
             raise NotAuthenticated(_MISSING_KEY_MESSAGE)
         if authorization[:7].lower() != _BEARER_PREFIX:
             raise NotAuthenticated(_MISSING_KEY_MESSAGE)
-        # Found by a hash that the caller cannot steer: how long the search takes tells nothing about any secret.
+        # A lookup by hash: its duration reveals nothing about any secret.
         caller = self._callers_by_digest.get(hash_secret(authorization[7:].strip()))
         if caller is None:
             raise NotAuthenticated(_UNKNOWN_KEY_MESSAGE)
         return caller
 
     async def refresh_if_stale(self) -> bool:
-        """Strangers cannot make it ask the database more often than every so often."""
+        """Rate limited, so that unknown keys cannot flood the store with queries."""
         if self._clock.monotonic() < self._refreshed_at + KEY_REFRESH_SECONDS / 4:
             return False
         return await self._try_refresh()
 
     async def refresh(self) -> bool:
-        """Take note of what has changed in the store, if anything has; raises Unavailable."""
+        """Load the keys if they changed; return whether they did. Raises ServiceUnavailable."""
         self._refreshed_at = self._clock.monotonic()
         revision = await self._store.get_api_keys_revision()
         if revision == self._revision:
@@ -162,9 +162,7 @@ class ApiKeyAuthenticator:
             if key.revoked_at is None
         }
         self._revision = revision
-        if (
-            revision
-        ):  # also when all were revoked, or none can be read: what was closed does not open by itself
+        if revision:  # also when all keys were revoked: a closed gateway does not open by itself
             self._anonymous = None
         return True
 
@@ -176,7 +174,7 @@ class ApiKeyAuthenticator:
     async def _try_refresh(self) -> bool:
         try:
             return await self.refresh()
-        except Exception as error:  # those who are known stay so, and the next look may succeed
+        except Exception as error:  # known keys stay valid; the next attempt may succeed
             expected = isinstance(error, ApiError)
-            logger.warning("keys could not be read: %s", error, exc_info=not expected)
+            logger.warning("cannot load the API keys: %s", error, exc_info=not expected)
             return False

@@ -1,4 +1,4 @@
-"""Decodes request bodies, and says in OpenAI's words what is wrong with one."""
+"""Decodes and validates request bodies, with errors in OpenAI's format."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -25,15 +25,15 @@ _WRONG_TYPE = re.compile(r"^Expected `([^`]*)`, got `([^`]*)`")
 _MISSING_FIELD = re.compile(r"^Object missing required field `([^`]*)`")
 
 _MESSAGES_KEY = b'"messages"'
-_ESCAPED_NUL = rb"\u0000"  # JSON knows no other way to write one
+_ESCAPED_NUL = rb"\u0000"  # the only way to write NUL in JSON
 
 _EFFORT_PATTERN = re.compile("[a-z_]{1,32}")
 
 
 class RequestParser:
-    """Reads requests for responses.
+    """Parses requests for responses.
 
-    pass_fields: what some model's server is given as it comes, besides `SAMPLING_FIELDS`.
+    pass_fields: fields that are passed to model servers unchanged, besides `SAMPLING_FIELDS`.
     """
 
     def __init__(self, pass_fields: Iterable[str] = ()) -> None:
@@ -42,10 +42,7 @@ class RequestParser:
     async def read_request(
         self, context: RequestContext, limit: int, reserve_memory: Callable[[int], None]
     ) -> tuple[CreateResponse, bytes]:
-        """The body of POST /v1/responses, read and as it came; raises InvalidRequest, BodyTooLarge, Unavailable.
-
-        take: see `Exchange.body`.
-        """
+        """The body, parsed and as bytes. Raises InvalidRequest and what `RequestContext.read_body` raises."""
         check_json_body(context)
         body = await context.read_body(limit, reserve_memory)
         return await run_in_worker(len(body), self.parse, body), body
@@ -67,7 +64,7 @@ class RequestParser:
 
 
 def check_json_body(context: RequestContext) -> None:
-    """A web page may post plain text to any address without asking first, but not JSON."""
+    """Require JSON: browsers send no JSON to another site without a preflight. Raises InvalidRequest."""
     kind = content_media_type(context.headers)
     if not kind and not context.has_body:
         raise InvalidRequest("The body is empty; send a JSON object.", code="invalid_json")
@@ -75,19 +72,19 @@ def check_json_body(context: RequestContext) -> None:
         shown = decode_header(kind)[:100]
         raise InvalidRequest(f"Unsupported content type: {shown!r}. Send Content-Type: application/json.")
     if context.headers.get(b"content-encoding", b"").lower() not in (b"", b"identity"):
-        raise InvalidRequest("A compressed body is not understood; send it as it is.")
+        raise InvalidRequest("Compressed bodies are not supported; send the body uncompressed.")
 
 
 def decode_json[T](decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """Raises InvalidRequest, whose `param` names what is at fault."""
+    """Raises InvalidRequest, whose `param` names the invalid field."""
     if len(body) >= WORKER_THRESHOLD_BYTES and has_too_many_values(body):
         raise InvalidRequest(
-            f"The body has more than {MAX_VALUES} values; send fewer at a time, or a file.",
+            f"The body has more than {MAX_VALUES} JSON values; send fewer, or upload a file.",
             code="invalid_json",
         )
     try:
         if not body.isascii():
-            body.decode()  # what stays Raw is passed on as it came, so it has to be text
+            body.decode()  # the decoder does not check the text of Raw fields
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         raise _validation_error(str(error)) from None
@@ -116,11 +113,11 @@ _chat_request_decoder = msgspec.json.Decoder(_ChatRequest)
 
 
 def _reject_chat_completions(body: bytes) -> None:
-    """Raises InvalidRequest for what was meant for chat completions."""
+    """Raises InvalidRequest for a chat completions request."""
     if bytes(_chat_request_decoder.decode(body).messages) not in (b"", b"null"):
         raise InvalidRequest(
-            "Unsupported parameter: 'messages'. It belongs to chat completions, which this server does not serve; the "
-            "Responses API takes the conversation as 'input'.",
+            "Unsupported parameter: 'messages'. This server has no chat completions API; the Responses API takes the "
+            "conversation as 'input'.",
             param="messages",
             code="unsupported_parameter",
         )
@@ -129,7 +126,7 @@ def _reject_chat_completions(body: bytes) -> None:
 def _check_reasoning_effort(reasoning: ReasoningConfig) -> None:
     if reasoning.effort is not None and _EFFORT_PATTERN.fullmatch(reasoning.effort) is None:
         raise InvalidRequest(
-            f"Invalid value for 'reasoning.effort': {reasoning.effort[:100]!r}; it has 1 to 32 lower-case letters and "
+            f"Invalid value for 'reasoning.effort': {reasoning.effort[:100]!r}; use 1 to 32 lower-case letters and "
             "underscores, such as 'low', 'medium' or 'high'.",
             param="reasoning.effort",
             code="invalid_value",
@@ -137,20 +134,22 @@ def _check_reasoning_effort(reasoning: ReasoningConfig) -> None:
 
 
 def _reject_nul_characters(request: CreateResponse) -> None:
-    """No database keeps a NUL in a name; what the model is told may hold one."""
+    """Reject NUL in fields that are stored as text; the input for the model may contain it."""
     for name in ("model", "previous_response_id", "user", "safety_identifier", "prompt_cache_key"):
         value: str | None = getattr(request, name)
         if value is not None and "\0" in value:
-            raise InvalidRequest(f"'{name}' holds a NUL character.", param=name, code="invalid_value")
+            raise InvalidRequest(f"'{name}' contains a NUL character.", param=name, code="invalid_value")
     for key, value in (request.metadata or {}).items():
         if "\0" in key or "\0" in value:
-            raise InvalidRequest("'metadata' holds a NUL character.", param="metadata", code="invalid_value")
+            raise InvalidRequest(
+                "'metadata' contains a NUL character.", param="metadata", code="invalid_value"
+            )
 
 
 def _validation_error(text: str) -> InvalidRequest:
-    place = _ERROR_LOCATION.search(text)
-    param = place[1].replace("[...]", "") or None if place else None
-    text = text if place is None else text[: place.start()]
+    location = _ERROR_LOCATION.search(text)
+    param = location[1].replace("[...]", "") or None if location else None
+    text = text if location is None else text[: location.start()]
     subject = f"'{param}'" if param else "the body"
     if (got := _WRONG_TYPE.match(text)) is not None:
         wanted = got[1].replace(" | null", "").replace(" | ", " or ")

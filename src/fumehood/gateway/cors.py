@@ -1,7 +1,7 @@
-"""Which web pages may ask: CORS, off unless origins were named.
+"""CORS: which web pages may use the gateway. Off unless the configuration names origins.
 
-A browser asks first, without a key, whether a page may send what it wants to send; so that is answered before anybody
-is identified. About a WebSocket and about a form it does not ask: it only says from which page it comes.
+Browsers send preflight requests without a key, so they are answered before authentication. WebSockets and form posts
+have no preflight: for these, only the Origin header tells which page sent them.
 """
 
 import re
@@ -18,13 +18,13 @@ _EXPOSED_HEADERS = (
     b"retry-after, x-ratelimit-limit-requests, x-ratelimit-remaining-requests, x-ratelimit-reset-requests, "
     b"x-request-id, x-should-retry"
 )
-_PREFLIGHT_MAX_AGE = b"600"  # seconds that a browser need not ask again
+_PREFLIGHT_MAX_AGE = b"600"  # seconds
 
 
 class CorsPolicy:
-    """Which web pages may ask the gateway.
+    """The origins that may use the gateway.
 
-    `allowed`: as browsers write them, such as https://app.example or http://localhost:3000; `*` for every page.
+    allowed: origins as browsers send them (https://app.example, http://localhost:3000), or `*` for all.
     """
 
     def __init__(self, allowed: tuple[str, ...] = ()) -> None:
@@ -32,11 +32,11 @@ class CorsPolicy:
         self._allowed = frozenset(origin.encode() for origin in allowed)
 
     def allows(self, origin: bytes | None) -> bool:
-        """Whether such a page may ask; programs that are no pages name no origin."""
+        """Whether this Origin is allowed; None, from a client that is not a browser, is."""
         return origin is None or self._allows_any or origin in self._allowed
 
     def check_origin(self, context: RequestContext) -> None:
-        """Raises Forbidden for a page of another site that was not named. Programs that are no browsers say nothing."""
+        """Raises PermissionDenied if the request comes from a page of another site that is not allowed."""
         origin = context.headers.get(b"origin")
         if origin is None or self.allows(origin):
             return
@@ -44,11 +44,11 @@ class CorsPolicy:
             return
         shown = decode_header(origin)[:100]
         raise PermissionDenied(
-            f"Web pages of {shown!r} may not use this server, unless server.cors_origins names them."
+            f"Web pages of {shown!r} may not use this server; to allow them, add the origin to server.cors_origins."
         )
 
     def response_headers(self, context: RequestContext) -> Headers:
-        """What a browser has to be told in every answer to a page; nothing, if the page may not ask."""
+        """The CORS headers of a response; no permissions for an origin that is not allowed."""
         origin = context.headers[b"origin"]
         if not self._allowed:
             return []
@@ -57,17 +57,17 @@ class CorsPolicy:
                 (b"access-control-allow-origin", b"*"),
                 (b"access-control-expose-headers", _EXPOSED_HEADERS),
             ]
-        varies = (b"vary", b"origin")
+        vary = (b"vary", b"origin")
         if origin not in self._allowed:
-            return [varies]
+            return [vary]
         return [
             (b"access-control-allow-origin", origin),
             (b"access-control-expose-headers", _EXPOSED_HEADERS),
-            varies,
+            vary,
         ]
 
     def is_preflight(self, context: RequestContext) -> bool:
-        """Whether this is a browser's question before a page sends something."""
+        """Whether this is a CORS preflight request."""
         return (
             bool(self._allowed)
             and context.method == "OPTIONS"
@@ -75,14 +75,14 @@ class CorsPolicy:
         )
 
     async def send_preflight_response(self, context: RequestContext, methods: str) -> None:
-        """Say what a page may do at a path with these methods. One that may not ask is told nothing, which is a no."""
+        """Allow these methods, without any permission if the origin is not allowed."""
         headers: Headers = []
         if self.allows(context.headers.get(b"origin")):
             headers = [
                 (b"access-control-allow-methods", methods.encode()),
                 (b"access-control-max-age", _PREFLIGHT_MAX_AGE),
             ]
-            # Repeated, since browsers do not take `*` for Authorization, and SDKs have headers of their own.
+            # Echoed: `*` does not cover Authorization, and SDKs send headers of their own.
             names = context.headers.get(b"access-control-request-headers")
             if names is not None and _HEADER_NAMES.fullmatch(names):
                 headers.append((b"access-control-allow-headers", names))

@@ -1,7 +1,7 @@
-"""Counts and times what the gateway does, for Prometheus.
+"""The gateway's Prometheus metrics.
 
-Everything is counted in plain numbers, in one thread, and becomes metrics when somebody asks for them. No name begins
-with `fumehood_sandbox_`: those are the sandbox server's, which are shown on the same page where it is our own.
+Counters are plain numbers; Prometheus families are built on each scrape. Names that begin with `fumehood_sandbox_`
+belong to the sandbox server, whose page is appended when the gateway runs its own.
 """
 
 import asyncio
@@ -23,52 +23,28 @@ from fumehood.protocol.sandbox.sandbox_errors import SandboxError
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEndStatus
 
 CONTENT_TYPE = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
-
-
 _SANDBOX_METRICS_TIMEOUT = 2.0
+_LAG_INTERVAL_SECONDS = 0.25
 
-
-# What is there from the beginning, though it never happened: a rate of what has just appeared would be nothing.
+# Label values that are exported from the start: Prometheus cannot compute a rate from the first sample of a series.
 _RESPONSE_STATUSES = ("completed", "incomplete", "failed", "cancelled")
-
-
 _TURN_OUTCOMES = ("ended", "cancelled", "refused", "rate_limited", "unreachable", "timeout", "failed")
-
-
 _CONTAINER_ENDS = ("idle", "old", "deleted", "evicted", "lost")
-
-
 _CALL_STATUSES = (*get_args(ExecutionEndStatus.__value__), "abandoned")
-
-
 _START_KINDS = ("warm", "cold")
-
-
 _DROPPED_READER_REASONS = ("behind", "stalled")
-
-
-_LIMIT_NAMES = ("rate", "key", "total", "key_bytes", "total_bytes")
-
-
-_AUTH_REJECTION_REASONS = ("no_key", "wrong_key", "scope", "host")
-
-
-_COMPACTION_TRIGGERS = ("asked", "automatic")
-
-
+_LIMIT_NAMES = ("rate", "key_concurrency", "server_concurrency", "key_memory", "server_memory")
+_AUTH_REJECTION_REASONS = ("missing_key", "unknown_key", "scope", "host")
+_COMPACTION_TRIGGERS = ("requested", "automatic")
 _DIRECTIONS = ("in", "out")
 
 
 class GatewayMetrics(Collector):
-    """One set of figures on a registry of its own, so that two gateways in one process do not add up.
+    """Metrics of one gateway, on a registry of its own.
 
-    figures: what is counted behind the gateway.
-    disks: directories whose file systems are told of, by what they are for.
-    sandboxes: asks our own sandbox server for its figures; raises SandboxError.
-
-    streams, sockets: how many answers are being streamed now, and how many WebSockets are open.
-    limited: requests that were more than somebody may ask for, by the limit.
-    loop_lag: how late the event loop was, every time that somebody looked.
+    stats: counters that models, containers and the store maintain.
+    disk_paths: directories whose free space is reported, by name.
+    fetch_sandbox_metrics: returns the metrics page of the gateway's own sandbox server; raises SandboxError.
     """
 
     def __init__(
@@ -100,7 +76,7 @@ class GatewayMetrics(Collector):
         self._auth_rejections = Counter[str]()
 
     def record_request(self, route: str, status: int, seconds: float) -> None:
-        """`route` is the pattern, never what a caller wrote; 0 is a caller who left before any answer."""
+        """`route` is the path pattern. Status 0: the client disconnected before the response started."""
         self._requests[route, status] += 1
         durations = self._durations.get(route)
         if durations is None:
@@ -123,7 +99,7 @@ class GatewayMetrics(Collector):
                 self._compactions["automatic"] += 1
 
     def record_compaction(self, usage: Usage) -> None:
-        self._compactions["asked"] += 1
+        self._compactions["requested"] += 1
         self.record_tokens(usage)
 
     def record_tokens(self, usage: Usage) -> None:
@@ -143,19 +119,19 @@ class GatewayMetrics(Collector):
     def record_stalled_reader(self) -> None:
         self.stats.dropped_readers["stalled"] += 1
 
-    # ---- what is shown ----------------------------------------------------------------------------------------
+    # ---- rendering ----------------------------------------------------------------------------------------
 
     async def render(self) -> bytes:
-        """All of it, with the figures of our own sandbox server, unless it does not answer soon."""
-        theirs = b""
+        """The metrics page, with that of the gateway's own sandbox server if it answers in time."""
+        sandbox_page = b""
         if self._fetch_sandbox_metrics is not None:
             try:
                 async with asyncio.timeout(_SANDBOX_METRICS_TIMEOUT):
-                    theirs = await self._fetch_sandbox_metrics()
+                    sandbox_page = await self._fetch_sandbox_metrics()
             except (SandboxError, TimeoutError):
-                theirs = b""
-            self._is_sandbox_server_up = bool(theirs)
-        return generate_latest(self._registry) + theirs
+                sandbox_page = b""
+            self._is_sandbox_server_up = bool(sandbox_page)
+        return generate_latest(self._registry) + sandbox_page
 
     @override
     def collect(self) -> Iterator[Metric]:
@@ -166,44 +142,48 @@ class GatewayMetrics(Collector):
         yield from self._collect_process()
 
     def _collect_requests(self) -> Iterator[Metric]:
-        requests = CounterMetricFamily("fumehood_requests", "Requests answered.", labels=["route", "status"])
+        requests = CounterMetricFamily(
+            "fumehood_requests", "Requests by route and status.", labels=["route", "status"]
+        )
         for (route, status), number in self._requests.items():
             requests.add_metric([route, str(status)], number)
         yield requests
         yield _labelled_histogram(
             "fumehood_request_duration_seconds",
-            "From the head of a request to the end of its answer.",
+            "Time from the request headers to the end of the response.",
             "route",
             self._durations,
         )
         yield _labelled_counter(
             "fumehood_auth_rejections",
-            "Requests of nobody who may ask.",
+            "Requests rejected by authentication, by reason.",
             "reason",
             self._auth_rejections,
             _AUTH_REJECTION_REASONS,
         )
         yield _labelled_counter(
             "fumehood_limit_rejections",
-            "Requests beyond a limit, by the limit.",
+            "Requests rejected by a limit.",
             "limit",
             self.limit_rejections,
             _LIMIT_NAMES,
         )
-        yield GaugeMetricFamily("fumehood_open_streams", "Answers being streamed now.", self.open_streams)
-        yield GaugeMetricFamily("fumehood_open_websockets", "WebSockets that are open.", self.open_websockets)
-        yield CounterMetricFamily("fumehood_stream_events", "Events streamed.", self._events)
+        yield GaugeMetricFamily("fumehood_open_streams", "Open response streams.", self.open_streams)
+        yield GaugeMetricFamily(
+            "fumehood_open_websockets", "Open WebSocket connections.", self.open_websockets
+        )
+        yield CounterMetricFamily("fumehood_stream_events", "Stream events sent.", self._events)
         yield _labelled_counter(
             "fumehood_dropped_readers",
-            "Readers that were left.",
+            "Stream readers dropped because they read too slowly.",
             "reason",
             self.stats.dropped_readers,
             _DROPPED_READER_REASONS,
         )
-        yield CounterMetricFamily("fumehood_uploads", "Files uploaded.", self._uploads)
+        yield CounterMetricFamily("fumehood_uploads", "Uploaded files.", self._uploads)
         yield _labelled_counter(
             "fumehood_file_bytes",
-            "Bytes of files uploaded and downloaded.",
+            "Bytes of uploaded and downloaded files.",
             "direction",
             self._file_bytes,
             _DIRECTIONS,
@@ -212,27 +192,27 @@ class GatewayMetrics(Collector):
     def _collect_responses(self) -> Iterator[Metric]:
         yield _labelled_counter(
             "fumehood_responses",
-            "Responses that ended, by status.",
+            "Finished responses by status.",
             "status",
             self._responses,
             _RESPONSE_STATUSES,
         )
         yield _labelled_counter(
             "fumehood_tokens",
-            "Tokens that models read and wrote.",
+            "Input and output tokens of models.",
             "direction",
             self._tokens,
             ("input", "output"),
         )
         calls = CounterMetricFamily(
-            "fumehood_tool_calls", "Calls of hosted tools, by type and status.", labels=["type", "status"]
+            "fumehood_tool_calls", "Calls of hosted tools by type and status.", labels=["type", "status"]
         )
         for labels, number in self._tool_calls.items():
             calls.add_metric([*labels], number)
         yield calls
         yield _labelled_counter(
             "fumehood_compactions",
-            "Conversations made short.",
+            "Compactions of conversations.",
             "kind",
             self._compactions,
             _COMPACTION_TRIGGERS,
@@ -242,27 +222,27 @@ class GatewayMetrics(Collector):
         store = self.stats.store
         yield _histogram(
             "fumehood_store_write_duration_seconds",
-            "Of a transaction, until it is on the disk.",
+            "Duration of a store transaction.",
             store.write_seconds,
         )
-        yield _histogram("fumehood_store_batch_size", "Writes that shared a transaction.", store.batch_sizes)
-        yield _histogram("fumehood_event_loop_lag_seconds", "How late the event loop is.", self.loop_lag)
+        yield _histogram("fumehood_store_batch_size", "Writes per store transaction.", store.batch_sizes)
+        yield _histogram("fumehood_event_loop_lag_seconds", "Lag of the event loop.", self.loop_lag)
         free = GaugeMetricFamily(
-            "fumehood_disk_free_bytes", "What is left of a file system.", labels=["place"]
+            "fumehood_disk_free_bytes", "Free bytes of the file system.", labels=["volume"]
         )
-        size = GaugeMetricFamily("fumehood_disk_size_bytes", "How large it is.", labels=["place"])
-        for place, path in self._disk_paths.items():
+        size = GaugeMetricFamily("fumehood_disk_size_bytes", "Size of the file system.", labels=["volume"])
+        for volume, path in self._disk_paths.items():
             try:
-                about = os.statvfs(path)
-            except OSError:  # whoever needs it says more of that
+                stat = os.statvfs(path)
+            except OSError:  # its user reports the error
                 continue
-            free.add_metric([place], about.f_bavail * about.f_frsize)
-            size.add_metric([place], about.f_blocks * about.f_frsize)
+            free.add_metric([volume], stat.f_bavail * stat.f_frsize)
+            size.add_metric([volume], stat.f_blocks * stat.f_frsize)
         yield free
         yield size
         up = GaugeMetricFamily(
             "fumehood_local_sandbox_server_up",
-            "Whether our own sandbox server has given its figures.",
+            "Whether the gateway's own sandbox server returned its metrics.",
             labels=[],
         )
         if self._fetch_sandbox_metrics is not None:
@@ -271,72 +251,70 @@ class GatewayMetrics(Collector):
 
 
 def _collect_models(stats_by_model: Mapping[str, ModelStats]) -> Iterator[Metric]:
-    running = GaugeMetricFamily(
-        "fumehood_model_turns_running", "Turns that models are asked for now.", labels=["model"]
-    )
+    running = GaugeMetricFamily("fumehood_model_turns_running", "Running model turns.", labels=["model"])
     ended = CounterMetricFamily(
-        "fumehood_model_turns", "Turns that models were asked for, by outcome.", labels=["model", "outcome"]
+        "fumehood_model_turns", "Finished model turns by outcome.", labels=["model", "outcome"]
     )
-    retries = CounterMetricFamily("fumehood_model_turn_retries", "Tries after the first.", labels=["model"])
+    retries = CounterMetricFamily("fumehood_model_turn_retries", "Retries of model turns.", labels=["model"])
     errors = CounterMetricFamily(
-        "fumehood_model_errors", "Errors of model servers, by kind.", labels=["model", "kind"]
+        "fumehood_model_errors", "Errors of model servers by kind.", labels=["model", "kind"]
     )
-    for model, figures in stats_by_model.items():
-        running.add_metric([model], figures.running_turns)
-        retries.add_metric([model], figures.retries)
+    for model, stats in stats_by_model.items():
+        running.add_metric([model], stats.running_turns)
+        retries.add_metric([model], stats.retries)
         for outcome in _TURN_OUTCOMES:
-            ended.add_metric([model, outcome], figures.ended_turns[outcome])
+            ended.add_metric([model, outcome], stats.ended_turns[outcome])
         for kind in _TURN_OUTCOMES[2:]:
-            errors.add_metric([model, kind], figures.errors[kind])
+            errors.add_metric([model, kind], stats.errors[kind])
     yield from (running, ended, retries, errors)
     yield _labelled_histogram(
         "fumehood_model_turn_duration_seconds",
-        "From asking for a turn to its end.",
+        "Duration of a model turn.",
         "model",
-        {model: figures.turn_seconds for model, figures in stats_by_model.items()},
+        {model: stats.turn_seconds for model, stats in stats_by_model.items()},
     )
     yield _labelled_histogram(
         "fumehood_model_turn_first_event_seconds",
-        "From asking for a turn to its first piece.",
+        "Time to the first event of a model turn.",
         "model",
-        {model: figures.first_event_seconds for model, figures in stats_by_model.items()},
+        {model: stats.first_event_seconds for model, stats in stats_by_model.items()},
     )
 
 
 def _collect_containers(stats: ContainerStats) -> Iterator[Metric]:
     yield GaugeMetricFamily(
-        "fumehood_live_containers", "Containers that run, of all tenants.", stats.live_containers
+        "fumehood_live_containers", "Running containers of all tenants.", stats.live_containers
     )
-    yield CounterMetricFamily("fumehood_containers_started", "Containers that began here.", stats.created)
+    yield CounterMetricFamily("fumehood_containers_started", "Containers created.", stats.created)
     yield _labelled_counter(
-        "fumehood_containers_ended", "Containers that ended here.", "end", stats.ended, _CONTAINER_ENDS
+        "fumehood_containers_ended", "Containers ended, by reason.", "end", stats.ended, _CONTAINER_ENDS
     )
     yield CounterMetricFamily(
         "fumehood_containers_rejected",
-        "Containers that did not begin, since their tenant had as many as it may have.",
+        "Containers rejected by the limit of their tenant.",
         stats.rejected,
     )
     yield CounterMetricFamily(
         "fumehood_containers_purged",
-        "Expired containers whose files had to make room before their time.",
+        "Expired containers whose files were deleted early to free space.",
         stats.purged,
     )
     yield GaugeMetricFamily(
-        "fumehood_container_calls_running", "Calls of code that run or wait.", stats.running_calls
+        "fumehood_container_calls_running", "Running and waiting code calls.", stats.running_calls
     )
     yield _labelled_counter(
-        "fumehood_container_calls", "Calls of code, by end.", "end", stats.ended_calls, _CALL_STATUSES
+        "fumehood_container_calls", "Finished code calls by status.", "end", stats.ended_calls, _CALL_STATUSES
     )
     yield _labelled_counter(
         "fumehood_container_sandbox_starts",
-        "Sandboxes that were had.",
+        "Sandboxes acquired, by kind of start.",
         "start",
         stats.sandbox_starts,
         _START_KINDS,
     )
     yield _labelled_histogram(
         "fumehood_container_phase_duration_seconds",
-        "Until a sandbox is had, of the code, of its files.",
+        "Duration of acquiring a sandbox, running code and transferring files.",
         "phase",
         {"acquire": stats.acquire_seconds, "run": stats.run_seconds, "files": stats.file_seconds},
     )
@@ -345,7 +323,7 @@ def _collect_containers(stats: ContainerStats) -> Iterator[Metric]:
 def _labelled_counter(
     name: str, documentation: str, label: str, counts: Counter[str], initial_values: Iterable[str]
 ) -> CounterMetricFamily:
-    """`always`: what is shown also while there was none."""
+    """`initial_values`: label values that are exported even at zero."""
     family = CounterMetricFamily(name, documentation, labels=[label])
     for value in dict.fromkeys((*initial_values, *counts)):
         family.add_metric([value], counts[value])
@@ -356,8 +334,8 @@ def _labelled_histogram(
     name: str, documentation: str, label: str, histograms: Mapping[str, BucketHistogram]
 ) -> HistogramMetricFamily:
     family = HistogramMetricFamily(name, documentation, labels=[label])
-    for value, distribution in histograms.items():
-        family.add_metric([value], distribution.buckets(), distribution.sum)
+    for value, histogram in histograms.items():
+        family.add_metric([value], histogram.buckets(), histogram.sum)
     return family
 
 
@@ -365,11 +343,8 @@ def _histogram(name: str, documentation: str, histogram: BucketHistogram) -> His
     return HistogramMetricFamily(name, documentation, histogram.buckets(), histogram.sum)
 
 
-_LAG_INTERVAL_SECONDS = 0.25
-
-
 class EventLoopLagMonitor:
-    """In a `with`: asks to be called every so often, and adds by how much later that happens."""
+    """Context manager that measures at intervals how late the event loop runs a timer."""
 
     def __init__(self, histogram: BucketHistogram, interval: float = _LAG_INTERVAL_SECONDS) -> None:
         self._histogram = histogram

@@ -1,8 +1,7 @@
-"""Requests with an Idempotency-Key: sent twice, they run once.
+"""Requests with an Idempotency-Key run once, however often they are sent.
 
-While a run goes on, whoever repeats its request joins it, from the first event on. When it has ended, a response that
-is kept is read from the store, and one that is not from here, as long as there is room to remember it; after that it
-is still known that it ran. Few requests have such keys, so nothing here needs to be as quick as `sse`.
+A retry joins the run while it lasts, from its first event. After that, a stored response is replayed from the store,
+an unstored one from a bounded cache, which keeps a tombstone when it drops a response.
 """
 
 import asyncio
@@ -51,13 +50,13 @@ from fumehood.protocol.openai.stream_events import ErrorEvent
 IDEMPOTENCY_HEADER = "Idempotency-Key"
 RETENTION_SECONDS = 86_400.0
 DISCONNECT_GRACE_SECONDS = 10.0
-"""Seconds for which a run goes on that nobody sees: its client may be about to come back."""
+"""Seconds for which a run without clients goes on: the client may be about to retry."""
 
 _MAX_KEY_LENGTH = 255
 _MAX_SUBSCRIBERS = 16
 _MAX_REPLAY_BYTES = 32 << 20
 _MAX_CACHE_BYTES = 64 << 20
-_REPLAY_OVERHEAD_BYTES = 6 << 10  # bytes, besides what is on it
+_REPLAY_OVERHEAD_BYTES = 6 << 10  # memory besides the bytes to replay
 _MAX_TOMBSTONES = 10_000  # of each tenant
 
 logger = logging.getLogger(__name__)
@@ -65,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class IdempotentRequest:
-    """One request, with the key that it came with. The same key in another request is a mistake of the client's."""
+    """A request with an Idempotency-Key. The digest detects another request with the same key."""
 
     caller: Caller
     key: str
@@ -103,7 +102,7 @@ class IdempotentResponseStore(IdempotencyStore, ResponseStore, Protocol):
 
 
 class IdempotentRequests:
-    """All requests with keys that this process is serving, or remembers."""
+    """The requests with keys that this process serves or remembers."""
 
     def __init__(
         self,
@@ -124,47 +123,48 @@ class IdempotentRequests:
     async def respond(
         self, context: RequestContext, request: IdempotentRequest, budget: MemoryBudget
     ) -> Response | None:
-        """As the first request of that key was answered, or is going to be; how the response ended, if the client
-        stayed for that. Raises Conflict for another request, and what a request without a key would raise.
+        """Send the response of the first request with this key. Returns it; None if the client disconnected.
 
-        room: what holds the request's body; a run that begins takes it along.
+        Raises Conflict if the key was used for another request, and what a request without a key raises.
+
+        budget: the memory of the request; moved to the run if one starts.
         """
-        joint = self._shared_runs.get(request.cache_key) or self._replay_cache.find(request)
-        first = joint is None
-        if joint is None:
-            joint = self._shared_runs[request.cache_key] = _SharedRun(request.digest, new_id("resp"))
-            joint.task = asyncio.create_task(
-                self._run_shared(joint, request, budget.transfer()),
+        shared_run = self._shared_runs.get(request.cache_key) or self._replay_cache.find(request)
+        first = shared_run is None
+        if shared_run is None:
+            shared_run = self._shared_runs[request.cache_key] = _SharedRun(request.digest, new_id("resp"))
+            shared_run.task = asyncio.create_task(
+                self._run_shared(shared_run, request, budget.transfer()),
                 name=f"{IDEMPOTENCY_HEADER} of {request.caller.key_id}",
             )
-        elif joint.digest != request.digest:
+        elif shared_run.digest != request.digest:
             raise _key_reused()
-        kept = await asyncio.shield(joint.started)
-        context.log_fields["response_id"] = joint.response_id if kept is None else kept.id
-        if not first or kept is not None:
+        stored = await asyncio.shield(shared_run.started)
+        context.log_fields["response_id"] = shared_run.response_id if stored is None else stored.id
+        if not first or stored is not None:
             context.extra_headers.append((b"idempotent-replayed", b"true"))
-        if kept is not None:
-            return await self._replay_stored(context, request, kept)
+        if stored is not None:
+            return await self._replay_stored(context, request, stored)
         if not request.parameters.stream:
-            return await joint.send_response(context)
+            return await shared_run.send_response(context)
         self._metrics.open_streams += 1
         try:
-            return await joint.send_stream(context, self._keepalive_seconds)
+            return await shared_run.send_stream(context, self._keepalive_seconds)
         finally:
             self._metrics.open_streams -= 1
 
     async def _replay_stored(
         self, context: RequestContext, request: IdempotentRequest, response: Response
     ) -> Response:
-        """Raises RateLimited, Unavailable; it is there for whoever comes again."""
-        with self._limits.memory_budget(request.caller) as room:
+        """Raises RateLimited, ServiceUnavailable; the client can retry."""
+        with self._limits.memory_budget(request.caller) as budget:
             if not request.parameters.stream:
                 body = encode_json(project_response(response, request.include))
-                room.reserve_for_response(len(body))
+                budget.reserve_for_response(len(body))
                 await context.respond(body)
             else:
                 events = encode_events(replay_response(response), request.include) + DONE_EVENT
-                room.reserve_for_response(len(events))
+                budget.reserve_for_response(len(events))
                 await context.start_response(200, [*SSE_HEADERS])
                 await context.send(events, more=False)
         return response
@@ -174,7 +174,7 @@ class IdempotentRequests:
     async def _run_shared(
         self, shared_run: "_SharedRun", request: IdempotentRequest, budget: MemoryBudget
     ) -> None:
-        """A task of its own: whoever was first need not be the last to stay."""
+        """Runs in a task of its own: the first client may disconnect before others."""
         try:
             with budget, self._limits.concurrency_slot(request.caller):
                 earlier = await self._claim_key(request, shared_run.response_id)
@@ -184,23 +184,23 @@ class IdempotentRequests:
                     await self._start_run(shared_run, request, budget.reserve)
         except Exception as error:
             if not isinstance(error, ApiError):
-                lack = detect_resource_exhaustion(error)
-                if lack is None:
-                    logger.exception("A request with a key could not be served.")
-                error = lack or InternalServerError("The server failed; its log says why.")
+                exhausted = detect_resource_exhaustion(error)
+                if exhausted is None:
+                    logger.exception("Request with an Idempotency-Key failed.")
+                error = exhausted or InternalServerError("Internal server error; see the server log.")
             shared_run.fail(error)
         finally:
             del self._shared_runs[request.cache_key]
-            # What is kept is asked of the store from now on: there it can be deleted.
+            # A stored response is read from the store from now on, where it can be deleted.
             if shared_run.may_have_run and not request.is_stored:
                 self._replay_cache.add(request.cache_key, shared_run)
 
     async def _claim_key(self, request: IdempotentRequest, response_id: str) -> Response | None:
-        """What the key stands for; None if that is ours to make."""
+        """The response of an earlier request with this key; None if this one is the first. Raises Conflict."""
         if request.is_stored:
             claim = IdempotencyClaim(request.digest, response_id)
             found = await self._store.claim_idempotency_key(*request.cache_key, claim, RETENTION_SECONDS)
-        else:  # nothing of it is written, but another one with this key may be
+        else:  # writes no claim, but a stored request may have one
             found = await self._store.get_idempotency_claim(*request.cache_key)
         if found is None:
             return None
@@ -209,11 +209,11 @@ class IdempotentRequests:
         response = await self._store.get_response(request.caller.tenant, found.response_id)
         if response is None:
             raise _response_gone(
-                found, "it could not be stored, was deleted, or the server stopped before it was complete"
+                found, "it was deleted, could not be stored, or the server stopped before it was complete"
             )
         if response.status in ("queued", "in_progress"):
             raise Conflict(
-                f"The request of this {IDEMPOTENCY_HEADER} is still being served.",
+                f"The request with this {IDEMPOTENCY_HEADER} is still in progress.",
                 param=IDEMPOTENCY_HEADER,
                 code="idempotency_in_progress",
                 retry_after=1.0,
@@ -223,7 +223,7 @@ class IdempotentRequests:
     async def _start_run(
         self, shared_run: "_SharedRun", request: IdempotentRequest, reserve_memory: ReserveMemory
     ) -> None:
-        """Whatever is refused, or fails before anything was made, does not use up the key."""
+        """Releases the key if the request is rejected or fails before anything ran."""
         try:
             run = await self._runs.start(
                 request.parameters, request.caller, shared_run.response_id, reserve_memory=reserve_memory
@@ -235,7 +235,7 @@ class IdempotentRequests:
         try:
             response = await shared_run.record(run, request)
         except ApiError as error:
-            # A blocking one that raises has made nothing, unless it could not be stored.
+            # A blocking run that raises has produced nothing, unless it could not be stored.
             if not request.parameters.stream and not error.may_have_run:
                 shared_run.may_have_run = False
                 await self._release_claim(shared_run, request)
@@ -250,10 +250,10 @@ class IdempotentRequests:
 
 
 class _TenantReplays:
-    """What is remembered of one tenant, by key, the oldest first.
+    """The cache of one tenant, by key, oldest first.
 
-    tapes: runs that can be told again; `weight` is that of all of them.
-    traces: what else ran, and cannot be told again.
+    replays: finished runs that can be replayed; `total_bytes` is their size.
+    tombstones: keys whose response can no longer be replayed.
     """
 
     def __init__(self) -> None:
@@ -266,12 +266,12 @@ class _TenantReplays:
         self.total_bytes += shared_run.total_bytes + _REPLAY_OVERHEAD_BYTES
 
     def evict_oldest(self) -> int:
-        """Leave a trace of it; how much lighter that is."""
-        key, joint = self.replays.popitem(last=False)
-        lighter = joint.total_bytes + _REPLAY_OVERHEAD_BYTES
-        self.total_bytes -= lighter
-        self.add_tombstone(key, joint)
-        return lighter
+        """Replace the oldest replay by a tombstone; return the bytes freed."""
+        key, shared_run = self.replays.popitem(last=False)
+        freed = shared_run.total_bytes + _REPLAY_OVERHEAD_BYTES
+        self.total_bytes -= freed
+        self.add_tombstone(key, shared_run)
+        return freed
 
     def add_tombstone(self, key: str, shared_run: "_SharedRun") -> None:
         self.tombstones[key] = IdempotencyClaim(shared_run.digest, shared_run.response_id)
@@ -280,8 +280,8 @@ class _TenantReplays:
 
 
 class _ReplayCache:
-    """The runs that have ended, and whose responses are in no store. Room for them is shared, but whoever has taken
-    most of it makes room for others; that something ran is forgotten by nobody else's doing.
+    """Finished runs whose responses are not stored. Beyond the limit, the largest tenant loses its oldest replay;
+    tombstones are limited per tenant.
     """
 
     def __init__(self) -> None:
@@ -289,26 +289,27 @@ class _ReplayCache:
         self._total_bytes = 0
 
     def find(self, request: IdempotentRequest) -> "_SharedRun | None":
-        """Raises Conflict where it is only known that it ran."""
-        past = self._by_tenant.get(request.caller.tenant)
-        if past is None:
+        """Raises Conflict if only a tombstone is left."""
+        tenant_replays = self._by_tenant.get(request.caller.tenant)
+        if tenant_replays is None:
             return None
-        trace = past.tombstones.get(request.key)
-        if trace is None:
-            return past.replays.get(request.key)
-        if trace.digest != request.digest:
+        tombstone = tenant_replays.tombstones.get(request.key)
+        if tombstone is None:
+            return tenant_replays.replays.get(request.key)
+        if tombstone.digest != request.digest:
             raise _key_reused()
         raise _response_gone(
-            trace, "it was not stored, and broke off, was too long to be remembered, or had to make room"
+            tombstone,
+            "it was not stored, and it failed, was too long to cache, or was evicted from the cache",
         )
 
     def add(self, cache_key: tuple[str, str], shared_run: "_SharedRun") -> None:
         tenant, key = cache_key
-        past = self._by_tenant[tenant]
+        tenant_replays = self._by_tenant[tenant]
         if not shared_run.is_replayable:
-            past.add_tombstone(key, shared_run)
+            tenant_replays.add_tombstone(key, shared_run)
             return
-        past.add(key, shared_run)
+        tenant_replays.add(key, shared_run)
         self._total_bytes += shared_run.total_bytes + _REPLAY_OVERHEAD_BYTES
         while self._total_bytes > _MAX_CACHE_BYTES:
             heaviest = max(self._by_tenant.values(), key=lambda one: one.total_bytes)
@@ -317,11 +318,10 @@ class _ReplayCache:
 
 @dataclass(slots=True, eq=False)
 class _Subscriber:
-    """Somebody who is shown a run.
+    """One client of a shared run.
 
-    position: the number of the next piece.
-    taken: the bytes before it.
-    lost: too much had come that was not taken.
+    position: number of the next chunk. sent_bytes: the bytes before it.
+    is_dropped: the client was too far behind.
     """
 
     position: int = 0
@@ -335,13 +335,11 @@ class _Subscriber:
 
 
 class _SharedRun:
-    """A run that several may be shown, in the bytes that they all get.
+    """A run that several requests read, as encoded chunks.
 
-    begun: done when the run has begun; or with the response that the key has stood for since long ago.
-    ran: whether code may have run.
-    events: how many were told.
-    weight: their bytes.
-    forgotten: it became too long to be told again; only what somebody still waits for is here.
+    started: done when the run has started; its result is the response of an earlier request, if there is one.
+    may_have_run: whether code may have run.
+    is_truncated: too long to replay; only chunks that a subscriber still needs are kept.
     """
 
     def __init__(self, digest: bytes, response_id: str) -> None:
@@ -357,17 +355,17 @@ class _SharedRun:
         self._run: Run | None = None
         self._response: Response | None = None
         self._chunks: list[bytes] = []
-        self._first_chunk = 0  # the number of the first piece that is still here
+        self._first_chunk = 0  # number of the first chunk that is kept
         self._has_ended = False
         self._subscribers: list[_Subscriber] = []
         self._grace_timer: asyncio.TimerHandle | None = None
 
     @property
     def is_replayable(self) -> bool:
-        """Whether it can be told again from the first event to the last."""
+        """Whether the whole run can be replayed."""
         return self._has_ended and self.error is None and not self.is_truncated
 
-    # ---- by the one who makes it --------------------------------------------------------------------------------
+    # ---- producer --------------------------------------------------------------------------------
 
     def attach(self, run: Run) -> None:
         self._run = run
@@ -376,7 +374,7 @@ class _SharedRun:
         self._start_grace_period()
 
     async def record(self, run: Run, request: IdempotentRequest) -> Response | None:
-        """Everything that the run says; raises ApiError where it ends with nothing but that."""
+        """Record the run to its end. Raises ApiError if it fails without a response."""
         if request.parameters.stream:
             await self._record_events(run, request.include)
         else:
@@ -398,42 +396,42 @@ class _SharedRun:
         self.error = error
         if not self.started.done():
             self.started.set_exception(error)
-            self.started.exception()  # perhaps nobody waits any more
+            self.started.exception()  # retrieved: perhaps nobody waits any more
         self._finish()
 
-    def _append(self, piece: bytes) -> None:
-        self._chunks.append(piece)
-        self.total_bytes += len(piece)
+    def _append(self, chunk: bytes) -> None:
+        self._chunks.append(chunk)
+        self.total_bytes += len(chunk)
         self.is_truncated = self.total_bytes > _MAX_REPLAY_BYTES
         self._notify()
 
     def _drop_slow_subscribers(self) -> None:
-        """Before more comes: drop those for whom too much is waiting already, and then what nobody has yet to take."""
-        for follower in [*self._subscribers]:
-            if self.total_bytes - follower.sent_bytes > _MAX_REPLAY_BYTES:
-                follower.is_dropped = True
-                self._unsubscribe(follower)
+        """Drop subscribers that are too far behind, and the chunks that nobody needs."""
+        for subscriber in [*self._subscribers]:
+            if self.total_bytes - subscriber.sent_bytes > _MAX_REPLAY_BYTES:
+                subscriber.is_dropped = True
+                self._unsubscribe(subscriber)
         self._trim()
 
     def _finish(self) -> None:
         self._has_ended = True
         self._cancel_grace_period()
-        self._run = None  # it holds the whole conversation, and this may be remembered for long
+        self._run = None  # it holds the whole conversation; this object may be cached for long
         self._notify()
 
     def _notify(self) -> None:
-        for follower in self._subscribers:
-            follower.wakeup.set()
+        for subscriber in self._subscribers:
+            subscriber.wakeup.set()
 
-    # ---- by those who see it ------------------------------------------------------------------------------------
+    # ---- subscribers ------------------------------------------------------------------------------------
 
     async def send_response(self, context: RequestContext) -> Response | None:
-        """The response, when it is there; None if the client did not wait for it."""
-        with self._subscribe() as follower:
-            with DisconnectMonitor(context, follower.wakeup.set) as vigil:
-                while not self._has_ended and not vigil.disconnected:
-                    await follower.wait()
-            if vigil.disconnected:
+        """Send the response when it is complete; None if the client disconnected."""
+        with self._subscribe() as subscriber:
+            with DisconnectMonitor(context, subscriber.wakeup.set) as monitor:
+                while not self._has_ended and not monitor.disconnected:
+                    await subscriber.wait()
+            if monitor.disconnected:
                 return None
             if self.error is not None:
                 raise self.error
@@ -441,51 +439,51 @@ class _SharedRun:
         return self._response
 
     async def send_stream(self, context: RequestContext, keepalive_seconds: float) -> Response | None:
-        """As `show`, event by event."""
-        with self._subscribe() as follower:
+        """Send the events; None if the client disconnected or was dropped."""
+        with self._subscribe() as subscriber:
             await context.start_response(200, [*SSE_HEADERS])
             with DisconnectMonitor(
-                context, follower.wakeup.set, keepalive=KEEPALIVE_COMMENT, interval=keepalive_seconds
-            ) as vigil:
-                while not vigil.disconnected and not follower.is_dropped:
-                    if pieces := self._next_chunks(follower):
-                        await context.send(pieces)
+                context, subscriber.wakeup.set, keepalive=KEEPALIVE_COMMENT, interval=keepalive_seconds
+            ) as monitor:
+                while not monitor.disconnected and not subscriber.is_dropped:
+                    if chunks := self._next_chunks(subscriber):
+                        await context.send(chunks)
                     elif self._has_ended:
                         break
                     else:
-                        await follower.wait()
-            if vigil.disconnected:
+                        await subscriber.wait()
+            if monitor.disconnected:
                 return None
-            error = _reader_too_slow() if follower.is_dropped else self.error
+            error = _reader_too_slow() if subscriber.is_dropped else self.error
             await context.send(b"" if error is None else self._encode_error(error), more=False)
-        return None if follower.is_dropped else self._response
+        return None if subscriber.is_dropped else self._response
 
     def _encode_error(self, error: ApiError) -> bytearray:
-        """What ends a stream that broke off."""
-        told = ErrorEvent(sequence_number=self.event_count, error=to_error_detail(error))
-        return encode_events([told], ()) + DONE_EVENT
+        """The end of a stream that failed."""
+        event = ErrorEvent(sequence_number=self.event_count, error=to_error_detail(error))
+        return encode_events([event], ()) + DONE_EVENT
 
     @contextlib.contextmanager
     def _subscribe(self) -> Generator[_Subscriber]:
         if self.is_truncated and self._first_chunk:
             raise Conflict(
-                f"The response of this {IDEMPOTENCY_HEADER} is too long to be told again; if it is stored, GET "
-                "/v1/responses/ID has it.",
+                f"The response of this {IDEMPOTENCY_HEADER} is too long to be replayed; if it is stored, GET "
+                "/v1/responses/ID returns it.",
                 param=IDEMPOTENCY_HEADER,
                 code="idempotency_response_too_long",
             )
         if len(self._subscribers) >= _MAX_SUBSCRIBERS:
             raise RateLimited(
-                f"Too many requests with this {IDEMPOTENCY_HEADER} are waiting.", retry_after=1.0
+                f"Too many concurrent requests with this {IDEMPOTENCY_HEADER}.", retry_after=1.0
             )
-        follower = _Subscriber()
-        self._subscribers.append(follower)
+        subscriber = _Subscriber()
+        self._subscribers.append(subscriber)
         self._cancel_grace_period()
         try:
-            yield follower
+            yield subscriber
         finally:
-            if not follower.is_dropped:
-                self._unsubscribe(follower)
+            if not subscriber.is_dropped:
+                self._unsubscribe(subscriber)
 
     def _unsubscribe(self, subscriber: _Subscriber) -> None:
         self._subscribers.remove(subscriber)
@@ -493,15 +491,15 @@ class _SharedRun:
             self._start_grace_period()
 
     def _next_chunks(self, subscriber: _Subscriber) -> bytes:
-        """What has come since the last time."""
-        pieces = b"".join(self._chunks[subscriber.position - self._first_chunk :])
+        """The chunks since the last call, joined."""
+        joined = b"".join(self._chunks[subscriber.position - self._first_chunk :])
         subscriber.position = self._first_chunk + len(self._chunks)
         subscriber.sent_bytes = self.total_bytes
         self._trim()
-        return pieces
+        return joined
 
     def _trim(self) -> None:
-        """Of what cannot be told again, keep only what somebody has yet to take."""
+        """Of a truncated run, keep only chunks that a subscriber still needs."""
         if self.is_truncated:
             end = self._first_chunk + len(self._chunks)
             done = min((one.position for one in self._subscribers), default=end)
@@ -509,7 +507,7 @@ class _SharedRun:
             self._first_chunk = done
 
     def _start_grace_period(self) -> None:
-        """Nobody sees it now."""
+        """Cancel the run soon unless somebody subscribes."""
         if self._run is not None:
             self._grace_timer = asyncio.get_running_loop().call_later(
                 DISCONNECT_GRACE_SECONDS, self._run.cancel, CLIENT_DISCONNECTED
@@ -523,7 +521,7 @@ class _SharedRun:
 
 def _key_reused() -> Conflict:
     return Conflict(
-        f"This {IDEMPOTENCY_HEADER} was used for another request; every request needs a key of its own.",
+        f"This {IDEMPOTENCY_HEADER} was used for another request; use a new key for each request.",
         param=IDEMPOTENCY_HEADER,
         code="idempotency_key_reused",
     )
@@ -531,14 +529,12 @@ def _key_reused() -> Conflict:
 
 def _response_gone(claim: IdempotencyClaim, why: str) -> Conflict:
     return Conflict(
-        f"The response of this {IDEMPOTENCY_HEADER}, {claim.response_id}, is not there: {why}. Its code may have run; send another "
-        "key to run it again.",
+        f"The response of this {IDEMPOTENCY_HEADER}, {claim.response_id}, is gone: {why}. Its code may have run; to "
+        "run it again, use a new key.",
         param=IDEMPOTENCY_HEADER,
         code="idempotency_response_gone",
     )
 
 
 def _reader_too_slow() -> InternalServerError:
-    return InternalServerError(
-        "The events were not read fast enough, and more of them are not kept for this stream."
-    )
+    return InternalServerError("The client reads the stream too slowly.")

@@ -36,38 +36,36 @@ type JsonObject = dict[str, Any]
 _SCHEMA_REF = "#/components/schemas/{name}"
 _PATH_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 _ERROR_DESCRIPTIONS = {
-    400: "A parameter or body that cannot be served; `param` names it.",
-    401: "No API key, or one that is not known.",
-    403: "The server is not known by the name in `Host`, where no keys are needed; a page may not use it; the key "
-    "has not the scope that the message names.",
-    404: "Nothing of this tenant's has that id.",
-    405: "The path does not know this method.",
-    408: "The body took too long to arrive.",
-    409: "The Idempotency-Key stands for another request, or for a response that is gone.",
-    413: "A body larger than a limit allows.",
-    416: "The part that is asked for is not in the file.",
-    426: "The request asks for no upgrade to WebSocket.",
-    429: "The same request may be served later.",
-    500: "The server failed.",
+    400: "Invalid parameter or body; `param` names it.",
+    401: "Missing or unknown API key.",
+    403: "Unknown `Host` (without keys), a web page that is not allowed, or a key without the required scope.",
+    404: "This tenant has no object with that id.",
+    405: "Method not allowed on this path.",
+    408: "Request body timeout.",
+    409: "The Idempotency-Key was used for another request, or its response is gone.",
+    413: "The body is too large.",
+    416: "The requested range is outside the file.",
+    426: "The request needs an upgrade to WebSocket.",
+    429: "Limit reached; retry later.",
+    500: "Internal server error.",
     502: "The model server failed.",
-    503: "Something that the gateway needs is not there now.",
-    504: "The model server was silent for too long.",
+    503: "The gateway, or something that it needs, is unavailable.",
+    504: "The model server did not answer in time.",
 }
 _COMMON_ERRORS = (400, 401, 403, 405, 500, 503)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenApiOperation:
-    """What one route does.
+    """The description of one route.
 
-    answer: a type, or the name of a media type.
-    form: the fields of a form; it must have those that are not part of another and have no default. Where there is a
-        body as well, either can be sent.
-    ranged: a part of the answer may be asked for.
-    errors: statuses besides those that every route may have.
-    streams: it makes a response, which may come as events and be asked for with an Idempotency-Key.
-    upgrades: it makes a WebSocket of the connection, and knows no other answer.
-    public: nobody needs a key for it.
+    response: a type, or a media type.
+    form: fields of a multipart form; those without a default are required. With a `body`, either can be sent.
+    supports_range: the response supports Range.
+    errors: statuses besides `_COMMON_ERRORS`.
+    can_stream: creates a response: supports `stream` and Idempotency-Key.
+    is_websocket: upgrades the connection to WebSocket.
+    is_public: needs no key.
     """
 
     summary: str
@@ -96,79 +94,83 @@ _CONTAINER_FILE_FORM: JsonObject = {
 }
 OPERATIONS: dict[tuple[str, str], OpenApiOperation] = {
     ("POST", "/v1/responses"): OpenApiOperation(
-        summary="Make a response; with `stream` as it comes.",
+        summary="Create a response; with `stream`, as events.",
         body=CreateResponse,
         response=Response,
         errors=(*_MODEL_ERRORS, 409),
         can_stream=True,
     ),
     ("GET", "/v1/responses"): OpenApiOperation(
-        summary="Many responses on one connection, by WebSocket.", is_websocket=True, errors=(426,)
+        summary="Create many responses on one WebSocket connection.", is_websocket=True, errors=(426,)
     ),
     ("POST", "/v1/responses/input_tokens"): OpenApiOperation(
-        summary="How many tokens a request for a response has; nothing is made.",
+        summary="Count the input tokens of a request.",
         body=CreateResponse,
         response=InputTokenCount,
         errors=_MODEL_ERRORS,
     ),
     ("POST", "/v1/responses/compact"): OpenApiOperation(
-        summary="Make a conversation short.",
+        summary="Compact a conversation.",
         body=CreateResponse,
         response=CompactedResponse,
         errors=_MODEL_ERRORS,
     ),
     ("GET", "/v1/responses/{response_id}"): OpenApiOperation(
-        summary="A response that is kept.", response=Response, query=("include", "stream"), errors=(404,)
+        summary="Get a stored response.", response=Response, query=("include", "stream"), errors=(404,)
     ),
     ("DELETE", "/v1/responses/{response_id}"): OpenApiOperation(
-        summary="Forget a response.", response=DeletedObject, errors=(404,)
+        summary="Delete a response.", response=DeletedObject, errors=(404,)
     ),
     ("POST", "/v1/responses/{response_id}/cancel"): OpenApiOperation(
-        summary="End a response that is made in the background.", response=Response, errors=(404,)
+        summary="Cancel a background response.", response=Response, errors=(404,)
     ),
     ("GET", "/v1/responses/{response_id}/input_items"): OpenApiOperation(
-        summary="What stood before the output of a response.",
+        summary="List the input items of a response.",
         response=ListPage,
         query=("include", *_PAGE_PARAMETERS),
         errors=(404,),
     ),
-    ("GET", "/v1/models"): OpenApiOperation(summary="The models that can be asked for.", response=ModelList),
+    ("GET", "/v1/models"): OpenApiOperation(summary="List models.", response=ModelList),
     ("GET", "/v1/models/{model:path}"): OpenApiOperation(
-        summary="One of them.", response=ModelCard, errors=(404,)
+        summary="Get a model.", response=ModelCard, errors=(404,)
     ),
     ("POST", "/v1/containers"): OpenApiOperation(
-        summary="Make a container before it is used.",
+        summary="Create a container.",
         body=CreateContainer,
         response=ContainerObject,
         errors=(408, 413, 429),
     ),
     ("GET", "/v1/containers"): OpenApiOperation(
-        summary="Containers, expired ones too.", response=ListPage, query=(*_PAGE_PARAMETERS, "name")
+        summary="List containers, including expired ones.",
+        response=ListPage,
+        query=(*_PAGE_PARAMETERS, "name"),
     ),
     ("GET", "/v1/containers/{container_id}"): OpenApiOperation(
-        summary="One of them.", response=ContainerObject, errors=(404,)
+        summary="Get a container.", response=ContainerObject, errors=(404,)
     ),
     ("DELETE", "/v1/containers/{container_id}"): OpenApiOperation(
-        summary="End a container, with its files and what runs in it.", response=DeletedObject, errors=(404,)
+        summary="Delete a container with its files; stop what runs in it.",
+        response=DeletedObject,
+        errors=(404,),
     ),
     ("POST", "/v1/containers/{container_id}/files"): OpenApiOperation(
-        summary="Put a file into a container: one that comes with the request, or one that was uploaded.",
+        summary="Add a file to a container: from the request, or an uploaded one.",
         body=CreateContainerFile,
         form=_CONTAINER_FILE_FORM,
         response=ContainerFileObject,
         errors=(404, 408, 413, 429),
     ),
     ("GET", "/v1/containers/{container_id}/files"): OpenApiOperation(
-        summary="The files of a container.", response=ListPage, query=_PAGE_PARAMETERS, errors=(404,)
+        summary="List the files of a container.", response=ListPage, query=_PAGE_PARAMETERS, errors=(404,)
     ),
     ("GET", "/v1/containers/{container_id}/files/{file_id}"): OpenApiOperation(
-        summary="One of them.", response=ContainerFileObject, errors=(404,)
+        summary="Get a file of a container.", response=ContainerFileObject, errors=(404,)
     ),
     ("DELETE", "/v1/containers/{container_id}/files/{file_id}"): OpenApiOperation(
         summary="Delete a file of a container.", response=DeletedObject, errors=(404,)
     ),
     ("GET", "/v1/containers/{container_id}/files/{file_id}/content"): OpenApiOperation(
-        summary="The content of a file, as a download.",
+        summary="Download a file of a container.",
         response=OCTET_STREAM,
         errors=(404, 416),
         supports_range=True,
@@ -177,40 +179,40 @@ OPERATIONS: dict[tuple[str, str], OpenApiOperation] = {
         summary="Upload a file.", form=_UPLOAD_FORM, response=FileObject, errors=(408, 413, 429)
     ),
     ("GET", "/v1/files"): OpenApiOperation(
-        summary="The files that were uploaded.", response=ListPage, query=(*_PAGE_PARAMETERS, "purpose")
+        summary="List uploaded files.", response=ListPage, query=(*_PAGE_PARAMETERS, "purpose")
     ),
     ("GET", "/v1/files/{upload_id}"): OpenApiOperation(
-        summary="One of them.", response=FileObject, errors=(404,)
+        summary="Get an uploaded file.", response=FileObject, errors=(404,)
     ),
     ("DELETE", "/v1/files/{upload_id}"): OpenApiOperation(
-        summary="Delete a file; copies in containers stay.", response=DeletedObject, errors=(404,)
+        summary="Delete an uploaded file; copies in containers stay.", response=DeletedObject, errors=(404,)
     ),
     ("GET", "/v1/files/{upload_id}/content"): OpenApiOperation(
-        summary="The content of a file, as a download.",
+        summary="Download an uploaded file.",
         response=OCTET_STREAM,
         errors=(404, 416),
         supports_range=True,
     ),
-    ("GET", "/healthz"): OpenApiOperation(summary="Whether the process lives.", is_public=True),
-    ("GET", "/readyz"): OpenApiOperation(summary="Whether it serves.", is_public=True),
-    ("GET", "/metrics"): OpenApiOperation(summary="Figures for Prometheus.", response="text/plain"),
-    ("GET", "/openapi.json"): OpenApiOperation(summary="This description.", is_public=True),
+    ("GET", "/healthz"): OpenApiOperation(summary="Liveness.", is_public=True),
+    ("GET", "/readyz"): OpenApiOperation(summary="Readiness.", is_public=True),
+    ("GET", "/metrics"): OpenApiOperation(summary="Prometheus metrics.", response="text/plain"),
+    ("GET", "/openapi.json"): OpenApiOperation(summary="This OpenAPI document.", is_public=True),
 }
 PUBLIC_PATHS = frozenset(path for (_, path), operation in OPERATIONS.items() if operation.is_public)
-"""Paths for which nobody needs a key: those who watch over a server have none."""
+"""Paths that need no key: health checks have none."""
 
 _QUERY_PARAMETERS: dict[str, tuple[str, JsonObject]] = {
-    "after": ("The id after which the page begins.", {"type": "string"}),
-    "before": ("The id before which it ends.", {"type": "string"}),
-    "limit": ("How many are on it.", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}),
-    "order": ("By the time they were made.", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}),
+    "after": ("The id after which the page starts.", {"type": "string"}),
+    "before": ("The id before which the page ends.", {"type": "string"}),
+    "limit": ("Page size.", {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}),
+    "order": ("Sort order by creation time.", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}),
     "include": (
-        "What to show besides the usual.",
+        "Additional fields to return.",
         {"type": "array", "items": {"type": "string", "enum": sorted(INCLUDE_VALUES)}},
     ),
-    "name": ("Only those of this name.", {"type": "string"}),
-    "purpose": ("Only files for this.", {"type": "string"}),
-    "stream": ("Only for responses that are made in the background.", {"type": "boolean"}),
+    "name": ("Filter by name.", {"type": "string"}),
+    "purpose": ("Filter by purpose.", {"type": "string"}),
+    "stream": ("Only for background responses.", {"type": "boolean"}),
 }
 
 EVENT_TYPES: Sequence[type[stream_events.StreamEvent]] = [
@@ -223,7 +225,7 @@ EVENT_TYPES: Sequence[type[stream_events.StreamEvent]] = [
 
 
 def build_document(routes: Iterable[tuple[str, str]]) -> JsonObject:
-    """The whole description; a route that has none in OPERATIONS is only named."""
+    """The OpenAPI document of these routes; one that is not in OPERATIONS has no summary."""
     described = [
         (method, path, OPERATIONS.get((method, path), OpenApiOperation(summary="")))
         for method, path in routes
@@ -238,8 +240,8 @@ def build_document(routes: Iterable[tuple[str, str]]) -> JsonObject:
         "info": {
             "title": "Fumehood gateway",
             "version": __version__,
-            "description": "OpenAI's Responses API with a code interpreter of its own. docs/gateway.md has the rules "
-            "in words. Keys are needed where the operator has made any.",
+            "description": "OpenAI's Responses API with a hosted code interpreter; see docs/gateway.md. API keys are "
+            "required once the operator has created one.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "paths": paths,
@@ -252,12 +254,12 @@ def build_document(routes: Iterable[tuple[str, str]]) -> JsonObject:
 
 
 def _build_schemas(operations: Sequence[OpenApiOperation]) -> tuple[dict[Any, JsonObject], JsonObject]:
-    """The schema of each type, and what they refer to."""
+    """The schema of each type, and the components that they refer to."""
     named = {kind for one in operations for kind in (one.body, one.response) if isinstance(kind, type)}
     kinds: list[Any] = [*sorted(named, key=lambda kind: kind.__name__), ErrorBody, Union[tuple(EVENT_TYPES)]]  # noqa: UP007
     made, components = msgspec.json.schema_components(kinds, ref_template=_SCHEMA_REF)
     for kind in (Response, *EVENT_TYPES):
-        # Every field is sent, whatever it holds; a schema of what may be received would say otherwise.
+        # msgspec omits fields with defaults from `required`, but they are always sent.
         always = [each.encode_name for each in msgspec.structs.fields(kind) if each.default is not UNSET]
         required = components[kind.__name__].setdefault("required", [])
         required += [name for name in always if name not in required]
@@ -298,7 +300,7 @@ def _describe_parameters(path: str, operation: OpenApiOperation) -> Iterator[Jso
         yield {
             "name": "Idempotency-Key",
             "in": "header",
-            "description": "The same key and body give the same response for a day.",
+            "description": "A retry with the same key and body within a day gets the same response.",
             "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
         }
 
@@ -314,11 +316,11 @@ def _describe_responses(
         yield (
             206,
             {
-                "description": "The part that `Range` asks for.",
+                "description": "The requested range.",
                 "content": _describe_content(operation, schemas),
             },
         )
-        yield 304, {"description": "What `If-None-Match` names is what there is."}
+        yield 304, {"description": "Not modified."}
     refused = {"application/json": {"schema": schemas[ErrorBody]}}
     for status in sorted(
         {*_COMMON_ERRORS, *operation.errors} - ({401, 403} if operation.is_public else set())
@@ -338,7 +340,10 @@ def _describe_content(operation: OpenApiOperation, schemas: dict[Any, JsonObject
         content = {"application/json": {"schema": schemas[operation.response]}}
     if operation.can_stream:
         content["text/event-stream"] = {
-            "schema": {"type": "string", "description": "Events, each with one of these as its data."},
+            "schema": {
+                "type": "string",
+                "description": "Server-sent events; `x-event-schema` describes their data.",
+            },
             "x-event-schema": schemas[stream_events.StreamEvent],
         }
     return content

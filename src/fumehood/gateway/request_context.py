@@ -1,4 +1,4 @@
-"""One request to the gateway, its answer, and whether its caller is still there."""
+"""One request to the gateway and its response, and a monitor for client disconnects."""
 
 import asyncio
 import contextlib
@@ -31,9 +31,9 @@ from fumehood.http_server.slow_clients import MIN_BYTES_PER_SECOND, TransferDead
 from fumehood.protocol.openai.api_errors import ApiError, BodyTooLarge, InvalidRequest, to_error_body
 
 VERSION_HEADER = (b"fumehood-version", __version__.encode())
-_BODY_TIMEOUT = 30.0  # seconds for the next piece of a body
-_CHUNK_BYTES = 256 << 10  # bytes of an answer that are sent at once
-# Seconds until it is worth a task to watch whether the caller is still there: most answers are complete by then.
+_BODY_TIMEOUT = 30.0  # seconds to wait for the next chunk
+_CHUNK_BYTES = 256 << 10  # size of one write of a large response
+# Seconds before a task watches for a disconnect: most responses are complete by then and need no task.
 _DISCONNECT_CHECK_AFTER = 0.25
 
 _REQUEST_ID_PREFIX = f"req_{secrets.token_hex(11)}"
@@ -49,12 +49,12 @@ class BodyTimeout(ApiError):
 
 
 class RequestContext(AsgiRequest):
-    """One request to the gateway, and its answer.
+    """One request to the gateway and its response.
 
-    noted: what the log's line of this request tells besides what every line tells.
-    extra: headers of the answer, whatever it will be, besides what every answer has.
-    slowest: bytes of a body that have to come in a second, on the whole.
-    transfer_fault: whether the body comes, or the answer is wanted, in a way that nobody here will undo.
+    log_fields: additional fields of the request's log line.
+    extra_headers: additional headers of the response, also of an error response.
+    min_bytes_per_second: minimum average rate of the body.
+    has_unsupported_encoding: whether Transfer-Encoding or TE has a value other than chunked.
     """
 
     __slots__ = (
@@ -78,7 +78,7 @@ class RequestContext(AsgiRequest):
         super().__init__(scope, receive, send)
         self.started_at = perf_counter()
         self.min_bytes_per_second = min_bytes_per_second
-        self._body_deadline: TransferDeadline | None = None  # once it had to be waited for
+        self._body_deadline: TransferDeadline | None = None  # set once the body had to be awaited
         self.request_id = f"{_REQUEST_ID_PREFIX}{next(_request_numbers):010x}"
         self.path: str = scope["path"]
         self.log_fields: dict[str, LogValue] = {}
@@ -89,90 +89,92 @@ class RequestContext(AsgiRequest):
             b"transfer-encoding" in self.headers or b"te" in self.headers
         ) and _has_unsupported_encoding(scope["headers"])
         self._query_pairs: list[tuple[str, str]] | None = None
-        # It leads to the scope: left in there, neither would go before somebody looks for such cycles.
+        # Removed from the scope: the writer refers to the scope, and the cycle would need the garbage collector.
         self._direct_writer: DirectWriter | None = scope.pop(DIRECT_WRITER, None)
 
     @property
     def has_started(self) -> bool:
-        """Whether the answer has begun, so that an error comes too late to be its status."""
+        """Whether the response has started, so that its status can no longer report an error."""
         return self.status != 0
 
-    # ---- the request ------------------------------------------------------------------------------------------
+    # ---- request ------------------------------------------------------------------------------------------
 
     def query_parameter(self, name: str) -> str | None:
-        """The last value of a parameter."""
+        """The last value of a query parameter."""
         values = self.query_parameters(name)
         return values[-1] if values else None
 
     def query_parameters(self, name: str) -> list[str]:
-        """All values of a parameter, which may be written `name` or `name[]`."""
+        """All values of a query parameter written as `name` or `name[]`."""
         if self._query_pairs is None:
             try:
                 self._query_pairs = self.parse_query()
             except ValueError:
-                raise InvalidRequest("The query is not percent-encoded UTF-8, or too long.") from None
+                raise InvalidRequest(
+                    "The query string is too long, or is not percent-encoded UTF-8."
+                ) from None
         names = (name, f"{name}[]")
         return [value for key, value in self._query_pairs if key in names]
 
     async def read_body(self, limit: int, reserve_memory: Callable[[int], None]) -> bytes:
-        """All of it; BodyTooLarge as soon as it is known to be, CallerLeft if it breaks off, BodyTooSlow.
+        """Read the whole body. Raises BodyTooLarge, BodyTimeout, ClientDisconnected.
 
-        take: told of the bytes of a body in several pieces, as they come; it may raise.
+        reserve_memory: called with the size of each chunk of a body that has several; may raise.
         """
-        pieces: list[bytes] = []
+        chunks: list[bytes] = []
         try:
             left = self.check_content_length(limit)
             while self._has_unread_body:
-                piece = self.accept_chunk(await self._receive_message(), left)
-                left -= len(piece)
-                if self._has_unread_body or pieces:
-                    reserve_memory(len(piece))
-                pieces.append(piece)
+                chunk = self.accept_chunk(await self._receive_message(), left)
+                left -= len(chunk)
+                if self._has_unread_body or chunks:
+                    reserve_memory(len(chunk))
+                chunks.append(chunk)
         except BodyLimitExceeded:
             raise BodyTooLarge(f"The body is larger than {limit} bytes.") from None
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     @override
     async def iter_chunks(self, limit: int) -> AsyncGenerator[bytes]:
-        """The body as it comes; raises as `body` does."""
+        """Yield the body in chunks. Raises as `read_body` does."""
         try:
             left = self.check_content_length(limit)
             while self._has_unread_body:
-                piece = self.accept_chunk(await self._receive_message(), left)
-                left -= len(piece)
-                if piece:
-                    yield piece
+                chunk = self.accept_chunk(await self._receive_message(), left)
+                left -= len(chunk)
+                if chunk:
+                    yield chunk
         except BodyLimitExceeded:
             raise BodyTooLarge(f"The body is larger than {limit} bytes.") from None
 
     async def _receive_message(self) -> Message:
-        """Mostly it came with the head, and then no timer is set; raises BodyTooSlow."""
+        """The next ASGI message. A body that arrived with the headers needs no timer. Raises BodyTimeout."""
         receiving = cast("Coroutine[Any, Any, Message]", self._receive())
         try:
-            obstacle = receiving.send(None)
+            awaited = receiving.send(None)
         except StopIteration as ready:
             if self._body_deadline is not None:
                 self._body_deadline.extend(len(ready.value.get("body", b"")))
             return ready.value
-        pace = self._body_deadline = self._body_deadline or TransferDeadline(
+        deadline = self._body_deadline = self._body_deadline or TransferDeadline(
             _BODY_TIMEOUT, self.min_bytes_per_second
         )
-        asked = perf_counter()
+        waiting_since = perf_counter()
         try:
-            async with asyncio.timeout(pace.remaining_seconds):
-                message = await _resume_coroutine(receiving, obstacle)
+            async with asyncio.timeout(deadline.remaining_seconds):
+                message = await _resume_coroutine(receiving, awaited)
         except TimeoutError:
             raise BodyTimeout(
-                f"The body came too slowly: nothing for {_BODY_TIMEOUT:g} seconds, or on the whole fewer than "
-                f"{self.min_bytes_per_second} bytes a second."
+                f"Request body timeout: no data for {_BODY_TIMEOUT:g} seconds, or less than "
+                f"{self.min_bytes_per_second} bytes per second on average."
             ) from None
-        pace.extend(len(message.get("body", b"")), perf_counter() - asked)
+        deadline.extend(len(message.get("body", b"")), perf_counter() - waiting_since)
         return message
 
-    # ---- the answer -------------------------------------------------------------------------------------------
+    # ---- response -------------------------------------------------------------------------------------------
 
     def elapsed_seconds(self) -> float:
-        """Seconds since the request's head was there."""
+        """Seconds since the request headers arrived."""
         return perf_counter() - self.started_at
 
     @override
@@ -194,9 +196,7 @@ class RequestContext(AsgiRequest):
         self.last_sent_at = perf_counter()
 
     def send_nowait(self, body: bytes | bytearray) -> Awaitable[None] | None:
-        """As `send`, for whoever cannot wait: what it gives has to be awaited before anything else is sent. It
-        mostly gives nothing.
-        """
+        """Send without waiting. Returns an awaitable, to be awaited before the next send, if the write would block."""
         if self._direct_writer is not None and self._direct_writer.write_chunk(body):
             self.last_sent_at = perf_counter()
             return None
@@ -206,21 +206,21 @@ class RequestContext(AsgiRequest):
         )
         self.last_sent_at = perf_counter()
         try:
-            obstacle = sending.send(None)
+            awaited = sending.send(None)
         except StopIteration:
             return None
-        return _resume_coroutine(sending, obstacle)
+        return _resume_coroutine(sending, awaited)
 
     async def respond(
         self, body: bytes, status: int = 200, content_type: tuple[bytes, bytes] = JSON_CONTENT_TYPE
     ) -> None:
         headers = [content_type, (b"content-length", b"%d" % len(body))]
-        shortcut = self._direct_writer
-        if shortcut is not None and shortcut.write_response(status, headers + self._common_headers(), body):
+        writer = self._direct_writer
+        if writer is not None and writer.write_response(status, headers + self._common_headers(), body):
             self.status = status
             return
         await self.start_response(status, headers)
-        # Each waits for the reader of those before it: who has answered can let go of the rest.
+        # Each write waits for the client to read the previous ones, so that the server buffers little.
         for start in range(0, len(body) - _CHUNK_BYTES, _CHUNK_BYTES):
             await self.send(body[start : start + _CHUNK_BYTES])
         await self.send(body[(len(body) - 1) // _CHUNK_BYTES * _CHUNK_BYTES :] if body else body, more=False)
@@ -229,26 +229,26 @@ class RequestContext(AsgiRequest):
         await self.respond(encode_json(value), status)
 
     def log_error(self, error: ApiError) -> None:
-        """Have the log tell of it."""
+        """Add the error to the log line."""
         self.log_fields["error"] = error.wire_code or error.type
         self.log_fields["param"] = error.param
 
     async def respond_error(self, error: ApiError) -> None:
-        """Tell what is wrong."""
+        """Send an error response."""
         await self.send_and_discard_body(
             error.status, error_headers(error), encode_json(to_error_body(error))
         )
 
 
 def error_headers(error: ApiError) -> Headers:
-    """What the answer that tells of it says in its head."""
+    """The headers of an error response."""
     if error.retry_after is None:
         return []
     return [(b"retry-after", b"%d" % max(1, math.ceil(error.retry_after)))]
 
 
 def _has_unsupported_encoding(headers: Headers) -> bool:
-    """Whether anything but chunks is said of how bodies are sent, in whichever of several headers."""
+    """Whether a Transfer-Encoding or TE header has a value other than chunked."""
     return any(
         value.strip().lower() != b"chunked" if name == b"transfer-encoding" else b"chunked" in value.lower()
         for name, value in headers
@@ -257,9 +257,9 @@ def _has_unsupported_encoding(headers: Headers) -> bool:
 
 
 class DisconnectMonitor:
-    """Watches, while an answer is in the making, whether its caller is still there, and breaks long silences.
+    """Context manager that calls `on_disconnect` when the client disconnects, and sends keepalives.
 
-    sign_of_life: what is sent when nothing else was for `every` seconds; None sends nothing.
+    keepalive: sent when nothing else was sent for `interval` seconds; None sends nothing.
     """
 
     def __init__(
@@ -281,12 +281,12 @@ class DisconnectMonitor:
         self._keepalive_task: asyncio.Task[None] | None = None
 
     def __enter__(self) -> Self:
-        first = (
+        delay = (
             _DISCONNECT_CHECK_AFTER
             if self._keepalive is None
             else min(_DISCONNECT_CHECK_AFTER, self._interval)
         )
-        self._timer = self._loop.call_later(first, self._check)
+        self._timer = self._loop.call_later(delay, self._check)
         return self
 
     def __exit__(
@@ -314,20 +314,20 @@ class DisconnectMonitor:
         self._on_disconnect()
 
     async def _send_keepalive(self, keepalive: bytes) -> None:
-        with contextlib.suppress(RuntimeError):  # the answer ended at this very moment
+        with contextlib.suppress(RuntimeError):  # the response just ended
             await self._context.send(keepalive)
 
 
 @types.coroutine
 def _resume_coroutine[T](coroutine: Coroutine[Any, Any, T], awaited: object) -> Generator[object, object, T]:
-    """What is left of a coroutine that was begun by hand, and waits for something."""
+    """Await the rest of a coroutine that was started by hand and now awaits `awaited`."""
     try:
         while True:
             try:
-                found = yield awaited
+                result = yield awaited
             except BaseException as error:
                 awaited = coroutine.throw(error)
             else:
-                awaited = coroutine.send(found)
+                awaited = coroutine.send(result)
     except StopIteration as end:
         return end.value

@@ -1,10 +1,11 @@
-"""How much a key may ask for, and all of them together.
+"""Rate, concurrency and memory limits, per API key and for the whole gateway.
 
-Everything is counted in this process, in plain numbers: nothing is awaited, and nobody's counter is another's.
+All counters are in this process; nothing is awaited.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
 from time import monotonic
@@ -23,11 +24,11 @@ MAX_MEMORY_BYTES = 512 << 20
 
 @dataclass(slots=True)
 class _KeyUsage:
-    """What one key may do, and what it is doing.
+    """The limits and current usage of one key.
 
-    rate: requests in a minute, and how many may come at once.
-    tokens: how many more may come, at the time `filled_at`.
-    held: bytes of bodies and of files.
+    requests_per_minute: the rate, and the size of the token bucket.
+    tokens: requests left in the bucket at the time `filled_at`.
+    memory_bytes: reserved bytes of bodies, files and conversations.
     """
 
     max_body_bytes: int
@@ -41,15 +42,14 @@ class _KeyUsage:
 
 
 class RequestLimits:
-    """Counts what every key asks for, and refuses what is too much.
+    """Counts requests and rejects those beyond a limit.
 
-    usual: what a key may do for which nothing else was said. Where no keys are needed everybody is one caller, for
-        whom `concurrent` has no meaning.
-    total: how many responses may be in the making at once, whoever asked for them.
-    body_bytes_total: how large the bodies of all requests that are worked on may be together, with the files and the
-        large conversations that they refer to and large answers that are sent from the store, half of it for one key. A
-        body that comes in one piece does not count: every connection may hold that much anyway. Messages of WebSocket
-        count as bodies do.
+    defaults: the limits of a key that sets none. `concurrent` does not apply without keys, where all clients are one
+        caller.
+    max_concurrent: running responses of all keys together.
+    max_memory_bytes: bytes of all requests in progress together; half of it for one key. Counts bodies, WebSocket
+        messages, the files and large conversations that they refer to, and large responses read from the store. A body
+        that arrives in one chunk is free: every connection may buffer that much anyway.
     """
 
     def __init__(
@@ -67,74 +67,83 @@ class RequestLimits:
         self._running_count = 0
         self._monotonic = monotonic
         self._usage_by_key: dict[str, _KeyUsage] = {}
-        self.rejections = Counter[str]()  # by the limit
+        self.rejections = Counter[str]()  # by name of the limit
 
     def max_body_bytes(self, caller: Caller) -> int:
-        """The largest body of a request."""
+        """The size limit of a request body."""
         return self._usage_of(caller).max_body_bytes
 
     def count_request(self, caller: Caller, headers: list[tuple[bytes, bytes]]) -> None:
-        """One more request; adds to the headers of its answer how many are left. Raises RateLimited."""
-        account = self._usage_of(caller)
-        rate = account.requests_per_minute
+        """Count a request and append its rate-limit headers to `headers`. Raises RateLimited."""
+        usage = self._usage_of(caller)
+        rate = usage.requests_per_minute
         if rate is None:
             return
         now = self._monotonic()
-        account.tokens = min(rate, account.tokens + (now - account.filled_at) * rate / 60)
-        account.filled_at = now
+        usage.tokens = min(rate, usage.tokens + (now - usage.filled_at) * rate / 60)
+        usage.filled_at = now
         wait = 0.0
-        if account.tokens >= 1:
-            account.tokens -= 1
+        if usage.tokens >= 1:
+            usage.tokens -= 1
         else:
-            wait = (1 - account.tokens) * 60 / rate
+            wait = (1 - usage.tokens) * 60 / rate
         headers += (
             (b"x-ratelimit-limit-requests", b"%d" % rate),
-            (b"x-ratelimit-remaining-requests", b"%d" % account.tokens),
-            (b"x-ratelimit-reset-requests", _format_duration((rate - account.tokens) * 60 / rate)),
+            (b"x-ratelimit-remaining-requests", b"%d" % usage.tokens),
+            (b"x-ratelimit-reset-requests", _format_duration((rate - usage.tokens) * 60 / rate)),
         )
         if wait:
             self.rejections["rate"] += 1
             raise RateLimited(
-                f"Rate limit reached for requests: {rate} in a minute. Try again in {wait:.3g} seconds.",
+                f"Rate limit reached for requests: {rate} per minute. Try again in {wait:.3g} seconds.",
                 retry_after=wait,
             )
 
-    def concurrency_slot(self, caller: Caller) -> "_ConcurrencySlot":
-        """For `with`, while a response is in the making; raises RateLimited."""
-        account = self._usage_of(caller)
-        if account.max_running is not None and account.running >= account.max_running:
-            self.rejections["key"] += 1
+    @contextmanager
+    def concurrency_slot(self, caller: Caller) -> Generator[None]:
+        """Hold a slot while a response runs. Raises RateLimited."""
+        usage = self._usage_of(caller)
+        if usage.max_running is not None and usage.running >= usage.max_running:
+            self.rejections["key_concurrency"] += 1
             raise RateLimited(
-                f"This key may have {account.max_running} responses in the making at once; try again soon.",
+                f"Concurrency limit of this key reached ({usage.max_running} running responses); try again soon.",
                 retry_after=1.0,
             )
         if self._running_count >= self._max_concurrent:
-            self.rejections["total"] += 1
+            self.rejections["server_concurrency"] += 1
             raise RateLimited(
-                f"This server makes {self._max_concurrent} responses at once; try again soon.",
+                f"Concurrency limit of this server reached ({self._max_concurrent} running responses); try again soon.",
                 retry_after=1.0,
             )
-        return _ConcurrencySlot(self, account)
+        usage.running += 1
+        self._running_count += 1
+        try:
+            yield
+        finally:
+            usage.running -= 1
+            self._running_count -= 1
 
     def memory_budget(self, caller: Caller) -> "MemoryBudget":
-        """For `with`, while a request of the caller's is read and worked on."""
+        """A context manager for the memory of one request."""
         return MemoryBudget(self, self._usage_of(caller))
 
     def max_memory(self, usage: _KeyUsage) -> int:
         return min(usage.max_memory_bytes or self._max_memory_bytes, self._max_memory_bytes)
 
     def reserve_memory(self, usage: _KeyUsage, size: int) -> None:
-        """So many bytes more of bodies; raises RateLimited, Unavailable."""
+        """Raises RateLimited for the limit of the key, ServiceUnavailable for the limit of the server."""
         if usage.max_memory_bytes is not None and usage.memory_bytes + size > usage.max_memory_bytes:
-            self.rejections["key_bytes"] += 1
+            self.rejections["key_memory"] += 1
             raise RateLimited(
-                "This key has as many large requests and answers as it may have at once; try again soon.",
+                f"Memory limit of this key reached ({usage.max_memory_bytes:,} bytes of concurrent requests); try "
+                "again soon.",
                 retry_after=1.0,
             )
         if self._memory_bytes + size > self._max_memory_bytes:
-            self.rejections["total_bytes"] += 1
+            self.rejections["server_memory"] += 1
             raise ServiceUnavailable(
-                "This server has as many large requests and answers as it can hold; try again soon.",
+                f"Memory limit of this server reached ({self._max_memory_bytes:,} bytes of concurrent requests); try "
+                "again soon.",
                 retry_after=1.0,
             )
         usage.memory_bytes += size
@@ -144,33 +153,25 @@ class RequestLimits:
         usage.memory_bytes -= size
         self._memory_bytes -= size
 
-    def acquire_slot(self, usage: _KeyUsage) -> None:
-        usage.running += 1
-        self._running_count += 1
-
-    def release_slot(self, usage: _KeyUsage) -> None:
-        usage.running -= 1
-        self._running_count -= 1
-
     def _usage_of(self, caller: Caller) -> _KeyUsage:
-        account = self._usage_by_key.get(caller.key_id)
-        if account is None:
-            usual, own = self._defaults, caller.limits
-            rate = own.requests_per_minute or usual.requests_per_minute
-            body_bytes = own.body_bytes or usual.body_bytes or MAX_BODY_BYTES
-            account = self._usage_by_key[caller.key_id] = _KeyUsage(
+        usage = self._usage_by_key.get(caller.key_id)
+        if usage is None:
+            defaults, own = self._defaults, caller.limits
+            rate = own.requests_per_minute or defaults.requests_per_minute
+            body_bytes = own.body_bytes or defaults.body_bytes or MAX_BODY_BYTES
+            usage = self._usage_by_key[caller.key_id] = _KeyUsage(
                 max_body_bytes=body_bytes,
-                max_running=(own.concurrent or usual.concurrent) if caller.key_id else None,
+                max_running=(own.concurrent or defaults.concurrent) if caller.key_id else None,
                 requests_per_minute=rate,
                 tokens=rate or 0,
                 filled_at=self._monotonic(),
                 max_memory_bytes=max(body_bytes, self._max_memory_bytes // 2) if caller.key_id else None,
             )
-        return account
+        return usage
 
 
 class MemoryBudget:
-    """What one request takes with its body and with what that refers to; it is given back at the end."""
+    """The memory that one request has reserved for its body and what that refers to; released on exit."""
 
     __slots__ = ("_limits", "_reserved", "_usage")
 
@@ -180,18 +181,18 @@ class MemoryBudget:
         self._reserved = 0
 
     def reserve(self, size: int) -> None:
-        """Raises RateLimited, Unavailable, and BodyTooLarge for more than there will ever be."""
-        most = self._limits.max_memory(self._usage)
-        if self._reserved + size > most:
+        """Raises RateLimited or ServiceUnavailable; BodyTooLarge for more than the limit itself."""
+        maximum = self._limits.max_memory(self._usage)
+        if self._reserved + size > maximum:
             raise BodyTooLarge(
-                f"With the files and the conversation that it refers to, this request takes more than {most:,} bytes, "
-                "which is all that may be held at once. Refer to less, or begin a new conversation."
+                f"With its files and conversation, this request needs more than the memory limit of {maximum:,} bytes. "
+                "Refer to less, or start a new conversation."
             )
         self._limits.reserve_memory(self._usage, size)
         self._reserved += size
 
     def resize(self, size: int) -> None:
-        """Exactly so much from now on; raises as `take`, and then it is as much as before."""
+        """Set the reserved size. Raises as `reserve`, and then nothing changes."""
         if size >= self._reserved:
             self.reserve(size - self._reserved)
         else:
@@ -199,14 +200,15 @@ class MemoryBudget:
             self._reserved = size
 
     def reserve_for_response(self, size: int) -> None:
-        """As `take`, for an answer: a small one does not count, and one that is larger than all may be together is sent
-        when it is alone. Raises RateLimited, Unavailable.
+        """Reserve memory for a response. A small one is free; one beyond the limit needs all of the limit.
+
+        Raises RateLimited, ServiceUnavailable.
         """
         if size >= WORKER_THRESHOLD_BYTES:
             self.reserve(min(size, self._limits.max_memory(self._usage) - self._reserved))
 
     def transfer(self) -> "MemoryBudget":
-        """All that it holds is another one's from now on, which may stay longer."""
+        """Move the reservation to a new budget, which may live longer."""
         other = MemoryBudget(self._limits, self._usage)
         other._reserved, self._reserved = self._reserved, 0
         return other
@@ -224,24 +226,8 @@ class MemoryBudget:
         self.release()
 
 
-class _ConcurrencySlot:
-    __slots__ = ("_limits", "_usage")
-
-    def __init__(self, limits: RequestLimits, usage: _KeyUsage) -> None:
-        self._limits = limits
-        self._usage = usage
-
-    def __enter__(self) -> None:
-        self._limits.acquire_slot(self._usage)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._limits.release_slot(self._usage)
-
-
 def _format_duration(seconds: float) -> bytes:
-    """As OpenAI writes it: `17ms`, `8s`, `6m0s`."""
+    """In OpenAI's format: `17ms`, `8s`, `6m0s`."""
     if seconds < 1:
         return b"%dms" % ceil(seconds * 1000)
     minutes, rest = divmod(ceil(seconds), 60)

@@ -1,6 +1,6 @@
-"""One line for every request, without its content.
+"""The request log: one line per request, without content.
 
-Lines are written many at a time: written one by one, through `logging`, they cost as much as a short answer.
+Lines are written in batches: writing each through `logging` costs as much CPU as a short response.
 """
 
 import asyncio
@@ -16,23 +16,23 @@ type LogValue = str | int | float | bool | None
 type LogFormat = Literal["text", "json"]
 type RequestLog = Callable[[int, Mapping[str, LogValue]], None]
 
-_FLUSH_SECONDS = 0.05  # seconds that a line may wait for others
+_FLUSH_SECONDS = 0.05  # batch lines for this long
 _MAX_VALUE_LENGTH = 200  # characters of one field
-_MAX_PLAIN_LENGTH = 600  # of a line of usual fields
+_MAX_PLAIN_LENGTH = 600  # characters of a line that is checked as a whole
 
 logger = logging.getLogger("fumehood.gateway.requests")
 
 
 def log_to_logger(level: int, fields: Mapping[str, LogValue]) -> None:
-    """A `RequestLog` for whoever has configured `logging`."""
+    """A `RequestLog` that writes to the logger `fumehood.gateway.requests`."""
     if logger.isEnabledFor(level):
         logger.log(level, "request", extra={"fields": dict(fields)})
 
 
 class BufferedRequestLog:
-    """A `RequestLog` that writes lines of its own, as `fumehood.sandbox_server.structured_logging` would.
+    """A `RequestLog` that writes batches of lines in the format of `fumehood.sandbox_server.structured_logging`.
 
-    write: takes whole lines, mostly several.
+    write: called with one or more complete lines.
     """
 
     def __init__(self, write: Callable[[str], object], log_format: LogFormat) -> None:
@@ -75,14 +75,14 @@ def _format_json(when: str, level: str, fields: Mapping[str, LogValue]) -> str:
 
 
 def _format_text(when: str, level: str, fields: Mapping[str, LogValue]) -> str:
-    """So that no line can pretend to be two, nor a field to be another. Mostly one look at the whole line is enough."""
-    told = [f"{name}={value}" for name, value in fields.items() if value is not None]
-    shown = " ".join(told)
-    if len(shown) > _MAX_PLAIN_LENGTH or not _is_plain(shown) or shown.count(" ") >= len(told):
-        shown = " ".join(
+    """Quote values where needed, so that no value can forge a line or a field. Most lines need one check only."""
+    pairs = [f"{name}={value}" for name, value in fields.items() if value is not None]
+    line = " ".join(pairs)
+    if len(line) > _MAX_PLAIN_LENGTH or not _is_plain(line) or line.count(" ") >= len(pairs):
+        line = " ".join(
             [f"{name}={_quote_value(value)}" for name, value in fields.items() if value is not None]
         )
-    return f"{when} {level:7} request {shown}\n"
+    return f"{when} {level:7} request {line}\n"
 
 
 def _is_plain(text: str) -> bool:

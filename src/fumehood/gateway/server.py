@@ -1,4 +1,4 @@
-"""Runs the gateway on a socket, and lets its runs end when it is stopped."""
+"""Serves the gateway on a socket and drains its runs on shutdown."""
 
 import socket
 from collections.abc import Awaitable, Callable
@@ -13,11 +13,11 @@ from fumehood.protocol.openai.api_errors import InvalidRequest, ServiceUnavailab
 
 
 class GatewayServer(WebServer):
-    """One run of the gateway.
+    """A web server for a `Gateway`.
 
-    app: a `Gateway`, or one with something around it.
-    runs_end: what has to be waited for when it is stopped; nothing new is accepted meanwhile.
-    on_stalled: is told of every reader that was left because it took nothing.
+    app: the `Gateway`, possibly wrapped in middleware.
+    drain_runs: awaited on shutdown, after the server has stopped accepting connections.
+    on_stalled: called whenever a client is disconnected because it reads nothing.
     """
 
     def __init__(
@@ -28,8 +28,10 @@ class GatewayServer(WebServer):
         *,
         on_stalled: Callable[[], None] = do_nothing,
     ) -> None:
-        sockets = make_websocket_protocol(_render_error, on_stalled)
-        super().__init__(app, sock, _render_error, websocket_protocol=sockets, on_stalled=on_stalled)
+        websocket_protocol = make_websocket_protocol(_render_error, on_stalled)
+        super().__init__(
+            app, sock, _render_error, websocket_protocol=websocket_protocol, on_stalled=on_stalled
+        )
         self._drain_runs = drain_runs
 
     @override

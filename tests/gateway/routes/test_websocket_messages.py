@@ -286,7 +286,7 @@ async def test_steering_is_answered_without_disturbing_the_response(gateway: Scr
                 "steer": {"previous_response_id": "resp_1", "input": [{"role": "user"}]},
                 "error": {
                     "code": "steering_not_supported",
-                    "message": "This server does not steer responses; send the input with the next response.create.",
+                    "message": "Steering is not supported; send the input with the next response.create.",
                     "type": "invalid_request_error",
                 },
                 "sequence_number": 0,

@@ -1,4 +1,4 @@
-"""/v1/containers and their files: make, find, fill, read and delete."""
+"""Routes of /v1/containers and /v1/containers/{container_id}/files."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -46,7 +46,7 @@ _file_reference_decoder = msgspec.json.Decoder(CreateContainerFile)
 
 
 class ContainerRoutes:
-    """Handlers of one path each."""
+    """Handlers of /v1/containers."""
 
     def __init__(self, containers: ContainerService, limits: RequestLimits) -> None:
         self._containers = containers
@@ -60,12 +60,10 @@ class ContainerRoutes:
         await context.respond_json(to_container_object(record))
 
     async def list(self, context: RequestContext, caller: Caller) -> None:
-        window = parse_page_query(context)
-        found = await self._containers.list_containers(
-            caller, window, context.query_parameter("name") or None
-        )
+        query = parse_page_query(context)
+        found = await self._containers.list_containers(caller, query, context.query_parameter("name") or None)
         await context.respond_json(
-            make_page(window, found, lambda record: Raw(encode_json(to_container_object(record))))
+            make_page(query, found, lambda record: Raw(encode_json(to_container_object(record))))
         )
 
     async def get(self, context: RequestContext, caller: Caller) -> None:
@@ -79,9 +77,9 @@ class ContainerRoutes:
 
 
 class ContainerFileRoutes:
-    """The same for the files of one container.
+    """Handlers of /v1/containers/{container_id}/files.
 
-    file_bytes: the largest file that is read.
+    max_file_bytes: size limit of an uploaded file.
     """
 
     def __init__(
@@ -99,8 +97,10 @@ class ContainerFileRoutes:
     async def create(self, context: RequestContext, caller: Caller) -> None:
         self._limits.count_request(caller, context.extra_headers)
         if not is_multipart_form(context):
-            named = decode_json(_file_reference_decoder, await _read_json_body(context, caller, self._limits))
-            await self._copy_uploaded_file(context, caller, named.file_id)
+            reference = decode_json(
+                _file_reference_decoder, await _read_json_body(context, caller, self._limits)
+            )
+            await self._copy_uploaded_file(context, caller, reference.file_id)
             return
         form = MultipartForm(context, self._max_file_bytes)
         if await form.read_to_file():
@@ -109,7 +109,7 @@ class ContainerFileRoutes:
             await self._copy_uploaded_file(context, caller, form.fields["file_id"])
         else:
             raise InvalidRequest(
-                "Send a 'file', or the 'file_id' of one that was uploaded.",
+                "Send a 'file', or the 'file_id' of an uploaded file.",
                 param="file",
                 code="missing_required_parameter",
             )
@@ -128,40 +128,40 @@ class ContainerFileRoutes:
                 self._metrics.record_upload(record.bytes)
                 await context.respond_json(to_container_file_object(record))
                 return
-            into = name.removeprefix(f"{DATA_DIRECTORY}/").rpartition("/")[0]
+            directory = name.removeprefix(f"{DATA_DIRECTORY}/").rpartition("/")[0]
             records = await self._containers.unpack_archive(
-                caller, container_id, content, _detect_archive_format(name), into
+                caller, container_id, content, _detect_archive_format(name), directory
             )
         if not records:
-            raise InvalidRequest("There is no file in this archive.", param="file", code="invalid_value")
+            raise InvalidRequest("The archive contains no file.", param="file", code="invalid_value")
         self._metrics.record_upload(sum(record.bytes for record in records))
         await context.respond_json(to_unpacked_files_object(records))
 
     async def list(self, context: RequestContext, caller: Caller) -> None:
-        window = parse_page_query(context)
-        found = await self._containers.list_files(caller, context.path_parameters["container_id"], window)
+        query = parse_page_query(context)
+        found = await self._containers.list_files(caller, context.path_parameters["container_id"], query)
         await context.respond_json(
-            make_page(window, found, lambda record: Raw(encode_json(to_container_file_object(record))))
+            make_page(query, found, lambda record: Raw(encode_json(to_container_file_object(record))))
         )
 
     async def get(self, context: RequestContext, caller: Caller) -> None:
         await context.respond_json(to_container_file_object(await self._find_file(context, caller)))
 
     async def delete(self, context: RequestContext, caller: Caller) -> None:
-        names = context.path_parameters
-        await self._containers.delete_file(caller, names["container_id"], names["file_id"])
-        await context.respond_json(DeletedObject(id=names["file_id"], object="container.file.deleted"))
+        parameters = context.path_parameters
+        await self._containers.delete_file(caller, parameters["container_id"], parameters["file_id"])
+        await context.respond_json(DeletedObject(id=parameters["file_id"], object="container.file.deleted"))
 
     async def get_content(self, context: RequestContext, caller: Caller) -> None:
         record = await self._find_file(context, caller)
         self._metrics.record_download(await send_download(context, self._make_download(caller, record)))
 
     async def _find_file(self, context: RequestContext, caller: Caller) -> ContainerFileRecord:
-        names = context.path_parameters
-        return await self._containers.get_file(caller, names["container_id"], names["file_id"])
+        parameters = context.path_parameters
+        return await self._containers.get_file(caller, parameters["container_id"], parameters["file_id"])
 
     def _make_download(self, caller: Caller, record: ContainerFileRecord) -> FileDownload:
-        """No size is told of what is only in a sandbox: code may change it at any time."""
+        """The size of a file that is only in a sandbox is unknown: code may change it at any time."""
 
         def read(start: int, end: int | None) -> AsyncGenerator[bytes]:
             return self._containers.read_file(caller, record.container_id, record.id, start, end)
@@ -171,14 +171,14 @@ class ContainerFileRoutes:
 
 async def _read_json_body(context: RequestContext, caller: Caller, limits: RequestLimits) -> bytes:
     check_json_body(context)
-    with limits.memory_budget(caller) as room:
-        return await context.read_body(min(limits.max_body_bytes(caller), _MAX_BODY_BYTES), room.reserve)
+    with limits.memory_budget(caller) as budget:
+        return await context.read_body(min(limits.max_body_bytes(caller), _MAX_BODY_BYTES), budget.reserve)
 
 
 def _parse_spec(body: CreateContainer) -> ContainerSpec:
     """Raises InvalidRequest."""
     if body.skills:
-        raise InvalidRequest("Skills are not served here; leave 'skills' out.", param="skills")
+        raise InvalidRequest("Skills are not supported; omit 'skills'.", param="skills")
     return ContainerSpec(
         name=body.name,
         memory=parse_memory_tier(body.memory_limit, "memory_limit"),
@@ -189,26 +189,28 @@ def _parse_spec(body: CreateContainer) -> ContainerSpec:
 
 
 def _parse_unpack(form: MultipartForm) -> bool:
-    said = form.fields.get("unpack", "").strip().lower()
-    if said not in _BOOLEANS:
-        raise InvalidRequest("'unpack' is 'true' or 'false'.", param="unpack", code="invalid_value")
-    return _BOOLEANS[said]
+    value = form.fields.get("unpack", "").strip().lower()
+    if value not in _BOOLEANS:
+        raise InvalidRequest("'unpack' must be 'true' or 'false'.", param="unpack", code="invalid_value")
+    return _BOOLEANS[value]
 
 
 async def _iter_content(form: MultipartForm, *, unpack: bool) -> AsyncGenerator[bytes]:
-    """The file; what comes behind it must not change what is done with it."""
-    async with aclosing(form.iter_file()) as pieces:
-        async for piece in pieces:
-            yield piece
+    """The file. A later field must not change how it is stored."""
+    async with aclosing(form.iter_file()) as chunks:
+        async for chunk in chunks:
+            yield chunk
     if _parse_unpack(form) != unpack:
-        raise InvalidRequest("'unpack' has to come before the file.", param="unpack", code="invalid_value")
+        raise InvalidRequest("'unpack' must precede the file.", param="unpack", code="invalid_value")
 
 
 def _detect_archive_format(name: str) -> ArchiveFormat:
-    for ending, kind in _ARCHIVE_FORMATS.items():
-        if name.lower().endswith(ending):
-            return kind
+    for suffix, archive_format in _ARCHIVE_FORMATS.items():
+        if name.lower().endswith(suffix):
+            return archive_format
     known = ", ".join(_ARCHIVE_FORMATS)
     raise InvalidRequest(
-        f"An archive is told by its name, which ends in one of {known}.", param="file", code="invalid_value"
+        f"Unknown archive format: the filename must end in one of {known}.",
+        param="file",
+        code="invalid_value",
     )

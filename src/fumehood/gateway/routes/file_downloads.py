@@ -1,6 +1,6 @@
-"""Files as downloads, whole or in part.
+"""Sends files as downloads, with ranges and ETags.
 
-What is in them nobody here has written, so a browser that gets one is told to save it and to run nothing of it.
+Content is untrusted: the headers tell browsers to save it and to run nothing of it.
 """
 
 import re
@@ -15,7 +15,7 @@ from fumehood.protocol.file_types import media_type_for_name
 from fumehood.protocol.openai.api_errors import ApiError
 from fumehood.protocol.safe_names import sanitize_name
 
-# What would end or confuse a header, where every client has to understand it.
+# Not allowed in the plain `filename` of Content-Disposition.
 _UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9 ._()+=@,-]")
 _RANGE_HEADER = re.compile(rb"\s*bytes\s*=\s*(\d{0,18})\s*-\s*(\d{0,18})\s*", re.IGNORECASE)
 
@@ -28,12 +28,12 @@ class RangeNotSatisfiable(ApiError):
 
 @dataclass(frozen=True, slots=True)
 class FileDownload:
-    """A file that a client may have, whole or in part.
+    """A file to send.
 
-    name: by which it is to be saved; paths lose all but their last part.
-    read: the bytes from the first number up to the second, or to the last; it raises before the first piece.
-    size: None where only reading tells; then it is sent whole.
-    tag: names this content and no other.
+    name: its path; the last component is the suggested filename.
+    read: yields the bytes from `start` up to `end` (None: the end of the file); raises before the first chunk.
+    size: None if unknown; then ranges are not supported.
+    etag: identifies the content.
     """
 
     name: str
@@ -43,16 +43,16 @@ class FileDownload:
 
 
 async def send_download(context: RequestContext, download: FileDownload) -> int:
-    """Answer with what the request asks for; how many bytes of content that were. Raises what reading does."""
+    """Send the file, or the requested range. Returns the number of bytes sent. Raises what `read` raises."""
     headers = _make_headers(download)
     if download.etag is not None and _matches_etag(context.headers.get(b"if-none-match"), download.etag):
         await context.start_response(304, headers[1:])
         await context.send(b"", more=False)
         return 0
-    part = _parse_range(context, download)
-    if part is None:
+    byte_range = _parse_range(context, download)
+    if byte_range is None:
         return await _send_content(context, 200, headers, download.read(0, None), download.size)
-    start, end = part
+    start, end = byte_range
     headers.append((b"content-range", b"bytes %d-%d/%d" % (start, end - 1, download.size)))
     return await _send_content(context, 206, headers, download.read(start, end), end - start)
 
@@ -60,11 +60,11 @@ async def send_download(context: RequestContext, download: FileDownload) -> int:
 async def _send_content(
     context: RequestContext, status: int, headers: Headers, content: AsyncGenerator[bytes], length: int | None
 ) -> int:
-    """Nothing more is read for a caller who has left."""
+    """Stops reading when the client disconnects."""
     sent = 0
-    async with aclosing(content) as pieces:
-        first = await anext(pieces, b"")  # what can be refused is refused before the head
-        second = await anext(pieces, None) if length is None else b""
+    async with aclosing(content) as chunks:
+        first = await anext(chunks, b"")  # errors are raised before the response starts
+        second = await anext(chunks, None) if length is None else b""
         if second is None:
             length, second = len(first), b""
         if length is not None:
@@ -73,51 +73,52 @@ async def _send_content(
         if context.method == "HEAD":
             await context.send(b"", more=False)
             return 0
-        with DisconnectMonitor(context, lambda: None) as vigil:
-            async for piece in _chain((first, second), pieces):
-                await context.send(piece)
-                sent += len(piece)
-                if vigil.disconnected:
-                    context.log_fields["outcome"] = "the client left"
+        with DisconnectMonitor(context, lambda: None) as monitor:
+            async for chunk in _chain((first, second), chunks):
+                await context.send(chunk)
+                sent += len(chunk)
+                if monitor.disconnected:
+                    context.log_fields["outcome"] = "client disconnected"
                     return sent
     await context.send(b"", more=False)
     return sent
 
 
 async def _chain(first: Iterable[bytes], rest: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    for piece in filter(None, first):
-        yield piece
-    async for piece in rest:
-        yield piece
+    for chunk in filter(None, first):
+        yield chunk
+    async for chunk in rest:
+        yield chunk
 
 
 def _parse_range(context: RequestContext, download: FileDownload) -> tuple[int, int] | None:
-    """Where the part begins and ends that was asked for; None for all. Several parts at once are not served, so all
-    is sent then, as to those who ask for what cannot be understood.
+    """The requested range; None for the whole file, also for several ranges and for invalid ones.
+
+    Raises RangeNotSatisfiable.
     """
-    asked, size = context.headers.get(b"range"), download.size
+    header, size = context.headers.get(b"range"), download.size
     condition = context.headers.get(b"if-range")
-    if asked is None or size is None:
+    if header is None or size is None:
         return None
     if condition is not None and (download.etag is None or condition.strip() != _quote_etag(download.etag)):
         return None
-    found = _RANGE_HEADER.fullmatch(asked)
+    found = _RANGE_HEADER.fullmatch(header)
     if found is None or found[1] == found[2] == b"":
         return None
     if found[1]:
         start, end = int(found[1]), int(found[2] or size) + (found[2] != b"")
-        if end <= start and found[2]:  # which is no range at all
+        if end <= start and found[2]:  # invalid
             return None
     else:
         start, end = max(size - int(found[2]), 0), size
     if start >= size or start >= end:
         context.extra_headers.append((b"content-range", b"bytes */%d" % size))
-        raise RangeNotSatisfiable(f"The file has {size} bytes; what was asked for is not among them.")
+        raise RangeNotSatisfiable(f"The requested range is outside the file of {size} bytes.")
     return start, min(end, size)
 
 
 def _matches_etag(header: bytes | None, etag: str) -> bool:
-    """Whether a list of tags has this one."""
+    """Whether an If-None-Match header contains the ETag."""
     if header is None:
         return False
     listed = [each.strip().removeprefix(b"W/") for each in header.split(b",")]
@@ -145,7 +146,7 @@ def _make_headers(download: FileDownload) -> Headers:
 
 
 def _content_disposition(name: str) -> str:
-    """As RFC 6266: a plain name for everybody, and the whole one for those who understand it."""
+    """RFC 6266: a plain filename, and an encoded one if the name has other characters."""
     name = sanitize_name(name) or "file"
     plain = _UNSAFE_CHARACTERS.sub("_", name)
     extended = "" if plain == name else f"; filename*=UTF-8''{quote(name, safe='')}"

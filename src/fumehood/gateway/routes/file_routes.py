@@ -1,4 +1,4 @@
-"""/v1/files: upload, find, read and delete files."""
+"""Routes of /v1/files: upload, list, get, download, delete."""
 
 from contextlib import aclosing
 from typing import get_args
@@ -25,13 +25,13 @@ from fumehood.worker_threads import run_in_worker
 
 _MAX_PAGE_SIZE = 10_000
 _PURPOSES: tuple[str, ...] = get_args(UploadPurpose.__value__)
-_LIST_ENTRY_BYTES = 300  # about what one file in a list takes
+_LIST_ENTRY_BYTES = 300  # approximate size of one file in a list
 
 
 class FileRoutes:
-    """Handlers of one path each.
+    """Handlers of /v1/files.
 
-    file_bytes: the largest file that is read.
+    max_file_bytes: size limit of an upload.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class FileRoutes:
             raise _missing_parameter("file")
 
         def describe_file() -> FileUploadMetadata | None:
-            """Most clients send the fields first: then what is wrong is told before the file has come."""
+            """None until the fields are known; most clients send them first, so errors precede the upload."""
             return _parse_new_file(form) if form.is_complete or "purpose" in form.fields else None
 
         async with aclosing(form.iter_file()) as content:
@@ -59,11 +59,11 @@ class FileRoutes:
         await context.respond_json(to_file_object(record))
 
     async def list(self, context: RequestContext, caller: Caller) -> None:
-        window = parse_page_query(context, default=_MAX_PAGE_SIZE, maximum=_MAX_PAGE_SIZE)
-        found = await self._files.list_files(caller, window, context.query_parameter("purpose") or None)
+        query = parse_page_query(context, default=_MAX_PAGE_SIZE, maximum=_MAX_PAGE_SIZE)
+        found = await self._files.list_files(caller, query, context.query_parameter("purpose") or None)
 
         def build_page() -> ListPage:
-            return make_page(window, found, lambda record: Raw(encode_json(to_file_object(record))))
+            return make_page(query, found, lambda record: Raw(encode_json(to_file_object(record))))
 
         await context.respond_json(await run_in_worker(len(found) * _LIST_ENTRY_BYTES, build_page))
 
@@ -90,7 +90,7 @@ class FileRoutes:
 
 
 def _parse_new_file(form: MultipartForm) -> FileUploadMetadata:
-    """What the fields say of the file; raises InvalidRequest."""
+    """The metadata in the form fields. Raises InvalidRequest."""
     purpose = form.fields.get("purpose")
     if purpose is None:
         raise _missing_parameter("purpose")
@@ -114,13 +114,13 @@ def _parse_expiry(form: MultipartForm) -> int | None:
         return None
     if anchor != "created_at":
         raise InvalidRequest(
-            "'expires_after.anchor' is 'created_at'.", param="expires_after.anchor", code="invalid_value"
+            "'expires_after.anchor' must be 'created_at'.", param="expires_after.anchor", code="invalid_value"
         )
     if seconds is None:
         raise _missing_parameter("expires_after.seconds")
     if not (seconds.isascii() and seconds.isdecimal()) or len(seconds) > 12:
         raise InvalidRequest(
-            "'expires_after.seconds' is a whole number.", param="expires_after.seconds", code="invalid_type"
+            "'expires_after.seconds' must be an integer.", param="expires_after.seconds", code="invalid_type"
         )
     return int(seconds)
 

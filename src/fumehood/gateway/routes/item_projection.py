@@ -1,7 +1,7 @@
-"""Items of a conversation as lists show them: complete, whatever their author left out.
+"""Projects stored input items to the form in which OpenAI lists them.
 
-Clients write items in short forms, without ids and states, and with plain strings for content. They are kept as they
-came; but whoever lists them expects OpenAI's long form, and finds the next page by the last id.
+Clients may send items without ids and statuses, and with a plain string as content. They are stored unchanged; lists
+show them completed with defaults.
 """
 
 from collections.abc import Collection, Iterator
@@ -20,7 +20,7 @@ from fumehood.protocol.openai.response_projection import (
 
 type Fields = dict[str, Raw]
 
-# What an item shows only to those who ask, by the name of its field.
+# Fields that are shown only with an `include` value, by item type.
 _INCLUDE_ONLY_FIELDS = {
     "code_interpreter_call": {"outputs": INCLUDE_CODE_OUTPUTS, INCLUDE_EXECUTION: INCLUDE_EXECUTION},
     "shell_call_output": {INCLUDE_EXECUTION: INCLUDE_EXECUTION},
@@ -29,7 +29,7 @@ _INCLUDE_ONLY_FIELDS = {
 _NULL = Raw(b"null")
 _COMPLETED = Raw(b'"completed"')
 _EMPTY_LIST = Raw(b"[]")
-# What is said for a field that is missing or null.
+# Values of fields that are missing or null, by item type.
 _DEFAULT_FIELDS: dict[str, Fields] = {
     "message": {"status": _COMPLETED, "role": Raw(b'"user"'), "content": _EMPTY_LIST},
     "function_call": {"status": _COMPLETED},
@@ -57,7 +57,7 @@ _tag_decoder = msgspec.json.Decoder(_TypeTag)
 
 
 def project_item(entry: ConversationEntry, include: Collection[str]) -> Raw:
-    """The item without what was not asked for, and with everything that its type must have."""
+    """The item with the defaults of its type, without fields that need an `include` value."""
     fields: Fields = {"id": Raw(_encode(entry.id)), "type": Raw(_encode(entry.type))}
     fields |= _object_decoder.decode(entry.raw)
     if _is_null(fields["id"]):
@@ -77,13 +77,13 @@ def project_item(entry: ConversationEntry, include: Collection[str]) -> Raw:
 
 
 def _fill_defaults(fields: Fields, kind: str) -> None:
-    for name, usual in _DEFAULT_FIELDS.get(kind, {}).items():
+    for name, default in _DEFAULT_FIELDS.get(kind, {}).items():
         if name not in fields or _is_null(fields[name]):
-            fields[name] = usual
+            fields[name] = default
 
 
 def _project_content(content: Raw, by_assistant: bool, entry: ConversationEntry, with_images: bool) -> Raw:
-    """The parts of a message; a text alone is one."""
+    """The content parts of a message; a string becomes one text part."""
     start = bytes(content)[:1]
     if start == b'"':
         kind = Raw(b'"output_text"' if by_assistant else b'"input_text"')
@@ -101,7 +101,7 @@ def _project_part(part: Raw, files: Iterator[Attachment], with_images: bool) -> 
     if bytes(part)[:1] != b"{":
         return part
     kind = _tag_decoder.decode(part).type
-    found = next(files, None) if is_file_part(kind) else None
+    attachment = next(files, None) if is_file_part(kind) else None
     if kind not in _DEFAULT_FIELDS:
         return part
     fields = _object_decoder.decode(part)
@@ -109,8 +109,8 @@ def _project_part(part: Raw, files: Iterator[Attachment], with_images: bool) -> 
     if kind == "input_image":
         if not with_images:
             fields["image_url"] = _NULL
-        elif found is not None and found.data is not None:
-            fields["image_url"] = Raw(_encode(found.data))
+        elif attachment is not None and attachment.data is not None:
+            fields["image_url"] = Raw(_encode(attachment.data))
     return Raw(_encode(fields))
 
 

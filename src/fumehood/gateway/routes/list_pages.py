@@ -1,4 +1,4 @@
-"""Pages of a list: `after`, `before`, `limit` and `order` as OpenAI's lists have them."""
+"""Pagination of lists with OpenAI's `after`, `before`, `limit` and `order`."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -22,7 +22,7 @@ class HasId(Protocol):
 def parse_page_query(
     context: RequestContext, *, default: int = _DEFAULT_LIMIT, maximum: int = _MAX_LIMIT
 ) -> PageQuery:
-    """The part of a list that the query asks for; raises InvalidRequest."""
+    """Parse the pagination parameters. Raises InvalidRequest."""
     return PageQuery(
         limit=_parse_limit(context.query_parameter("limit"), default, maximum),
         after=context.query_parameter("after") or None,
@@ -31,19 +31,21 @@ def parse_page_query(
     )
 
 
-def make_page[T: HasId](window: PageQuery, found: Sequence[T], show: Callable[[T], Raw]) -> ListPage:
-    """The page of what was found in a window."""
-    chosen, has_more = trim_page(window, found)
+def make_page[T: HasId](query: PageQuery, found: Sequence[T], render: Callable[[T], Raw]) -> ListPage:
+    """The page of objects that were found for a query."""
+    chosen, has_more = trim_page(query, found)
     return ListPage(
-        data=[show(one) for one in chosen],
+        data=[render(each) for each in chosen],
         first_id=chosen[0].id if chosen else None,
         last_id=chosen[-1].id if chosen else None,
         has_more=has_more,
     )
 
 
-def paginate[T](context: RequestContext, rows: Sequence[tuple[str, T]], show: Callable[[T], Raw]) -> ListPage:
-    """The page that the query asks for, of rows that come oldest first with their ids; newest first by default."""
+def paginate[T](
+    context: RequestContext, rows: Sequence[tuple[str, T]], render: Callable[[T], Raw]
+) -> ListPage:
+    """The page that the request asks for, of rows with ids, oldest first. Raises InvalidRequest."""
     limit = _parse_limit(context.query_parameter("limit"), _DEFAULT_LIMIT, _MAX_LIMIT)
     ordered = rows[::-1] if _is_newest_first(context) else rows
     ids = [row[0] for row in ordered]
@@ -53,7 +55,7 @@ def paginate[T](context: RequestContext, rows: Sequence[tuple[str, T]], show: Ca
     rest = ordered[first:end]
     chosen = rest[:limit]
     return ListPage(
-        data=[show(row[1]) for row in chosen],
+        data=[render(row[1]) for row in chosen],
         first_id=chosen[0][0] if chosen else None,
         last_id=chosen[-1][0] if chosen else None,
         has_more=len(rest) > limit,
@@ -63,7 +65,7 @@ def paginate[T](context: RequestContext, rows: Sequence[tuple[str, T]], show: Ca
 def _is_newest_first(context: RequestContext) -> bool:
     order = context.query_parameter("order") or "desc"
     if order not in ("asc", "desc"):
-        raise InvalidRequest("'order' is 'asc' or 'desc'.", param="order", code="invalid_value")
+        raise InvalidRequest("'order' must be 'asc' or 'desc'.", param="order", code="invalid_value")
     return order == "desc"
 
 
@@ -71,7 +73,9 @@ def _parse_limit(text: str | None, default: int, maximum: int) -> int:
     if text is None:
         return default
     if not (text.isascii() and text.isdecimal()) or len(text) > 6 or not 1 <= int(text) <= maximum:
-        raise InvalidRequest(f"'limit' is a number from 1 to {maximum}.", param="limit", code="invalid_value")
+        raise InvalidRequest(
+            f"'limit' must be a number from 1 to {maximum}.", param="limit", code="invalid_value"
+        )
     return int(text)
 
 
@@ -82,5 +86,5 @@ def _find_index(ids: Sequence[str], wanted: str | None, param: str) -> int | Non
         return ids.index(wanted)
     except ValueError:
         raise InvalidRequest(
-            f"'{param}' names nothing in this list.", param=param, code="invalid_value"
+            f"'{param}' is not the id of an object in this list.", param=param, code="invalid_value"
         ) from None

@@ -1,4 +1,4 @@
-"""/v1/models: what can be asked for."""
+"""Routes of /v1/models."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -17,7 +17,7 @@ class ModelList(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelRoutes:
-    """/v1/models: which models can be asked for."""
+    """Handlers of /v1/models."""
 
     def __init__(self, models: ModelProvider) -> None:
         self._models = models
@@ -34,7 +34,7 @@ class ModelRoutes:
                 await context.respond_json(card)
                 return
         raise NotFound(
-            f"The model {wanted[:256]!r} does not exist here; GET /v1/models lists those that do.",
+            f"The model {wanted[:256]!r} does not exist; GET /v1/models lists the models.",
             param="model",
             code="model_not_found",
         )

@@ -1,7 +1,6 @@
-"""Forms with a file in them, read as they come.
+"""Parses multipart/form-data with one file, as a stream.
 
-Nothing of a file is held here: its pieces are passed on while it arrives. Fields may stand before and after it, are
-few and small, and a form that does not end as it has to is refused, however much of it was good.
+The file is passed on in chunks while it arrives. Fields may precede and follow it. An incomplete form is an error.
 """
 
 import logging
@@ -18,7 +17,7 @@ from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.safe_names import sanitize_name
 
 MAX_OVERHEAD_BYTES = 1 << 20
-"""How many bytes of a form may be something else than its file."""
+"""Size limit of a form without its file."""
 
 _MULTIPART = b"multipart/form-data"
 _MAX_PARTS = 64
@@ -27,23 +26,23 @@ _MAX_HEADER_BYTES = 8 << 10
 _MAX_FIELD_BYTES = 256 << 10  # of all fields together
 _IDENTITY_ENCODINGS = (b"", b"7bit", b"8bit", b"binary")
 
-# What is wrong with a form is its sender's affair, and no line of a log.
+# Client errors do not belong in the log.
 _disabled_logger = logging.getLogger(f"{__name__}.parser")
 _disabled_logger.disabled = True
 
 
 def is_multipart_form(context: RequestContext) -> bool:
-    """Whether the body says that it is one."""
+    """Whether the Content-Type is multipart/form-data."""
     return content_media_type(context.headers) == _MULTIPART
 
 
 class MultipartForm:
-    """A form that may have one file, in the part `file`. What reads it raises InvalidRequest, BodyTooLarge,
-    BodyTooSlow, CallerLeft.
+    """A form with at most one file, in the part `file`. Reading raises InvalidRequest, BodyTooLarge, BodyTimeout,
+    ClientDisconnected.
 
-    fields: those that have come so far; all of them, once the content was read to its end.
-    filename: what the client calls the file; None until it has come.
-    ended: whether all of it was there.
+    fields: the fields read so far; all of them once the file was read.
+    filename: the client's name of the file; None until its part starts.
+    is_complete: whether the whole form was read.
     """
 
     def __init__(self, context: RequestContext, file_bytes: int) -> None:
@@ -68,7 +67,7 @@ class MultipartForm:
         return self.filename is not None
 
     async def iter_file(self) -> AsyncGenerator[bytes]:
-        """The file as it comes; then the rest of the form was read, too."""
+        """Yield the file in chunks, then read the rest of the form."""
         async with aclosing(self._body):
             while True:
                 while self._file_chunks:
@@ -77,25 +76,25 @@ class MultipartForm:
                     return
 
     async def _parse_next(self) -> bool:
-        """One more piece of the body; False if there is none, and the form was whole."""
-        piece = await anext(self._body, None)
+        """Parse the next chunk of the body; False at its end."""
+        chunk = await anext(self._body, None)
         try:
-            if piece is not None:
-                self._parser.write(piece)
+            if chunk is not None:
+                self._parser.write(chunk)
                 return True
         except FormParserError as error:
-            raise InvalidRequest(f"The form cannot be read: {sanitize_name(str(error))}.") from None
+            raise InvalidRequest(f"Invalid form: {sanitize_name(str(error))}.") from None
         if not self.is_complete:
-            raise InvalidRequest("The form breaks off: there is no boundary at its end.")
+            raise InvalidRequest("Incomplete form: the final boundary is missing.")
         return False
 
-    # ---- what the parser tells --------------------------------------------------------------------------------
+    # ---- parser callbacks --------------------------------------------------------------------------------
 
     def _make_parser(self, content_type: bytes) -> MultipartParser:
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
         if kind != _MULTIPART or not boundary:
-            raise InvalidRequest("Send a form: Content-Type: multipart/form-data; boundary=….")
+            raise InvalidRequest("Expected a form with Content-Type: multipart/form-data; boundary=….")
         try:
             parser = MultipartParser(
                 boundary,
@@ -114,14 +113,14 @@ class MultipartForm:
                 max_header_size=_MAX_HEADER_BYTES,
             )
         except FormParserError as error:
-            raise InvalidRequest(f"The form cannot be read: {error}.") from None
+            raise InvalidRequest(f"Invalid form: {error}.") from None
         parser.logger = _disabled_logger
         return parser
 
     def _on_part_begin(self) -> None:
         self._part_count += 1
         if self._part_count > _MAX_PARTS:
-            raise InvalidRequest(f"A form has at most {_MAX_PARTS} parts.")
+            raise InvalidRequest(f"The form has more than {_MAX_PARTS} parts.")
         self._headers = {}
 
     def _on_header_begin(self) -> None:
@@ -139,21 +138,21 @@ class MultipartForm:
     def _on_headers_finished(self) -> None:
         kind, options = parse_options_header(self._headers.get(b"content-disposition"))
         if kind != b"form-data" or b"name" not in options:
-            raise InvalidRequest("Every part of a form says Content-Disposition: form-data; name=….")
+            raise InvalidRequest("Every part of a form needs Content-Disposition: form-data; name=….")
         if self._headers.get(b"content-transfer-encoding", b"").strip().lower() not in _IDENTITY_ENCODINGS:
-            raise InvalidRequest("The parts of a form are sent as they are, without an encoding.")
+            raise InvalidRequest("Content-Transfer-Encoding is not supported in forms; send parts unencoded.")
         self._field = options[b"name"].decode("utf-8", "replace")
         self._in_file = b"filename" in options
         if self._in_file:
             self._start_file(options[b"filename"].decode("utf-8", "replace"))
         elif self._field in self.fields:
-            raise self._invalid_field("is there twice")
+            raise self._invalid_field("was sent twice")
 
     def _start_file(self, filename: str) -> None:
         if self._field != "file":
-            raise self._invalid_field("is no file; that is called 'file'")
+            raise self._invalid_field("must not be a file; send the file as 'file'")
         if self.filename is not None:
-            raise self._invalid_field("is there twice; send one file at a time")
+            raise self._invalid_field("was sent twice; send one file per request")
         self.filename = filename
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:

@@ -1,4 +1,4 @@
-"""/v1/responses: make one, blocking or streamed, read it, delete it."""
+"""Routes of /v1/responses: create (blocking or streamed), get, delete, cancel, count tokens, compact."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -34,7 +34,7 @@ from fumehood.protocol.openai.responses import (
 )
 from fumehood.worker_threads import run_in_worker
 
-# Sends a run to its end; how many events that were, and how it ended, None if the client did not stay for it.
+# Streams a run; returns the number of events sent and the terminal response, None if the client disconnected.
 type SendEvents = Callable[[Run, Collection[str]], Awaitable[tuple[int, Response | None]]]
 
 
@@ -43,9 +43,9 @@ class ResponseRouteStore(IdempotentResponseStore, ConversationStore, Protocol):
 
 
 class ResponseRoutes:
-    """Handlers of one path each.
+    """Handlers of /v1/responses.
 
-    always: what every answer includes, asked for or not.
+    always_include: `include` values applied to every response.
     """
 
     def __init__(
@@ -69,25 +69,25 @@ class ResponseRoutes:
         self._idempotent_requests = IdempotentRequests(runs, store, limits, metrics, keepalive_seconds)
 
     async def create(self, context: RequestContext, caller: Caller) -> None:
-        with self._limits.memory_budget(caller) as room:
-            request, body = await self._read_request(context, caller, room)
+        with self._limits.memory_budget(caller) as budget:
+            request, body = await self._read_request(context, caller, budget)
             include = self._effective_include(context, request)
             header = context.headers.get(b"idempotency-key")
             if header is not None:
                 digest = await run_in_worker(len(body), digest_body, body)
-                del body  # it may be large, and the run long
-                asked = IdempotentRequest(caller, parse_key(header), digest, request, include)
-                self._log_outcome(context, await self._idempotent_requests.respond(context, asked, room))
+                del body  # free it: it may be large and the run long
+                keyed = IdempotentRequest(caller, parse_key(header), digest, request, include)
+                self._log_outcome(context, await self._idempotent_requests.respond(context, keyed, budget))
                 return
             del body
-            await self._run_and_respond(context, caller, request, partial(self._send_sse, context), room)
+            await self._run_and_respond(context, caller, request, partial(self._send_sse, context), budget)
 
     def memory_budget(self, caller: Caller) -> MemoryBudget:
-        """For the body of a request that came otherwise."""
+        """A memory budget for a request that arrives as a WebSocket message."""
         return self._limits.memory_budget(caller)
 
     def max_message_bytes(self, caller: Caller) -> int:
-        """The largest request that may come as a message."""
+        """The size limit of a WebSocket message."""
         return self._limits.max_body_bytes(caller)
 
     async def create_from_message(
@@ -99,8 +99,9 @@ class ResponseRoutes:
         budget: MemoryBudget,
         past: Sequence[ConversationSegment] | None,
     ) -> tuple[Run, Response | None]:
-        """Make a response of a request that came otherwise, streamed by `follow`; how it ended, None if the client did
-        not stay. `room` holds what the request takes, `past` is as in `Runs.start`.
+        """Run a request that arrived as a WebSocket message, and stream it with `send_events`.
+
+        Returns the run and its terminal response, None if the client disconnected. `past` is as in `RunService.start`.
         """
         self._limits.count_request(caller, context.extra_headers)
         context.log_fields["model"] = request.model
@@ -179,17 +180,17 @@ class ResponseRoutes:
         return include.union((ONLY_OPENAI_EVENTS,)) if _rejects_unknown_events(context.headers) else include
 
     async def count_input_tokens(self, context: RequestContext, caller: Caller) -> None:
-        with self._limits.memory_budget(caller) as room:
-            request, _ = await self._read_request(context, caller, room)
+        with self._limits.memory_budget(caller) as budget:
+            request, _ = await self._read_request(context, caller, budget)
             with self._limits.concurrency_slot(caller):
-                counted = await self._runs.count_tokens(request, caller, reserve_memory=room.reserve)
+                counted = await self._runs.count_tokens(request, caller, reserve_memory=budget.reserve)
         await context.respond_json(counted)
 
     async def compact(self, context: RequestContext, caller: Caller) -> None:
-        with self._limits.memory_budget(caller) as room:
-            request, _ = await self._read_request(context, caller, room)
+        with self._limits.memory_budget(caller) as budget:
+            request, _ = await self._read_request(context, caller, budget)
             with self._limits.concurrency_slot(caller):
-                compacted = await self._compact_while_connected(context, caller, request, room)
+                compacted = await self._compact_while_connected(context, caller, request, budget)
         self._log_usage(context, compacted.usage)
         self._metrics.record_compaction(compacted.usage)
         await context.respond_json(compacted)
@@ -198,23 +199,21 @@ class ResponseRoutes:
         self, context: RequestContext, caller: Caller, request: CreateResponse, budget: MemoryBudget
     ) -> CompactedResponse:
         task = asyncio.ensure_future(self._runs.compact(request, caller, reserve_memory=budget.reserve))
-        with DisconnectMonitor(context, lambda: _cancel(task)) as vigil:
+        with DisconnectMonitor(context, lambda: _cancel(task)) as monitor:
             try:
                 return await task
             except asyncio.CancelledError:
-                if vigil.disconnected:
+                if monitor.disconnected:
                     raise ClientDisconnected from None
                 raise
 
     async def get(self, context: RequestContext, caller: Caller) -> None:
         include = self._parse_include(context)
         if context.query_parameter("stream") in ("true", "1"):
-            raise InvalidRequest(
-                "Only a response that was made in the background can be streamed again.", param="stream"
-            )
+            raise InvalidRequest("Only a background response can be streamed again.", param="stream")
         response = await self._find_response(context, caller)
-        with self._limits.memory_budget(caller) as room:
-            await _send_large_response(context, room, project_response(response, include))
+        with self._limits.memory_budget(caller) as budget:
+            await _send_large_response(context, budget, project_response(response, include))
 
     async def delete(self, context: RequestContext, caller: Caller) -> None:
         response_id = context.path_parameters["response_id"]
@@ -234,15 +233,15 @@ class ResponseRoutes:
         entries = await self._store.list_input_items(caller.tenant, response_id)
         if entries is None:
             raise _response_not_found(response_id)
-        # What was referred to again is listed once: pages are found by ids.
-        once = {entry.id or "": entry for entry in entries}
+        # An item that was referred to again is listed once: pages are found by id.
+        unique = {entry.id or "": entry for entry in entries}
         size = sum([entry.size for entry in entries])
-        with self._limits.memory_budget(caller) as room:
-            room.reserve_for_response(size)
-            listed = await run_in_worker(
-                size, paginate, context, list(once.items()), lambda entry: project_item(entry, include)
+        with self._limits.memory_budget(caller) as budget:
+            budget.reserve_for_response(size)
+            page = await run_in_worker(
+                size, paginate, context, list(unique.items()), lambda entry: project_item(entry, include)
             )
-            await _send_large_response(context, room, listed)
+            await _send_large_response(context, budget, page)
 
     async def _find_response(self, context: RequestContext, caller: Caller) -> Response:
         response_id = context.path_parameters["response_id"]
@@ -252,22 +251,20 @@ class ResponseRoutes:
         return response
 
     def _parse_include(self, context: RequestContext) -> frozenset[str]:
-        asked = context.query_parameters("include")
-        check_include(asked)
-        return self._always_include.union(asked)
+        include = context.query_parameters("include")
+        check_include(include)
+        return self._always_include.union(include)
 
 
 async def _send_large_response(context: RequestContext, budget: MemoryBudget, value: object) -> None:
-    """Something that may be large, and may be asked for again by whoever is told to come later. Raises RateLimited,
-    Unavailable.
-    """
+    """Send a response that may be large. Raises RateLimited, ServiceUnavailable; the client can retry."""
     body = encode_json(value)
     budget.reserve_for_response(len(body))
     await context.respond(body)
 
 
 def _rejects_unknown_events(headers: Mapping[bytes, bytes]) -> bool:
-    """Whether it is `responses.stream()` of openai-node, which throws at an event that it does not know."""
+    """Whether the client is `responses.stream()` of openai-node, which throws on unknown events."""
     return (
         headers.get(b"x-stainless-helper-method") == b"stream" and headers.get(b"x-stainless-lang") == b"js"
     )

@@ -1,8 +1,8 @@
-"""WebSocket on /v1/responses: many responses on one connection.
+"""WebSocket route of /v1/responses: many responses on one connection.
 
-The client sends `response.create`, the server the events that it would send as a stream, one message each. Requests of
-one lane (`stream_id`, or none) are answered one after another, those of different lanes side by side. Of a response
-that is not stored, the connection itself holds what the next one needs to continue it.
+The client sends `response.create`; the server sends the stream events, one message each. Requests with the same
+`stream_id` run one after another, others in parallel. The connection keeps the conversation of an unstored response,
+so that the next request can continue it.
 """
 
 import asyncio
@@ -40,12 +40,12 @@ from fumehood.protocol.openai.api_errors import (
 from fumehood.protocol.openai.responses import Response
 from fumehood.worker_threads import run_in_worker
 
-# As OpenAI has them.
+# The limits of OpenAI.
 _MAX_CONCURRENT = 16
 _MAX_STREAMS = 32
 _STREAM_ID = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 _MAX_QUEUED = 64
-# What conversations that are not stored may weigh: those of one tenant (an eighth of all), and all of them.
+# Unstored conversations of one tenant, and of all.
 _MAX_UNSTORED_BYTES_PER_TENANT = 64 << 20
 _MAX_UNSTORED_BYTES = 512 << 20
 _GOING_AWAY = 1001
@@ -59,11 +59,11 @@ class UpgradeRequired(ApiError):
     code = "upgrade_required"
 
 
-# --- what is said -------------------------------------------------------------------------------------
+# --- messages -------------------------------------------------------------------------------------
 
 
 class _MessageEnvelope(msgspec.Struct):
-    """What has to be known of a message before its turn comes."""
+    """The fields of a message that are needed before it is processed."""
 
     type: str = ""
     stream_id: str | None = None
@@ -77,7 +77,7 @@ class _SteerMessage(msgspec.Struct):
 
 class _SteerError(msgspec.Struct, frozen=True, kw_only=True):
     code: str = "steering_not_supported"
-    message: str = "This server does not steer responses; send the input with the next response.create."
+    message: str = "Steering is not supported; send the input with the next response.create."
     type: str = "invalid_request_error"
 
 
@@ -95,25 +95,25 @@ _steer_decoder = msgspec.json.Decoder(_SteerMessage)
 
 
 class WebSocketHandshake(RequestContext):
-    """The request by which a connection begins; until it is accepted, it is answered like any other."""
+    """The opening request of a connection; until it is accepted, it can be answered like any other."""
 
     __slots__ = ("receive", "send_raw")
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, min_bytes_per_second: int) -> None:
-        async def answer(part: MutableMapping[str, Any]) -> None:
-            await send({**part, "type": f"websocket.{part['type']}"})
+        async def send_http(message: MutableMapping[str, Any]) -> None:
+            await send({**message, "type": f"websocket.{message['type']}"})
 
-        super().__init__({**scope, "method": "GET"}, receive, answer, min_bytes_per_second)
+        super().__init__({**scope, "method": "GET"}, receive, send_http, min_bytes_per_second)
         self.receive = receive
         self.send_raw = send
 
 
 class WebSocketRoutes:
-    """Serves connections.
+    """Serves WebSocket connections.
 
-    identify: tells whose connection it is, as long as it may be anybody's; raises ApiError.
-    tell: takes note of a response that was answered.
-    holdings: what connections hold.
+    authenticate: called for the connection and for every message; raises ApiError.
+    record_request: called after every response.
+    unstored: the unstored conversations of all connections.
     """
 
     def __init__(
@@ -134,18 +134,20 @@ class WebSocketRoutes:
 
     async def connect(self, context: RequestContext, caller: Caller) -> None:
         if not isinstance(context, WebSocketHandshake):
-            raise UpgradeRequired("This path is for POST, and for GET with an upgrade to WebSocket.")
+            raise UpgradeRequired(
+                "GET on this path needs an upgrade to WebSocket; to create a response over HTTP, use POST."
+            )
         self._cors.check_origin(context)
-        await context.receive()  # that it wants to connect
+        await context.receive()  # websocket.connect
         context.status = 101
         identity = (b"x-request-id", context.request_id.encode())
-        largest = self.responses.max_message_bytes(caller)
-        connection = _WebSocketConnection(self, context, caller, largest)
+        max_message_bytes = self.responses.max_message_bytes(caller)
+        connection = _WebSocketConnection(self, context, caller, max_message_bytes)
         await context.send_raw(
             {
                 "type": "websocket.accept",
                 "headers": [VERSION_HEADER, identity],
-                "max_message_bytes": largest,
+                "max_message_bytes": max_message_bytes,
                 "min_bytes_per_second": context.min_bytes_per_second,
                 "on_message_size": connection.reserve_incoming,
             }
@@ -161,14 +163,14 @@ class WebSocketRoutes:
 
 @dataclass(frozen=True, slots=True)
 class _UnstoredConversation:
-    """A conversation that is not stored, up to the end of a response."""
+    """The conversation up to an unstored response."""
 
     segments: Sequence[ConversationSegment]
     total_bytes: int
 
 
 class _TenantConversations:
-    """What one tenant holds, by the response's id, the oldest first."""
+    """The unstored conversations of one tenant, by response id, oldest first."""
 
     def __init__(self) -> None:
         self.by_response: dict[str, _UnstoredConversation] = {}
@@ -176,43 +178,43 @@ class _TenantConversations:
 
 
 class _UnstoredConversations:
-    """What all hold together. Nobody's share takes another's place: where it is too much, the largest gives way."""
+    """The unstored conversations of all tenants. Beyond the limit, the largest tenant loses its oldest."""
 
     def __init__(self) -> None:
         self._by_owner: dict[Hashable, _TenantConversations] = {}
         self._total_bytes = 0
 
     def get(self, owner: Hashable, response_id: str) -> _UnstoredConversation | None:
-        share = self._by_owner.get(owner)
-        return None if share is None else share.by_response.get(response_id)
+        tenant = self._by_owner.get(owner)
+        return None if tenant is None else tenant.by_response.get(response_id)
 
     def put(self, owner: Hashable, response_id: str, conversation: _UnstoredConversation) -> None:
         if conversation.total_bytes > _MAX_UNSTORED_BYTES_PER_TENANT:
             return
-        share = self._by_owner.setdefault(owner, _TenantConversations())
-        share.by_response[response_id] = conversation
-        share.total_bytes += conversation.total_bytes
+        tenant = self._by_owner.setdefault(owner, _TenantConversations())
+        tenant.by_response[response_id] = conversation
+        tenant.total_bytes += conversation.total_bytes
         self._total_bytes += conversation.total_bytes
-        while share.total_bytes > _MAX_UNSTORED_BYTES_PER_TENANT:
-            self.drop(owner, next(iter(share.by_response)))
+        while tenant.total_bytes > _MAX_UNSTORED_BYTES_PER_TENANT:
+            self.drop(owner, next(iter(tenant.by_response)))
         while self._total_bytes > _MAX_UNSTORED_BYTES:
-            largest, share = max(self._by_owner.items(), key=lambda each: each[1].total_bytes)
-            self.drop(largest, next(iter(share.by_response)))
+            largest, tenant = max(self._by_owner.items(), key=lambda each: each[1].total_bytes)
+            self.drop(largest, next(iter(tenant.by_response)))
 
     def drop(self, owner: Hashable, response_id: str) -> None:
-        share = self._by_owner.get(owner)
-        held = None if share is None else share.by_response.pop(response_id, None)
-        if share is None or held is None:
+        tenant = self._by_owner.get(owner)
+        conversation = None if tenant is None else tenant.by_response.pop(response_id, None)
+        if tenant is None or conversation is None:
             return
-        share.total_bytes -= held.total_bytes
-        self._total_bytes -= held.total_bytes
-        if not share.by_response:
+        tenant.total_bytes -= conversation.total_bytes
+        self._total_bytes -= conversation.total_bytes
+        if not tenant.by_response:
             del self._by_owner[owner]
 
 
 @dataclass(frozen=True, slots=True)
 class _QueuedRequest:
-    """A request whose turn has not come."""
+    """A request that waits."""
 
     envelope: _MessageEnvelope
     body: bytes
@@ -220,9 +222,9 @@ class _QueuedRequest:
 
 
 class _StreamQueue:
-    """Requests that are answered one after another.
+    """The requests of one `stream_id`, processed one after another.
 
-    last: the response of this lane that is held, if its last one is.
+    last_response_id: the last response of this queue, if its conversation is kept.
     """
 
     def __init__(self, name: str | None) -> None:
@@ -234,10 +236,10 @@ class _StreamQueue:
 
 
 class _WebSocketConnection:
-    """One client, until it leaves or the server stops.
+    """One connection, until the client disconnects or the server stops.
 
-    whose: in whose share it holds conversations: its tenant's, or its own.
-    close_code: with which the connection ended, or 1006 if it broke.
+    max_queued_bytes: size limit of the requests that wait.
+    close_code: the close code of the client; 1006 without a close frame.
     """
 
     def __init__(
@@ -249,7 +251,7 @@ class _WebSocketConnection:
         self._handshake = handshake
         self._caller = caller
         self._max_queued_bytes = max_queued_bytes
-        # Without keys everybody is one tenant; then every connection is taken for one.
+        # Without keys all clients share a tenant, so each connection counts as an owner.
         self._owner: Hashable = caller.tenant if caller.key_id else handshake
         self._receive = handshake.receive
         self._send = handshake.send_raw
@@ -261,14 +263,14 @@ class _WebSocketConnection:
         }
         self._queues: dict[str | None, _StreamQueue] = {None: _StreamQueue(None)}
         self._concurrency_limiter = asyncio.Semaphore(_MAX_CONCURRENT)
-        self._incoming_budget = routes.responses.memory_budget(caller)  # of the message that has begun
+        self._incoming_budget = routes.responses.memory_budget(caller)  # of the incomplete message
         self._queued_count = 0
         self._queued_bytes = 0
         self._disconnected = False
         self._close_task: asyncio.Task[None] | None = None
 
     def reserve_incoming(self, size: int) -> None:
-        """So much has come of a message that is not whole; raises as `Room.take`."""
+        """Reserve memory for the received part of a message. Raises as `MemoryBudget.reserve`."""
         if not self._disconnected:
             self._incoming_budget.resize(size)
 
@@ -278,74 +280,74 @@ class _WebSocketConnection:
                 if received["type"] == SHUTDOWN_MESSAGE:
                     self._close_task = self._close_task or asyncio.ensure_future(self._close_when_idle())
                     continue
-                with self._incoming_budget.transfer() as room:
-                    await self._receive_message(received, room)
+                with self._incoming_budget.transfer() as budget:
+                    await self._receive_message(received, budget)
             self.close_code = received.get("code", self.close_code)
         finally:
             await self._disconnect()
 
     async def _close_when_idle(self) -> None:
-        """After what runs has ended, which it does soon when a server stops."""
+        """Close the connection when its running responses have ended."""
         await self._wait_until_idle()
-        await self._send({"type": "websocket.close", "code": _GOING_AWAY, "reason": "the server stops"})
+        await self._send({"type": "websocket.close", "code": _GOING_AWAY, "reason": "server shutdown"})
 
     async def _wait_until_idle(self) -> None:
-        while tasks := [lane.task for lane in self._queues.values() if lane.task is not None]:
+        while tasks := [queue.task for queue in self._queues.values() if queue.task is not None]:
             await asyncio.wait(tasks)
 
     async def _disconnect(self) -> None:
-        """Nobody is there any more: what runs is cancelled, what waits and what is held is forgotten."""
+        """Cancel running responses; drop queued requests and unstored conversations."""
         self._disconnected = True
         self._incoming_budget.release()
         if self._close_task is not None:
             self._close_task.cancel()
             await asyncio.gather(self._close_task, return_exceptions=True)
-        for lane in self._queues.values():
-            while lane.requests:
-                lane.requests.popleft().budget.release()
-            if lane.sender is not None:
-                lane.sender.disconnect()
-            self._drop_unstored(lane.last_response_id)
+        for queue in self._queues.values():
+            while queue.requests:
+                queue.requests.popleft().budget.release()
+            if queue.sender is not None:
+                queue.sender.disconnect()
+            self._drop_unstored(queue.last_response_id)
         await self._wait_until_idle()
 
     # ---- messages ---------------------------------------------------------------------------------------------
 
     async def _receive_message(self, received: MutableMapping[str, Any], budget: MemoryBudget) -> None:
-        """Put a request into its lane; what is none, or cannot wait, is answered at once.
+        """Queue a request; answer anything else at once.
 
-        room: holds what was held of it while it came.
+        budget: the memory reserved while the message arrived.
         """
-        wire = self._queues[None].encoder
+        encoder = self._queues[None].encoder
         try:
             if received["type"] == MESSAGE_REJECTED:
                 raise received["error"]
             text: str | None = received.get("text")
             if text is None:
-                raise InvalidRequest("A binary message is not understood; send text.", code="invalid_message")
+                raise InvalidRequest("Binary messages are not supported; send text.", code="invalid_message")
             body = text.encode()
-            with suppress(ApiError):  # it is refused when its lane is known
+            with suppress(ApiError):  # rejected below, once its queue is known
                 budget.resize(len(body))
             envelope = await run_in_worker(len(body), decode_json, _envelope_decoder, body)
             if envelope.type == "response.create":
-                lane = self._find_queue(envelope.stream_id)
-                wire = lane.encoder
-                self._enqueue(lane, envelope, body, budget)
+                queue = self._find_queue(envelope.stream_id)
+                encoder = queue.encoder
+                self._enqueue(queue, envelope, body, budget)
             elif envelope.type == "response.steer":
                 steer = await run_in_worker(len(body), decode_json, _steer_decoder, body)
                 await self._send_frames(encode_text_message(_SteerFailed(steer)))
-            elif envelope.type != "response.processed":  # which only tells that an answer was read
+            elif envelope.type != "response.processed":  # an acknowledgement
                 raise InvalidRequest(
-                    f"Unknown type of message: {envelope.type[:100]!r}. Send 'response.create'.",
+                    f"Unknown message type: {envelope.type[:100]!r}. Send 'response.create'.",
                     param="type",
                     code="unknown_event_type",
                 )
         except ApiError as error:
-            await self._send_frames(wire.encode_error(error))
+            await self._send_frames(encoder.encode_error(error))
 
     def _find_queue(self, name: str | None) -> _StreamQueue:
-        lane = self._queues.get(name)
-        if lane is not None:
-            return lane
+        queue = self._queues.get(name)
+        if queue is not None:
+            return queue
         if name is None or _STREAM_ID.fullmatch(name) is None:
             raise InvalidRequest(
                 "'stream_id' must be 1 to 256 letters, digits, underscores, hyphens and periods.",
@@ -354,19 +356,19 @@ class _WebSocketConnection:
             )
         if len(self._queues) > _MAX_STREAMS:
             raise InvalidRequest(
-                f"This connection has {_MAX_STREAMS} values of 'stream_id' already; use one of them again, or "
-                "connect once more.",
+                f"This connection already has {_MAX_STREAMS} values of 'stream_id'; reuse one, or open another "
+                "connection.",
                 param="stream_id",
                 code="websocket_stream_limit_reached",
             )
-        lane = self._queues[name] = _StreamQueue(name)
-        return lane
+        queue = self._queues[name] = _StreamQueue(name)
+        return queue
 
     def _enqueue(
         self, queue: _StreamQueue, envelope: _MessageEnvelope, body: bytes, budget: MemoryBudget
     ) -> None:
         if self._queued_count >= _MAX_QUEUED or self._queued_bytes + len(body) > self._max_queued_bytes:
-            raise RateLimited("Too many requests wait on this connection; read their answers first.")
+            raise RateLimited("Too many requests are queued on this connection; read their responses first.")
         budget.resize(len(body))
         self._queued_count += 1
         self._queued_bytes += len(body)
@@ -377,14 +379,14 @@ class _WebSocketConnection:
     async def _send_frames(self, messages: bytearray) -> None:
         await self._send({"type": "websocket.send", "frames": messages})
 
-    async def _send_body(self, part: MutableMapping[str, Any]) -> None:
-        """A piece of an answer, as an `Exchange` sends it."""
-        await self._send({"type": "websocket.send", "frames": part["body"]})
+    async def _send_body(self, message: MutableMapping[str, Any]) -> None:
+        """Send a part of a response; the `send` of its `RequestContext`."""
+        await self._send({"type": "websocket.send", "frames": message["body"]})
 
     # ---- responses --------------------------------------------------------------------------------------------
 
     async def _process_queue(self, queue: _StreamQueue) -> None:
-        """Answer what waits in the lane."""
+        """Process the requests of a queue."""
         try:
             while queue.requests:
                 async with self._concurrency_limiter:
@@ -399,21 +401,21 @@ class _WebSocketConnection:
             queue.task = None
 
     async def _handle_request(self, queue: _StreamQueue, request: _QueuedRequest) -> None:
-        exchange = RequestContext(self._scope, self._receive, self._send_body)
+        context = RequestContext(self._scope, self._receive, self._send_body)
         try:
-            await self._create_response(exchange, queue, request)
+            await self._create_response(context, queue, request)
         except ApiError as error:
-            await self._send_error(exchange, queue, error)
+            await self._send_error(context, queue, error)
         except Exception as error:
-            lack = detect_resource_exhaustion(error)
-            if lack is None:
-                logger.exception("A message could not be answered (%s).", exchange.request_id)
+            exhausted = detect_resource_exhaustion(error)
+            if exhausted is None:
+                logger.exception("WebSocket request %s failed.", context.request_id)
             await self._send_error(
-                exchange, queue, lack or InternalServerError("The server failed; its log says why.")
+                context, queue, exhausted or InternalServerError("Internal server error; see the server log.")
             )
         finally:
             self.response_count += 1
-            self._routes.record_request(exchange)
+            self._routes.record_request(context)
 
     async def _send_error(self, context: RequestContext, queue: _StreamQueue, error: ApiError) -> None:
         context.status = error.status
@@ -427,8 +429,8 @@ class _WebSocketConnection:
         try:
             request = await run_in_worker(len(queued.body), self._routes.responses.parser.parse, queued.body)
             request.stream = True
-            held = self._find_unstored(previous)
-            # A key may have been revoked since it opened the connection.
+            conversation = self._find_unstored(previous)
+            # The key may have been revoked since the connection was opened.
             caller = await self._routes.authenticate(self._handshake)
             if caller.key_id:
                 context.log_fields["key"] = caller.key_id
@@ -438,13 +440,13 @@ class _WebSocketConnection:
                 request,
                 partial(self._send_events, context, queue),
                 queued.budget,
-                held and held.segments,
+                conversation and conversation.segments,
             )
             failed = response is None or response.status == "failed"
             if response is not None and not failed:
-                self._keep_unstored(queue, run, response, held)
+                self._keep_unstored(queue, run, response, conversation)
         finally:
-            # A client that failed to continue a response begins anew, with all that it stands on.
+            # After a failure the client starts again with the whole conversation.
             if failed and queue.last_response_id == previous:
                 self._drop_unstored(previous)
 
@@ -452,38 +454,40 @@ class _WebSocketConnection:
         self, context: RequestContext, queue: _StreamQueue, run: Run, include: Collection[str]
     ) -> tuple[int, Response | None]:
         context.status = 200
-        following = queue.sender = EventSender(context, run, include, queue.encoder)
-        if self._disconnected:  # while it was begun
-            following.disconnect()
+        sender = queue.sender = EventSender(context, run, include, queue.encoder)
+        if self._disconnected:  # while the run started
+            sender.disconnect()
         try:
-            await following.run()
+            await sender.run()
         finally:
             queue.sender = None
-        return following.sent_count, following.response
+        return sender.sent_count, sender.response
 
-    # ---- what is not stored -----------------------------------------------------------------------------------
+    # ---- unstored conversations -----------------------------------------------------------------------------------
 
     def _find_unstored(self, response_id: str | None) -> _UnstoredConversation | None:
-        """What this connection holds, be it of another lane; nothing of other connections."""
-        if response_id is None or all(lane.last_response_id != response_id for lane in self._queues.values()):
+        """The conversation of a response of this connection, from any of its queues."""
+        if response_id is None or all(
+            queue.last_response_id != response_id for queue in self._queues.values()
+        ):
             return None
         return self._routes.unstored.get(self._owner, response_id)
 
     def _keep_unstored(
         self, queue: _StreamQueue, run: Run, response: Response, before: _UnstoredConversation | None
     ) -> None:
-        """The last response of each lane; where that is too much, the oldest give way."""
+        """Keep the conversation of the last response of a queue."""
         self._drop_unstored(queue.last_response_id)
         queue.last_response_id = None
         if response.store or self._disconnected:
             return
-        past = run.get_conversation()
-        if before is not None and len(past) == len(before.segments) + 1:
-            held = _UnstoredConversation(past, before.total_bytes + past[-1].memory_bytes)
+        segments = run.get_conversation()
+        if before is not None and len(segments) == len(before.segments) + 1:
+            conversation = _UnstoredConversation(segments, before.total_bytes + segments[-1].memory_bytes)
         else:
-            held = _UnstoredConversation(past, sum(segment.memory_bytes for segment in past))
+            conversation = _UnstoredConversation(segments, sum(each.memory_bytes for each in segments))
         queue.last_response_id = run.id
-        self._routes.unstored.put(self._owner, run.id, held)
+        self._routes.unstored.put(self._owner, run.id, conversation)
 
     def _drop_unstored(self, response_id: str | None) -> None:
         if response_id is not None:

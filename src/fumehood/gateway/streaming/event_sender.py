@@ -1,6 +1,6 @@
-"""Sends the events of a run to one reader, in whatever form.
+"""Sends the events of a run to one client, as server-sent events or WebSocket messages.
 
-This is the path that every streamed token takes: no task is woken for an event, and nothing is awaited.
+Every streamed token takes this path: it wakes no task per event and awaits nothing.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from fumehood.protocol.openai.stream_events import (
     StreamEvent,
 )
 
-CLIENT_DISCONNECTED = "the client has gone"
+CLIENT_DISCONNECTED = "client disconnected"
 TERMINAL_EVENTS = (ResponseCompleted, ResponseFailed, ResponseIncomplete)
 _MAX_WRITE_BYTES = 1 << 20  # but for a single event that is larger
 
@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 
 class _NeedsProjection(dict[type[StreamEvent], bool]):
-    """By the class of an event: whether it has to be looked at closely. Only these can hold what the client did not ask
-    for or does not know, or bytes that somebody else has written.
+    """Whether events of a class need projection, by class. Only these can contain fields that `include` did not ask
+    for, item types that the client does not know, or raw JSON from elsewhere.
     """
 
     _EVENT_TYPES = (
@@ -54,35 +54,34 @@ class _NeedsProjection(dict[type[StreamEvent], bool]):
     )
 
     def __missing__(self, kind: type[StreamEvent]) -> bool:
-        delicate = self[kind] = issubclass(kind, self._EVENT_TYPES)
-        return delicate
+        needs_projection = self[kind] = issubclass(kind, self._EVENT_TYPES)
+        return needs_projection
 
 
 NEEDS_PROJECTION = _NeedsProjection()
 
 
 class EventEncoder(Protocol):
-    """How events become bytes."""
+    """Encodes events for one kind of stream."""
 
     def encode_batch(
         self, events: Sequence[StreamEvent], include: Collection[str], max_bytes: int
     ) -> tuple[bytearray, int]:
-        """The first of these events, up to the one that makes it `most` bytes; how many they are."""
+        """Encode the first events, until they have `max_bytes`. Returns the bytes and the number of events."""
         ...
 
     def append_end(self, last: bytearray) -> bytearray:
-        """The last events, with whatever says that nothing more will come."""
+        """The last events, followed by the end of the stream."""
         ...
 
 
 class EventSender:
-    """Shows a run to one reader. The run itself calls `_pass_on` when it has something new: events go out before it
-    goes on, and nobody has to be woken for each.
+    """Sends the events of a run to one client.
 
-    The request's own task, in `to_the_end`, has its turn only where somebody has to wait: for a slow reader, for others
-    when there is much to send, or for the end.
+    The run calls `_send_available` for every new event, so that no task is woken per event. The request's task, in
+    `run`, only waits: for a slow client, for its turn after a large write, and for the end.
 
-    sent: how many events were. response: how the run ended, None if the reader did not stay for that.
+    sent_count: number of events sent. response: the terminal response; None if the client disconnected before.
     """
 
     def __init__(
@@ -94,23 +93,24 @@ class EventSender:
         self._run = run
         self._include = include
         self._encoder = encoder
-        self._unsent: Sequence[StreamEvent] = ()  # taken from the run, and too much for one write
-        self._last_number = -1  # the number of the event that was sent last
-        self._first_response: Response | None = None  # as the first event had it
+        self._unsent: Sequence[StreamEvent] = ()  # read, but too large for the last write
+        self._last_number = -1  # sequence number of the last event sent
+        self._first_response: Response | None = None  # the response of the first event
         self._disconnected = False
-        self._pending_write: Awaitable[None] | None = None  # a write that has to be awaited before the next
-        self._error: ApiError | None = None  # for which the stream breaks off
-        self._final_write: bytearray | None = None  # the last write
-        self._wakeup = asyncio.Event()  # set when the request's task has something to do
+        self._pending_write: Awaitable[None] | None = None  # to be awaited before the next write
+        self._error: ApiError | None = None  # ends the stream
+        self._final_write: bytearray | None = None  # ends the response
+        self._wakeup = asyncio.Event()  # wakes the request's task
         self._reader = run.watch(self._send_available)
 
     def disconnect(self) -> None:
-        """The client has gone."""
+        """The client disconnected: cancel the run."""
         self._disconnected = True
         self._run.cancel(CLIENT_DISCONNECTED)
         self._wakeup.set()
 
     async def run(self) -> None:
+        """Return when the response is sent or the client disconnected."""
         try:
             self._send_available()
             while not self._disconnected:
@@ -121,7 +121,7 @@ class EventSender:
                     self._pending_write = None
                     self._send_available()
                 elif self._unsent:
-                    await asyncio.sleep(0)  # others have their turns
+                    await asyncio.sleep(0)  # let other tasks run
                     self._send_available()
                 if self._error is not None:
                     self._finish(await self._encode_failure(self._error))
@@ -132,7 +132,7 @@ class EventSender:
             self._reader.close()
 
     def _send_available(self) -> None:
-        """Send what is there, unless what was sent before is still on its way."""
+        """Send the events that are available, unless a write is pending."""
         if self._pending_write is not None or self._final_write is not None or self._error is not None:
             return
         try:
@@ -140,15 +140,15 @@ class EventSender:
         except ApiError as error:
             self._abort(error)
         except Exception as error:
-            lack = detect_resource_exhaustion(error)
-            if lack is None:
-                logger.exception("The stream of %s broke off (%s).", self._run.id, self._context.request_id)
-            self._abort(lack or InternalServerError("The server failed; its log says why."))
+            exhausted = detect_resource_exhaustion(error)
+            if exhausted is None:
+                logger.exception("Stream of %s failed (request %s).", self._run.id, self._context.request_id)
+            self._abort(exhausted or InternalServerError("Internal server error; see the server log."))
 
     def _send_events(self, events: Sequence[StreamEvent]) -> None:
         if not events:
             if self._reader.is_exhausted:
-                self._abort(InternalServerError("The response broke off."))
+                self._abort(InternalServerError("The run ended without a response."))
             return
         body, number = self._encoder.encode_batch(events, self._include, _MAX_WRITE_BYTES)
         if self._first_response is None and isinstance(events[0], ResponseEvent):
@@ -170,18 +170,18 @@ class EventSender:
         self._wakeup.set()
 
     async def _encode_failure(self, error: ApiError) -> bytearray:
-        """Tell in the stream what can no longer be told by a status; the run ends with it, and is told as it ended."""
-        self._run.cancel("its stream broke off")
+        """Cancel the run; encode an error event and a failed response, since the status is already sent."""
+        self._run.cancel("stream failed")
         events: list[StreamEvent] = [
             ErrorEvent(sequence_number=self._last_number + 1, error=to_error_detail(error))
         ]
         try:
             response = await self._run.wait()
-        except Exception:  # it has told why, in its own log
+        except Exception:  # the engine has logged it
             response = self._first_response
         if response is not None:
-            told = ResponseError(code="server_error", message=error.message)
-            self.response = msgspec.structs.replace(response, status="failed", error=told)
+            details = ResponseError(code="server_error", message=error.message)
+            self.response = msgspec.structs.replace(response, status="failed", error=details)
             events.append(ResponseFailed(sequence_number=self._last_number + 2, response=self.response))
         return self._encoder.encode_batch(events, self._include, sys.maxsize)[0]
 

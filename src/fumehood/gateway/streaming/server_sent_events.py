@@ -1,6 +1,6 @@
-"""The events of a run as server-sent events.
+"""Encodes and sends the events of a run as server-sent events.
 
-Every event is whole in one write, and those that are there at once share one; what need not be projected is not.
+Events that are available together share one write. Only events that can need projection are projected.
 """
 
 import sys
@@ -24,9 +24,9 @@ SSE_HEADERS: tuple[tuple[bytes, bytes], ...] = (
     (b"x-accel-buffering", b"no"),
 )
 _EVENT_END = b"\n\n"
-# A line break between two tokens of JSON is as good as a space; inside a string there is none.
+# A raw line break can only stand between JSON tokens, where a space is as good.
 _NEWLINES_TO_SPACES = bytes.maketrans(b"\r\n", b"  ")
-# Some readers take these for the end of a line.
+# Some clients treat these as line ends.
 _UNICODE_LINE_BREAKS = (
     (b"\xc2", "\u0085".encode(), rb"\u0085"),
     (b"\xe2", "\u2028".encode(), rb"\u2028"),
@@ -39,51 +39,51 @@ _encode_into = _encoder.encode_into
 
 
 class _EventPrefixes(dict[type[StreamEvent], tuple[bytes, bool]]):
-    """By the class of an event: what stands before its JSON, and whether it has to be looked at closely."""
+    """The bytes before the JSON of an event and whether it needs projection, by class."""
 
     def __missing__(self, kind: type[StreamEvent]) -> tuple[bytes, bool]:
         name = str(kind.__struct_config__.tag)
-        form = self[kind] = (f"event: {name}\ndata: ".encode(), NEEDS_PROJECTION[kind])
-        return form
+        entry = self[kind] = (f"event: {name}\ndata: ".encode(), NEEDS_PROJECTION[kind])
+        return entry
 
 
 _EVENT_PREFIXES = _EventPrefixes()
 
 
 def encode_events(events: Sequence[StreamEvent], include: Collection[str]) -> bytearray:
-    """The events as they go over the wire, projected, in one piece."""
+    """Encode all events, projected."""
     return encode_batch(events, include, sys.maxsize)[0]
 
 
 def encode_batch(
     events: Sequence[StreamEvent], include: Collection[str], max_bytes: int
 ) -> tuple[bytearray, int]:
-    """As `encode_events`, for the first of them, up to the one that makes it `most` bytes; and how many they are."""
+    """See `EventEncoder.encode_batch`."""
     buffer = bytearray()
     number = 0
     for event in events:
         number += 1
-        head, delicate = _EVENT_PREFIXES[type(event)]
-        if delicate or (type(event) is OutputTextDelta and event.logprobs):
-            shown = project_event(event, include)
-            buffer += _EVENT_PREFIXES[type(shown)][0]
-            body = _encode(shown)
+        prefix, needs_projection = _EVENT_PREFIXES[type(event)]
+        if needs_projection or (type(event) is OutputTextDelta and event.logprobs):
+            projected = project_event(event, include)
+            buffer += _EVENT_PREFIXES[type(projected)][0]
+            body = _encode(projected)
             buffer += body if b"\n" not in body and b"\r" not in body else body.translate(_NEWLINES_TO_SPACES)
         else:
-            buffer += head
+            buffer += prefix
             _encode_into(event, buffer, -1)
         buffer += _EVENT_END
         if len(buffer) >= max_bytes:
             break
     if not buffer.isascii():
-        for lead, written, escaped in _UNICODE_LINE_BREAKS:
-            if lead in buffer and written in buffer:  # to look for one byte takes a tenth of the time
-                buffer = buffer.replace(written, escaped)
+        for lead, raw, escaped in _UNICODE_LINE_BREAKS:
+            if lead in buffer and raw in buffer:  # searching for one byte takes a tenth of the time
+                buffer = buffer.replace(raw, escaped)
     return buffer, number
 
 
 class SseEncoder:
-    """The `Wire` of server-sent events."""
+    """The `EventEncoder` for server-sent events."""
 
     encode_batch = staticmethod(encode_batch)
 
@@ -97,14 +97,14 @@ _SSE_ENCODER = SseEncoder()
 async def send_run(
     context: RequestContext, run: Run, include: Collection[str], keepalive_seconds: float = KEEPALIVE_SECONDS
 ) -> tuple[int, Response | None]:
-    """Send the run to its end; how many events that were, and how it ended, None if the client did not stay for it.
+    """Stream a run; cancel it if the client disconnects.
 
-    A client that goes away takes its run with it.
+    Returns the number of events sent and the terminal response, None if the client disconnected before it.
     """
     await context.start_response(200, [*SSE_HEADERS])
-    following = EventSender(context, run, include, _SSE_ENCODER)
+    sender = EventSender(context, run, include, _SSE_ENCODER)
     with DisconnectMonitor(
-        context, following.disconnect, keepalive=KEEPALIVE_COMMENT, interval=keepalive_seconds
+        context, sender.disconnect, keepalive=KEEPALIVE_COMMENT, interval=keepalive_seconds
     ):
-        await following.run()
-    return following.sent_count, following.response
+        await sender.run()
+    return sender.sent_count, sender.response

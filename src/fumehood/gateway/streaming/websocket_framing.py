@@ -1,6 +1,6 @@
-"""The events of a run, and refusals, as messages of a WebSocket.
+"""Encodes events and errors as WebSocket text frames.
 
-What they look like is said here down to the bytes of the frames: every streamed token is one of these.
+Frames are built by hand, since every streamed token is one: the batch of a run is one write.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,14 +16,14 @@ from fumehood.protocol.openai.response_projection import project_event
 from fumehood.protocol.openai.stream_events import OutputTextDelta, StreamEvent
 
 _encode_into = msgspec.json.Encoder().encode_into
-# The head of a text message of 126 to 65535 bytes, which most are; the length is written when it is known.
+# The header of a frame of 126 to 65535 bytes, as most are; the length is filled in afterwards.
 _FRAME_HEADER = b"\x81\x7e\0\0"
 
 
 class _ErrorMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="error"):
-    """An error that is the whole answer to a request.
+    """An error response to a request.
 
-    headers: what would have stood in the head of an HTTP answer, for clients that mind it.
+    headers: the headers that the HTTP response would have.
     """
 
     status: int
@@ -33,7 +33,7 @@ class _ErrorMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="error")
 
 
 class WebSocketEncoder:
-    """The `Wire` of a lane: every event a text message, all of a batch in one piece."""
+    """The `EventEncoder` of a WebSocket stream: one text message per event."""
 
     def __init__(self, stream_id: str | None = None) -> None:
         self._stream_id = UNSET if stream_id is None else stream_id
@@ -43,7 +43,7 @@ class WebSocketEncoder:
         self, events: Sequence[StreamEvent], include: Collection[str], max_bytes: int
     ) -> tuple[bytearray, int]:
         buffer = bytearray()
-        tail = self._stream_id_suffix
+        suffix = self._stream_id_suffix
         number = 0
         for event in events:
             number += 1
@@ -52,8 +52,8 @@ class WebSocketEncoder:
             if NEEDS_PROJECTION[type(event)] or (isinstance(event, OutputTextDelta) and event.logprobs):
                 event = project_event(event, include)
             _encode_into(event, buffer, -1)
-            if tail:
-                buffer[-1:] = tail
+            if suffix:
+                buffer[-1:] = suffix
             size = len(buffer) - start - 4
             if 126 <= size < 65536:
                 buffer[start + 2] = size >> 8
@@ -68,18 +68,22 @@ class WebSocketEncoder:
         return last
 
     def encode_error(self, error: ApiError, headers: Headers | None = None) -> bytearray:
-        """`headers`: besides those that belong to the error."""
+        """`headers`: additional headers of the error."""
         detail = to_error_detail(error)
-        if detail.code is None:  # there has to be one
+        if detail.code is None:  # required here
             detail = msgspec.structs.replace(detail, code=detail.type)
-        told = {name.decode(): value.decode() for name, value in (headers or []) + error_headers(error)}
+        all_headers = {
+            name.decode(): value.decode() for name, value in (headers or []) + error_headers(error)
+        }
         return encode_text_message(
-            _ErrorMessage(status=error.status, error=detail, headers=told or UNSET, stream_id=self._stream_id)
+            _ErrorMessage(
+                status=error.status, error=detail, headers=all_headers or UNSET, stream_id=self._stream_id
+            )
         )
 
 
 def encode_text_message(value: object) -> bytearray:
-    """One text message."""
+    """Encode one text message."""
     body = encode_json(value)
     return bytearray(_frame_header(len(body)) + body)
 
