@@ -272,11 +272,14 @@ _OURS = b"HTTP/1.1 200 OK\r\nfumehood-sandbox-protocol: 1\r\n"
         (b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\n\r\n", "is not a sandbox server"),
         (
             b"HTTP/1.1 200 OK\r\nfumehood-sandbox-protocol: 2\r\nContent-Length: 2\r\n\r\n{}",
-            "speaks version 2 of the sandbox protocol, and this program version 1",
+            "speaks version 2 of the sandbox protocol, this client version 1",
         ),
-        (_OURS + b"Content-Length: 9\r\n\r\nnot\x1b json", "does not keep to the protocol"),
-        (_OURS + b"Content-Length: 2\r\n\r\n{}", "does not keep to the protocol"),
-        (_OURS.replace(b"200 OK", b"500 No") + b"Content-Length: 4\r\n\r\noops", "answered 500 without"),
+        (_OURS + b"Content-Length: 9\r\n\r\nnot\x1b json", "violates the sandbox protocol"),
+        (_OURS + b"Content-Length: 2\r\n\r\n{}", "violates the sandbox protocol"),
+        (
+            _OURS.replace(b"200 OK", b"500 No") + b"Content-Length: 4\r\n\r\noops",
+            "status 500 without an error body",
+        ),
         (b"", "broke"),
     ],
     ids=["ssh", "tls", "http", "redirect", "version", "garbage", "empty", "error", "nothing"],
@@ -303,7 +306,7 @@ async def test_garbage_in_the_middle_of_events() -> None:
         sandbox = RemoteSandbox(remote.connection, "one")
         events = sandbox.execute(ExecuteRequest(code="x"))
         assert await anext(events) == Stdout("x")
-        with pytest.raises(SandboxServerUnreachable, match="an event cannot be read"):
+        with pytest.raises(SandboxServerUnreachable, match="cannot decode an event"):
             await anext(events)
 
 

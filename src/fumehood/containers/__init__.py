@@ -1,4 +1,7 @@
-"""Containers: identity, files, expiry, and the sandboxes behind them."""
+"""Containers: their identity, files and expiry, over the sandboxes of a provider.
+
+`SandboxContainerService` is the entry point; tools and routes use it as a `ContainerService`.
+"""
 
 from fumehood.containers.container_service import SandboxContainerService
 from fumehood.containers.container_state import ContainerSettings

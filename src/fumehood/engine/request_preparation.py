@@ -508,5 +508,5 @@ def _build_sampling(request: CreateResponse) -> SamplingParameters:
         prompt_cache_key=request.prompt_cache_key,
         safety_identifier=request.safety_identifier,
         user=request.user,
-        passed=request.passed,
+        passthrough=request.passthrough,
     )

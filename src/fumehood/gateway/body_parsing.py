@@ -58,7 +58,7 @@ class RequestParser:
             _reject_nul_characters(request)
         if request.reasoning is not None:
             _check_reasoning_effort(request.reasoning)
-        if passed := request.passed:
+        if passed := request.passthrough:
             check_passthrough_fields(passed)
         return request
 

@@ -1,1 +1,1 @@
-"""The wire: data only, no I/O."""
+"""Wire types and their encoding: data only, no I/O."""

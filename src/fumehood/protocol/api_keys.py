@@ -1,4 +1,4 @@
-"""API keys as they are kept, never their secrets."""
+"""API keys: records, scopes and limits; secrets are stored only as hashes."""
 
 import hashlib
 import secrets
@@ -8,24 +8,24 @@ from typing import Literal, get_args
 import msgspec
 
 type ApiKeyScope = Literal["responses", "containers", "files", "models", "metrics"]
-"""What a key is for: `responses` makes and reads responses, and so runs code; `metrics` reads the metrics of all
-tenants together; the others are the routes of that name.
+"""What a key allows: `responses` creates and reads responses, and so runs code; `metrics` reads the metrics of all
+tenants; the others allow the routes of that name.
 """
 
 ALL_SCOPES: tuple[ApiKeyScope, ...] = get_args(ApiKeyScope.__value__)
 TENANT_SCOPES: frozenset[ApiKeyScope] = frozenset(ALL_SCOPES) - {"metrics"}
-"""The scopes of a key for which none are named: everything of its own tenant."""
+"""The default scopes: everything of the key's own tenant."""
 
-SECRET_PREFIX = "fh-"  # noqa: S105 - of every key, no secret
+SECRET_PREFIX = "fh-"  # noqa: S105 - not a secret
 _ALPHABET = string.ascii_letters + string.digits
-_SECRET_LENGTH = 43  # characters of such an alphabet: more than 256 bits
+_SECRET_LENGTH = 43  # characters; more than 256 bits
 _HINT_LENGTH = 4
 
 
 class ApiKeyLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a key may do at most; None leaves it to the server's settings.
+    """Limits of a key; None is the server's setting.
 
-    containers: of its tenant, running at once.
+    containers: running containers of its tenant.
     """
 
     requests_per_minute: int | None = None
@@ -38,11 +38,10 @@ DEFAULT_KEY_LIMITS = ApiKeyLimits()
 
 
 class ApiKeyRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A key as the store keeps it.
+    """A key as stored.
 
-    digest: of the secret, which nobody keeps.
+    digest: hash of the secret, which is not stored.
     hint: the end of the secret, by which its owner recognises it.
-    scopes: what it is for.
     """
 
     id: str
@@ -57,7 +56,7 @@ class ApiKeyRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def new_key_id() -> str:
-    """Short enough to be typed: it is a name, and worth nothing to whoever guesses it."""
+    """Return a new id, short enough to type; it is no secret."""
     return f"key_{secrets.token_hex(8)}"
 
 
@@ -66,9 +65,7 @@ def new_secret() -> str:
 
 
 def hash_secret(secret: bytes) -> bytes:
-    """A fast hash is right for these: slow ones make guessing dear where people choose secrets, but nobody guesses one
-    of 256 random bits, and every request pays for this.
-    """
+    """Hash a secret. A fast hash is enough for 256 random bits, and every request pays for it."""
     return hashlib.sha256(secret).digest()
 
 

@@ -1,4 +1,4 @@
-"""Files and pictures that come with a conversation, and what they are."""
+"""Attachments: files and pictures in the input of a conversation."""
 
 import base64
 import binascii
@@ -13,7 +13,7 @@ from msgspec import Raw
 from fumehood.protocol.safe_names import sanitize_name
 
 MAX_TEXT_CHARACTERS = 100_000
-"""Characters of a file that a model is shown."""
+"""Characters of a file that a model sees."""
 
 MAX_TEXT_BYTES = 4 * MAX_TEXT_CHARACTERS
 
@@ -24,7 +24,7 @@ _CONTENT_FIELDS = {
     "function_call_output": "output",
     "custom_tool_call_output": "output",
 }
-_MAX_NAME_BYTES = 200  # bytes, of the 255 that a file system takes
+_MAX_NAME_BYTES = 200  # a file system allows 255
 _MAX_SUFFIX_BYTES = 32
 _TEXT_MEDIA_TYPES = frozenset(
     {
@@ -40,24 +40,23 @@ _TEXT_MEDIA_TYPES = frozenset(
     }
 )
 _OCTET_STREAM = "application/octet-stream"
-_media_types = mimetypes.MimeTypes()  # the same on every machine
+_media_types = mimetypes.MimeTypes()  # without the host's own tables, so the same everywhere
 _IMAGE_SUFFIXES = {"image/png": ".png", "image/jpeg": ".jpg", "image/gif": ".gif", "image/webp": ".webp"}
 
 type AttachmentKind = Literal["picture", "text", "binary"]
 
 
 class Attachment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A file or a picture of somebody's input, as it was when its response began.
+    """A file or picture of an input item, as it was when its response started.
 
-    name: in a container; unlike those of the other files of the conversation. Empty for what nobody looked at: an
-        address that is passed on as it is.
+    name: its name in a container, unique in the conversation. Empty for a URL that is forwarded unread.
     media_type, bytes: of its content.
-    file_id: of the upload that it is.
-    text: what a model reads of it, where the item itself does not hold it; left_out: bytes that come after that.
-    data: the content as a data: URL, where the item does not hold it and somebody needs it.
-    given: the model is given it although it is no text.
-    too_large: no model is given it, although it is there.
-    gone: it was there once, and is not to be had any more.
+    file_id: the id of the upload, if it is one.
+    text: what a model reads of it, if the item does not contain it. left_out: bytes after that text.
+    data: the content as a data: URL, if the item does not contain it and it is needed.
+    given: whether the model gets it although it is not text.
+    too_large: whether it exists but is too large for any model.
+    gone: whether it existed once and was deleted.
     """
 
     name: str = ""
@@ -74,7 +73,7 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def is_hidden(self) -> bool:
-        """Whether a model is told of it, and cannot look at it."""
+        """Whether a model is told about it but cannot see it."""
         return self.kind == "binary" and bool(self.name) and not (self.given or self.gone)
 
     @property
@@ -82,18 +81,18 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return len(self.text or "") + len(self.data or "")
 
 
-# --- parts of a content -------------------------------------------------------------------------------
+# --- content parts -------------------------------------------------------------------------------
 
 
 class InputImageUrl(msgspec.Struct):
-    """As chat completions wrap it, and some clients with them."""
+    """The form of chat completions, which some clients send."""
 
     url: str
     detail: str | None = None
 
 
 class InputFilePart(msgspec.Struct):
-    """An `input_file` or `input_image` as a client wrote it."""
+    """An `input_file` or `input_image` part."""
 
     type: str = ""
     file_id: str | None = None
@@ -104,31 +103,31 @@ class InputFilePart(msgspec.Struct):
 
     @property
     def picture_url(self) -> str | None:
-        """Where a picture is: a data: URL holds it, another one leads to it."""
+        """The URL of a picture; a data: URL contains it."""
         return self.image_url.url if isinstance(self.image_url, InputImageUrl) else self.image_url
 
     @property
     def inline_data(self) -> str | None:
-        """The content, if the part holds it: a data: URL, or base64."""
+        """The content, if the part contains it: a data: URL, or base64."""
         if self.type == "input_file":
             return self.file_data
         return self.picture_url if (self.picture_url or "").startswith("data:") else None
 
 
 class LocatedFilePart(NamedTuple):
-    """A part and where it stands in its item: `content[1]`."""
+    """A part and its position in the item, such as `content[1]`."""
 
     where: str
     part: InputFilePart
 
 
-_lists = msgspec.json.Decoder(list[Raw])
-_objects = msgspec.json.Decoder(dict[str, Raw])
-_parts = msgspec.json.Decoder(InputFilePart)
+_list_decoder = msgspec.json.Decoder(list[Raw])
+_object_decoder = msgspec.json.Decoder(dict[str, Raw])
+_part_decoder = msgspec.json.Decoder(InputFilePart)
 
 
 def may_contain_files(kind: str, raw: bytes) -> bool:
-    """Whether it is worth looking; takes no decoding."""
+    """Whether an item may contain file parts; a quick check without decoding."""
     return kind in _CONTENT_FIELDS and any(mark in raw for mark in _FILE_PART_MARKERS)
 
 
@@ -138,31 +137,31 @@ def is_file_part(kind: str) -> bool:
 
 
 def find_file_parts(kind: str, raw: bytes) -> list[LocatedFilePart]:
-    """All that an item holds, in order; what cannot be read is none."""
+    """Return the file parts of an item, in order; none if it cannot be decoded."""
     try:
         field = _CONTENT_FIELDS[kind]
-        found = [
-            (place, _read_part(part)) for place, part in enumerate(_lists.decode(_objects.decode(raw)[field]))
-        ]
+        content = _list_decoder.decode(_object_decoder.decode(raw)[field])
     except (KeyError, msgspec.DecodeError, UnicodeError, RecursionError):
         return []
     return [
-        LocatedFilePart(f"{field}[{place}]", part) for place, part in found if part.type in _FILE_PART_TYPES
+        LocatedFilePart(f"{field}[{index}]", part)
+        for index, part in enumerate(map(_read_part, content))
+        if part.type in _FILE_PART_TYPES
     ]
 
 
 def _read_part(raw: Raw) -> InputFilePart:
     try:
-        return _parts.decode(raw)
+        return _part_decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return InputFilePart()
 
 
-# --- contents -----------------------------------------------------------------------------------------
+# --- content -----------------------------------------------------------------------------------------
 
 
 def decode_inline(data: str) -> tuple[str, bytes]:
-    """The type, empty if it is not told, and the bytes of a data: URL or of base64; raises ValueError."""
+    """Return the media type, empty if unknown, and the bytes of a data: URL or base64. Raises ValueError."""
     header, _, payload = data.partition(",") if data.startswith("data:") else ("", "", data)
     media_type, *parameters = header.removeprefix("data:").split(";")
     try:
@@ -180,7 +179,7 @@ def encode_data_url(media_type: str, content: bytes) -> str:
 
 
 def guess_media_type(filename: str, declared: str = "") -> str:
-    """What it is called: by whoever gave it, or else by its name."""
+    """Return the declared media type, or the one of the file name."""
     if declared and declared != _OCTET_STREAM:
         return declared
     return _media_types.guess_type(filename, strict=False)[0] or ""
@@ -191,23 +190,26 @@ def is_text_media_type(media_type: str) -> bool:
 
 
 def decode_text(media_type: str, content: bytes, *, whole: bool = True) -> str | None:
-    """The content as text; None if it is none. A part of a file may end within a character."""
-    named_so = is_text_media_type(media_type)
-    if not named_so and (media_type not in ("", _OCTET_STREAM) or content.startswith(b"%PDF")):
+    """Return the content as text, None if it is not text.
+
+    whole: False for the beginning of a file, which may end within a character.
+    """
+    is_declared_text = is_text_media_type(media_type)
+    if not is_declared_text and (media_type not in ("", _OCTET_STREAM) or content.startswith(b"%PDF")):
         return None
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         if whole or error.start < len(content) - 3:
-            return content.decode("utf-8", "replace") if named_so else None
+            return content.decode("utf-8", "replace") if is_declared_text else None
         text = content[: error.start].decode("utf-8-sig")
     return None if "\0" in text else text
 
 
 def render_file_text(name: str, text: str, left_out: int = 0) -> str:
-    """What a model reads of a file; of a long one the beginning.
+    """Return the text that a model sees of a file; a long one is cut.
 
-    left_out: bytes after this text that nobody has read.
+    left_out: bytes of the file after this text.
     """
     shown = text[:MAX_TEXT_CHARACTERS]
     left_out += len(text) - len(shown)
@@ -220,7 +222,7 @@ def render_file_text(name: str, text: str, left_out: int = 0) -> str:
 
 
 def describe_unshown_file(attachment: Attachment) -> str:
-    """What stands for a file that a model cannot be shown."""
+    """Return the text in place of a file that the model cannot see."""
     what = "picture" if attachment.kind == "picture" else "file"
     if attachment.gone:
         return f"The {what} {attachment.name} is not there any more."
@@ -239,7 +241,7 @@ def code_interpreter_hint(name: str) -> str:
 
 
 def sanitize_file_name(wanted: str, media_type: str = "") -> str:
-    """A name for a file that somebody else has named: one component, visible, neither hidden nor too long."""
+    """Return a safe name: one component, printable, not hidden, not too long."""
     name = sanitize_name(wanted.replace("\\", "/").rpartition("/")[2], _MAX_NAME_BYTES)
     name = name.replace("\N{REPLACEMENT CHARACTER}", "_").strip(" ").lstrip(".").rstrip(" .~")
     path = PurePosixPath(name or f"file{_IMAGE_SUFFIXES.get(media_type, '')}")
@@ -249,5 +251,5 @@ def sanitize_file_name(wanted: str, media_type: str = "") -> str:
 
 
 def default_picture_name(media_type: str) -> str:
-    """A name for a picture that has none."""
+    """Return a name for a picture without one."""
     return f"image{_IMAGE_SUFFIXES.get(media_type, '')}"

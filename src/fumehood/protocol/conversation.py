@@ -1,4 +1,4 @@
-"""A conversation as it is kept and as a model is shown it."""
+"""Conversations as they are stored and rendered for a model."""
 
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal, overload
@@ -8,16 +8,16 @@ import msgspec
 from fumehood.protocol.attachments import Attachment
 
 _ENTRY_OVERHEAD = 512
-_MAX_COMBINED_BYTES = 1 << 20  # bytes, at most
+_MAX_COMBINED_BYTES = 1 << 20
 COMPACTION_TYPE = "compaction"
-"""The type of an item that stands for everything before it."""
+"""The type of an item that replaces everything before it."""
 
 
 class ToolExchange(msgspec.Struct, frozen=True, kw_only=True):
-    """A hosted call and its result exactly as the model wrote and read them, so that replay is byte-stable.
+    """A hosted call and its result exactly as the model wrote and read them, so that later requests repeat the bytes.
 
-    tells: where the call is one item and its result another, which half this is; the other half's text is empty.
-    images: data: URLs, for models that take images.
+    tells: which half this is, if call and result are separate items; the other half's text is empty.
+    images: data: URLs, for models that accept images.
     """
 
     call_id: str
@@ -31,11 +31,10 @@ class ToolExchange(msgspec.Struct, frozen=True, kw_only=True):
 class ConversationEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One item of a conversation.
 
-    turn: 0 for what came in with the request, then the number of the model's turn within its response; what one
-        turn made is one message of the model's.
+    turn: 0 for input, otherwise the number of the model's turn within its response.
     raw: the canonical item, as JSON.
-    exchange: what the model saw of a hosted call.
-    attachments: what its files and pictures are, one for each, in their order.
+    exchange: a hosted call as the model saw it.
+    attachments: one for each file or picture of the item, in order.
     """
 
     type: str
@@ -47,33 +46,34 @@ class ConversationEntry(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def size(self) -> int:
-        """About how many bytes it says, all in all."""
-        seen = self.exchange
-        shown = len(seen.arguments) + len(seen.output) + sum(map(len, seen.images)) if seen is not None else 0
-        return len(self.raw) + shown + sum([one.size for one in self.attachments])
+        """Approximate bytes of content."""
+        size = len(self.raw) + sum([attachment.size for attachment in self.attachments])
+        if (exchange := self.exchange) is not None:
+            size += len(exchange.arguments) + len(exchange.output) + sum(map(len, exchange.images))
+        return size
 
     @property
     def memory_bytes(self) -> int:
-        """About how many bytes it takes in memory, with a rendering of it; a guess, for those who bound them."""
+        """Estimated bytes in memory, with one rendering."""
         return _ENTRY_OVERHEAD + 2 * self.size
 
 
 class ConversationSegment:
-    """What one response added to a conversation: its input, then its output. Never changed once it is made.
+    """What one response added to a conversation: its input, then its output. Immutable.
 
-    renderings: the same in a model server's own words, kept by whoever speaks that dialect, under its name.
-    compacted: the place of its last compaction, -1 if it has none.
-    size: that of its entries. Both are looked up once, since every later request asks.
+    renderings: the entries in a model server's dialect, cached by the dialect's name.
+    compacted: index of its last compaction, -1 if it has none.
+    size: bytes of its entries. Both are computed once, since every later request reads them.
     """
 
     __slots__ = ("compacted", "entries", "renderings", "size")
 
     def __init__(self, entries: tuple[ConversationEntry, ...]) -> None:
         compacted, size = -1, 0
-        for place, entry in enumerate(entries):
+        for index, entry in enumerate(entries):
             size += entry.size
             if entry.type == COMPACTION_TYPE:
-                compacted = place
+                compacted = index
         self.entries: Final = entries
         self.renderings: Final = dict[str, bytes]()
         self.compacted: Final = compacted
@@ -89,21 +89,21 @@ class ConversationSegment:
 
 
 class SegmentRun:
-    """Segments that follow each other, as one thing to look at. Never changed once it is made.
+    """Consecutive segments handled as one. Immutable.
 
-    renderings: as those of a segment, each with what it leaves to the next piece.
-    compacted: the place of its last segment with a compaction, -1 if it has none.
-    size: that of all of them.
-    in_one: whether it is rendered in one piece, of which it keeps a copy.
+    renderings: like those of a segment, each with what it leaves to the next piece.
+    compacted: index of its last segment with a compaction, -1 if it has none.
+    size: bytes of all segments.
+    in_one: whether it is rendered, and cached, as one piece.
     """
 
     __slots__ = ("compacted", "in_one", "renderings", "segments", "size")
 
     def __init__(self, segments: tuple[ConversationSegment, ...]) -> None:
-        places = [place for place, segment in enumerate(segments) if segment.compacted >= 0]
+        compacted = [index for index, segment in enumerate(segments) if segment.compacted >= 0]
         self.segments: Final = segments
         self.renderings: Final = dict[str, tuple[bytes, bytes]]()
-        self.compacted: Final = places[-1] if places else -1
+        self.compacted: Final = compacted[-1] if compacted else -1
         self.size: Final = sum([segment.size for segment in segments])
         self.in_one: Final = self.size <= _MAX_COMBINED_BYTES
 
@@ -112,8 +112,8 @@ type ConversationPiece = ConversationSegment | SegmentRun
 
 
 class Conversation(Sequence[ConversationSegment]):
-    """Segments in pieces. The turns of a long conversation are all over the memory, and to touch them takes longer than
-    what is done with them; so whoever can takes a stretch as a whole.
+    """Segments, grouped into pieces. Touching every segment of a long conversation costs more than the work on it, so
+    segment runs are handled as a whole where possible.
     """
 
     __slots__ = ("pieces",)
@@ -149,7 +149,7 @@ def conversation_pieces(segments: Sequence[ConversationSegment]) -> Sequence[Con
 def append_segments(
     segments: Sequence[ConversationSegment], more: Sequence[ConversationSegment]
 ) -> Sequence[ConversationSegment]:
-    """The segments and then more."""
+    """Return the segments followed by more."""
     return Conversation((*conversation_pieces(segments), *more)) if more else segments
 
 
@@ -158,7 +158,7 @@ def conversation_size(segments: Sequence[ConversationSegment]) -> int:
 
 
 def last_compaction_index(segments: Sequence[ConversationSegment]) -> int:
-    """The place of the last segment with a compaction, -1 if there is none."""
+    """Return the index of the last segment with a compaction, -1 if there is none."""
     if max([piece.compacted for piece in conversation_pieces(segments)], default=-1) < 0:
         return -1
-    return max(place for place, segment in enumerate(segments) if segment.compacted >= 0)
+    return max(index for index, segment in enumerate(segments) if segment.compacted >= 0)

@@ -1,7 +1,7 @@
-"""Types of files: which are accepted, what their content looks like, what they are called.
+"""File types: accepted extensions, signatures and media types.
 
-A type is known by the end of the name. What the content is, its first bytes tell, where anything does: then both have
-to agree. docs/files.md has the rule in words.
+The extension of the name decides the type. If the first bytes identify the content, both must agree. docs/files.md
+states the rule.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.safe_names import sanitize_name
 
 HEAD_BYTES = 4096
-"""So many of the first bytes are enough to look at."""
+"""Bytes at the beginning of a file that the check needs."""
 
 ANY_TYPE = "*"
 OCTET_STREAM = "application/octet-stream"
@@ -19,15 +19,15 @@ OCTET_STREAM = "application/octet-stream"
 _TEXT = "text/plain; charset=utf-8"
 _OFFICE = "application/vnd.openxmlformats-officedocument."
 _BYTE_ORDER_MARKS = (b"\xff\xfe", b"\xfe\xff")
-# Control characters that no text has, in any of the usual encodings.
+# Control characters that do not occur in text of any common encoding.
 _NON_TEXT_BYTES = bytes({*range(0x20), 0x7F} - {*b"\a\b\t\n\v\f\r\x1a\x1b"})
 
 
 class FileType(NamedTuple):
-    """What files of one extension hold.
+    """The type of one extension.
 
-    media_type: what a download is called.
-    fits: whether content that begins with these bytes can be of this type.
+    media_type: the Content-Type of a download.
+    matches: whether content that begins with these bytes can be of this type.
     """
 
     media_type: str
@@ -54,17 +54,19 @@ def _is_webp(head: bytes) -> bool:
 
 
 def _is_tar(head: bytes) -> bool:
-    """By the sum of its first header; an archive of nothing is empty blocks."""
+    """Check the checksum of the first header; an empty archive consists of zero blocks."""
     header = head[:512]
     try:
-        told = int(header[148:156].strip(b" \0") or b"-1", 8)
+        checksum = int(header[148:156].strip(b" \0") or b"-1", 8)
     except ValueError:
         return False
-    return told == sum(header) - sum(header[148:156]) + 8 * 0x20 or (len(header) == 512 and not any(header))
+    return checksum == sum(header) - sum(header[148:156]) + 8 * 0x20 or (
+        len(header) == 512 and not any(header)
+    )
 
 
 def _is_executable(head: bytes) -> bool:
-    """For Linux, macOS, the web, or Windows; text may begin with the last one's letters."""
+    """ELF, Mach-O, WebAssembly or PE; text may begin with MZ, too."""
     return head.startswith(_EXECUTABLE_MAGIC) or (head[:2] == b"MZ" and b"\0" in head)
 
 
@@ -88,21 +90,21 @@ _SIGNATURES = (
 
 
 def detect_image_type(head: bytes) -> str | None:
-    """The type of a picture that models take, by its first bytes; None for anything else."""
-    return next((media_type for media_type, is_it in _PICTURES.items() if is_it(head)), None)
+    """Return the media type of a picture that models accept, by its first bytes, or None."""
+    return next((media_type for media_type, matches in _PICTURES.items() if matches(head)), None)
 
 
 def looks_like_text(head: bytes) -> bool:
-    """Whether content that begins so is text, as far as can be told."""
+    """Whether content that begins with these bytes is probably text."""
     if head.startswith(_BYTE_ORDER_MARKS):
         return True
     return len(head.translate(None, _NON_TEXT_BYTES)) == len(head) and not any(
-        is_it(head) for is_it in _SIGNATURES
+        matches(head) for matches in _SIGNATURES
     )
 
 
 def _is_office(head: bytes) -> bool:
-    return _is_zip(head) or _is_compound(head)  # with a password it is the latter
+    return _is_zip(head) or _is_compound(head)  # the latter if it has a password
 
 
 def _is_old_office(head: bytes) -> bool:
@@ -110,8 +112,8 @@ def _is_old_office(head: bytes) -> bool:
 
 
 def _is_pickle(head: bytes) -> bool:
-    """The first protocols begin with anything, so it is one unless it is something else."""
-    return not any(is_it(head) for is_it in _SIGNATURES)
+    """Old pickle protocols have no signature: accept what has no other signature."""
+    return not any(matches(head) for matches in _SIGNATURES)
 
 
 def _matches_anything(head: bytes) -> bool:
@@ -170,7 +172,7 @@ _DEFAULT_TYPES: dict[str, FileType] = {
     "xlsx": FileType(f"{_OFFICE}spreadsheetml.sheet", _is_office),
     "zip": FileType("application/zip", _is_zip),
 }
-# What code may write, or an operator may allow, besides.
+# Further types that code may write or an operator may allow.
 _EXTRA_TYPES: dict[str, FileType] = {
     "bz2": FileType("application/x-bzip2", _starts_with(b"BZh")),
     "gz": FileType("application/gzip", _starts_with(b"\x1f\x8b")),
@@ -186,25 +188,25 @@ _EXTRA_TYPES: dict[str, FileType] = {
 _ALL_TYPES = _DEFAULT_TYPES | _EXTRA_TYPES
 
 DEFAULT_ACCEPTED = frozenset(_DEFAULT_TYPES)
-"""The types that are accepted where nothing else is said."""
+"""The extensions that are accepted by default."""
 
 
 def file_extension(name: str) -> str:
-    """The end of a name after its last point, in small letters; empty where there is none."""
-    stem, point, end = name.rpartition("/")[2].rpartition(".")
-    return end.lower() if point and stem else ""
+    """Return the lower-case extension without the dot, empty if there is none."""
+    stem, dot, extension = name.rpartition("/")[2].rpartition(".")
+    return extension.lower() if dot and stem else ""
 
 
 def media_type_for_name(name: str) -> str:
-    """The same on every host; what is not known is bytes."""
+    """Return the media type of a file name; unknown types are application/octet-stream."""
     known = _ALL_TYPES.get(file_extension(name))
     return OCTET_STREAM if known is None else known.media_type
 
 
 class AcceptedFileTypes:
-    """Which files may be uploaded.
+    """The file types that may be uploaded.
 
-    more: extensions besides the usual ones; `*` stands for every content under every name.
+    extra_extensions: besides the default ones; `*` accepts every content under every name.
     """
 
     def __init__(self, extra_extensions: Iterable[str] = ()) -> None:
@@ -213,25 +215,27 @@ class AcceptedFileTypes:
         self._accepted = DEFAULT_ACCEPTED | added
 
     def check(self, name: str, head: bytes, *, param: str = "file") -> None:
-        """Look at a name and at the first `HEAD_BYTES` of the content, or all of it; raises InvalidRequest."""
+        """Check a name and the first `HEAD_BYTES` of the content. Raises InvalidRequest."""
         if self._accepts_everything:
             return
-        end = file_extension(name)
-        if not end:
-            fits = looks_like_text(head) or any(
+        extension = file_extension(name)
+        if not extension:
+            matches = looks_like_text(head) or any(
                 _ALL_TYPES[each].matches(head) for each in self._detectable_extensions()
             )
-        elif end not in self._accepted:
+        elif extension not in self._accepted:
             raise _unsupported_file_error(
-                f"Files of type '.{sanitize_name(end, 40)}' are not accepted. Supported are: "
+                f"Files of type '.{sanitize_name(extension, 40)}' are not accepted. Supported are: "
                 f"{', '.join(sorted(self._accepted))}.",
                 param,
             )
         else:
-            fits = end not in _ALL_TYPES or _ALL_TYPES[end].matches(head)
-        if not fits:
-            what = f"no {end} file" if end else "of no type that is accepted"
-            raise _unsupported_file_error(f"What '{sanitize_name(name, 80)}' holds is {what}.", param)
+            matches = extension not in _ALL_TYPES or _ALL_TYPES[extension].matches(head)
+        if not matches:
+            expected = f"a {extension} file" if extension else "of an accepted type"
+            raise _unsupported_file_error(
+                f"The content of '{sanitize_name(name, 80)}' is not {expected}.", param
+            )
 
     def _detectable_extensions(self) -> Iterable[str]:
         return (each for each in self._accepted if each in _ALL_TYPES and each not in ("pkl", "mp3", "mp4"))

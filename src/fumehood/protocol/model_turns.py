@@ -1,7 +1,7 @@
-"""What the engine asks of a model and what comes back.
+"""Requests to a model and the events of its turn.
 
-A model turn is: text, refusal and reasoning deltas and calls in any order, then one `TurnEnded`. Servers that know
-more of messages and reasoning than their text say it by further events; those that do not leave them out.
+A turn is text, refusal and reasoning deltas and calls in any order, then one `ModelTurnEnded`. Events about messages
+and reasoning items come only from servers that know them.
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
 
 
 class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
-    """How the model is to write; None leaves it to the server.
+    """Sampling parameters; None is the server's default.
 
-    passed: fields of the request that nobody here understands; a server is given those that its model takes.
+    passthrough: request fields that only the model server understands.
     """
 
     temperature: float | None = None
@@ -35,26 +35,26 @@ class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     user: str | None = None
-    passed: dict[str, Raw] = {}
+    passthrough: dict[str, Raw] = {}
 
 
 class TraceContext(msgspec.Struct, frozen=True):
-    """Where a request stands in a trace, as the headers of W3C Trace Context write it."""
+    """The W3C Trace Context headers of a request."""
 
     traceparent: str
     tracestate: str = ""
 
 
 class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One turn.
+    """The request for one turn.
 
-    model: the name that the client used; a backend may know it by another.
-    instructions: text that comes before everything.
+    model: the name that the client used; a backend may map it to another.
+    instructions: text before the conversation.
     segments: the conversation, oldest first; the last ones are this response's own turns so far.
-    others: tools of the request that are neither hosted here nor the client's functions; a server may know them.
-    choice: `auto`, `none`, `required`, or the one function that must be called.
-    streamed: whether somebody watches; if nobody does, the turn may as well come in one piece.
-    trace: what the server is told of the trace that the turn is part of, if there is one.
+    other_tools: tools that are neither hosted here nor functions of the client; the model server may know them.
+    tool_choice: `auto`, `none`, `required`, or the one function that must be called.
+    streamed: whether a client reads the turn as it is written; if not, it may arrive at once.
+    trace: the trace context to send to the server.
     """
 
     model: str
@@ -70,10 +70,10 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelEvent(msgspec.Struct, frozen=True, gc=False):
-    """A piece of what a model says in one turn."""
+    """An event of one model turn."""
 
 
-@final  # as those below: these come by the thousand, and are told apart by their very class
+@final  # like those below: they come by the thousand, and are matched by exact class
 class ModelTextDelta(ModelEvent, frozen=True):
     delta: str
     logprobs: list[Raw] = []
@@ -85,49 +85,49 @@ class ModelRefusalDelta(ModelEvent, frozen=True):
 
 @final
 class ModelReasoningDelta(ModelEvent, frozen=True):
-    """Reasoning that the model shows."""
+    """Visible reasoning text."""
 
     delta: str
 
 
 class ModelMessageStarted(ModelEvent, frozen=True):
-    """What text follows is a message of its own."""
+    """The text that follows belongs to a new message."""
 
     phase: MessagePhase | None = None
 
 
 class ModelCitation(ModelEvent, frozen=True, gc=True):
-    """A source of the message that is being written."""
+    """A citation in the current message."""
 
     citation: UrlCitationAnnotation
 
 
 class ModelReasoningStarted(ModelEvent, frozen=True):
-    """What reasoning follows is an item of its own, until `ReasoningEnded`."""
+    """The reasoning that follows, up to `ModelReasoningEnded`, is one item."""
 
 
 class ModelReasoningSummaryDelta(ModelEvent, frozen=True):
-    """What the server tells of reasoning that it does not show; another `index` is another paragraph."""
+    """A summary of hidden reasoning; another `index` is another paragraph."""
 
     index: int
     delta: str
 
 
 class ModelReasoningEnded(ModelEvent, frozen=True):
-    """`sealed` is what the server wants to be given back with the conversation, and nobody else can read."""
+    """`encrypted_content` is returned to the server with the conversation; only the server can read it."""
 
     encrypted_content: str | None = None
 
 
 class ModelPassthroughItem(ModelEvent, frozen=True, gc=True):
-    """An item that only the server and the client understand, whole; `open` if the client has to answer it."""
+    """A whole item that only the server and the client understand; `awaits_client` if the client must answer it."""
 
     item: Raw
     awaits_client: bool = False
 
 
 class ModelCallStarted(ModelEvent, frozen=True):
-    """`key` tells the calls of one turn apart while their arguments come in; `call_id` is the server's own name."""
+    """`key` identifies the call within its turn; `call_id` is the server's id."""
 
     key: int
     call_id: str
@@ -136,7 +136,7 @@ class ModelCallStarted(ModelEvent, frozen=True):
 
 @final
 class ModelCallArgumentsDelta(ModelEvent, frozen=True):
-    """A piece of the arguments, JSON once all are there."""
+    """A fragment of the arguments; together they are JSON."""
 
     key: int
     delta: str
@@ -146,7 +146,7 @@ type TurnEndReason = Literal["stop", "calls", "length", "content_filter"]
 
 
 class ModelTurnEnded(ModelEvent, frozen=True, gc=True):
-    """The last event of a turn; `usage` is None where the server tells none."""
+    """The last event of a turn; `usage` is None if the server sends none."""
 
     reason: TurnEndReason
     usage: Usage | None = None
@@ -169,8 +169,10 @@ type AnyModelEvent = (
 
 
 class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a model; `context_window` in tokens, `takes_files` whether it is shown files that are no text,
-    None where nobody has said, `counts` whether its server can count tokens, `server` its host and port, if it has one.
+    """What is known about a model.
+
+    context_window: in tokens. takes_files: whether it accepts files that are not text; None if unknown.
+    counts_tokens: whether its server can count tokens. server: host and port, if it has one.
     """
 
     context_window: int | None = None

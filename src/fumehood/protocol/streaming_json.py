@@ -1,7 +1,7 @@
-"""Strings out of a JSON object that is still being written, piece by piece.
+"""Extracts strings from a JSON object that arrives in fragments.
 
-A model writes the arguments of a call in fragments. Parsing them again with every fragment would cost the square of
-their length, so each character is looked at once, in runs, and nothing grows but two lists that are joined at the end.
+A model writes the arguments of a call in fragments. Parsing them all again with each fragment would be quadratic, so
+each character is scanned once.
 """
 
 import re
@@ -14,32 +14,32 @@ _NOT_SPACE = re.compile(r"[^ \t\n\r]")
 _KEY_OR_END = re.compile(r'["}]')
 _SCALAR_END = re.compile(r"[,}]")
 _NESTING = re.compile(r'["\[\]{}]')
-# As far as whole escapes reach; what stops it is a quotation mark, an escape that is cut off, or one that is none.
+# Stops at a quotation mark, an incomplete escape or an invalid one.
 _STRING = re.compile(r'[^"\\]*+(?:\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})[^"\\]*+)*+')
-# What may become more with the next fragment: half of a pair, the beginning of an escape, or both.
+# What the next fragment may complete: half of a surrogate pair, the start of an escape, or both.
 _INCOMPLETE_ESCAPE = re.compile(r"(?:\\u[dD][89abAB][0-9a-fA-F]{2})?(?:\\(?:u[0-9a-fA-F]{0,3})?)?")
 _ESCAPE_LENGTH = 6  # characters of \uXXXX
 _SEPARATOR = "\0"
 
-# In C: the text from a position to the next quotation mark that ends it, and where that was; raises ValueError.
+# The C scanner of `json`: returns the string from a position on, and its end. Raises ValueError.
 _read_string: Callable[[str, int, bool], tuple[str, int]] = vars(decoder)["scanstring"]
 
 
 class _JsonFieldScanner(ABC):
-    """Finds what is under one name of the object, while its text comes in.
+    """Scans for the value of one field of the object.
 
-    It is lenient: what it gives for text that is not JSON is what could be made of it, and whoever uses it checks the
-    whole (`text`) at the end. If the name comes twice, the first one counts: what was shown is what is meant.
+    It is lenient with text that is not JSON: the caller validates the whole `text` at the end. If the field occurs
+    twice, the first one counts, since it was streamed already.
     """
 
-    _value_opener: str  # how a value begins that is looked for
+    _value_opener: str  # first character of the value
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._fragments: list[str] = []
         self._pieces: list[str] = []
         self._key: list[str] = []
-        self._pending_escape = ""  # an escape whose rest has not come
+        self._pending_escape = ""  # an incomplete escape
         self._depth = 0
         self._inside = False
         self._found = False
@@ -48,12 +48,12 @@ class _JsonFieldScanner(ABC):
 
     @property
     def text(self) -> str:
-        """Everything that was fed."""
+        """Everything fed so far."""
         return "".join(self._fragments)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the value has come to its end."""
+        """Whether the value has ended."""
         return self._complete
 
     def _consume(self, fragment: str) -> None:
@@ -75,7 +75,7 @@ class _JsonFieldScanner(ABC):
     @abstractmethod
     def _end_string(self) -> None: ...
 
-    # ---- steps: each takes what it can from a position on, and says where the next one begins ----------------------
+    # ---- states: each consumes text from a position on and returns where the next one starts ----------------------
 
     def _opening(self, text: str, position: int) -> int:
         found = _NOT_SPACE.search(text, position)
@@ -122,14 +122,14 @@ class _JsonFieldScanner(ABC):
 
     def _in_field(self, text: str, position: int) -> int:
         end = self._string_end(text, position)
-        over = text[end : end + 1] == '"'
+        has_ended = text[end : end + 1] == '"'
         piece = _unescape(text[position:end])
-        if not over and "\ud800" <= piece[-1:] <= "\udbff":
-            end -= _ESCAPE_LENGTH  # half of a pair: the other half may follow
+        if not has_ended and "\ud800" <= piece[-1:] <= "\udbff":
+            end -= _ESCAPE_LENGTH  # half of a surrogate pair: the other half may follow
             piece = piece[:-1]
         if piece:
             self._pieces.append(_replace_lone_surrogates(piece))
-        if over:
+        if has_ended:
             self._inside = False
             self._end_string()
             return end + 1
@@ -172,7 +172,7 @@ class _JsonFieldScanner(ABC):
         return position if found is None else found.end()
 
     def _hold_escape(self, text: str, position: int) -> int:
-        """Keep an escape that is cut off for the next fragment; one that is none makes an end of it."""
+        """Keep an incomplete escape for the next fragment; stop at an invalid one."""
         if _INCOMPLETE_ESCAPE.fullmatch(text, position):
             self._pending_escape = text[position:]
         else:
@@ -182,17 +182,17 @@ class _JsonFieldScanner(ABC):
 
 
 class StringFieldScanner(_JsonFieldScanner):
-    """The string under one name."""
+    """Scans for one string field."""
 
     _value_opener = '"'
 
     @property
     def value(self) -> str | None:
-        """The string so far; None if it has not begun."""
+        """The string so far, None before it starts."""
         return "".join(self._pieces) if self._found else None
 
     def feed(self, fragments: Sequence[str]) -> Sequence[str]:
-        """Take the next fragments; what they add to the string, a piece for each that adds something."""
+        """Consume fragments; return what each adds to the string, without empty pieces."""
         if self._inside and not self._pending_escape:
             pieces = _decode_simple_fragments(fragments)
             if pieces is not None:
@@ -214,7 +214,7 @@ class StringFieldScanner(_JsonFieldScanner):
 
 
 class StringArrayPiece(NamedTuple):
-    """What a fragment adds to one string of an array, and whether that string is over."""
+    """What a fragment adds to one string of an array, and whether that string has ended."""
 
     position: int
     text: str
@@ -222,7 +222,7 @@ class StringArrayPiece(NamedTuple):
 
 
 class StringArrayScanner(_JsonFieldScanner):
-    """The strings of the array under one name; an element that is none makes an end of it."""
+    """Scans for one field with an array of strings; stops at an element of another type."""
 
     _value_opener = "["
 
@@ -230,26 +230,28 @@ class StringArrayScanner(_JsonFieldScanner):
         super().__init__(name)
         self._strings: list[str] = []
         self._string_open = False
-        self._emitted = 0  # pieces of the string that is open
+        self._emitted = 0  # pieces of the current string
         self._new_pieces: list[StringArrayPiece] = []
 
     @property
     def values(self) -> list[str]:
-        """The strings so far, the last one as far as it has come."""
+        """The strings so far; the last one may be incomplete."""
         return [*self._strings, "".join(self._pieces)] if self._string_open else [*self._strings]
 
     def is_string_complete(self, number: int) -> bool:
-        """Whether that string has come to its end."""
+        """Whether that string has ended."""
         return number < len(self._strings)
 
     def feed(self, fragment: str) -> list[StringArrayPiece]:
-        """Take the next fragment; what it adds to which strings, in their order."""
-        fresh = self._new_pieces = []
+        """Consume a fragment; return what it adds to the strings, in order."""
+        new_pieces = self._new_pieces = []
         self._consume(fragment)
         if len(self._pieces) > self._emitted:
-            fresh.append(StringArrayPiece(len(self._strings), "".join(self._pieces[self._emitted :]), False))
+            new_pieces.append(
+                StringArrayPiece(len(self._strings), "".join(self._pieces[self._emitted :]), False)
+            )
             self._emitted = len(self._pieces)
-        return fresh
+        return new_pieces
 
     def _begin_value(self) -> None:
         self._step = self._before_element
@@ -278,9 +280,9 @@ class StringArrayScanner(_JsonFieldScanner):
 
 
 def _decode_simple_fragments(fragments: Sequence[str]) -> Sequence[str] | None:
-    """What nearly all fragments are: text without escapes or with simple ones. None for what needs a closer look.
+    """Decode fragments without escapes or with simple ones, which nearly all are. None if one needs the full scanner.
 
-    All are read at once, with something between them that no simple escape can mean.
+    All are decoded at once, joined by a separator that no simple escape produces.
     """
     text = _SEPARATOR.join(fragments)
     if '"' not in text and "\\" not in text:
@@ -288,20 +290,20 @@ def _decode_simple_fragments(fragments: Sequence[str]) -> Sequence[str] | None:
     if "\\u" in text:
         return None
     try:
-        read, end = _read_string(text + '"', 0, False)
-    except ValueError:  # an escape that is cut off, or none
+        decoded, end = _read_string(text + '"', 0, False)
+    except ValueError:  # an incomplete or invalid escape
         return None
-    pieces = read.split(_SEPARATOR)
+    pieces = decoded.split(_SEPARATOR)
     if end <= len(text) or len(pieces) != len(fragments):
         return None
     return [piece for piece in pieces if piece]
 
 
 def _unescape(text: str) -> str:
-    """Of whole escapes only; halves of pairs stay as they are."""
+    """Decode complete escapes; lone surrogates stay."""
     return _read_string(text + '"', 0, False)[0] if "\\" in text else text
 
 
 def _replace_lone_surrogates(text: str) -> str:
-    """Nothing that UTF-8 cannot say may leave here."""
+    """Replace what UTF-8 cannot encode."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

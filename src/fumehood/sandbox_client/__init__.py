@@ -1,4 +1,7 @@
-"""Sandbox providers: an embedded sandbox server or a remote one."""
+"""Sandbox providers: clients of a sandbox server.
+
+`LocalSandboxProvider` starts a server on this host; `RemoteSandboxProvider` connects to one over TCP or a unix socket.
+"""
 
 from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider

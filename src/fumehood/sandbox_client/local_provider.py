@@ -1,4 +1,4 @@
-"""A sandbox server of one's own on this host, started and ended with its user."""
+"""Runs a sandbox server as a child process of this one and connects to it."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ from fumehood.sandbox_client.server_connection import SandboxTimeouts
 
 logger = logging.getLogger(__name__)
 
-# What the server may know of this process's environment. Everything else could be a secret.
+# Environment variables that the server inherits. Everything else could be a secret.
 _INHERITED_ENVIRONMENT = (
     "FUMEHOOD_PACKAGES_DIR",
     "HOME",
@@ -44,24 +44,23 @@ _INHERITED_ENVIRONMENT = (
     "XDG_RUNTIME_DIR",
 )
 _DIRECTORY_PREFIX = "fumehood-local-"
-_MAX_BASE_PATH_BYTES = 65  # a socket's path has at most 107 bytes
+_MAX_BASE_PATH_BYTES = 65  # the path of a unix socket has at most 107 bytes
 _ABANDONED_SECONDS = 60.0
 _STOP_TIMEOUT = 15.0
 _KEPT_OUTPUT_LINES = 20
 _MAX_LINE_BYTES = 1 << 20
-# It is next door: what is not there at once will not come.
+# The server is on this host: a connection comes at once or not at all.
 _TIMEOUTS = SandboxTimeouts(retries=4, backoff=0.05)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalServerSettings:
-    """How a sandbox server of one's own is started.
+    """Options of the sandbox server.
 
-    mode, limits, pool, capacity: as the options of `fumehood sandbox`, which has more of them.
-    options: those others, as one would write them.
-    environment: variables for the server besides the few that it is given anyway, e.g. FUMEHOOD_INDEX_URL, which
-        may hold a password.
-    start_seconds: until a server that is not ready counts as failed.
+    mode, limits, pool, capacity: the options of `fumehood sandbox` of the same names.
+    options: further command-line options.
+    environment: variables besides the inherited ones, for example FUMEHOOD_INDEX_URL, which may hold a password.
+    start_timeout: seconds until a server that is not ready counts as failed.
     """
 
     mode: IsolationMode = "namespaces"
@@ -73,7 +72,7 @@ class LocalServerSettings:
     start_timeout: float = 120.0
 
     def command(self, socket: Path) -> list[str]:
-        chosen: list[tuple[str, object]] = [
+        named: list[tuple[str, object]] = [
             ("--socket", socket),
             ("--mode", self.mode),
             ("--limits", self.limits),
@@ -82,8 +81,8 @@ class LocalServerSettings:
             ("--log-format", "json"),
             ("--grace", 0),
         ]
-        options = [str(part) for option in chosen for part in option]
-        # -P: the working directory is not a place to import from.
+        options = [str(part) for option in named for part in option]
+        # -P: do not import from the working directory.
         return [
             sys.executable,
             "-P",
@@ -96,20 +95,18 @@ class LocalServerSettings:
         ]
 
     def environ(self) -> dict[str, str]:
-        passed = {name: os.environ[name] for name in _INHERITED_ENVIRONMENT if name in os.environ}
-        return {**passed, **self.environment}
+        inherited = {name: os.environ[name] for name in _INHERITED_ENVIRONMENT if name in os.environ}
+        return {**inherited, **self.environment}
 
 
 class LocalSandboxProvider:
-    """A `SandboxProvider` on a server that it starts itself, when it is first needed and when it has died.
+    """A `SandboxProvider` that starts its own server on first use, and again after the server has died.
 
-    The server listens on a unix socket that only this user can open, and ends with this process, however that ends.
-    Its sandboxes end with it: they are then SandboxGone. `async with` starts it at once, and closes it.
+    The server listens on a unix socket that only this user can open. It ends with this process, even if that is killed,
+    and its sandboxes end with it: they are then SandboxGone. `async with` starts it at once and closes it.
 
-    A start is a task of its own: a caller that is cancelled stops waiting for it, and the next caller waits for the
-    same one.
-
-    Starting raises Unreachable with the server's own words, e.g. why code cannot be isolated here.
+    A start runs in its own task: a cancelled caller does not cancel it, and all callers wait for the same start. It
+    raises SandboxServerUnreachable with the server's output, for example why code cannot be isolated here.
     """
 
     def __init__(self, settings: LocalServerSettings | None = None) -> None:
@@ -145,14 +142,14 @@ class LocalSandboxProvider:
         return await self._call_server(lambda remote: remote.health())
 
     async def metrics(self) -> bytes:
-        """The server's own figures. None is started for them: where none runs, that is Unreachable."""
+        """Return the server's metrics. Raises SandboxServerUnreachable if none runs: this does not start one."""
         server = self._server
         if server is None or not server.is_alive:
             raise SandboxServerUnreachable("No sandbox server runs on this host.")
         return await server.remote.metrics()
 
     async def _call_server[T](self, operation: Callable[[RemoteSandboxProvider], Awaitable[T]]) -> T:
-        """Ask the server; if it dies meanwhile, its successor."""
+        """Call the server; if it has died, start another and call that."""
         server = await self._running_server()
         try:
             return await operation(server.remote)
@@ -172,19 +169,19 @@ class LocalSandboxProvider:
 
     @property
     def server_pid(self) -> int | None:
-        """Of the server, while one runs."""
+        """The process id of the server, while it runs."""
         return None if self._server is None or not self._server.is_alive else self._server.process.pid
 
     @property
     def failures(self) -> int:
-        """How often a server could not be asked, or had died; only ever more."""
+        """Count of requests that did not reach a server, and of servers that died."""
         server = self._server
         if server is None:
             return self._earlier_failures
         return self._earlier_failures + server.remote.failures + (not server.is_alive)
 
     async def _running_server(self) -> "_ServerProcess":
-        """The server, once it is ready; raises Unreachable."""
+        """Return the server once it is ready. Raises SandboxServerUnreachable."""
         server = self._server
         if server is not None and server.is_alive and not self._closed:
             return server
@@ -192,28 +189,28 @@ class LocalSandboxProvider:
             self._check_open()
             self._start_task = asyncio.create_task(self._start_server(), name="sandbox server: start")
             self._start_task.add_done_callback(self._on_start_done)
-        starting = self._start_task
+        start_task = self._start_task
         try:
-            return await asyncio.shield(starting)
+            return await asyncio.shield(start_task)
         except asyncio.CancelledError:
-            if starting.cancelled():  # not whoever waits, but `close`
+            if start_task.cancelled():  # by `close`, not by the caller
                 self._check_open()
             raise
 
     async def _start_server(self) -> "_ServerProcess":
         dead, self._server = self._server, None
         if dead is not None:
-            logger.error("The sandbox server on this host ended by itself; another one is started.")
+            logger.error("The sandbox server on this host has died; starting another one.")
             self._earlier_failures += dead.remote.failures + 1
             await dead.close()
         self._server = await _ServerProcess.start(self._settings)
         return self._server
 
-    def _on_start_done(self, starting: "asyncio.Task[_ServerProcess]") -> None:
+    def _on_start_done(self, start_task: "asyncio.Task[_ServerProcess]") -> None:
         self._start_task = None
-        if not starting.cancelled() and (error := starting.exception()) is not None:
-            # Perhaps nobody waits any more.
-            logger.warning("The sandbox server on this host could not be started: %s", error)
+        if not start_task.cancelled() and (error := start_task.exception()) is not None:
+            # Logged here, since the caller may have stopped waiting.
+            logger.warning("Could not start the sandbox server on this host: %s", error)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -221,12 +218,14 @@ class LocalSandboxProvider:
 
 
 class _ServerProcess:
-    """One process and all that belongs to it."""
+    """One server process with its connection and its socket directory."""
 
-    def __init__(self, process: asyncio.subprocess.Process, home: "_SocketDirectory") -> None:
+    def __init__(self, process: asyncio.subprocess.Process, directory: "_SocketDirectory") -> None:
         self.process = process
-        self.remote = RemoteSandboxProvider(f"unix:{home.socket}", timeouts=_TIMEOUTS, explain=self._explain)
-        self._directory = home
+        self.remote = RemoteSandboxProvider(
+            f"unix:{directory.socket}", timeouts=_TIMEOUTS, explain=self._explain
+        )
+        self._directory = directory
         self._output_lines: deque[str] = deque(maxlen=_KEPT_OUTPUT_LINES)
         self._stderr_task = asyncio.ensure_future(self._read_stderr())
 
@@ -234,7 +233,7 @@ class _ServerProcess:
     def is_alive(self) -> bool:
         if self.process.returncode is not None:
             return False
-        try:  # the loop may not have heard of it yet
+        try:  # the event loop may not have reaped it yet
             ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return False
@@ -242,11 +241,11 @@ class _ServerProcess:
 
     @classmethod
     async def start(cls, settings: LocalServerSettings) -> Self:
-        home = await asyncio.to_thread(_SocketDirectory)
+        directory = await asyncio.to_thread(_SocketDirectory)
         try:
             process = await asyncio.create_subprocess_exec(
-                *settings.command(home.socket),
-                stdin=asyncio.subprocess.PIPE,  # its end tells the server that this process has ended
+                *settings.command(directory.socket),
+                stdin=asyncio.subprocess.PIPE,  # the server exits when it is closed
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 env=settings.environ(),
@@ -255,9 +254,9 @@ class _ServerProcess:
                 limit=_MAX_LINE_BYTES,
             )
         except BaseException:
-            await asyncio.to_thread(home.remove)
+            await asyncio.to_thread(directory.remove)
             raise
-        server = cls(process, home)
+        server = cls(process, directory)
         try:
             await server._wait_ready(settings.start_timeout)
         except BaseException:
@@ -266,7 +265,7 @@ class _ServerProcess:
         return server
 
     async def _wait_ready(self, timeout: float) -> None:
-        assert self.process.stdout is not None  # noqa: S101 - asked for above
+        assert self.process.stdout is not None  # noqa: S101 - a pipe was requested
         try:
             async with asyncio.timeout(timeout):
                 if await self.process.stdout.readline():
@@ -277,8 +276,8 @@ class _ServerProcess:
             raise SandboxServerUnreachable(
                 f"The sandbox server on this host was not ready within {timeout:g} s."
             ) from None
-        words = " ".join(self._output_lines) or f"it ended with exit code {self.process.returncode}"
-        raise SandboxServerUnreachable(f"The sandbox server on this host cannot start: {words}")
+        reason = " ".join(self._output_lines) or f"it ended with exit code {self.process.returncode}"
+        raise SandboxServerUnreachable(f"The sandbox server on this host cannot start: {reason}")
 
     def _explain(self, error: SandboxServerUnreachable) -> SandboxError:
         if self.is_alive:
@@ -286,12 +285,12 @@ class _ServerProcess:
         return SandboxGone("The sandbox is gone: its server on this host has ended.")
 
     async def _read_stderr(self) -> None:
-        """Pass on what the server logs; keep what else it says."""
+        """Forward log lines; keep other output for the error message."""
         assert self.process.stderr is not None  # noqa: S101
         while True:
             try:
                 line = await self.process.stderr.readline()
-            except ValueError:  # longer than anybody would read
+            except ValueError:  # line longer than the limit
                 continue
             if not line:
                 return
@@ -300,7 +299,10 @@ class _ServerProcess:
                 self._output_lines.append(text)
 
     async def close(self, *, immediately: bool = False) -> None:
-        """End it: by its standard input, then by signals; remove what it leaves. `at_once`: it was never ready."""
+        """Stop the server by closing its stdin, then by signals; remove its directory.
+
+        immediately: send SIGTERM at once, for a server that never became ready.
+        """
         await self.remote.close()
         try:
             if self.process.stdin is not None:
@@ -322,11 +324,11 @@ class _ServerProcess:
 
     def _send_signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)  # it is not reaped yet, so the number is its own
+            os.killpg(self.process.pid, number)  # not reaped yet, so the pid is not reused
 
 
 def _forward_log_line(text: str) -> bool:
-    """Repeat a line of the server's log in ours; False if it is none."""
+    """Log a line of the server's log; False if it is not one."""
     try:
         line: Any = json.loads(text)
     except ValueError:
@@ -345,12 +347,12 @@ def _forward_log_line(text: str) -> bool:
 
 
 class _SocketDirectory:
-    """A directory for the socket, for this user only, which tells others that it is in use."""
+    """A private directory for the socket, locked while it is in use."""
 
     def __init__(self) -> None:
         base = tempfile.gettempdir()
         if len(os.fsencode(base)) > _MAX_BASE_PATH_BYTES:
-            base = "/tmp"  # noqa: S108 - what is made there is private
+            base = "/tmp"  # noqa: S108 - mkdtemp creates a private directory
         remove_abandoned_directories(Path(base))
         self.path = Path(tempfile.mkdtemp(prefix=_DIRECTORY_PREFIX, dir=base))
         self.socket = self.path / "socket"
@@ -364,7 +366,7 @@ class _SocketDirectory:
 
 
 def _try_lock(directory: Path) -> int | None:
-    """The directory's lock, or None if somebody has it."""
+    """Lock the directory; None if another process has it."""
     fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -375,11 +377,11 @@ def _try_lock(directory: Path) -> int | None:
 
 
 def remove_abandoned_directories(base: Path) -> None:
-    """Remove what processes left that were killed."""
+    """Remove directories of processes that were killed."""
     for path in base.glob(f"{_DIRECTORY_PREFIX}*"):
         with contextlib.suppress(OSError):
-            about = path.lstat()
-            old = time.time() - about.st_mtime > _ABANDONED_SECONDS  # else it may be about to be locked
-            if about.st_uid == os.geteuid() and old and (lock := _try_lock(path)) is not None:
+            stat = path.lstat()
+            is_old = time.time() - stat.st_mtime > _ABANDONED_SECONDS  # a new one may not be locked yet
+            if stat.st_uid == os.geteuid() and is_old and (lock := _try_lock(path)) is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)

@@ -1,4 +1,4 @@
-"""Sandboxes on a sandbox server, over TCP or a unix socket."""
+"""The client of a sandbox server: provider and sandboxes over HTTP."""
 
 import asyncio
 import secrets
@@ -51,15 +51,20 @@ from fumehood.sandbox_client.server_connection import (
     quote_path_segment,
 )
 
+_MAX_LINE_BYTES = 256 << 20
+_DRAIN_TIMEOUT = 1.0
+
+_decode_event = msgspec.json.Decoder(ExecutionEvent).decode
+
 
 class LineTooLong(ValueError):
-    """A line that does not end within what one may hold."""
+    """A line exceeds the maximum length."""
 
 
 class LineSplitter:
-    """Give it pieces, take the lines that are complete, without their newline.
+    """Splits chunks into complete lines without their newline.
 
-    The work is linear in the bytes: a line of many megabytes that comes in small pieces is joined once, at its end.
+    The work is linear: a long line that arrives in small chunks is joined once, at its end.
     """
 
     def __init__(self, max_length: int) -> None:
@@ -69,14 +74,14 @@ class LineSplitter:
 
     @property
     def pending_bytes(self) -> int:
-        """How many bytes of an unfinished line have come."""
+        """Bytes of the unfinished line."""
         return self._length
 
-    def feed(self, piece: bytes) -> list[bytes]:
-        first, *others = piece.split(b"\n")
+    def feed(self, chunk: bytes) -> list[bytes]:
+        first, *rest = chunk.split(b"\n")
         self._append(first)
         lines: list[bytes] = []
-        for part in others:
+        for part in rest:
             lines.append(b"".join(self._pending))
             self._pending.clear()
             self._length = 0
@@ -91,15 +96,6 @@ class LineSplitter:
             self._pending.append(part)
 
 
-_MAX_LINE_BYTES = 256 << 20
-
-
-_DRAIN_TIMEOUT = 1.0
-
-
-_decode_event = msgspec.json.Decoder(ExecutionEvent).decode
-
-
 class _SandboxListResponse(msgspec.Struct):
     sandboxes: list[SandboxInfo]
 
@@ -109,9 +105,9 @@ class _InterruptResponse(msgspec.Struct):
 
 
 class RemoteSandboxProvider:
-    """The sandboxes of one server: a `SandboxProvider`, and `async with` closes it.
+    """A `SandboxProvider` for one server; `async with` closes its connection.
 
-    Sandboxes stay when it is closed; another one, also in another process, can attach to them.
+    Closing leaves the sandboxes running; another provider or process can attach to them.
     """
 
     def __init__(
@@ -125,7 +121,7 @@ class RemoteSandboxProvider:
         self.connection = SandboxServerConnection(url, token, timeouts or SandboxTimeouts(), explain)
 
     def __repr__(self) -> str:
-        return f"<RemoteSandboxes {self.connection.url}>"
+        return f"<RemoteSandboxProvider {self.connection.url}>"
 
     async def __aenter__(self) -> Self:
         return self
@@ -134,13 +130,11 @@ class RemoteSandboxProvider:
         await self.close()
 
     async def create(self, spec: SandboxSpec, name: str | None = None) -> SandboxRef:
-        # Chosen here, so that a request that has to be repeated makes no second sandbox.
-        chosen = secrets.token_hex(12) if name is None else name
-        if not _is_valid_name(chosen):
-            raise InvalidSandboxRequest(f"{chosen!r} cannot be the name of a sandbox.", param="name")
-        info = await self.connection.request_json(
-            "PUT", _sandbox_path(chosen), SandboxInfo, body=_encode(spec)
-        )
+        # Named here, so that a retried request makes no second sandbox.
+        name = secrets.token_hex(12) if name is None else name
+        if not _is_valid_name(name):
+            raise InvalidSandboxRequest(f"{name!r} cannot be the name of a sandbox.", param="name")
+        info = await self.connection.request_json("PUT", _sandbox_path(name), SandboxInfo, body=_encode(spec))
         return SandboxRef(info.id, from_warm_pool=info.warm)
 
     async def attach(self, ref: SandboxRef) -> "RemoteSandbox":
@@ -160,15 +154,15 @@ class RemoteSandboxProvider:
 
     @property
     def failures(self) -> int:
-        """How often the server could not be asked; only ever more."""
+        """Count of requests that did not reach the server."""
         return self.connection.failures
 
     async def health(self) -> ServerHealth:
-        """What the server tells of itself; raises Unreachable also while it starts or stops."""
+        """Return the server's health. Raises SandboxServerUnreachable, also while it starts or stops."""
         return await self.connection.request_json("GET", "/health", ServerHealth)
 
     async def metrics(self) -> bytes:
-        """The server's own figures, as it tells them to Prometheus."""
+        """Return the server's metrics in Prometheus text format."""
         async with self.connection.open_response("GET", "/metrics") as response:
             with self.connection.translate_errors():
                 return await response.read()
@@ -178,7 +172,7 @@ class RemoteSandboxProvider:
 
 
 class RemoteSandbox:
-    """One sandbox of a server: a `Sandbox`, made by `RemoteSandboxes.attach`."""
+    """A `Sandbox` on a server, from `RemoteSandboxProvider.attach`."""
 
     def __init__(self, connection: SandboxServerConnection, sandbox_id: str) -> None:
         self._connection = connection
@@ -210,9 +204,9 @@ class RemoteSandbox:
     async def _stream_events(
         self, execution_id: str, after: int, request: bytes | None
     ) -> AsyncGenerator[ExecutionEvent]:
-        """The events after number `after`, each once; a stream that breaks is taken up again where it broke.
+        """Yield the events after number `after`, each once, resuming a broken stream.
 
-        request: what starts the call, until the server has taken it.
+        request: the body that starts the call, None to follow a call that runs.
         """
         stream = _ResumableEventStream(
             self._connection, self._url_path("executions", quote_path_segment(execution_id)), after
@@ -226,16 +220,16 @@ class RemoteSandbox:
                         yield event
                 return
             except (SandboxConnectError, SandboxConnectionLost, SandboxReadTimeout) as error:
-                pause = stream.next_backoff(error)
-                if pause is None:
+                backoff = stream.next_backoff(error)
+                if backoff is None:
                     raise
             except SandboxError as error:
-                # After a connection that broke, the first request may have begun the call.
+                # If a connection broke before, its request may have started the call.
                 error.nothing_started = error.nothing_started and not stream.failures
                 error.disconnected_at = stream.disconnected_at
                 raise
             stream.failures += 1
-            await asyncio.sleep(pause)
+            await asyncio.sleep(backoff)
 
     async def interrupt(self, execution_id: str | None = None) -> bool:
         query = None if execution_id is None else {"execution_id": execution_id}
@@ -252,17 +246,17 @@ class RemoteSandbox:
 
     async def read_file(self, path: str) -> AsyncGenerator[bytes]:
         async with self._connection.open_response("GET", self._file_url_path(path)) as response:
-            while piece := await self._read_chunk(response):
-                yield piece
+            while chunk := await self._read_chunk(response):
+                yield chunk
 
     async def read_files(self, paths: Sequence[str]) -> AsyncGenerator[Sequence[BundleContent]]:
-        answers = BundleReader(paths)
+        reader = BundleReader(paths)
         body = _encode(ReadFilesRequest(paths=[path if _is_utf8(path) else "" for path in paths]))
         try:
             async with self._connection.open_response("POST", self._url_path("read"), body=body) as response:
-                while piece := await self._read_chunk(response):
-                    yield answers.feed(piece)
-            answers.finish()
+                while chunk := await self._read_chunk(response):
+                    yield reader.feed(chunk)
+            reader.finish()
         except InvalidBundle as error:
             raise self._connection.protocol_violation(str(error)) from error
 
@@ -284,16 +278,16 @@ class RemoteSandbox:
         )
 
     async def delete_file(self, path: str) -> None:
-        address = self._file_url_path(path)
-        tries = 0
+        url_path = self._file_url_path(path)
+        attempts = 0
 
         async def once() -> None:
-            nonlocal tries
-            tries += 1
+            nonlocal attempts
+            attempts += 1
             try:
-                await self._connection.request_without_body("DELETE", address)
+                await self._connection.request_without_body("DELETE", url_path)
             except FileNotFound:
-                if tries == 1:  # else the answer to the first request was lost
+                if attempts == 1:  # else the response to the first request was lost
                     raise
 
         await self._connection.retry_on_disconnect(once)
@@ -311,7 +305,7 @@ class RemoteSandbox:
             content_type=BYTES_TYPE,
         )
 
-    # ---- addresses ----------------------------------------------------------------------------------------------
+    # ---- URLs ----------------------------------------------------------------------------------------------
 
     def _url_path(self, *parts: str) -> str:
         return "/".join((_sandbox_path(self._id), *parts))
@@ -325,12 +319,12 @@ class RemoteSandbox:
 
 
 class _ResumableEventStream:
-    """Where one is in the events of one call, over as many connections as it takes.
+    """The events of one call, over as many connections as it takes.
 
-    after: the number of the last event that has come.
-    accepted: whether the server has taken the request.
+    after: number of the last event received.
+    accepted: whether the server has accepted the request.
     failures: connections in a row that brought nothing.
-    broke_at: when the first of them broke, by the event loop's clock.
+    disconnected_at: when the first of them broke, by the event loop's clock.
     """
 
     def __init__(self, connection: SandboxServerConnection, path: str, after: int) -> None:
@@ -348,16 +342,16 @@ class _ResumableEventStream:
         self._is_starting = True
 
     async def read(self) -> AsyncGenerator[ExecutionEvent]:
-        """The events of one connection, up to the `End`; raises Interrupted if it ends before."""
+        """Yield the events of one connection. Raises SandboxConnectionLost if it ends before the `ExecutionEnd`."""
         async with self._open_connection() as response:
             self.accepted = True
             self._start_request = None
             splitter = LineSplitter(_MAX_LINE_BYTES)
-            while piece := await self._read_chunk(response):
-                for line in self._split_lines(splitter, piece):
+            while chunk := await self._read_chunk(response):
+                for line in self._split_lines(splitter, chunk):
                     self.failures = 0
                     self.disconnected_at = None
-                    if not line:  # a sign of life
+                    if not line:  # keepalive
                         continue
                     event = self._parse_event(line)
                     self.after += 1
@@ -366,49 +360,47 @@ class _ResumableEventStream:
                         await self._drain(response)
                         return
         if self.after == self._requested_after and not self._is_starting:
-            return  # somebody asked for what comes after the end
+            return  # the caller asked for what comes after the end
         raise self._connection.record_failure(
             SandboxConnectionLost(
-                f"The sandbox server at {self._connection.url} ended a call's events before their end."
+                f"The sandbox server at {self._connection.url} ended the event stream of a call early."
             )
         )
 
     def next_backoff(
         self, error: SandboxConnectError | SandboxConnectionLost | SandboxReadTimeout
     ) -> float | None:
-        """How long to wait before the next connection; None when it is not worth another one, and then the error
-        tells what whoever gets it has to know.
-        """
+        """Return the pause before the next connection; None, with the error completed, if there is to be none."""
         if isinstance(error, SandboxConnectError) and not self.accepted and not self.failures:
-            return None  # nothing has begun
-        patience = self._connection.timeouts
+            return None  # nothing has started
+        timeouts = self._connection.timeouts
         now = asyncio.get_running_loop().time()
         if self.disconnected_at is None:
             self.disconnected_at = now
-        left = self.disconnected_at + patience.resume - now
-        if self.failures < patience.retries and left > 0:
-            return min(patience.backoff_delay(self.failures + 1), left)
+        left = self.disconnected_at + timeouts.resume - now
+        if self.failures < timeouts.retries and left > 0:
+            return min(timeouts.backoff_delay(self.failures + 1), left)
         error.nothing_started = False
         error.retries_exhausted = True
         error.disconnected_at = self.disconnected_at
         return None
 
     def _open_connection(self) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        silence = self._connection.timeouts.read
+        read_timeout = self._connection.timeouts.read
         if self._start_request is not None:
             path, request = self._start_request
-            return self._connection.open_response("POST", path, body=request, read_timeout=silence)
+            return self._connection.open_response("POST", path, body=request, read_timeout=read_timeout)
         return self._connection.open_response(
-            "GET", self._path, query={"after": str(self.after)}, read_timeout=silence
+            "GET", self._path, query={"after": str(self.after)}, read_timeout=read_timeout
         )
 
     async def _read_chunk(self, response: aiohttp.ClientResponse) -> bytes:
         with self._connection.translate_errors():
             return await response.content.readany()
 
-    def _split_lines(self, splitter: LineSplitter, piece: bytes) -> list[bytes]:
+    def _split_lines(self, splitter: LineSplitter, chunk: bytes) -> list[bytes]:
         try:
-            return splitter.feed(piece)
+            return splitter.feed(chunk)
         except LineTooLong as error:
             raise self._connection.protocol_violation(str(error)) from error
 
@@ -416,10 +408,10 @@ class _ResumableEventStream:
         try:
             return _decode_event(line)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise self._connection.protocol_violation(f"an event cannot be read: {error}") from error
+            raise self._connection.protocol_violation(f"cannot decode an event: {error}") from error
 
     async def _drain(self, response: aiohttp.ClientResponse) -> None:
-        """Hear the stream's own end, so that the connection can be used again."""
+        """Read the end of the response, so that the connection can be reused."""
         with suppress(TimeoutError, SandboxServerUnreachable):
             async with asyncio.timeout(_DRAIN_TIMEOUT):
                 await self._read_chunk(response)

@@ -1,4 +1,4 @@
-"""Whether a sandbox server can be asked now."""
+"""Readiness check: whether the sandbox server answers."""
 
 import asyncio
 import math
@@ -8,31 +8,31 @@ from fumehood.interfaces import Clock
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
 from fumehood.protocol.sandbox.sandbox_messages import ServerHealth
 
-_CACHE_SECONDS = 0.5  # that an answer holds
-_MIN_CHECK_INTERVAL = 0.1  # between two questions, however often calls fail
+_CACHE_SECONDS = 0.5
+_MIN_CHECK_INTERVAL = 0.1  # even if calls fail all the time
 _HEALTH_TIMEOUT = 1.5
 _NOT_READY = "The sandbox server does not answer, so no code can be run."
 
 
 class HealthSource(Protocol):
-    """A provider whose server can be asked how it is.
+    """A provider whose server reports its health.
 
-    failures: counts the requests that did not reach the server.
+    failures: count of requests that did not reach the server.
     """
 
     @property
     def failures(self) -> int: ...
 
     async def health(self) -> ServerHealth:
-        """Raises SandboxError unless the server takes new work."""
+        """Raise SandboxError unless the server accepts new work."""
         ...
 
 
 class SandboxReadiness:
-    """Why no code can be run now, None if it can.
+    """Returns why no code can run now, or None.
 
-    Anybody may ask, and asks often, so an answer holds for half a second; a call that failed since makes it void. A
-    server that has died, stops, or hangs is noticed within two seconds.
+    Results are cached for half a second, less after a failed call. A server that has died or hangs is noticed within
+    two seconds.
     """
 
     def __init__(self, source: HealthSource, clock: Clock) -> None:

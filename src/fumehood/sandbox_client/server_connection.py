@@ -1,10 +1,9 @@
-"""One sandbox server over HTTP: connections, tokens, and what its answers mean.
+"""HTTP connection to one sandbox server: authentication, retries, error translation.
 
-Unreachable
-├── NotConnected     no connection came about
-├── Interrupted      a connection broke: asking again may help
-└── Silent           nothing came for longer than one waits
-The last three are for whoever asks again; others see Unreachable.
+SandboxServerUnreachable
+├── SandboxConnectError      no connection could be made
+├── SandboxConnectionLost    the connection broke; a retry may help
+└── SandboxReadTimeout       the server sent nothing for too long
 """
 
 import asyncio
@@ -39,7 +38,7 @@ JSON_TYPE = "application/json"
 BYTES_TYPE = "application/octet-stream"
 
 _CONNECT_TIMEOUT = 10.0
-# Less than servers keep an idle connection: else one is used while it is being closed.
+# Shorter than the server's, so that no connection is used while the server closes it.
 _KEEP_ALIVE_SECONDS = 4.0
 _CHUNK_BYTES = 1 << 18
 _MAX_ERROR_BYTES = 1 << 20
@@ -49,26 +48,26 @@ type RequestContent = bytes | AsyncIterable[bytes]
 
 
 class SandboxConnectError(SandboxServerUnreachable):
-    """The server cannot be connected to."""
+    """No connection to the server could be made."""
 
 
 class SandboxConnectionLost(SandboxServerUnreachable):
-    """The connection broke, or somebody between here and the server could not pass the request on."""
+    """The connection broke, or a proxy could not reach the server."""
 
 
 class SandboxReadTimeout(SandboxServerUnreachable):
-    """The server said nothing for too long."""
+    """The server sent nothing for too long."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxTimeouts:
-    """How long to wait for a server, in seconds.
+    """Timeouts and retries, in seconds.
 
-    answer: for the answer to a request; installing packages and unpacking archives take their time.
-    silence: between two signs of life of a running call; servers send one every ten seconds.
-    retries: how often in a row a broken connection is made again without anything having come of it.
-    backoff: the wait before the first of them; it doubles each time, up to two seconds.
-    resume: how long after its connection broke a running call is tried to be resumed.
+    response: for a response; installing packages and unpacking archives take time.
+    read: between two keepalives of a running call; servers send one every ten seconds.
+    retries: attempts in a row after a broken connection.
+    backoff: pause before the first retry; it doubles each time, up to two seconds.
+    resume: how long a running call is resumed after its connection broke.
     """
 
     response: float = 600.0
@@ -82,10 +81,11 @@ class SandboxTimeouts:
 
 
 class SandboxServerConnection:
-    """What all sandboxes of one server share. `url` is `http://host:port`, `https://…` or `unix:/path`.
+    """The connection that all sandboxes of one server share.
 
-    explain: may turn an Unreachable into what is known better, e.g. that the server has ended.
-    failures: how often no connection came about, one broke, or the server was silent.
+    url: `http://host:port`, `https://…` or `unix:/path`.
+    explain: may replace an error by a more precise one, for example that the server has ended.
+    failures: count of failed and broken connections and of read timeouts.
     """
 
     def __init__(
@@ -98,14 +98,14 @@ class SandboxServerConnection:
         self.url = url
         self.timeouts = timeouts
         self._socket, self._base = _parse_url(url)
-        self._token = None if token is None else _checked_token(token)
+        self._token = None if token is None else _check_token(token)
         self._explain = explain
         self.failures = 0
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
     def __repr__(self) -> str:
-        return f"<Connection {self.url}>"
+        return f"<SandboxServerConnection {self.url}>"
 
     async def close(self) -> None:
         self._closed = True
@@ -119,7 +119,7 @@ class SandboxServerConnection:
             )
             raise self.record_failure(closed)
         if self._session is None:
-            # Every running call holds a connection, so their number is the server's business.
+            # Every running call holds a connection; the server limits their number.
             connector = (
                 aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS)
                 if self._socket is None
@@ -148,7 +148,7 @@ class SandboxServerConnection:
         body: RequestContent | None = None,
         content_type: str = JSON_TYPE,
     ) -> T:
-        """One request and its answer; asked again if the connection broke and the body can be sent again."""
+        """Send a request and decode its response; retried on a broken connection unless the body is a stream."""
 
         async def once() -> T:
             async with self.open_response(
@@ -159,19 +159,19 @@ class SandboxServerConnection:
             try:
                 return msgspec.json.decode(content, type=response_type)
             except msgspec.MsgspecError as error:
-                raise self.protocol_violation(f"its answer cannot be read: {error}") from error
+                raise self.protocol_violation(f"cannot decode its response: {error}") from error
 
         if body is None or isinstance(body, bytes):
             return await self.retry_on_disconnect(once)
         return await once()
 
     async def request_without_body(self, method: str, path: str) -> None:
-        """A request whose answer has no body."""
+        """Send a request whose response has no body."""
         async with self.open_response(method, path):
             pass
 
     async def retry_on_disconnect[T](self, operation: Callable[[], Awaitable[T]]) -> T:
-        """Do it again while connections break; only for what may be done twice."""
+        """Retry an idempotent operation while connections break."""
         attempt = 0
         while True:
             try:
@@ -193,7 +193,7 @@ class SandboxServerConnection:
         content_type: str = JSON_TYPE,
         read_timeout: float | None = None,
     ) -> AsyncGenerator[aiohttp.ClientResponse]:
-        """The answer to a request, if it is a success; what its body still holds is read with `translating`."""
+        """Send a request and yield its successful response; read the body within `translate_errors`."""
         session = self._open_session()
         sent = None if body is None else _RequestBody(body, content_type)
         url = URL(f"{self._base}{path}" + (f"?{urlencode(query)}" if query else ""), encoded=True)
@@ -213,7 +213,7 @@ class SandboxServerConnection:
                 )
         except SandboxServerUnreachable:
             if sent is not None and sent.failure is not None:
-                raise sent.failure from None  # the caller's own: it could not be read
+                raise sent.failure from None  # raised by the caller's own stream
             raise
         try:
             self._check_version(response)
@@ -228,24 +228,24 @@ class SandboxServerConnection:
             else:
                 response.close()
 
-    # ---- what went wrong ----------------------------------------------------------------------------------------
+    # ---- errors ----------------------------------------------------------------------------------------
 
     @contextmanager
     def translate_errors(self) -> Generator[None]:
-        """Failures of the connection as Unreachable, in a sentence."""
+        """Turn errors of the connection into SandboxServerUnreachable."""
         try:
             yield
         except (aiohttp.ClientError, OSError, RuntimeError, ValueError) as error:
             unreachable = self._to_unreachable(error)
-            # This one shows the request's headers, and so the token.
+            # ClientResponseError shows the request's headers, and so the token.
             cause = None if isinstance(error, aiohttp.ClientResponseError) else error
             raise self.record_failure(unreachable) from cause
 
     def record_failure(self, error: SandboxServerUnreachable) -> SandboxError:
         self.failures += 1
-        told = error if self._explain is None else self._explain(error)
-        told.nothing_started = isinstance(error, SandboxConnectError)
-        return told
+        explained = error if self._explain is None else self._explain(error)
+        explained.nothing_started = isinstance(error, SandboxConnectError)
+        return explained
 
     def _to_unreachable(self, error: Exception) -> SandboxServerUnreachable:
         where = f"The sandbox server at {self.url}"
@@ -262,15 +262,15 @@ class SandboxServerConnection:
                 return SandboxReadTimeout(f"{where} has stopped answering.")
             case aiohttp.ClientResponseError():
                 return SandboxServerUnreachable(f"{where} does not speak HTTP: {_shorten(error.message)}.")
-            # aiohttp raises RuntimeError when it is asked to read from what has been closed.
+            # aiohttp raises RuntimeError for reads from a closed response.
             case aiohttp.ClientConnectionError() | aiohttp.ClientPayloadError() | OSError() | RuntimeError():
                 return SandboxConnectionLost(f"The connection to the sandbox server at {self.url} broke.")
             case _:
-                return SandboxServerUnreachable(f"{where} cannot be asked: {_shorten(str(error))}.")
+                return SandboxServerUnreachable(f"{where} cannot be used: {_shorten(str(error))}.")
 
     def protocol_violation(self, detail: str) -> SandboxServerUnreachable:
         return SandboxServerUnreachable(
-            f"The sandbox server at {self.url} does not keep to the protocol: {_shorten(detail)}."
+            f"The sandbox server at {self.url} violates the sandbox protocol: {_shorten(detail)}."
         )
 
     def _check_version(self, response: aiohttp.ClientResponse) -> None:
@@ -279,16 +279,16 @@ class SandboxServerConnection:
             return
         if version is not None:
             raise SandboxServerUnreachable(
-                f"The sandbox server at {self.url} speaks version {_shorten(version)} of the sandbox protocol, and this "
-                f"program version {PROTOCOL_VERSION}: bring the older one up to date."
+                f"The sandbox server at {self.url} speaks version {_shorten(version)} of the sandbox protocol, this "
+                f"client version {PROTOCOL_VERSION}: update the older one."
             )
         if response.status in _GATEWAY_ERROR_STATUSES:
             self.failures += 1
             raise SandboxConnectionLost(
-                f"The sandbox server at {self.url} cannot be reached: something before it answers {response.status}."
+                f"The sandbox server at {self.url} cannot be reached: a proxy answers {response.status}."
             )
         raise SandboxServerUnreachable(
-            f"What answers at {self.url} is not a sandbox server (HTTP {response.status}, no {VERSION_HEADER})."
+            f"{self.url} is not a sandbox server (HTTP {response.status}, no {VERSION_HEADER})."
         )
 
     async def _read_error(self, response: aiohttp.ClientResponse) -> SandboxError:
@@ -302,11 +302,11 @@ class SandboxServerConnection:
                 response.status, msgspec.json.decode(content, type=SandboxErrorBody)
             )
         except msgspec.MsgspecError:
-            return self.protocol_violation(f"it answered {response.status} without saying why")
+            return self.protocol_violation(f"status {response.status} without an error body")
 
 
 class _RequestBody:
-    """A request's body in pieces, read once and no faster than it is sent."""
+    """A request body, read in chunks as it is sent; a stream can be read once."""
 
     def __init__(self, content: RequestContent, content_type: str) -> None:
         self.failure: BaseException | None = None
@@ -328,40 +328,44 @@ class _RequestBody:
             raise ConnectionResetError("a stream cannot be sent twice")
         self._was_read = True
         try:
-            async for piece in self._content:
-                yield piece
+            async for chunk in self._content:
+                yield chunk
         except Exception as error:
             self.failure = error
             raise
 
 
 def _parse_url(url: str) -> tuple[str | None, str]:
-    """The socket's path, if it is one, and what URLs begin with."""
+    """Return the path of a unix socket, or None, and the base URL."""
     scheme, _, rest = url.partition(":")
     if scheme == "unix":
         path = rest.removeprefix("//")
         if not path.startswith("/"):
-            raise ValueError(f"{url!r} is not the URL of a sandbox server: a socket's path is absolute")
+            raise ValueError(
+                f"{url!r} is not the URL of a sandbox server: the path of a socket must be absolute"
+            )
         return path, "http://sandbox"
     parts = urlsplit(url)
     if parts.username is not None or parts.password is not None:
-        raise ValueError("The URL of a sandbox server holds no user or password: give the token instead")
+        raise ValueError(
+            "The URL of a sandbox server must not contain a user or password: use the token instead"
+        )
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise ValueError(
-            f"{url!r} is not the URL of a sandbox server: http://HOST:PORT, https://HOST or unix:/PATH"
+            f"{url!r} is not the URL of a sandbox server: use http://HOST:PORT, https://HOST or unix:/PATH"
         )
-    _ = parts.port  # raises ValueError if it is none
+    _ = parts.port  # raises ValueError if it is invalid
     return None, url.rstrip("/")
 
 
-def _checked_token(token: str) -> str:
+def _check_token(token: str) -> str:
     if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise ValueError("The token of a sandbox server is printable ASCII without spaces")
+        raise ValueError("The token of a sandbox server must be printable ASCII without spaces")
     return token
 
 
 def quote_path_segment(text: str) -> str:
-    """One part of a path, such that nobody on the way takes it for anything else."""
+    """Quote one segment of a path; `.` and `..` too, which proxies would resolve."""
     return quote(text, safe="").replace(".", "%2E") if text in (".", "..") else quote(text, safe="")
 
 
@@ -370,6 +374,6 @@ def _describe_os_error(error: OSError) -> str:
 
 
 def _shorten(text: str) -> str:
-    """What a stranger said, fit for a sentence."""
+    """Make foreign text fit for one line of an error message."""
     line = " ".join(text.split())
     return "".join(char if char.isprintable() else "?" for char in line[:200]).rstrip(".")

@@ -537,7 +537,7 @@ async def test_the_count_uses_the_clients_template_arguments() -> None:
         settings = ModelSettings(base_url=server.url, tokenize_url=server.url + "/tokenize")
         connections = UpstreamClient()
         passed = {"chat_template_kwargs": Raw(b'{"think":false}'), "seed": Raw(b"1"), "n": Raw(b"2")}
-        request = msgspec.structs.replace(REQUEST, sampling=SamplingParameters(passed=passed))
+        request = msgspec.structs.replace(REQUEST, sampling=SamplingParameters(passthrough=passed))
         assert await ChatCompletionsBackend(settings, connections).count_tokens(request) == (7, True)
         await connections.close()
         asked = server.requests[0].json

@@ -83,7 +83,7 @@ class ChatCompletionsBackend(HttpModelBackend):
         if request.function_tools:
             fields["tools"] = _render_tools(request)
         extra: RequestFields = {}
-        self._settings.add_passthrough_fields(extra, request.sampling.passed)
+        self._settings.add_passthrough_fields(extra, request.sampling.passthrough)
         self._settings.apply_extra_body(extra)
         fields |= {name: extra[name] for name in _TEMPLATE_FIELDS if name in extra}
         return self._encode_with_messages(request, fields)
@@ -107,7 +107,7 @@ class ChatCompletionsBackend(HttpModelBackend):
             fields["top_logprobs"] = sampling.top_logprobs
         if sampling.reasoning is not None and sampling.reasoning.effort is not None:
             fields["reasoning_effort"] = sampling.reasoning.effort
-        self._settings.add_passthrough_fields(fields, sampling.passed)
+        self._settings.add_passthrough_fields(fields, sampling.passthrough)
         text = sampling.text
         if text is not None and text.verbosity is not None:
             fields["verbosity"] = text.verbosity

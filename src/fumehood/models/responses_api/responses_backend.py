@@ -77,7 +77,7 @@ class ResponsesApiBackend(HttpModelBackend):
             include.append(INCLUDE_LOGPROBS)
         if include:
             fields["include"] = include
-        self._settings.add_passthrough_fields(fields, request.sampling.passed)
+        self._settings.add_passthrough_fields(fields, request.sampling.passthrough)
         self._settings.apply_extra_body(fields)
         return self._encode_with_input(request, fields)
 

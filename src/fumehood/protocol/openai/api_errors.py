@@ -1,26 +1,26 @@
-"""What a caller of the gateway can get wrong or be refused, and its form on the wire.
+"""Errors of the gateway's API and their JSON form.
 
-ApiError                          `status`, `type`, `code`, `param` and `message` are what the caller gets
-├── InvalidRequest           400  a parameter that cannot be served; `param` names it
-│   ├── PreviousNotFound     400  `previous_response_id` names nothing of this tenant
-│   └── ContainerExpired     400  the container that is named has expired
-├── NotAuthenticated         401  no key, or the wrong one
-├── NotFound                 404  nothing of this tenant has that id
-├── Conflict                 409  the same key for another request, or a state that forbids it
-├── BodyTooLarge             413  more than a limit allows
-├── RateLimited              429  the same request may be served later; `retry_after` seconds
-├── ServerFault              500  ours
-│   └── StorageCorrupted     500  something that is stored cannot be read
-├── Unavailable              503  something that the gateway needs is not there now
-│   └── StorageUnavailable   503  nothing can be written now, e.g. because the disk is full
-└── ModelError               502  a model server refused, failed or lied
-    ├── ModelRefused         400  it refused the request: too long, unknown parameter, content
-    ├── ModelRateLimited     429  it is busy
-    ├── ModelUnreachable     502  it could not be reached, or the connection broke
-    └── ModelTimeout         504  it was silent for too long
+ApiError                             `status`, `type`, `code`, `param` and `message` are sent to the client
+├── InvalidRequest              400  an invalid parameter; `param` names it
+│   ├── PreviousResponseNotFound     `previous_response_id` is unknown in this tenant
+│   └── ContainerExpired             the container has expired
+├── NotAuthenticated            401  a missing or wrong key
+├── NotFound                    404  the id is unknown in this tenant
+├── Conflict                    409  an idempotency key used for another request, or a state that forbids it
+├── BodyTooLarge                413  more than a limit allows
+├── RateLimited                 429  the same request may succeed later; `retry_after` seconds
+├── InternalServerError         500  a fault of the gateway
+│   └── StorageCorrupted             a stored row or blob cannot be read
+├── ServiceUnavailable          503  something that the gateway needs is unavailable
+│   └── StorageUnavailable           nothing can be written, for example because the disk is full
+└── ModelError                  502  a model server rejected the request, failed, or broke its protocol
+    ├── ModelRejectedRequest    400  too long, an unknown parameter, forbidden content
+    ├── ModelRateLimited        429  it is busy
+    ├── ModelUnreachable        502  no connection, or it broke
+    └── ModelTimeout            504  it sent nothing for too long
 
-An error before the first byte is an HTTP status with `to_body`; after it, an `error` event and `response.failed`.
-What the model may learn is never an exception: it is the text of a tool's result.
+Before the first byte of a response an error is an HTTP status with `to_error_body`; later it is an `error` event and
+`response.failed`. Errors that the model should see are not exceptions, but text in a tool's result.
 """
 
 import errno
@@ -30,9 +30,10 @@ import msgspec
 
 
 class ApiError(Exception):
-    """`param` names the parameter at fault, `retry_after` the seconds after which trying again may help.
+    """An error that is sent to the client.
 
-    may_have_run: whether code may have run for the request, so that nobody should repeat it without being asked.
+    param: the invalid parameter. code: replaces the class's code. retry_after: seconds until a retry may help.
+    may_have_run: whether code may have run, so that a client must not retry by itself.
     """
 
     status: ClassVar[int] = 500
@@ -146,7 +147,7 @@ class ErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of every answer that is not a success."""
+    """The body of every error response."""
 
     error: ErrorDetail
 
@@ -160,8 +161,6 @@ def to_error_body(error: ApiError) -> ErrorBody:
 
 
 _RETRY_SECONDS = 5.0
-
-
 _RESOURCE_BY_ERRNO = {
     errno.ENOMEM: "memory",
     errno.EMFILE: "file descriptors",
@@ -170,13 +169,13 @@ _RESOURCE_BY_ERRNO = {
 
 
 def detect_resource_exhaustion(error: BaseException) -> ServiceUnavailable | None:
-    """What a caller of the gateway is told of it: the same request may be served later. None for other errors."""
+    """Return the API error for exhausted memory or file descriptors; None for other errors."""
     if isinstance(error, MemoryError):
-        lacking = "memory"
+        resource = "memory"
     else:
-        lacking = _RESOURCE_BY_ERRNO.get(error.errno or 0) if isinstance(error, OSError) else None
-    if lacking is None:
+        resource = _RESOURCE_BY_ERRNO.get(error.errno or 0) if isinstance(error, OSError) else None
+    if resource is None:
         return None
     return ServiceUnavailable(
-        f"The server is short of {lacking}; try again later.", retry_after=_RETRY_SECONDS
+        f"The server is short of {resource}; try again later.", retry_after=_RETRY_SECONDS
     )

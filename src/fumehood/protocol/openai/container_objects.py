@@ -1,4 +1,4 @@
-"""Containers and their files as clients see them, and as they are kept."""
+"""Containers and their files: API objects and stored records."""
 
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -24,14 +24,14 @@ type ContainerFileSource = Literal["user", "assistant"]
 type ContainerStatus = Literal["running", "expired", "deleted"]
 
 
-# --- as they are kept ---------------------------------------------------------------------------------
+# --- stored records ---------------------------------------------------------------------------------
 
 
 class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a caller may choose about a container.
+    """What a client may choose about a container.
 
-    file_ids: uploads that are in it from the beginning.
-    idle_minutes: how long it lives without being used; None for as long as the operator has chosen.
+    file_ids: uploads to copy into it at creation.
+    idle_minutes: idle time until it expires; None is the operator's default.
     """
 
     name: str = "auto"
@@ -42,16 +42,16 @@ class ContainerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A container as it is kept; times are seconds since 1970.
+    """A stored container; times are seconds since 1970.
 
-    spec: with everything chosen, and without what is secret.
-    secrets: the values that its network policy names, sealed.
-    automatic: it began with a call, not because somebody asked for a container.
-    status: one that is deleted is there for nobody; its record stays a while for those who look for leftovers.
-    ended_at: when it expired or was deleted, 0 before. retained: bytes of users' files that outlive it.
-    sandbox, address: where it lives now, empty before the first call and after its sandbox was lost.
-    incarnation: how many sandboxes it has had.
-    mark: the state of its files at the last look.
+    spec: with defaults filled in and without secrets.
+    secrets: the domain secrets of its network policy, sealed.
+    automatic: whether it was created by a call, not by a request for a container.
+    status: the record of a deleted container stays for a while as a tombstone, to recognise its orphans.
+    ended_at: when it expired or was deleted, 0 before. retained: bytes of user files kept after its end.
+    sandbox, address: its current sandbox; empty before the first call and after a loss.
+    incarnation: number of sandboxes so far; the fencing token of the current one.
+    mark: snapshot token of its files after the last call.
     """
 
     id: str
@@ -73,11 +73,11 @@ class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
 class ContainerFileRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A file of a container; `path` is relative to /mnt/data and comes from untrusted code.
 
-    id: stays the same while the path does, however often the file is written.
-    modified_ns: as its sandbox tells it, 0 where it is in none. changed_ns, inode: the same, 0 where nobody told.
-    source: who made it first; what a user gave stays a user's, also when code has changed it.
-    executable: whether it may be run, which new sandboxes of the container are told.
-    blob: the copy that outlives its sandbox, empty where there is none.
+    id: derived from the path; stays the same when the file is rewritten.
+    modified_ns: from the sandbox, 0 if the file is in none. changed_ns, inode: the same, 0 if unknown.
+    source: who created it; a user's file stays a user's after code has changed it.
+    executable: restored in new sandboxes.
+    blob: the stored content, empty if there is none.
     """
 
     id: str
@@ -93,7 +93,7 @@ class ContainerFileRecord(msgspec.Struct, frozen=True, kw_only=True):
     blob: str = ""
 
 
-# --- on the wire --------------------------------------------------------------------------------------
+# --- API objects --------------------------------------------------------------------------------------
 
 
 class ExpiresAfter(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +102,7 @@ class ExpiresAfter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CreateContainer(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of POST /v1/containers. Nulls are tolerated, and so are fields that nobody here knows."""
+    """The body of POST /v1/containers. Nulls and unknown fields are allowed."""
 
     name: str
     expires_after: ExpiresAfter | None = None
@@ -113,7 +113,7 @@ class CreateContainer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CreateContainerFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of POST /v1/containers/{container_id}/files, where it is JSON."""
+    """The JSON body of POST /v1/containers/{container_id}/files."""
 
     file_id: str
 
@@ -126,7 +126,7 @@ class NetworkPolicyObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContainerObject(msgspec.Struct, frozen=True, kw_only=True):
-    """A container on the wire."""
+    """A container in the API."""
 
     id: str
     object: Literal["container"] = "container"
@@ -140,7 +140,7 @@ class ContainerObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContainerFileObject(msgspec.Struct, frozen=True, kw_only=True):
-    """A container file on the wire; `path` is absolute, and fit to be read."""
+    """A container file in the API; `path` is absolute and sanitized."""
 
     id: str
     object: Literal["container.file"] = "container.file"
@@ -152,16 +152,16 @@ class ContainerFileObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnpackedFilesObject(ContainerFileObject, frozen=True, kw_only=True):
-    """What an archive left: the first file, as clients expect an answer to an upload, and with it all of them."""
+    """The files of an unpacked archive: the first one in OpenAI's form, and all of them."""
 
     unpacked: list[ContainerFileObject] = msgspec.field(name="fumehood:unpacked")
 
 
 def to_container_object(record: ContainerRecord) -> ContainerObject:
     network = record.spec.network
-    shown = NetworkPolicyObject(type="disabled")
+    policy = NetworkPolicyObject(type="disabled")
     if isinstance(network, NetworkAllowlist):
-        shown = NetworkPolicyObject(type="allowlist", allowed_domains=list(network.allowed_domains))
+        policy = NetworkPolicyObject(type="allowlist", allowed_domains=list(network.allowed_domains))
     return ContainerObject(
         id=record.id,
         created_at=int(record.created_at),
@@ -170,7 +170,7 @@ def to_container_object(record: ContainerRecord) -> ContainerObject:
         expires_after=ExpiresAfter(minutes=record.spec.idle_minutes or 0),
         last_active_at=int(record.last_active_at),
         memory_limit=record.spec.memory,
-        network_policy=shown,
+        network_policy=policy,
     )
 
 
@@ -186,12 +186,12 @@ def to_container_file_object(record: ContainerFileRecord) -> ContainerFileObject
 
 
 def to_unpacked_files_object(records: Sequence[ContainerFileRecord]) -> UnpackedFilesObject:
-    """What an archive left, as it is told to whoever sent it; at least one file."""
+    """Return the API object of an unpacked archive; there is at least one record."""
     files = [to_container_file_object(record) for record in records]
     return UnpackedFilesObject(**msgspec.structs.asdict(files[0]), unpacked=files)
 
 
-# --- what clients ask for -----------------------------------------------------------------------------
+# --- parsing -----------------------------------------------------------------------------
 
 
 class _NetworkType(msgspec.Struct):
@@ -199,7 +199,7 @@ class _NetworkType(msgspec.Struct):
 
 
 def parse_memory_tier(limit: str | None, param: str) -> MemoryTier:
-    """Raises InvalidRequest, which names the parameter."""
+    """Parse `memory_limit`. Raises InvalidRequest, which names the parameter."""
     if limit is None:
         return ContainerSpec().memory
     for tier in MEMORY_TIERS:
@@ -214,7 +214,7 @@ def parse_memory_tier(limit: str | None, param: str) -> MemoryTier:
 
 
 def parse_network_policy(policy: Mapping[str, Raw] | None, param: str) -> NetworkPolicy:
-    """Raises InvalidRequest, which names the parameter. Whether so much is allowed, `Containers.approve` says."""
+    """Parse a network policy; `validate_spec` checks whether it is allowed. Raises InvalidRequest."""
     if policy is None:
         return NetworkDisabled()
     known = {key: value for key, value in policy.items() if key in _ALLOWLIST_FIELDS}

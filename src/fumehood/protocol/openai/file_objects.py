@@ -1,4 +1,4 @@
-"""Files that clients upload, as they see them and as they are kept."""
+"""Uploaded files: API objects and stored records."""
 
 from typing import Literal
 
@@ -7,7 +7,7 @@ import msgspec
 from fumehood.protocol.safe_names import sanitize_name
 
 type UploadPurpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
-"""What a client may upload a file for."""
+"""The purposes that a client may name."""
 
 type FilePurpose = Literal[
     "assistants",
@@ -23,10 +23,10 @@ type FilePurpose = Literal[
 
 
 class UploadedFileRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """An upload as it is kept; times are seconds since 1970.
+    """A stored upload; times are seconds since 1970.
 
-    filename: the last part of the name that the client gave, fit to be read; nobody looks for a file by it.
-    blob: its content.
+    filename: the last component of the client's name, sanitized; files are never looked up by it.
+    blob: the name of its content.
     """
 
     id: str
@@ -40,7 +40,7 @@ class UploadedFileRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileUploadMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client says of a file that it uploads; the name is whatever it sent.
+    """The form fields of an upload; the name is not sanitized yet.
 
     expires_after: seconds; None keeps it until it is deleted.
     """
@@ -51,7 +51,7 @@ class FileUploadMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileObject(msgspec.Struct, frozen=True, kw_only=True):
-    """An upload on the wire."""
+    """An upload in the API."""
 
     id: str
     object: Literal["file"] = "file"

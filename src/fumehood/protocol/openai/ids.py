@@ -23,14 +23,13 @@ _ITEM_ID_PREFIXES = {
 
 
 def new_id(prefix: str, separator: str = "_") -> str:
-    """`resp` gives `resp_` and 48 hexadecimal digits, of which nobody can guess 34.
+    """Return the prefix and 48 hexadecimal digits: 14 of the time, 34 random.
 
-    The others tell the time, to about a millisecond: what is made together stands together in every index, so that a
-    database has to write one page where it would have to write many.
+    Starting with the time keeps new rows together in every index, so that a database writes fewer pages.
     """
     return f"{prefix}{separator}{time.time_ns() >> 20:014x}{os.urandom(17).hex()}"
 
 
 def new_item_id(kind: str) -> str:
-    """For an item of that type, by whomever it was written."""
+    """Return a new id for an item of that type."""
     return new_id(_ITEM_ID_PREFIXES.get(kind, "item"))

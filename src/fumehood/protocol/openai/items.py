@@ -1,7 +1,7 @@
-"""The units of a conversation: what we author as Structs, what others authored as their own bytes.
+"""Items of a conversation: our own as Structs, foreign ones as bytes.
 
-msgspec drops unknown fields and refuses unknown tags, so nothing that somebody else wrote is decoded and encoded
-again: its type and id are peeked at and its bytes are passed on.
+msgspec drops unknown fields and rejects unknown tags, so foreign items are never decoded and encoded again: only their
+type and id are read, and their bytes are forwarded.
 """
 
 from typing import Annotated, Literal
@@ -16,13 +16,13 @@ type CallStatus = Literal["in_progress", "interpreting", "completed", "incomplet
 type MessagePhase = Literal["commentary", "final_answer"]
 
 
-# --- what a message says ------------------------------------------------------------------------------
+# --- message content ------------------------------------------------------------------------------
 
 
 class ContainerFileCitationAnnotation(
     msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="container_file_citation"
 ):
-    """A file of a container that the text speaks of; the indexes count code points."""
+    """A container file that the text refers to; indexes count code points."""
 
     container_id: str
     file_id: str
@@ -70,7 +70,7 @@ class SummaryText(msgspec.Struct, kw_only=True, tag_field="type", tag="summary_t
 type ContentPart = OutputText | Refusal | ReasoningText
 
 
-# --- items that we author -----------------------------------------------------------------------------
+# --- our own items -----------------------------------------------------------------------------
 
 
 class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
@@ -82,7 +82,7 @@ class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):
-    """`content` is the model's own text, which open models show; `summary` what others tell of it."""
+    """`content` is the model's reasoning, which open models show; `summary` is what others return instead."""
 
     id: str
     summary: list[SummaryText] = []
@@ -92,7 +92,7 @@ class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoni
 
 
 class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function_call"):
-    """A call that the client answers, in its next request."""
+    """A call that the client answers in its next request."""
 
     id: str
     call_id: str
@@ -102,7 +102,7 @@ class FunctionCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function
 
 
 class CustomToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="custom_tool_call"):
-    """The same for a tool whose input is text instead of JSON."""
+    """A call of a tool whose input is text instead of JSON."""
 
     id: str
     call_id: str
@@ -116,7 +116,7 @@ class CodeInterpreterLogs(msgspec.Struct, frozen=True, kw_only=True, tag_field="
 
 
 class CodeInterpreterImage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="image"):
-    """`url` is a data: URL, or the address of a container file where that would be too long."""
+    """`url` is a data: URL, or the URL of a container file if that would be too long."""
 
     url: str
 
@@ -134,8 +134,8 @@ class ProducedFile(msgspec.Struct, frozen=True, kw_only=True):
 class ExecutionDetailsFile(ProducedFile, frozen=True, kw_only=True):
     """A produced file with what identifies its content.
 
-    sha256: hexadecimal; None where no copy of the file is kept.
-    content: base64; None where the client did not ask for it in time, or the file is too large.
+    sha256: hexadecimal; None if the file is not stored.
+    content: base64; None if the client did not ask for it in time, or the file is too large.
     """
 
     mime_type: str
@@ -152,10 +152,9 @@ class MissingFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExecutionDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """What OpenAI's item has no place for; sent on request, as `fumehood:execution`.
+    """Details that OpenAI's items lack; sent on request, as `fumehood:execution`.
 
-    files_complete: whether all files that the call wrote are in `files`; those that are known not to be are in
-        `missing_files`.
+    files_complete: whether `files` has all files that the call wrote; `missing_files` has the others, if known.
     """
 
     stdout: str
@@ -184,7 +183,7 @@ class ContainerReference(
 
 
 class ShellAction(msgspec.Struct, kw_only=True):
-    """What the model wants to be run; the limits are None where it has not chosen any."""
+    """The commands to run; limits are None if the model chose none."""
 
     commands: list[str] = []
     timeout_ms: int | None = None
@@ -192,7 +191,7 @@ class ShellAction(msgspec.Struct, kw_only=True):
 
 
 class ShellCall(msgspec.Struct, kw_only=True, tag_field="type", tag="shell_call"):
-    """Commands for a container; `ShellCallOutput` of the same `call_id` tells what came of them."""
+    """Commands for a container; the `ShellCallOutput` with the same `call_id` has the results."""
 
     id: str
     call_id: str
@@ -202,7 +201,7 @@ class ShellCall(msgspec.Struct, kw_only=True, tag_field="type", tag="shell_call"
 
 
 class ShellExit(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="exit"):
-    """-1 for a command that did not run, or whose sandbox was lost."""
+    """-1 if the command did not run or its sandbox was lost."""
 
     exit_code: int
 
@@ -212,7 +211,7 @@ class ShellTimeout(msgspec.Struct, frozen=True, tag_field="type", tag="timeout")
 
 
 class ShellCallOutputContent(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one command."""
+    """The output of one command."""
 
     stdout: str
     stderr: str
@@ -220,9 +219,9 @@ class ShellCallOutputContent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShellCallOutput(msgspec.Struct, kw_only=True, tag_field="type", tag="shell_call_output"):
-    """What the commands of a call said, in their order, and how each ended.
+    """Output and outcome of each command of a call, in order.
 
-    execution: of all of them together, as if they were one program.
+    execution: details of all commands together.
     """
 
     id: str
@@ -234,7 +233,7 @@ class ShellCallOutput(msgspec.Struct, kw_only=True, tag_field="type", tag="shell
 
 
 class CompactionItem(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="compaction"):
-    """Stands for everything before it; only the gateway can read what it holds."""
+    """Replaces everything before it; only the gateway can decrypt its content."""
 
     id: str
     encrypted_content: str
@@ -250,15 +249,15 @@ type AuthoredItem = (
     | ShellCallOutput
     | CompactionItem
 )
-# An item of a model server that speaks Responses itself stays its own bytes.
+# Raw: an item of a model server that speaks the Responses API itself.
 type OutputItem = AuthoredItem | Raw
 
 
-# --- items as they came -------------------------------------------------------------------------------
+# --- foreign items -------------------------------------------------------------------------------
 
 
 class InputItem(msgspec.Struct, frozen=True):
-    """One item of somebody's input: what it is, and its bytes."""
+    """One item of the input: its type, id and bytes."""
 
     type: str
     id: str | None
@@ -275,12 +274,12 @@ _json_decoder = msgspec.json.Decoder()
 
 
 def peek_item(raw: bytes | Raw, where: str) -> InputItem:
-    """The item in these bytes; raises InvalidRequest, naming `where`, if they are none.
+    """Read type and id of an item. Raises InvalidRequest, which names `where`.
 
-    An item with a role and no type is a message, as in OpenAI's easy form; one with an id alone refers to another.
+    An item with a role but no type is a message, as in OpenAI's short form; one with only an id is a reference.
     """
     try:
-        # Raw is not looked at closely: lone surrogates and the like are found here.
+        # Raw is not validated: lone surrogates and the like are found here.
         tag = msgspec.convert(_json_decoder.decode(raw), _ItemTag)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise InvalidRequest(f"{where} is not a valid item: {error}", param=where) from None

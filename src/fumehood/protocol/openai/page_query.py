@@ -1,4 +1,4 @@
-"""Which part of a list somebody wants, and what of it was found."""
+"""Pagination of lists."""
 
 from collections.abc import Sequence
 
@@ -6,10 +6,10 @@ import msgspec
 
 
 class PageQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """Which part of a list a caller wants: at most `limit` of those between two ids, which are not part of it.
+    """A page: at most `limit` entries between the ids `after` and `before`, both exclusive.
 
-    Whoever is asked for a window gives at most one more than its limit, so that the caller knows whether there are
-    more; an id that is not in the list is an InvalidRequest that names `after` or `before`.
+    A store returns one entry more than the limit if there are more. An id that is not in the list raises
+    InvalidRequest, which names `after` or `before`.
     """
 
     limit: int = 20
@@ -19,5 +19,5 @@ class PageQuery(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trim_page[T](query: PageQuery, found: Sequence[T]) -> tuple[Sequence[T], bool]:
-    """What belongs into the window, and whether there is more."""
+    """Return the entries of the page, and whether there are more."""
     return found[: query.limit], len(found) > query.limit

@@ -1,4 +1,4 @@
-"""Fields of a request that only model servers understand, and that they are given as they came."""
+"""Passthrough fields: request fields that only model servers understand, forwarded unchanged."""
 
 from collections.abc import Callable, Iterable
 from operator import attrgetter
@@ -59,10 +59,10 @@ SAMPLING_FIELDS = (
     "min_keep",
     "samplers",
 )
-"""What every model server is given if a client sends it."""
+"""The fields that are forwarded to every model server."""
 
 _RESERVED_FIELDS = (
-    # The request itself, in either API: the gateway writes these.
+    # Written by the gateway, in either API.
     *(
         "messages",
         "input",
@@ -77,12 +77,12 @@ _RESERVED_FIELDS = (
     *("tools", "tool_choice", "functions", "function_call", "parallel_tool_calls", "response_format"),
     *("logprobs", "max_tokens", "max_completion_tokens", "n_predict", "max_new_tokens"),
     *("reasoning_effort", "verbosity", "previous_response_id", "conversation", "background", "include"),
-    # More than one answer, or one that is not an answer.
+    # More than one answer, or something other than an answer.
     *("n", "n_cmpl", "best_of", "use_beam_search", "echo", "continue_final_message", "add_generation_prompt"),
     # Which code the model server loads.
     *("logits_processors", "custom_logit_processor"),
 )
-# What servers give their template in the same way as `chat_template_kwargs`, which some let override it: vLLM does.
+# Template arguments that the server itself sets; in vLLM `chat_template_kwargs` would override them.
 _TEMPLATE_ARGUMENTS = "chat_template_kwargs"
 _RESERVED_TEMPLATE_ARGUMENTS = frozenset(
     (
@@ -98,30 +98,30 @@ _RESERVED_TEMPLATE_ARGUMENTS = frozenset(
         *("padding", "truncation", "max_length"),
     )
 )
-# Of all that are sent, together: a grammar or a schema may be long.
+# Of all fields together: a grammar or a schema may be long.
 _MAX_TOTAL_BYTES = 256 << 10
 _ABSENT = Raw(b"")
-_objects = msgspec.json.Decoder(dict[str, Raw])
+_object_decoder = msgspec.json.Decoder(dict[str, Raw])
 
 
 def reserved_fields() -> frozenset[str]:
-    """Fields that a client never hands to a model server, whatever an operator says."""
+    """Return the fields that are never forwarded, whatever the configuration says."""
     return frozenset(_RESERVED_FIELDS) | {
         field.encode_name for field in msgspec.structs.fields(CreateResponse) if field.encode_name
     }
 
 
 def extend_request_type(names: Iterable[str]) -> type[CreateResponse]:
-    """A `CreateResponse` that is decoded with these fields besides its own, and tells them as `passed`."""
-    attributes = {name: f"passed_{number}" for number, name in enumerate(dict.fromkeys(names))}
+    """Return a `CreateResponse` that also decodes these fields, and returns them as `passthrough`."""
+    attributes = {name: f"passthrough_{number}" for number, name in enumerate(dict.fromkeys(names))}
 
     get = cast("Callable[[CreateResponse], tuple[Raw, ...]]", attrgetter("model", *attributes.values()))
 
-    def passed(request: CreateResponse) -> dict[str, Raw]:
+    def passthrough(request: CreateResponse) -> dict[str, Raw]:
         values = get(request)[1:]
         if values.count(_ABSENT) == len(values):  # as in nearly all requests
             return {}
-        # Copied: as they are decoded, they hold the whole body.
+        # Copied: a decoded Raw keeps the whole body alive.
         return {
             name: raw.copy()
             for name, raw in zip(attributes, values, strict=True)
@@ -135,14 +135,14 @@ def extend_request_type(names: Iterable[str]) -> type[CreateResponse]:
             for name, attribute in attributes.items()
         ],
         bases=(CreateResponse,),
-        namespace={"passed": property(passed)},
+        namespace={"passthrough": property(passthrough)},
         kw_only=True,
     )
     return cast("type[CreateResponse]", kind)
 
 
 def check_passthrough_fields(fields: dict[str, Raw]) -> None:
-    """Raises InvalidRequest."""
+    """Raise InvalidRequest if the fields are too large, or contain reserved template arguments."""
     _check_size(fields)
     if _TEMPLATE_ARGUMENTS in fields:
         _check_template_arguments(fields[_TEMPLATE_ARGUMENTS])
@@ -150,13 +150,13 @@ def check_passthrough_fields(fields: dict[str, Raw]) -> None:
 
 def _check_template_arguments(arguments: Raw) -> None:
     try:
-        names = _objects.decode(arguments)
+        names = _object_decoder.decode(arguments)
     except msgspec.ValidationError:
-        return  # no object, as the server will say
+        return  # not an object; the server will say so
     for name in names:
         if name in _RESERVED_TEMPLATE_ARGUMENTS:
             raise InvalidRequest(
-                f"'{_TEMPLATE_ARGUMENTS}' cannot have '{name}': the server decides about it.",
+                f"'{_TEMPLATE_ARGUMENTS}' must not contain '{name}'.",
                 param=_TEMPLATE_ARGUMENTS,
                 code="invalid_value",
             )
@@ -167,7 +167,7 @@ def _check_size(fields: dict[str, Raw]) -> None:
     if sum(sizes.values()) > _MAX_TOTAL_BYTES:
         largest = max(sizes, key=lambda name: sizes[name])
         raise InvalidRequest(
-            f"'{largest}' is too large: what is handed to the model server as it is may have {_MAX_TOTAL_BYTES} bytes.",
+            f"'{largest}' is too large: fields for the model server may have {_MAX_TOTAL_BYTES} bytes in all.",
             param=largest,
             code="invalid_value",
         )

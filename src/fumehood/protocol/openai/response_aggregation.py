@@ -46,17 +46,18 @@ from fumehood.protocol.openai.stream_events import (
 
 
 def aggregate_events(events: Iterable[StreamEvent]) -> Response:
-    """The response after these events, from the first on. Its items are built from their own events alone, so that
-    a stream which does not add up to its last event is found out. Raises ValueError where an event cannot follow.
+    """Return the response that these events describe. Raises ValueError for an event out of order.
+
+    Items are built from their own events alone, so that a stream that contradicts its last event is noticed.
     """
-    folded = ResponseAggregator()
+    aggregator = ResponseAggregator()
     for event in events:
-        folded.apply(event)
-    return folded.response
+        aggregator.apply(event)
+    return aggregator.response
 
 
 class ResponseAggregator:
-    """A response in the making, event by event."""
+    """Builds a response event by event."""
 
     def __init__(self) -> None:
         self._response: Response | None = None
@@ -64,9 +65,9 @@ class ResponseAggregator:
 
     @property
     def response(self) -> Response:
-        """The response as it stands; raises ValueError before the first event."""
+        """The response so far. Raises ValueError before the first event."""
         if self._response is None:
-            raise ValueError("a stream begins with response.created")
+            raise ValueError("the stream does not begin with response.created")
         output = [self._items[index] for index in sorted(self._items)]
         return msgspec.structs.replace(self._response, output=output)
 
@@ -80,7 +81,7 @@ class ResponseAggregator:
                 self._items[event.output_index] = _mutable_copy(event.item)
             case OutputItemDone():
                 if event.output_index not in self._items:
-                    raise ValueError(f"output index {event.output_index} is done and was never added")
+                    raise ValueError(f"output index {event.output_index} is done but was never added")
                 self._items[event.output_index] = event.item
             case ErrorEvent():
                 pass
@@ -97,7 +98,7 @@ class ResponseAggregator:
 
 
 def _mutable_copy(item: OutputItem) -> OutputItem:
-    """An item that may grow: the event's own stays as it was sent."""
+    """Copy an item, so that deltas do not change the one in the event."""
     match item:
         case OutputMessage():
             return msgspec.structs.replace(item, content=list(item.content))

@@ -32,7 +32,7 @@ INCLUDE_LOGPROBS = "message.output_text.logprobs"
 INCLUDE_EXECUTION = "fumehood:execution"
 INCLUDE_IMAGE_URLS = "message.input_image.image_url"
 ONLY_OPENAI_EVENTS = "fumehood:openais_events"
-"""Not for clients to ask for: this one breaks off at events that are not OpenAI's."""
+"""Set by the gateway for clients that fail on events unknown to OpenAI; clients cannot ask for it."""
 
 INCLUDE_VALUES = frozenset(
     {
@@ -50,7 +50,7 @@ INCLUDE_VALUES = frozenset(
 
 
 def project_event(event: StreamEvent, include: Collection[str]) -> StreamEvent:
-    """The event with what was not asked for left out; the very same object where there is nothing to leave out."""
+    """Return the event without fields that were not asked for; the same object if there are none."""
     if isinstance(event, OutputItemEvent):
         item = project_item(event.item, include)
         return event if item is event.item else msgspec.structs.replace(event, item=item)
@@ -67,7 +67,7 @@ def project_event(event: StreamEvent, include: Collection[str]) -> StreamEvent:
         part = _project_text(event.part, include)
         return event if part is event.part else msgspec.structs.replace(event, part=part)
     if isinstance(event, CodeInterpreterCallFailed) and ONLY_OPENAI_EVENTS in include:
-        # As OpenAI ends a call, however it went; its item says that it failed.
+        # OpenAI ends every call so; the item says that it failed.
         return CodeInterpreterCallCompleted(
             sequence_number=event.sequence_number, item_id=event.item_id, output_index=event.output_index
         )

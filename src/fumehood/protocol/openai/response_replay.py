@@ -1,6 +1,7 @@
-"""The events of a response that has ended, for whoever wants to see it as a stream again.
+"""Replay: the events of a finished response, for streaming it again.
 
-What was told in many deltas is told in one: `fold(unfold(response)) == response`, but the stream is not the first one.
+Each text is one delta, so the stream differs from the first one, but
+`aggregate_events(replay_response(response)) == response`.
 """
 
 from collections.abc import Iterator
@@ -66,9 +67,9 @@ from fumehood.protocol.openai.stream_events import (
 
 
 def replay_response(response: Response) -> list[StreamEvent]:
-    """From `created` to the end, numbered."""
-    opening = _initial_response(response)
-    events: list[StreamEvent] = [ResponseCreated(response=opening), ResponseInProgress(response=opening)]
+    """Return the numbered events of a response."""
+    initial = _initial_response(response)
+    events: list[StreamEvent] = [ResponseCreated(response=initial), ResponseInProgress(response=initial)]
     for index, item in enumerate(response.output):
         events += _item_events(item, index)
     events += _terminal_events(response)
@@ -113,8 +114,8 @@ def _item_events(item: OutputItem, index: int) -> Iterator[StreamEvent]:
             yield FunctionCallArgumentsDelta(item_id=item.id, output_index=index, delta=item.arguments)
             yield FunctionCallArgumentsDone(item_id=item.id, output_index=index, arguments=item.arguments)
         case CustomToolCall():
-            bare = CustomToolCall(id=item.id, call_id=item.call_id, name=item.name)
-            yield OutputItemAdded(output_index=index, item=bare)
+            empty = CustomToolCall(id=item.id, call_id=item.call_id, name=item.name)
+            yield OutputItemAdded(output_index=index, item=empty)
             yield CustomToolCallInputDelta(item_id=item.id, output_index=index, delta=item.input)
             yield CustomToolCallInputDone(item_id=item.id, output_index=index, input=item.input)
         case CodeInterpreterCall():
@@ -124,14 +125,14 @@ def _item_events(item: OutputItem, index: int) -> Iterator[StreamEvent]:
             yield from _code_events(item, index)
         case ShellCall():
             action = msgspec.structs.replace(item.action, commands=[])
-            unwritten = msgspec.structs.replace(item, action=action, status="in_progress")
-            yield OutputItemAdded(output_index=index, item=unwritten)
+            empty = msgspec.structs.replace(item, action=action, status="in_progress")
+            yield OutputItemAdded(output_index=index, item=empty)
             yield from _command_events(item, index)
         case ShellCallOutput():
-            silent = msgspec.structs.replace(item, output=[], status="in_progress")
-            yield OutputItemAdded(output_index=index, item=silent)
+            empty = msgspec.structs.replace(item, output=[], status="in_progress")
+            yield OutputItemAdded(output_index=index, item=empty)
             yield from _shell_output_events(item, index)
-        case _:  # of a server that authored it, whose own events are not known here
+        case _:  # authored by a model server; its delta events are unknown
             yield OutputItemAdded(output_index=index, item=item)
     yield OutputItemDone(output_index=index, item=item)
 
@@ -152,12 +153,12 @@ def _text_part_events(
             delta=part.text,
             logprobs=part.logprobs,
         )
-        for place, annotation in enumerate(part.annotations):
+        for position, annotation in enumerate(part.annotations):
             yield OutputTextAnnotationAdded(
                 item_id=item_id,
                 output_index=index,
                 content_index=number,
-                annotation_index=place,
+                annotation_index=position,
                 annotation=annotation,
             )
         yield OutputTextDone(
@@ -194,8 +195,8 @@ def _code_events(item: CodeInterpreterCall, index: int) -> Iterator[StreamEvent]
     yield CodeInterpreterCallCodeDone(item_id=item.id, output_index=index, code=code)
     if item.status in ("completed", "failed"):
         yield CodeInterpreterCallInterpreting(item_id=item.id, output_index=index)
-        ended = CodeInterpreterCallCompleted if item.status == "completed" else CodeInterpreterCallFailed
-        yield ended(item_id=item.id, output_index=index)
+        end_event = CodeInterpreterCallCompleted if item.status == "completed" else CodeInterpreterCallFailed
+        yield end_event(item_id=item.id, output_index=index)
 
 
 def _command_events(item: ShellCall, index: int) -> Iterator[StreamEvent]:
@@ -208,6 +209,6 @@ def _command_events(item: ShellCall, index: int) -> Iterator[StreamEvent]:
 def _shell_output_events(item: ShellCallOutput, index: int) -> Iterator[StreamEvent]:
     for number, output in enumerate(item.output):
         if output.stdout or output.stderr:
-            said = ShellOutputText(output.stdout, output.stderr)
-            yield ShellCallOutputDelta(item_id=item.id, output_index=index, command_index=number, delta=said)
+            delta = ShellOutputText(output.stdout, output.stderr)
+            yield ShellCallOutputDelta(item_id=item.id, output_index=index, command_index=number, delta=delta)
         yield ShellCallOutputDone(item_id=item.id, output_index=index, command_index=number, output=[output])

@@ -1,4 +1,4 @@
-"""A request for a response, and the response."""
+"""The request and response objects of the Responses API."""
 
 from typing import Annotated, Literal
 
@@ -12,17 +12,17 @@ type Metadata = Annotated[
     dict[Annotated[str, Meta(max_length=64)], Annotated[str, Meta(max_length=512)]], Meta(max_length=16)
 ]
 
-# Model servers and databases keep numbers in 32 or 64 bits.
+# What every model server and database can store.
 MAX_INT32 = 2**31 - 1
 
-# An object whose values nobody here looks at. msgspec knows no `Raw | None`.
+# An object whose values are not decoded. msgspec has no `Raw | None`.
 type JsonObject = dict[str, Raw]
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """`text.format`: plain text, any JSON object, or JSON of a schema."""
 
-    # A factory, since plain defaults are left out, and this one has to be told.
+    # A factory, since plain defaults are omitted, and this one has to be sent.
     type: Literal["text", "json_object", "json_schema"] = msgspec.field(default_factory=lambda: "text")
     name: str | None = None
     description: str | None = None
@@ -36,7 +36,7 @@ class TextConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReasoningConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """`effort` is one that the model's server knows; which those are is its affair."""
+    """`effort` is not checked here: the model server knows its values."""
 
     effort: str | None = None
     summary: str | None = None
@@ -48,7 +48,7 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContextCompactionConfig(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="compaction"):
-    """An entry of `context_management`: how many tokens are too many; None leaves it to the server."""
+    """An entry of `context_management`: the token count that triggers compaction; None is the server's default."""
 
     compact_threshold: Annotated[int, Meta(ge=1000, le=MAX_INT32)] | None = None
 
@@ -57,13 +57,13 @@ type UnitFraction = Annotated[float, Meta(ge=0, le=1)]
 
 
 class CreateResponse(msgspec.Struct, kw_only=True):
-    """The body of POST /v1/responses. Fields that nobody here knows are tolerated; so is null for any of these.
+    """The body of POST /v1/responses. Unknown fields are ignored; null is allowed for every field.
 
-    generate: false makes the response that a conversation will be continued from, without asking the model.
-    client_metadata: what a client says of itself, whatever that is; over a WebSocket it stands for headers.
+    generate: false creates a response to continue from without calling the model.
+    client_metadata: what a client says about itself; over a WebSocket it replaces headers.
 
     `input`, `instructions`, `tools`, `tool_choice`, `conversation`, `prompt` and `client_metadata` stay bytes until
-    their own readers look at them.
+    their own parsers read them.
     """
 
     model: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
@@ -98,12 +98,12 @@ class CreateResponse(msgspec.Struct, kw_only=True):
     prompt_cache_key: Annotated[str, Meta(max_length=512)] | None = None
     prompt_cache_retention: str | None = None
     prompt: JsonObject | None = None
-    # Made by a function: a default would be in the schema.
+    # A factory, since a plain default would appear in the schema.
     client_metadata: Raw = msgspec.field(default_factory=lambda: Raw(b"null"))
 
     @property
-    def passed(self) -> dict[str, Raw]:
-        """Fields for the model server alone, as they came; see `passed_fields.request_type`."""
+    def passthrough(self) -> dict[str, Raw]:
+        """Fields for the model server alone; see `passthrough_fields.extend_request_type`."""
         return {}
 
 
@@ -159,9 +159,7 @@ class IncompleteDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Response(msgspec.Struct, kw_only=True):
-    """A response as it stands. Every field is always sent, null where there is nothing; `conversation` and `user`
-    alone are left out then.
-    """
+    """A response. Every field is always sent, as null if it is empty; only `conversation` and `user` are omitted."""
 
     id: str
     object: Literal["response"] = "response"
@@ -188,7 +186,7 @@ class Response(msgspec.Struct, kw_only=True):
     store: bool = True
     temperature: float = 1.0
     text: TextConfig = TextConfig(format=TextFormat())
-    # A factory, since a schema cannot show such a default.
+    # A factory, since a schema cannot express such a default.
     tool_choice: Raw = msgspec.field(default_factory=lambda: Raw(b'"auto"'))
     tools: list[Raw] = []
     top_logprobs: int = 0
@@ -201,7 +199,7 @@ class Response(msgspec.Struct, kw_only=True):
 
 
 class CompactedResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to POST /v1/responses/compact: the whole of the next window, to be given back as input."""
+    """The response to POST /v1/responses/compact: the input for the next request."""
 
     id: str
     object: Literal["response.compaction"] = "response.compaction"
@@ -211,7 +209,7 @@ class CompactedResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InputTokenCount(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to POST /v1/responses/input_tokens; `exact` is not OpenAI's."""
+    """The response to POST /v1/responses/input_tokens; `exact` is our extension."""
 
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
@@ -219,7 +217,7 @@ class InputTokenCount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DeletedObject(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to DELETE; `object` says of what."""
+    """The response to DELETE; `object` names the type."""
 
     id: str
     object: str
@@ -227,7 +225,7 @@ class DeletedObject(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ListPage(msgspec.Struct, frozen=True, kw_only=True):
-    """One page of a list; the data are encoded already."""
+    """One page of a list; the data is encoded already."""
 
     object: Literal["list"] = "list"
     data: list[Raw]

@@ -1,8 +1,7 @@
-"""Everything that can be observed of a response, in order.
+"""The stream events of a response.
 
-Events are canonical: outputs are always in them. `fumehood.protocol.openai.response_aggregation` tells what a client sees of them and
-what response they add up to. An event is never changed once it is in a log, and shares nothing that will be; whoever
-makes one leaves `sequence_number` alone, since only the engine numbers.
+Events contain all fields; `response_projection` removes what a client did not ask for. An event in a log never changes.
+Only the engine sets `sequence_number`.
 """
 
 import msgspec
@@ -20,13 +19,13 @@ from fumehood.protocol.openai.responses import Response
 
 
 class StreamEvent(msgspec.Struct, tag_field="type"):
-    """What a client is told while a response is in the making; numbered when it enters the log."""
+    """An event of a response; numbered when it enters the event log."""
 
     sequence_number: int = -1
 
 
 class ResponseEvent(StreamEvent, kw_only=True):
-    """One that carries the response as it stands."""
+    """An event with the whole response."""
 
     response: Response
 
@@ -48,7 +47,7 @@ class ResponseFailed(ResponseEvent, tag="response.failed"):
 
 
 class ResponseIncomplete(ResponseEvent, tag="response.incomplete"):
-    """Also the end of a foreground run that was cancelled: OpenAI has no event of its own for that."""
+    """Also ends a cancelled foreground run: OpenAI has no event for that."""
 
 
 class ErrorEvent(StreamEvent, kw_only=True, tag="error"):
@@ -83,7 +82,7 @@ class ContentPartDone(ContentPartEvent, tag="response.content_part.done"):
     pass
 
 
-# Deltas are made by the thousand: no garbage collection for what holds only strings and numbers.
+# gc=False: deltas come by the thousand and hold only strings and numbers.
 class OutputTextDelta(StreamEvent, kw_only=True, gc=False, tag="response.output_text.delta"):
     item_id: str
     output_index: int
@@ -230,11 +229,11 @@ class CodeInterpreterCallCompleted(CodeInterpreterCallEvent, tag="response.code_
 
 
 class CodeInterpreterCallFailed(CodeInterpreterCallEvent, tag="response.code_interpreter_call.failed"):
-    """Not one of OpenAI's: a call that timed out or lost its sandbox should not look completed."""
+    """Our extension: a call that timed out or lost its sandbox should not look completed."""
 
 
 class ShellCallCommandAdded(StreamEvent, kw_only=True, tag="response.shell_call_command.added"):
-    """A command begins; `command` is what is there of it."""
+    """A command starts; `command` is its text so far."""
 
     output_index: int
     command_index: int
@@ -254,7 +253,7 @@ class ShellCallCommandDone(StreamEvent, kw_only=True, tag="response.shell_call_c
 
 
 class ShellOutputText(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """What a command has said: on one stream or the other."""
+    """Output of a command, on one stream or both."""
 
     stdout: str = ""
     stderr: str = ""
@@ -270,7 +269,7 @@ class ShellCallOutputDelta(
 
 
 class ShellCallOutputDone(StreamEvent, kw_only=True, tag="response.shell_call_output_content.done"):
-    """Of one command, how it ended included."""
+    """The whole output of one command, with its outcome."""
 
     item_id: str
     output_index: int

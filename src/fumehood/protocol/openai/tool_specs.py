@@ -1,7 +1,7 @@
-"""Tools as requests name them, and what a model is told of them.
+"""Tools and `tool_choice` of a request, and the functions that a model sees.
 
-A tool of a request is kept as its bytes with its type peeked at: newer clients send types and fields that nobody
-here knows. What is hosted, and how it is configured, is the affair of whoever serves it.
+A tool is kept as its bytes, of which only type and name are read: newer clients send types and fields that are unknown
+here. Each hosted tool parses its own configuration.
 """
 
 import re
@@ -14,11 +14,11 @@ from fumehood.protocol.openai.api_errors import InvalidRequest
 
 type ToolName = Annotated[str, Meta(min_length=1, max_length=128)]
 
-_NAME_PATTERN = re.compile("^[a-zA-Z0-9_-]{1,64}$")  # as OpenAI has it
+_NAME_PATTERN = re.compile("^[a-zA-Z0-9_-]{1,64}$")  # OpenAI's
 
 
 class FunctionTool(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
-    """A function of the client's, as it comes back in the response."""
+    """A function of the client, as the response repeats it."""
 
     name: ToolName
     description: str | None = None
@@ -33,7 +33,7 @@ class CustomTool(msgspec.Struct, kw_only=True, tag_field="type", tag="custom"):
 
 
 class ToolSpec(msgspec.Struct, frozen=True):
-    """One entry of `tools`: its type, its name where it has one, and its bytes."""
+    """One entry of `tools`: its type, its name if it has one, and its bytes."""
 
     type: str
     name: str | None
@@ -41,9 +41,9 @@ class ToolSpec(msgspec.Struct, frozen=True):
 
 
 class FunctionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model is told of a tool. `parameters` is a JSON schema, as bytes that are never decoded again.
+    """A tool as a model sees it. `parameters` is a JSON schema, kept as bytes.
 
-    custom: the whole tool, if it is a custom one; models that do not know such tools take it for a function.
+    custom: the whole tool, if it is a custom one; models without custom tools see a function.
     """
 
     name: str
@@ -57,12 +57,11 @@ type ToolChoiceMode = Literal["none", "auto", "required"]
 
 
 class ToolChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """`tool_choice` in one shape.
+    """A normalized `tool_choice`.
 
-    mode: whether the model may or must call.
-    only: types and names of the tools it may choose from; None means all. Exactly one of them with `required`
-        is a forced tool.
-    raw: what the request said, given back in the response.
+    mode: whether the model may or must call a tool.
+    allowed: types and names of the tools to choose from; None means all. One tool with `required` is forced.
+    raw: the request's own, repeated in the response.
     """
 
     mode: ToolChoiceMode = "auto"
@@ -89,7 +88,7 @@ _choice_decoder: msgspec.json.Decoder[ToolChoiceMode | _ToolChoiceObject] = msgs
 
 
 def parse_tool(raw: Raw, where: str) -> ToolSpec:
-    """Raises InvalidRequest, naming `where`. `{"type": "built_in", "name": X}` is another way to say X."""
+    """Parse one tool. `{"type": "built_in", "name": X}` means X. Raises InvalidRequest, which names `where`."""
     try:
         tag = _tool_tag_decoder.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
@@ -103,7 +102,7 @@ def parse_tool(raw: Raw, where: str) -> ToolSpec:
 
 
 def check_tool_name(spec: ToolSpec, where: str) -> None:
-    """Raises InvalidRequest for a function or a custom tool whose name OpenAI would not take, either."""
+    """Raise InvalidRequest if the name of a function or custom tool is missing or does not match OpenAI's pattern."""
     param = f"{where}.name"
     if spec.name is None:
         nested = "function" in msgspec.json.decode(spec.raw, type=dict[str, Raw])
@@ -120,7 +119,7 @@ def check_tool_name(spec: ToolSpec, where: str) -> None:
 
 
 def parse_tool_choice(value: str | dict[str, Raw]) -> ToolChoice:
-    """Raises InvalidRequest for what is no `tool_choice` at all; whether the tool is there is checked elsewhere."""
+    """Parse `tool_choice`; whether the tool exists is checked elsewhere. Raises InvalidRequest."""
     raw = Raw(msgspec.json.encode(value))
     try:
         choice = _choice_decoder.decode(raw)
@@ -133,17 +132,17 @@ def parse_tool_choice(value: str | dict[str, Raw]) -> ToolChoice:
     if choice.type == "allowed_tools":
         if choice.tools is None:
             raise _missing_parameter_error("tools")
-        shown: dict[str, Raw] = msgspec.json.decode(raw, type=dict[str, Raw])
-        shown["mode"] = Raw(msgspec.json.encode(choice.mode))
-        only = tuple(_check_named_choice(tool.type, tool.name) for tool in choice.tools)
-        return ToolChoice(mode=choice.mode, allowed=only, raw=Raw(msgspec.json.encode(shown)))
+        echoed: dict[str, Raw] = msgspec.json.decode(raw, type=dict[str, Raw])
+        echoed["mode"] = Raw(msgspec.json.encode(choice.mode))
+        allowed = tuple(_check_named_choice(tool.type, tool.name) for tool in choice.tools)
+        return ToolChoice(mode=choice.mode, allowed=allowed, raw=Raw(msgspec.json.encode(echoed)))
     if choice.type == "built_in" and choice.name:
         return ToolChoice(mode="required", allowed=((choice.name, None),), raw=raw)
     return ToolChoice(mode="required", allowed=(_check_named_choice(choice.type, choice.name),), raw=raw)
 
 
 def _check_named_choice(kind: str, name: str | None) -> tuple[str, str | None]:
-    """Raises InvalidRequest for a function or a custom tool without a name: of those there may be several."""
+    """Raise InvalidRequest for a function or custom tool without a name."""
     if kind in ("function", "custom") and name is None:
         raise _missing_parameter_error("name")
     return kind, name

@@ -1,13 +1,12 @@
-"""Many small files in one body, on their way into a sandbox and out of it.
+"""Bundles: many small files in one HTTP body, into a sandbox and out of it.
 
     in  = file … end     file = kind (1 byte) | length of the path (2 bytes) | length of the content (4 bytes)
                                 | path | content
-                         kind = 1, or 2 for a file that may be executed
-                         end  = 0 | 0 | 0, of the same widths, and nothing behind it
+                         kind = 1, or 2 for an executable file
+                         end  = 0 | 0 | 0, of the same widths; nothing follows it
     out = answer …       answer = outcome (1 byte) | length of the content (4 bytes) | content
 
-Numbers are big-endian, paths UTF-8. There is one answer for each path that was asked for, in the same order. Neither
-form is JSON or an archive: there is nothing in it to be misread, and a name is as it would be in a single request.
+Numbers are big-endian, paths UTF-8. There is one answer for each requested path, in the same order.
 """
 
 import struct
@@ -21,17 +20,17 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     SandboxLimitExceeded,
 )
 
-MAX_BUNDLED_FILE_BYTES = 1 << 20  # bytes of one file that travels with others
+MAX_BUNDLED_FILE_BYTES = 1 << 20
 
-# A path and its content, and whether the file may be executed; it may not where nothing is said.
+# Path, content, and whether the file is executable (default: no).
 type BundledFile = tuple[str, bytes] | tuple[str, bytes, bool]
-# What is in a file, or why that is not known.
+# The content of a file, or why it could not be read.
 type BundleContent = bytes | SandboxError
 
 FILE_HEADER = struct.Struct("!BHI")
 ANSWER_HEADER = struct.Struct("!BI")
 PLAIN_FILE, EXECUTABLE_FILE = 1, 2
-_MAX_PATH_BYTES = 4097  # of which no path is that long, so it is refused as what it is
+_MAX_PATH_BYTES = 4097  # longer than any valid path, so that the server rejects it
 _END_MARKER = bytes(FILE_HEADER.size)
 
 
@@ -43,13 +42,13 @@ class BundleReadOutcome(IntEnum):
 
 
 class InvalidBundle(ValueError):
-    """What came is not what was asked for; says why."""
+    """The body is not a valid bundle; the message says why."""
 
 
 async def encode_bundle(files: AsyncIterable[Sequence[BundledFile]]) -> AsyncGenerator[bytes]:
-    """A body on its way in."""
-    async for some in files:
-        yield _encode_files(some)
+    """Encode files as a body to write into a sandbox."""
+    async for batch in files:
+        yield _encode_files(batch)
     yield _END_MARKER
 
 
@@ -63,7 +62,7 @@ def _encode_files(files: Iterable[BundledFile]) -> bytes:
 
 
 class BundleReader:
-    """A body on its way out, read as it comes."""
+    """Decodes the body of a read request as it arrives."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
@@ -74,38 +73,37 @@ class BundleReader:
     def missing_count(self) -> int:
         return len(self._paths) - self._answered_count
 
-    def feed(self, piece: bytes) -> list[BundleContent]:
-        """What has become whole, in order; raises NotABundle."""
-        held = self._buffer
-        held += piece
-        found: list[BundleContent] = []
-        at = 0
-        while at + ANSWER_HEADER.size <= len(held):
-            number, size = ANSWER_HEADER.unpack_from(held, at)
+    def feed(self, chunk: bytes) -> list[BundleContent]:
+        """Return the contents that are complete now, in order. Raises InvalidBundle."""
+        buffer = self._buffer
+        buffer += chunk
+        contents: list[BundleContent] = []
+        position = 0
+        while position + ANSWER_HEADER.size <= len(buffer):
+            outcome, size = ANSWER_HEADER.unpack_from(buffer, position)
             if (
                 not self.missing_count
                 or size > MAX_BUNDLED_FILE_BYTES
-                or number > max(BundleReadOutcome)
-                or (number and size)
+                or outcome > max(BundleReadOutcome)
+                or (outcome and size)
             ):
                 raise InvalidBundle(
-                    f"an answer {number} of {size} bytes, and {self.missing_count} were to come"
+                    f"answer {outcome} with {size} bytes, {self.missing_count} answers expected"
                 )
-            end = at + ANSWER_HEADER.size + size
-            if end > len(held):
+            end = position + ANSWER_HEADER.size + size
+            if end > len(buffer):
                 break
-            found.append(
-                self._to_content(BundleReadOutcome(number), bytes(held[at + ANSWER_HEADER.size : end]))
-            )
+            content = bytes(buffer[position + ANSWER_HEADER.size : end])
+            contents.append(self._to_content(BundleReadOutcome(outcome), content))
             self._answered_count += 1
-            at = end
-        del held[:at]
-        return found
+            position = end
+        del buffer[:position]
+        return contents
 
     def finish(self) -> None:
-        """Nothing more comes; raises NotABundle if something should."""
+        """Raise InvalidBundle if answers are missing."""
         if self.missing_count or self._buffer:
-            raise InvalidBundle(f"it ended, and {self.missing_count} answers were to come")
+            raise InvalidBundle(f"the body ended with {self.missing_count} answers missing")
 
     def _to_content(self, outcome: BundleReadOutcome, content: bytes) -> BundleContent:
         path = self._paths[self._answered_count]

@@ -1,24 +1,24 @@
-"""What can go wrong with sandboxes, and its form on the wire.
+"""Errors of the sandbox protocol and their JSON form.
 
-SandboxError                     `code` and `status` are what a remote caller gets
-├── RequestRefused          400  a parameter that cannot be served; `param` names it
-│   ├── FileRefused         400  a name or type of file that is not served
-│   ├── InstallFailed       400  packages that are refused, unknown, or in conflict; nothing ran
-│   └── UnsupportedType     415  a body of a type that is not read here
-├── NotAllowed              401  no token, or the wrong one
-├── Forbidden               403  from a web page of another site, or by a name that is not the server's
-├── NotThere                404  no such sandbox, execution or file
+SandboxError                       `code` and `status` are sent to the client
+├── InvalidSandboxRequest     400  an invalid parameter; `param` names it
+│   ├── FileRefused           400  an invalid file name or type
+│   ├── InstallFailed         400  packages that are not allowed, unknown or in conflict; nothing ran
+│   └── UnsupportedMediaType  415  an unsupported content type
+├── InvalidServerToken        401  a missing or wrong token
+├── SandboxAccessForbidden    403  from a web page of another origin, or with a foreign host name
+├── SandboxResourceNotFound   404  no such sandbox, execution or file
 │   ├── SandboxNotFound
 │   ├── ExecutionNotFound
 │   └── FileNotFound
-├── Conflict                409  the id is taken by something else
-├── SandboxGone             410  the sandbox ended before or while it was asked for something
-├── TooLarge                413  more than a limit allows
-├── TryLater                429  the same request may be served later
-│   ├── AtCapacity               as many sandboxes live as are allowed
-│   └── QuotaExceeded            as many as this tenant may have
-├── SandboxStartFailed      503  one sandbox could not be made; the next may
-└── Unreachable             503  the caller cannot reach the sandbox server at all
+├── SandboxConflict           409  the id belongs to something else
+├── SandboxGone               410  the sandbox has ended
+├── SandboxLimitExceeded      413  more than a limit allows
+├── RetryLater                429  the same request may succeed later
+│   ├── SandboxServerAtCapacity    the server's sandbox limit is reached
+│   └── TenantQuotaExceeded        the tenant's quota is used up
+├── SandboxStartFailed        503  one sandbox could not be made; another may
+└── SandboxServerUnreachable  503  the client cannot reach the sandbox server
 """
 
 from typing import ClassVar
@@ -27,11 +27,12 @@ import msgspec
 
 
 class SandboxError(Exception):
-    """`param` names the parameter at fault, where there is one.
+    """An error of a sandbox or its server.
 
-    refused: whether the server said so, or was never reached: then nothing of what it was asked for has begun.
-    given_up: whether a broken connection was tried to be restored for as long as is worth it.
-    broke_at: when that connection broke, by the event loop's clock; None where none did.
+    param: the invalid parameter, if there is one.
+    nothing_started: whether nothing of the request has started: the server rejected it, or was never reached.
+    retries_exhausted: whether all attempts to restore a broken connection failed.
+    disconnected_at: when that connection broke, by the event loop's clock.
     """
 
     code: ClassVar[str] = "sandbox_error"
@@ -137,7 +138,7 @@ class SandboxErrorDetail(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SandboxErrorBody(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of every answer that is not a success."""
+    """The body of every error response."""
 
     error: SandboxErrorDetail
 
@@ -150,7 +151,7 @@ def to_sandbox_error_body(error: SandboxError) -> SandboxErrorBody:
 
 
 def from_sandbox_error_body(status: int, body: SandboxErrorBody) -> SandboxError:
-    """The exception that a server raised; one that this version does not know keeps its message."""
+    """Return the exception that the server raised; an unknown code keeps its message."""
     kind = _BY_CODE.get(body.error.code, SandboxError)
     if kind is SandboxError and 400 <= status < 500:
         kind = InvalidSandboxRequest
@@ -158,7 +159,7 @@ def from_sandbox_error_body(status: int, body: SandboxErrorBody) -> SandboxError
 
 
 def _error_classes(kind: type[SandboxError]) -> list[type[SandboxError]]:
-    return [kind, *(below for child in kind.__subclasses__() for below in _error_classes(child))]
+    return [kind, *(descendant for child in kind.__subclasses__() for descendant in _error_classes(child))]
 
 
 _BY_CODE = {kind.code: kind for kind in _error_classes(SandboxError)}

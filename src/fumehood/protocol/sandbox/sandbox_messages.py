@@ -1,7 +1,6 @@
-"""What passes between a sandbox server and its callers.
+"""Requests, responses and events of the sandbox protocol; docs/sandbox-protocol.md describes it.
 
-docs/sandbox-protocol.md tells how it travels. A change that an older peer would misread raises `PROTOCOL_VERSION`.
-What can go wrong is in `fumehood.protocol.sandbox.sandbox_errors`.
+A change that an older peer would misread raises `PROTOCOL_VERSION`.
 """
 
 from typing import Annotated, Literal
@@ -23,7 +22,7 @@ MEMORY_TIERS: dict[MemoryTier, int] = {
 }
 
 
-# Names that callers choose: they come back in URLs and logs.
+# Names chosen by clients; they appear in URLs and logs.
 type ResourceName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$(?!\n)")]
 type Tenant = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:@-]{0,128}$(?!\n)")]
 type Domain = Annotated[str, Meta(min_length=1, max_length=253)]
@@ -32,10 +31,10 @@ type Requirements = Annotated[list[RequirementLine], Meta(max_length=100)]
 
 
 class DomainSecret(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A value that the egress proxy puts into requests to one domain; the code only ever sees a placeholder.
+    """A secret that the egress proxy inserts into requests to one domain; code sees only a placeholder.
 
-    name: of the environment variable that holds the placeholder; wherever the placeholder stands in a header of
-    a request to `domain`, the proxy puts `value`.
+    name: the environment variable that holds the placeholder. The proxy replaces the placeholder by `value` in the
+    headers of requests to `domain`.
     """
 
     domain: Domain
@@ -43,7 +42,7 @@ class DomainSecret(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     value: Annotated[str, Meta(min_length=1, max_length=8192)]
 
     def __repr__(self) -> str:
-        """Without the value: specs end up in logs and tracebacks."""
+        """Hide the value: specs appear in logs and tracebacks."""
         return f"DomainSecret(domain={self.domain!r}, name={self.name!r}, value=…)"
 
     def __rich_repr__(self) -> list[tuple[str, str]]:
@@ -53,13 +52,13 @@ class DomainSecret(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class NetworkDisabled(
     msgspec.Struct, frozen=True, tag_field="type", tag="disabled", forbid_unknown_fields=True
 ):
-    """No network at all."""
+    """No network access."""
 
 
 class NetworkAllowlist(
     msgspec.Struct, frozen=True, tag_field="type", tag="allowlist", kw_only=True, forbid_unknown_fields=True
 ):
-    """HTTP and HTTPS to these domains through the egress proxy; a domain counts without its subdomains."""
+    """HTTP and HTTPS to these domains, without their subdomains, through the egress proxy."""
 
     allowed_domains: Annotated[list[Domain], Meta(min_length=1, max_length=100)]
     domain_secrets: Annotated[list[DomainSecret], Meta(max_length=50)] = []
@@ -69,13 +68,13 @@ type NetworkPolicy = NetworkDisabled | NetworkAllowlist
 
 
 class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a caller may choose about a sandbox; the rest is the operator's.
+    """What a client may choose about a sandbox; the operator decides the rest.
 
-    requirements: packages to install before the sandbox is handed over, as in a requirements file: names, extras,
-    versions and markers, no options, URLs or paths.
-    tenant: whose quota it counts against, and whom it may share a zygote with.
-    fresh_interpreter: start a new Python in the finished jail instead of continuing the forked one; it has
-    an address-space layout and a hash seed of its own, and pays for its imports.
+    requirements: packages to install first, as in a requirements file: names, extras, versions and markers; no
+    options, URLs or paths.
+    tenant: whose quota the sandbox counts against; only sandboxes of one tenant share a zygote.
+    fresh_interpreter: start a new Python in the jail instead of continuing the forked one. It has its own
+    address-space layout and hash seed, and pays for its imports.
     """
 
     memory: MemoryTier = "1g"
@@ -86,16 +85,16 @@ class SandboxSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A sandbox that lives; times are seconds since 1970."""
+    """A running sandbox; times are seconds since 1970."""
 
     id: str
     memory: MemoryTier
     tenant: str
     created_at: float
     last_used_at: float
-    running: str | None = None  # the id of the execution that has its turn
+    running: str | None = None  # id of the running execution
     waiting: int = 0
-    warm: bool | None = None  # whether it had been waiting when it was asked for
+    warm: bool | None = None  # whether it came from the warm pool
 
 
 type ExecutionTimeout = Annotated[float, Meta(gt=0, le=86_400)]
@@ -107,13 +106,12 @@ type ExecutionLanguage = Literal["python", "shell"]
 class ExecuteRequest(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
 ):
-    """One call of code in a sandbox. What is as usual is not sent, so that an older server takes what it knows, and
-    refuses what it does not.
+    """One call of code in a sandbox. Defaults are not sent, so that an older server rejects only what it does not know.
 
-    language: `shell` runs the code as one command of the sandbox's shell, in a process of its own.
-    execution_id: chosen by the caller; asking again under the same id attaches to the run that is there and runs
-    nothing twice. Without one the server chooses.
-    requirements: packages to install before the code runs; if that fails, the code does not run.
+    language: `shell` runs the code as one shell command, in its own process.
+    execution_id: chosen by the client; the same id again attaches to the running call and runs nothing twice.
+    Without one the server chooses.
+    requirements: packages to install first; if that fails, the code does not run.
     """
 
     code: str
@@ -124,12 +122,12 @@ class ExecuteRequest(
 
     @property
     def noun(self) -> str:
-        """What runs, for sentences."""
+        """What runs, for messages: `code` or `command`."""
         return "command" if self.language == "shell" else "code"
 
 
 class BaseExecutionEvent(msgspec.Struct, frozen=True, tag_field="type"):
-    """One step of an execution; exactly one `End` comes last."""
+    """An event of an execution; exactly one `ExecutionEnd` comes last."""
 
 
 class Stdout(BaseExecutionEvent, frozen=True, tag="stdout"):
@@ -141,19 +139,19 @@ class Stderr(BaseExecutionEvent, frozen=True, tag="stderr"):
 
 
 class DisplayData(BaseExecutionEvent, frozen=True, tag="display"):
-    """Something shown: `data` maps a MIME type to text, or to base64 for binary types."""
+    """Rich output: `data` maps a MIME type to text, or to base64 for binary types."""
 
     data: dict[str, str]
 
 
 class ExpressionResult(BaseExecutionEvent, frozen=True, tag="result"):
-    """The value of the last expression, in the same form as `Display`."""
+    """The value of the last expression, in the same form as DisplayData."""
 
     data: dict[str, str]
 
 
 class ExceptionRaised(BaseExecutionEvent, frozen=True, tag="error"):
-    """The code raised; `traceback` shows the user's lines only."""
+    """The code raised an exception; `traceback` shows the user's lines only."""
 
     name: str
     value: str
@@ -161,7 +159,7 @@ class ExceptionRaised(BaseExecutionEvent, frozen=True, tag="error"):
 
 
 class ExecutionNote(BaseExecutionEvent, frozen=True, tag="note"):
-    """Something the supervisor saw that did not end the call, e.g. a child killed for memory."""
+    """Something that did not end the call, for example a child process killed for memory."""
 
     text: str
 
@@ -174,11 +172,11 @@ type ExecutionEndStatus = Literal[
 class ExecutionEnd(BaseExecutionEvent, frozen=True, tag="end", kw_only=True):
     """How the execution ended, as the supervisor observed it.
 
-    exit_code: 0; 1 when the code raised; n for `sys.exit(n)`; what a command's shell says, 128 + n for signal n; -1 for
-    a time-out, a lost sandbox and packages that could not be installed.
-    state_kept: whether variables are still there for the next call; False means that the sandbox is gone.
-    reason: one sentence for people and models, empty when the code simply finished or raised.
-    packages_ms: how long packages were installed before, which is not in `duration_ms` if the code ran.
+    exit_code: 0; 1 if the code raised; n for `sys.exit(n)`; a command's own, 128 + n for signal n; -1 for a timeout,
+    a lost sandbox and packages that could not be installed.
+    state_kept: whether variables remain for the next call; False means that the sandbox is gone.
+    reason: one sentence for people and models; empty if the code finished or raised.
+    packages_ms: time to install packages, not included in `duration_ms` if the code ran.
     """
 
     status: ExecutionEndStatus
@@ -197,9 +195,9 @@ type ExecutionEvent = (
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
     """One regular file under /mnt/data; `path` is relative, POSIX, and comes from untrusted code.
 
-    modified_ns: code may set it to what it likes. changed_ns, inode: these it cannot choose, so that two entries which
-        are equal tell of the same content; 0 from servers that do not tell.
-    executable: whether its owner may run it.
+    modified_ns: code can set it. changed_ns, inode: code cannot choose them, so equal entries mean equal content; 0
+        from servers that do not send them.
+    executable: whether its owner may execute it.
     """
 
     path: str
@@ -213,9 +211,9 @@ class FileEntry(msgspec.Struct, frozen=True, kw_only=True):
 class FileListing(msgspec.Struct, frozen=True, kw_only=True):
     """Files below /mnt/data, sorted by path.
 
-    mark: names this state; given back, the next listing tells only what changed since.
-    complete: `files` is everything; False means that it and `deleted` are the changes since the mark.
-    truncated: some are left out: too many, too deep, or of names that are not text.
+    mark: the snapshot token of this state; the next listing can return only what changed since.
+    complete: whether `files` is everything; otherwise it and `deleted` are the changes since the token.
+    truncated: whether some are omitted: too many, too deep, or with names that are not text.
     """
 
     files: list[FileEntry]
@@ -229,10 +227,9 @@ type ArchiveFormat = Literal["zip", "tar", "tar.gz", "tar.zst"]
 
 
 class UnpackSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What an archive left behind; `skipped` tells the members that are neither files nor directories.
+    """The result of unpacking; `skipped` counts members that are neither files nor directories.
 
-    modified_ns, changed_ns: when the last of its files was written, and was in place: one that is newer, by either, was
-        changed since.
+    modified_ns, changed_ns: of the file written last; a file with a later time was changed since.
     """
 
     files: int
@@ -243,10 +240,10 @@ class UnpackSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WriteSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What was put in place of many files.
+    """The result of writing many files.
 
-    modified_ns, changed_ns: as in `Unpacked`.
-    refused: how many could not be; reasons: why, of the first of them, by name.
+    modified_ns, changed_ns: as in UnpackSummary.
+    refused: how many could not be written. reasons: why, for the first of them.
     """
 
     files: int
@@ -264,7 +261,7 @@ class ReadFilesRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class OneShotRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`POST /execute`: code in a fresh sandbox that ends with it; `files` maps names to base64."""
+    """`POST /execute`: code in a new sandbox that ends with it; `files` maps names to base64."""
 
     code: str
     timeout_seconds: ExecutionTimeout = 60.0
@@ -275,7 +272,7 @@ class OneShotRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class OneShotResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """stderr ends with the traceback or with the sentence that says why the code could not run or finish."""
+    """`stderr` ends with the traceback, or with why the code could not run or finish."""
 
     status: Literal["success", "error"]
     stdout: str
@@ -286,9 +283,9 @@ class OneShotResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """What a sandbox server says of itself.
+    """The health of a sandbox server.
 
-    status: `ok`, or `starting` while no sandbox could be made; then the HTTP status is 503.
+    status: `ok`; otherwise no sandbox can be made, and the HTTP status is 503.
     """
 
     status: Literal["ok", "starting", "stopping"]
