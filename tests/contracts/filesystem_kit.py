@@ -1,4 +1,4 @@
-"""What every `Filesystem` of the client must do."""
+"""Conformance tests of `Filesystem` of the client."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from fumehood.client import Filesystem, WorkspaceSecurityError
 
 
 class FilesystemKit:
-    """Subclass it and give a fixture `files` that makes an empty one."""
+    """Needs a fixture `files`, an empty file system."""
 
     def test_it_is_a_filesystem(self, files: Filesystem) -> None:
         assert isinstance(files, Filesystem)
@@ -24,11 +24,11 @@ class FilesystemKit:
 
     def test_files_and_directories_are_told_apart(self, files: Filesystem) -> None:
         files.write("sub/a.txt", b"x")
-        seen = {
+        found = {
             path: (files.exists(path), files.is_file(path), files.is_dir(path))
             for path in (".", "sub", "sub/a.txt", "no")
         }
-        assert seen == {
+        assert found == {
             ".": (True, False, True),
             "sub": (True, False, True),
             "sub/a.txt": (True, True, False),

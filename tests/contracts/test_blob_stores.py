@@ -1,4 +1,4 @@
-"""The conformance kits on every store of blobs."""
+"""Every blob store passes its kit."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""The conformance kit of containers on ours, over a double and over real sandboxes."""
+"""The container service passes its kit, over fake and over real sandboxes."""
 
 import asyncio
 import tempfile
@@ -31,6 +31,7 @@ from fumehood.testing import (
     ScriptedSandboxProvider,
     WriteFile,
 )
+from fumehood.testing.kits.blob_store_kit import stream_chunks
 from fumehood.testing.kits.container_service_kit import (
     PYTHON_PROGRAMS,
     SOMEBODY,
@@ -44,8 +45,8 @@ from tests.support.sandbox_runs import has_cgroups
 @pytest_asyncio.fixture(loop_scope="class", scope="class")
 async def subject(request: pytest.FixtureRequest) -> AsyncGenerator[ContainerSubject]:
     kit = cast("type[Any]", request.cls)  # pyright: ignore[reportUnknownMemberType]
-    async with kit.opened() as made:
-        yield made
+    async with kit.open_subject() as subject:
+        yield subject
 
 
 def make_subject(
@@ -56,33 +57,27 @@ def make_subject(
 ) -> ContainerSubject:
     clock = FakeClock()
     settings = ContainerSettings(isolation=isolation, containers_per_tenant=1000)
-    kept = store or MemoryStore(clock)
-    shared = GarbageCollectedBlobs(blobs or MemoryBlobStore(), kept)
-    uploads = UploadedFiles(kept, shared, clock)
-    containers = SandboxContainerService(provider, kept, shared, clock, settings, uploads=uploads)
+    records = store or MemoryStore(clock)
+    referenced = GarbageCollectedBlobs(blobs or MemoryBlobStore(), records)
+    uploads = UploadedFiles(records, referenced, clock)
+    containers = SandboxContainerService(provider, records, referenced, clock, settings, uploads=uploads)
 
-    async def end_sandbox(container_id: str) -> None:
-        (name,) = [one.id for one in await provider.list_sandboxes() if one.id.startswith(container_id)]
+    async def destroy_sandbox(container_id: str) -> None:
+        (name,) = [info.id for info in await provider.list_sandboxes() if info.id.startswith(container_id)]
         await provider.destroy(SandboxRef(name))
 
     async def upload(name: str, content: bytes) -> str:
-        async def pieces() -> AsyncGenerator[bytes]:
-            yield content
+        metadata = FileUploadMetadata(filename=name, purpose="user_data")
+        return (await uploads.create_file(SOMEBODY, metadata, stream_chunks(content))).id
 
-        return (
-            await uploads.create_file(
-                SOMEBODY, FileUploadMetadata(filename=name, purpose="user_data"), pieces()
-            )
-        ).id
-
-    async def let_pass(seconds: float) -> None:
+    async def advance_clock(seconds: float) -> None:
         clock.advance(seconds)
 
     return ContainerSubject(
         containers,
         keeps_variables=isolation == "container",
-        destroy_sandbox=end_sandbox,
-        advance_clock=let_pass,
+        destroy_sandbox=destroy_sandbox,
+        advance_clock=advance_clock,
         upload=upload,
     )
 
@@ -92,7 +87,7 @@ async def _print_out_file(sandbox: ScriptedSandbox) -> BaseExecutionEvent:
 
 
 def make_scripted_sandboxes() -> ScriptedSandboxProvider:
-    behaviours: dict[ContainerProgram, list[SandboxAction]] = {
+    actions_by_program: dict[ContainerProgram, list[SandboxAction]] = {
         "prints hello": [Stdout("hello\n")],
         "raises ValueError": [ExceptionRaised("ValueError", "no", "ValueError: no\n")],
         "waits to be interrupted": [Stdout("waiting\n"), asyncio.Event()],
@@ -105,7 +100,9 @@ def make_scripted_sandboxes() -> ScriptedSandboxProvider:
         ],
     }
     return ScriptedSandboxProvider(
-        repeatable=[ExecutionStep(PYTHON_PROGRAMS[name], actions) for name, actions in behaviours.items()]
+        repeatable=[
+            ExecutionStep(PYTHON_PROGRAMS[name], actions) for name, actions in actions_by_program.items()
+        ]
     )
 
 
@@ -119,10 +116,10 @@ async def open_real_subject(isolation: IsolationScope) -> AsyncGenerator[Contain
 
 
 @pytest.mark.asyncio(loop_scope="class")
-class TestOverADouble(ContainerServiceKit):
+class TestOverFakeSandboxes(ContainerServiceKit):
     @staticmethod
     @asynccontextmanager
-    async def opened() -> AsyncGenerator[ContainerSubject]:
+    async def open_subject() -> AsyncGenerator[ContainerSubject]:
         async with make_scripted_sandboxes() as provider:
             yield make_subject(provider)
 
@@ -131,7 +128,7 @@ class TestOverADouble(ContainerServiceKit):
 class TestOnADisk(ContainerServiceKit):
     @staticmethod
     @asynccontextmanager
-    async def opened() -> AsyncGenerator[ContainerSubject]:
+    async def open_subject() -> AsyncGenerator[ContainerSubject]:
         with tempfile.TemporaryDirectory() as directory:
             store = await SqliteStore.open(Path(directory) / "store.db")
             async with make_scripted_sandboxes() as provider:
@@ -140,10 +137,10 @@ class TestOnADisk(ContainerServiceKit):
 
 
 @pytest.mark.asyncio(loop_scope="class")
-class TestOverADoubleForEachCall(ContainerServiceKit):
+class TestOverAFakeSandboxForEachCall(ContainerServiceKit):
     @staticmethod
     @asynccontextmanager
-    async def opened() -> AsyncGenerator[ContainerSubject]:
+    async def open_subject() -> AsyncGenerator[ContainerSubject]:
         async with make_scripted_sandboxes() as provider:
             yield make_subject(provider, "execution")
 
@@ -152,7 +149,7 @@ class TestOverADoubleForEachCall(ContainerServiceKit):
 class TestOverSandboxes(ContainerServiceKit):
     @staticmethod
     @asynccontextmanager
-    async def opened() -> AsyncGenerator[ContainerSubject]:
+    async def open_subject() -> AsyncGenerator[ContainerSubject]:
         async with open_real_subject("container") as subject:
             yield subject
 
@@ -161,6 +158,6 @@ class TestOverSandboxes(ContainerServiceKit):
 class TestOverASandboxForEachCall(ContainerServiceKit):
     @staticmethod
     @asynccontextmanager
-    async def opened() -> AsyncGenerator[ContainerSubject]:
+    async def open_subject() -> AsyncGenerator[ContainerSubject]:
         async with open_real_subject("execution") as subject:
             yield subject

@@ -1,4 +1,4 @@
-"""The conformance kit on our files, in memory and on a disk."""
+"""The file service passes its kit, in memory and on a disk."""
 
 from collections.abc import AsyncGenerator
 from pathlib import Path

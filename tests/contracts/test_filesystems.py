@@ -1,4 +1,4 @@
-"""Every filesystem of the client against its kit."""
+"""Every file system of the client passes its kit."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The conformance kit of hosted tools on the code interpreter and on the double."""
+"""Every hosted tool passes its kit."""
 
 import asyncio
 from collections.abc import AsyncGenerator

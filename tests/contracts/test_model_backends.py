@@ -1,4 +1,4 @@
-"""The conformance kit of models on every backend."""
+"""Every model backend passes its kit."""
 
 import asyncio
 from collections import deque
@@ -38,7 +38,7 @@ def request(model: str, *segments: ConversationSegment) -> ModelRequest:
 
 
 class _ByModel(deque[Responder]):
-    """Answers as the model's name asks, however often."""
+    """Selects the answer by the name of the model, any number of times."""
 
     def __init__(self, answers: dict[str, Responder]) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class TestScriptedModel(ModelBackendKit):
 
 
 class _OpenSpans(RecordListener):
-    """Counts what began and has not ended."""
+    """Counts spans that have not ended."""
 
     def __init__(self) -> None:
         self.open: list[SpanRecord] = []
@@ -194,7 +194,7 @@ class _OpenSpans(RecordListener):
 
 
 class TestObservedModel(ModelBackendKit):
-    """As telemetry puts it around every model. Every turn is seen to end, once, however it does."""
+    """With telemetry around the model. The span of every turn ends once."""
 
     @pytest.fixture
     async def subject(self) -> AsyncGenerator[ModelSubject]:

@@ -1,4 +1,4 @@
-"""The conformance kit on the client of the sandbox protocol, with a double behind it."""
+"""The remote provider passes the kit, with a fake sandbox server."""
 
 from collections.abc import AsyncGenerator
 

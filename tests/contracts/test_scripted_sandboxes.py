@@ -1,4 +1,4 @@
-"""The conformance kit on the scripted double."""
+"""`ScriptedSandboxProvider` passes the kit."""
 
 from collections.abc import AsyncGenerator
 

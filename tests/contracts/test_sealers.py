@@ -1,4 +1,4 @@
-"""The conformance kit on every sealer."""
+"""Every sealer passes the kit."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The conformance kit on every store."""
+"""Every store passes its kit."""
 
 import sqlite3
 from collections.abc import AsyncGenerator
@@ -35,7 +35,7 @@ class TestSqliteStore(StoreKit, SegmentCacheKit):
 
 
 class TestSharedSqliteStore(StoreKit, SharedStoreKit):
-    """Two of them on one file, as if they were two processes: nothing but leases between them."""
+    """Two stores on one file, as in two processes."""
 
     @pytest.fixture
     async def subject(self, tmp_path: Path) -> AsyncGenerator[StoreSubject]:
@@ -47,6 +47,6 @@ class TestSharedSqliteStore(StoreKit, SharedStoreKit):
 
 async def _expire_leases(path: Path, *stores: SqliteStore) -> None:
     for store in stores:
-        await store.fail_orphaned_responses()  # writes what has begun
+        await store.fail_orphaned_responses()  # writes pending beginnings
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("UPDATE leases SET expires = expires - 1")

@@ -1,4 +1,4 @@
-"""Sealed state: nobody else can read, change or use it; keys come, go and stay."""
+"""Secrecy and integrity of AES-GCM seals, and key files."""
 
 import base64
 import stat
@@ -99,11 +99,11 @@ def test_keys_are_read_from_files_and_variables(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [("", "no key"), ("# none\n", "no key"), ("c2hvcnQ=", "32 bytes"), ("not base64!", "not base64")],
 )
-def test_bad_keys_are_refused_without_showing_them(text: str, said: str) -> None:
-    with pytest.raises(InvalidSealingKeys, match=said) as refused:
+def test_bad_keys_are_refused_without_showing_them(text: str, message: str) -> None:
+    with pytest.raises(InvalidSealingKeys, match=message) as refused:
         AesGcmSealer(parse_keys(text))
     assert not text or text not in str(refused.value)
 

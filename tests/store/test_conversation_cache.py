@@ -1,4 +1,4 @@
-"""Conversations in memory."""
+"""The cache of conversations."""
 
 from itertools import takewhile
 
@@ -41,8 +41,8 @@ def test_a_turn_is_shared_by_all_that_stand_on_it() -> None:
 
 
 @given(st.lists(st.one_of(st.just(0), st.integers(0, 40)), max_size=80))
-def test_long_conversations_and_their_forks_share_stretches(steps: list[int]) -> None:
-    """Each step continues the response so many before the newest."""
+def test_long_conversations_and_their_forks_share_segment_runs(steps: list[int]) -> None:
+    """Each step is the distance of the continued response from the newest."""
     cached = ConversationCache(1 << 30)
     paths: list[list[str]] = []
     for number, back in enumerate([0, *steps]):

@@ -1,4 +1,4 @@
-"""Rows and pages that are not what was written: an error that names them, and never garbage."""
+"""Damaged rows and pages raise an error that names them."""
 
 import logging
 import random
@@ -21,7 +21,7 @@ PAGE = 4096
 
 
 async def _make_store(path: Path, number: int = 1) -> list[Response]:
-    """Responses of one conversation each, in a file that nobody has open."""
+    """Create a store with responses of one conversation each, and close it."""
     store = await SqliteStore.open(path)
     made = [await store_response(store, f"text {one} " + "abc" * 400) for one in range(number)]
     await store.close()
@@ -34,7 +34,7 @@ def _execute_sql(path: Path, statement: str, *values: object) -> None:
 
 
 async def _read_corrupted(path: Path, response: Response) -> list[StorageCorrupted]:
-    """What whoever reads it is told, in every way in which it can be read."""
+    """Read a response in every way, and return the errors."""
     store = await SqliteStore.open(path)
     errors: list[StorageCorrupted] = []
     for reading in (
@@ -63,33 +63,33 @@ async def test_an_item_that_is_no_text(
     path = tmp_path / "store.db"
     (response,) = await _make_store(path)
     _execute_sql(path, "UPDATE items SET raw = CAST(x'7bff80fe' || raw AS BLOB)")
-    if not keeps_checksum:  # as an older release wrote it
+    if not keeps_checksum:  # as of an older release
         _execute_sql(path, "UPDATE items SET checksum = NULL")
-    told = await _read_corrupted(path, response)
-    assert len(told) == 3
-    assert {(error.status, error.wire_code) for error in told} == {(500, "storage_corrupted")}
-    assert all("items 1/" in error.message for error in told)
+    errors = await _read_corrupted(path, response)
+    assert len(errors) == 3
+    assert {(error.status, error.wire_code) for error in errors} == {(500, "storage_corrupted")}
+    assert all("items 1/" in error.message for error in errors)
     assert {(line["table"], line["row"].split("/")[0]) for line in _read_log_events(caplog)} == {
         ("items", "1")
     }
 
 
-async def test_a_letter_that_became_another(tmp_path: Path) -> None:
-    """Valid JSON, and not what was said."""
+async def test_a_changed_letter(tmp_path: Path) -> None:
+    """The row is still valid JSON."""
     path = tmp_path / "store.db"
     (response,) = await _make_store(path)
     _execute_sql(path, "UPDATE items SET raw = CAST(replace(raw, 'abcabc', 'abcabd') AS BLOB)")
-    told = await _read_corrupted(path, response)
-    assert len(told) == 2  # the output, which is the response's own, is as it was
-    assert all("items 1/0" in error.message for error in told)
+    errors = await _read_corrupted(path, response)
+    assert len(errors) == 2  # the output is intact
+    assert all("items 1/0" in error.message for error in errors)
 
 
 async def test_a_response_whose_row_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "store.db"
     (response,) = await _make_store(path)
     _execute_sql(path, "UPDATE responses SET body = CAST(replace(body, 'completed', 'cancelled') AS BLOB)")
-    (told,) = await _read_corrupted(path, response)  # its items can be read
-    assert f"responses {response.id}" in told.message
+    (error,) = await _read_corrupted(path, response)  # its items can be read
+    assert f"responses {response.id}" in error.message
     assert [(line["table"], line["row"]) for line in _read_log_events(caplog)] == [("responses", response.id)]
 
 
@@ -98,20 +98,20 @@ async def test_a_damaged_response_that_was_running_does_not_keep_the_store_from_
 ) -> None:
     path = tmp_path / "store.db"
     store = await SqliteStore.open(path)
-    begun = make_response(store, "text")
-    await begun.begin()
+    running = make_response(store, "text")
+    await running.begin()
     other = make_response(store, "text")
     await other.begin()
     await store.close()
-    _execute_sql(path, "UPDATE responses SET body = x'00' WHERE id = ?", begun.response.id)
+    _execute_sql(path, "UPDATE responses SET body = x'00' WHERE id = ?", running.response.id)
     again = await SqliteStore.open(path)
     assert await again.fail_orphaned_responses() == 2
     found = await again.get_response("tenant", other.response.id)
     assert found is not None
     assert found.status == "failed"
     with pytest.raises(StorageCorrupted):
-        await again.get_response("tenant", begun.response.id)
-    assert await again.delete_response("tenant", begun.response.id)
+        await again.get_response("tenant", running.response.id)
+    assert await again.delete_response("tenant", running.response.id)
     await again.close()
 
 
@@ -131,7 +131,7 @@ async def test_a_damaged_container_is_named_and_does_not_hide_the_others(tmp_pat
         await again.get_container("cntr_1")
     with pytest.raises(StorageCorrupted, match="containers cntr_1"):
         await again.list_containers("tenant", PageQuery())
-    # Whoever tidies up goes on with those that can be read.
+    # Sweeps skip damaged rows.
     assert [record.id for record in await again.find_containers(running=True)] == ["cntr_2"]
     await again.close()
 

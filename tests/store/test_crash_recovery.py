@@ -1,4 +1,4 @@
-"""What a killed process leaves."""
+"""The store after its process was killed."""
 
 import asyncio
 import os
@@ -19,28 +19,28 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class AcknowledgedWrites:
-    """What the processes said until they were killed."""
+    """What the processes printed before they were killed."""
 
     def __init__(self) -> None:
-        self.kept: dict[str, str] = {}
+        self.stored: dict[str, str] = {}
         self.deleted: set[str] = set()
         self.unsure: set[str] = set()
 
     def parse_line(self, line: str) -> None:
         word, response_id, *rest = line.split()
         match word:
-            case "kept":
-                self.kept[response_id] = rest[0]
+            case "stored":
+                self.stored[response_id] = rest[0]
             case "deleting":
-                self.kept.pop(response_id)
+                self.stored.pop(response_id)
                 self.unsure.add(response_id)
             case "deleted":
                 self.deleted.add(response_id)
             case _:
-                assert word == "begun"
+                assert word == "started"
 
 
-async def _run_and_kill(path: Path, chance: random.Random, heard: AcknowledgedWrites) -> None:
+async def _run_and_kill(path: Path, chance: random.Random, writes: AcknowledgedWrites) -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -51,12 +51,12 @@ async def _run_and_kill(path: Path, chance: random.Random, heard: AcknowledgedWr
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
-    heard.parse_line((await process.stdout.readline()).decode())
+    writes.parse_line((await process.stdout.readline()).decode())
     asyncio.get_running_loop().call_later(chance.uniform(0, 0.25), os.kill, process.pid, signal.SIGKILL)
-    said = await process.stdout.read()
+    output = await process.stdout.read()
     assert await process.wait() == -signal.SIGKILL
-    for line in said.decode().splitlines():
-        heard.parse_line(line)
+    for line in output.decode().splitlines():
+        writes.parse_line(line)
 
 
 async def _check_response(store: SqliteStore, response: Response) -> None:
@@ -73,22 +73,22 @@ async def _check_response(store: SqliteStore, response: Response) -> None:
         assert response.output == []
 
 
-async def _check_store(path: Path, heard: AcknowledgedWrites) -> int:
-    """Every acknowledged response is there and whole, and so is every other one; how many were lost on the way."""
+async def _check_store(path: Path, writes: AcknowledgedWrites) -> int:
+    """Check that all acknowledged responses exist and all responses are complete; return the number of failed ones."""
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         ids = [response_id for (response_id,) in connection.execute("SELECT id FROM responses")]
     store = await SqliteStore.open(path)
     try:
         lost = await store.fail_orphaned_responses()
-        assert heard.kept.keys() <= set(ids)
-        assert not heard.deleted & set(ids)
+        assert writes.stored.keys() <= set(ids)
+        assert not writes.deleted & set(ids)
         for response_id in ids:
             response = await store.get_response("tenant", response_id)
             assert response is not None
             assert response.status not in ("queued", "in_progress")
             await _check_response(store, response)
-        for response_id, previous in heard.kept.items():
+        for response_id, previous in writes.stored.items():
             response = await store.get_response("tenant", response_id)
             assert response is not None
             assert (response.status, response.previous_response_id or "-") == ("completed", previous)
@@ -99,18 +99,18 @@ async def _check_store(path: Path, heard: AcknowledgedWrites) -> int:
 
 async def _kill_often(path: Path, times: int, seed: int) -> None:
     chance = random.Random(seed)
-    heard = AcknowledgedWrites()
+    writes = AcknowledgedWrites()
     lost = 0
     for _ in range(times):
-        await _run_and_kill(path, chance, heard)
-        lost += await _check_store(path, heard)
-    assert len(heard.kept) > 10 * times
-    assert lost >= times, "each of them had one that never ends"
+        await _run_and_kill(path, chance, writes)
+        lost += await _check_store(path, writes)
+    assert len(writes.stored) > 10 * times
+    assert lost >= times, "each process has a response that never ends"
     await _delete_all(path)
 
 
 async def _delete_all(path: Path) -> None:
-    """Nothing is left behind when everything is deleted."""
+    """Delete all responses, and check that no row is left."""
     with closing(sqlite3.connect(path)) as connection:
         ids = [response_id for (response_id,) in connection.execute("SELECT id FROM responses")]
     store = await SqliteStore.open(path)

@@ -1,4 +1,4 @@
-"""The file, its threads and its lock."""
+"""The database file, its threads, its lock and its migrations."""
 
 import asyncio
 import os
@@ -37,34 +37,34 @@ def _select_all(db: sqlite3.Connection) -> list[int]:
 
 async def test_what_waits_is_one_transaction(database: Database) -> None:
     busy = threading.Event()
-    begun: list[int] = []
+    started: list[int] = []
     blocked = database.write(lambda db: busy.wait(10))
 
     def insert(number: int) -> asyncio.Future[None]:
         def work(db: sqlite3.Connection) -> None:
-            begun.append(number)
+            started.append(number)
             db.execute("INSERT INTO t VALUES (?)", (number,))
 
         return database.write(work)
 
     jobs = [insert(number) for number in range(50)]
-    seen = await database.read(_select_all)
+    found = await database.read(_select_all)
     busy.set()
     assert await blocked
     await asyncio.gather(*jobs)
-    assert seen == []
-    assert begun == list(range(50))
+    assert found == []
+    assert started == list(range(50))
     assert await database.read(_select_all) == list(range(50))
 
 
 async def test_transactions_are_counted_with_what_shared_them(tmp_path: Path) -> None:
-    figures = StoreStats()
-    database = await Database.open(tmp_path / "test.db", stats=figures)
+    stats = StoreStats()
+    database = await Database.open(tmp_path / "test.db", stats=stats)
     await asyncio.gather(*(database.write(lambda db: None) for _ in range(3)))
     await database.write(lambda db: None)
     await database.close()
-    assert (figures.write_seconds.count, figures.batch_sizes.count, figures.batch_sizes.sum) == (2, 2, 4)
-    assert figures.write_seconds.sum > 0
+    assert (stats.write_seconds.count, stats.batch_sizes.count, stats.batch_sizes.sum) == (2, 2, 4)
+    assert stats.write_seconds.sum > 0
 
 
 async def test_a_bad_job_does_not_harm_its_neighbours(database: Database) -> None:
@@ -100,10 +100,10 @@ async def test_small_jobs_are_done_on_the_event_loop_and_committed_together(data
         return database.write(work, size=size)
 
     jobs = [insert(number, 100) for number in range(3)]
-    seen = await database.read(_select_all)  # nothing is seen before its commit, wherever it was done
+    found = await database.read(_select_all)  # readers see only commits
     await asyncio.gather(*jobs)
     await insert(3, 1 << 30)
-    assert set(seen) in (set(), {0, 1, 2})
+    assert set(found) in (set(), {0, 1, 2})
     assert where[:3] == [threading.get_ident()] * 3
     assert where[3] != threading.get_ident()
     assert await database.read(_select_all) == [0, 1, 2, 3]
@@ -155,13 +155,13 @@ async def test_who_is_told_and_breaks_holds_up_nobody(
     database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(_: object) -> None:
-        raise RuntimeError("a mistake of ours")
+        raise RuntimeError("a bug")
 
     async with asyncio.timeout(60):
         assert await database.write(lambda db: 1, broken) == 1
         assert await database.write(lambda db: 2) == 2
         assert await database.read(lambda db: 3, broken) == 3
-    assert caplog.text.count("RuntimeError: a mistake of ours") == 2
+    assert caplog.text.count("RuntimeError: a bug") == 2
 
 
 async def test_the_event_loop_does_not_wait_for_another_writer(database: Database, tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ async def test_a_file_that_cannot_be_opened_is_closed_again(tmp_path: Path) -> N
     garbage.write_bytes(b"not a database at all, but long enough to be taken for one" * 100)
     with pytest.raises(StoreOpenError) as refused:
         await SqliteStore.open(garbage)
-    assert refused.value.__traceback__ is not None  # its frames are alive, and what they refer to
+    assert refused.value.__traceback__ is not None  # keeps the frames of the error alive
     opened = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if os.path.lexists(entry)]
     assert [path for path in opened if path.startswith(str(garbage))] == []
 
@@ -313,7 +313,7 @@ async def test_an_older_file_is_brought_up_to_date(tmp_path: Path) -> None:
     _create_migrated(path, ADDS)
     _create_migrated(path, ADDS)
     assert "more" in _list_tables(path)
-    again = await SqliteStore.open(path)  # this release is now the older one, and can still work with it
+    again = await SqliteStore.open(path)  # the older release can still use it
     after = await store_response(again, "new", after=response)
     assert list_user_texts(await again.get_conversation("tenant", after.id)) == ["old", "new"]
     await again.close()
@@ -437,8 +437,8 @@ async def test_while_the_file_is_full_nothing_is_begun(tmp_path: Path) -> None:
     refused = make_response(store, "x" * 1_000_000)
     with pytest.raises(StorageUnavailable, match="full"):
         await refused.complete(await refused.begin())
-    await store.check_writable()  # something small can still be written
-    await database.write(lambda db: db.execute("PRAGMA query_only = ON") and None)  # and now nothing can
+    await store.check_writable()  # small writes still succeed
+    await database.write(lambda db: db.execute("PRAGMA query_only = ON") and None)  # no write succeeds
     with pytest.raises(StorageUnavailable):
         await refused.complete(Lease(refused.response.id, 1))
     with pytest.raises(StorageUnavailable) as caught:
@@ -463,7 +463,7 @@ async def test_a_disk_without_space(tmp_path: Path) -> None:
         refused = make_response(store, "z" * 900_000, after=first)
         refused.response.instructions = "i" * 2_000_000
         lease = await refused.begin()
-        assert await store.fail_orphaned_responses() == 0  # its beginning was tried, and refused
+        assert await store.fail_orphaned_responses() == 0  # writing its beginning has failed
         with pytest.raises(ServiceUnavailable, match="cannot be used now"):
             await refused.complete(lease)
         assert list_user_texts(await store.get_conversation("tenant", first.id)) == ["first"]

@@ -1,4 +1,4 @@
-"""Blobs on a disk, beyond what the kit asks."""
+"""`DiskBlobStore`, beyond its kit."""
 
 import asyncio
 import io
@@ -15,6 +15,7 @@ import pytest
 
 from fumehood.protocol.openai.api_errors import ServiceUnavailable
 from fumehood.store.disk_blob_store import DiskBlobStore
+from fumehood.testing.kits.blob_store_kit import stream_chunks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,8 +97,8 @@ async def test_a_download_that_is_cancelled_closes_nothing_under_a_thread_that_r
         return opened[-1]
 
     monkeypatch.setattr(Path, "open", opens)
-    pieces = blobs.read(name)
-    download = asyncio.ensure_future(anext(pieces))
+    chunks = blobs.read(name)
+    download = asyncio.ensure_future(anext(chunks))
     await asyncio.to_thread(reading.wait)
     download.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -161,8 +162,8 @@ async def test_what_is_to_stay_free_is_left_alone(tmp_path: Path) -> None:
     assert len(_list_files(tmp_path)) == 1
 
 
-async def test_what_is_deleted_while_it_comes_again_is_there(tmp_path: Path) -> None:
-    """It was not written again, since it was there; and then somebody else let go of it."""
+async def test_a_blob_deleted_while_it_is_put_again_exists(tmp_path: Path) -> None:
+    """A batch skips an existing blob, which is deleted before the batch is published."""
     blobs = DiskBlobStore(tmp_path)
     contents = [bytes([number]) for number in range(20)]
     names = await blobs.put_many(contents)
@@ -200,7 +201,7 @@ async def test_a_disk_without_space(tmp_path: Path) -> None:
         pytest.skip("may not mount")
     try:
         blobs = DiskBlobStore(tmp_path / "blobs")
-        for content in (b"x" * 2_000_000, _stream_chunks(b"x" * 1_500_000, b"y" * 1_500_000)):
+        for content in (b"x" * 2_000_000, stream_chunks(b"x" * 1_500_000, b"y" * 1_500_000)):
             with pytest.raises(ServiceUnavailable, match="No space left on device"):
                 await blobs.put(content)
         with pytest.raises(ServiceUnavailable, match="No space left on device"):
@@ -209,8 +210,3 @@ async def test_a_disk_without_space(tmp_path: Path) -> None:
         assert _list_files(tmp_path) == []
     finally:
         subprocess.run(["umount", "-l", str(tmp_path)], check=True)
-
-
-async def _stream_chunks(*pieces: bytes) -> AsyncGenerator[bytes]:
-    for piece in pieces:
-        yield piece

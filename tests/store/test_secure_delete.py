@@ -1,4 +1,4 @@
-"""What was deleted is in none of the store's files."""
+"""Deleted content is in no file of the store."""
 
 import asyncio
 import os
@@ -19,11 +19,11 @@ from fumehood.testing.kits.store_fixtures import store_response
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "text-that-must-go"
-SECONDS = 20  # the promise is half a second; the machine may be busy
+SECONDS = 20  # half a second, on a busy machine
 
 
 def find_files_with_text(directory: Path) -> list[str]:
-    """The files in which the text is found."""
+    """Return the files that contain the text."""
     found = [path for path in directory.rglob("*") if path.is_file() and MARK.encode() in path.read_bytes()]
     return sorted(path.name for path in found)
 
@@ -88,7 +88,7 @@ async def test_somebody_who_reads_only_delays_it(tmp_path: Path) -> None:
         async with asyncio.timeout(SECONDS):
             await store_response(store, "others are served meanwhile")
             await asyncio.sleep(1)
-        assert find_files_with_text(tmp_path) != []  # what the reader may still read
+        assert find_files_with_text(tmp_path) != []  # the reader may still read it
         reader.execute("COMMIT")
     await wait_until_erased(tmp_path)
     await store.close()
@@ -140,6 +140,6 @@ async def test_many_deletions_share_few_checkpoints(tmp_path: Path, monkeypatch:
         while not emptied:
             await asyncio.sleep(0.02)
     await wait_until_erased(tmp_path)
-    # Deletions that come one after another: at most one checkpoint in half a second.
+    # Consecutive deletions share checkpoints: at most one in half a second.
     assert 1 <= len(emptied) <= 2 + 2 * (loop.time() - began)
     await store.close()

@@ -1,4 +1,4 @@
-"""What the SQLite store promises beyond the kit."""
+"""`SqliteStore`, beyond its kit."""
 
 import asyncio
 import sqlite3
@@ -31,7 +31,7 @@ async def test_what_ran_when_the_process_ended_has_failed(tmp_path: Path) -> Non
     lease = await one.begin()
     await store.close()
     again = await SqliteStore.open(path)
-    assert await again.fail_orphaned_responses() == 1  # the lease has time left, and nobody to hold it
+    assert await again.fail_orphaned_responses() == 1  # its owner is gone before the lease expires
     found = await again.get_response("tenant", one.response.id)
     assert found is not None
     assert found.error is not None
@@ -79,7 +79,7 @@ async def test_bytes_per_turn_stay_the_same(tmp_path: Path) -> None:
         "SELECT length(body) + (SELECT sum(length(raw)) FROM items WHERE pos >= start_pos AND pos < end_pos)"
         " FROM responses ORDER BY end_pos",
     )
-    # The first has no previous response to name.
+    # The first has no previous response.
     assert len(set(sizes[1:])) == 1
     assert _query(path, "SELECT count(*) FROM threads") == [(1,)]
     await store.close()

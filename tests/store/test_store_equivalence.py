@@ -1,4 +1,4 @@
-"""The SQLite store does what the store in memory does, whatever happens to them."""
+"""`SqliteStore` behaves as `MemoryStore` under random operations."""
 
 import asyncio
 import sqlite3
@@ -27,7 +27,7 @@ from fumehood.testing.kits.store_fixtures import (
 
 TENANTS = ("one", "two")
 DEEPEST_FORK = response_rows.MAX_FORK_DEPTH
-# Nothing is killed here, so nobody needs to wait for a disk.
+# No process is killed here, so fsync is not needed.
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 type Name = tuple[str, str]
@@ -37,14 +37,14 @@ words = st.lists(st.text(max_size=5), max_size=2)
 
 
 class Stores(RuleBasedStateMachine):
-    """Two stores side by side. A name is a tenant and the id of a response."""
+    """Both stores. A name is a tenant and the id of a response."""
 
     names = Bundle("names")
     running = Bundle("running")
 
     @initialize(cache=st.sampled_from([0, 3_000, 1 << 20]), deepest=st.integers(0, 2))
     def open(self, cache: int, deepest: int) -> None:
-        response_rows.MAX_FORK_DEPTH = deepest  # so that short histories get to copies too
+        response_rows.MAX_FORK_DEPTH = deepest  # so that short histories copy prefixes too
         self.directory = tempfile.TemporaryDirectory(prefix="fumehood-store-", dir=MEMORY)
         self.path = Path(self.directory.name) / "store.db"
         self.runner = asyncio.Runner()
@@ -99,7 +99,7 @@ class Stores(RuleBasedStateMachine):
         response.status = "completed"
         self.entries += entries
 
-        async def fenced(store: Store, lease: Lease) -> bool:
+        async def is_lease_lost(store: Store, lease: Lease) -> bool:
             try:
                 await store.commit_response(lease, name[0], response, entries)
             except LeaseLost:
@@ -107,7 +107,7 @@ class Stores(RuleBasedStateMachine):
             return False
 
         async def commit() -> list[bool]:
-            return [await fenced(store, lease) for store, lease in zip(self.both, leases, strict=True)]
+            return [await is_lease_lost(store, lease) for store, lease in zip(self.both, leases, strict=True)]
 
         assert len(set(self.runner.run(commit()))) == 1
         return name
@@ -134,7 +134,7 @@ class Stores(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        """All that ran is lost."""
+        """Restart both stores; running responses fail."""
 
         async def restart() -> None:
             await self.sqlite.close()
@@ -150,11 +150,11 @@ class Stores(RuleBasedStateMachine):
         assert one == other
 
     async def _read_everything(self) -> list[list[object]]:
-        """All that can be asked, asked of both."""
+        """Read everything from both stores."""
         item_ids = [entry.id for entry in self.entries if entry.id]
-        seen: list[list[object]] = []
+        results: list[list[object]] = []
         for store in self.both:
-            seen.append(found := [])
+            results.append(found := [])
             for tenant, response_id in self.known:
                 response = await store.get_response(tenant, response_id)
                 conversation = await store.get_conversation(tenant, response_id)
@@ -165,7 +165,7 @@ class Stores(RuleBasedStateMachine):
                     await store.list_input_items(tenant, response_id),
                 ]
             found += [await store.find_items(tenant, item_ids) for tenant in TENANTS]
-        return seen
+        return results
 
     def teardown(self) -> None:
         response_rows.MAX_FORK_DEPTH = DEEPEST_FORK

@@ -1,10 +1,10 @@
-"""A clock that keeps nobody waiting."""
+"""A clock that records sleeps instead of waiting."""
 
 import asyncio
 
 
 class RecordingClock:
-    """A clock that does not make anybody wait, and knows how long they would have."""
+    """A clock whose `sleep` returns at once and is recorded."""
 
     def __init__(self) -> None:
         self.sleeps: list[float] = []

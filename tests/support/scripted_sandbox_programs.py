@@ -1,4 +1,4 @@
-"""A scripted double that behaves as the programs of the conformance kit do."""
+"""A `ScriptedSandboxProvider` that runs the programs of `SandboxKit`."""
 
 import asyncio
 

@@ -1,7 +1,7 @@
-"""A process that fills a store and says what was acknowledged, until it is killed.
+"""A process that writes to a store and prints what was acknowledged, until it is killed.
 
-Each line is written after the store has returned: `kept ID PREVIOUS` or `deleted ID`. What a response should hold is in
-its metadata, so that whoever finds it can tell whether it is whole.
+It prints a line after the store has returned: `stored ID PREVIOUS` or `deleted ID`. The metadata of a response has the
+digest of its entries, so that the test can check them.
 """
 
 import asyncio
@@ -31,17 +31,20 @@ def _print_line(line: str) -> None:
 async def _write_conversations(store: SqliteStore, chance: random.Random) -> None:
     tips: list[Response] = []
     while True:
-        one = make_response(
+        pending = make_response(
             store, "x" * chance.choice((10, 1000, 20_000)), after=chance.choice([None, *tips[-3:]])
         )
-        one.entries[1:1] = [make_user_item(str(number)) for number in range(chance.randrange(4))]
-        one.response.metadata = {"digest": digest_items(one.entries), "entries": str(len(one.entries))}
-        lease = await one.begin()
+        pending.entries[1:1] = [make_user_item(str(number)) for number in range(chance.randrange(4))]
+        pending.response.metadata = {
+            "digest": digest_items(pending.entries),
+            "entries": str(len(pending.entries)),
+        }
+        lease = await pending.begin()
         if chance.random() < 0.3:
             await store.renew_leases([lease])
-        _print_line(f"begun {one.response.id}")
-        response = await one.complete(lease)
-        _print_line(f"kept {response.id} {response.previous_response_id or '-'}")
+        _print_line(f"started {pending.response.id}")
+        response = await pending.complete(lease)
+        _print_line(f"stored {response.id} {response.previous_response_id or '-'}")
         tips.append(response)
         if chance.random() < 0.2:
             gone = tips.pop(chance.randrange(len(tips)))
@@ -53,7 +56,7 @@ async def _write_conversations(store: SqliteStore, chance: random.Random) -> Non
 async def _main(path: Path, seed: int) -> None:
     store = await SqliteStore.open(path)
     await make_response(store, "never ends").begin()
-    await store.fail_orphaned_responses()  # what ran before, and by now this one is in the file
+    await store.fail_orphaned_responses()  # also writes the pending beginning
     await asyncio.gather(
         *(_write_conversations(store, random.Random(seed + number)) for number in range(WRITERS))
     )

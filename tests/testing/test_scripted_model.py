@@ -1,4 +1,4 @@
-"""The scripted model keeps to its script, and says so when others do not."""
+"""`ScriptedModel` follows its script and reports deviations."""
 
 import asyncio
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ async def test_a_turn_of_everything() -> None:
 async def test_batches_and_an_end_of_ones_own() -> None:
     call = calls("f", "{}", deltas=1)
     async with ScriptedModel(
-        [[*says("a"), *call, ModelTurnEnded("length")], ModelTextDelta("never told")]
+        [[*says("a"), *call, ModelTurnEnded("length")], ModelTextDelta("never sent")]
     ) as model:
         assert await run_turn(model) == [
             [

@@ -1,6 +1,5 @@
-"""The scripted double keeps to its script, and says so when others do not."""
+"""`ScriptedSandboxProvider` follows its script and reports deviations."""
 
-import asyncio
 import subprocess
 import sys
 
@@ -76,21 +75,9 @@ async def test_steps_that_nobody_took_fail_at_the_end() -> None:
         "Not executed: the code 'a'.",
         "Not executed: a request that 'asks_for_a_plot' accepts.",
     ]
-    with pytest.raises(KeyError):  # a failure of the test itself is not covered by another one
+    with pytest.raises(KeyError):  # an error of the test is not hidden
         async with ScriptedSandboxProvider(ExecutionStep("a")):
             raise KeyError
-
-
-async def test_time_passes_when_the_test_says_so() -> None:
-    gate = asyncio.Event()
-    async with ScriptedSandboxProvider(ExecutionStep("slow", [Stdout("1"), gate, Stdout("2")])) as provider:
-        sandbox = await create_only_sandbox(provider)
-        events = sandbox.execute(ExecuteRequest(code="slow", execution_id="e"))
-        assert await anext(events) == Stdout("1")
-        (info,) = await provider.list_sandboxes()
-        assert info.running == "e"
-        gate.set()
-        assert await anext(events) == Stdout("2")
 
 
 async def test_files_that_the_code_writes_and_deletes() -> None:
@@ -104,7 +91,7 @@ async def test_files_that_the_code_writes_and_deletes() -> None:
         assert ([file.path for file in changes.files], changes.deleted) == (["out.csv"], ["in.csv"])
 
 
-async def test_a_script_that_cannot_be_followed_is_told() -> None:
+async def test_failing_actions_are_reported() -> None:
     provider = ScriptedSandboxProvider(ExecutionStep("work", [DeleteFile("none.csv")]))
     sandbox = await create_only_sandbox(provider)
     with pytest.raises(Exception, match=r"none\.csv"):
@@ -114,7 +101,7 @@ async def test_a_script_that_cannot_be_followed_is_told() -> None:
     await provider.close()
 
 
-async def test_trouble() -> None:
+async def test_errors_and_lost_sandboxes() -> None:
     lost = ExecutionEnd(
         status="out_of_memory", exit_code=-1, duration_ms=1, state_kept=False, reason="Too much."
     )

@@ -1,4 +1,4 @@
-"""The scripted tool finds out what was not expected."""
+"""`ScriptedTool` follows its script and reports deviations."""
 
 import asyncio
 from contextlib import aclosing

@@ -1,4 +1,4 @@
-"""The examples of docs/testing.md are tests that pass."""
+"""The examples in docs/testing.md pass."""
 
 import re
 import subprocess
@@ -7,8 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# What stands for the reader's own provider.
-_THEIRS = "from tests.support.scripted_sandbox_programs import make_scripted_sandboxes as MySandboxes\n"
+# In place of the reader's own provider.
+_MY_PROVIDER = "from tests.support.scripted_sandbox_programs import make_scripted_sandboxes as MySandboxes\n"
 
 
 def test_examples(tmp_path: Path) -> None:
@@ -17,7 +17,7 @@ def test_examples(tmp_path: Path) -> None:
     assert len(examples) == 5
     for number, example in enumerate(examples):
         (tmp_path / f"test_example_{number}.py").write_text(example)
-    (tmp_path / "my_provider.py").write_text(_THEIRS)
+    (tmp_path / "my_provider.py").write_text(_MY_PROVIDER)
     (tmp_path / "my_model.py").write_text(
         "from fumehood.models.direct_execution import DirectExecutionModel as MyModel\n"
     )
