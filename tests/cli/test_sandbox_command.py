@@ -247,7 +247,7 @@ def test_unix_socket(tmp_path: Path) -> None:
         assert running.ask("GET", "/health")[0] == 200
         second = command("--socket", path)
         assert (second.returncode, second.stdout) == (125, "")
-        assert second.stderr == f"Another server listens on {path}; stop it first, or choose another place.\n"
+        assert second.stderr == f"Another server listens on {path}; stop it first, or choose another path.\n"
         running.signal(signal.SIGKILL)
         running.process.wait(TIMEOUT_SECONDS)
     assert path.exists()
@@ -260,7 +260,7 @@ def test_unix_socket(tmp_path: Path) -> None:
     third = command("--socket", path)
     assert (third.returncode, third.stderr) == (
         125,
-        f"{path} is there already and is not a socket; choose another place.\n",
+        f"{path} exists and is not a socket; choose another path.\n",
     )
     assert path.read_text() == "precious"
 
@@ -281,7 +281,7 @@ def test_unix_socket(tmp_path: Path) -> None:
         (["--mode", "pod", "--guest-socket", "/nowhere", "--listen", "127.0.0.1:0"], 125, "Start the code container"),
         (["--token-file", "/nonexistent"], 2, "No such file"),
         (["--config", "/nonexistent"], 2, "/nonexistent: No such file"),
-        (["--socket", "/nonexistent/x"], 125, "cannot hold a socket"),
+        (["--socket", "/nonexistent/x"], 125, "Cannot create a socket in"),
         (["--socket", "/tmp/" + "x" * 120], 125, "too long"),
     ],
     ids=str,
@@ -316,7 +316,7 @@ def test_a_token_file_that_others_can_read_or_change_is_refused(tmp_path: Path, 
     ran = command("--listen", "127.0.0.1:0", "--token-file", str(file))
     said = " ".join(re.sub(r"[│╭╮╰╯─]", " ", ran.stderr).split())
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert "Allow nobody else: chmod 600" in said
+    assert "Restrict it: chmod 600" in said
     assert TOKEN not in said
 
 
@@ -347,7 +347,7 @@ def test_a_port_that_is_taken() -> None:
         done = command("--listen", place)
     assert done.returncode == 125
     assert done.stderr == (
-        f"{place} cannot be listened on: Address already in use. Choose another port, or 0 for any.\n"
+        f"Cannot listen on {place}: Address already in use. Choose another port, or 0 for any.\n"
     )
 
 
@@ -442,5 +442,5 @@ def test_without_descriptors_connections_are_refused_and_that_is_logged_once(tmp
             assert statuses.count(b"503") > 0
             assert {*statuses} <= {b"200", b"503", b""}
         assert ask(stack.enter_context(running.connect()), b"/health")[9:12] == b"200"
-        assert running.log.read_text().count("Refusing connections") == 1
+        assert running.log.read_text().count("Rejecting connections") == 1
         assert "Traceback" not in running.log.read_text()

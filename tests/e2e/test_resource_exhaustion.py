@@ -37,7 +37,7 @@ def connect(running: GatewayProcess) -> socket.socket:
 
 
 def refusals(running: GatewayProcess) -> list[str]:
-    return [line for line in running.output if "Refusing connections" in line]
+    return [line for line in running.output if "Rejecting connections" in line]
 
 
 def test_without_descriptors_connections_are_refused_and_that_is_logged_once(running: GatewayProcess) -> None:

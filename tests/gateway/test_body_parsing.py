@@ -101,7 +101,7 @@ async def test_a_pair_of_surrogates_is_a_character(real: ScriptedGateway) -> Non
 
 async def test_what_is_not_utf8_says_where(real: ScriptedGateway) -> None:
     answer = await real.request("POST", "/v1/responses", b'{"input":"\xff"}')
-    assert message_of(answer) == "The body is not UTF-8 text: byte 10 cannot be read."
+    assert message_of(answer) == "The body is not UTF-8 text: invalid byte at position 10."
 
 
 # --- requests for chat completions --------------------------------------------------------------------

@@ -164,7 +164,10 @@ async def test_read_timeout_ends_a_request_whose_server_hangs(
         answer = await served.create_response(stream=stream)
     if stream:
         failed = parse_events(answer.body)[-1][1]["response"]
-        assert (failed["status"], "sent nothing for 0.2 seconds" in failed["error"]["message"]) == ("failed", True)
+        assert (failed["status"], "sent nothing for 0.2 seconds" in failed["error"]["message"]) == (
+            "failed",
+            True,
+        )
     else:
         assert answer.error == (504, "server_error", None)
         assert "sent nothing for 0.2 seconds" in answer.json["error"]["message"]

@@ -53,7 +53,7 @@ def test_what_a_link_leads_to_is_looked_at(tmp_path: Path) -> None:
         (0o440, 0, None),  # of a pod with fsGroup, or of systemd's credentials
         (0o400, 0, None),
         (0o460, 0, "its group may read or change it"),
-        (0o444, 0, "others may read it"),
+        (0o444, 0, "other users may read it"),
         (0o600, OTHER_USER, f"belongs to another user .* chown {os.geteuid()}"),
         (0o440, OTHER_USER, "belongs to another user"),
     ],
@@ -83,5 +83,5 @@ def test_a_pipe_is_read_and_a_directory_is_not(tmp_path: Path) -> None:
         assert read_secret_file(Path(f"/dev/fd/{reading}")) == b"piped"
     finally:
         os.close(reading)
-    with pytest.raises(InsecureSecretFile, match="no file"):
+    with pytest.raises(InsecureSecretFile, match="not a regular file"):
         check_secret_file(_status(mode=0o600, owner=0, kind=stat.S_IFCHR), Path("/dev/tty"))

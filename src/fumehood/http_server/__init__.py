@@ -1,1 +1,1 @@
-"""HTTP server code that the gateway and the sandbox server share."""
+"""HTTP server code that the gateway and the sandbox server share. Import single modules of it: uvicorn loads slowly."""

@@ -1,4 +1,4 @@
-"""Which addresses others may have us connect to."""
+"""Which IP addresses the server may connect to on behalf of users."""
 
 import ipaddress
 import socket
@@ -7,16 +7,16 @@ from collections.abc import Iterable
 type IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 type IpNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 
-# Told in full instead of asked of `ipaddress`, whose idea of "global" changed between versions of Python.
+# Listed here since `ipaddress.is_global` differs between Python versions.
 _NON_PUBLIC_IPV4 = tuple(
     ipaddress.IPv4Network(network)
     for network in (
         "0.0.0.0/8",  # this host
         "10.0.0.0/8",
-        "100.64.0.0/10",  # carriers' NAT; some clouds' metadata
+        "100.64.0.0/10",  # carrier-grade NAT; metadata of some clouds
         "127.0.0.0/8",
-        "168.63.129.16/32",  # Azure's metadata has a public address
-        "169.254.0.0/16",  # link-local, clouds' metadata
+        "168.63.129.16/32",  # metadata of Azure
+        "169.254.0.0/16",  # link-local; cloud metadata
         "172.16.0.0/12",
         "192.0.0.0/24",
         "192.0.2.0/24",  # documentation
@@ -44,12 +44,12 @@ _ISATAP = (0x00005EFE, 0x02005EFE)
 
 
 def parse_networks(entries: Iterable[str]) -> tuple[IpNetwork, ...]:
-    """An operator's list; ValueError names what is no network."""
+    """Parse configured networks. Raises ValueError."""
     return tuple(ipaddress.ip_network(entry) for entry in entries)
 
 
 class AddressPolicy:
-    """Public addresses that are not this machine's, and what the operator allows besides."""
+    """Allows public addresses that are not this machine's, and `allowed_networks`."""
 
     def __init__(self, allowed_networks: tuple[IpNetwork, ...] = ()) -> None:
         self._allowed_networks = allowed_networks
@@ -69,7 +69,7 @@ class AddressPolicy:
 def is_public_address(address: IpAddress) -> bool:
     if isinstance(address, ipaddress.IPv4Address):
         return not any(address in network for network in _NON_PUBLIC_IPV4)
-    if address in _NAT64:  # where DNS64 is in use, every IPv4 address looks like this
+    if address in _NAT64:  # DNS64 embeds IPv4 addresses
         return is_public_address(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
     if address not in _GLOBAL_UNICAST_IPV6 or any(address in network for network in _NON_PUBLIC_IPV6):
         return False
@@ -77,11 +77,11 @@ def is_public_address(address: IpAddress) -> bool:
 
 
 def is_local_address(address: IpAddress) -> bool:
-    """Whether this machine answers there itself: the kernel would then send from that very address."""
+    """Whether the address belongs to this machine: the kernel would then use it as the source address."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((str(address), 9))  # a datagram socket: nothing is sent
             return ipaddress.ip_address(probe.getsockname()[0].partition("%")[0]) == address
     except OSError:
-        return False  # no way there at all: connecting will say so
+        return False  # no route: connecting will fail

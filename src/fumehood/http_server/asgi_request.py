@@ -1,4 +1,4 @@
-"""One HTTP request and its answer on bare ASGI, with bounded bodies."""
+"""One HTTP request and its response on plain ASGI, with a bounded body."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, MutableMapping
@@ -13,7 +13,7 @@ type Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 type Headers = list[tuple[bytes, bytes]]
 
 JSON_CONTENT_TYPE = (b"content-type", b"application/json")
-# Where in its scope a request finds its Shortcut, if its server has one.
+# The scope key of the DirectWriter, if the server has one.
 DIRECT_WRITER = "fumehood.direct_writer"
 _LINGER_SECONDS = 2.0
 _LINGER_BYTES = 64 << 20
@@ -21,29 +21,29 @@ _MAX_QUERY_PARAMETERS = 32
 
 
 class ClientDisconnected(Exception):
-    """The connection broke while its request was read."""
+    """The client disconnected while its request was read."""
 
 
 class BodyLimitExceeded(Exception):
-    """More came, or was announced, than was to be read."""
+    """The body, or its Content-Length, exceeds the limit."""
 
 
 class DirectWriter(Protocol):
-    """What ASGI has no words for. Both say False if they cannot do it now, and then nothing was sent."""
+    """Writes a response without awaiting ASGI. Both methods return False, and write nothing, if they cannot."""
 
     def write_response(self, status: int, headers: Headers, body: bytes) -> bool:
-        """A whole answer at once."""
+        """Write a complete response."""
         ...
 
     def write_chunk(self, body: bytes | bytearray) -> bool:
-        """A piece of an answer of unknown length."""
+        """Write a chunk of a response of unknown length."""
         ...
 
 
 class AsgiRequest:
-    """Made for each request; answers once. What the answers of a server look like is said by those who inherit.
+    """One request. Subclasses define the server's response format.
 
-    headers: the last of each name.
+    headers: by lower-case name; the last one if repeated.
     """
 
     __slots__ = (
@@ -66,17 +66,17 @@ class AsgiRequest:
         self._has_unread_body = b"transfer-encoding" in self.headers or self._content_length() > 0
 
     def _content_length(self) -> int:
-        return int(self.headers.get(b"content-length", 0))  # the parser has refused what is not a number
+        return int(self.headers.get(b"content-length", 0))  # the parser has rejected anything else
 
-    # ---- the request ------------------------------------------------------------------------------------------
+    # ---- request ------------------------------------------------------------------------------------------
 
     @property
     def has_body(self) -> bool:
-        """Whether one was announced that is not empty."""
+        """Whether the headers announce a non-empty body."""
         return b"transfer-encoding" in self.headers or self._content_length() > 0
 
     def parse_query(self) -> list[tuple[str, str]]:
-        """Raises ValueError for what is not percent-encoded UTF-8, or too long."""
+        """Raises ValueError if the query is too long, or is not percent-encoded UTF-8."""
         if not self.query_string:
             return []
         return parse_qsl(
@@ -87,36 +87,36 @@ class AsgiRequest:
         )
 
     async def iter_chunks(self, limit: int) -> AsyncGenerator[bytes]:
-        """The body as it comes; BodyExceeds as soon as it is known to, CallerLeft if it breaks off."""
+        """Yield the body in chunks. Raises BodyLimitExceeded, ClientDisconnected."""
         left = self.check_content_length(limit)
         while self._has_unread_body:
-            piece = self.accept_chunk(await self._receive(), left)
-            left -= len(piece)
-            if piece:
-                yield piece
+            chunk = self.accept_chunk(await self._receive(), left)
+            left -= len(chunk)
+            if chunk:
+                yield chunk
 
     def check_content_length(self, limit: int) -> int:
-        """The limit of a body that was not announced to be longer; raises BodyExceeds."""
+        """Return `limit`. Raises BodyLimitExceeded if Content-Length is larger."""
         if self._content_length() > limit:
             raise BodyLimitExceeded
         return limit
 
     def accept_chunk(self, message: Message, limit: int) -> bytes:
-        """The piece of a body that a message brought; raises BodyExceeds, CallerLeft."""
+        """The body chunk of an ASGI message. Raises BodyLimitExceeded, ClientDisconnected."""
         if message["type"] == "http.disconnect":
             raise ClientDisconnected
         self._has_unread_body = message.get("more_body", False)
-        piece: bytes = message.get("body", b"")
-        if len(piece) > limit:
+        chunk: bytes = message.get("body", b"")
+        if len(chunk) > limit:
             raise BodyLimitExceeded
-        return piece
+        return chunk
 
     async def wait_for_disconnect(self) -> None:
-        """Return when the caller has gone away; only after the body was read."""
+        """Return when the client has disconnected. Call it only after the body was read."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
-    # ---- the answer -------------------------------------------------------------------------------------------
+    # ---- response -------------------------------------------------------------------------------------------
 
     async def start_response(self, status: int, headers: Headers) -> None:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
@@ -125,7 +125,7 @@ class AsgiRequest:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
     async def send_and_discard_body(self, status: int, headers: Headers, body: bytes) -> None:
-        """Answer; a body that nobody wants is not read to its end."""
+        """Send a JSON response; discard an unread body and close the connection."""
         headers = [JSON_CONTENT_TYPE, (b"content-length", b"%d" % len(body)), *headers]
         if not self._has_unread_body:
             await self.start_response(status, headers)
@@ -133,17 +133,17 @@ class AsgiRequest:
             return
         await self.start_response(status, [*headers, (b"connection", b"close")])
         await self.send(body)
-        # Closing at once would reset the connection, and a caller who still sends would never see the answer.
+        # Closing at once would reset the connection, and a client that still sends would not see the response.
         await self._discard_body()
         await self.send(b"", more=False)
 
     async def _discard_body(self) -> None:
-        taken = 0
+        discarded = 0
         try:
             async with asyncio.timeout(_LINGER_SECONDS):
-                while self._has_unread_body and taken < _LINGER_BYTES:
+                while self._has_unread_body and discarded < _LINGER_BYTES:
                     message = await self._receive()
-                    taken += len(message.get("body", b""))
+                    discarded += len(message.get("body", b""))
                     self._has_unread_body = message["type"] != "http.disconnect" and message.get(
                         "more_body", False
                     )

@@ -1,4 +1,4 @@
-"""Keeps some file descriptors for what a server needs besides connections."""
+"""Reserves file descriptors for uses other than client connections."""
 
 import logging
 import resource
@@ -11,12 +11,11 @@ logger = logging.getLogger(__name__)
 
 
 class FileDescriptorLimit:
-    """Refuses connections that would take the last descriptors of the process.
+    """Rejects connections when few file descriptors are left; logs it once a minute.
 
-    uvloop accepts connections that there is no descriptor for, and closes them without a word to anybody; and an
-    answer needs descriptors, too: for a model server, for files. The operator is told once a minute.
+    Responses need descriptors too (model servers, files), and uvloop closes connections silently when there are none.
 
-    limit: how many there are, -1 for as many as one likes.
+    limit: returns the descriptor limit of the process; -1 if unlimited.
     """
 
     def __init__(
@@ -30,7 +29,7 @@ class FileDescriptorLimit:
         self._logged_at: float | None = None
 
     def rejects(self, descriptor: int) -> bool:
-        """Whether a connection with that number is one too many: a process gets the lowest number that is free."""
+        """Whether a connection with this descriptor is too many: the kernel assigns the lowest free number."""
         limit = self._limit()
         if limit < 0 or descriptor < limit - max(8, min(64, limit // 16)):
             return False
@@ -40,8 +39,8 @@ class FileDescriptorLimit:
             self._logged_at = now
             number, self._rejected_count = self._rejected_count, 0
             logger.warning(
-                "Refusing connections: nearly all of the %d file descriptors are in use (%d refused since the last "
-                "such line). Raise the limit with ulimit -n or LimitNOFILE=.",
+                "Rejecting connections: nearly all of the %d file descriptors are in use (%d rejected since the last "
+                "message). Raise the limit with ulimit -n or LimitNOFILE=.",
                 limit,
                 number,
             )

@@ -1,4 +1,4 @@
-"""What HTTP/1.1 asks of a server and uvicorn leaves out: declined upgrades, Host, HTTP/1.0."""
+"""HTTP/1.1 rules that uvicorn does not implement: declined upgrades, Host checks, HTTP/1.0."""
 
 from typing import override
 
@@ -10,16 +10,16 @@ _SUPPORTED_VERSIONS = ("1.1", "1.0")
 
 
 class Http1Protocol(HttpToolsProtocol):
-    """Checks the head of each request, and serves requests whose upgrade it declines.
+    """Checks request heads, and serves requests whose upgrade it declines.
 
-    The parser stops after a head that asks for an upgrade, because what follows may be another protocol. A server may
-    ignore the wish (RFC 9110, 7.8), and every upgrade but that to a WebSocket is ignored here: the same head goes to a
-    new parser without its Upgrade header, followed by the body.
+    The parser stops after a head with Upgrade, because another protocol may follow. A server may ignore Upgrade (RFC
+    9110, 7.8), and this one ignores all but WebSocket: it passes the head without Upgrade, then the body, to a new
+    parser.
     """
 
-    # Of a request whose upgrade is declined, until its head is parsed again.
+    # The head of a request whose upgrade is declined, until it is parsed again.
     _declined_upgrade_head: bytes | None = None
-    head_error: str | None = None  # why the head is refused, for who raises in `on_headers_complete`
+    head_error: str | None = None  # set before `on_headers_complete` raises
 
     @override
     def data_received(self, data: bytes) -> None:
@@ -28,7 +28,7 @@ class Http1Protocol(HttpToolsProtocol):
             data = self._parse_data(data)
 
     def _parse_data(self, data: bytes) -> bytes:
-        """Parse this; what has to be parsed after it."""
+        """Parse data; return what remains to be parsed."""
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as stop:
@@ -39,16 +39,16 @@ class Http1Protocol(HttpToolsProtocol):
             self.parser = _make_parser(self)
             return head + data[stop.args[0] :]
         except httptools.HttpParserError as error:
-            if isinstance(error.__context__, MemoryError):  # there was none left for what was parsed
+            if isinstance(error.__context__, MemoryError):
                 self.on_out_of_memory()
                 return b""
             reason, self.head_error = self.head_error or "Invalid HTTP request received.", None
-            self.logger.info("A request was refused: %s", reason)
+            self.logger.info("Rejected a malformed request: %s", reason)
             self.send_400_response(reason)
         return b""
 
     def on_out_of_memory(self) -> None:
-        """Refuse what came for now; for who inherits."""
+        """Reject the request; for subclasses."""
         self.transport.abort()
 
     @override
@@ -62,7 +62,7 @@ class Http1Protocol(HttpToolsProtocol):
             return
         super().on_headers_complete()
         if version == "1.0":
-            self.cycle.waiting_for_100_continue = False  # such a client takes it for the answer
+            self.cycle.waiting_for_100_continue = False  # the client would take it for the response
             self.cycle.send = _CloseDelimitedSender(self.cycle).send
 
     @override
@@ -82,7 +82,7 @@ class Http1Protocol(HttpToolsProtocol):
 
 
 class _CloseDelimitedSender:
-    """Sends to a client of HTTP/1.0, which knows no chunks: the end of the connection ends a body of unknown length."""
+    """Sends to an HTTP/1.0 client: without chunked encoding, closing the connection ends a body of unknown length."""
 
     __slots__ = ("_cycle", "_send", "_unknown_length")
 
@@ -95,7 +95,7 @@ class _CloseDelimitedSender:
         cycle = self._cycle
         while cycle.flow.write_paused and not cycle.disconnected:
             await cycle.flow.drain()
-        # Nothing below waits: what is set here holds for this message.
+        # Nothing below awaits, so these settings apply to this message.
         if message["type"] == "http.response.start":
             names = [name.lower() for name, _ in message.get("headers", ())]
             self._unknown_length = b"content-length" not in names
@@ -105,11 +105,11 @@ class _CloseDelimitedSender:
             cycle.expected_content_length = len(message.get("body", b""))
         await self._send(message)
         if cycle.response_complete:
-            cycle.__dict__.pop("send", None)  # the two hold each other
+            cycle.__dict__.pop("send", None)  # breaks the reference cycle
 
 
 def _make_parser(protocol: HttpToolsProtocol) -> httptools.HttpRequestParser:
-    """As uvicorn makes its own."""
+    """A parser with uvicorn's settings."""
     parser = httptools.HttpRequestParser(protocol)
     parser.set_dangerous_leniencies(lenient_data_after_close=True)
     return parser
@@ -117,9 +117,9 @@ def _make_parser(protocol: HttpToolsProtocol) -> httptools.HttpRequestParser:
 
 def _find_head_error(version: str, method: bytes, headers: list[tuple[bytes, bytes]]) -> str | None:
     if version not in _SUPPORTED_VERSIONS:
-        return f"HTTP/{version} is not served here; use HTTP/1.1."
+        return f"HTTP/{version} is not supported; use HTTP/1.1."
     if method == b"CONNECT":
-        return "CONNECT is not served here: this server is not a proxy."
+        return "CONNECT is not supported: this server is not a proxy."
     hosts = 0
     for name, _ in headers:
         if name == b"host":
@@ -138,7 +138,7 @@ def _render_head(method: bytes, url: bytes, version: str, headers: list[tuple[by
 
 
 def _header_elements(headers: list[tuple[bytes, bytes]], name: bytes) -> list[bytes]:
-    """The elements of all headers of that name, in lower case."""
+    """The comma-separated elements of all headers of that name, in lower case."""
     return [
         element.strip().lower() for each, value in headers if each == name for element in value.split(b",")
     ]

@@ -1,8 +1,8 @@
-"""Says what is wrong with a body that is not JSON."""
+"""Explains why a body is not valid JSON."""
 
 import re
 
-# Everything up to the first escaped surrogate that is not half of a pair. Possessive, so that it never goes back.
+# Everything up to the first lone escaped surrogate. Possessive, so that it never backtracks.
 _VALID_PREFIX = re.compile(
     rb"(?:[^\\]++|\\[^u]|\\u(?![dD][89a-fA-F])|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*+",
     re.DOTALL,
@@ -10,7 +10,7 @@ _VALID_PREFIX = re.compile(
 
 
 def explain_json_error(body: bytes, error: Exception) -> str:
-    """One sentence, or two, for whoever sent it.
+    """An error message for the client.
 
     error: what the decoder raised.
     """
@@ -18,25 +18,25 @@ def explain_json_error(body: bytes, error: Exception) -> str:
         return "The body is empty; send a JSON object."
     try:
         body.decode()
-    except UnicodeDecodeError as fault:  # that of the decoder may count from elsewhere
+    except UnicodeDecodeError as fault:  # the decoder may count bytes differently
         wrong = body[fault.start : fault.start + 3]
         if b"\xed\xa0" <= wrong < b"\xee":
             return _explain_surrogate(wrong.hex(" "), fault.start)
-        return f"The body is not UTF-8 text: byte {fault.start} cannot be read."
-    if (place := find_lone_surrogate(body)) is not None:
-        return _explain_surrogate(body[place : place + 6].decode("latin-1"), place)
+        return f"The body is not UTF-8 text: invalid byte at position {fault.start}."
+    if (position := find_lone_surrogate(body)) is not None:
+        return _explain_surrogate(body[position : position + 6].decode("latin-1"), position)
     return f"The body is not JSON: {error}."
 
 
 def find_lone_surrogate(body: bytes) -> int | None:
-    """Where a `\\ud…` stands that is half of a character."""
-    sound = _VALID_PREFIX.match(body)
-    place = 0 if sound is None else sound.end()
-    return place if body[place : place + 3].lower() == b"\\ud" else None
+    """The position of an escaped surrogate that is not part of a pair."""
+    valid = _VALID_PREFIX.match(body)
+    position = 0 if valid is None else valid.end()
+    return position if body[position : position + 3].lower() == b"\\ud" else None
 
 
-def _explain_surrogate(written: str, place: int) -> str:
+def _explain_surrogate(written: str, position: int) -> str:
     return (
-        f"The body has a lone surrogate at byte {place} ({written}): it is half of a character. Send such characters "
-        "as UTF-8, or escape them as pairs."
+        f"The body has a lone surrogate at byte {position} ({written}): it is half of a character. Send such "
+        "characters as UTF-8, or escape them as pairs."
     )

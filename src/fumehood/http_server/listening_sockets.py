@@ -1,4 +1,4 @@
-"""Makes the socket that a server listens on."""
+"""Creates listening TCP and Unix sockets."""
 
 import contextlib
 import errno
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _BACKLOG = 2048
-_TCP_USER_TIMEOUT_MS = 300_000  # a machine that confirms nothing of what was sent to it for so long is gone
+_TCP_USER_TIMEOUT_MS = 300_000  # without an acknowledgement for this long, the peer is gone
 
 
 class ListenError(Exception):
-    """Nobody can be served at this place; says why and what to do."""
+    """The server cannot listen at this address; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """`path` for a unix socket, else host and port."""
+    """Host and port, or the `path` of a Unix socket."""
 
     host: str = "127.0.0.1"
     port: int = 8080
@@ -29,29 +29,29 @@ class ListenAddress:
 
     @classmethod
     def parse(cls, text: str) -> "ListenAddress":
-        """HOST:PORT, where an IPv6 address stands in brackets; raises ValueError."""
+        """Parse HOST:PORT, with an IPv6 address in brackets. Raises ValueError."""
         host, colon, port = text.rpartition(":")
         if host.startswith("[") and host.endswith("]"):
             host = host[1:-1]
         elif ":" in host:
-            raise ValueError("an IPv6 address stands in brackets: [::1]:8080")
+            raise ValueError("write an IPv6 address in brackets: [::1]:8080")
         if not colon or not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
             raise ValueError("give HOST:PORT, as in 127.0.0.1:8080")
         return cls(host, int(port))
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether only this machine can connect."""
         if self.path is not None or self.host == "localhost":
             return True
         try:
             return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:  # a name can mean anything
+        except ValueError:  # a name may resolve to anything
             return False
 
 
 class ListeningSocket:
-    """A socket that listens; `close` removes what it left in the file system."""
+    """A listening socket; `close` also removes the file of a Unix socket."""
 
     def __init__(self, sock: socket.socket, path: Path | None = None) -> None:
         self.sock = sock
@@ -60,7 +60,7 @@ class ListeningSocket:
 
     @property
     def url(self) -> str:
-        """The place, as a caller would write it."""
+        """The URL to connect to."""
         if self._path is not None:
             return f"unix:{self._path}"
         host, port = self.sock.getsockname()[:2]
@@ -69,66 +69,64 @@ class ListeningSocket:
     def close(self) -> None:
         if self._path is not None:
             with contextlib.suppress(OSError):
-                if self._path.lstat().st_ino == self._inode:  # another server may have taken the place
+                if self._path.lstat().st_ino == self._inode:  # another server may have replaced it
                     self._path.unlink()
         self.sock.close()
 
 
 def listen(address: ListenAddress) -> ListeningSocket:
-    """Raises CannotListen."""
+    """Raises ListenError."""
     if address.path is not None:
         return _listen_unix(address.path)
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
+        family, kind, protocol, _, socket_address = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         sock = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ListenError(
-            f"{address.host}:{address.port} is no place to listen: {error.strerror}."
-        ) from error
+        raise ListenError(f"Cannot listen on {address.host}:{address.port}: {error.strerror}.") from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Connections inherit both.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _TCP_USER_TIMEOUT_MS)
-        sock.bind(place)
+        sock.bind(socket_address)
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
         advice = " Choose another port, or 0 for any." if error.errno == errno.EADDRINUSE else ""
         raise ListenError(
-            f"{address.host}:{address.port} cannot be listened on: {error.strerror}.{advice}"
+            f"Cannot listen on {address.host}:{address.port}: {error.strerror}.{advice}"
         ) from error
     return ListeningSocket(sock)
 
 
 def _listen_unix(path: Path) -> ListeningSocket:
-    """A socket for this user only, at a place that is free or was a dead server's."""
+    """A socket for this user only, at a path that is free or left by a dead server."""
     path = path.absolute()
-    ours = path.with_name(f".{secrets.token_hex(6)}")
-    if len(os.fsencode(path)) > 107 or len(os.fsencode(ours)) > 107:
-        raise ListenError(f"{path} is too long for a socket; 107 bytes is the most.")
+    temporary = path.with_name(f".{secrets.token_hex(6)}")
+    if len(os.fsencode(path)) > 107 or len(os.fsencode(temporary)) > 107:
+        raise ListenError(f"The socket path {path} is too long: more than 107 bytes.")
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         sock.close()
-        raise ListenError(f"{path.parent} cannot hold a socket: {error.strerror}.") from error
+        raise ListenError(f"Cannot create a socket in {path.parent}: {error.strerror}.") from error
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX)  # of two that start at once, one sees the other
+        fcntl.flock(directory, fcntl.LOCK_EX)  # two servers that start at once exclude each other
         _check_path_available(path)
-        sock.bind(str(ours))
-        ours.chmod(0o600)  # before anybody can connect
+        sock.bind(str(temporary))
+        temporary.chmod(0o600)  # before anybody can connect
         sock.listen(_BACKLOG)
-        ours.rename(path)
+        temporary.rename(path)
         return ListeningSocket(sock, path)
     except BaseException as error:
         sock.close()
         with contextlib.suppress(OSError):
-            ours.unlink()
+            temporary.unlink()
         if isinstance(error, OSError):
-            raise ListenError(f"{path} cannot be listened on: {error.strerror}.") from error
+            raise ListenError(f"Cannot listen on {path}: {error.strerror}.") from error
         raise
     finally:
         os.close(directory)
@@ -140,13 +138,13 @@ def _check_path_available(path: Path) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise ListenError(f"{path} is there already and is not a socket; choose another place.")
+        raise ListenError(f"{path} exists and is not a socket; choose another path.")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(2)
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
-            return  # whoever made it is dead
+            return  # its server is dead
         except TimeoutError:
             pass
-    raise ListenError(f"Another server listens on {path}; stop it first, or choose another place.")
+    raise ListenError(f"Another server listens on {path}; stop it first, or choose another path.")

@@ -1,7 +1,6 @@
-"""Divides the event loop's time among connections that always have something to parse.
+"""Limits the time per event-loop round that connections spend parsing received data.
 
-uvloop reads up to 256 KB at a time, and up to 8 MB of one connection in one round of the loop, for as long as there is
-something to read. What all that means may take seconds to find out: it may be a million pings.
+uvloop reads up to 8 MB of one connection per round. Parsing that much can take seconds, for instance a million pings.
 """
 
 import asyncio
@@ -10,26 +9,24 @@ from time import perf_counter
 from typing import Protocol, override
 
 SLICE_BYTES = 1 << 14
-"""Bytes that are parsed at once."""
+"""Bytes parsed at a time."""
 
-_PARSE_SECONDS_PER_ROUND = (
-    0.01  # of parsing, for all connections together, between two rounds of the event loop
-)
+_PARSE_SECONDS_PER_ROUND = 0.01  # for all connections together
 
 
 class ParsingConnection(Protocol):
-    """A connection with bytes that have yet to be parsed."""
+    """A connection with unparsed data."""
 
     def parse_slice(self) -> bool:
-        """Parse some of them; whether there are more. One that raises has ended its connection."""
+        """Parse one slice; return whether there are more. If it raises, the connection is aborted."""
         ...
 
 
 class ReadScheduler:
-    """Bytes are parsed in slices. Once the slices of all connections have taken their time, the rest waits for the next
-    round of the event loop, where each connection has one slice at a time.
+    """Round-robin scheduler: data beyond the time limit of a round is parsed in later rounds, one slice per connection
+    at a time.
 
-    spent: seconds of parsing in this round.
+    spent_seconds: parsing time of this round.
     """
 
     __slots__ = ("_is_scheduled", "_waiting", "spent_seconds")
@@ -44,7 +41,7 @@ class ReadScheduler:
         return self.spent_seconds > _PARSE_SECONDS_PER_ROUND
 
     def schedule(self, connection: ParsingConnection) -> None:
-        """Have it parse what it holds, when it is its turn."""
+        """Parse the data of a connection in the next rounds."""
         self._waiting.append(connection)
         if not self._is_scheduled:
             self._is_scheduled = True
@@ -58,7 +55,7 @@ class ReadScheduler:
                 connection = waiting.popleft()
                 if connection.parse_slice():
                     waiting.append(connection)
-        finally:  # what one of them raises must not keep the others waiting
+        finally:  # an exception must not stop the others
             self._is_scheduled = bool(waiting)
             if waiting:
                 asyncio.get_running_loop().call_soon(self._run_round)
@@ -69,9 +66,9 @@ def split_slices(data: bytes, size: int = SLICE_BYTES) -> list[bytes]:
 
 
 class SlicedReadProtocol(asyncio.Protocol):
-    """A part of a server's protocol, before the class that parses: gives it what came in slices, as the share allows.
+    """Protocol mixin that passes received data to the parsing class in slices.
 
-    slice_bytes: fewer where a byte may mean more work.
+    slice_bytes: smaller where a byte can cause more work.
     """
 
     scheduler: ReadScheduler
@@ -81,31 +78,31 @@ class SlicedReadProtocol(asyncio.Protocol):
 
     @property
     def is_read_paused(self) -> bool:
-        """Whether the protocol itself wants nothing more to be read now."""
+        """Whether the protocol itself has paused reading."""
         return False
 
     @property
     def has_unparsed(self) -> bool:
-        """Whether nothing more may be read until something is parsed; then that goes on by itself."""
+        """Whether reading is paused until the received data is parsed."""
         return bool(self._unparsed)
 
     @override
     def data_received(self, data: bytes) -> None:
-        share = self.scheduler
-        if len(data) <= self.slice_bytes and not self._unparsed and not share.is_exhausted:
+        scheduler = self.scheduler
+        if len(data) <= self.slice_bytes and not self._unparsed and not scheduler.is_exhausted:
             began = perf_counter()
             super().data_received(data)
-            share.spent_seconds += perf_counter() - began
+            scheduler.spent_seconds += perf_counter() - began
             return
         if not self._unparsed:
             self._unparsed = deque()
-            share.schedule(self)
+            scheduler.schedule(self)
         self._unparsed.extend(split_slices(data, self.slice_bytes))
         if not self.transport.is_closing():
             self.transport.pause_reading()
 
     def parse_slice(self) -> bool:
-        """See `Parsing`."""
+        """See `ParsingConnection`."""
         unparsed = self._unparsed
         if not unparsed:
             return False
@@ -123,7 +120,7 @@ class SlicedReadProtocol(asyncio.Protocol):
         began = perf_counter()
         try:
             super().data_received(unparsed.popleft())
-        except BaseException:  # as the event loop does where it calls
+        except BaseException:  # as the event loop does
             unparsed.clear()
             self.transport.abort()
             raise

@@ -1,4 +1,4 @@
-"""Files that hold secrets, read only if nobody else can read or change them."""
+"""Reads secret files, after checking that no other user can read or change them."""
 
 import os
 import stat
@@ -9,13 +9,13 @@ _GROUP_WRITE = stat.S_IWGRP | stat.S_IXGRP
 
 
 class InsecureSecretFile(Exception):
-    """The text says why the file is not used, and what to do."""
+    """The file is not safe to use; the message says why and what to do."""
 
 
 def read_secret_file(path: Path, limit: int = 1 << 20) -> bytes:
-    """At most `limit` bytes of the file; raises SecretFileRefused, and OSError if it cannot be read.
+    """At most `limit` bytes of the file. Raises InsecureSecretFile, OSError.
 
-    Checked is what was opened, and links are followed: that is how Kubernetes mounts secrets.
+    Checks the opened file, and follows links: Kubernetes mounts secrets as links.
     """
     with path.open("rb") as file:
         check_secret_file(os.fstat(file.fileno()), path)
@@ -23,21 +23,21 @@ def read_secret_file(path: Path, limit: int = 1 << 20) -> bytes:
 
 
 def check_secret_file(found: os.stat_result, path: Path) -> None:
-    """Raises SecretFileRefused unless only this process's user, and root, can read and change the file.
+    """Raises InsecureSecretFile unless only this user and root can read and change the file.
 
-    A file of root's may be readable by its group: a pod that does not run as root reads its secrets by `fsGroup`.
+    A file of root may be readable by its group: a non-root pod reads its secrets through `fsGroup`.
     """
     if not (stat.S_ISREG(found.st_mode) or stat.S_ISFIFO(found.st_mode)):
-        raise InsecureSecretFile("it is no file")
+        raise InsecureSecretFile("it is not a regular file")
     if found.st_uid not in (0, os.geteuid()):
         raise InsecureSecretFile(
-            f"it belongs to another user ({found.st_uid}), who can read and change it. Make it your own: chown "
+            f"it belongs to another user ({found.st_uid}), who can read and change it. Change its owner: chown "
             f"{os.geteuid()} {path}"
         )
     if found.st_mode & _OTHERS_ACCESS:
         raise InsecureSecretFile(
-            f"others may read it. Allow nobody else: chmod 600 {path} (for a secret that is mounted into a pod, set "
+            f"other users may read it. Restrict it: chmod 600 {path} (for a secret that is mounted into a pod, set "
             "defaultMode: 0400)"
         )
     if found.st_mode & _GROUP_WRITE or (found.st_mode & stat.S_IRGRP and found.st_uid != 0):
-        raise InsecureSecretFile(f"its group may read or change it. Allow nobody else: chmod 600 {path}")
+        raise InsecureSecretFile(f"its group may read or change it. Restrict it: chmod 600 {path}")

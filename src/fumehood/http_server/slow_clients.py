@@ -1,30 +1,30 @@
-"""Leaves those who take next to nothing of what is sent, or send next to nothing."""
+"""Timeouts for clients that read or send too slowly."""
 
 import asyncio
 import logging
 from collections.abc import Callable
 from typing import override
 
-# A reader for whom answers wait takes at least this much in this time, or is gone.
+# A client with a full write buffer must read at least _STALL_BYTES in _STALL_SECONDS.
 _STALL_SECONDS = 60.0
 _STALL_BYTES = 64 << 10
 
 MIN_BYTES_PER_SECOND = 1024
-"""Bytes in a second that a sender has to send, on the whole."""
+"""Minimum average rate of a sender."""
 
 logger = logging.getLogger(__name__)
 
 
 def do_nothing() -> None:
-    """Does not want to know."""
+    """The default callback."""
 
 
 class TransferDeadline:
-    """How many more seconds the sender of something is waited for. They are used up by waiting, and what comes earns
-    some of them again; so who pauses is waited for, and who drips is not.
+    """How long to wait for a sender. Waiting uses up the time and received bytes extend it, so that a pause is
+    tolerated and a trickle is not.
 
-    most: for how long nothing may come.
-    slowest: bytes that earn a second; 0 if any of them earns all.
+    max_pause: seconds without data.
+    min_bytes_per_second: bytes that extend the time by a second; 0 if any byte restores all of it.
     """
 
     __slots__ = ("_max_pause", "_min_bytes_per_second", "remaining_seconds")
@@ -39,9 +39,9 @@ class TransferDeadline:
 
 
 class StalledClientMixin(asyncio.Protocol):
-    """A part of a protocol, before the class that does the work: watches its reader while that is behind.
+    """Protocol mixin that aborts the connection of a client that stops reading.
 
-    on_stalled: is told of a reader that was left.
+    on_stalled: called when that happens.
     """
 
     on_stalled: Callable[[], None] = staticmethod(do_nothing)
@@ -85,9 +85,9 @@ class _StallTimer:
 
     def _check(self) -> None:
         if self._transport.get_write_buffer_size() > self._buffered_bytes - _STALL_BYTES:
-            logger.info("A client that read nothing was left.")
+            logger.info("Disconnected a client that does not read.")
             self._on_stalled()
-            self._transport.abort()  # closing would wait for it
+            self._transport.abort()  # close() would wait for the client
         else:
             self._schedule()
 

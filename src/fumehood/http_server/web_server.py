@@ -1,4 +1,4 @@
-"""Runs an ASGI application on a socket under bounds of ours, and stops it in good order."""
+"""Runs an ASGI application on uvicorn, with connection limits and a graceful shutdown."""
 
 import asyncio
 import contextlib
@@ -26,21 +26,21 @@ _HEADER_SECONDS = 30.0
 _HEADER_BYTES = 64 << 10
 _HEADER_COUNT = 256
 _MAX_PIPELINED = 128
-_MAX_DIRECT_BYTES = 64 << 10  # of an answer that is copied to be sent at once
-_SHUTDOWN_SECONDS = 5.0  # seconds for connections to end after everything else has
-_LINGER_SECONDS = 2.0  # for a client to notice that it was refused
-_ABORT_SECONDS = 1.0  # and for their requests after that
+_MAX_DIRECT_BYTES = 64 << 10  # larger responses are not copied into one write
+_SHUTDOWN_SECONDS = 5.0  # for connections to close on shutdown
+_LINGER_SECONDS = 2.0  # for a client to read an error before the connection closes
+_ABORT_SECONDS = 1.0  # for requests to end after their connections were aborted
 
 logger = logging.getLogger(__name__)
 
 
 class WebServer:
-    """One run of a server. SIGTERM and SIGINT stop it in good order, a second one at once.
+    """A server. The first SIGTERM or SIGINT stops it gracefully, the second one at once.
 
-    refusal: the headers and the body of an answer to what never became a request, by status and reason.
-    connections: as many as may be open, None for as many as come.
-    sockets: the protocol of WebSockets, None where there are none.
-    on_stalled: is told of every reader that was left because it took nothing.
+    render_error: headers and body of the response to a malformed request, by status and reason.
+    max_connections: limit of open connections; None for no limit.
+    websocket_protocol: the protocol class of WebSockets; None disables them.
+    on_stalled: called when a client is disconnected because it reads nothing.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class WebServer:
         self._uvicorn = _UvicornServer(
             uvicorn.Config(
                 app,
-                # uvicorn makes the protocols itself, and passes no settings of ours on
+                # uvicorn creates the protocols itself, so settings are class attributes
                 http=type(
-                    "_Bounded",
+                    "_ConfiguredHttpProtocol",
                     (_SlicedHttpProtocol,),
                     {
                         "scheduler": ReadScheduler(),
@@ -82,22 +82,22 @@ class WebServer:
             )
         )
 
-    # ---- what a server of ours adds ---------------------------------------------------------------------------
+    # ---- hooks for subclasses ---------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """What has to be done before anybody is told that it is ready; requests are answered meanwhile."""
+        """Called before the server is ready; requests are already served."""
 
     async def drain(self) -> None:
-        """What has to be waited for when it is stopped; who is in a hurry cancels it."""
+        """Called on shutdown; cancelled by a second signal."""
 
     async def close(self) -> None:
-        """What has to be done in any case."""
+        """Called at the end in any case."""
 
-    # ---- its life ---------------------------------------------------------------------------------------------
+    # ---- lifecycle ---------------------------------------------------------------------------------------------
 
     @property
     def open_request_count(self) -> int:
-        """How many are being answered."""
+        """The number of requests in progress."""
         return len(self._uvicorn.server_state.tasks)
 
     @property
@@ -105,7 +105,7 @@ class WebServer:
         return self._stop.is_set()
 
     def stop(self) -> None:
-        """Stop in good order; the second time, at once."""
+        """Stop gracefully; the second call stops at once."""
         if self._stop.is_set():
             self._force_stop.set()
         self._stop.set()
@@ -114,7 +114,7 @@ class WebServer:
         self._uvicorn.should_exit = True
 
     async def run(self, on_ready: Callable[[], None]) -> None:
-        """Until it is stopped, by a signal or by `stop`; raises what `start` does."""
+        """Serve until a signal or `stop`. Raises what `start` raises."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop)
@@ -125,7 +125,7 @@ class WebServer:
                 loop.remove_signal_handler(number)
 
     async def serve(self, on_ready: Callable[[], None]) -> None:
-        """As `run`, without taking the signals: those are the process's affair."""
+        """As `run`, without signal handlers."""
         loop = asyncio.get_running_loop()
         handler = loop.get_exception_handler()
         loop.set_exception_handler(_report_loop_error)
@@ -142,7 +142,7 @@ class WebServer:
             loop.set_exception_handler(handler)
 
     async def _close_connections(self, web: asyncio.Future[None]) -> None:
-        """Let connections end; then end them, and then those who still write to one."""
+        """Wait for connections to close, then abort them, then cancel their requests."""
         await asyncio.wait({web}, timeout=0 if self._force_stop.is_set() else _SHUTDOWN_SECONDS)
         self._uvicorn.force_exit = True
         for connection in tuple(self._uvicorn.server_state.connections):
@@ -154,15 +154,15 @@ class WebServer:
 
 
 def _report_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """What nobody was there to be told; a lack of memory is no fault that a traceback would explain."""
+    """Exception handler of the event loop; running out of memory needs no traceback."""
     if isinstance(context.get("exception"), MemoryError):
-        logger.warning("A connection was closed: the server is short of memory.")
+        logger.warning("Closed a connection: out of memory.")
     else:
         loop.default_exception_handler(context)
 
 
 async def _run_unless(event: asyncio.Event, work: Coroutine[Any, Any, None] | asyncio.Future[None]) -> bool:
-    """Do it, unless the event comes first; says whether it was done."""
+    """Run `work` until the event is set; return whether it finished."""
     task = asyncio.ensure_future(work)
     waiting = asyncio.ensure_future(event.wait())
     try:
@@ -181,37 +181,35 @@ class _UvicornServer(uvicorn.Server):
     @contextlib.contextmanager
     @override
     def capture_signals(self) -> Generator[None]:
-        """They are ours."""
+        """Signals are handled by `WebServer`."""
         yield
 
 
 class _LimitedProtocol(StalledClientMixin, Http1Protocol):
-    """Bounds what uvicorn does not: connections, the size of a request's head, the time it takes to arrive, and how
-    long an answer may wait for a reader that takes nothing.
-    """
+    """Adds limits to uvicorn: number of connections, size and duration of a request head, stalled clients."""
 
     render_error: ErrorRenderer
     max_connections: int | None
     descriptor_limit: FileDescriptorLimit
     _head_timer: asyncio.TimerHandle | None = None
-    _head_bytes = 0  # of the head, or of what came since the last piece of the body and is none
+    _head_bytes = 0  # of the head, or of trailers since the last body chunk
     _in_head = True
     _in_body = False
     _received_body = False
-    _is_discarding = False  # it has had its answer, and is read until it notices
-    # The request that is being answered; uvicorn's `cycle` is the one that came last, which may have to wait for it.
+    _is_discarding = False  # the error is sent; further input is ignored
+    # The request in progress; uvicorn's `cycle` is the last one received, which may be queued behind it.
     _active_cycle: RequestResponseCycle | None = None
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast("asyncio.Transport", transport))
         if self.max_connections is not None and len(self.connections) > self.max_connections:
-            reason = f"{self.max_connections} callers are connected, as many as may be; try again later."
+            reason = f"Connection limit reached ({self.max_connections}); try again later."
             self._send_error_and_close(b"429 Too Many Requests\r\nretry-after: 1", 429, reason)
             return
         sock: socket.socket | None = transport.get_extra_info("socket")
         if sock is not None and self.descriptor_limit.rejects(sock.fileno()):
-            self._send_unavailable("The server is short of file descriptors; try again later.")
+            self._send_unavailable("The server is out of file descriptors; try again later.")
             self.transport.close()
             return
         self._start_head_timer()
@@ -234,14 +232,14 @@ class _LimitedProtocol(StalledClientMixin, Http1Protocol):
         if self.transport.is_closing() or self._is_discarding:
             return
         if self._in_head:
-            self._start_head_timer()  # the rest of it: mostly all of it came at once
+            self._start_head_timer()  # for the rest of the head
             self._head_bytes += len(data)
             if self._head_bytes > _HEADER_BYTES:
-                self.send_400_response("The head of the request is too large.")
+                self.send_400_response("The request head is too large.")
         elif self._in_body and not self._received_body:
             self._head_bytes += len(data)
             if self._head_bytes > _HEADER_BYTES:
-                self.send_400_response("What follows the body of the request is too large.")
+                self.send_400_response("The trailers of the request are too large.")
 
     @override
     def on_message_begin(self) -> None:
@@ -251,7 +249,7 @@ class _LimitedProtocol(StalledClientMixin, Http1Protocol):
 
     @override
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Not what follows a body: it would pass for a header that nobody in front of this server has seen."""
+        """Ignore trailers: they would pass for headers that a proxy has not seen."""
         if self._in_head:
             super().on_header(name, value)
 
@@ -276,7 +274,7 @@ class _LimitedProtocol(StalledClientMixin, Http1Protocol):
             self.head_error = f"The request has more than {_HEADER_COUNT} headers."
             raise ValueError(self.head_error)
         if len(self.pipeline) >= _MAX_PIPELINED:
-            self.head_error = f"More than {_MAX_PIPELINED} requests wait on this connection."
+            self.head_error = f"More than {_MAX_PIPELINED} pipelined requests on this connection."
             raise ValueError(self.head_error)
         super().on_headers_complete()
         cast("dict[str, object]", self.scope)[DIRECT_WRITER] = _CycleWriter(self.cycle)
@@ -292,11 +290,11 @@ class _LimitedProtocol(StalledClientMixin, Http1Protocol):
 
     @property
     def _has_pending_response(self) -> bool:
-        """Whether what comes now belongs to another request than the one that is being answered."""
-        running = self._active_cycle
-        if running is None or running.response_complete:
+        """Whether received data belongs to a request after the one in progress."""
+        active = self._active_cycle
+        if active is None or active.response_complete:
             return False
-        return running.response_started or not running.more_body
+        return active.response_started or not active.more_body
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
@@ -305,17 +303,15 @@ class _LimitedProtocol(StalledClientMixin, Http1Protocol):
         super().connection_lost(exc)
 
     def _disconnect_active(self) -> None:
-        """Tell the request that is being answered that nobody is there any more."""
+        """Tell the request in progress that the client disconnected."""
         if self._active_cycle is not None and self._is_responding:
             self._active_cycle.disconnected = True
             self._active_cycle.message_event.set()
 
     @override
     def handle_websocket_upgrade(self) -> None:
-        if (
-            self._is_responding
-        ):  # it would go on writing between the frames, and never learn that the client left
-            self.send_400_response("Another request on this connection has yet to be answered.")
+        if self._is_responding:  # its response would mix with the frames
+            self.send_400_response("Another request on this connection is in progress.")
             return
         self.cancel_stall_timer()
         super().handle_websocket_upgrade()
@@ -331,9 +327,9 @@ class _LimitedProtocol(StalledClientMixin, Http1Protocol):
 
     @override
     def on_out_of_memory(self) -> None:
-        """Closing at once would reset the connection, and a client that still sends would never see the answer."""
-        self._send_unavailable("The server is short of memory; try again later.")
-        self._disconnect_active()  # it would wait for a body that nobody reads
+        """Closing at once would reset the connection, and a client that still sends would not see the response."""
+        self._send_unavailable("The server is out of memory; try again later.")
+        self._disconnect_active()  # it would wait for the rest of its body
         self.transport.write_eof()
         self._is_discarding = True
         self.loop.call_later(_LINGER_SECONDS, self.transport.close)
@@ -347,10 +343,10 @@ class _LimitedProtocol(StalledClientMixin, Http1Protocol):
         self.transport.close()
 
     def _write_error(self, head: bytes, status: int, reason: str) -> None:
-        logger.debug("What came was refused before it was a request: %s", reason)
-        if not self._has_pending_response:  # else this would be taken for it, or for a part of it
-            refusal = self.render_error(status, reason)
-            self.transport.write(b"HTTP/1.1 %s\r\nconnection: close\r\n%s" % (head, refusal))
+        logger.debug("Rejected a connection or malformed request: %s", reason)
+        if not self._has_pending_response:  # else the client would take this for that response
+            response = self.render_error(status, reason)
+            self.transport.write(b"HTTP/1.1 %s\r\nconnection: close\r\n%s" % (head, response))
 
 
 class _SlicedHttpProtocol(SlicedReadProtocol, _LimitedProtocol):
@@ -366,7 +362,7 @@ class _SlicedHttpProtocol(SlicedReadProtocol, _LimitedProtocol):
 
 
 class _SlicedFlowControl(FlowControl):
-    """Reads nothing more while something of what came before is still to be parsed."""
+    """Keeps reading paused while received data is unparsed."""
 
     def __init__(self, protocol: _SlicedHttpProtocol) -> None:
         super().__init__(protocol.transport)
@@ -381,7 +377,7 @@ class _SlicedFlowControl(FlowControl):
 
 
 class _CycleWriter:
-    """See `Shortcut`: as uvicorn's `send` would, but for the looks at what is known to be well-formed."""
+    """The `DirectWriter` of a request: uvicorn's `send` without its checks of headers that are known to be valid."""
 
     __slots__ = ("_cycle",)
 
@@ -389,7 +385,7 @@ class _CycleWriter:
         self._cycle = cycle
 
     def write_response(self, status: int, headers: Headers, body: bytes) -> bool:
-        """In one packet, which takes half of what two take."""
+        """One write, which takes half the CPU time of two."""
         cycle = self._cycle
         if cycle.response_started or cycle.flow.write_paused or _is_disconnected(cycle):
             return False
@@ -420,6 +416,6 @@ def _is_disconnected(cycle: RequestResponseCycle) -> bool:
 
 
 def render_error_response(headers: list[tuple[bytes, bytes]], body: bytes) -> bytes:
-    """What a `Refusal` gives."""
+    """Headers and body in the form that an `ErrorRenderer` returns."""
     lines = b"".join(b"%s: %s\r\n" % header for header in headers)
     return b"%scontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s" % (lines, len(body), body)

@@ -1,4 +1,4 @@
-"""WebSockets under bounds of ours, whose answers are written as they come."""
+"""WebSocket protocol on uvicorn, with limits on messages and batched frames."""
 
 import asyncio
 import logging
@@ -21,59 +21,60 @@ from fumehood.http_server.slow_clients import (
 from fumehood.http_server.web_server import ErrorRenderer
 
 SHUTDOWN_MESSAGE = "fumehood.shutdown"
-"""The type of what stands among the messages of a connection that should come to its end."""
+"""Type of the ASGI message that tells the application to close the connection."""
 
 MESSAGE_REJECTED = "fumehood.message_rejected"
-"""The type of what stands there instead of a message for which there was no room; its `error` says why."""
+"""Type of the ASGI message that replaces a rejected message; `error` is the reason."""
 
 _PING_SECONDS = 15.0
-# A client that runs a tool between two turns may answer no ping for as long as that takes.
+# A client may run a tool for that long without answering pings.
 _PONG_TIMEOUT = 1200.0
-_MESSAGE_TIMEOUT = 30.0  # for the next piece of a message
-_MAX_CONTROL_BYTES = 125  # of the largest frame that is no piece of a message
-_UNCOUNTED_BYTES = 4096  # of a message that is not whole: every connection may hold that much
+_MESSAGE_TIMEOUT = 30.0  # for the next data of a message
+_MAX_CONTROL_BYTES = 125  # the largest control frame
+_UNCOUNTED_BYTES = 4096  # of an incomplete message; every connection may buffer that much
 
 logger = logging.getLogger(__name__)
 
 
 class WebSocketProtocol(StalledClientMixin, WebSocketsSansIOProtocol):
-    """Speaks ASGI with words of its own. `websocket.accept` may say the largest message as `message_bytes`, how slowly
-    one may come as `slowest`, and who is told how much has come of one as `hold`; if that raises, nothing of this
-    message is kept, and the application is told UNHELD. Once a message is whole, what it holds is the application's
-    affair. `websocket.send` may have `frames`: whole messages with their heads, as many as there are, written in one
-    piece. And a server that stops says SHUTDOWN instead of hanging up.
+    """uvicorn's protocol with extensions of ASGI.
+
+    `websocket.accept` may contain `max_message_bytes`, `min_bytes_per_second`, and `on_message_size`, which is called
+    with the received size of an incomplete message. If that raises, the message is discarded and the application
+    receives MESSAGE_REJECTED. `websocket.send` may contain `frames`: encoded frames, written as they are. On shutdown,
+    the application receives SHUTDOWN_MESSAGE.
     """
 
     render_error: ErrorRenderer
     _message_timer: asyncio.TimerHandle | None = None
     _min_bytes_per_second = MIN_BYTES_PER_SECOND
     _on_message_size: Callable[[int], None] | None = None
-    _message_deadline: TransferDeadline | None = None  # of a message that has begun
+    _message_deadline: TransferDeadline | None = None  # of an incomplete message
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.ping_interval = _PING_SECONDS
-        self.ping_timeout = None  # or there would be no more pings until the last one is answered
+        self.ping_timeout = None  # else uvicorn sends no ping before the last one is answered
         self._last_received_at = self.loop.time()
-        # A small message can hold a large one, and all of it would be unpacked.
+        # No compression: a small message could expand to a huge one.
         self.conn.available_extensions = []
         self._reader = _FrameReader(self.conn.reader)
         self.conn.reader.read_exact = self._reader.read_exact
 
     @override
     def data_received(self, data: bytes) -> None:
-        heard_at, self._last_received_at = self._last_received_at, self.loop.time()
+        received_at, self._last_received_at = self._last_received_at, self.loop.time()
         if self._message_timer is not None:
             self._message_timer.cancel()
             self._message_timer = None
         super().data_received(data)
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
-            self._send_bad_request("The request cannot be understood as the beginning of a WebSocket.")
+            self._send_bad_request("Invalid WebSocket handshake.")
         elif self._has_partial_message and not self.transport.is_closing():
             if self._message_deadline is None:
                 self._message_deadline = TransferDeadline(_MESSAGE_TIMEOUT, self._min_bytes_per_second)
             else:
-                self._message_deadline.extend(len(data), self._last_received_at - heard_at)
+                self._message_deadline.extend(len(data), self._last_received_at - received_at)
             self._message_timer = self.loop.call_later(
                 self._message_deadline.remaining_seconds, self._abort_slow_message
             )
@@ -83,13 +84,11 @@ class WebSocketProtocol(StalledClientMixin, WebSocketsSansIOProtocol):
 
     @property
     def _has_partial_message(self) -> bool:
-        """Whether a message has begun and is not whole."""
+        """Whether a message is incomplete."""
         return bool(self.frames or self.conn.reader.buffer or self._reader.is_dropping)
 
     def _report_size(self) -> None:
-        """Tell what has come of a message. While another waits before it, what was told is that one's, and the few
-        bytes that may have come of this one are not told.
-        """
+        """Report the received size of an incomplete message, unless another message is queued before it."""
         size = len(self.conn.reader.buffer) + sum(map(len, self.frames))
         if (
             self._on_message_size is None
@@ -104,21 +103,19 @@ class WebSocketProtocol(StalledClientMixin, WebSocketsSansIOProtocol):
             self._reject_message(error)
 
     def _reject_message(self, error: Exception) -> None:
-        """Forget what has come of a message, and what will come of it."""
+        """Discard the rest of a message, too."""
         self._reader.is_dropping = True
         self.frames = []
-        self.conn.receive_data(b"")  # so that the reader lets go at once
-        word: Any = {"type": MESSAGE_REJECTED, "error": error}
-        self.queue.put_nowait(word)
-        if not self.read_paused:  # as for a message: who does not hear that does not say more
+        self.conn.receive_data(b"")  # so that the reader discards at once
+        message: Any = {"type": MESSAGE_REJECTED, "error": error}
+        self.queue.put_nowait(message)
+        if not self.read_paused:  # as for a message, until the application receives it
             self.read_paused = True
             self.transport.pause_reading()
 
     @override
     def handle_cont(self, event: Frame) -> None:
-        """Join the pieces of a message as they come: apart they would take far more than what is in them, which may be
-        nothing.
-        """
+        """Join the frames of a message as they arrive: many small ones would take far more memory than their data."""
         if self.frames and not self._reader.is_dropping:
             whole = self.frames[0] if isinstance(self.frames[0], bytearray) else bytearray(self.frames[0])
             whole += event.data
@@ -143,7 +140,7 @@ class WebSocketProtocol(StalledClientMixin, WebSocketsSansIOProtocol):
         if self.loop.time() - self._last_received_at <= _PONG_TIMEOUT:
             super().send_keepalive_ping()
         else:
-            logger.info("A client that answered no ping was left.")
+            logger.info("Disconnected a client that does not answer pings.")
             self.transport.abort()
 
     def _send_bad_request(self, reason: str) -> None:
@@ -154,7 +151,7 @@ class WebSocketProtocol(StalledClientMixin, WebSocketsSansIOProtocol):
         self.transport.close()
 
     def _abort_slow_message(self) -> None:
-        logger.info("A client that did not end its message was left.")
+        logger.info("Disconnected a client that sent a message too slowly.")
         self.transport.abort()
 
     @override
@@ -167,20 +164,20 @@ class WebSocketProtocol(StalledClientMixin, WebSocketsSansIOProtocol):
             return
         self.conn.max_size = message.get("max_message_bytes", self.conn.max_size)
         self._min_bytes_per_second = message.get("min_bytes_per_second", self._min_bytes_per_second)
-        if (hold := message.get("on_message_size")) is not None:
-            self._on_message_size = hold
-            self._report_size()  # who is in a hurry may have begun before
+        if (on_message_size := message.get("on_message_size")) is not None:
+            self._on_message_size = on_message_size
+            self._report_size()  # a message may already be arriving
         await super().send(message)
         if message["type"] == "websocket.http.response.body":
-            self.handshake_complete = True  # as far as it will ever be
+            self.handshake_complete = True  # there will be no upgrade
 
     @override
     def shutdown(self) -> None:
         if not self.handshake_complete or self.close_sent:
             super().shutdown()
         else:
-            word: Any = {"type": SHUTDOWN_MESSAGE}  # no message of ASGI's
-            self.queue.put_nowait(word)
+            message: Any = {"type": SHUTDOWN_MESSAGE}
+            self.queue.put_nowait(message)
 
     @override
     def connection_lost(self, exc: Exception | None) -> None:
@@ -198,7 +195,7 @@ def _is_utf8(data: bytes) -> bool:
 
 
 class _SlicedWebSocketProtocol(SlicedReadProtocol, WebSocketProtocol):
-    slice_bytes = 1 << 12  # which may be hundreds of frames
+    slice_bytes = 1 << 12  # may be hundreds of frames
 
     @property
     @override
@@ -209,14 +206,14 @@ class _SlicedWebSocketProtocol(SlicedReadProtocol, WebSocketProtocol):
     async def receive(self) -> ASGIReceiveEvent:
         message = await super().receive()
         if self.has_unparsed and not self.transport.is_closing():
-            self.transport.pause_reading()  # that has been resumed
+            self.transport.pause_reading()  # super() resumed it
         return message
 
 
 class _FrameReader:
-    """Reads the frames of a connection, and can let go of the payloads of a message while they come.
+    """Reads frames, and can discard the payload of a message while it arrives.
 
-    dropping: nothing is kept of the message that has begun.
+    is_dropping: the current message is discarded.
     """
 
     def __init__(self, stream: StreamReader) -> None:
@@ -224,8 +221,8 @@ class _FrameReader:
         self._stream = stream
 
     def read_exact(self, n: int) -> Generator[None, None, bytes]:
-        """As `StreamReader.read_exact`; a payload that is dropped is empty."""
-        stream, droppable = self._stream, n > _MAX_CONTROL_BYTES  # nor is a head that long
+        """As `StreamReader.read_exact`; a discarded payload is empty."""
+        stream, droppable = self._stream, n > _MAX_CONTROL_BYTES  # control frames and headers are shorter
         while len(stream.buffer) < n:
             if stream.eof:
                 raise EOFError(f"stream ends {n - len(stream.buffer)} bytes early")
@@ -233,21 +230,21 @@ class _FrameReader:
                 n -= len(stream.buffer)
                 stream.discard()
             yield
-        found = b"" if droppable and self.is_dropping else cast("bytes", stream.buffer[:n])
+        payload = b"" if droppable and self.is_dropping else cast("bytes", stream.buffer[:n])
         del stream.buffer[:n]
-        return found
+        return payload
 
 
 def make_websocket_protocol(
     render_error: ErrorRenderer, on_stalled: Callable[[], None] = do_nothing
 ) -> type[WebSocketProtocol]:
-    """The protocol with these settings, which uvicorn would not pass on.
+    """A protocol class with these settings as class attributes, since uvicorn creates the protocols itself.
 
-    refusal: answers what is no beginning of a WebSocket. on_stalled: is told of readers that were left.
+    render_error: renders the response to an invalid handshake. on_stalled: called when a client stops reading.
     """
-    own = {
+    settings = {
         "render_error": staticmethod(render_error),
         "on_stalled": staticmethod(on_stalled),
         "scheduler": ReadScheduler(),
     }
-    return type("_Bounded", (_SlicedWebSocketProtocol,), own)
+    return type("_ConfiguredWebSocketProtocol", (_SlicedWebSocketProtocol,), settings)

@@ -267,7 +267,7 @@ async def test_callers_beyond_the_bound_are_told_to_come_again() -> None:
         writer.close()
         assert refused.startswith(b"HTTP/1.1 429 ")
         assert b"retry-after: 1" in refused
-        assert b"3 callers are connected" in refused
+        assert b"Connection limit reached (3)" in refused
         held.pop()[1].close()
         async with asyncio.timeout(10):
             while (answer := await _health(small)).startswith(b"HTTP/1.1 429"):
