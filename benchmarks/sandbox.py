@@ -319,8 +319,8 @@ async def measure_cpu_per_container(
         SampleSet(BWRAP, theirs),
         {"p50": 1.3},
         measures=("p50",),
-        note=f"{1000 / SampleSet('', ours).statistic('p50'):.0f} against {1000 / SampleSet('', theirs).statistic('p50'):.0f} "
-        "per second and core",
+        note=f"{1000 / SampleSet('', ours).statistic('p50'):.0f} against "
+        f"{1000 / SampleSet('', theirs).statistic('p50'):.0f} per second and core",
     )
     return [row]
 

@@ -145,7 +145,7 @@ class SupervisorTimeline:
         self._wrap(
             SandboxInstance, "_handle_message", marked_call(lambda message: f"received: {message.kind.name}")
         )
-        self._wrap(SandboxInstance, "_send", marked_call(lambda kind: f"sent: {kind.name}"))
+        self._wrap(SandboxInstance, "send_message", marked_call(lambda kind: f"sent: {kind.name}"))
         self._wrap(
             ZygoteConnection,
             "send_request",

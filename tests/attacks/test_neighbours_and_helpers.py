@@ -212,7 +212,7 @@ SHOW = """
 
 async def test_output_of_calls_that_run_is_bounded_together() -> None:
     """It is the server's own memory, for as long as they run; one odd character makes a text four times as large."""
-    async with Supervisor(settings(preload=(), kept_bytes=1 << 20)) as small:  # for all: 16 MiB
+    async with Supervisor(settings(preload=(), retained_output_bytes=1 << 20)) as small:  # for all: 16 MiB
         modest, greedy = await small.create(), await small.create()
         waiting = modest.start_execution(
             dedent(SHOW).format(content="'x' * 2_000_000", seconds=60), timeout=90

@@ -83,7 +83,7 @@ async def test_uploads_that_are_refused_half_way_are_told_why() -> None:
 
 async def test_signs_of_life_keep_a_silent_call_alive() -> None:
     async with (
-        run_server(settings(preload=()), sign_of_life=0.05) as server,
+        run_server(settings(preload=()), keepalive_seconds=0.05) as server,
         RemoteSandboxProvider(server.where, timeouts=SandboxTimeouts(read=0.4, retries=0)) as remote,
     ):
         sandbox = await remote.attach(await remote.create(SandboxSpec()))

@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 
 from fumehood.http_server.listening_sockets import ListenAddress, listen
+from fumehood.sandbox_server.api.app import KEEPALIVE_SECONDS
 from fumehood.sandbox_server.api.sandbox_service import SandboxService
 from fumehood.sandbox_server.api.server import SandboxServer
 from fumehood.sandbox_server.settings import Settings
@@ -112,7 +113,7 @@ async def run_server(
     token: str | None = None,
     metrics_token: str | None = None,
     grace: float = 0.0,
-    sign_of_life: float | None = None,
+    keepalive_seconds: float = KEEPALIVE_SECONDS,
 ) -> AsyncGenerator[RunningServer]:
     """A server on a free port or on a unix socket, until the block is left."""
     listener = listen(ListenAddress(port=0, path=path))
@@ -122,7 +123,7 @@ async def run_server(
         token=token,
         metrics_token=metrics_token,
         grace_seconds=grace,
-        keepalive_seconds=sign_of_life,
+        keepalive_seconds=keepalive_seconds,
     )
     ready = asyncio.get_running_loop().create_future()
     task = asyncio.ensure_future(server.serve(lambda: ready.set_result(None)))

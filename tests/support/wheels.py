@@ -187,7 +187,7 @@ class Installation:
         command = ["env", "-i", *given, *arguments]
         if not self.kind.ordinary or os.geteuid() != 0:
             return command
-        helper = str(ROOT / "tests" / "support" / "ordinary_user.py")
+        helper = str(ROOT / "tests" / "support" / "unprivileged_user.py")
         prefix = str(self.base.resolve().parent.parent)
         return [sys.executable, helper, "--uid", str(ORDINARY), "--tree", prefix, "--", *command]
 

@@ -21,7 +21,7 @@ from fumehood.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from fumehood.sandbox_server.diagnostics.host_checks import HostReport
+    from fumehood.sandbox_server.diagnostics import HostReport
     from fumehood.store import DatabaseReport as DataReport
 
 EPILOG = """\b
@@ -69,9 +69,9 @@ def doctor(
     options = {"mode": mode.value, "limits": limits.value, "guest_socket": guest_socket}
     settings = replace(load_sandbox_settings(context, config, options), pool=0, capacity=1)
     logging.getLogger("fumehood").addHandler(logging.NullHandler())  # what it warns of is among the findings
-    from fumehood.sandbox_server.diagnostics import host_checks
+    from fumehood.sandbox_server.diagnostics import diagnose
 
-    report = asyncio.run(host_checks.diagnose(settings))
+    report = asyncio.run(diagnose(settings))
     if json:
         import msgspec
 

@@ -1,10 +1,19 @@
-"""The one error that only whoever starts a sandbox server meets."""
+"""Errors about what the host cannot provide."""
 
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
 
 
+class HostFeatureUnavailable(Exception):
+    """The host lacks something; `reason` says what, `advice` what the operator can do."""
+
+    def __init__(self, reason: str, advice: str) -> None:
+        super().__init__(f"{reason} {advice}")
+        self.reason = reason
+        self.advice = advice
+
+
 class IsolationUnavailable(SandboxError):
-    """This machine cannot isolate, nothing is started; `advice` says what to do about it."""
+    """This host cannot isolate code, so nothing is started; `advice` says what the operator can do."""
 
     code = "isolation_unavailable"
     status = 503

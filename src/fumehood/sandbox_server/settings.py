@@ -51,9 +51,9 @@ class Settings:
         memory tiers may add up to; None means no bound. The empty name is a tenant like any other.
     idle_seconds: a sandbox that nobody has used for so long is ended, in case its owner is dead; None means never.
     queued_executions: how many executions of one sandbox may wait behind the one that runs.
-    retained_executions, kept_bytes: how many ended executions of one sandbox can still be read, and how large they may be
+    retained_executions, retained_output_bytes: how many ended executions of one sandbox can still be read, and how large they may be
         together; the last one can always be read, unless all sandboxes keep more than 16 times as much.
-    departed, tombstone_seconds: of how many sandboxes that have ended it is remembered why, and for how long.
+    max_tombstones, tombstone_seconds: of how many sandboxes that have ended it is remembered why, and for how long.
     connections: how many callers may be connected at once.
     request_seconds: how long a JSON body may take to arrive.
     request_bytes, one_shot_bytes: the largest JSON body of a request, and of one to `POST /execute`.

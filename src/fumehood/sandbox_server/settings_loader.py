@@ -51,7 +51,7 @@ _ZERO_ALLOWED = frozenset(
             "queued_executions",
             "retained_executions",
             "retained_output_bytes",
-            "departed",
+            "max_tombstones",
             "tombstone_seconds",
         ),
         *("produced_files", "produced_bytes", "interrupt_grace", "disk_backing_ratio", "disk_reserve"),

@@ -27,7 +27,7 @@ MANY_LINES = "for n in range(1000): print(n, flush=True)"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running() -> AsyncIterator[RunningServer]:
-    async with run_server(settings(preload=(), queued_executions=4), sign_of_life=0.2) as server:
+    async with run_server(settings(preload=(), queued_executions=4), keepalive_seconds=0.2) as server:
         yield server
 
 

@@ -44,7 +44,7 @@ LIMITS: dict[str, Any] = {
     "queued_executions": 2,
     "retained_executions": 3,
     "retained_output_bytes": 20_000,
-    "departed": 3,
+    "max_tombstones": 3,
     "produced_files": 3,
     "produced_bytes": 1000,
 }

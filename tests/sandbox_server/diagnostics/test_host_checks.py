@@ -1,4 +1,4 @@
-"""What the probe finds on machines that are played, and on this one."""
+"""Findings of `fumehood doctor` on simulated hosts, and on this one."""
 
 import importlib.metadata
 import json
@@ -12,13 +12,9 @@ import pytest
 
 from fumehood.protocol.sandbox.sandbox_messages import IsolationMode
 from fumehood.sandbox_server import seccomp
-from fumehood.sandbox_server.diagnostics import host_checks
-from fumehood.sandbox_server.diagnostics.host_checks import (
-    HostCheck,
-    HostFinding,
-    InspectedHost,
-    ObservedNetwork,
-)
+from fumehood.sandbox_server.diagnostics import HostFinding, InspectedHost, diagnose, host_checks, smoke_test
+from fumehood.sandbox_server.diagnostics.host_checks import HostCheck
+from fumehood.sandbox_server.diagnostics.smoke_test import ObservedNetwork
 from fumehood.sandbox_server.host.python_runtime import PackageDirectory, discover_runtime
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.settings import Settings
@@ -181,7 +177,7 @@ def test_a_pod_needs_its_socket(tmp_path: Path) -> None:
 
 async def test_what_cannot_be_read_does_not_outweigh_what_works(tmp_path: Path) -> None:
     host = play(tmp_path, {"proc/sys/user/max_user_namespaces": "0"})
-    report = await host_checks.diagnose(sandbox_runs.settings(preload=()), host)
+    report = await diagnose(sandbox_runs.settings(preload=()), host)
     assert report.is_usable
     states = {finding.name: finding.state for finding in report.findings}
     assert states["user namespaces"] == "warning"
@@ -200,7 +196,7 @@ async def test_an_isolation_step_that_fails_stops_the_start(monkeypatch: pytest.
     ):
         async with Supervisor(sandbox_runs.settings(preload=())):
             pytest.fail("it started")
-    report = await host_checks.diagnose(sandbox_runs.settings(preload=()))
+    report = await diagnose(sandbox_runs.settings(preload=()))
     assert not report.is_usable
     found = {finding.name: finding for finding in report.findings}
     assert found["sandbox starts"].state == "missing"
@@ -212,7 +208,7 @@ async def test_an_isolation_step_that_fails_stops_the_start(monkeypatch: pytest.
 
 async def test_code_that_runs_does_not_make_up_for_the_only_wall(tmp_path: Path) -> None:
     settings = sandbox_runs.settings(mode="unsafe-degraded", preload=())
-    report = await host_checks.diagnose(settings, play(tmp_path, landlock=0))
+    report = await diagnose(settings, play(tmp_path, landlock=0))
     states = {finding.name: finding.state for finding in report.findings}
     assert states["code runs"] == "ok", "this machine has Landlock, the one that is played has not"
     assert states["Landlock"] == "missing"
@@ -237,7 +233,7 @@ async def test_whatever_fails_is_a_finding(
 
     monkeypatch.setattr(Supervisor, "__aenter__", fail)
     monkeypatch.setattr(host_checks, "discover_runtime", fail)
-    report = await host_checks.diagnose(Settings(), play(tmp_path))
+    report = await diagnose(Settings(), play(tmp_path))
     assert not report.is_usable
     findings = {finding.name: finding for finding in report.findings}
     for name in ("python", "sandbox starts"):
@@ -275,30 +271,30 @@ _LOOPBACK = ObservedNetwork(sockets=True, dev=_DEV, route=_ROUTE, ipv6_route=_RE
     ],
 )
 def test_network(seen: ObservedNetwork, state: str, detail: str) -> None:
-    finding = host_checks.assess_network(seen, Settings())
+    finding = smoke_test.assess_network(seen, Settings())
     assert finding.state == state
     assert detail in finding.detail
-    in_a_pod = host_checks.assess_network(seen, Settings(mode="pod"))
+    in_a_pod = smoke_test.assess_network(seen, Settings(mode="pod"))
     assert in_a_pod.state == ("warning" if state == "missing" else state)
 
 
 def test_network_where_only_the_filter_stops_it() -> None:
     settings = Settings(mode="unsafe-degraded")
     unseen = ObservedNetwork(sockets=False, dev=None, route=None, ipv6_route=None)
-    assert host_checks.assess_network(unseen, settings).state == "ok"
-    assert host_checks.assess_network(replace(unseen, sockets=True), settings).state == "missing"
+    assert smoke_test.assess_network(unseen, settings).state == "ok"
+    assert smoke_test.assess_network(replace(unseen, sockets=True), settings).state == "missing"
 
 
 def test_the_probe_sees_the_interfaces_of_where_it_runs(tmp_path: Path) -> None:
     """Its code, run outside of any sandbox, finds what this very process has."""
-    (tmp_path / host_checks.PROBE_FILE).write_text("ab")
-    command = [sys.executable, "-c", host_checks.PROBE_CODE]
+    (tmp_path / smoke_test.PROBE_FILE).write_text("ab")
+    command = [sys.executable, "-c", smoke_test.PROBE_CODE]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     answer, _, facts = done.stdout.partition("\n")
     assert answer == "42"
-    assert (tmp_path / host_checks.PROBE_FILE).read_text() == "ba"
+    assert (tmp_path / smoke_test.PROBE_FILE).read_text() == "ba"
     lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
-    names = {line.partition(":")[0].strip() for line in lines} - {"lo"} - host_checks.UNROUTED_TUNNELS
+    names = {line.partition(":")[0].strip() for line in lines} - {"lo"} - smoke_test.UNROUTED_TUNNELS
     seen = {way.split()[0] for way in ObservedNetwork(**json.loads(facts)).find_routes_out()}
     assert names <= seen
 
@@ -313,10 +309,10 @@ def test_preload_names_each_package_once() -> None:
         "numpy.fft": f"{gone} 'numpy'",
         "pandas.plotting._matplotlib": "ImportError: matplotlib is required",
     }
-    assert list(host_checks.assess_preload(problems, ["numpy"])) == []
-    (in_a_pod,) = host_checks.assess_preload(problems, [])
+    assert list(smoke_test.assess_preload(problems, ["numpy"])) == []
+    (in_a_pod,) = smoke_test.assess_preload(problems, [])
     assert in_a_pod.detail == f"numpy ({gone} 'numpy'), pandas (ImportError: matplotlib is required)"
-    (odd,) = host_checks.assess_preload({**problems, "sqlite3": "ImportError: no"}, ["numpy"])
+    (odd,) = smoke_test.assess_preload({**problems, "sqlite3": "ImportError: no"}, ["numpy"])
     assert odd.detail == "sqlite3 (ImportError: no)"
 
 

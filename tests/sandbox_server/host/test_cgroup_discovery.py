@@ -99,7 +99,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeFake:
         monkeypatch.setattr(os, "mkdir", kernel.mkdir)
         monkeypatch.setattr(os, "rmdir", kernel.rmdir)
         for module in (cgroups, cgroup_discovery):
-            monkeypatch.setattr(module, "write", kernel.write)
+            monkeypatch.setattr(module, "write_control_file", kernel.write)
         return kernel
 
     return make
@@ -132,7 +132,7 @@ def test_fake_v2_alone_in_its_cgroup(fake: MakeFake) -> None:
         name: (path / "sb" / name).read_text() for name in ("memory.max", "pids.max", "cpu.weight", "cpu.max")
     }
     assert found == {"memory.max": "100", "pids.max": "7", "cpu.weight": "30", "cpu.max": "50000 100000"}
-    tree.create_leaf("zygote").set_weight(10_000)
+    tree.create("zygote").set_weight(10_000)
     assert (path / "zygote/cpu.weight").read_text() == "10000"
     assert tree.close()
     assert [child for child in own.iterdir() if child.is_dir()] == []

@@ -183,13 +183,13 @@ async def _use_everything(running: Running, site: Website, name: str) -> None:
 def test_a_thread_that_has_more_is_noticed() -> None:
     program = """
 import threading
-from fumehood.sandbox_server.host.linux_capabilities import limit_supervisor
+from fumehood.sandbox_server.host.linux_capabilities import limit_supervisor_capabilities
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 hold = threading.Event()
 thread = threading.Thread(target=hold.wait, daemon=True)
 thread.start()
 try:
-    limit_supervisor()
+    limit_supervisor_capabilities()
 except IsolationUnavailable as error:
     print(error.reason)
 """
@@ -201,8 +201,8 @@ except IsolationUnavailable as error:
 def test_what_is_given_up_does_not_come_back_by_executing_a_program() -> None:
     program = """
 import subprocess, sys
-from fumehood.sandbox_server.host.linux_capabilities import keep_capabilities, KILL
-keep_capabilities([KILL])
+from fumehood.sandbox_server.host.linux_capabilities import limit_capabilities, KILL
+limit_capabilities([KILL])
 print(subprocess.run(["cat", "/proc/self/status"], capture_output=True, text=True).stdout)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

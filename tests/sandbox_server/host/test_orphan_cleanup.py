@@ -14,8 +14,8 @@ from fumehood.sandbox_server.settings import Settings
 
 _MAKE_AND_DIE = """
 import os, sys
-from fumehood.sandbox_server.host import orphan_cleanup as remains
-print(remains.Scratch().path, flush=True)
+from fumehood.sandbox_server.host.orphan_cleanup import ScratchDirectory
+print(ScratchDirectory().path, flush=True)
 os.kill(os.getpid(), 9)
 """
 

@@ -124,7 +124,7 @@ async def test_environment_and_descriptors_are_those_it_was_given(
         kind = os.readlink(entry.path)
         assert kind.startswith(("socket:", "pipe:", "anon_inode:", "mnt:", "/dev/null")), kind
     shown = (jail.outer / "cmdline").read_bytes()
-    assert b"places" not in shown, "the configuration stands on no command line"
+    assert b"host_trees" not in shown, "the configuration stands on no command line"
 
 
 async def test_it_ends_with_the_process_around_it(jail: Jail) -> None:
@@ -230,7 +230,7 @@ def test_what_the_stage_covers_can_be_part_of_the_jail() -> None:
     source = (
         "import os; os.mkdir('/mnt/tree'); open('/mnt/file', 'w').close(); "
         "from fumehood.sandbox_server.host import outer_jail; "
-        "staged = outer_jail._stage({'tree': '/mnt/tree', 'file': '/mnt/file'}); "
+        "staged = outer_jail._stage_mounts({'tree': '/mnt/tree', 'file': '/mnt/file'}); "
         "print(os.path.isdir(staged['tree']), os.path.isfile(staged['file']))"
     )
     mount = "mount --make-rprivate / && mount -t tmpfs none /mnt"

@@ -29,7 +29,7 @@ from tests.support.archives import make_zip
 from tests.support.sandbox_runs import run, settings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-_PROJECT = Path(__file__).parents[2]
+_PROJECT = Path(__file__).parents[3]
 
 
 # ---- unsafe-degraded --------------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ async def test_degraded_takes_everything_along() -> None:
 
 
 async def test_degraded_needs_landlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ZygoteConnection, "about", ZygoteInfo("3", {}, 1, 0))
+    monkeypatch.setattr(ZygoteConnection, "info", ZygoteInfo("3", {}, 1, 0))
     with pytest.raises(IsolationUnavailable, match="no Landlock"):
         async with Supervisor(settings(mode="unsafe-degraded", preload=())):
             pass
@@ -260,20 +260,19 @@ _WITH_A_RANGE = """
 import asyncio
 from fumehood.sandbox_server.settings import Settings
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
-from fumehood.sandbox_server.supervisor.zygote_connection import About, Zygote
-from tests.support.archives import zipped
+from tests.support.archives import make_zip
 from tests.support.sandbox_runs import run
 
 async def main():
     async with Supervisor(Settings(pool=0, preload=())) as supervisor:
         boxes = [await supervisor.create() for _ in range(2)]
-        assert len({box.place.uid for box in boxes} - {0}) == 2
+        assert len({box.resources.uid for box in boxes} - {0}) == 2
         box = boxes[0]
         await run(box, "import os\\nos.mkdir('d', 0o700); open('d/f', 'w').write('x'); os.chmod('d/f', 0o600)")
         assert [item.path for item in (await box.files.list()).files] == ["d/f"]
         assert await box.files.read("d/f", limit=9) == b"x"
         await box.files.write("d/g", b"y")
-        assert (await box.files.unpack(zipped(("e/z", b"z")), kind="zip", into="e")).files == 1
+        assert (await box.files.unpack(make_zip(("e/z", b"z")), kind="zip", into="e")).files == 1
         await box.files.delete("e/e/z")
         assert (await run(box, "open('d/g').read()")).result == "'y'"
         assert (await run(box, "while True: pass", timeout=0.5)).end.state_kept

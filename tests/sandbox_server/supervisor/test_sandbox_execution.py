@@ -1,4 +1,4 @@
-"""What an execution takes from a sandbox and what it refuses; imports `fumehood.sandbox_server.supervisor.sandbox_execution`."""
+"""What an execution takes from a sandbox and what it refuses."""
 
 import asyncio
 import json

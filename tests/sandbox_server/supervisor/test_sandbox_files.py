@@ -308,7 +308,7 @@ async def either(
         return replace(take(*arguments), directly_readable=False)
 
     if request.param == "a helper reads":
-        monkeypatch.setattr(HostResources, "take", unreadable)
+        monkeypatch.setattr(HostResources, "allocate", unreadable)
     made = await supervisor.create()
     yield made
     await made.destroy()

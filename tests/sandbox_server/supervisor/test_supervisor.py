@@ -200,7 +200,7 @@ async def test_a_failure_of_the_supervisor_still_ends_the_call(
     def failing() -> int:
         raise RuntimeError("no idea")
 
-    monkeypatch.setattr(sandbox, "_count_oom_kills", failing)
+    monkeypatch.setattr(sandbox, "count_oom_kills", failing)
     end = (await run(sandbox, "1")).end
     monkeypatch.undo()
     assert (end.status, end.state_kept, end.reason) == (

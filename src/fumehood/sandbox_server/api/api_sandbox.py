@@ -1,4 +1,4 @@
-"""One sandbox as its callers see it: a name, calls by id, files."""
+"""One named sandbox of the API, and the tombstones of those that ended."""
 
 import contextlib
 import time
@@ -29,7 +29,7 @@ type TransferDirection = Literal["in", "out"]
 
 
 class ApiSandbox:
-    """Made by `Service`; has the shape of the seam `Sandbox`, and raises what that says."""
+    """Created by `SandboxService`; implements the seam `Sandbox` and raises what it says."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ApiSandbox:
         self.spec = spec
         self.instance = instance
         self.executions = ExecutionRegistry(
-            instance, settings, lambda call, end: on_execution_end(self, call, end)
+            instance, settings, lambda registered, end: on_execution_end(self, registered, end)
         )
         self.created_at = self.last_used_at = time.time()
         self._check_accepting_work = check_accepting_work
@@ -75,7 +75,7 @@ class ApiSandbox:
     # ---- use --------------------------------------------------------------------------------------------------
 
     def idle_seconds(self) -> float:
-        """Seconds since it was last used; 0 while something goes on."""
+        """Seconds since the last use; 0 while it is in use."""
         return (
             0
             if self._active_uses or not self.executions.is_idle
@@ -97,16 +97,16 @@ class ApiSandbox:
             self._active_uses -= 1
             self.touch()
 
-    # ---- calls ------------------------------------------------------------------------------------------------
+    # ---- executions -------------------------------------------------------------------------------------------
 
     def start_execution(self, request: ExecuteRequest) -> RegisteredExecution:
-        """Start a call or find it again; what comes of it is in its log."""
+        """Start an execution, or return the one that was started under the same id."""
         self._check_accepting_work()
-        call = self.executions.start_or_get(request)
-        if not call.execution.has_ended:
-            self._on_execution_start(call.execution, self.instance)
+        registered = self.executions.start_or_get(request)
+        if not registered.execution.has_ended:
+            self._on_execution_start(registered.execution, self.instance)
         self.touch()
-        return call
+        return registered
 
     async def execute(self, request: ExecuteRequest) -> AsyncGenerator[ExecutionEvent]:
         async for batch in self.start_execution(request).event_batches():
@@ -143,19 +143,19 @@ class ApiSandbox:
                 yield chunk
 
     async def read_bundle(self, paths: Sequence[str]) -> AsyncGenerator[bytes]:
-        """`read_all`, as it travels."""
+        """`read_files` in the encoding of `bundle_encoding`."""
         with self._mark_in_use():
-            async with contextlib.aclosing(self.instance.files.read_bundle(paths)) as pieces:
-                async for piece in pieces:
-                    self._on_file_bytes("out", len(piece))
-                    yield piece
+            async with contextlib.aclosing(self.instance.files.read_bundle(paths)) as chunks:
+                async for chunk in chunks:
+                    self._on_file_bytes("out", len(chunk))
+                    yield chunk
 
     async def read_files(self, paths: Sequence[str]) -> AsyncGenerator[Sequence[BundleContent]]:
-        answers = BundleReader(paths)
-        async with contextlib.aclosing(self.read_bundle(paths)) as pieces:
-            async for piece in pieces:
-                yield answers.feed(piece)
-        answers.finish()
+        reader = BundleReader(paths)
+        async with contextlib.aclosing(self.read_bundle(paths)) as chunks:
+            async for chunk in chunks:
+                yield reader.feed(chunk)
+        reader.finish()
 
     async def write_file(
         self, path: str, content: bytes | AsyncIterable[bytes], *, executable: bool = False
@@ -166,7 +166,7 @@ class ApiSandbox:
             return entry
 
     async def write_bundle(self, content: AsyncIterable[bytes]) -> WriteSummary:
-        """`write_all`, as it travels."""
+        """`write_files` in the encoding of `bundle_encoding`."""
         with self._mark_in_use():
             written = await self.instance.files.write_bundle(content)
             self._on_file_bytes("in", written.bytes)
@@ -192,20 +192,20 @@ _TRIM_EVERY = 32
 
 
 class SandboxTombstones:
-    """The newest last; bounded in number, in time, and in the output that is kept of them."""
+    """Ended sandboxes, the newest last; bounded in number, age and retained output."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._tombstones: dict[str, tuple[float, ApiSandbox]] = {}
         self._retained_bytes = self._added_since_trim = 0
 
-    def add(self, served: ApiSandbox) -> None:
-        self.remove(served.id)
-        self._tombstones[served.id] = (time.monotonic(), served)
-        self._retained_bytes += served.executions.retained_bytes
+    def add(self, sandbox: ApiSandbox) -> None:
+        self.remove(sandbox.id)
+        self._tombstones[sandbox.id] = (time.monotonic(), sandbox)
+        self._retained_bytes += sandbox.executions.retained_bytes
         self._added_since_trim += 1
         self._expire()
-        # Looking at all of them takes a while. The sum is not exact: a call may end after its sandbox.
+        # Not each time, because it visits all. The sum is inexact: an execution may end after its sandbox.
         if (
             self._retained_bytes > self._settings.retained_output_bytes
             or self._added_since_trim >= _TRIM_EVERY
@@ -229,12 +229,12 @@ class SandboxTombstones:
             del self._tombstones[name]
 
     def _trim_output(self) -> None:
-        """What all of them keep of their calls is no more than what one that lives may keep."""
+        """All tombstones together retain no more output than one live sandbox may."""
         room = self._settings.retained_output_bytes
-        for _, served in reversed(self._tombstones.values()):
-            room -= served.executions.retained_bytes
-            if room < 0 and served.executions.retained_bytes:
-                room += served.executions.retained_bytes
-                served.executions.evict_all()
+        for _, sandbox in reversed(self._tombstones.values()):
+            room -= sandbox.executions.retained_bytes
+            if room < 0 and sandbox.executions.retained_bytes:
+                room += sandbox.executions.retained_bytes
+                sandbox.executions.evict_all()
         self._retained_bytes = self._settings.retained_output_bytes - room
         self._added_since_trim = 0

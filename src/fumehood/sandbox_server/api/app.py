@@ -1,7 +1,4 @@
-"""The HTTP face of the service, on bare ASGI.
-
-It holds no logic of its own: it reads requests, asks the service, writes answers.
-"""
+"""The ASGI application of the sandbox server: reads requests, calls the service, writes responses."""
 
 import asyncio
 import contextlib
@@ -44,8 +41,8 @@ from fumehood.sandbox_server.api.operations import (
     SandboxList,
 )
 from fumehood.sandbox_server.api.sandbox_request_context import (
+    MethodNotAllowed,
     SandboxRequestContext,
-    UnsupportedMethod,
     decode_json,
     encode_json,
 )
@@ -53,9 +50,9 @@ from fumehood.sandbox_server.api.sandbox_service import NAME_PATTERN, SandboxSer
 from fumehood.sandbox_server.supervisor.execution_registry import RegisteredExecution
 
 KEEPALIVE_SECONDS = 10.0
-# What code prints at once travels with the head of the answer: one packet, one wake-up of the reader.
+# Output that comes at once is sent with the response headers, in one packet.
 _FIRST_EVENT_WAIT = 0.02
-_DISCONNECT_CHECK_AFTER = 1.0  # seconds until it is worth watching whether a reader is still there
+_DISCONNECT_CHECK_AFTER = 1.0
 _TENANT_PATTERN = re.compile(r"[A-Za-z0-9_.:@-]{0,128}")
 _ARCHIVE_FORMATS: dict[str, ArchiveFormat] = {kind: kind for kind in ARCHIVE_FORMATS}
 
@@ -69,10 +66,9 @@ _decode_one_shot = msgspec.json.Decoder(OneShotRequest)
 class SandboxServerApp:
     """An ASGI application.
 
-    token: what callers have to show; None serves everybody but the web pages of other sites.
-    metrics_token: lets those who show it read the metrics, and nothing else.
-    hosts: without a token, the names by which the server may be called; None on a unix socket, which browsers do not
-    reach.
+    token: bearer token required of callers; None serves everybody except web pages of other sites.
+    metrics_token: bearer token that gives access to the metrics only.
+    host_names: without a token, the allowed Host headers; None on a unix socket, which browsers do not reach.
     """
 
     def __init__(
@@ -102,27 +98,27 @@ class SandboxServerApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"this server does not speak {scope['type']}")
-        exchange = SandboxRequestContext(scope, receive, send)
-        scope["exchange"] = exchange
+        context = SandboxRequestContext(scope, receive, send)
+        scope["context"] = context
         try:
-            scope["path"] = exchange.decode_path()
+            scope["path"] = context.decode_path()
             await self._router.app(scope, receive, send)
         except SandboxError as error:
-            await self._send_error(exchange, error)
+            await self._send_error(context, error)
         except ClientDisconnected:
-            structured_logging.log_event("client_disconnected", level=logging.DEBUG, method=exchange.method)
+            structured_logging.log_event("client_disconnected", level=logging.DEBUG, method=context.method)
         except Exception as error:
-            lacking = _find_exhausted_resource(error)
-            if lacking is None:
-                structured_logging.logger.exception("A request could not be served.")
-            if exchange.started:
+            exhausted = _find_exhausted_resource(error)
+            if exhausted is None:
+                structured_logging.logger.exception("Unhandled error in a request.")
+            if context.started:
                 raise
-            if lacking is None:
-                await self._send_error(exchange, SandboxError("The sandbox server failed; its log says why."))
+            if exhausted is None:
+                await self._send_error(context, SandboxError("The sandbox server failed; its log says why."))
             else:
                 await self._send_error(
-                    exchange,
-                    SandboxServerAtCapacity(f"The sandbox server is short of {lacking}; try again later."),
+                    context,
+                    SandboxServerAtCapacity(f"The sandbox server is short of {exhausted}; try again later."),
                 )
 
     async def _send_error(self, context: SandboxRequestContext, error: SandboxError) -> None:
@@ -138,22 +134,25 @@ class SandboxServerApp:
         )
         if not context.started:
             extra = [(b"www-authenticate", b"Bearer")] if isinstance(error, InvalidServerToken) else None
-            if isinstance(error, _PathMethodNotAllowed):
+            if isinstance(error, MethodNotAllowed):
                 extra = [(b"allow", error.allowed.encode())]
             await context.send_error(error, extra)
 
     async def _raise_not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
         del receive, send
-        exchange: SandboxRequestContext = scope["exchange"]
-        self.authorize(exchange)
+        context: SandboxRequestContext = scope["context"]
+        self.authorize(context)
         path: str = scope["path"]
-        served = suggest_routes(path, [operation.path for operation in OPERATIONS])
-        raise SandboxResourceNotFound(f"Unknown request URL: {exchange.method} {path[:200]}. {served}")
+        suggestion = suggest_routes(path, [operation.path for operation in OPERATIONS])
+        raise SandboxResourceNotFound(f"Unknown request URL: {context.method} {path[:200]}. {suggestion}")
 
     def authorize(
         self, context: SandboxRequestContext, *, protected: bool = True, for_metrics: bool = False
     ) -> bool:
-        """Whether the caller showed the token; NotAllowed if it is needed, Forbidden for web pages of other sites."""
+        """Whether the caller sent the token.
+
+        Raises InvalidServerToken if it is required, SandboxAccessForbidden for web pages of other sites.
+        """
         if self._token is None:
             self._check_origin(context)
         allowed = self._token is None or _has_token(context, self._token)
@@ -186,14 +185,14 @@ class SandboxServerApp:
         context.require_json()
         body = await context.read_body(settings.request_bytes, settings.request_seconds)
         spec = decode_json(_decode_spec, body) if body.strip() else SandboxSpec()
-        served, new = await self._service.get_or_create(name, spec)
-        await context.send_json(served.info(), 201 if new else 200)
+        sandbox, new = await self._service.get_or_create(name, spec)
+        await context.send_json(sandbox.info(), 201 if new else 200)
 
     async def get_sandbox(self, context: SandboxRequestContext) -> None:
         await context.send_json(self._find_sandbox(context).info())
 
     async def delete_sandbox(self, context: SandboxRequestContext) -> None:
-        await self._service.destroy(_SandboxId(_read_name(context, "id")))
+        await self._service.delete(_read_name(context, "id"))
         await context.send_no_content()
 
     async def list_sandboxes(self, context: SandboxRequestContext) -> None:
@@ -210,38 +209,38 @@ class SandboxServerApp:
         name = _read_name(context, "id")
         settings = self._service.settings
         request = await context.read_json(_decode_execute, settings.request_bytes, settings.request_seconds)
-        served = self._service.get_live_or_ended(name) if request.execution_id else self._service.get(name)
-        await self._stream_events(context, served.start_execution(request))
+        sandbox = self._service.get_live_or_ended(name) if request.execution_id else self._service.get(name)
+        await self._stream_events(context, sandbox.start_execution(request))
 
     async def follow(self, context: SandboxRequestContext) -> None:
-        served = self._service.get_live_or_ended(_read_name(context, "id"))
+        sandbox = self._service.get_live_or_ended(_read_name(context, "id"))
         after = _parse_number(context.query_value("after"), "after", -1)
         if after < -1:
             raise InvalidSandboxRequest("`after` is the number of an event, or -1.", param="after")
-        call = served.executions.get(_read_name(context, "execution_id"))
-        served.touch()
-        await self._stream_events(context, call, after)
+        registered = sandbox.executions.get(_read_name(context, "execution_id"))
+        sandbox.touch()
+        await self._stream_events(context, registered, after)
 
     async def _stream_events(
-        self, context: SandboxRequestContext, call: RegisteredExecution, after: int = -1
+        self, context: SandboxRequestContext, registered: RegisteredExecution, after: int = -1
     ) -> None:
-        """Write events as they come; the code does not mind when nobody listens any more."""
+        """Send events as they come; the execution goes on when the client disconnects."""
         if context.method == "HEAD":
-            await context.start_event_stream(call.id)
+            await context.start_event_stream(registered.id)
             await context.send(b"", more=False)
             return
-        if not call.execution.event_log:
-            await call.execution.wait_for_events(_FIRST_EVENT_WAIT)
-        await context.start_event_stream(call.id)
-        patience = min(_DISCONNECT_CHECK_AFTER, self._keepalive_seconds)
-        watcher: asyncio.Task[None] | None = None
+        if not registered.execution.event_log:
+            await registered.execution.wait_for_events(_FIRST_EVENT_WAIT)
+        await context.start_event_stream(registered.id)
+        timeout = min(_DISCONNECT_CHECK_AFTER, self._keepalive_seconds)
+        disconnect: asyncio.Task[None] | None = None
         silent = 0.0
         try:
-            async for batch in call.event_batches(after, timeout=patience):
-                if watcher is None and not batch:
-                    watcher = asyncio.ensure_future(context.wait_for_disconnect())
-                    watcher.add_done_callback(lambda _: call.execution.notify_readers())
-                if watcher is not None and watcher.done():
+            async for batch in registered.event_batches(after, timeout=timeout):
+                if disconnect is None and not batch:
+                    disconnect = asyncio.ensure_future(context.wait_for_disconnect())
+                    disconnect.add_done_callback(lambda _: registered.execution.notify_readers())
+                if disconnect is not None and disconnect.done():
                     return
                 if batch:
                     silent = 0.0
@@ -249,37 +248,37 @@ class SandboxServerApp:
                     await context.send(_encode_lines(batch), more=not last)
                     if last:
                         return
-                elif (silent := silent + patience) >= self._keepalive_seconds:
+                elif (silent := silent + timeout) >= self._keepalive_seconds:
                     silent = 0.0
                     await context.send(b"\n")
             await context.send(b"", more=False)
         finally:
-            if watcher is not None:
-                watcher.cancel()
+            if disconnect is not None:
+                disconnect.cancel()
 
     async def interrupt(self, context: SandboxRequestContext) -> None:
-        served = self._find_sandbox(context)
+        sandbox = self._find_sandbox(context)
         execution_id = context.query_value("execution_id")
         if execution_id is not None:
             validate_name(execution_id, "execution_id")
-        await context.send_json(InterruptResponse(interrupted=await served.interrupt(execution_id)))
+        await context.send_json(InterruptResponse(interrupted=await sandbox.interrupt(execution_id)))
 
     async def execute_once(self, context: SandboxRequestContext) -> None:
         settings = self._service.settings
         request = await context.read_json(_decode_one_shot, settings.one_shot_bytes, settings.request_seconds)
         work = asyncio.ensure_future(self._service.execute_once(request))
         del request  # it may be large
-        watcher = asyncio.ensure_future(context.wait_for_disconnect())
-        watcher.add_done_callback(lambda _: work.cancel())
+        disconnect = asyncio.ensure_future(context.wait_for_disconnect())
+        disconnect.add_done_callback(lambda _: work.cancel())
         try:
             await context.send_json(await work)
         except asyncio.CancelledError:
-            if not watcher.done():
+            if not disconnect.done():
                 raise
             raise ClientDisconnected from None
         finally:
             work.cancel()
-            watcher.cancel()
+            disconnect.cancel()
 
     # ---- files ------------------------------------------------------------------------------------------------
 
@@ -304,31 +303,31 @@ class SandboxServerApp:
                 await context.send(b"", more=False)
 
     async def write_file(self, context: SandboxRequestContext) -> None:
-        served = self._find_sandbox(context)
+        sandbox = self._find_sandbox(context)
         chunks = context.read_body_chunks(self._service.settings.file_bytes)
         executable = context.query_value("executable") or "false"
         if executable not in ("true", "false"):
             raise InvalidSandboxRequest("`executable` is true or false.", param="executable")
         path = context.path_parameters["path"]
-        await context.send_json(await served.write_file(path, chunks, executable=executable == "true"))
+        await context.send_json(await sandbox.write_file(path, chunks, executable=executable == "true"))
 
     async def read_files(self, context: SandboxRequestContext) -> None:
-        served = self._find_sandbox(context)
+        sandbox = self._find_sandbox(context)
         settings = self._service.settings
         request = await context.read_json(_decode_read, settings.request_bytes, settings.request_seconds)
-        async with contextlib.aclosing(served.read_bundle(request.paths)) as pieces:
-            first = await anext(pieces, b"")  # until then it can be refused
+        async with contextlib.aclosing(sandbox.read_bundle(request.paths)) as chunks:
+            first = await anext(chunks, b"")  # before that, an error can still be sent as a response
             await context.start_binary_response()
             await context.send(first)
-            async for piece in pieces:
-                await context.send(piece)
+            async for chunk in chunks:
+                await context.send(chunk)
         await context.send(b"", more=False)
 
     async def write_files(self, context: SandboxRequestContext) -> None:
         context.require_binary()
-        served = self._find_sandbox(context)
+        sandbox = self._find_sandbox(context)
         chunks = context.read_body_chunks(self._service.settings.file_bytes)
-        await context.send_json(await served.write_bundle(chunks))
+        await context.send_json(await sandbox.write_bundle(chunks))
 
     async def delete_file(self, context: SandboxRequestContext) -> None:
         await self._find_sandbox(context).delete_file(context.path_parameters["path"])
@@ -336,11 +335,11 @@ class SandboxServerApp:
 
     async def unpack(self, context: SandboxRequestContext) -> None:
         context.require_binary()
-        served = self._find_sandbox(context)
+        sandbox = self._find_sandbox(context)
         kind = _ARCHIVE_FORMATS.get(context.query_value("kind") or "")
         if kind is None:
             raise InvalidSandboxRequest(f"`kind` is one of {', '.join(ARCHIVE_FORMATS)}.", param="kind")
-        unpacked = await served.unpack_archive(
+        unpacked = await sandbox.unpack_archive(
             context.read_body_chunks(self._service.settings.file_bytes),
             kind=kind,
             into=context.query_value("into") or "",
@@ -367,12 +366,12 @@ class SandboxServerApp:
 
 
 class _PathRoute(Route):
-    """All operations of one path."""
+    """All operations on one path."""
 
     def __init__(self, app: SandboxServerApp, path: str, operations: dict[str, ApiOperation]) -> None:
         super().__init__(path.replace("{path}", "{path:path}"), app, methods=[*operations])
-        self.path_regex = re.compile(self.path_regex.pattern, re.DOTALL)  # a name may hold a newline
-        self._application = app
+        self.path_regex = re.compile(self.path_regex.pattern, re.DOTALL)  # a file name may contain a newline
+        self._app = app
         self._operations = {
             method: (getattr(app, operation.handler), operation) for method, operation in operations.items()
         }
@@ -390,32 +389,21 @@ class _PathRoute(Route):
     @override
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         del receive, send
-        exchange: SandboxRequestContext = scope["exchange"]
-        operation = self._operations.get(exchange.method)
+        context: SandboxRequestContext = scope["context"]
+        operation = self._operations.get(context.method)
         if operation is None:
-            self._application.authorize(exchange)
-            raise _PathMethodNotAllowed(", ".join(sorted(self._operations)))
-        handler, described = operation
-        if described.protected:
-            self._application.authorize(exchange, for_metrics=described.accepts_metrics_token)
-        exchange.path_parameters = scope["path_params"]
-        await handler(exchange)
-
-
-class _PathMethodNotAllowed(UnsupportedMethod):
-    def __init__(self, allowed: str) -> None:
-        super().__init__(f"This path allows {allowed}.")
-        self.allowed = allowed
-
-
-class _SandboxId:
-    def __init__(self, name: str) -> None:
-        self.id = name
+            self._app.authorize(context)
+            raise MethodNotAllowed(", ".join(sorted(self._operations)))
+        handler, description = operation
+        if description.protected:
+            self._app.authorize(context, for_metrics=description.accepts_metrics_token)
+        context.path_parameters = scope["path_params"]
+        await handler(context)
 
 
 def _has_token(context: SandboxRequestContext, token: bytes) -> bool:
-    shown = context.authorization_headers()
-    return len(shown) == 1 and hmac.compare_digest(shown[0], token)
+    sent = context.authorization_headers()
+    return len(sent) == 1 and hmac.compare_digest(sent[0], token)
 
 
 def _read_name(context: SandboxRequestContext, parameter: str) -> str:
@@ -431,7 +419,7 @@ def _parse_number(text: str | None, parameter: str, default: int) -> int:
 
 
 def _find_exhausted_resource(error: Exception) -> str | None:
-    """What there was too little of when that was raised; None if it is about something else."""
+    """The resource whose lack raised the error; None for any other error."""
     if isinstance(error, MemoryError):
         return "memory"
     scarce = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)

@@ -1,4 +1,4 @@
-"""`POST /execute`: files in, code, files out, and the sandbox is no more."""
+"""`POST /execute`: upload files, run code, return the files it wrote, end the sandbox."""
 
 import asyncio
 import base64
@@ -35,28 +35,28 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 from fumehood.sandbox_server import structured_logging
 from fumehood.sandbox_server.api.sandbox_metrics import SandboxMetrics
 from fumehood.sandbox_server.host.host_resources import file_quota_bytes
-from fumehood.sandbox_server.inside.files import data_directory as paths
+from fumehood.sandbox_server.inside.files import data_directory
 from fumehood.sandbox_server.settings import Settings
 from fumehood.sandbox_server.supervisor.sandbox_execution import SandboxExecution
 from fumehood.sandbox_server.supervisor.sandbox_files import to_printable
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 
-_LOG_NAME = "one-shot"  # what logs call a sandbox that nobody named
+_LOG_NAME = "one-shot"  # the name of the sandbox in logs
 _FILES_PER_BATCH = 100
 
 
 class OneShotBackend(Protocol):
-    """What a one-shot needs of the service that it runs in."""
+    """What a one-shot execution needs of the service."""
 
     settings: Settings
     supervisor: Supervisor
     metrics: SandboxMetrics
 
-    def track_execution(self, execution: SandboxExecution, local: SandboxInstance) -> None: ...
+    def track_execution(self, execution: SandboxExecution, instance: SandboxInstance) -> None: ...
 
     def record_execution_end(
-        self, execution: SandboxExecution, end: ExecutionEnd, *, sandbox: str, call_id: str
+        self, execution: SandboxExecution, end: ExecutionEnd, *, sandbox: str, execution_id: str
     ) -> None: ...
 
 
@@ -65,8 +65,8 @@ def build_spec(request: OneShotRequest) -> SandboxSpec:
 
 
 def decode_files(request: OneShotRequest, settings: Settings) -> dict[str, bytes]:
-    """The files to put in place; FileRefused or TooLarge says what is wrong with which."""
-    if len(request.files) > min(paths.MAX_ENTRIES, settings.inodes // 2):
+    """The files to upload; raises FileRefused or SandboxLimitExceeded, which name the file."""
+    if len(request.files) > min(data_directory.MAX_ENTRIES, settings.inodes // 2):
         raise SandboxLimitExceeded(
             f"{len(request.files)} files are more than a sandbox takes at once.", param="files"
         )
@@ -78,9 +78,9 @@ def decode_files(request: OneShotRequest, settings: Settings) -> dict[str, bytes
     contents: dict[str, bytes] = {}
     for name, text in request.files.items():
         try:
-            paths.check_path(name)
+            data_directory.check_path(name)
             contents[name] = base64.b64decode(text, validate=True)
-        except paths.UnsafePath as error:
+        except data_directory.UnsafePath as error:
             raise FileRefused(f"{to_printable(name)}: {error}", param="files") from error
         except ValueError as error:
             raise FileRefused(f"{to_printable(name)}: its content is not base64", param="files") from error
@@ -88,100 +88,102 @@ def decode_files(request: OneShotRequest, settings: Settings) -> dict[str, bytes
 
 
 async def run_one_shot(
-    host: OneShotBackend, request: OneShotRequest, spec: SandboxSpec, uploads: dict[str, bytes]
+    backend: OneShotBackend, request: OneShotRequest, spec: SandboxSpec, uploads: dict[str, bytes]
 ) -> OneShotResponse:
-    began = time.monotonic()
+    started_at = time.monotonic()
     try:
-        local = await host.supervisor.create(spec)
+        instance = await backend.supervisor.create(spec)
     except InstallFailed as error:
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - started_at
         structured_logging.log_event(
             "install_failed", sandbox=_LOG_NAME, tenant=spec.tenant, duration_ms=round(seconds * 1000, 3)
         )
         return _build_response(_OutputText(), None, round(seconds * 1000), {}, error.message)
     try:
-        seconds = time.monotonic() - began
-        host.metrics.record_created(warm=local.warm, seconds=seconds, with_packages=bool(spec.requirements))
-        before = await _upload_files(local, uploads)
-        host.metrics.record_file_bytes("in", sum(map(len, uploads.values())))
-        execution = local.start_execution(request.code, timeout=request.timeout_seconds)
-        execution.on_end = partial(
-            host.record_execution_end, execution, sandbox=_LOG_NAME, call_id=secrets.token_hex(12)
+        seconds = time.monotonic() - started_at
+        backend.metrics.record_created(
+            warm=instance.warm, seconds=seconds, with_packages=bool(spec.requirements)
         )
-        host.track_execution(execution, local)
+        before = await _upload_files(instance, uploads)
+        backend.metrics.record_file_bytes("in", sum(map(len, uploads.values())))
+        execution = instance.start_execution(request.code, timeout=request.timeout_seconds)
+        execution.on_end = partial(
+            backend.record_execution_end, execution, sandbox=_LOG_NAME, execution_id=secrets.token_hex(12)
+        )
+        backend.track_execution(execution, instance)
         text = _OutputText()
         end = await text.collect(execution)
-        produced, note, given = await _collect_produced_files(local, end, before, host.settings)
-        host.metrics.record_file_bytes("out", given)
+        produced, note, size = await _collect_produced_files(instance, end, before, backend.settings)
+        backend.metrics.record_file_bytes("out", size)
         return _build_response(text, end, end.duration_ms, produced, note)
     finally:
-        ending = time.monotonic()
-        await asyncio.shield(asyncio.ensure_future(local.destroy()))
-        host.metrics.record_destroyed(time.monotonic() - ending)
+        destroying_since = time.monotonic()
+        await asyncio.shield(asyncio.ensure_future(instance.destroy()))
+        backend.metrics.record_destroyed(time.monotonic() - destroying_since)
 
 
-async def _upload_files(local: SandboxInstance, uploads: dict[str, bytes]) -> dict[str, FileEntry]:
+async def _upload_files(instance: SandboxInstance, uploads: dict[str, bytes]) -> dict[str, FileEntry]:
     if not uploads:
         return {}
     try:
-        written = await local.files.write_bundle(encode_bundle(_iter_batches(uploads)))
+        written = await instance.files.write_bundle(encode_bundle(_iter_batches(uploads)))
         if written.refused:
             raise FileRefused(written.reasons[0])
     except (InvalidSandboxRequest, SandboxLimitExceeded, SandboxResourceNotFound) as error:
         kind = SandboxLimitExceeded if isinstance(error, SandboxLimitExceeded) else FileRefused
         raise kind(error.message, param="files") from error
-    return {entry.path: entry for entry in (await local.files.list()).files}
+    return {entry.path: entry for entry in (await instance.files.list()).files}
 
 
 async def _iter_batches(uploads: dict[str, bytes]) -> AsyncGenerator[Sequence[BundledFile]]:
-    for some in batched(uploads.items(), _FILES_PER_BATCH):
-        yield some
+    for batch in batched(uploads.items(), _FILES_PER_BATCH):
+        yield batch
 
 
 async def _collect_produced_files(
-    local: SandboxInstance, end: ExecutionEnd, before: dict[str, FileEntry], settings: Settings
+    instance: SandboxInstance, end: ExecutionEnd, before: dict[str, FileEntry], settings: Settings
 ) -> tuple[dict[str, str], str, int]:
-    """Files that are new or changed, as base64, a sentence about those that are left out, and how many bytes."""
+    """New and changed files as base64, a note about those left out, and the number of bytes."""
     if not end.state_kept:
         return {}, "", 0
     produced: dict[str, str] = {}
     left_out = 0
     room = settings.produced_bytes
     try:
-        listing = await local.files.list()
+        listing = await instance.files.list()
         for entry in listing.files:
             if before.get(entry.path) == entry:
                 continue
             content = None
             if len(produced) < settings.produced_files and entry.size <= room:
-                content = await _read_file(local, entry.path, room)
+                content = await _read_file(instance, entry.path, room)
             if content is None:
                 left_out += 1
             else:
                 produced[entry.path] = base64.b64encode(content).decode()
                 room -= len(content)
     except SandboxError as error:
-        why = f"The files that the code wrote cannot be read: {error.message}"
-        return produced, why, settings.produced_bytes - room
-    given = settings.produced_bytes - room
+        note = f"The files that the code wrote cannot be read: {error.message}"
+        return produced, note, settings.produced_bytes - room
+    size = settings.produced_bytes - room
     if not left_out and not listing.truncated:
-        return produced, "", given
-    some = f"{left_out} files" if left_out and not listing.truncated else "Some files"
-    why = (
-        f"{some} that the code wrote are left out: at most {settings.produced_files} files of "
+        return produced, "", size
+    count = f"{left_out} files" if left_out and not listing.truncated else "Some files"
+    note = (
+        f"{count} that the code wrote are left out: at most {settings.produced_files} files of "
         f"{settings.produced_bytes} bytes in all are given back, and none that lie too deep or have odd names."
     )
-    return produced, why, given
+    return produced, note, size
 
 
-async def _read_file(local: SandboxInstance, path: str, most: int) -> bytes | None:
-    """The whole file, or None if it is gone, not to be read, or has grown beyond what is given back."""
+async def _read_file(instance: SandboxInstance, path: str, limit: int) -> bytes | None:
+    """The whole file, or None if it is gone, unreadable or larger than `limit`."""
     content = bytearray()
     try:
-        async with await local.files.open(path) as opened:
+        async with await instance.files.open(path) as opened:
             async for chunk in opened.chunks():
                 content += chunk
-                if len(content) > most:
+                if len(content) > limit:
                     return None
     except SandboxError:
         return None
@@ -189,7 +191,7 @@ async def _read_file(local: SandboxInstance, path: str, most: int) -> bytes | No
 
 
 class _OutputText:
-    """What a call printed and showed, as text."""
+    """The output of an execution as text."""
 
     def __init__(self) -> None:
         self.stdout: list[str] = []
@@ -217,7 +219,7 @@ class _OutputText:
 
 
 def _append_line(parts: list[str], text: str) -> None:
-    """Text that begins and ends its own lines, unlike what the code prints."""
+    """Append text that starts and ends on its own line, unlike printed output."""
     if not text:
         return
     if parts and not parts[-1].endswith("\n"):
@@ -228,7 +230,7 @@ def _append_line(parts: list[str], text: str) -> None:
 def _build_response(
     text: _OutputText, end: ExecutionEnd | None, milliseconds: int, produced: dict[str, str], note: str
 ) -> OneShotResponse:
-    """`end` is None where the code did not run; `note` is a last sentence for standard error."""
+    """`end` is None if the code did not run; `note` is appended to standard error."""
     if note and end is not None:
         _append_line(text.stderr, note)
     reason = note if end is None else end.reason

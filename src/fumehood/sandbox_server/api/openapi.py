@@ -1,4 +1,4 @@
-"""Describes the HTTP server as OpenAPI 3.1, from the types themselves."""
+"""Generates the OpenAPI 3.1 document of the sandbox server from its operations and types."""
 
 from collections.abc import Iterable
 from importlib import metadata
@@ -16,31 +16,31 @@ type JsonObject = dict[str, Any]
 
 _REF = "#/components/schemas/{name}"
 _ERROR_DESCRIPTIONS = {
-    400: "A parameter or body that cannot be served; `param` names it.",
+    400: "An invalid parameter or body; `param` names it.",
     401: "No token, or the wrong one.",
     403: "Sent by a web page of another site, or to a name that is not the server's.",
     404: "No such sandbox, execution or file.",
-    405: "The path does not know this method.",
+    405: "The path does not support this method.",
     408: "The body took too long to arrive.",
-    409: "The id is taken by something else.",
+    409: "The id is in use with another specification or request.",
     410: "The sandbox has ended; the message says why.",
     413: "More than a limit allows.",
-    415: "A body of a type that is not read here.",
-    429: "The same request may be served later.",
+    415: "An unsupported Content-Type.",
+    429: "Capacity or a quota is exhausted; retry later.",
     500: "The server failed.",
-    503: "The server is starting or stopping, or a sandbox could not be made.",
+    503: "The server is starting or stopping, or a sandbox failed to start.",
 }
 
 
 def build_document(settings: Settings, *, protected: bool) -> JsonObject:
-    """The whole description; `protected` says whether a token is wanted."""
+    """The whole document; `protected` says whether a token is required."""
     schemas, components = _build_schemas()
     paths: dict[str, JsonObject] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method.lower()] = _describe_operation(
             operation, schemas, settings, protected=protected
         )
-    found: JsonObject = {
+    document: JsonObject = {
         "openapi": "3.1.0",
         "info": {
             "title": "Fumehood sandbox server",
@@ -52,8 +52,8 @@ def build_document(settings: Settings, *, protected: bool) -> JsonObject:
         "components": {"schemas": components},
     }
     if protected:
-        found["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-    return found
+        document["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+    return document
 
 
 def _list_types() -> list[Any]:
@@ -65,16 +65,16 @@ def _list_types() -> list[Any]:
 
 
 def _build_schemas() -> tuple[dict[int, JsonObject], JsonObject]:
-    """The schema of each type by its identity, and what they refer to."""
+    """The schema of each type by its `id`, and the schemas they refer to."""
     kinds = _list_types()
-    made, components = msgspec.json.schema_components(kinds, ref_template=_REF)
-    return {id(kind): schema for kind, schema in zip(kinds, made, strict=True)}, components
+    generated, components = msgspec.json.schema_components(kinds, ref_template=_REF)
+    return {id(kind): schema for kind, schema in zip(kinds, generated, strict=True)}, components
 
 
 def _describe_operation(
     operation: ApiOperation, schemas: dict[int, JsonObject], settings: Settings, *, protected: bool
 ) -> JsonObject:
-    described: JsonObject = {
+    description: JsonObject = {
         "operationId": operation.handler,
         "summary": operation.summary,
         "parameters": [
@@ -84,10 +84,10 @@ def _describe_operation(
         "responses": dict(_describe_responses(operation, schemas, protected=protected)),
     }
     if operation.body is not None:
-        described["requestBody"] = _describe_body(operation, schemas, settings)
+        description["requestBody"] = _describe_body(operation, schemas, settings)
     if protected:
-        described["security"] = [{"token": []}] if operation.protected else [{}, {"token": []}]
-    return described
+        description["security"] = [{"token": []}] if operation.protected else [{}, {"token": []}]
+    return description
 
 
 def _describe_parameter(parameter: OperationParameter, schemas: dict[int, JsonObject]) -> JsonObject:
@@ -104,7 +104,7 @@ def _describe_version_header() -> JsonObject:
     return {
         "name": PROTOCOL_HEADER,
         "in": "header",
-        "description": "The version of the protocol that the caller speaks; another one than the server's is refused.",
+        "description": "The protocol version of the caller; must be the server's.",
         "required": False,
         "schema": {"type": "string", "const": "1"},
     }
@@ -129,18 +129,21 @@ def _describe_responses(
 ) -> Iterable[tuple[str, JsonObject]]:
     headers = {PROTOCOL_HEADER: {"schema": {"type": "string"}}}
     for status, kind in operation.responses.items():
-        answer: JsonObject = {"description": operation.summary, "headers": headers}
+        response: JsonObject = {"description": operation.summary, "headers": headers}
         if isinstance(kind, str):
-            answer["content"] = {kind: {"schema": _schema_of_media_type(kind)}}
+            response["content"] = {kind: {"schema": _schema_of_media_type(kind)}}
         elif kind is not None:
-            answer["content"] = {"application/json": {"schema": schemas[id(kind)]}}
+            response["content"] = {"application/json": {"schema": schemas[id(kind)]}}
         if kind == NDJSON:
-            answer["description"] = "One event a line; empty lines are signs of life and mean nothing."
-            answer["headers"] = {**headers, EXECUTION_HEADER: {"schema": {"type": "string"}}}
-            answer["x-ndjson-schema"] = {"anyOf": schemas[id(ExecutionEvent)]["anyOf"]}
-        yield str(status), answer
+            response["description"] = "One event per line; empty lines are keepalives."
+            response["headers"] = {**headers, EXECUTION_HEADER: {"schema": {"type": "string"}}}
+            response["x-ndjson-schema"] = {"anyOf": schemas[id(ExecutionEvent)]["anyOf"]}
+        yield str(status), response
     if operation.handler == "health":
-        yield "503", {**_describe_response(operation, schemas), "description": "It is starting or stopping."}
+        yield (
+            "503",
+            {**_describe_response(operation, schemas), "description": "The server is starting or stopping."},
+        )
     statuses = {400, *operation.errors}
     if not protected:
         statuses.add(403)

@@ -1,4 +1,4 @@
-"""What the HTTP server offers, as a table: routes, OpenAPI and tests are made from it."""
+"""The table of HTTP operations: routes, OpenAPI and tests are generated from it."""
 
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -26,7 +26,7 @@ type HttpMethod = Literal["GET", "PUT", "POST", "DELETE"]
 
 
 class SandboxList(msgspec.Struct, frozen=True, kw_only=True):
-    """Every sandbox that lives."""
+    """Every live sandbox."""
 
     sandboxes: list[SandboxInfo]
 
@@ -39,7 +39,7 @@ class InterruptResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class OperationParameter:
-    """`schema` is a JSON schema, or a type to make one from."""
+    """`schema` is a JSON schema, or a type to generate one from."""
 
     name: str
     location: Literal["path", "query"]
@@ -54,9 +54,9 @@ class ApiOperation:
 
     handler: the method of the application that serves it.
     body: a type for JSON, a media type for bytes, None for no body.
-    answers: status and type of each success; a string is a media type, None no body.
-    errors: the statuses of refusals, besides those that every operation may give.
-    for_metrics: whether the token for metrics is enough.
+    responses: status and type of each success; a string is a media type, None no body.
+    errors: the error statuses, besides those of every operation.
+    accepts_metrics_token: whether the token for metrics is enough.
     """
 
     method: HttpMethod
@@ -81,7 +81,7 @@ _ID = OperationParameter("id", "path", "The sandbox's name, chosen by the caller
 _PATH = OperationParameter(
     "path",
     "path",
-    "Percent-encoded UTF-8, below /mnt/data; slashes may stand as they are.",
+    "Percent-encoded UTF-8, below /mnt/data; slashes need no encoding.",
     {"type": "string", "minLength": 1},
 )
 
@@ -90,7 +90,7 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         method="POST",
         path="/sandboxes/{id}/execute",
         handler="execute",
-        summary="Run code in a sandbox and stream its events, one JSON object a line, the end last.",
+        summary="Run code in a sandbox and stream its events, one JSON object per line, the end last.",
         parameters=(_ID,),
         body=ExecuteRequest,
         responses={200: NDJSON},
@@ -100,7 +100,7 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         method="PUT",
         path="/sandboxes/{id}",
         handler="put_sandbox",
-        summary="Make a sandbox, or find the one of that name and specification.",
+        summary="Create a sandbox, or return the one of that name and specification.",
         parameters=(_ID,),
         body=SandboxSpec,
         body_optional=True,
@@ -111,7 +111,7 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         method="GET",
         path="/sandboxes/{id}",
         handler="get_sandbox",
-        summary="A sandbox that lives.",
+        summary="Read a live sandbox.",
         parameters=(_ID,),
         responses={200: SandboxInfo},
         errors=(404, 410),
@@ -120,7 +120,7 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         method="DELETE",
         path="/sandboxes/{id}",
         handler="delete_sandbox",
-        summary="End a sandbox with all its files; one that is not there is no error.",
+        summary="Delete a sandbox and its files; a sandbox that does not exist is no error.",
         parameters=(_ID,),
         responses={204: None},
     ),
@@ -128,15 +128,15 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         method="GET",
         path="/sandboxes",
         handler="list_sandboxes",
-        summary="All sandboxes that live, or those of one tenant.",
-        parameters=(OperationParameter("tenant", "query", "Only this tenant's.", Tenant),),
+        summary="List live sandboxes, of all tenants or of one.",
+        parameters=(OperationParameter("tenant", "query", "Only sandboxes of this tenant.", Tenant),),
         responses={200: SandboxList},
     ),
     ApiOperation(
         method="GET",
         path="/sandboxes/{id}/executions/{execution_id}",
         handler="follow",
-        summary="The events of an execution again, or from a certain one on.",
+        summary="Read the events of an execution again, all or from a given number on.",
         parameters=(
             _ID,
             OperationParameter("execution_id", "path", "The execution's id.", ResourceName),
@@ -154,7 +154,7 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         method="POST",
         path="/sandboxes/{id}/interrupt",
         handler="interrupt",
-        summary="Stop the execution that runs, or a certain one, as a keyboard interrupt would.",
+        summary="Interrupt the running execution, or the given one, as Ctrl-C would.",
         parameters=(_ID, OperationParameter("execution_id", "query", "The execution to stop.", ResourceName)),
         responses={200: InterruptResponse},
         errors=(404, 410),
@@ -163,7 +163,7 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         method="GET",
         path="/sandboxes/{id}/files",
         handler="list_files",
-        summary="The regular files below /mnt/data, or what changed since an earlier listing.",
+        summary="List regular files below /mnt/data, or what changed since an earlier listing.",
         parameters=(
             _ID,
             OperationParameter(
@@ -177,7 +177,7 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         method="GET",
         path="/sandboxes/{id}/files/{path}",
         handler="read_file",
-        summary="The content of one regular file.",
+        summary="Read a regular file.",
         parameters=(_ID, _PATH),
         responses={200: OCTET_STREAM},
         errors=(404, 410),
@@ -186,7 +186,7 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         method="PUT",
         path="/sandboxes/{id}/files/{path}",
         handler="write_file",
-        summary="Put a file in place, whole or not at all; directories are made as needed.",
+        summary="Write a file atomically; missing directories are created.",
         parameters=(
             _ID,
             _PATH,
@@ -206,7 +206,7 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         method="DELETE",
         path="/sandboxes/{id}/files/{path}",
         handler="delete_file",
-        summary="Remove one file.",
+        summary="Delete a file.",
         parameters=(_ID, _PATH),
         responses={204: None},
         errors=(404, 410),
@@ -215,7 +215,7 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         method="POST",
         path="/sandboxes/{id}/read",
         handler="read_files",
-        summary="The content of many small files, one after another, or why one has none.",
+        summary="Read many small files in one response; each is its content or an error.",
         parameters=(_ID,),
         body=ReadFilesRequest,
         responses={200: OCTET_STREAM},
@@ -225,7 +225,7 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         method="POST",
         path="/sandboxes/{id}/write",
         handler="write_files",
-        summary="Put many files in place; one that cannot be is told, and the rest is there.",
+        summary="Write many files in one request; files that fail are reported, the others are written.",
         parameters=(_ID,),
         body=OCTET_STREAM,
         responses={200: WriteSummary},
@@ -235,7 +235,7 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         method="POST",
         path="/sandboxes/{id}/unpack",
         handler="unpack",
-        summary="Unpack an archive below /mnt/data, all of it or nothing.",
+        summary="Unpack an archive below /mnt/data, all or nothing.",
         parameters=(
             _ID,
             OperationParameter("kind", "query", "The archive's format.", ArchiveFormat, required=True),
@@ -260,7 +260,7 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         method="GET",
         path="/health",
         handler="health",
-        summary="Whether sandboxes can be made; without the token only the status is told.",
+        summary="Whether the server can create sandboxes; without the token only the status.",
         responses={200: ServerHealth},
         protected=False,
     ),
@@ -268,7 +268,7 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         method="GET",
         path="/metrics",
         handler="metrics",
-        summary="Figures for Prometheus.",
+        summary="Metrics for Prometheus.",
         responses={200: PROMETHEUS},
         accepts_metrics_token=True,
     ),
@@ -276,7 +276,7 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         method="GET",
         path="/openapi.json",
         handler="openapi",
-        summary="This description.",
+        summary="This document.",
         responses={200: "application/json"},
     ),
 )

@@ -1,7 +1,4 @@
-"""Counts and times what the sandbox server does, for Prometheus.
-
-Every name begins with `fumehood_sandbox_`, so that a gateway can show these figures beside its own.
-"""
+"""Prometheus metrics of the sandbox server."""
 
 from collections.abc import Callable, Iterator
 from typing import override
@@ -30,21 +27,20 @@ _PHASES = ("create_warm", "create_cold", "first_output", "execute", "install", "
 _BUCKETS = (
     0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 1800,
 )  # fmt: skip
-# What can happen, so that all of it is there from the beginning: a rate of what has just appeared is nothing. An
-# execution that had to be killed, or took its sandbox with it, has lost the state.
+# Label values that exist from the start: rate() of a series that has just appeared is 0.
 _EXECUTION_OUTCOMES = (
     ("ok", "kept"), ("error", "kept"), ("timeout", "kept"), ("timeout", "lost"), ("interrupted", "kept"),
     ("interrupted", "lost"), ("out_of_memory", "lost"), ("lost", "lost"), ("install_failed", "kept"),
 )  # fmt: skip
 _ERROR_CODES = ("at_capacity", "quota_exceeded", "sandbox_start_failed", "install_failed")
 
-disable_created_metrics()  # a further sample for each, which nobody reads
+disable_created_metrics()  # one more sample per counter, which nobody reads
 
 
 class SandboxMetrics:
-    """One set of figures on a registry of its own, so that two servers in one process do not add up.
+    """Counters and timings of one server, on a registry of their own.
 
-    running: how many executions have begun and not ended.
+    count_running: returns how many executions have started and not ended.
     """
 
     def __init__(self, supervisor: Supervisor, settings: Settings, count_running: Callable[[], int]) -> None:
@@ -52,27 +48,35 @@ class SandboxMetrics:
         self._registry.register(_GaugeCollector(supervisor, settings, count_running))
         phases = Histogram(
             "fumehood_sandbox_phase_duration_seconds",
-            "What takes how long.",
+            "Duration of each phase.",
             ["phase"],
             buckets=_BUCKETS,
             registry=self._registry,
         )
         starts = self._make_counter(
-            "starts", "Sandboxes handed out: warm ones were waiting, cold ones were made on demand.", "kind"
+            "fumehood_sandbox_starts",
+            "Sandboxes created: warm ones came from the pool, cold ones were started on demand.",
+            "kind",
         )
         self._executions = self._make_counter(
-            "executions",
-            "Executions that ended, by status and what became of the variables.",
+            "fumehood_sandbox_executions",
+            "Executions that ended, by status and whether the interpreter's state was kept.",
             "status",
             "state",
         )
-        self._errors = self._make_counter("refusals", "Requests refused, by error code.", "code")
-        self._lost = self._make_counter("lost", "Sandboxes that ended unasked.")
-        file_bytes = self._make_counter("file_bytes", "Bytes of files put in and taken out.", "direction")
-        egress = self._make_counter(
-            "egress_requests", "Requests of sandboxes to the network, by what became of them.", "verdict"
+        self._errors = self._make_counter(
+            "fumehood_sandbox_errors", "Requests answered with an error, by error code.", "code"
         )
-        # Looking labels up is slower than everything else here.
+        self._lost = self._make_counter(
+            "fumehood_sandbox_unexpected_exits", "Sandboxes that ended without being deleted."
+        )
+        file_bytes = self._make_counter(
+            "fumehood_sandbox_file_transfer_bytes", "Bytes of files written and read by callers.", "direction"
+        )
+        egress = self._make_counter(
+            "fumehood_sandbox_egress_requests", "Network requests of sandboxes, by verdict.", "verdict"
+        )
+        # Looking up labels costs more than everything else here.
         self._phase_seconds = {phase: phases.labels(phase) for phase in _PHASES}
         self._starts = {kind: starts.labels(kind) for kind in ("warm", "cold")}
         self._file_bytes = {direction: file_bytes.labels(direction) for direction in ("in", "out")}
@@ -84,10 +88,10 @@ class SandboxMetrics:
         supervisor.egress.on_event = self._record_egress
 
     def _make_counter(self, name: str, documentation: str, *labels: str) -> Counter:
-        return Counter(f"fumehood_sandbox_{name}", documentation, labels, registry=self._registry)
+        return Counter(name, documentation, labels, registry=self._registry)
 
     def record_created(self, *, warm: bool, seconds: float, with_packages: bool = False) -> None:
-        """Where packages had to be there first, that is what the time was spent on."""
+        """With packages the time counts as `install`, which dominates it."""
         kind = "warm" if warm else "cold"
         self._starts[kind].inc()
         self._phase_seconds["install" if with_packages else f"create_{kind}"].observe(seconds)
@@ -120,7 +124,7 @@ class SandboxMetrics:
 
 
 class _GaugeCollector(Collector):
-    """What others know anyway is asked when somebody wants to know."""
+    """Reads values from the supervisor at scrape time."""
 
     def __init__(self, supervisor: Supervisor, settings: Settings, count_running: Callable[[], int]) -> None:
         self._supervisor = supervisor
@@ -130,42 +134,46 @@ class _GaugeCollector(Collector):
     @override
     def collect(self) -> Iterator[Metric]:
         supervisor, settings = self._supervisor, self._settings
-        yield _make_gauge("live", "Sandboxes that exist, parked ones included.", supervisor.live_count)
-        yield _make_gauge("parked", "Sandboxes that wait for a caller.", supervisor.pool_available)
-        yield _make_gauge("waiting", "Callers that wait for a sandbox.", supervisor.pending_creations)
-        yield _make_gauge("running", "Executions that have begun and not ended.", self._count_running())
-        yield _make_gauge(
-            "capacity", "As many sandboxes as may exist.", 1 if settings.mode == "pod" else settings.capacity
+        is_pod = settings.mode == "pod"
+        gauges = [
+            (
+                "fumehood_sandbox_instances",
+                "Sandboxes that exist, pooled ones included.",
+                supervisor.live_count,
+            ),
+            ("fumehood_sandbox_pool_available", "Sandboxes ready in the pool.", supervisor.pool_available),
+            (
+                "fumehood_sandbox_pending_creations",
+                "Callers waiting for a sandbox.",
+                supervisor.pending_creations,
+            ),
+            (
+                "fumehood_sandbox_running_executions",
+                "Executions started and not ended.",
+                self._count_running(),
+            ),
+            ("fumehood_sandbox_capacity", "Maximum number of sandboxes.", 1 if is_pod else settings.capacity),
+            ("fumehood_sandbox_pool_size", "Configured size of the pool.", 0 if is_pod else settings.pool),
+        ]
+        if (memory := supervisor.memory_current()) is not None:
+            gauges.append(("fumehood_sandbox_memory_bytes", "Memory of all sandboxes and zygotes.", memory))
+        for name, documentation, value in gauges:
+            yield GaugeMetricFamily(name, documentation, value)
+        yield CounterMetricFamily(
+            "fumehood_sandbox_pool_refills", "Sandboxes started for the pool.", supervisor.refills
         )
-        yield _make_gauge(
-            "pool_size", "As many as should be parked.", 0 if settings.mode == "pod" else settings.pool
-        )
-        memory = supervisor.memory_current()
-        if memory is not None:
-            yield _make_gauge(
-                "memory_bytes", "Memory of all sandboxes, with what they were forked from.", memory
-            )
-        yield _make_counter("pool_refills", "Sandboxes made for the pool.", supervisor.refills)
-        yield _make_counter(
-            "pool_failures", "Sandboxes that could not be made for the pool.", supervisor.refill_failures
+        yield CounterMetricFamily(
+            "fumehood_sandbox_pool_refill_failures",
+            "Sandboxes for the pool that failed to start.",
+            supervisor.refill_failures,
         )
         installer = supervisor.installer
         installs = CounterMetricFamily(
-            "fumehood_sandbox_package_installs", "Requests for packages, by outcome.", labels=["outcome"]
+            "fumehood_sandbox_package_installs", "Package installs, by outcome.", labels=["outcome"]
         )
         installs.add_metric(["installed"], 0 if installer is None else installer.installed_count)
         installs.add_metric(["failed"], 0 if installer is None else installer.failed_count)
         yield installs
-        yield _make_counter(
-            "zygote_restarts",
-            "How often the process that makes sandboxes had to be started again.",
-            supervisor.zygote_restarts,
+        yield CounterMetricFamily(
+            "fumehood_sandbox_zygote_restarts", "Restarts of zygotes.", supervisor.zygote_restarts
         )
-
-
-def _make_gauge(name: str, documentation: str, value: float) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"fumehood_sandbox_{name}", documentation, value)
-
-
-def _make_counter(name: str, documentation: str, value: float) -> CounterMetricFamily:
-    return CounterMetricFamily(f"fumehood_sandbox_{name}", documentation, value)

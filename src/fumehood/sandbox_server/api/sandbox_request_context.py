@@ -1,4 +1,4 @@
-"""One request to the sandbox server and its answer."""
+"""One HTTP request to the sandbox server, and its response."""
 
 import asyncio
 import difflib
@@ -50,9 +50,15 @@ _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `([\w-]{1,64})`", re
 encode_json = msgspec.json.Encoder().encode
 
 
-class UnsupportedMethod(InvalidSandboxRequest):
+class MethodNotAllowed(InvalidSandboxRequest):
+    """`allowed` is the value of the Allow header."""
+
     code = "method_not_allowed"
     status = 405
+
+    def __init__(self, allowed: str) -> None:
+        super().__init__(f"This path allows {allowed}.")
+        self.allowed = allowed
 
 
 class RequestTimeout(InvalidSandboxRequest):
@@ -61,7 +67,7 @@ class RequestTimeout(InvalidSandboxRequest):
 
 
 class SandboxRequestContext(AsgiRequest):
-    """One request to the sandbox server, and its answer."""
+    """Reads the request and writes the response."""
 
     __slots__ = ("_query", "scope", "started")
 
@@ -85,7 +91,7 @@ class SandboxRequestContext(AsgiRequest):
             )
 
     def decode_path(self) -> str:
-        """The path, decoded strictly: what is not UTF-8 names nothing."""
+        """The percent-decoded path; raises InvalidSandboxRequest if it is not UTF-8."""
         raw: bytes = read_raw_path(self.scope)
         try:
             return (unquote_to_bytes(raw) if b"%" in raw else raw).decode()
@@ -112,28 +118,28 @@ class SandboxRequestContext(AsgiRequest):
         return found
 
     async def read_body_chunks(self, limit: int) -> AsyncGenerator[bytes]:
-        """The body as it comes; TooLarge as soon as it is known to be, CallerLeft if it breaks off."""
+        """The body as it arrives; raises SandboxLimitExceeded, and ClientDisconnected if it breaks off."""
         try:
-            async for piece in self.iter_chunks(limit):
-                yield piece
+            async for chunk in self.iter_chunks(limit):
+                yield chunk
         except BodyLimitExceeded:
             raise SandboxLimitExceeded(f"The body is larger than {limit} bytes.", param="body") from None
 
     async def read_body(self, limit: int, seconds: float) -> bytes:
-        """All of it; TookTooLong, however steadily it trickles."""
+        """The whole body; raises RequestTimeout after `seconds`, even while data trickles in."""
         if not self._has_unread_body:
             return b""
         try:
             async with asyncio.timeout(seconds):
-                pieces = [chunk async for chunk in self.read_body_chunks(limit)]
+                chunks = [chunk async for chunk in self.read_body_chunks(limit)]
         except TimeoutError:
             raise RequestTimeout(
                 f"The body did not arrive within {seconds:g} s; send it again, faster.", param="body"
             ) from None
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def require_json(self) -> None:
-        """Raises UnsupportedType. A web page can have any browser post plain text anywhere, but not JSON."""
+        """Raises UnsupportedMediaType. A web page can make a browser post plain text to any site, but not JSON."""
         kind = content_media_type(self.headers)
         if self._has_unread_body and not is_json_type(kind):
             raise UnsupportedMediaType(
@@ -142,7 +148,7 @@ class SandboxRequestContext(AsgiRequest):
             )
 
     def require_binary(self) -> None:
-        """Raises UnsupportedType for a POST that a form could have sent. Browsers ask before they PUT."""
+        """Raises UnsupportedMediaType for a POST that a form could send. For PUT browsers ask first (CORS)."""
         kind = content_media_type(self.headers)
         if self.method == "POST" and is_form_type(kind):
             raise UnsupportedMediaType(
@@ -154,7 +160,7 @@ class SandboxRequestContext(AsgiRequest):
         self.require_json()
         return decode_json(decoder, await self.read_body(limit, seconds))
 
-    # ---- the answer -------------------------------------------------------------------------------------------
+    # ---- the response -----------------------------------------------------------------------------------------
 
     @override
     async def start_response(self, status: int, headers: Headers) -> None:
@@ -176,7 +182,7 @@ class SandboxRequestContext(AsgiRequest):
         await self.send(b"", more=False)
 
     async def start_binary_response(self, size: int | None = None) -> None:
-        """`size`, where it is known before."""
+        """Start an application/octet-stream response, with Content-Length if the size is known."""
         length: Headers = [] if size is None else [(b"content-length", b"%d" % size)]
         await self.start_response(
             200, [PROTOCOL_VERSION_HEADER, (b"content-type", b"application/octet-stream"), *length]
@@ -186,7 +192,6 @@ class SandboxRequestContext(AsgiRequest):
         await self.start_response(200, [*_NDJSON_HEADERS, (EXECUTION_HEADER.encode(), execution_id.encode())])
 
     async def send_error(self, error: SandboxError, extra: Headers | None = None) -> None:
-        """Tell what is wrong."""
         headers: Headers = [PROTOCOL_VERSION_HEADER, *(extra or [])]
         if isinstance(error, RetryLater):
             headers.append((b"retry-after", _RETRY_SECONDS))
@@ -203,7 +208,7 @@ def read_raw_path(scope: Scope) -> bytes:
 
 
 def decode_json[T](decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """RequestRefused names the field at fault."""
+    """Raises InvalidSandboxRequest, which names the field at fault."""
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
@@ -215,14 +220,14 @@ def decode_json[T](decoder: msgspec.json.Decoder[T], body: bytes) -> T:
 
 
 def _describe_validation_error(text: str, kind: type) -> InvalidSandboxRequest:
-    """With what was probably meant, where that can be told."""
+    """Includes a suggestion for a misspelled field."""
     known = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
     if (unknown := _UNKNOWN_FIELD.fullmatch(text)) is not None:
         close = difflib.get_close_matches(unknown[1], known, n=1)
         advice = f"; did you mean `{close[0]}`?" if close else "."
         return InvalidSandboxRequest(f"{text}{advice}", param=unknown[1])
-    place = _ERROR_PATH.search(text)
-    param = place[1] if place else None
+    location = _ERROR_PATH.search(text)
+    param = location[1] if location else None
     choices = getattr(known.get(param or ""), "__value__", None)
     if text.startswith("Invalid enum value") and get_origin(choices) is Literal:
         text += f"; it is one of {', '.join(map(str, get_args(choices)))}"

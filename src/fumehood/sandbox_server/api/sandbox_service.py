@@ -1,6 +1,6 @@
-"""Named sandboxes over a supervisor: idempotent, within quotas, ended when forgotten.
+"""Named sandboxes: created idempotently, within tenant quotas, reaped when idle.
 
-Everything the HTTP server offers is here, and can be used without it, in the process of the caller.
+The HTTP server adds nothing to it; it can also be used in process.
 """
 
 import asyncio
@@ -44,6 +44,15 @@ from fumehood.sandbox_server.supervisor.sandbox_execution import SandboxExecutio
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 
+type ServiceState = Literal["starting", "ok", "stopping"]
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_VERSION = metadata.version("fumehood")
+_PYTHON = platform.python_version()
+_DELETED_REASON = "it was deleted"
+_LARGE_OUTPUT_BYTES = 64 << 10
+_DRAIN_SECONDS = 5.0  # after the code has been interrupted
+
 
 @dataclass(slots=True)
 class _TenantUsage:
@@ -52,80 +61,59 @@ class _TenantUsage:
 
 
 class TenantQuotas:
-    """Taken before a sandbox is made and given back when it has ended."""
+    """Counts sandboxes and memory per tenant: reserved before a sandbox starts, released when it has ended."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._usage: dict[str, _TenantUsage] = {}
 
     def reserve(self, spec: SandboxSpec) -> None:
-        """Raises QuotaExceeded, and then nothing is taken."""
-        share = self._usage.get(spec.tenant) or _TenantUsage()
-        memory = share.memory + MEMORY_TIERS[spec.memory]
-        most, most_memory = self._settings.tenant_sandboxes, self._settings.tenant_memory
-        whose = f"Tenant {spec.tenant!r}" if spec.tenant else "The caller"
-        if most is not None and share.sandboxes >= most:
+        """Raises TenantQuotaExceeded, and then reserves nothing."""
+        usage = self._usage.get(spec.tenant) or _TenantUsage()
+        memory = usage.memory + MEMORY_TIERS[spec.memory]
+        max_sandboxes, max_memory = self._settings.tenant_sandboxes, self._settings.tenant_memory
+        owner = f"Tenant {spec.tenant!r}" if spec.tenant else "The caller"
+        if max_sandboxes is not None and usage.sandboxes >= max_sandboxes:
             raise TenantQuotaExceeded(
-                f"{whose} has {share.sandboxes} sandboxes, as many as a tenant may have; delete one or wait.",
+                f"{owner} has {usage.sandboxes} sandboxes, as many as a tenant may have; delete one or wait.",
                 param="tenant",
             )
-        if most_memory is not None and memory > most_memory:
+        if max_memory is not None and memory > max_memory:
             raise TenantQuotaExceeded(
-                f"{whose} has sandboxes of {share.memory} bytes of memory, and {spec.memory} more would exceed "
-                f"the {most_memory} that a tenant may have; delete one, wait, or ask for less.",
+                f"{owner} has sandboxes of {usage.memory} bytes of memory, and {spec.memory} more would exceed "
+                f"the {max_memory} that a tenant may have; delete one, wait, or ask for less.",
                 param="memory",
             )
-        share.sandboxes += 1
-        share.memory = memory
-        self._usage[spec.tenant] = share
+        usage.sandboxes += 1
+        usage.memory = memory
+        self._usage[spec.tenant] = usage
 
     def release(self, spec: SandboxSpec) -> None:
-        share = self._usage[spec.tenant]
-        share.sandboxes -= 1
-        share.memory -= MEMORY_TIERS[spec.memory]
-        if not share.sandboxes:
+        usage = self._usage[spec.tenant]
+        usage.sandboxes -= 1
+        usage.memory -= MEMORY_TIERS[spec.memory]
+        if not usage.sandboxes:
             del self._usage[spec.tenant]
 
 
-type ServiceState = Literal["starting", "ok", "stopping"]
-
-
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-
-
-_VERSION = metadata.version("fumehood")
-
-
-_PYTHON = platform.python_version()
-
-
-_DELETED_REASON = "it was deleted"
-
-
-_LARGE_OUTPUT_BYTES = 64 << 10
-
-
-_DRAIN_SECONDS = 5.0  # seconds for what remains to be done after the code has stopped
-
-
 class HasSandboxId(Protocol):
-    """Whatever names a sandbox."""
+    """A reference to a sandbox."""
 
     @property
     def id(self) -> str: ...
 
 
 class _PendingSandbox(NamedTuple):
-    """A sandbox that somebody asked for and that is not there yet; others may wait for it too."""
+    """A sandbox that is being created; several callers may wait for it."""
 
     spec: SandboxSpec
     task: asyncio.Task[ApiSandbox]
 
 
 class SandboxService:
-    """Use as `async with Service(settings) as service:`; has the shape of the seam `SandboxProvider`.
+    """Use as `async with SandboxService(settings) as service:`; implements the seam `SandboxProvider`.
 
-    Entering raises IsolationUnavailable. While it stops, everything that would be new work raises Unreachable.
+    Entering raises IsolationUnavailable. While it stops, new work raises SandboxServerUnreachable.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -163,16 +151,16 @@ class SandboxService:
             self.state = "ok"
 
     async def stop(self, grace_seconds: float = 0.0) -> None:
-        """Take no new work, give what runs some seconds to end, interrupt what then still runs."""
+        """Refuse new work, wait up to `grace_seconds` for running executions, then interrupt them."""
         self.state = "stopping"
         await self._wait_until_idle(grace_seconds)
-        for execution, local in [*self._running_executions.items()]:
-            local.interrupt(execution)
+        for execution, instance in [*self._running_executions.items()]:
+            instance.interrupt(execution)
         if self._running_executions or self._one_shots:
             await self._wait_until_idle(self.settings.interrupt_grace + _DRAIN_SECONDS)
 
     async def _wait_until_idle(self, seconds: float) -> None:
-        """Wait until nothing runs any more, or for so many seconds."""
+        """Wait until nothing runs, or for `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 for execution in [*self._running_executions]:
@@ -182,11 +170,11 @@ class SandboxService:
                     await asyncio.wait(self._one_shots)
 
     async def close(self) -> None:
-        """End every sandbox; whoever still reads an execution gets its end."""
+        """End every sandbox; readers of executions get their ends."""
         self.state = "stopping"
         tasks: list[asyncio.Task[Any]] = [
             *self._one_shots,
-            *(making.task for making in self._pending.values()),
+            *(pending.task for pending in self._pending.values()),
         ]
         if self._reaper is not None:
             tasks.append(self._reaper)
@@ -202,9 +190,9 @@ class SandboxService:
             raise SandboxServerUnreachable("The sandbox server is stopping and takes no new work.")
 
     def health(self) -> ServerHealth:
-        unable = self.state == "ok" and not self.supervisor.can_create
+        is_recovering = self.state == "ok" and not self.supervisor.can_create
         return ServerHealth(
-            status="starting" if unable else self.state,
+            status="starting" if is_recovering else self.state,
             mode=self.settings.mode,
             protocol=PROTOCOL_VERSION,
             version=_VERSION,
@@ -219,33 +207,36 @@ class SandboxService:
     # ---- sandboxes --------------------------------------------------------------------------------------------
 
     async def create(self, spec: SandboxSpec, name: str | None = None) -> ApiSandbox:
-        """A new sandbox, or the one of that name that lives with an equal spec."""
+        """Create a sandbox, or return the live one of that name if its spec is equal."""
         sandbox, _ = await self.get_or_create(secrets.token_hex(8) if name is None else name, spec)
         return sandbox
 
     async def get_or_create(self, name: str, spec: SandboxSpec) -> tuple[ApiSandbox, bool]:
-        """The sandbox of that name, and whether it is new; callers who ask at once get the same one."""
+        """The sandbox of that name, and whether it is new; concurrent callers get the same one.
+
+        Raises SandboxConflict if it exists with another spec, TenantQuotaExceeded, and what `Supervisor.create` raises.
+        """
         self._check_accepting_work()
         validate_name(name, "id")
-        served = self._sandboxes.get(name)
-        if served is not None and served.end_reason is None:
-            _check_same_spec(served.spec, spec)
-            return served, False
-        making = self._pending.get(name)
-        if making is not None:
-            _check_same_spec(making.spec, spec)
-            return await asyncio.shield(making.task), False
+        sandbox = self._sandboxes.get(name)
+        if sandbox is not None and sandbox.end_reason is None:
+            _check_same_spec(sandbox.spec, spec)
+            return sandbox, False
+        pending = self._pending.get(name)
+        if pending is not None:
+            _check_same_spec(pending.spec, spec)
+            return await asyncio.shield(pending.task), False
         self._quotas.reserve(spec)
-        # A task of its own: others may wait for it when the first caller has gone.
+        # A task of its own: other callers may still wait for it when the first one is cancelled.
         task = asyncio.ensure_future(self._create(name, spec))
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self._pending[name] = _PendingSandbox(spec, task)
         return await asyncio.shield(task), True
 
     async def _create(self, name: str, spec: SandboxSpec) -> ApiSandbox:
-        began = time.monotonic()
+        started_at = time.monotonic()
         try:
-            local = await self.supervisor.create(spec)
+            instance = await self.supervisor.create(spec)
         except BaseException as error:
             self._quotas.release(spec)
             if isinstance(error, SandboxStartFailed):
@@ -255,11 +246,11 @@ class SandboxService:
             raise
         finally:
             del self._pending[name]
-        seconds = time.monotonic() - began
-        served = ApiSandbox(
+        seconds = time.monotonic() - started_at
+        sandbox = ApiSandbox(
             name,
             spec,
-            local,
+            instance,
             self.settings,
             check_accepting_work=self._check_accepting_work,
             on_execution_start=self.track_execution,
@@ -269,133 +260,141 @@ class SandboxService:
         if (previous := self._sandboxes.get(name)) is not None:
             self._retire(previous)
         self._tombstones.remove(name)
-        self._sandboxes[name] = self._by_instance[local] = served
-        if local.end_reason is not None:
-            self._retire(served)
-        self.metrics.record_created(warm=local.warm, seconds=seconds, with_packages=bool(spec.requirements))
+        self._sandboxes[name] = self._by_instance[instance] = sandbox
+        if instance.end_reason is not None:
+            self._retire(sandbox)
+        self.metrics.record_created(
+            warm=instance.warm, seconds=seconds, with_packages=bool(spec.requirements)
+        )
         structured_logging.log_event(
             "sandbox_created",
             sandbox=name,
             tenant=spec.tenant,
             memory=spec.memory,
-            warm=local.warm,
+            warm=instance.warm,
             duration_ms=round(seconds * 1000, 3),
-            instance=local.id,
+            instance=instance.id,
         )
-        return served
+        return sandbox
 
     def get(self, name: str) -> ApiSandbox:
-        """The one that lives; raises SandboxGone with the reason for one that did, else SandboxNotFound."""
-        served = self._sandboxes.get(name)
-        if served is None or served.end_reason is not None:
-            served = self.get_live_or_ended(name)
-            raise SandboxGone(f"Sandbox {name} is gone: {served.end_reason}.")
-        return served
+        """A live sandbox; raises SandboxGone with the reason for one that has ended, otherwise SandboxNotFound."""
+        sandbox = self._sandboxes.get(name)
+        if sandbox is None or sandbox.end_reason is not None:
+            sandbox = self.get_live_or_ended(name)
+            raise SandboxGone(f"Sandbox {name} is gone: {sandbox.end_reason}.")
+        return sandbox
 
     def get_live_or_ended(self, name: str) -> ApiSandbox:
-        """Also one that has ended, as long as it is remembered: its calls may still be read."""
-        served = self._sandboxes.get(name) or self._tombstones.get(name)
-        if served is None:
+        """Also an ended sandbox that has a tombstone: its executions may still be read."""
+        sandbox = self._sandboxes.get(name) or self._tombstones.get(name)
+        if sandbox is None:
             raise SandboxNotFound(f"There is no sandbox {name}.")
-        return served
+        return sandbox
 
     async def attach(self, ref: HasSandboxId) -> ApiSandbox:
         return self.get(ref.id)
 
     async def destroy(self, ref: HasSandboxId) -> None:
-        if (making := self._pending.get(ref.id)) is not None:
+        await self.delete(ref.id)
+
+    async def delete(self, name: str) -> None:
+        """End the sandbox of that name and wait for it; does nothing if there is none."""
+        if (pending := self._pending.get(name)) is not None:
             with contextlib.suppress(SandboxError):
-                await asyncio.shield(making.task)
-        served = self._sandboxes.get(ref.id)
-        if served is not None:
-            await self._destroy(served, _DELETED_REASON)
+                await asyncio.shield(pending.task)
+        sandbox = self._sandboxes.get(name)
+        if sandbox is not None:
+            await self._destroy(sandbox, _DELETED_REASON)
 
     async def list_sandboxes(self, tenant: str | None = None) -> list[SandboxInfo]:
         return [
-            served.info()
-            for served in self._sandboxes.values()
-            if served.end_reason is None and tenant in (None, served.spec.tenant)
+            sandbox.info()
+            for sandbox in self._sandboxes.values()
+            if sandbox.end_reason is None and tenant in (None, sandbox.spec.tenant)
         ]
 
-    async def _destroy(self, served: ApiSandbox, reason: str) -> None:
-        began = time.monotonic()
-        served.instance.kill(reason)
-        await served.instance.destroy()
-        self._retire(served)
-        self.metrics.record_destroyed(time.monotonic() - began)
+    async def _destroy(self, sandbox: ApiSandbox, reason: str) -> None:
+        started_at = time.monotonic()
+        sandbox.instance.kill(reason)
+        await sandbox.instance.destroy()
+        self._retire(sandbox)
+        self.metrics.record_destroyed(time.monotonic() - started_at)
 
-    def _on_instance_exit(self, local: SandboxInstance) -> None:
-        served = self._by_instance.get(local)
-        if served is not None:
-            self._retire(served)
+    def _on_instance_exit(self, instance: SandboxInstance) -> None:
+        sandbox = self._by_instance.get(instance)
+        if sandbox is not None:
+            self._retire(sandbox)
 
-    def _retire(self, served: ApiSandbox) -> None:
-        """Remember why it ended, and that its owner has one less; once."""
-        if self._by_instance.pop(served.instance, None) is None:
+    def _retire(self, sandbox: ApiSandbox) -> None:
+        """Move an ended sandbox to the tombstones and release its quota; once."""
+        if self._by_instance.pop(sandbox.instance, None) is None:
             return
-        if self._sandboxes.get(served.id) is served:
-            del self._sandboxes[served.id]
-        self._quotas.release(served.spec)
-        self._tombstones.add(served)
-        asked = served.end_reason == _DELETED_REASON or self.state == "stopping"
-        if not asked:
+        if self._sandboxes.get(sandbox.id) is sandbox:
+            del self._sandboxes[sandbox.id]
+        self._quotas.release(sandbox.spec)
+        self._tombstones.add(sandbox)
+        expected = sandbox.end_reason == _DELETED_REASON or self.state == "stopping"
+        if not expected:
             self.metrics.record_lost()
         structured_logging.log_event(
             "sandbox_ended",
-            level=logging.INFO if asked else logging.WARNING,
-            sandbox=served.id,
-            tenant=served.spec.tenant,
-            reason=served.end_reason,
-            lived_seconds=round(time.time() - served.created_at, 3),
+            level=logging.INFO if expected else logging.WARNING,
+            sandbox=sandbox.id,
+            tenant=sandbox.spec.tenant,
+            reason=sandbox.end_reason,
+            lived_seconds=round(time.time() - sandbox.created_at, 3),
         )
 
     async def _reap_idle(self, idle_seconds: float) -> None:
-        """End what nobody has used for so long."""
+        """End sandboxes that have been idle for so long."""
         while True:
             await asyncio.sleep(min(idle_seconds / 4, 60.0))
-            for served in [*self._sandboxes.values()]:
-                if served.idle_seconds() >= idle_seconds:
-                    await self._destroy(served, f"nobody used it for {idle_seconds:g} s")
+            for sandbox in [*self._sandboxes.values()]:
+                if sandbox.idle_seconds() >= idle_seconds:
+                    await self._destroy(sandbox, f"nobody used it for {idle_seconds:g} s")
 
-    # ---- calls ------------------------------------------------------------------------------------------------
+    # ---- executions -------------------------------------------------------------------------------------------
 
-    def track_execution(self, execution: SandboxExecution, local: SandboxInstance) -> None:
-        """Something runs that stopping has to wait for."""
-        self._running_executions[execution] = local
+    def track_execution(self, execution: SandboxExecution, instance: SandboxInstance) -> None:
+        """Note an execution that `stop` has to wait for."""
+        self._running_executions[execution] = instance
 
-    def _on_execution_end(self, served: ApiSandbox, call: RegisteredExecution, end: ExecutionEnd) -> None:
-        self.record_execution_end(call.execution, end, sandbox=served.id, call_id=call.id)
-        served.touch()
-        if call.cost > _LARGE_OUTPUT_BYTES:
-            self._evict_output(served)
+    def _on_execution_end(
+        self, sandbox: ApiSandbox, registered: RegisteredExecution, end: ExecutionEnd
+    ) -> None:
+        self.record_execution_end(registered.execution, end, sandbox=sandbox.id, execution_id=registered.id)
+        sandbox.touch()
+        if registered.cost > _LARGE_OUTPUT_BYTES:
+            self._evict_output(sandbox)
 
     def _evict_output(self, newest: ApiSandbox) -> None:
-        """Output is this process's memory, not the sandbox's: of those that were not used for longest it is let go."""
-        excess = sum(served.executions.retained_bytes for served in self._sandboxes.values())
+        """Drop retained output of the least recently used sandboxes: it is memory of this process."""
+        excess = sum(sandbox.executions.retained_bytes for sandbox in self._sandboxes.values())
         excess -= self.settings.total_output_limit()
         if excess <= 0:
             return
-        for served in sorted(self._sandboxes.values(), key=lambda served: served.last_used_at):
-            if excess > 0 and served is not newest:
-                excess -= served.executions.retained_bytes
-                served.executions.evict_all()
+        for sandbox in sorted(self._sandboxes.values(), key=lambda sandbox: sandbox.last_used_at):
+            if excess > 0 and sandbox is not newest:
+                excess -= sandbox.executions.retained_bytes
+                sandbox.executions.evict_all()
 
     def record_execution_end(
-        self, execution: SandboxExecution, end: ExecutionEnd, *, sandbox: str, call_id: str
+        self, execution: SandboxExecution, end: ExecutionEnd, *, sandbox: str, execution_id: str
     ) -> None:
         self._running_executions.pop(execution, None)
         self.metrics.record_execution(execution, end)
         structured_logging.log_event(
             "execution_ended",
             sandbox=sandbox,
-            execution=call_id,
+            execution=execution_id,
             status=end.status,
             exit_code=end.exit_code,
             duration_ms=end.duration_ms,
         )
 
     async def execute_once(self, request: OneShotRequest) -> OneShotResponse:
-        """Code in a sandbox of its own, which ends with it, also when the caller is cancelled."""
+        """Run code in a sandbox of its own, which ends with the call, also when the caller is cancelled."""
         self._check_accepting_work()
         uploads = one_shot_execution.decode_files(request, self.settings)
         spec = one_shot_execution.build_spec(request)
@@ -416,7 +415,7 @@ class SandboxService:
 
 
 def validate_name(name: str, parameter: str) -> str:
-    """What a caller may call a sandbox or an execution: it comes back in URLs, headers and logs."""
+    """Check the name of a sandbox or an execution, which appears in URLs, headers and logs."""
     if NAME_PATTERN.fullmatch(name) is None:
         raise InvalidSandboxRequest(
             "A name has 1 to 64 letters, digits, dots, dashes and underscores, and begins with a letter or digit.",
@@ -425,8 +424,8 @@ def validate_name(name: str, parameter: str) -> str:
     return name
 
 
-def _check_same_spec(its: SandboxSpec, wanted: SandboxSpec) -> None:
-    if its != wanted:
+def _check_same_spec(existing: SandboxSpec, requested: SandboxSpec) -> None:
+    if existing != requested:
         raise SandboxConflict(
             "A sandbox of that name lives, with another specification; choose another name, or delete it."
         )

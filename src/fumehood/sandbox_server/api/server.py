@@ -1,4 +1,4 @@
-"""Runs the sandbox server: starts, serves, stops in good order."""
+"""The sandbox server process: starts the service, serves HTTP, drains and stops."""
 
 import gc
 import socket
@@ -15,14 +15,14 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     to_sandbox_error_body,
 )
 from fumehood.sandbox_server import structured_logging
-from fumehood.sandbox_server.api.app import SandboxServerApp
+from fumehood.sandbox_server.api.app import KEEPALIVE_SECONDS, SandboxServerApp
 from fumehood.sandbox_server.api.sandbox_request_context import PROTOCOL_VERSION_HEADER, encode_json
 from fumehood.sandbox_server.api.sandbox_service import SandboxService
 from fumehood.sandbox_server.settings import Settings
 
 
 class SandboxServer(WebServer):
-    """One run of the server, which leaves nothing behind however it ends; `run` raises IsolationUnavailable."""
+    """One run of the server; `serve` raises IsolationUnavailable. It leaves nothing behind on the host."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class SandboxServer(WebServer):
         token: str | None = None,
         metrics_token: str | None = None,
         grace_seconds: float = 10.0,
-        keepalive_seconds: float | None = None,
+        keepalive_seconds: float = KEEPALIVE_SECONDS,
     ) -> None:
         self.service = SandboxService(settings)
         self._listener = listener
@@ -42,7 +42,7 @@ class SandboxServer(WebServer):
             token=token,
             metrics_token=metrics_token,
             host_names=None if listener.sock.family == socket.AF_UNIX else AllowedHosts(),
-            **({} if keepalive_seconds is None else {"sign_of_life": keepalive_seconds}),
+            keepalive_seconds=keepalive_seconds,
         )
         super().__init__(app, listener.sock, _render_connection_refusal, max_connections=settings.connections)
 
@@ -50,7 +50,7 @@ class SandboxServer(WebServer):
     async def start(self) -> None:
         await self.service.start()
         gc.collect()
-        gc.freeze()  # what there is now stays, and need not be looked through again and again
+        gc.freeze()  # objects that exist now stay: spare the collector from scanning them
         structured_logging.log_event("started", where=self._listener.url, mode=self.service.settings.mode)
 
     @override

@@ -1,11 +1,16 @@
-"""What `doctor` finds, and the machine it looks at."""
+"""Findings of `fumehood doctor`, and the host they are about."""
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from fumehood.protocol.sandbox.sandbox_errors import SandboxError
 from fumehood.protocol.sandbox.sandbox_messages import IsolationMode
+
+REPORT_ADVICE = (
+    "Mend what else is missing here; if nothing is, please report this with the whole output of `doctor`."
+)
 
 type FindingState = Literal["ok", "warning", "missing"]
 
@@ -22,7 +27,7 @@ class HostFinding:
 
 @dataclass(frozen=True, slots=True)
 class HostReport:
-    """All that `doctor` has found."""
+    """Everything `doctor` found."""
 
     mode: IsolationMode
     is_usable: bool
@@ -31,7 +36,7 @@ class HostReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectedHost:
-    """The machine to look at; tests give another root and other facts. `live` allows trying things out."""
+    """The host to check; tests pass another root and other facts. `allows_trials` permits trying things out."""
 
     root: Path = Path("/")
     machine: str = os.uname().machine
@@ -44,3 +49,9 @@ class InspectedHost:
             return (self.root / path).read_text(errors="replace").strip()
         except OSError:
             return None
+
+
+def describe_error(error: Exception) -> str:
+    """One sentence; errors that are not ours also get the name of their type."""
+    prefix = "" if isinstance(error, SandboxError) else f"{type(error).__name__}: "
+    return f"{prefix}{str(error).strip().removesuffix('.') or 'no reason given'}."

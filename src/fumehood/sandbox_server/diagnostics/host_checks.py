@@ -1,12 +1,10 @@
-"""Tells whether this machine can isolate code, and what to do if not.
+"""What `fumehood doctor` can read about the host without starting a sandbox.
 
-Two halves: what can be read about the machine (each check takes a `Host`, so that other machines can be
-played), and one real sandbox from end to end, which alone decides whether it works.
+Each check gets an `InspectedHost`, so that tests can describe other hosts.
 """
 
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -14,88 +12,28 @@ import stat
 import subprocess
 import sys
 import sysconfig
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fumehood.protocol.sandbox.sandbox_errors import SandboxError
-from fumehood.protocol.sandbox.sandbox_messages import IsolationMode, Stdout
+from fumehood.protocol.sandbox.sandbox_messages import IsolationMode
 from fumehood.sandbox_server import seccomp
-from fumehood.sandbox_server.diagnostics import package_checks
-from fumehood.sandbox_server.diagnostics.findings import FindingState, HostFinding, HostReport, InspectedHost
+from fumehood.sandbox_server.diagnostics.findings import (
+    REPORT_ADVICE,
+    FindingState,
+    HostFinding,
+    InspectedHost,
+    describe_error,
+)
 from fumehood.sandbox_server.host import cgroups, disks
 from fumehood.sandbox_server.host.cgroups import CgroupUnavailable
 from fumehood.sandbox_server.host.python_runtime import PythonRuntimeUnavailable, discover_runtime
 from fumehood.sandbox_server.host.uid_ranges import reserve_subordinate_uids
 from fumehood.sandbox_server.inside import syscalls
-from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.seccomp.syscall_policy import POLICY_OF_MODE
 from fumehood.sandbox_server.settings import Settings
-from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
-from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 
 _MINIMUM_KERNEL = (5, 11)  # overlays in user namespaces; proc with subset=pid, openat2 and pidfds are older
 _RECOMMENDED_KERNEL = (5, 13)  # Landlock
-PROBE_FILE = "fumehood-probe.txt"
-# It only looks: a socket that is made and closed sends nothing, and nothing is ever connected.
-PROBE_CODE = f"""
-import json, socket
-print(6 * 7)
-def look(name):
-    try:
-        with open("/proc/self/net/" + name) as f:
-            return f.read(100_000)
-    except OSError:
-        return None
-try:
-    socket.socket().close()
-    sockets = True
-except OSError:
-    sockets = False
-with open({PROBE_FILE!r}) as f:
-    given = f.read()
-with open({PROBE_FILE!r}, "w") as f:
-    f.write(given[::-1])
-seen = {{name: look(name) for name in ("dev", "route", "ipv6_route")}}
-print(json.dumps({{"sockets": sockets, **seen}}))
-"""
-# Made by the kernel in every network namespace once a module is loaded; without a route they lead nowhere.
-UNROUTED_TUNNELS = {
-    "tunl0",
-    "gre0",
-    "gretap0",
-    "erspan0",
-    "sit0",
-    "ip_vti0",
-    "ip6_vti0",
-    "ip6tnl0",
-    "ip6gre0",
-}
-_REPORT_ADVICE = (
-    "See what else is missing here; if nothing is, please report this with all that `doctor` printed."
-)
-
-
-async def diagnose(settings: Settings, host: InspectedHost | None = None) -> HostReport:
-    """Everything: what can be read, then the real thing."""
-    found = check_host(settings, host)
-    lived = await run_smoke_test(settings)
-    works = all(finding.state != "missing" for finding in lived)
-    if works:
-        # Reading can be wrong where trying cannot; but code that runs does not show what would have held it.
-        found = [item if _is_decisive(item, settings) else _downgrade_to_warning(item) for item in found]
-        works = all(finding.state != "missing" for finding in found)
-    return HostReport(settings.mode, works, [*found, *lived])
-
-
-def _is_decisive(finding: HostFinding, settings: Settings) -> bool:
-    """Without Landlock nothing in this mode stands between code and files."""
-    return settings.mode == "unsafe-degraded" and finding.name == "Landlock"
-
-
-def _downgrade_to_warning(finding: HostFinding) -> HostFinding:
-    return replace(finding, state="warning") if finding.state == "missing" else finding
 
 
 def check_host(settings: Settings, host: InspectedHost | None = None) -> list[HostFinding]:
@@ -110,13 +48,8 @@ def _run_check(check: "HostCheck", settings: Settings, host: InspectedHost) -> I
     except Exception as error:
         name: str = getattr(check, "__name__", "check").removeprefix("check_").replace("_", " ")
         yield HostFinding(
-            name, "missing", f"This could not be looked at: {_describe_error(error)}", _REPORT_ADVICE
+            name, "missing", f"This could not be looked at: {describe_error(error)}", REPORT_ADVICE
         )
-
-
-def _describe_error(error: Exception) -> str:
-    whose = "" if isinstance(error, SandboxError) else f"{type(error).__name__}: "
-    return f"{whose}{str(error).strip().removesuffix('.') or 'no reason given'}."
 
 
 # ---- the kernel -----------------------------------------------------------------------------------------------
@@ -355,7 +288,7 @@ def check_python(settings: Settings, _: InspectedHost) -> Iterator[HostFinding]:
         yield HostFinding("Python", "missing", str(error), advice)
         return
     yield HostFinding("Python", "ok", f"{sys.version.split()[0]}: {runtime.executable}")
-    absent = _find_missing_packages(settings)
+    absent = find_missing_packages(settings)
     present = [name for name in settings.preload if name not in absent]
     detail = ", ".join(f"{name} {_read_version(name)}" for name in present) or "none"
     if absent:
@@ -365,7 +298,7 @@ def check_python(settings: Settings, _: InspectedHost) -> Iterator[HostFinding]:
         yield HostFinding("packages", "ok", detail)
 
 
-def _find_missing_packages(settings: Settings) -> list[str]:
+def find_missing_packages(settings: Settings) -> list[str]:
     return [name for name in settings.preload if importlib.util.find_spec(name) is None]
 
 
@@ -457,138 +390,3 @@ _CHECKS: dict[IsolationMode, tuple[HostCheck, ...]] = {
     "pod": (check_kernel, check_seccomp, check_guest_socket),
     "unsafe-degraded": (check_kernel, check_seccomp, *_HOST_CHECKS),
 }
-
-
-# ---- the real thing -------------------------------------------------------------------------------------------
-
-
-async def run_smoke_test(settings: Settings) -> list[HostFinding]:
-    """One sandbox, from nothing to an answer that is checked; the first failure ends it."""
-    findings: list[HostFinding] = []
-    began = time.monotonic()
-    try:
-        async with Supervisor(replace(settings, pool=0, capacity=1)) as supervisor:
-            zygote = time.monotonic() - began
-            sandbox = await supervisor.create()
-            took = f"ready after {zygote:.1f} s, a sandbox takes {(time.monotonic() - began - zygote) * 1000:.0f} ms"
-            findings.append(HostFinding("sandbox starts", "ok", took))
-            findings += await _run_probe_code(sandbox, settings)
-            findings += _check_from_host(supervisor, settings)
-            findings.append(await package_checks.check_packages(supervisor, settings))
-    except IsolationUnavailable as error:
-        # Whoever reads this has just run it.
-        advice = _REPORT_ADVICE if "fumehood doctor" in error.advice else error.advice
-        findings.append(HostFinding("sandbox starts", "missing", error.reason, advice))
-    except Exception as error:
-        name = "sandbox works" if findings else "sandbox starts"
-        findings.append(HostFinding(name, "missing", _describe_error(error), _REPORT_ADVICE))
-    return findings
-
-
-async def _run_probe_code(sandbox: SandboxInstance, settings: Settings) -> list[HostFinding]:
-    given = os.urandom(8).hex()
-    await sandbox.files.write(PROBE_FILE, given.encode())
-    printed = ""
-    reason = ""
-    async for event in sandbox.execute(PROBE_CODE, timeout=30):
-        printed += event.text if isinstance(event, Stdout) else ""
-        reason = getattr(event, "reason", "") or getattr(event, "traceback", "") or reason
-    answer, _, facts = printed.partition("\n")
-    if answer != "42" or not facts:
-        detail = f"6 * 7 gave {printed!r}. {reason}".strip()
-        return [HostFinding("code runs", "missing", detail, "Please report this.")]
-    returned = (await sandbox.files.read(PROBE_FILE, limit=100)).decode()
-    same = returned == given[::-1]
-    return [
-        HostFinding("code runs", "ok", "6 * 7 is 42"),
-        HostFinding("files", "ok", "what the code writes is read back")
-        if same
-        else HostFinding("files", "missing", f"{returned!r} came back", "Please report this."),
-        assess_network(ObservedNetwork(**json.loads(facts)), settings),
-    ]
-
-
-@dataclass(frozen=True, slots=True)
-class ObservedNetwork:
-    """What code saw: whether it may make a socket, and the kernel's tables; None could not be read."""
-
-    sockets: bool
-    dev: str | None
-    route: str | None
-    ipv6_route: str | None
-
-    def find_routes_out(self) -> list[str]:
-        """Interfaces other than the loopback, and which of them have a default route."""
-        routes = [row for line in (self.route or "").splitlines()[1:] if len(row := line.split()) > 7]
-        routes6 = [row for line in (self.ipv6_route or "").splitlines() if len(row := line.split()) > 9]
-        used = {row[0] for row in routes} | {row[9] for row in routes6}
-        default = {row[0] for row in routes if row[1] == row[7] == "00000000"}
-        default |= {row[9] for row in routes6 if row[0] == "0" * 32 and row[1] == "00"}
-        names = {line.partition(":")[0].strip() for line in (self.dev or "").splitlines()[2:]}
-        ways = (names - (UNROUTED_TUNNELS - used) | default) - {"lo", "*"}  # a route to * is a refusal
-        return [f"{name} with a default route" if name in default else name for name in sorted(ways)]
-
-
-def assess_network(seen: ObservedNetwork, settings: Settings) -> HostFinding:
-    if settings.mode == "unsafe-degraded":
-        if seen.sockets:
-            detail = "the code can make sockets, in the network of this machine"
-            return HostFinding("network", "missing", detail, "Please report this.")
-        return HostFinding("network", "ok", "off: the filter allows no socket")
-    if seen.dev is None or seen.route is None:
-        return HostFinding(
-            "network", "warning", "what the code has of it cannot be read", "Please report this."
-        )
-    ways = seen.find_routes_out()
-    if not ways:
-        return HostFinding("network", "ok", "off: there is the loopback only")
-    detail = f"the code has {', '.join(ways)}"
-    if settings.mode == "namespaces":
-        return HostFinding("network", "missing", detail, "Please report this.")
-    advice = "This mode leaves the network to what is around it: use a network policy, or --mode namespaces."
-    return HostFinding("network", "warning", detail, advice)
-
-
-def assess_preload(problems: dict[str, str], known: list[str]) -> Iterator[HostFinding]:
-    """One word for each package, whichever of its modules failed; those known not to be there are told already."""
-    failed = {name: why for name, why in problems.items() if "." not in name and name not in known}
-    if not known:  # else a module of a package may only lack another package
-        for name, why in problems.items():
-            failed.setdefault(name.partition(".")[0], why)
-    if failed:
-        names = ", ".join(f"{name} ({why})" for name, why in failed.items())
-        advice = "Install these packages for sandboxes, or do not preload them."
-        yield HostFinding("preload", "warning", names, advice)
-
-
-def _check_from_host(supervisor: Supervisor, settings: Settings) -> Iterator[HostFinding]:
-    about, pid = supervisor.zygote.info, supervisor.zygote.pid
-    # The packages of a pod are not those of this machine.
-    yield from assess_preload(
-        about.problems, [] if settings.mode == "pod" else _find_missing_packages(settings)
-    )
-    if pid is None or settings.mode == "pod":
-        return
-    yield package_checks.check_bytecode(settings)
-    users = _read_uids_below(pid)
-    if 0 in users or not users:
-        yield HostFinding("kernel user", "missing", "the code runs as root", "Please report this.")
-    else:
-        yield HostFinding("kernel user", "ok", f"the code is uid {max(users)} on this machine")
-
-
-def _read_uids_below(top: int) -> set[int]:
-    """The users, as the host counts them, of a process and all its descendants."""
-    parents: dict[int, int] = {}
-    uids: dict[int, int] = {}
-    for entry in Path("/proc").glob("[0-9]*/status"):
-        try:
-            status = dict(line.split(":\t", 1) for line in entry.read_text().splitlines() if ":\t" in line)
-        except OSError:
-            continue
-        pid = int(status["Pid"])
-        parents[pid], uids[pid] = int(status["PPid"]), int(status["Uid"].split()[0])
-    below = {top}
-    while more := {pid for pid, parent in parents.items() if parent in below} - below:
-        below |= more
-    return {uids[pid] for pid in below if pid in uids}

@@ -1,4 +1,4 @@
-"""Finds the cgroups (v1, v2) below which this process may make others."""
+"""Finds the cgroups (v1, v2) below which this process may create others."""
 
 import errno
 import os
@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from fumehood.sandbox_server.isolation_errors import HostFeatureUnavailable
 
 type CgroupVersion = Literal["v1", "v2"]
 
@@ -34,13 +36,8 @@ _ADVICE_MISSING = (
 _ADVICE_SHARED = "Start the supervisor in a cgroup of its own, such as a systemd service with Delegate=yes."
 
 
-class CgroupUnavailable(Exception):
-    """Memory or processes cannot be bounded here: `reason` says why, `advice` what the operator can do."""
-
-    def __init__(self, reason: str, advice: str) -> None:
-        super().__init__(f"{reason} {advice}")
-        self.reason = reason
-        self.advice = advice
+class CgroupUnavailable(HostFeatureUnavailable):
+    """Memory or processes cannot be limited on this host."""
 
 
 def to_unavailable(error: OSError, version: CgroupVersion) -> CgroupUnavailable:
@@ -55,14 +52,14 @@ def to_unavailable(error: OSError, version: CgroupVersion) -> CgroupUnavailable:
 
 @dataclass(frozen=True)
 class DelegatedCgroup:
-    """A cgroup below which this process may make others, and the controllers that those will have."""
+    """A cgroup below which this process may create others, and the controllers that those will have."""
 
     path: Path
     controllers: frozenset[str]
 
 
-# --- Small operations on control files ------------------------------------------------------------
-# By directory fd and relative path: a dozen of these make and remove a sandbox, pathlib would double that.
+# --- Control files --------------------------------------------------------------------------------
+# By directory fd and relative path: creating and removing a sandbox takes a dozen of these; pathlib is half as fast.
 
 
 def read_control_file(path: str, dir_fd: int | None = None) -> str:
@@ -89,7 +86,7 @@ def read_member_pids(cgroup: str, dir_fd: int | None = None) -> list[int]:
     return [int(pid) for pid in read_control_file(f"{cgroup}/cgroup.procs", dir_fd).split()]
 
 
-# --- Where we are ---------------------------------------------------------------------------------
+# --- Mounts ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,7 @@ class CgroupMount:
 
 
 def find_mounts(root: Path, proc: Path) -> Iterator[CgroupMount]:
-    """The cgroup hierarchies mounted at or below `root`, with our place in each."""
+    """The cgroup hierarchies mounted at or below `root`, with our own cgroup in each."""
     own = dict(_read_memberships(proc))
     for line in read_control_file(str(proc / "self/mountinfo")).splitlines():
         before, _, after = line.partition(" - ")
@@ -127,7 +124,7 @@ def _read_memberships(proc: Path) -> Iterator[tuple[str, str]]:
 
 
 def resolve_own_cgroup(mount: Path, mounted: str, cgroup: str) -> Path:
-    # A container may see only a part of the hierarchy, and our cgroup may lie outside of it ("/../x").
+    # A container may see only part of the hierarchy, and our cgroup may be outside of it ("/../x").
     inside = Path(cgroup)
     if ".." in inside.parts or not inside.is_relative_to(mounted):
         return mount
@@ -147,23 +144,23 @@ def _read_words(path: Path) -> frozenset[str]:
 
 
 def find_parents_v1(mounts: Iterable[CgroupMount], root: Path) -> list[DelegatedCgroup]:
-    places: list[DelegatedCgroup] = []
+    parents: list[DelegatedCgroup] = []
     seen: set[str] = set()
     for mount in mounts:
         if mount.version == "v1" and not mount.controllers & seen:
             seen |= mount.controllers
-            places.append(DelegatedCgroup(mount.own_cgroup, mount.controllers))
+            parents.append(DelegatedCgroup(mount.own_cgroup, mount.controllers))
     if missing := REQUIRED_CONTROLLERS - seen:
         reason = f"The kernel offers no cgroup controller for {' and '.join(sorted(missing))} here."
         raise CgroupUnavailable(reason, _ADVICE_MISSING.format(root=root))
-    return places
+    return parents
 
 
-# --- Finding a place on v2 ------------------------------------------------------------------------
+# --- The parent on v2 -----------------------------------------------------------------------------
 
 
 def prepare_parent_v2(mount: CgroupMount) -> tuple[DelegatedCgroup, Callable[[], None] | None]:
-    """Picks the cgroup to work below, prepares it, and returns it with what undoes the preparation."""
+    """Choose and prepare the cgroup to work below; returns it, and a function that undoes the preparation."""
     refusal: OSError | None = None
     for path in _find_candidates(mount):
         try:
@@ -178,7 +175,7 @@ def prepare_parent_v2(mount: CgroupMount) -> tuple[DelegatedCgroup, Callable[[],
 
 
 def _find_candidates(mount: CgroupMount) -> list[Path]:
-    """Our own cgroup if we may split it, then the nearest delegated ancestor, then the topmost that is ours.
+    """Our own cgroup if we may split it, then the nearest delegated ancestor, then the topmost writable one.
 
     The last is the root of the hierarchy for root, and on a desktop the user's `user@….service`.
     """
@@ -196,14 +193,14 @@ def _find_candidates(mount: CgroupMount) -> list[Path]:
 
 
 def _may_split(mount: CgroupMount) -> bool:
-    # The other processes of a login session are not ours to move; those of a cgroup that was delegated to us,
-    # or of our container, are our own launchers.
+    # Other processes of a login session must not be moved; in a cgroup delegated to us, or in our container, they
+    # are our own launchers.
     own = mount.own_cgroup
     return own == mount.path or _is_delegated(own) or read_member_pids(str(own)) == [os.getpid()]
 
 
 def _is_delegated(path: Path) -> bool:
-    for attribute in ("trusted.delegate", "user.delegate"):  # systemd's marks, the second readable by users
+    for attribute in ("trusted.delegate", "user.delegate"):  # set by systemd; users can read the second
         with suppress(OSError):
             if os.getxattr(path, attribute) == b"1":
                 return True
@@ -211,12 +208,12 @@ def _is_delegated(path: Path) -> bool:
 
 
 def _is_writable(path: Path) -> bool:
-    wanted = (path, path / "cgroup.procs", path / "cgroup.subtree_control")
-    return all(os.access(file, os.W_OK, effective_ids=True) for file in wanted)
+    files = (path, path / "cgroup.procs", path / "cgroup.subtree_control")
+    return all(os.access(file, os.W_OK, effective_ids=True) for file in files)
 
 
 def _is_root_cgroup(path: Path) -> bool:
-    # Only the real root lacks this file, and only there children and processes may live side by side.
+    # Only the real root lacks this file; only there a cgroup may have both children and processes.
     return not (path / "cgroup.events").exists()
 
 
@@ -227,7 +224,7 @@ def _prepare(path: Path, mount: CgroupMount) -> tuple[DelegatedCgroup, Callable[
     controllers = _read_words(path / "cgroup.controllers") & set(CONTROLLERS)
 
     def undo() -> None:
-        # Fails harmlessly while another supervisor works below the same cgroup.
+        # Fails harmlessly while another supervisor uses the same cgroup.
         with suppress(OSError):
             if added := " ".join(f"-{controller}" for controller in sorted(controllers - before)):
                 write_control_file(str(path / "cgroup.subtree_control"), added)
@@ -261,7 +258,7 @@ def _move_processes(source: Path, target: Path) -> None:
 
 
 def enable_controllers(path: Path, controllers: frozenset[str]) -> frozenset[str]:
-    """Hands the controllers on to the children of `path`; only cpu may be refused."""
+    """Enable the controllers for the children of `path`; only cpu may be refused. Returns the enabled ones."""
     control = str(path / "cgroup.subtree_control")
     present = _read_words(Path(control))
     if wanted := " ".join(f"+{controller}" for controller in sorted(REQUIRED_CONTROLLERS - present)):

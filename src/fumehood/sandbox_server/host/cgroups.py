@@ -1,11 +1,11 @@
-"""Bounds memory, processes and CPU of sandboxes with cgroups.
+"""Limits memory, processes and CPU of sandboxes with cgroups.
 
-    open_tree() ─ CgroupTree          one parent cgroup per supervisor, carries the bounds of all together
-                   ├─ leaf("zygote")  the process the sandboxes are forked from
-                   └─ create("sb1")   one Cgroup per sandbox
+    open_tree() ─ CgroupTree            one parent cgroup per supervisor, with the limits of all sandboxes together
+                   ├─ create("zygote")  the process that sandboxes are forked from
+                   └─ create("sb-1")    one Cgroup per sandbox
 
-On v1 the tree exists once in each hierarchy, below the cgroup that the supervisor itself is in. On v2 a
-cgroup has either processes or children, so the supervisor first moves into a leaf of its own where it must.
+On v1 the tree exists once in each hierarchy, below the supervisor's own cgroup. On v2 a cgroup has either processes
+or children, so the supervisor first moves into a leaf of its own if necessary.
 """
 
 import errno
@@ -59,7 +59,7 @@ _V1_TCP_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class CgroupLimits:
-    """The bounds of one sandbox; `cpu_weight` is on v2's scale (1 to 10000), `cpus` a hard quota."""
+    """The limits of one sandbox; `cpu_weight` is on v2's scale (1 to 10000), `cpus` a hard quota."""
 
     memory: int
     pids: int
@@ -71,7 +71,7 @@ class CgroupLimits:
             raise ValueError(f"Limits out of range: {self}")
 
 
-# --- Removing -------------------------------------------------------------------------------------
+# --- Killing and removing------------------------------------------------------------------------------
 
 
 def _rmdir(cgroup: str, dir_fd: int | None = None) -> bool:
@@ -87,7 +87,7 @@ def _rmdir(cgroup: str, dir_fd: int | None = None) -> bool:
 
 
 def _kill_once(cgroup: str, dir_fd: int | None = None) -> None:
-    """Sends SIGKILL to every member once; forking is shut off first, so that repeating this ends."""
+    """Send SIGKILL to every member once; forking is disabled first, so that repeating this terminates."""
     with suppress(OSError):
         write_control_file(f"{cgroup}/pids.max", 0, dir_fd)
     try:
@@ -100,8 +100,8 @@ def _kill_once(cgroup: str, dir_fd: int | None = None) -> None:
 
 
 def _kill_batch(pids: Sequence[int], cgroup: str, dir_fd: int | None) -> None:
-    # A member may end and its pid be taken by a stranger between our reading and the signal. Therefore pin
-    # the processes first, then signal those whose pid is *still* listed.
+    # A pid may be reused between reading the list and the signal. So pin the processes first, then signal those
+    # whose pid is *still* listed.
     pinned: dict[int, int] = {}
     try:
         for pid in pids:
@@ -118,17 +118,17 @@ def _kill_batch(pids: Sequence[int], cgroup: str, dir_fd: int | None) -> None:
 
 def _retry_until(attempt: Callable[[], bool], seconds: float) -> bool:
     deadline = time.monotonic() + seconds
-    pause = 0.0005
+    delay = 0.0005
     while not attempt():
         if time.monotonic() >= deadline:
             return False
-        time.sleep(pause)
-        pause = min(pause * 2, 0.02)
+        time.sleep(delay)
+        delay = min(delay * 2, 0.02)
     return True
 
 
 def _try_destroy(cgroup: Path) -> bool:
-    """Kills and removes a cgroup with everything below it, as far as that goes without waiting."""
+    """Kill and remove a cgroup with everything below it, without waiting; returns whether it is gone."""
     if _rmdir(str(cgroup)):
         return True
     _kill_once(str(cgroup))
@@ -149,10 +149,10 @@ def _list_children(cgroup: Path) -> list[Path]:
 
 
 class Cgroup:
-    """The cgroup of one sandbox, in every hierarchy of its tree. Made by `CgroupTree.create`.
+    """The cgroup of one sandbox, in every hierarchy of its tree. Created by `CgroupTree.create`.
 
-    Methods raise OSError as the kernel reports it (FileNotFoundError once the cgroup is removed), except for
-    `kill`, `try_remove` and `remove`, which may be called at any time and any number of times.
+    Methods raise OSError (FileNotFoundError once the cgroup is removed), except for `kill`, `try_remove` and
+    `remove`, which may be called at any time and any number of times.
     """
 
     __slots__ = ("_memory", "_tree", "name")
@@ -163,14 +163,14 @@ class Cgroup:
         self._memory: int | None = None
 
     def open_join_fds(self) -> list[int]:
-        """Opens the member list of every hierarchy; a process joins by writing "0" to each. The caller closes.
+        """Open the member list of every hierarchy; a process joins by writing "0" to each. The caller closes them.
 
-        Only for processes with one thread: on v1 it is the list of threads, since moving a whole process waits
-        for a grace period of the kernel's (10 ms and more), moving the calling thread does not.
+        Only for single-threaded processes: on v1 it is the list of threads, because moving a whole process waits for
+        an RCU grace period (10 ms and more), and moving the calling thread does not.
 
-        The kernel checks the opener's rights, not the writer's (Linux 5.16 and later; before, both), so code
-        from a sandbox must never hold these. On v1 a supervisor that is not root may only move processes of
-        its own uid: there, join before changing the uid.
+        The kernel checks the opener's rights, not the writer's (before Linux 5.16, both), so code in a sandbox must
+        never hold these. On v1 a supervisor that is not root may only move processes of its own uid: join before
+        changing the uid.
         """
         members = "tasks" if self._tree.version == "v1" else "cgroup.procs"
         fds: list[int] = []
@@ -192,7 +192,7 @@ class Cgroup:
         self.set_memory(limits.memory)
         write_control_file(f"{self.name}/pids.max", limits.pids, self._tree.directory_fd("pids"))
         if self._tree.version == "v1":
-            # There, and only there, the buffers of TCP sockets are not part of the memory limit.
+            # Only on v1 the memory limit does not include TCP socket buffers.
             with suppress(FileNotFoundError):
                 write_control_file(f"{self.name}/{_V1_TCP}", _V1_TCP_BYTES, self._tree.directory_fd("memory"))
         if self._tree.has_cpu:
@@ -205,16 +205,16 @@ class Cgroup:
             _set_quota(self.name, limits.cpus, self._tree.version, self._tree.directory_fd("cpu"))
 
     def set_weight(self, weight: int) -> None:
-        """Its share where processors are short, on v2's scale; only in a tree that has that controller."""
+        """CPU weight on v2's scale; requires `has_cpu`."""
         dir_fd = self._tree.directory_fd("cpu")
         if self._tree.version == "v1":
-            # The kernel's own mapping: v2's default of 100 is v1's default of 1024.
+            # As the kernel maps them: v2's default of 100 is v1's default of 1024.
             write_control_file(f"{self.name}/cpu.shares", weight * 1024 // 100, dir_fd)
         else:
             write_control_file(f"{self.name}/cpu.weight", weight, dir_fd)
 
     def set_memory(self, limit: int) -> None:
-        """Sets the bound without swap. Below what is in use, v1 raises EBUSY and v2 kills a member."""
+        """Set the limit, without swap. Below current usage v1 raises EBUSY and v2 kills a member."""
         _set_memory(self.name, limit, self._memory, self._tree)
         self._memory = limit
 
@@ -222,16 +222,12 @@ class Cgroup:
         return int(self._read_value("memory", _MEMORY_USAGE[self._tree.version]))
 
     def unreclaimable_memory(self) -> int:
-        """What the kernel could not take back: all but the pages it has read from files or written to them."""
+        """Bytes that the kernel cannot reclaim: everything except the page cache of files."""
         counts = _parse_stat(self._read_value("memory", "memory.stat"))
         return self.memory_current() - counts["inactive_file"] - counts["active_file"]
 
-    def pids_current(self) -> int:
-        """Counts threads and zombies too, as the bound does."""
-        return int(self._read_value("pids", "pids.current"))
-
     def oom_kills(self) -> int:
-        """How many members the kernel has killed for want of memory so far."""
+        """Number of members that the kernel has killed for lack of memory."""
         for line in self._read_value("memory", _OOM_COUNTS[self._tree.version]).splitlines():
             key, _, count = line.partition(" ")
             if key == "oom_kill":
@@ -239,14 +235,14 @@ class Cgroup:
         return 0
 
     def processes(self) -> list[int]:
-        """The members, by their pids in our pid namespace."""
+        """Pids of the members in our pid namespace."""
         found: set[int] = set()
         for dir_fd in self._tree.directory_fds():
             found.update(read_member_pids(self.name, dir_fd))
         return sorted(found - {0})
 
     def kill(self, seconds: float = REMOVE_TIMEOUT) -> bool:
-        """Kills every member and waits until they are gone; nothing can be forked here afterwards."""
+        """Kill every member and wait until they are gone; afterwards nothing can fork here."""
         return _retry_until(self._kill_attempt, seconds)
 
     def _kill_attempt(self) -> bool:
@@ -259,10 +255,10 @@ class Cgroup:
         return empty
 
     def try_remove(self) -> bool:
-        """One step of `remove`, without waiting: kills what is left; True once all is gone."""
+        """One step of `remove`, without waiting; returns whether it is gone."""
         gone = True
         for dir_fd in self._tree.open_directory_fds():
-            # Nearly always the sandbox is dead already and rmdir alone is enough.
+            # Nearly always the sandbox is dead already and rmdir is enough.
             if _rmdir(self.name, dir_fd):
                 continue
             _kill_once(self.name, dir_fd)
@@ -270,7 +266,7 @@ class Cgroup:
         return gone
 
     def remove(self, seconds: float = REMOVE_TIMEOUT) -> bool:
-        """Kills and removes; False if the kernel still held a member after that time."""
+        """Kill all members and remove the cgroup; False if a member is left after `seconds`."""
         return _retry_until(self.try_remove, seconds)
 
     def _read_value(self, controller: str, file: str) -> str:
@@ -286,7 +282,7 @@ def _set_memory(cgroup: str, limit: int, previous: int | None, tree: "CgroupTree
     files = [_MEMORY_LIMIT[tree.version]]
     if tree.has_memsw:
         files.append(_V1_MEMSW)
-        # memory <= memory+swap must hold at every moment; a new cgroup has none: the first is a lowering.
+        # memory <= memory+swap must hold at every moment; a new cgroup has no limit, so the first one lowers it.
         if previous is not None and limit > previous:
             files.reverse()
     for file in files:
@@ -299,11 +295,9 @@ def _set_quota(cgroup: str, cpus: float, version: str, dir_fd: int | None) -> No
         if version == "v2":
             write_control_file(f"{cgroup}/cpu.max", f"{quota} {_QUOTA_PERIOD_US}", dir_fd)
         else:
-            write_control_file(
-                f"{cgroup}/cpu.cfs_quota_us", quota, dir_fd
-            )  # of the period that every new cgroup has
+            write_control_file(f"{cgroup}/cpu.cfs_quota_us", quota, dir_fd)  # per default period
     except OSError as error:
-        # v1 refuses (EINVAL) a quota above an ancestor's, which holds anyway; a kernel may lack quotas.
+        # v1 refuses (EINVAL) a quota above an ancestor's, which applies anyway; a kernel may lack quotas.
         if error.errno not in (errno.EINVAL, errno.ENOENT):
             raise
 
@@ -312,7 +306,7 @@ def _set_quota(cgroup: str, cpus: float, version: str, dir_fd: int | None) -> No
 
 
 class CgroupTree:
-    """The parent cgroup of one supervisor's sandboxes. Made by `open_tree`; `close` leaves nothing behind."""
+    """The parent cgroup of one supervisor's sandboxes. Created by `open_tree`; `close` removes everything."""
 
     def __init__(
         self,
@@ -329,8 +323,8 @@ class CgroupTree:
         self._fds: list[int] = []
         self._by_controller: dict[str, int] = {}
         try:
-            for place in parents:
-                self._create_below(place)
+            for parent in parents:
+                self._create_below(parent)
         except OSError:
             self.close()
             raise
@@ -343,31 +337,31 @@ class CgroupTree:
     def paths(self) -> list[Path]:
         return list(self._paths)
 
-    def _create_below(self, place: DelegatedCgroup) -> None:
-        path = place.path / self.name
+    def _create_below(self, parent: DelegatedCgroup) -> None:
+        path = parent.path / self.name
         try:
             os.mkdir(path, 0o755)
         except OSError:
-            if place.controllers & REQUIRED_CONTROLLERS:
+            if parent.controllers & REQUIRED_CONTROLLERS:
                 raise
             return
         self._paths.append(path)
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._fds.append(fd)
-        # Tells sweepers in other pid namespaces, for whom our pid means nothing, that this tree is in use.
+        # Shows supervisors in other pid namespaces, who cannot see our pid, that this tree is in use.
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        self._by_controller |= dict.fromkeys(place.controllers, fd)
+        self._by_controller |= dict.fromkeys(parent.controllers, fd)
 
     def set_limits(self, memory: int | None, cpus: float | None, pids: int | None) -> None:
-        """Sets the bounds of all in the tree together and hands the controllers on to the sandboxes."""
+        """Set the limits of the whole tree and enable the controllers for the sandboxes."""
         if self.version == "v1":
             memory_fd = self.directory_fd("memory")
             self.has_memsw = os.access(_V1_MEMSW, os.W_OK, dir_fd=memory_fd)
-            with suppress(OSError):  # Gone from new kernels, where children always count in their parents.
+            with suppress(OSError):  # Absent on new kernels, where children always count in their parents.
                 write_control_file("memory.use_hierarchy", 1, memory_fd)
         else:
-            with suppress(OSError):  # Absent without swap accounting. Holds for all below, so only here.
+            with suppress(OSError):  # Absent without swap accounting. Applies to all below.
                 write_control_file("memory.swap.max", 0, self.directory_fd("memory"))
         if memory is not None:
             _set_memory(".", memory, None, self)
@@ -380,14 +374,14 @@ class CgroupTree:
             self._by_controller = dict.fromkeys(enabled, self._fds[0])
 
     def memory_current(self) -> int:
-        """What everything in the tree uses together."""
+        """Bytes used by the whole tree."""
         return int(read_control_file(_MEMORY_USAGE[self.version], self.directory_fd("memory")))
 
     def unreclaimable_memory(self) -> int:
-        """The part of it that the kernel could not take back, with little doubt.
+        """The part of it that the kernel cannot reclaim.
 
-        Names that were looked for and not found stay in memory until it is needed, also when their sandbox is gone. v1
-        does not tell them from what else the kernel has for the tree: there, none of that is counted.
+        Negative dentries stay in memory until it is needed, even after their sandbox is gone. v1 does not separate
+        them from other kernel memory of the tree, so there no kernel memory is counted.
         """
         counts = _parse_stat(read_control_file("memory.stat", self.directory_fd("memory")))
         if self.version == "v1":
@@ -396,7 +390,7 @@ class CgroupTree:
         return counts["anon"] + counts["shmem"] + max(kernel, 0)
 
     def directory_fds(self) -> list[int]:
-        """Fds of the tree's directories, one per hierarchy."""
+        """The tree's directories, one per hierarchy; raises FileNotFoundError once closed."""
         if not self._fds:
             raise FileNotFoundError(errno.ENOENT, "The cgroup tree is closed", self.name)
         return self._fds
@@ -408,41 +402,37 @@ class CgroupTree:
         self.directory_fds()
         return self._by_controller[controller]
 
-    def create(self, name: str, limits: CgroupLimits) -> Cgroup:
-        """Makes the cgroup of one sandbox; raises OSError (FileExistsError) and then leaves nothing."""
-        return self.create_leaf(name, limits)
+    def create(self, name: str, limits: CgroupLimits | None = None) -> Cgroup:
+        """Create a child cgroup; raises OSError (FileExistsError) and then leaves nothing.
 
-    def create_leaf(self, name: str, limits: CgroupLimits | None = None) -> Cgroup:
-        """Like `create`, but without bounds besides the tree's own if `limits` is None: for the zygote.
-
-        The zygote needs one so that its children join from inside the delegated subtree.
+        Without `limits` only the tree's apply: for the zygote, whose children join from inside the delegated subtree.
         """
         if not _NAME.fullmatch(name):
             raise ValueError(f"Not a cgroup name: {name!r}")
-        made: list[int] = []
+        created_in: list[int] = []
         cgroup = Cgroup(self, name)
         try:
             for dir_fd in self.directory_fds():
                 os.mkdir(name, 0o755, dir_fd=dir_fd)
-                made.append(dir_fd)
+                created_in.append(dir_fd)
             if limits is not None:
                 cgroup.apply(limits)
         except OSError:
-            for dir_fd in made:
+            for dir_fd in created_in:
                 _rmdir(name, dir_fd)
             raise
         return cgroup
 
     def close(self, seconds: float = REMOVE_TIMEOUT) -> bool:
-        """Kills and removes everything in the tree and the tree; False if the kernel still held some."""
+        """Kill and remove everything in the tree and the tree; False if something is left after `seconds`."""
         removed = _retry_until(self._close_attempt, seconds)
         fds, self._fds = self._fds, []
         self._by_controller.clear()
         for fd in fds:
             os.close(fd)
         if removed and self._undo_preparation is not None:
-            leave, self._undo_preparation = self._undo_preparation, None
-            leave()
+            undo, self._undo_preparation = self._undo_preparation, None
+            undo()
         return removed
 
     def _close_attempt(self) -> bool:
@@ -459,10 +449,10 @@ def open_tree(
     root: Path = Path("/sys/fs/cgroup"),
     proc: Path = Path("/proc"),
 ) -> CgroupTree:
-    """Makes the supervisor's parent cgroup with the bounds of all sandboxes together (None: no such bound).
+    """Create the supervisor's parent cgroup with the limits of all sandboxes together (None: no limit).
 
-    A `name` of one's own is for tests: such a tree is not recognised by `sweep_stale`.
-    Raises CgroupUnavailable if memory or pids cannot be bounded; without a cpu controller `has_cpu` is False.
+    name: for tests; `remove_stale_trees` does not recognise such a tree.
+    Raises CgroupUnavailable if memory or pids cannot be limited; without a cpu controller `has_cpu` is False.
     """
     identity = f"{os.getpid()}-{read_start_time(proc, 'self')}-{_read_pid_namespace(proc)}"
     name = name or f"fumehood-{identity}-{secrets.token_hex(4)}"
@@ -472,8 +462,8 @@ def open_tree(
     unified = next((m for m in mounts if m.version == "v2" and m.controllers >= REQUIRED_CONTROLLERS), None)
     try:
         if unified is not None:
-            place, leave = prepare_parent_v2(unified)
-            tree = CgroupTree("v2", [place], name, leave)
+            parent, undo = prepare_parent_v2(unified)
+            tree = CgroupTree("v2", [parent], name, undo)
         else:
             tree = CgroupTree("v1", find_parents_v1(mounts, root), name)
     except OSError as error:
@@ -488,7 +478,7 @@ def open_tree(
 
 @contextmanager
 def open_join_fds(cgroup: Cgroup | None) -> Generator[list[int]]:
-    """The descriptors by which a process joins, open while they are handed over; none without a cgroup."""
+    """`Cgroup.open_join_fds`, closed after the block; none without a cgroup."""
     fds = [] if cgroup is None else cgroup.open_join_fds()
     try:
         yield fds
@@ -497,7 +487,7 @@ def open_join_fds(cgroup: Cgroup | None) -> Generator[list[int]]:
             os.close(fd)
 
 
-# --- What dead supervisors left -------------------------------------------------------------------
+# --- Trees of dead supervisors --------------------------------------------------------------------
 
 
 def remove_stale_trees(
@@ -507,10 +497,10 @@ def remove_stale_trees(
     directories: Iterable[Path] | None = None,
     seconds: float = REMOVE_TIMEOUT,
 ) -> list[Path]:
-    """Kills and removes the trees of dead supervisors of our uid and returns their paths.
+    """Kill and remove the trees of dead supervisors of our uid; returns their paths.
 
-    Looks through all mounted hierarchies (a supervisor started in another session had another parent cgroup),
-    or only directly in the directories `within`. Safe beside living supervisors and other sweepers.
+    Searches all mounted hierarchies (a supervisor started in another session had another parent cgroup), or only
+    `directories`. Safe beside live supervisors, and when several do it at once.
     """
     if directories is None:
         found = [tree for mount in find_mounts(root, proc) for tree in _find_trees(mount.path)]
@@ -546,7 +536,7 @@ def _remove_if_stale(tree: Path, proc: Path, seconds: float) -> bool:
     try:
         if os.fstat(fd).st_uid != os.geteuid():
             return False
-        # Not asked for among our own: children that a dead supervisor forked may still hold it.
+        # Not in our own namespace: children forked by a dead supervisor may still hold the lock.
         if not same_namespace:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return _retry_until(lambda: _try_destroy(tree), seconds)
@@ -564,7 +554,7 @@ def _read_pid_namespace(proc: Path) -> int:
 
 
 def read_start_time(proc: Path, pid: str) -> int | None:
-    """When the process was started, in clock ticks after boot; None if it is dead."""
+    """Start time of a process in clock ticks after boot; None if it is dead."""
     try:
         state, *fields = read_control_file(str(proc / pid / "stat")).rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

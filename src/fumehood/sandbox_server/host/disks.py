@@ -1,11 +1,11 @@
 """Disks for the files of large sandboxes: sparse ext4 images on loop devices.
 
-    template  one empty file system per size, made by mkfs.ext4, copied without its holes
-    image     a file without a name: whatever ends this process, the kernel frees the space
+    template  an empty file system per size, created by mkfs.ext4 and copied without its holes
+    image     an unnamed file: however this process ends, the kernel frees the space
     device    a loop device that the kernel clears when the last mount is gone
-    mount     detached, handed to the sandbox's first process as a descriptor; it is never in the host's view
+    mount     detached, passed to the sandbox's init as a descriptor; never visible on the host
 
-The kernel reads only file systems that were made here, and a sandbox never reaches the device below its files.
+The kernel mounts only file systems created here, and a sandbox never reaches the device below its files.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from pathlib import Path
 from fumehood.protocol.sandbox.sandbox_errors import SandboxServerAtCapacity, SandboxStartFailed
 from fumehood.protocol.sandbox.sandbox_messages import MEMORY_TIERS, MemoryTier
 from fumehood.sandbox_server.inside import syscalls
-from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
+from fumehood.sandbox_server.isolation_errors import HostFeatureUnavailable, IsolationUnavailable
 from fumehood.sandbox_server.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -38,35 +38,30 @@ _LOOP_CONTROL = "/dev/loop-control"
 _LOOP_CTL_GET_FREE = 0x4C82
 _LOOP_CONFIGURE = 0x4C0A
 _LO_FLAGS_AUTOCLEAR = 4
-_LO_FLAGS_DIRECT_IO = 16  # else every page is cached twice, the second time at the host's expense
+_LO_FLAGS_DIRECT_IO = 16  # otherwise every page is cached twice, once at the host's expense
 _BLOCK_BYTES = 4096
-_ATTACH_ATTEMPTS = 32  # between asking for a free device and taking it, somebody else may
+_ATTACH_ATTEMPTS = 32  # another process may take the free device first
 _EXT4_IOC_SHUTDOWN = 0x8004587D
 _EXT4_GOING_FLAGS_NOLOGFLUSH = 2
 _MKFS_TIMEOUT = 60
 _PROBE_BYTES = 64 << 20
 _MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
-# No journal: after a crash of the host nobody looks for these files. Metadata packed in front: few pieces to copy.
+# No journal: these files need not survive a crash. Metadata packed at the front: few ranges to copy.
 _FEATURES = "^has_journal,^resize_inode,sparse_super2"
 _EXTENDED_OPTIONS = "nodiscard,lazy_itable_init=1,num_backup_sb=0,packed_meta_blocks=1"
 _MOUNT_OPTIONS: dict[str, str | None] = {
-    "noinit_itable": None,  # the kernel would fill the inode tables behind our back: zeroes in a sparse file
-    "discard": None,  # what is deleted returns to the host
+    "noinit_itable": None,  # the kernel would write the inode tables in the background: zeroes in a sparse file
+    "discard": None,  # deleted space returns to the host
     "errors": "remount-ro",
 }
 
 
-class DisksUnavailable(Exception):
-    """Why this machine has none; `advice` says what to do."""
-
-    def __init__(self, reason: str, advice: str) -> None:
-        super().__init__(f"{reason} {advice}")
-        self.reason = reason
-        self.advice = advice
+class DisksUnavailable(HostFeatureUnavailable):
+    """Disks cannot be created on this host."""
 
 
 class Disk:
-    """One sandbox's: the mount until it is handed over, then what is needed to count it and to end it."""
+    """The disk of one sandbox: its mount until the sandbox has it, its image to measure and discard it."""
 
     def __init__(self, size: int, image_fd: int, mount_fd: int) -> None:
         self.size = size
@@ -84,17 +79,17 @@ class Disk:
         return self._image_fd < 0
 
     def used_bytes(self) -> int:
-        """Bytes it takes on the host."""
+        """Bytes that it occupies on the host."""
         return 0 if self.is_closed else os.fstat(self._image_fd).st_blocks * 512
 
     def close_mount(self) -> None:
-        """The sandbox has the mount: from now on it lasts no longer than the sandbox."""
+        """The sandbox has the mount: from now on it lasts as long as the sandbox."""
         if self.mount_fd >= 0:
             os.close(self.mount_fd)
             self.mount_fd = -1
 
     def close(self) -> None:
-        """Give it up, with what is on it: nothing that was not written yet needs to be."""
+        """Discard the disk and its content, without writing back what is cached."""
         with contextlib.suppress(OSError, ValueError):
             fcntl.ioctl(self._root_fd, _EXT4_IOC_SHUTDOWN, struct.pack("=I", _EXT4_GOING_FLAGS_NOLOGFLUSH))
         for fd in (self._root_fd, self.mount_fd, self._image_fd):
@@ -104,7 +99,7 @@ class Disk:
 
 
 class DiskManager:
-    """Those of one supervisor; `owner` is the kernel user in whose namespace sandboxes lay out their files."""
+    """The disks of one supervisor; `owner_uid` is the host uid of root in the sandboxes' user namespace."""
 
     def __init__(self, settings: Settings, owner_uid: int | None) -> None:
         self._settings = settings
@@ -117,7 +112,7 @@ class DiskManager:
         self._pending: dict[asyncio.Future[Disk], int] = {}
 
     async def has_disk_for(self, memory: MemoryTier) -> bool:
-        """Whether files of this tier lie on a disk; IsolationUnavailable where they have to and cannot."""
+        """Whether sandboxes of this tier get a disk; raises IsolationUnavailable if disks are required but missing."""
         if self._settings.mode != "namespaces" or self._settings.disks == "off" or memory not in LARGE_TIERS:
             return False
         if not self._checked:
@@ -126,7 +121,7 @@ class DiskManager:
             except DisksUnavailable as error:
                 if self._settings.disks == "required":
                     raise IsolationUnavailable(error.reason, error.advice) from error
-                # An ordinary user was never promised any.
+                # An ordinary user expects none.
                 level = logging.WARNING if os.geteuid() == 0 else logging.DEBUG
                 logger.log(
                     level, "Files of large sandboxes are kept in memory: %s %s", error.reason, error.advice
@@ -138,15 +133,15 @@ class DiskManager:
         return int(MEMORY_TIERS[memory] * self._settings.disk_size_ratio) // _BLOCK_BYTES * _BLOCK_BYTES
 
     async def create(self, memory: MemoryTier) -> Disk:
-        """A new, empty disk; AtCapacity when the host has no room for it, SandboxStartFailed when it refuses."""
+        """A new, empty disk; raises SandboxServerAtCapacity if the host lacks space, SandboxStartFailed."""
         size = self.size_for(memory)
         self._check_free_space(size)
-        making = asyncio.ensure_future(asyncio.to_thread(self._create_in_thread, size))
-        self._pending[making] = size
+        pending = asyncio.ensure_future(asyncio.to_thread(self._create_in_thread, size))
+        self._pending[pending] = size
         try:
-            disk = await asyncio.shield(making)
+            disk = await asyncio.shield(pending)
         except asyncio.CancelledError:
-            making.add_done_callback(self._discard_abandoned)
+            pending.add_done_callback(self._discard_abandoned)
             raise
         except OSError as error:
             if error.errno == errno.ENOSPC:
@@ -155,19 +150,19 @@ class DiskManager:
                 ) from error
             raise SandboxStartFailed(f"The sandbox's disk could not be made: {error}.") from error
         finally:
-            if making.done():
-                del self._pending[making]
+            if pending.done():
+                del self._pending[pending]
         self._live.add(disk)
         return disk
 
-    def _discard_abandoned(self, making: asyncio.Future[Disk]) -> None:
-        """Nobody waits for it any more: who asked has gone."""
-        self._pending.pop(making, None)
-        if not making.cancelled() and making.exception() is None:
-            making.result().close()
+    def _discard_abandoned(self, pending: asyncio.Future[Disk]) -> None:
+        """The caller was cancelled: discard the disk when it is done."""
+        self._pending.pop(pending, None)
+        if not pending.cancelled() and pending.exception() is None:
+            pending.result().close()
 
     async def release(self, disk: Disk) -> None:
-        """Throw away what is on it, which takes a while; that is done even if nobody waits for it."""
+        """Discard a disk, which takes a while; completes even if the caller is cancelled."""
         self._live.discard(disk)
         await asyncio.shield(asyncio.to_thread(disk.close))
 
@@ -181,9 +176,8 @@ class DiskManager:
         self._templates.clear()
 
     def promised_bytes(self) -> int:
-        """Bytes that live disks may still come to take."""
-        coming = sum(self._pending.values())
-        return coming + sum(max(0, disk.size - disk.used_bytes()) for disk in self._live)
+        """Bytes that existing and pending disks may still occupy."""
+        return sum(self._pending.values()) + sum(max(0, disk.size - disk.used_bytes()) for disk in self._live)
 
     def _check_free_space(self, size: int) -> None:
         if self._directory is None:
@@ -209,11 +203,11 @@ class DiskManager:
         return _create_from_template(self._directory, template, size)
 
 
-# ---- whether it can be done ----------------------------------------------------------------------------------
+# ---- support on this host ------------------------------------------------------------------------------------
 
 
 def check_disk_support(settings: Settings) -> Path:
-    """The directory for images, after one disk was made and given up; DisksUnavailable says what is in the way."""
+    """The directory for images, after a trial; raises DisksUnavailable."""
     if os.geteuid() != 0:
         raise DisksUnavailable("Only root may make disks.", "Files of large sandboxes are kept in memory.")
     if shutil.which("mkfs.ext4", path=_program_path()) is None:
@@ -239,7 +233,7 @@ def check_disk_support(settings: Settings) -> Path:
 
 
 def _program_path() -> str:
-    """Programs of an administrator are not on everybody's path."""
+    """PATH with the sbin directories, which may be missing from it."""
     return f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 
 
@@ -247,10 +241,10 @@ def _prepare_directory(settings: Settings) -> Path:
     directory = settings.disk_dir or DEFAULT_DIRECTORY
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        about = directory.stat()
+        status = directory.stat()
     except OSError as error:
         raise DisksUnavailable(f"{directory} cannot be made: {error.strerror}.", "Set disk_dir.") from error
-    if about.st_uid != 0 or stat.S_IMODE(about.st_mode) & 0o022:
+    if status.st_uid != 0 or stat.S_IMODE(status.st_mode) & 0o022:
         raise DisksUnavailable(
             f"Others may write into {directory}.", "Set disk_dir to a directory of root's alone."
         )
@@ -262,7 +256,7 @@ def _prepare_directory(settings: Settings) -> Path:
 
 
 def file_system_type(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """The type of the file system below a path, empty if it cannot be told."""
+    """The type of the file system that holds a path; empty if unknown."""
     device = path.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     for line in mounts.read_text().splitlines():
@@ -300,33 +294,22 @@ def _create_unnamed_file(directory: Path, size: int) -> int:
 
 
 def _create_unlinked_file(directory: Path) -> int:
-    """Where the file system knows no files without names; a name that a kill leaves is swept at the next start."""
+    """For file systems without O_TMPFILE; a name left by a killed process is removed at the next start."""
     path = directory / f"{IMAGE_PREFIX}{os.getpid()}-{threading.get_native_id()}"
     image = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    path.unlink(missing_ok=True)  # a sweeper may have been faster
+    path.unlink(missing_ok=True)  # orphan cleanup of another supervisor may have been faster
     return image
 
 
 def _create_template(directory: Path, size: int, inodes: int, owner: int) -> int:
-    """An empty file system in a nameless file, its root directory the owner's."""
+    """An empty file system in an unnamed file, whose root directory belongs to `owner`."""
     image = _create_unnamed_file(directory, size)
     try:
         program = shutil.which("mkfs.ext4", path=_program_path()) or "mkfs.ext4"
         subprocess.run(
             [
-                *(
-                    program,
-                    "-q",
-                    "-F",
-                    "-b",
-                    str(_BLOCK_BYTES),
-                    "-m",
-                    "0",
-                    "-N",
-                    str(inodes + 16),
-                    "-O",
-                    _FEATURES,
-                ),
+                *(program, "-q", "-F", "-b", str(_BLOCK_BYTES), "-m", "0", "-N", str(inodes + 16)),
+                *("-O", _FEATURES),
                 *("-E", f"{_EXTENDED_OPTIONS},root_owner={owner}:{owner}", f"/proc/self/fd/{image}"),
             ],
             pass_fds=(image,),
@@ -338,8 +321,8 @@ def _create_template(directory: Path, size: int, inodes: int, owner: int) -> int
         )
     except subprocess.SubprocessError as error:
         os.close(image)
-        said = getattr(error, "stderr", None) or b""
-        last = said.decode(errors="replace").strip().splitlines()[-1:] or [str(error)]
+        stderr = getattr(error, "stderr", None) or b""
+        last = stderr.decode(errors="replace").strip().splitlines()[-1:] or [str(error)]
         raise OSError(errno.EIO, f"mkfs.ext4: {last[0]}") from error
     except BaseException:
         os.close(image)
@@ -361,7 +344,7 @@ def _create_from_template(directory: Path, template: int, size: int) -> Disk:
 
 
 def _iter_data_ranges(file: int, size: int) -> Iterator[tuple[int, int]]:
-    """What is not a hole."""
+    """The ranges of a sparse file that hold data."""
     end = 0
     while end < size:
         try:
@@ -384,7 +367,7 @@ def _copy_range(source: int, target: int, start: int, end: int) -> None:
 
 @contextlib.contextmanager
 def _loop_device(image: int) -> Generator[str]:
-    """A loop device over the image; after the block the mount alone keeps it."""
+    """A loop device for the image; after the block only the mount keeps it."""
     device, path = _attach_loop_device(image)
     try:
         yield path

@@ -1,4 +1,4 @@
-"""What sandboxes take of the host: cgroups, users, directories, disks."""
+"""Allocates what a sandbox needs of the host: uid, cgroup, directory, disk."""
 
 import asyncio
 import contextlib
@@ -22,21 +22,18 @@ from fumehood.sandbox_server.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-# What makes sandboxes works for all, and no code runs in its cgroup: as many as may be busy must not hold up a new one.
+# Zygotes serve all sandboxes and run no user code: busy sandboxes must not delay a new one.
 _ZYGOTE_WEIGHT = 10_000
-_LIMITS_ADVICE = (
-    "Or set limits to best-effort, which runs code without a bound on memory: one program can then use up the "
-    "host's."
-)
+_LIMITS_ADVICE = "Or set limits to best-effort, which runs code without a memory limit: one program can then use up the host's."
 
 
 @dataclass(slots=True)
 class SandboxResources:
-    """What was taken for one sandbox, and is given back after its end.
+    """What was allocated for one sandbox, released after its end.
 
-    scratch: degraded mode: the host directory that holds its files.
-    directly_readable: False when the supervisor may not read the files, or could have to wait for a disk.
-    disk: large tiers: holds its files, which else are in memory.
+    scratch_directory: mode unsafe-degraded: the host directory with its files.
+    directly_readable: False if the supervisor may not read the files, or would have to wait for a disk.
+    disk: large tiers: holds its files, which are in memory otherwise.
     """
 
     uid: int
@@ -50,7 +47,7 @@ class SandboxResources:
         return layout.DATA_DIRECTORY if self.scratch_directory is None else f"{self.scratch_directory}/data"
 
     def environment_overrides(self) -> dict[str, str]:
-        """What differs from `layout.ENVIRON`."""
+        """Variables that differ from `layout.ENVIRON`."""
         if self.scratch_directory is None:
             return {}
         return {
@@ -64,12 +61,12 @@ _NO_RESOURCES = SandboxResources(uid=0, cgroup=None, scratch_directory=None, dir
 
 
 def file_quota_bytes(memory: MemoryTier) -> int:
-    """Files count as memory: at most half of the tier may be files."""
+    """Files count as memory: at most half of the tier."""
     return MEMORY_TIERS[memory] // 2
 
 
 class HostResources:
-    """The host's side of all sandboxes of one supervisor; `open` raises IsolationUnavailable, OSError."""
+    """Host resources of all sandboxes of one supervisor; `open` raises IsolationUnavailable, OSError."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -105,17 +102,16 @@ class HostResources:
             if self._settings.limits == "enforced":
                 raise IsolationUnavailable(error.reason, f"{error.advice} {_LIMITS_ADVICE}") from error
             logger.warning(
-                "Limits are best-effort: %s The memory of sandboxes is not bounded, and processors are shared "
-                "without a limit.",
+                "Limits are best-effort: %s The memory and CPU of sandboxes are not limited.",
                 error.reason,
             )
             return
-        self.zygote_cgroup = self.cgroup_tree.create_leaf("zygote")
+        self.zygote_cgroup = self.cgroup_tree.create("zygote")
         if self.cgroup_tree.has_cpu:
             self.zygote_cgroup.set_weight(_ZYGOTE_WEIGHT)
 
     def _open_uid_range(self) -> None:
-        """Kernel users for sandboxes: as root a block of our own, else what /etc/subuid grants, else none."""
+        """Uids for sandboxes: as root a block of our own, otherwise what /etc/subuid grants, otherwise none."""
         if os.geteuid() == 0:
             self.uid_range = reserve_uid_range(self._settings.uid_base)
         elif self._settings.mode == "namespaces":
@@ -126,10 +122,10 @@ class HostResources:
     def allocate(
         self, number: int, memory: MemoryTier, disk: Disk | None, undo: contextlib.ExitStack
     ) -> SandboxResources:
-        """A place for one sandbox; `undo` gives everything but the disk back. Raises AtCapacity, OSError."""
+        """Allocate for one sandbox; `undo` releases all but the disk. Raises SandboxServerAtCapacity, OSError."""
         uid = 0
         if self.uid_range is not None and self._settings.mode == "namespaces":
-            if not self._free_uids:  # never two sandboxes under one user where each can have its own
+            if not self._free_uids:  # two sandboxes never share a uid if each can have its own
                 raise SandboxServerAtCapacity(
                     f"All {self.uid_range.count - 1} users for sandboxes are taken; delete a sandbox, or wait."
                 )
@@ -142,20 +138,20 @@ class HostResources:
             )
             cgroup = self.cgroup_tree.create(f"sb-{number}", limits)
             undo.callback(cgroup.remove)
-        # Whoever looks something up on a disk waits for it: its own helper may, the supervisor must not.
+        # A lookup on a disk may block: a helper may wait for it, the supervisor must not.
         readable = disk is None and (
             os.geteuid() == 0 or (self.uid_range is None and self._settings.mode != "pod")
         )
         scratch = None
         if self.scratch_directory is not None:
-            # Sandboxes share a user in this mode: that they do not know the name keeps them out of each other's.
+            # Sandboxes share a uid in this mode: an unguessable name keeps them apart.
             scratch = self._create_scratch(f"{self.scratch_directory}/{secrets.token_hex(16)}")
         return SandboxResources(
             uid=uid, cgroup=cgroup, scratch_directory=scratch, directly_readable=readable, disk=disk
         )
 
     def _create_scratch(self, path: str) -> str:
-        """A host directory in place of the private file system that degraded mode does not have."""
+        """A host directory instead of the private file system that this mode lacks."""
         for directory in (path, *(f"{path}/{name}" for name in ("data", "tmp", "home"))):
             self.create_directory(directory)
         return path
@@ -172,7 +168,7 @@ class HostResources:
         memory: MemoryTier = "1g",
         fresh_interpreter: bool = False,
     ) -> jail_builder.JailPlan:
-        """What the first process of a sandbox is told; without a place, what all of them have in common."""
+        """The plan for a sandbox's init; without resources, what all sandboxes have in common."""
         namespaces = self._settings.mode == "namespaces"
         read_only = layout.READ_ONLY if namespaces else layout.POD_READ_ONLY
         writable = layout.WRITABLE
@@ -196,10 +192,10 @@ class HostResources:
         )
 
     async def release(self, resources: SandboxResources) -> None:
-        """After its sandbox has ended; waits until the kernel has let go of the cgroup."""
+        """Release after the sandbox has ended; waits until the cgroup can be removed."""
         if resources.cgroup is not None and not await _remove_cgroup(resources.cgroup):
             logger.error("The cgroup %s could not be removed.", resources.cgroup.name)
-            resources.uid = 0  # something may still run as that user: nobody else gets it
+            resources.uid = 0  # a process may still run with it: do not reuse it
         if resources.disk is not None and self.disks is not None:
             await self.disks.release(resources.disk)
         if resources.scratch_directory is not None:
@@ -221,6 +217,7 @@ class HostResources:
 
 
 async def _remove_cgroup(cgroup: Cgroup) -> bool:
+    """`Cgroup.remove` without a thread, because many sandboxes may end at once."""
     for _ in range(500):
         if cgroup.try_remove():
             return True

@@ -1,4 +1,4 @@
-"""Starts the process in which a zygote will run, inside its outer jail."""
+"""Starts the outer jail that a zygote runs in."""
 
 import asyncio
 import contextlib
@@ -25,32 +25,30 @@ _LOG_BYTES = 64 * 1024
 
 @dataclass(slots=True, kw_only=True)
 class ZygoteLaunchConfig:
-    """Everything a zygote is started from."""
+    """How to start a zygote."""
 
     runtime: PythonRuntime
     namespaces: bool
-    seccomp_program: bytes  # the filter of the code
-    helper_seccomp_program: bytes  # that of the helpers which work on its files
+    seccomp_program: bytes  # for the code
+    helper_seccomp_program: bytes  # for helper processes
     preload: tuple[str, ...]
-    optimizes_forks: bool  # take time now that every sandbox saves later
+    optimizes_forks: bool  # spend time at start that every fork saves later
     uid_range: UidRange | None
     cgroup: Cgroup | None
     timeout: float
-    common_plan: jail_builder.JailPlan | None = (
-        None  # with namespaces: what the plans of all its sandboxes have in common
-    )
+    common_plan: jail_builder.JailPlan | None = None  # with namespaces: what all its sandboxes have in common
     environ: dict[str, str] = field(default_factory=dict[str, str])
-    layers_directory: Path | None = None  # the store of packages that can be attached to running sandboxes
-    bytecode: Path | None = None  # of the packages, where their installer wrote none
+    layers_directory: Path | None = None  # the store of package layers for running sandboxes
+    bytecode: Path | None = None  # for packages installed without bytecode
 
     @property
     def needs_id_maps(self) -> bool:
-        """Whether the jail waits for user maps that it could not write itself."""
+        """Whether the supervisor has to write the jail's uid and gid maps."""
         return self.uid_range is not None and self.namespaces
 
 
 class JailProcess:
-    """The outermost process of a zygote's jail, and what it says on standard error."""
+    """The outermost process of a zygote's jail, and its standard error."""
 
     def __init__(self, process: subprocess.Popen[bytes], stderr: IO[bytes]) -> None:
         self._process = process
@@ -65,12 +63,11 @@ class JailProcess:
         return self._process.pid
 
     def log_tail(self) -> str:
-        """The last line it said."""
+        """Its last line on standard error."""
         lines = self._log.decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
     def clear_log(self) -> None:
-        """What it has said so far."""
         self._log.clear()
 
     def _read(self) -> None:
@@ -84,7 +81,7 @@ class JailProcess:
             self._loop.remove_reader(self._stderr.fileno())
 
     async def kill(self) -> None:
-        """Kill it, which ends the whole jail, and wait until it is reaped."""
+        """Kill it, which ends the whole jail, and reap it."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
         if self._process.poll() is None:
@@ -109,9 +106,9 @@ async def _wait_exited(pid: int) -> None:
 
 
 async def launch_jail(launch: ZygoteLaunchConfig) -> tuple[JailProcess, socket.socket]:
-    """The process and the socket to its zygote; on failure the process is ended and the error raised on.
+    """Start the process; returns it and the socket to its zygote.
 
-    Raises OSError, EOFError, TimeoutError, ValueError or SubprocessError; what the process said is in a note.
+    Raises OSError, EOFError, TimeoutError, ValueError or SubprocessError, with the last line of the process as a note.
     """
     with contextlib.ExitStack() as ours:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -119,7 +116,7 @@ async def launch_jail(launch: ZygoteLaunchConfig) -> tuple[JailProcess, socket.s
         configuration, unshared, mapped = (_open_pipe(ours) for _ in range(3))
         config = _build_jail_config(launch, control=theirs.fileno(), unshared=unshared[1], mapped=mapped[0])
         ends = (configuration[0], unshared[1], mapped[0])
-        # Not through a thread: the kernel ends the jail when the *thread* that started it ends.
+        # Not in a worker thread: the kernel kills the jail when the *thread* that started it ends.
         process = subprocess.Popen(  # noqa: ASYNC220
             outer_jail_command(configuration[0].fileno()),
             env={},
@@ -154,7 +151,7 @@ async def launch_jail(launch: ZygoteLaunchConfig) -> tuple[JailProcess, socket.s
 
 
 def outer_jail_command(configuration: int) -> list[str]:
-    """Start outer_jail.py with what it needs on its path, and nothing else on it but the standard library."""
+    """The command that runs outer_jail.py with only this package and the standard library on its path."""
     source = (
         "import sys; sys.path.append(sys.argv[1]); from fumehood.sandbox_server.host import outer_jail; "
         "outer_jail.main(int(sys.argv[2]))"
@@ -163,7 +160,7 @@ def outer_jail_command(configuration: int) -> list[str]:
 
 
 def send_jail_config(pipe: IO[bytes], config: dict[str, Any]) -> None:
-    """Let outer_jail.py begin; it reads to the end of the pipe."""
+    """Send the configuration that outer_jail.py waits for, and close the pipe."""
     body = memoryview(json.dumps(config).encode())
     while body:
         body = body[pipe.write(body) :]
@@ -179,7 +176,7 @@ def _open_pipe(stack: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
 
 
 async def _wait_unshared(pipe: IO[bytes]) -> None:
-    """Wait until the process is in its new user namespace; raises EOFError if it ends before."""
+    """Wait until the process is in its user namespace; raises EOFError if it ends before."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(pipe.fileno(), readable.set)
@@ -192,7 +189,7 @@ async def _wait_unshared(pipe: IO[bytes]) -> None:
 
 
 def read_root_links() -> dict[str, str | None]:
-    """How this host spells /lib, /bin and the like: a link into /usr, or a directory of its own."""
+    """/lib, /bin and the like: the target of the link, or None for a real directory."""
     return {
         name: os.readlink(name) if os.path.islink(name) else None
         for name in _ROOT_NAMES
@@ -203,28 +200,28 @@ def read_root_links() -> dict[str, str | None]:
 def _build_jail_config(
     launch: ZygoteLaunchConfig, *, control: int, unshared: IO[bytes], mapped: IO[bytes]
 ) -> dict[str, Any]:
-    """What outer_jail.py needs to know; `places` are the host's trees, by the names that boot.py knows them by."""
+    """The configuration of outer_jail.py; `mounts` are host paths by the names that `sandbox_rootfs` uses."""
     runtime = launch.runtime
     packages = {f"site{number}": directory for number, directory in enumerate(runtime.packages)}
-    places = {name: str(directory.path) for name, directory in packages.items()}
+    mounts = {name: str(directory.path) for name, directory in packages.items()}
     environ = {**layout.ENVIRON, **launch.environ}
     if runtime.prefix is not None:
-        places["python"] = str(runtime.prefix)
+        mounts["python"] = str(runtime.prefix)
         if runtime.has_shared_library:
             environ["LD_LIBRARY_PATH"] = f"{layout.PYTHON_PREFIX}/lib"
     if launch.namespaces:
-        places |= {"guest": str(_SERVER_PACKAGE / "inside"), **list_system_mounts()}
+        mounts |= {"guest": str(_SERVER_PACKAGE / "inside"), **list_system_mounts()}
         if os.path.isdir("/etc/alternatives"):
-            places["alternatives"] = "/etc/alternatives"
+            mounts["alternatives"] = "/etc/alternatives"
         if runtime.certificates is not None:
-            places["certificates"] = os.path.realpath(runtime.certificates)
+            mounts["certificates"] = os.path.realpath(runtime.certificates)
         if launch.layers_directory is not None:
-            places["layers"] = str(launch.layers_directory)
+            mounts["layers"] = str(launch.layers_directory)
         if launch.bytecode is not None:
-            places["bytecode"] = str(launch.bytecode)
+            mounts["bytecode"] = str(launch.bytecode)
     else:
-        # What goes on the path is the directory with the package in it.
-        places["guest"] = str(_SERVER_PACKAGE.parent.parent)
+        # The import path needs the directory that contains the package.
+        mounts["guest"] = str(_SERVER_PACKAGE.parent.parent)
     return {
         "kind": "zygote" if launch.namespaces else "bare",
         "parent": os.getpid(),
@@ -232,14 +229,12 @@ def _build_jail_config(
         "unshared": unshared.fileno() if launch.needs_id_maps else None,
         "mapped": mapped.fileno() if launch.needs_id_maps else None,
         "user": 0,
-        "drop_to": launch.uid_range.zygote_uid
-        if launch.uid_range is not None and os.geteuid() == 0
-        else None,
-        "places": places,
+        "uid": launch.uid_range.zygote_uid if launch.uid_range is not None and os.geteuid() == 0 else None,
+        "mounts": mounts,
         "packages": list(packages),
         "environ": environ,
         "executable": str(runtime.executable),
-        "trees": {
+        "host_trees": {
             "version": runtime.version,
             "library": runtime.library,
             "executable": runtime.executable.name,
@@ -251,6 +246,6 @@ def _build_jail_config(
 
 
 def list_system_mounts() -> dict[str, str]:
-    """/usr, and what of /lib, /bin and the like is a directory of its own, by the names of boot.py."""
+    """/usr, and those of /lib, /bin and the like that are real directories, by the names of `sandbox_rootfs`."""
     own = {f"root-{name[1:]}": name for name, link in read_root_links().items() if link is None}
     return {"usr": "/usr", **own}

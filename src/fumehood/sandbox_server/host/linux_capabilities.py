@@ -1,7 +1,4 @@
-"""The capabilities of this process, read and given up.
-
-Numbers are the kernel's (linux/capability.h).
-"""
+"""Reads and drops the Linux capabilities of this process (numbers as in linux/capability.h)."""
 
 import ctypes
 import logging
@@ -24,16 +21,16 @@ SYS_PTRACE = 19
 SYS_ADMIN = 21
 
 SUPERVISOR_CAPABILITIES = (
-    CHOWN,  # packages become the supervisor's files, directories those of the users who work in them
-    DAC_OVERRIDE,  # reading files of sandboxes, and removing what the users above have left
-    FOWNER,  # the same, where it is about modes and times
-    KILL,  # the processes of sandboxes are other users'
-    SETGID,  # zygotes, installers and the egress proxy become other users, and user namespaces are mapped
+    CHOWN,  # own installed packages; give directories to the users that work in them
+    DAC_OVERRIDE,  # read files of sandboxes; remove what these users leave
+    FOWNER,  # the same for modes and times
+    KILL,  # processes of sandboxes have other uids
+    SETGID,  # run zygotes, installers and the egress proxy as other users; map user namespaces
     SETUID,
-    SETPCAP,  # what is started gives up its capabilities for good
-    SYS_ADMIN,  # mounts: the jails of zygotes that follow others, disks, quotas of file systems in memory
+    SETPCAP,  # child processes drop their capabilities for good
+    SYS_ADMIN,  # mounts: jails of restarted zygotes, disks, tmpfs quotas
 )
-"""What a supervisor that is root needs while it runs."""
+"""What a supervisor needs while it runs as root."""
 
 PR_SET_NO_NEW_PRIVS = 38
 _PR_CAPBSET_READ = 23
@@ -57,16 +54,16 @@ def read_capabilities(pid: int | str = "self") -> dict[str, int]:
 
 
 def limit_capabilities(allowed: Iterable[int]) -> None:
-    """Give up all others, for this process and for whatever it starts; raises OSError.
+    """Drop all others, for this process and its children; raises OSError.
 
-    Those that this process lacks it does not get. Called before threads are started: each has sets of its own.
-    Without SETPCAP the kernel does not let the bounding set be changed; then it stays as it is.
+    Call it before threads start: each thread has its own sets. Without SETPCAP the bounding set cannot be changed and
+    stays as it is.
     """
-    wanted = _to_mask(allowed)
+    mask = _to_mask(allowed)
     if _has_capability(SETPCAP):
-        _limit_bounding_set(wanted)
+        _limit_bounding_set(mask)
     syscalls.prctl(syscalls.PR_CAP_AMBIENT, syscalls.PR_CAP_AMBIENT_CLEAR_ALL)
-    remaining = read_capabilities("thread-self")["CapPrm"] & wanted
+    remaining = read_capabilities("thread-self")["CapPrm"] & mask
     header = struct.pack("=II", _CAPABILITY_VERSION_3, 0)
     low, high = remaining & 0xFFFFFFFF, remaining >> 32
     # Two halves of effective, permitted and inheritable.
@@ -77,29 +74,24 @@ def limit_capabilities(allowed: Iterable[int]) -> None:
 
 
 def limit_supervisor_capabilities() -> None:
-    """As root: keep what a supervisor needs while it runs.
-
-    Raises IsolationUnavailable, also if a thread was started before and has more.
-    """
+    """As root: drop what a supervisor does not need. Raises IsolationUnavailable, also if another thread has more."""
     if os.geteuid() != 0:
         return
     bounded = _has_capability(SETPCAP)
-    kept = SUPERVISOR_CAPABILITIES
+    allowed = SUPERVISOR_CAPABILITIES
     if is_proc_restricted(Path("/proc/self/mounts").read_text(errors="replace")):
-        kept = (
-            *SUPERVISOR_CAPABILITIES,
-            SYS_PTRACE,
-        )  # else /proc would not show it the processes that it starts
+        # Otherwise /proc hides the processes that it starts.
+        allowed = (*SUPERVISOR_CAPABILITIES, SYS_PTRACE)
     try:
-        limit_capabilities(kept)
+        limit_capabilities(allowed)
     except OSError as error:
         raise _limit_error(str(error)) from error
-    beyond = ~_to_mask(kept)
+    excess = ~_to_mask(allowed)
     for thread in os.listdir("/proc/self/task"):
         sets = read_capabilities(f"self/task/{thread}")
         if not bounded:
             del sets["CapBnd"]
-        if any(held & beyond for held in sets.values()):
+        if any(held & excess for held in sets.values()):
             raise _limit_error(f"thread {thread} has more")
     if not bounded:
         logger.warning(
@@ -109,9 +101,10 @@ def limit_supervisor_capabilities() -> None:
 
 
 def is_proc_restricted(mounts: str) -> bool:
-    """Whether /proc hides the processes of other users from root without SYS_PTRACE, by the text of /proc/self/mounts.
+    """Whether /proc hides processes of other users from root without SYS_PTRACE.
 
-    `hidepid` exempts the group `gid`, which is root's unless the mount names another one; `ptraceable` exempts none.
+    mounts: the text of /proc/self/mounts. `hidepid` exempts the group `gid`, root's by default; `ptraceable` exempts
+    none.
     """
     for line in mounts.splitlines():
         fields = line.split()
@@ -125,9 +118,9 @@ def is_proc_restricted(mounts: str) -> bool:
     return False
 
 
-def _limit_error(why: str) -> IsolationUnavailable:
+def _limit_error(reason: str) -> IsolationUnavailable:
     return IsolationUnavailable(
-        f"Capabilities that the server does not need cannot be given up: {why}.",
+        f"Capabilities that the server does not need cannot be dropped: {reason}.",
         "Allow the system calls capset and prctl, or run it as an ordinary user.",
     )
 
@@ -141,14 +134,14 @@ def _has_capability(number: int) -> bool:
 
 
 def _limit_bounding_set(allowed: int) -> None:
-    """No program that is executed from now on gets more than `wanted`."""
+    """No program executed from now on gets more than `allowed`."""
     for number in range(_CAPABILITY_COUNT):
         if not allowed >> number & 1 and _libc.prctl(_PR_CAPBSET_READ, number, 0, 0, 0) == 1:
             syscalls.prctl(syscalls.PR_CAPBSET_DROP, number)
 
 
 def switch_user(uid: int) -> None:
-    """As root: be this user, and its group, for good, and without any capability; raises OSError."""
+    """As root: become this user and its group for good, without capabilities; raises OSError."""
     if _has_capability(SETPCAP):
         _limit_bounding_set(0)
     os.setgroups([])
@@ -158,6 +151,6 @@ def switch_user(uid: int) -> None:
 
 
 def drop_all_privileges() -> None:
-    """Give up every capability, and every way to get one by executing a program; raises OSError."""
+    """Drop all capabilities and set no_new_privs; raises OSError."""
     syscalls.drop_all_capabilities()
     syscalls.prctl(PR_SET_NO_NEW_PRIVS, 1)

@@ -1,8 +1,8 @@
-"""What dead supervisors left on this host, found and removed.
+"""Removes what dead supervisors left on this host.
 
-Nearly everything of a supervisor ends with it by the kernel's doing: processes, namespaces, mounts, loop devices,
-images without names, locks on blocks of users. What has a name is removed by the next one to start. It must be ours by
-name and owner, and provably nobody's: a lock that its maker would still hold, or (cgroups) a process that is dead.
+The kernel cleans up most of it: processes, namespaces, mounts, loop devices, unnamed images, locks on uid blocks.
+The next supervisor to start removes what has a name. It must be ours by name and owner, and provably unused: its lock
+is free, or (cgroups) the process in its name is dead.
 """
 
 import contextlib
@@ -27,10 +27,10 @@ _REMOVE_TIMEOUT = 60
 
 
 def remove_orphans(settings: Settings) -> list[str]:
-    """Remove them all and say what was there; what cannot be removed stays for the next time."""
+    """Remove all orphans and return their names; what cannot be removed stays for the next time."""
     found: list[str] = []
     if settings.mode != "pod":
-        # Processes first: whoever still writes somewhere would disturb the rest.
+        # Processes first: they might still write to the rest.
         found += [str(path) for path in cgroups.remove_stale_trees()]
         found += remove_orphaned_scratch(Path(tempfile.gettempdir()))
     if os.geteuid() == 0:
@@ -38,7 +38,7 @@ def remove_orphans(settings: Settings) -> list[str]:
         found += _remove_orphaned_images(directory)
         found += _detach_orphaned_loop_devices(directory)
     if found:
-        logger.info("A supervisor that had not ended in good order left %s; removed.", ", ".join(found))
+        logger.info("Removed what a supervisor that was killed had left: %s.", ", ".join(found))
     return found
 
 
@@ -46,13 +46,13 @@ def remove_orphans(settings: Settings) -> list[str]:
 
 
 class ScratchDirectory:
-    """A directory on the host that tells by a lock, for as long as this process lives, that it is in use."""
+    """A directory on the host, locked for as long as this process lives."""
 
     def __init__(self) -> None:
         while True:
             self.path = f"{tempfile.gettempdir()}/{SCRATCH_PREFIX}{secrets.token_hex(8)}"
             os.mkdir(self.path, 0o700)
-            # Between its making and its locking a sweeper may have taken it for a dead one's.
+            # Before it is locked, another supervisor may take it for an orphan.
             with contextlib.suppress(OSError):
                 self._lock = os.open(self.path, _OPEN_DIRECTORY)
                 if _try_lock(self._lock, self.path):
@@ -67,7 +67,7 @@ class ScratchDirectory:
 
 
 def _try_lock(directory: int, path: str) -> bool:
-    """Lock it, if nobody else has and it is still what the name means."""
+    """Lock it if it is not locked and its name still refers to it."""
     try:
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return os.path.samestat(os.fstat(directory), os.stat(path, follow_symlinks=False))
@@ -90,7 +90,7 @@ def remove_orphaned_scratch(parent: Path) -> Iterator[str]:
 
 
 def remove_tree(path: str) -> None:
-    """Remove what code has built, however deep: rm does not recurse by name, Python's rmtree does."""
+    """Remove a tree written by code, however deep; Python's rmtree fails on very deep ones."""
     for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(
@@ -107,7 +107,7 @@ def remove_tree(path: str) -> None:
 
 
 def _remove_orphaned_images(directory: Path) -> Iterator[str]:
-    """Names that were about to go: their makers remove them at once, so taking a living one's is no loss."""
+    """Names of images: their creators unlink them at once, so unlinking a live one's is no loss."""
     for entry in _list_by_prefix(directory, disks.IMAGE_PREFIX):
         with contextlib.suppress(OSError):
             if entry.lstat().st_uid == os.geteuid():
@@ -116,13 +116,13 @@ def _remove_orphaned_images(directory: Path) -> Iterator[str]:
 
 
 def _detach_orphaned_loop_devices(directory: Path, sysfs: Path = Path("/sys/block")) -> Iterator[str]:
-    """Those over our images that the kernel was not told to clear by itself; in use, they are told so now."""
-    for about in sysfs.glob("loop*/loop"):
+    """Loop devices of our images without the autoclear flag; one in use is cleared when it is closed."""
+    for entry in sysfs.glob("loop*/loop"):
         with contextlib.suppress(OSError):
-            image = (about / "backing_file").read_text()
-            if not image.startswith(f"{directory}/") or (about / "autoclear").read_text().strip() != "0":
+            image = (entry / "backing_file").read_text()
+            if not image.startswith(f"{directory}/") or (entry / "autoclear").read_text().strip() != "0":
                 continue
-            name = f"/dev/{about.parent.name}"
+            name = f"/dev/{entry.parent.name}"
             device = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 fcntl.ioctl(device, _LOOP_CLR_FD)

@@ -1,12 +1,12 @@
-"""Becomes an outer jail, of a zygote or of the package installer.
+"""The program that becomes the outer jail of a zygote or of the package installer.
 
-A program of its own, executed with an environment that the supervisor chose: nothing of the supervisor's memory,
-open files or variables is carried into the process from which sandboxes are forked. It reads its configuration from
-a pipe, where no other process can see it, and only once the supervisor has put it into its cgroup.
+It is executed with a fresh environment: nothing of the supervisor's memory, open files or variables reaches the
+process that sandboxes are forked from. It reads its configuration from a pipe, which no other process can see, and
+which the supervisor writes once the process is in its cgroup.
 
-As root it drops to an ordinary user before anything else. It makes the namespaces and forks: the child is process 1
-of the jail, builds its root and executes the program; this process waits, and both end with the supervisor. A step
-that fails ends it with one line on standard error that names the step.
+As root it first drops to an ordinary user. It creates the namespaces and forks: the child is process 1 of the jail,
+builds its root and executes the program; the parent waits. Both end with the supervisor. If a step fails, it exits
+with one line on standard error that names the step.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from fumehood.sandbox_server.inside import layout, syscalls
 from fumehood.sandbox_server.inside.jail import rootfs, sandbox_rootfs, seccomp_filter
 from fumehood.sandbox_server.inside.processes import fork_server
 
-FAILURE_PREFIX = "The jail could not be made: "  # how the line begins that tells of a step that failed
+FAILURE_PREFIX = "The jail could not be made: "
 _FAILURE_EXIT_CODE = 125
 _STAGING_DIRECTORIES = ("/mnt", "/media", "/srv", "/opt")
 _NAMESPACES = (
@@ -36,7 +36,7 @@ _NAMESPACES = (
 
 
 def main(configuration: int) -> NoReturn:
-    """configuration: the pipe; one that ends without any means that the supervisor has gone."""
+    """configuration: the pipe; if it is empty, the supervisor has ended."""
     try:
         with open(configuration, "rb") as pipe:
             body = pipe.read()
@@ -49,21 +49,21 @@ def main(configuration: int) -> NoReturn:
 
 def _run(config: dict[str, Any]) -> NoReturn:
     os.umask(0o022)
-    places: dict[str, str] = config["places"]
-    if config["drop_to"] is not None:
+    mounts: dict[str, str] = config["mounts"]
+    if config["uid"] is not None:
         try:
             with _describe_failure("mount what the jail is made of, as root"):
-                places = _stage_mounts(places)
+                mounts = _stage_mounts(mounts)
         except PermissionError:
-            # Mode unsafe-degraded as root without the right to mount, as in most containers. It shows the host's
-            # files anyway: what all users may read still works.
+            # Mode unsafe-degraded as root without the right to mount, as in most containers. It sees the host's
+            # files anyway: those that all users may read still work.
             if config["kind"] != "bare":
                 raise
         with _describe_failure("drop root"):
-            _drop_root(config["drop_to"])
+            _drop_root(config["uid"])
     if config["kind"] == "bare":
-        _exec_bare(config, places)
-    _create_jail(config, places)
+        _exec_bare(config, mounts)
+    _create_jail(config, mounts)
 
 
 @contextlib.contextmanager
@@ -80,12 +80,12 @@ def _exit_with_error(error: OSError) -> NoReturn:
     os._exit(_FAILURE_EXIT_CODE)
 
 
-def _stage_mounts(places: dict[str, str]) -> dict[str, str]:
-    """Give the trees names that an ordinary user can reach: parents such as /root are closed to it."""
+def _stage_mounts(mounts: dict[str, str]) -> dict[str, str]:
+    """Bind the trees to paths that an ordinary user can reach, unlike those below /root."""
     os.unshare(os.CLONE_NEWNS)
     syscalls.mount("none", "/", None, syscalls.MS_PRIVATE | syscalls.MS_REC)
-    # Before the stage covers any of them.
-    trees = {name: syscalls.clone_mount(path) for name, path in places.items()}
+    # Before the staging directory covers any of them.
+    trees = {name: syscalls.clone_mount(path) for name, path in mounts.items()}
     stage = next((path for path in _STAGING_DIRECTORIES if os.path.isdir(path)), None)
     if stage is None:
         raise OSError(f"none of {', '.join(_STAGING_DIRECTORIES)} exists to put things together in")
@@ -93,7 +93,7 @@ def _stage_mounts(places: dict[str, str]) -> dict[str, str]:
     staged: dict[str, str] = {}
     for name, tree in trees.items():
         staged[name] = f"{stage}/{name}"
-        # What was opened is asked: by now the stage may cover where it lies.
+        # By descriptor: the staging directory may cover the path.
         rootfs.make_mount_point(staged[name], is_directory=stat.S_ISDIR(os.fstat(tree).st_mode))
         syscalls.attach_mount(tree, staged[name])
         os.close(tree)
@@ -109,7 +109,7 @@ def _drop_root(uid: int) -> None:
 # ---- with namespaces ------------------------------------------------------------------------------------------
 
 
-def _create_jail(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
+def _create_jail(config: dict[str, Any], mounts: dict[str, str]) -> NoReturn:
     uid, gid = os.getuid(), os.getgid()
     network = os.CLONE_NEWNET if config["kind"] == "zygote" else 0
     with _describe_failure("make namespaces"):
@@ -118,7 +118,7 @@ def _create_jail(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
         if config["unshared"] is not None:
             os.write(config["unshared"], b"1")
             if not os.read(config["mapped"], 1):
-                os._exit(_FAILURE_EXIT_CODE)  # the supervisor could not, and knows it
+                os._exit(_FAILURE_EXIT_CODE)  # the supervisor failed to, and reports it
         else:
             _map_own_user(config["user"], uid, gid)
     syscalls.set_process_name("fumehood-jail")
@@ -129,7 +129,7 @@ def _create_jail(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
     pid = os.fork()
     if pid == 0:
         os.close(held)
-        _run_as_init(config, places, watched)
+        _run_as_init(config, mounts, watched)
     fork_server.close_other_fds([held])
     _drop_privileges()
     _, status = os.waitpid(pid, 0)
@@ -138,8 +138,8 @@ def _create_jail(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
 
 
 def _map_own_user(inside: int, uid: int, gid: int) -> None:
-    """The one user that an ordinary user may map without help: itself."""
-    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # else /proc/self belongs to root after a change of user
+    """Map the only uid that an ordinary user may map without help: its own."""
+    syscalls.prctl(syscalls.PR_SET_DUMPABLE, 1)  # otherwise /proc/self belongs to root after a change of uid
     for name, line in (
         ("setgroups", "deny"),
         ("gid_map", f"{inside} {gid} 1"),
@@ -158,31 +158,31 @@ def _drop_privileges() -> None:
     seccomp_filter.set_no_new_privs()
 
 
-def _run_as_init(config: dict[str, Any], places: dict[str, str], parent: int) -> NoReturn:
-    """Process 1 of the jail; `parent` is a pipe whose other end its parent holds."""
+def _run_as_init(config: dict[str, Any], mounts: dict[str, str], parent: int) -> NoReturn:
+    """Process 1 of the jail; the parent holds the other end of the pipe `parent`."""
     try:
         _die_with_parent()
         os.set_blocking(parent, False)
         with contextlib.suppress(BlockingIOError):
             os.read(parent, 1)
-            os._exit(_FAILURE_EXIT_CODE)  # it had ended before it was asked for a signal
+            os._exit(_FAILURE_EXIT_CODE)  # it ended before PDEATHSIG was set
         if config["kind"] == "zygote":
-            _exec_zygote(config, places)
-        _exec_program(config, places)
+            _exec_zygote(config, mounts)
+        _exec_program(config, mounts)
     except OSError as error:
         _exit_with_error(error)
-    except BaseException as error:  # the modules that a traceback needs are out of reach by now
+    except BaseException as error:  # a traceback needs modules that are out of reach by now
         os.write(2, f"{FAILURE_PREFIX}{type(error).__name__}: {error}\n".encode(errors="backslashreplace"))
     os._exit(_FAILURE_EXIT_CODE)
 
 
-def _exec_zygote(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
+def _exec_zygote(config: dict[str, Any], mounts: dict[str, str]) -> NoReturn:
     with _describe_failure("set the host name"):
         syscalls.set_hostname(layout.HOSTNAME)
     with _describe_failure("mount what the jail is made of"):
-        rootfs.mount_stage(places)
+        rootfs.mount_stage(mounts)
     with _describe_failure("lay out the files of sandboxes"):
-        sandbox_rootfs.build_root(sandbox_rootfs.HostTrees(**config["trees"]))
+        sandbox_rootfs.build_root(sandbox_rootfs.HostTrees(**config["host_trees"]))
     with _describe_failure("enter the new root"):
         rootfs.pivot_into_new_root()
     control: int = config["control"]
@@ -194,15 +194,15 @@ def _exec_zygote(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
         sandbox_rootfs.exec_spawner(control, config["environ"])
 
 
-def _exec_program(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
-    """Another program, without capabilities, in a root of the caller's description.
+def _exec_program(config: dict[str, Any], mounts: dict[str, str]) -> NoReturn:
+    """Execute another program without capabilities in the root that the configuration describes.
 
-    It gets this program's own environment, since what is secret must not stand where others can read it.
+    Secrets are passed in this process's environment, not in the configuration.
     """
     with _describe_failure("set the host name"):
         syscalls.set_hostname(config["hostname"])
     with _describe_failure("mount what the jail is made of"):
-        rootfs.mount_stage(places, writable=frozenset(config["writable"]))
+        rootfs.mount_stage(mounts, writable=frozenset(config["writable"]))
     with _describe_failure("lay out the files of the jail"):
         _create_layout(config)
     with _describe_failure("enter the new root"):
@@ -210,7 +210,7 @@ def _exec_program(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
         rootfs.remount_with_flags("/", syscalls.MS_RDONLY)
     with _describe_failure("give up descriptors and privileges"):
         with open("/proc/sys/user/max_user_namespaces", "w") as file:
-            file.write("0")  # of this one, and nobody is left who could raise it
+            file.write("0")  # nobody is left who could raise it again
         rootfs.remount_with_flags("/proc", syscalls.MS_RDONLY | syscalls.MS_NOEXEC)
         fork_server.close_other_fds([])
         _drop_privileges()
@@ -237,18 +237,19 @@ def _create_layout(config: dict[str, Any]) -> None:
 # ---- without namespaces ---------------------------------------------------------------------------------------
 
 
-def _exec_bare(config: dict[str, Any], places: dict[str, str]) -> NoReturn:
-    """The zygote straight away, from the host's own trees."""
-    packages = [places[name] for name in config["packages"]]
+def _exec_bare(config: dict[str, Any], mounts: dict[str, str]) -> NoReturn:
+    """Execute the zygote directly, from the host's own files."""
+    packages = [mounts[name] for name in config["packages"]]
     source = (
-        f"import sys; sys.path.insert(0, {places['guest']!r}); sys.path.extend({packages!r}); "
-        f"from fumehood.sandbox_server.inside.processes import zygote_without_namespaces as zygote; zygote.main({config['control']})"
+        f"import sys; sys.path.insert(0, {mounts['guest']!r}); sys.path.extend({packages!r}); "
+        "from fumehood.sandbox_server.inside.processes import zygote_without_namespaces; "
+        f"zygote_without_namespaces.main({config['control']})"
     )
     environ: dict[str, str] = {**config["environ"], "PYTHONPATH": ":".join(packages)}
     python: str = config["executable"]
-    if "python" in places:
-        python = f"{places['python']}/bin/{os.path.basename(python)}"
-        environ["LD_LIBRARY_PATH"] = f"{places['python']}/lib"
+    if "python" in mounts:
+        python = f"{mounts['python']}/bin/{os.path.basename(python)}"
+        environ["LD_LIBRARY_PATH"] = f"{mounts['python']}/lib"
     environ["PATH"] = f"{os.path.dirname(python)}:/usr/bin:/bin"
     fork_server.close_other_fds([config["control"]])
     os.set_inheritable(config["control"], True)

@@ -1,4 +1,4 @@
-"""Finds what sandboxes are made of: interpreter, packages."""
+"""Finds the interpreter and the packages that sandboxes get."""
 
 import importlib.metadata
 import os
@@ -19,12 +19,12 @@ _CERTIFICATES = (
 
 
 class PythonRuntimeUnavailable(Exception):
-    """A part that a sandbox is made of is missing; the text says which and what to do."""
+    """The interpreter or its packages cannot be used for sandboxes; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackageDirectory:
-    """A directory of installed packages; only the names in `keep`, at its top, are shown to sandboxes."""
+    """A directory of installed packages; sandboxes see only its top-level entries in `visible_names`."""
 
     path: Path
     visible_names: frozenset[str]
@@ -46,12 +46,12 @@ class PythonRuntime:
 
     @property
     def has_shared_library(self) -> bool:
-        """Whether the loader must be told of libpython: builds record an absolute place for it."""
+        """Whether the loader needs LD_LIBRARY_PATH for libpython, whose recorded path is absolute."""
         return self.prefix is not None and any((self.prefix / "lib").glob("libpython*.so*"))
 
 
 def discover_runtime() -> PythonRuntime:
-    """This very interpreter, with the packages of the extra `sandbox` out of its environment."""
+    """This interpreter with the packages of the extra `sandbox`; raises PythonRuntimeUnavailable."""
     executable = Path(os.path.realpath(sys.executable))
     prefix = Path(os.path.realpath(sys.base_prefix))
     if not executable.is_relative_to(prefix / "bin"):
@@ -70,7 +70,7 @@ def discover_runtime() -> PythonRuntime:
 
 
 def find_sandbox_distributions() -> dict[str, importlib.metadata.Distribution]:
-    """The distributions that `fumehood[sandbox]` pulls in, as far as they are installed."""
+    """The installed distributions among the dependencies of `fumehood[sandbox]`."""
     found: dict[str, importlib.metadata.Distribution] = {}
     pending: list[tuple[str, str]] = []
     try:
@@ -112,7 +112,7 @@ def _normalize_name(name: str) -> str:
 def _group_by_directory(
     distributions: dict[str, importlib.metadata.Distribution],
 ) -> tuple[PackageDirectory, ...]:
-    """Group by directory: with `pip install --user` or a system's packages there is more than one."""
+    """By directory: with `pip install --user` or system packages there is more than one."""
     names: dict[str, set[str]] = {}
     for distribution in distributions.values():
         directory = os.path.realpath(str(distribution.locate_file("")))
@@ -124,11 +124,11 @@ def _group_by_directory(
 
 
 def _read_top_level_names(distribution: importlib.metadata.Distribution) -> set[str]:
-    """The files and directories at the top of its directory that a distribution installed."""
+    """The top-level files and directories that a distribution installed."""
     names: set[str] = set()
     for line in (distribution.read_text("RECORD") or "").splitlines():
         first = line.split(",", 1)[0].split("/", 1)[0].strip('"')
-        # Import hooks of the environment (.pth) are not for the sandbox.
+        # Path files (.pth) are the environment's, not the sandbox's.
         if first not in ("..", "") and not first.endswith(".pth"):
             names.add(first)
     return names

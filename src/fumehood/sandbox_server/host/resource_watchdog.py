@@ -1,13 +1,13 @@
-"""Ends sandboxes that hoard what the kernel gives without counting it.
+"""Kills sandboxes that hold too much of what cgroups do not limit.
 
-File locks and TCP connections that nobody has accepted are charged to no cgroup and bounded by no rlimit: one program
-could take all memory of the host with them. Many locks on a file that others open as well (/dev/null, a library) slow
-down whoever closes it, on the whole host. And the files that a host may open are one number for all. So somebody has to
-look. Where the host as a whole has few of these, that is three short reads; only else is it found out whose they are.
+File locks and TCP connections in the accept queue count in no cgroup and no rlimit: one program could use all memory
+of the host with them. Many locks on a shared file (/dev/null, a library) slow down every process that closes it. The
+limit of open files is one for the whole host. The watchdog therefore polls: three short reads while the host as a
+whole has few of these, and a search for the sandbox otherwise.
 
-Memory is counted, but when that of all sandboxes together is used up the kernel ends the process with the most pages
-mapped: whoever keeps files or memfds has none, and a neighbour goes. So before that, the sandbox which holds most is
-ended.
+Memory is limited, but when all sandboxes together use it up, the kernel kills the process with the most mapped pages.
+A sandbox that holds files or memfds has none, so a neighbour would die. Before that happens, the watchdog kills the
+sandbox that holds most.
 """
 
 import asyncio
@@ -18,44 +18,44 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-CHECK_INTERVAL = 0.5  # seconds; docs/security.md says what can be taken in that time
+CHECK_INTERVAL = 0.5  # seconds; docs/security.md says what can be allocated in that time
 MAX_LOCKS = 1024
 MAX_SOCKETS = 8192
 _FILE_NR_PATH = "/proc/sys/fs/file-nr"
-_IGNORED_FILES_DIVISOR = 20  # that part of all that there may be is nobody's concern
+_IGNORED_FILES_DIVISOR = 20  # a sandbox with less than this part of the host's open files is orphaned alone
 _READ_BYTES = 4096
 _MEMORY_CHECK_INTERVAL = 0.05
-_KILL_TIMEOUT = 5.0  # then the next one goes
-_SPARE, _LEAST_SPARE = 10, 256 << 20  # that part of the memory of all, or so many bytes, is to be left
-_MAX_LOCKS_READ = 20_000  # at a time: the kernel walks to the end of the last piece for each further one
+_KILL_TIMEOUT = 5.0  # then the next one is killed
+_RESERVE_DIVISOR, _MIN_RESERVE = 10, 256 << 20  # part of the total memory, or bytes, to keep free
+_MAX_LOCKS_READ = 20_000  # for each read the kernel walks the list from its start
 
 logger = logging.getLogger(__name__)
 
 
 class WatchedSandbox(Protocol):
-    """A sandbox; all but `kill` is called from another thread, also when it has just ended."""
+    """A sandbox; all methods but `kill` are called from another thread, also when it has just ended."""
 
     def kill(self, reason: str) -> None: ...
 
     def processes(self) -> list[int]:
-        """Its processes, by the numbers they have here; none where nobody knows. OSError when it has ended."""
+        """Its pids in our namespace; empty if unknown. Raises OSError when it has ended."""
         ...
 
     def init_pid(self) -> int | None:
-        """Its first process; None for a sandbox without a network namespace of its own."""
+        """Pid of its init; None for a sandbox without its own network namespace."""
         ...
 
     def device_number(self) -> int | None:
-        """The file system on which its files lie, and no others."""
+        """Device of the file system that holds only its files."""
         ...
 
     def unreclaimable_memory(self) -> int:
-        """Bytes that the kernel could not take back; OSError when it has ended."""
+        """Bytes that the kernel cannot reclaim; raises OSError when it has ended."""
         ...
 
 
 class WatchedMemory(Protocol):
-    """That of all sandboxes; OSError when it is not counted any more."""
+    """The memory of all sandboxes; raises OSError once it is not counted any more."""
 
     def memory_current(self) -> int: ...
 
@@ -63,90 +63,89 @@ class WatchedMemory(Protocol):
 
 
 async def watch_kernel_objects(list_sandboxes: Callable[[], Sequence[WatchedSandbox]]) -> None:
-    """Look now and then, for ever."""
+    """Kill sandboxes with too many locks, sockets or open files; runs forever."""
     while True:
         await asyncio.sleep(CHECK_INTERVAL)
         if watched := list_sandboxes():
-            # In a thread: the kernel lets a reader of locks wait until no processor is about to change one.
-            for holder, hoard in await asyncio.to_thread(find_offenders, watched):
-                holder.kill(f"it held {hoard}")
+            # In a thread: a reader of /proc/locks waits for every CPU that changes a lock.
+            for sandbox, excess in await asyncio.to_thread(find_offenders, watched):
+                sandbox.kill(f"it held {excess}")
 
 
 async def watch_memory(
     list_sandboxes: Callable[[], Sequence[WatchedSandbox]], memory: WatchedMemory, limit: int
 ) -> None:
-    """Look often, for ever; one at a time is ended, and then what it held is waited for."""
-    enough = limit - max(limit // _SPARE, min(_LEAST_SPARE, limit // 4))
+    """Kill the sandbox that holds most when memory runs out, one at a time; runs forever."""
+    threshold = limit - max(limit // _RESERVE_DIVISOR, min(_MIN_RESERVE, limit // 4))
     now = asyncio.get_running_loop().time
-    ending, until = None, 0.0
+    killed, wait_until = None, 0.0
     while True:
         await asyncio.sleep(_MEMORY_CHECK_INTERVAL)
-        if now() < until and ending in list_sandboxes():
+        if now() < wait_until and killed in list_sandboxes():
             continue
         with contextlib.suppress(OSError):
-            if memory.memory_current() <= enough or memory.unreclaimable_memory() <= enough:
+            if memory.memory_current() <= threshold or memory.unreclaimable_memory() <= threshold:
                 continue
-            if ending := await asyncio.to_thread(_find_largest, list_sandboxes()):
-                ending.kill("all sandboxes together had nearly used up their memory, and it held most of it")
-                until = now() + _KILL_TIMEOUT
+            if killed := await asyncio.to_thread(_find_largest, list_sandboxes()):
+                killed.kill("all sandboxes together had nearly used up their memory, and it held most of it")
+                wait_until = now() + _KILL_TIMEOUT
 
 
-def _find_largest(holders: Sequence[WatchedSandbox]) -> WatchedSandbox | None:
-    """None where there is one alone: that harms nobody, and its own bound holds."""
-    held: list[tuple[int, WatchedSandbox]] = []
-    for holder in holders:
+def _find_largest(sandboxes: Sequence[WatchedSandbox]) -> WatchedSandbox | None:
+    """None if there is only one: it harms nobody, and its own limit applies."""
+    sizes: list[tuple[int, WatchedSandbox]] = []
+    for sandbox in sandboxes:
         with contextlib.suppress(OSError):  # it has ended
-            held.append((holder.unreclaimable_memory(), holder))
-    return max(held, key=lambda pair: pair[0])[1] if len(held) > 1 else None
+            sizes.append((sandbox.unreclaimable_memory(), sandbox))
+    return max(sizes, key=lambda pair: pair[0])[1] if len(sizes) > 1 else None
 
 
 def find_offenders(sandboxes: Sequence[WatchedSandbox]) -> list[tuple[WatchedSandbox, str]]:
-    """Those that hold too much, and of what."""
+    """Sandboxes that hold too much, and of what."""
     found: list[tuple[WatchedSandbox, str]] = []
-    for look, hoard in (
+    for find, excess in (
         (_exceeding_locks, f"more than {MAX_LOCKS} file locks"),
         (_exceeding_sockets, f"more than {MAX_SOCKETS} TCP sockets"),
         (_exceeding_open_files, "too many of the files that this host can open (fs.file-max)"),
     ):
         try:
-            found += [(holder, hoard) for holder in look(sandboxes)]
-        # No descriptors, or a /proc unlike others: the next look may do better.
+            found += [(sandbox, excess) for sandbox in find(sandboxes)]
+        # No descriptors, or an unusual /proc: the next check may succeed.
         except (OSError, ValueError, IndexError) as error:
-            logger.debug("Who holds %s could not be found out: %s", hoard, error)
+            logger.debug("Searching for sandboxes with %s failed: %s", excess, error)
     return found
 
 
 # ---- locks ------------------------------------------------------------------------------------------------------
 
 
-def _exceeding_locks(holders: Sequence[WatchedSandbox]) -> Iterator[WatchedSandbox]:
+def _exceeding_locks(sandboxes: Sequence[WatchedSandbox]) -> Iterator[WatchedSandbox]:
     locks = _read_locks()
     if len(locks) <= MAX_LOCKS:
         return
     by_process = Counter(pid for pid, _ in locks)
-    # So each lock is looked at once, however many sandboxes there are.
+    # Visits each lock once, however many sandboxes there are.
     by_device: dict[int | None, list[int]] = {}
     for pid, device in locks:
         by_device.setdefault(device, []).append(pid)
-    for holder in holders:
-        members = _read_pids(holder)
-        # A process may have ended and left a lock to another one: on the sandbox's own files it is known all the same.
-        left = sum(pid not in members for pid in by_device.get(holder.device_number(), ()))
-        if left + sum(by_process[pid] for pid in members) > MAX_LOCKS:
-            yield holder
+    for sandbox in sandboxes:
+        members = _read_pids(sandbox)
+        # A process may have ended and orphaned a lock to another; on the sandbox's own files it still counts.
+        orphaned = sum(pid not in members for pid in by_device.get(sandbox.device_number(), ()))
+        if orphaned + sum(by_process[pid] for pid in members) > MAX_LOCKS:
+            yield sandbox
 
 
 def _read_locks() -> list[tuple[int, int]]:
-    """Process and device of the locks that are held on this host, the latest of each processor first."""
+    """Pid and device of the locks held on this host, the latest of each CPU first."""
     lines: list[bytes] = []
     rest = b""
     with open("/proc/locks", "rb", buffering=0) as file:
-        while len(lines) < _MAX_LOCKS_READ and (piece := file.read(_READ_BYTES)):
-            *whole, rest = (rest + piece).split(b"\n")
+        while len(lines) < _MAX_LOCKS_READ and (chunk := file.read(_READ_BYTES)):
+            *whole, rest = (rest + chunk).split(b"\n")
             lines += whole
-    return [
-        _parse_lock(fields) for line in lines if (fields := line.split())[1] != b"->"
-    ]  # that one only waits
+    # "->" marks a process that waits for a lock.
+    return [_parse_lock(fields) for line in lines if (fields := line.split())[1] != b"->"]
 
 
 def _parse_lock(fields: list[bytes]) -> tuple[int, int]:
@@ -154,9 +153,9 @@ def _parse_lock(fields: list[bytes]) -> tuple[int, int]:
     return int(fields[4]), os.makedev(int(major, 16), int(minor, 16))
 
 
-def _read_pids(holder: WatchedSandbox) -> set[int]:
+def _read_pids(sandbox: WatchedSandbox) -> set[int]:
     try:
-        return set(holder.processes())
+        return set(sandbox.processes())
     except OSError:  # it has ended
         return set()
 
@@ -164,9 +163,9 @@ def _read_pids(holder: WatchedSandbox) -> set[int]:
 # ---- sockets ----------------------------------------------------------------------------------------------------
 
 
-def _exceeding_sockets(holders: Sequence[WatchedSandbox]) -> Iterator[WatchedSandbox]:
-    if _read_sockstat("/proc/net/sockstat", "TCP:", "alloc") > MAX_SOCKETS:  # those of all network namespaces
-        yield from (holder for holder in holders if _count_sockets(holder.init_pid()) > MAX_SOCKETS)
+def _exceeding_sockets(sandboxes: Sequence[WatchedSandbox]) -> Iterator[WatchedSandbox]:
+    if _read_sockstat("/proc/net/sockstat", "TCP:", "alloc") > MAX_SOCKETS:  # in all network namespaces
+        yield from (sandbox for sandbox in sandboxes if _count_sockets(sandbox.init_pid()) > MAX_SOCKETS)
 
 
 def _count_sockets(first: int | None) -> int:
@@ -190,20 +189,20 @@ def _read_sockstat(path: str, subject: str, name: str) -> int:
 # ---- open files -------------------------------------------------------------------------------------------------
 
 
-def _exceeding_open_files(holders: Sequence[WatchedSandbox]) -> Iterator[WatchedSandbox]:
-    """When half of them are in use, whoever has the most: one at a look, as that may do."""
+def _exceeding_open_files(sandboxes: Sequence[WatchedSandbox]) -> Iterator[WatchedSandbox]:
+    """When the host has half of its open files in use: the sandbox with the most, one per check."""
     with open(_FILE_NR_PATH) as file:
-        used, _, most = map(int, file.read().split())
-    if used > most // 2 and holders:
-        counted = [(sum(map(_count_descriptors, _read_pids(holder))), holder) for holder in holders]
-        count, holder = max(counted, key=lambda pair: pair[0])
-        if count > most // _IGNORED_FILES_DIVISOR:
-            yield holder
+        used, _, limit = map(int, file.read().split())
+    if used > limit // 2 and sandboxes:
+        counted = [(sum(map(_count_descriptors, _read_pids(sandbox))), sandbox) for sandbox in sandboxes]
+        count, sandbox = max(counted, key=lambda pair: pair[0])
+        if count > limit // _IGNORED_FILES_DIVISOR:
+            yield sandbox
 
 
 def _count_descriptors(pid: int) -> int:
-    """How many descriptors a process has room for: unlike how many it has, anybody may ask that."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:  # else it has ended
+    """Size of the descriptor table: unlike the number of open descriptors, any user may read it."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:  # OSError: it has ended
         for line in file:
             if line.startswith("FDSize:"):
                 return int(line.split()[1])

@@ -1,4 +1,4 @@
-"""Kernel users for sandboxes: a block of root's, or what /etc/subuid grants."""
+"""Uid ranges for sandboxes: a reserved block as root, or what /etc/subuid grants."""
 
 import fcntl
 import os
@@ -18,27 +18,27 @@ _MAX_BLOCKS = 64
 
 @dataclass(slots=True)
 class UidRange:
-    """Users for one zygote and its sandboxes; user 0 of the zygote's namespace is `own`, or else the first."""
+    """Uids of one zygote and its sandboxes; uid 0 of its namespace is `own_ids`, or else the first."""
 
     first_uid: int
     count: int
-    own_ids: tuple[int, int] | None = None  # user and group
+    own_ids: tuple[int, int] | None = None  # uid and gid
     lock: IO[bytes] | None = None
-    installer_uid: int | None = None  # of install jails: one for all supervisors, since they share a cache
-    proxy_uid: int | None = None  # of the egress proxy; None where it cannot be another user than ours
+    installer_uid: int | None = None  # of install jails: the same for all supervisors, which share a cache
+    proxy_uid: int | None = None  # of the egress proxy; None if it must run as our own
 
     @property
     def zygote_uid(self) -> int:
         return self.first_uid if self.own_ids is None else self.own_ids[0]
 
     def id_map_rows(self, kind: Literal["uid", "gid"]) -> list[tuple[int, int, int]]:
-        """(inside, outside, count) of the map of users or groups."""
+        """Rows (inside, outside, count) of the uid or gid map."""
         if self.own_ids is None:
             return [(0, self.first_uid, self.count)]
         return [(0, self.own_ids[kind == "gid"], 1), (1, self.first_uid, self.count - 1)]
 
     def write_id_maps(self, pid: int) -> None:
-        """Write the maps of a process that waits in a fresh user namespace; OSError or SubprocessError if refused."""
+        """Write the maps of a process in a new user namespace; raises OSError, SubprocessError."""
         for kind in ("uid", "gid"):
             numbers = [[str(number) for number in row] for row in self.id_map_rows(kind)]
             if self.own_ids is None:
@@ -57,22 +57,22 @@ class UidRange:
 def reserve_uid_range(
     base: int, directory: Path = Path("/run/fumehood"), proc: Path = Path("/proc")
 ) -> UidRange:
-    """As root: a block that no other supervisor on this host has, held by a lock for as long as we live.
+    """As root: a block that no other supervisor on this host uses, locked for as long as we live.
 
-    Sandboxes of two supervisors under one kernel user would share its quotas.
+    Sandboxes of two supervisors with the same uid would share its kernel quotas.
     """
-    base, room = _find_mapped_range(base, proc / "self/uid_map")
-    users = _lock_block(base, room, directory, own=None)
-    users.installer_uid = base + room - 1
+    base, available = _find_mapped_range(base, proc / "self/uid_map")
+    users = _lock_block(base, available, directory, own=None)
+    users.installer_uid = base + available - 1
     if users.installer_uid < users.first_uid + users.count:
-        users.count -= 1  # it is not a sandbox's
-    users.count -= 1  # and neither is this one
+        users.count -= 1  # not for sandboxes
+    users.count -= 1  # nor is this one
     users.proxy_uid = users.first_uid + users.count
     return users
 
 
 def _find_mapped_range(base: int, uid_map: Path) -> tuple[int, int]:
-    """Where blocks can lie: at `base`, or, in a user namespace that lacks it, in the upper half of what there is."""
+    """(first uid, count) for blocks: at `base`, or in the upper half of a user namespace that lacks it."""
     rows = [[int(field) for field in line.split()] for line in uid_map.read_text().splitlines()]
     wanted = _MAX_BLOCKS * _UIDS_PER_BLOCK
     if any(first <= base and base + wanted <= first + count for first, _, count in rows):
@@ -87,12 +87,12 @@ def _find_mapped_range(base: int, uid_map: Path) -> tuple[int, int]:
 
 
 def reserve_subordinate_uids(etc: Path = Path("/etc"), directory: Path | None = None) -> UidRange | None:
-    """As an ordinary user: a block of the granted range, or None: then all its sandboxes share one kernel user."""
+    """As an ordinary user: a block of the granted range; None means that all sandboxes share our uid."""
     if shutil.which("newuidmap") is None or shutil.which("newgidmap") is None:
         return None
     users = _read_granted_range(etc / "subuid")
     groups = _read_granted_range(etc / "subgid")
-    # One range serves both maps, so they must start alike.
+    # One range is used for both maps, so they must start alike.
     if users is None or groups is None or users[0] != groups[0]:
         return None
     own = (os.getuid(), os.getgid())
@@ -101,15 +101,15 @@ def reserve_subordinate_uids(etc: Path = Path("/etc"), directory: Path | None = 
     return _lock_block(users[0], min(users[1], groups[1]), directory, own=own)
 
 
-def _lock_block(first: int, room: int, directory: Path, *, own: tuple[int, int] | None) -> UidRange:
-    """The first free block of `room` users; the locks lie where nobody else can hold them."""
+def _lock_block(first: int, available: int, directory: Path, *, own: tuple[int, int] | None) -> UidRange:
+    """Lock the first free block of `available` uids; only this user can write to the lock directory."""
     directory.mkdir(mode=0o700, exist_ok=True)
-    about = directory.lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise IsolationUnavailable(
             f"{directory} is not a directory of this user alone.", "Remove it, or make it so (chmod 700)."
         )
-    blocks = max(1, room // _UIDS_PER_BLOCK)
+    blocks = max(1, available // _UIDS_PER_BLOCK)
     for number in range(blocks):
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         lock = os.fdopen(os.open(directory / f"users-{first}-{number}.lock", flags, 0o600), "r+b")
@@ -118,7 +118,9 @@ def _lock_block(first: int, room: int, directory: Path, *, own: tuple[int, int] 
         except BlockingIOError:
             lock.close()
             continue
-        return UidRange(first + number * _UIDS_PER_BLOCK, min(room, _UIDS_PER_BLOCK), own_ids=own, lock=lock)
+        return UidRange(
+            first + number * _UIDS_PER_BLOCK, min(available, _UIDS_PER_BLOCK), own_ids=own, lock=lock
+        )
     raise IsolationUnavailable(
         f"All {blocks} blocks of sandbox users are taken by other supervisors on this host.",
         "Stop one, or set another uid_base.",

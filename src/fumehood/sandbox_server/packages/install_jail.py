@@ -171,29 +171,29 @@ class InstallJail:
     def _jail_config(self, arguments: Sequence[str], inputs: Path, output: Path | None) -> dict[str, Any]:
         """Return the configuration for outer_jail.py: host paths by name, and where they are mounted."""
         roots = read_root_links()
-        places = {"uv": str(self.uv), "cache": str(self.cache), "in": str(inputs), **list_system_mounts()}
+        mounts = {"uv": str(self.uv), "cache": str(self.cache), "in": str(inputs), **list_system_mounts()}
         binds = {"uv": "/uv", "cache": "/cache", "in": "/in", "usr": "/usr"}
         binds |= {f"root-{name[1:]}": name for name, link in roots.items() if link is None}
         home, environ = "/usr/bin", dict[str, str]()
         if self.runtime.prefix is not None:
-            places["python"], binds["python"] = str(self.runtime.prefix), layout.PYTHON_PREFIX
+            mounts["python"], binds["python"] = str(self.runtime.prefix), layout.PYTHON_PREFIX
             home = f"{layout.PYTHON_PREFIX}/bin"
             if self.runtime.has_shared_library:
                 environ["LD_LIBRARY_PATH"] = f"{layout.PYTHON_PREFIX}/lib"
-        places["pyvenv"], binds["pyvenv"] = str(inputs / "pyvenv.cfg"), f"{layout.VIRTUALENV}/pyvenv.cfg"
+        mounts["pyvenv"], binds["pyvenv"] = str(inputs / "pyvenv.cfg"), f"{layout.VIRTUALENV}/pyvenv.cfg"
         if output is not None:
-            places["out"], binds["out"] = str(output), layout.ATTACHED_PACKAGES
+            mounts["out"], binds["out"] = str(output), layout.ATTACHED_PACKAGES
         if self.index.find_links is not None:
-            places["links"], binds["links"] = str(self.index.find_links), "/links"
-        self._add_network(places, binds, environ)
+            mounts["links"], binds["links"] = str(self.index.find_links), "/links"
+        self._add_network(mounts, binds, environ)
         return {
             "kind": "program",
             "parent": os.getpid(),
             "unshared": None,
-            "drop_to": self.uid,
+            "uid": self.uid,
             "user": layout.USER_ID,
             "hostname": "install",
-            "places": places,
+            "mounts": mounts,
             "writable": ["cache", "out"],
             "binds": binds,
             "directories": [f"{layout.VIRTUALENV}/lib/{self.runtime.library}/site-packages"],
@@ -206,14 +206,14 @@ class InstallJail:
             "arguments": ["/uv", *arguments],
         }
 
-    def _add_network(self, places: dict[str, str], binds: dict[str, str], environ: dict[str, str]) -> None:
+    def _add_network(self, mounts: dict[str, str], binds: dict[str, str], environ: dict[str, str]) -> None:
         """Add the files for name resolution, and certificates."""
         for name in _ETC:
             if os.path.isfile(f"/etc/{name}"):
-                places[f"etc-{name}"], binds[f"etc-{name}"] = os.path.realpath(f"/etc/{name}"), f"/etc/{name}"
+                mounts[f"etc-{name}"], binds[f"etc-{name}"] = os.path.realpath(f"/etc/{name}"), f"/etc/{name}"
         bundle = os.environ.get("SSL_CERT_FILE") or self.runtime.certificates
         if bundle and os.path.isfile(bundle):
-            places["certificates"], binds["certificates"] = os.path.realpath(bundle), _CERTIFICATES
+            mounts["certificates"], binds["certificates"] = os.path.realpath(bundle), _CERTIFICATES
             environ["SSL_CERT_FILE"] = _CERTIFICATES
 
 

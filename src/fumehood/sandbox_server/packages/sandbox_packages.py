@@ -1,28 +1,20 @@
 """The packages of one sandbox: installs and attaches more while it runs."""
 
 import asyncio
-import contextlib
-import json
-import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from fumehood.protocol.sandbox.sandbox_errors import InstallFailed, SandboxGone
-from fumehood.protocol.sandbox.sandbox_messages import ExecutionEndStatus
 from fumehood.sandbox_server.packages import requirements
 from fumehood.sandbox_server.packages.installer import Installer, PackageProvision
 from fumehood.sandbox_server.packages.layer_store import PackageLayer, PinnedPackage
 from fumehood.sandbox_server.packages.pip_server import PipServer
-from fumehood.sandbox_server.supervisor.sandbox_execution import SandboxExecution
-from fumehood.sandbox_server.supervisor.zygote_connection import ZygoteConnection
 
 _MAX_LAYERS = 32
-_ATTACH_SECONDS = 30
 NO_INSTALLER = "This server installs no packages; use what is there."
 NO_INSTALL_JAIL = (
     "Packages cannot be installed in mode {mode}: the installer needs namespaces. Put them into the image, or where "
     "the server's own packages are."
 )
-_INTERRUPTED_MESSAGE = "The call was interrupted while packages were installed; the code did not run."
 
 type AttachLayers = Callable[[list[str]], Awaitable[None]]
 type ProgressCallback = Callable[[str], None]
@@ -122,57 +114,5 @@ class SandboxPackages:
         self._layers.clear()
 
 
-async def attach_layers(
-    zygote: ZygoteConnection, number: int, mount_namespace: int, layers: list[str]
-) -> None:
-    """Let a helper mount these layers, the first on top, in a sandbox. Raises InstallFailed."""
-    sock, helper_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with sock:
-        with helper_end:
-            zygote.send_request({"op": "attach", "number": number}, [helper_end.fileno(), mount_namespace])
-        sock.setblocking(False)
-        sock.send(json.dumps({"layers": layers}).encode())
-        body = b""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_ATTACH_SECONDS):
-                body = await asyncio.get_running_loop().sock_recv(sock, 65536)
-    problem = json.loads(body).get("error") if body else "no answer"
-    if problem:
-        raise InstallFailed(f"The packages were installed, but could not be attached: {problem}.")
-
-
 def _summarise(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
-async def install_requirements(
-    execution: SandboxExecution, packages: SandboxPackages
-) -> tuple[ExecutionEndStatus, str] | None:
-    """Install the requirements of an execution before its code runs.
-
-    Returns None if the code may run, otherwise the status and the reason of the execution's end.
-    """
-    if not execution.requirements:
-        return None
-    loop = asyncio.get_running_loop()
-    started_at = loop.time()
-    install = asyncio.ensure_future(packages.install(execution.requirements, execution.append_note))
-    try:
-        await asyncio.wait(
-            {install, execution.interrupt_requested, execution.lost}, return_when=asyncio.FIRST_COMPLETED
-        )
-        if execution.lost.done():
-            return "lost", f"The sandbox was lost: {execution.lost.result()}."
-        if not install.done():
-            return "interrupted", _INTERRUPTED_MESSAGE
-        install.result()
-    except InstallFailed as error:
-        return "install_failed", error.message
-    except SandboxGone as error:
-        return "lost", error.message
-    finally:
-        install.cancel()
-        await asyncio.gather(install, return_exceptions=True)
-        execution.install_seconds = loop.time() - started_at
-    execution.start_clock()  # the timeout of the code starts here
-    return None

@@ -1,4 +1,4 @@
-"""The executions of one sandbox by their ids: started once, readable again, forgotten in the end."""
+"""The executions of one sandbox by id: each starts once and can be read again until it is evicted."""
 
 import secrets
 from collections.abc import AsyncGenerator, Callable
@@ -21,7 +21,7 @@ _BATCH_BYTES = 256 << 10
 
 
 class RegisteredExecution:
-    """One execution under its id; it goes on whether or not anybody reads it."""
+    """An execution, its id and the request that started it."""
 
     __slots__ = ("cost", "execution", "id", "request")
 
@@ -34,7 +34,7 @@ class RegisteredExecution:
     async def event_batches(
         self, after: int = -1, *, timeout: float | None = None
     ) -> AsyncGenerator[list[ExecutionEvent]]:
-        """The events after number `after` as they come, joined where several are there; [] after a silence."""
+        """The events after number `after` in batches, as they come; an empty batch after `timeout` idle seconds."""
         log = self.execution.event_log
         number = after + 1
         while True:
@@ -51,17 +51,17 @@ class RegisteredExecution:
 
 
 def _next_batch(log: list[ExecutionEvent], number: int) -> list[ExecutionEvent]:
-    """Some of what there is: a slow reader is not to be given everything at once."""
+    """A bounded batch: a slow reader does not get the whole log at once."""
     size = 0
-    for upto in range(number, len(log)):
-        size += estimate_memory(log[upto])
+    for last in range(number, len(log)):
+        size += estimate_memory(log[last])
         if size > _BATCH_BYTES:
-            return log[number : upto + 1]
+            return log[number : last + 1]
     return log[number:]
 
 
 class ExecutionRegistry:
-    """What one sandbox runs, is about to run, and ran of late."""
+    """Running, queued and recently ended executions of one sandbox."""
 
     def __init__(
         self,
@@ -72,14 +72,10 @@ class ExecutionRegistry:
         self._sandbox = sandbox
         self._settings = settings
         self._on_end = on_end
-        self._pending: dict[str, RegisteredExecution] = {}  # the first one has its turn
+        self._pending: dict[str, RegisteredExecution] = {}  # the first one runs
         self._ended: dict[str, RegisteredExecution] = {}
         self._evicted_ids: dict[str, None] = {}
         self.retained_bytes = 0
-
-    @property
-    def pending(self) -> list[RegisteredExecution]:
-        return [*self._pending.values()]
 
     @property
     def running_id(self) -> str | None:
@@ -94,9 +90,9 @@ class ExecutionRegistry:
         return not self._pending
 
     def start_or_get(self, request: ExecuteRequest) -> RegisteredExecution:
-        """Start a call, or find the one that was started under this id.
+        """Start an execution, or return the one that was started under this id.
 
-        Raises Conflict, TryLater, SandboxGone, and ExecutionNotFound for one that ran and has been forgotten.
+        Raises SandboxConflict, RetryLater, SandboxGone, and ExecutionNotFound for one that has been evicted.
         """
         if request.execution_id is not None and (known := self._look_up(request.execution_id)) is not None:
             if known.request != request:
@@ -110,10 +106,10 @@ class ExecutionRegistry:
                 f"{self.queued_count} executions wait in this sandbox already, as many as may; wait until one ends."
             )
         execution = self._start(request)
-        call = RegisteredExecution(request.execution_id or secrets.token_hex(12), request, execution)
-        execution.on_end = partial(self._retire, call)
-        self._pending[call.id] = call
-        return call
+        registered = RegisteredExecution(request.execution_id or secrets.token_hex(12), request, execution)
+        execution.on_end = partial(self._retire, registered)
+        self._pending[registered.id] = registered
+        return registered
 
     def _start(self, request: ExecuteRequest) -> SandboxExecution:
         return self._sandbox.start_execution(
@@ -124,43 +120,45 @@ class ExecutionRegistry:
         )
 
     def _look_up(self, execution_id: str) -> RegisteredExecution | None:
-        call = self._pending.get(execution_id) or self._ended.get(execution_id)
-        if call is None and execution_id in self._evicted_ids:
+        registered = self._pending.get(execution_id) or self._ended.get(execution_id)
+        if registered is None and execution_id in self._evicted_ids:
             raise ExecutionNotFound(
                 f"Execution {execution_id} has run; its output is not kept any more.", param="execution_id"
             )
-        return call
+        return registered
 
     def get(self, execution_id: str) -> RegisteredExecution:
-        """Raises ExecutionNotFound, or SandboxGone if nothing can be asked for any more."""
-        call = self._look_up(execution_id)
-        if call is None:
+        """Raises ExecutionNotFound, or SandboxGone if the sandbox has ended."""
+        registered = self._look_up(execution_id)
+        if registered is None:
             if self._sandbox.end_reason is not None:
                 raise SandboxGone(f"The sandbox is gone: {self._sandbox.end_reason}.")
             raise ExecutionNotFound(
                 f"There is no execution {execution_id} in this sandbox.", param="execution_id"
             )
-        return call
+        return registered
 
     def interrupt(self, execution_id: str | None) -> bool:
-        """Whether there was something to stop."""
-        call = self._pending.get(self.running_id or "" if execution_id is None else execution_id)
-        if call is None:
+        """Interrupt an execution, by default the running one; returns whether there was one."""
+        registered = self._pending.get(self.running_id or "" if execution_id is None else execution_id)
+        if registered is None:
             return False
-        self._sandbox.interrupt(call.execution)
+        self._sandbox.interrupt(registered.execution)
         return True
 
-    def _retire(self, call: RegisteredExecution, end: ExecutionEnd) -> None:
-        del self._pending[call.id]
-        call.cost = getsizeof(call.request.code) + sum(map(estimate_memory, call.execution.event_log))
-        self._ended[call.id] = call
-        self.retained_bytes += call.cost
+    def _retire(self, registered: RegisteredExecution, end: ExecutionEnd) -> None:
+        del self._pending[registered.id]
+        registered.cost = getsizeof(registered.request.code) + sum(
+            map(estimate_memory, registered.execution.event_log)
+        )
+        self._ended[registered.id] = registered
+        self.retained_bytes += registered.cost
         while len(self._ended) > 1 and (
             len(self._ended) > self._settings.retained_executions
             or self.retained_bytes > self._settings.retained_output_bytes
         ):
             self._evict(next(iter(self._ended)))
-        self._on_end(call, end)
+        self._on_end(registered, end)
 
     def _evict(self, execution_id: str) -> None:
         self.retained_bytes -= self._ended.pop(execution_id).cost
@@ -169,6 +167,6 @@ class ExecutionRegistry:
             del self._evicted_ids[next(iter(self._evicted_ids))]
 
     def evict_all(self) -> None:
-        """Let go of all output that is kept."""
-        for call_id in [*self._ended]:
-            self._evict(call_id)
+        """Drop all retained output."""
+        for execution_id in [*self._ended]:
+            self._evict(execution_id)

@@ -1,4 +1,4 @@
-"""Short-lived helpers that a zygote forks into one sandbox's user and cgroup."""
+"""Short-lived helper processes, forked by a zygote into a sandbox's uid and cgroup."""
 
 import asyncio
 import contextlib
@@ -20,9 +20,9 @@ _MAX_QUEUED_MESSAGES = 16
 
 
 class HelperProcess:
-    """One helper at work; it ends with its answer, or when it is told to.
+    """One running helper; it ends after its answer, or when stopped.
 
-    It reads what strangers wrote, so it is not believed more than code is: a flood or nonsense counts as its end.
+    It reads untrusted files, so it is trusted no more than code: a flood of messages or an invalid one ends it.
     """
 
     def __init__(self, sock: socket.socket, kill: Callable[[], None], *, accepts_fds: bool) -> None:
@@ -37,7 +37,7 @@ class HelperProcess:
 
     def _on_packet(self, body: bytes, fds: list[int]) -> None:
         self._inbox.put_nowait((body, fds))
-        if self._inbox.qsize() > _MAX_QUEUED_MESSAGES:  # it asks one thing at a time
+        if self._inbox.qsize() > _MAX_QUEUED_MESSAGES:  # it waits for each answer
             self._kill()
             self.close()
 
@@ -49,10 +49,10 @@ class HelperProcess:
         self._channel.send(json.dumps(message).encode(), fds)
 
     async def receive(self) -> tuple[dict[str, Any], list[int]]:
-        """A question, or the answer with its descriptors; EOFError when it ended without one."""
+        """A question, or the answer with its descriptors; raises EOFError if it ended without one."""
         body, fds = await self._inbox.get()
         if not body:
-            self._inbox.put_nowait((b"", []))  # for whoever asks again
+            self._inbox.put_nowait((b"", []))  # for the next call
             raise EOFError
         try:
             message: dict[str, Any] = msgspec.json.decode(body, type=dict[str, Any])
@@ -65,7 +65,7 @@ class HelperProcess:
         return message, fds
 
     async def stop(self) -> None:
-        """Let it give up by itself, for it cleans up then; if it cannot, kill it. Returns once it is dead."""
+        """Let it clean up and exit; kill it if it does not. Returns once it has ended."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
         for last_try in (False, True):
@@ -87,12 +87,11 @@ class HelperProcess:
         self._on_close()
 
     def kill(self) -> None:
-        """The sandbox is gone, or must not wait."""
         self._kill()
 
 
 class HelperSpawner:
-    """Starts helpers for one sandbox and knows those that run."""
+    """Starts the helpers of one sandbox."""
 
     def __init__(
         self, zygote: ZygoteConnection, uid: int, cgroup: Cgroup | None, next_number: Callable[[], int]
@@ -107,9 +106,9 @@ class HelperSpawner:
     async def spawn(
         self, data_fd: int, task: dict[str, Any], extra_fds: Sequence[int] = ()
     ) -> AsyncGenerator[HelperProcess]:
-        """A helper that has heard its task; OSError when there are no descriptors for one.
+        """A helper that has received its task; raises OSError if there are no descriptors for one.
 
-        One that is given a descriptor to read from gives none back.
+        A helper that gets extra descriptors may send none back.
         """
         helper = self._fork(data_fd, opens_files=not extra_fds)
         self._running.add(helper)
@@ -121,7 +120,7 @@ class HelperSpawner:
             if helper.has_answered:
                 helper.close()
             else:
-                # Also when whoever asked is cancelled again: it must not go on behind everybody's back.
+                # Shielded: also a caller that is cancelled twice must not leave it running.
                 await asyncio.shield(asyncio.ensure_future(helper.stop()))
 
     def _fork(self, data: int, *, opens_files: bool) -> HelperProcess:
@@ -134,10 +133,9 @@ class HelperSpawner:
         except BaseException:
             mine.close()
             raise
-        end = {"op": "signal", "number": number, "signal": int(signal.SIGKILL)}
-        return HelperProcess(mine, lambda: self._zygote.send_request(end), accepts_fds=opens_files)
+        kill = {"op": "signal", "number": number, "signal": int(signal.SIGKILL)}
+        return HelperProcess(mine, lambda: self._zygote.send_request(kill), accepts_fds=opens_files)
 
     def kill_all(self) -> None:
-        """All that run: the sandbox is gone."""
         for helper in self._running:
             helper.kill()

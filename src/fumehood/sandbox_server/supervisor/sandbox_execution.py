@@ -1,4 +1,4 @@
-"""One call of code in a sandbox: its log of events and who waits for it."""
+"""One execution: its event log and its readers."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ from fumehood.sandbox_server.inside.runner import output_limits
 
 
 class ProtocolViolation(Exception):
-    """The sandbox sent what the runner never sends: code inside has taken hold of the channel."""
+    """The sandbox sent what the runner never sends: code inside controls the channel."""
 
 
 class _RunnerError(msgspec.Struct, forbid_unknown_fields=True):
@@ -35,7 +35,7 @@ class _RunnerError(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _RunnerEnd(msgspec.Struct, forbid_unknown_fields=True):
-    """What the runner says of an end. Whether it was interrupted, the supervisor knows better."""
+    """The runner's end message. The supervisor does not rely on `interrupted`."""
 
     exit_code: Annotated[int, msgspec.Meta(ge=0, le=255)]
     interrupted: bool
@@ -46,19 +46,19 @@ _decode_error = msgspec.json.Decoder(_RunnerError).decode
 _decode_end = msgspec.json.Decoder(_RunnerEnd).decode
 
 _MAX_MIME_TYPES = 64
-_EVENT_OVERHEAD_BYTES = 100  # bytes of memory beyond an event's texts
-_MAX_CHARACTER_BYTES = 4  # bytes of memory that a character takes at most
+_EVENT_OVERHEAD_BYTES = 100  # beyond an event's text
+_MAX_CHARACTER_BYTES = 4
 
 
 def _decode_mime_bundle(body: bytes) -> dict[str, str]:
-    """MIME types and their data; how many there are is bounded before time is spent on decoding them."""
+    """MIME types and their data; bounds their number before decoding."""
     if body.count(b'"') - body.count(b'\\"') > 4 * _MAX_MIME_TYPES:
         raise ProtocolViolation("a display in more forms than the runner ever sends")
     return _decode_bundle(body)
 
 
 def estimate_memory(event: ExecutionEvent) -> int:
-    """About how much memory an event takes: one odd character makes all of its text take four times as much."""
+    """Approximate bytes of memory of an event; one non-Latin character makes its whole text up to four times larger."""
     match event:
         case Stdout(text) | Stderr(text) | ExecutionNote(text):
             return _EVENT_OVERHEAD_BYTES + getsizeof(text)
@@ -73,11 +73,10 @@ def estimate_memory(event: ExecutionEvent) -> int:
 
 
 class SandboxExecution:
-    """A call from the moment it is asked for until its `End`; events stay readable from any point.
+    """From the request to its `ExecutionEnd`; events stay readable from any point.
 
-    The `End` is always the supervisor's: what the sandbox claims about its own end only fills in the exit code.
-    `output_bytes` and `display_bytes` are what the runner was told: a peer that sends more than the runner would
-    is not the runner any more.
+    The supervisor alone decides on the end: the sandbox's own report only supplies the exit code. `output_bytes` and
+    `display_bytes` are the limits that the runner applies: a peer that sends more is not the runner.
     """
 
     def __init__(
@@ -89,23 +88,21 @@ class SandboxExecution:
         display_bytes: int,
         language: ExecutionLanguage = "python",
     ) -> None:
-        self.call_id = os.urandom(
-            framing.CALL_ID_BYTES
-        )  # cannot be guessed by code that runs before the call
+        self.call_id = os.urandom(framing.CALL_ID_BYTES)  # earlier code cannot guess it
         self.code = code
         self.language: ExecutionLanguage = language
         self.timeout = timeout
-        self.requirements: Sequence[str] = ()  # to be installed before the code runs
+        self.requirements: Sequence[str] = ()  # installed before the code runs
         self.event_log: list[ExecutionEvent] = []
         self.reported_end: asyncio.Future[_RunnerEnd] = asyncio.get_running_loop().create_future()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        # Done when the deadline has moved to now.
+        # Done when the code is to be interrupted now.
         self.interrupt_requested: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.interrupted_by_caller = False
         self.on_end: Callable[[ExecutionEnd], None] | None = None
         self.install_seconds: float | None = None
-        self.seconds_to_first_event: float | None = None  # seconds from its turn to its first event
-        self.log_bytes = 0  # bytes of memory that its log takes, about
+        self.seconds_to_first_event: float | None = None  # from the start of the code
+        self.log_bytes = 0  # approximate memory of the log
         self._bytes_left = output_limits.max_body_bytes(output_bytes, display_bytes)
         self._batched_events_left = output_limits.max_batched_events(output_bytes)
         self._messages_left = output_limits.max_message_burst(output_bytes)
@@ -118,7 +115,7 @@ class SandboxExecution:
 
     @property
     def noun(self) -> str:
-        """What runs, for sentences."""
+        """What runs, for messages."""
         return "command" if self.language == "shell" else "code"
 
     @property
@@ -130,7 +127,7 @@ class SandboxExecution:
         return bool(self.event_log) and isinstance(self.event_log[-1], ExecutionEnd)
 
     def accept(self, message: framing.RunnerMessage) -> None:
-        """Take one message of the sandbox; raises ProtocolBroken for anything the runner would not send."""
+        """Append one message of the sandbox; raises ProtocolViolation for what the runner would not send."""
         if message.call != self.call_id:
             raise ProtocolViolation("a message for a call that is not running")
         if self.reported_end.done():
@@ -167,14 +164,13 @@ class SandboxExecution:
                 raise ProtocolViolation(f"a {unexpected.name} message during a call")
 
     def _append_batch(self, body: bytes) -> None:
-        pieces = output_batches.unpack_output(body)
-        self._batched_events_left -= len(pieces)
+        outputs = output_batches.unpack_output(body)
+        self._batched_events_left -= len(outputs)
         if self._batched_events_left < 0:
             raise ProtocolViolation("more pieces of output than the runner ever sends")
-        self.log_bytes += _EVENT_OVERHEAD_BYTES * len(pieces) + _MAX_CHARACTER_BYTES * len(
-            body
-        )  # at most: to look at each takes time
-        for kind, text in pieces:
+        # An upper bound: measuring each text takes time.
+        self.log_bytes += _EVENT_OVERHEAD_BYTES * len(outputs) + _MAX_CHARACTER_BYTES * len(body)
+        for kind, text in outputs:
             self.append(Stdout(text) if kind is MessageKind.STDOUT else Stderr(text))
 
     def _append_counted(self, event: ExecutionEvent) -> None:
@@ -193,7 +189,7 @@ class SandboxExecution:
         self.append(ExecutionNote(text))
 
     async def events(self, after: int = -1) -> AsyncIterator[ExecutionEvent]:
-        """Everything from the event after number `after` up to the `End`, waiting for what is to come."""
+        """The events after number `after` up to the end, as they come."""
         number = after + 1
         while True:
             while number < len(self.event_log):
@@ -205,7 +201,7 @@ class SandboxExecution:
             await self.wait_for_events()
 
     async def wait_for_events(self, timeout: float | None = None) -> None:
-        """Wait for the next event, or for so many seconds; whoever waits looks at the log again either way."""
+        """Wait for the next event, or `timeout` seconds; the caller reads the log again either way."""
         self._log_changed.clear()
         if timeout is None:
             await self._log_changed.wait()
@@ -217,5 +213,5 @@ class SandboxExecution:
             alarm.cancel()
 
     def notify_readers(self) -> None:
-        """Have everybody who waits look again."""
+        """Wake everybody in `wait_for_events`."""
         self._log_changed.set()

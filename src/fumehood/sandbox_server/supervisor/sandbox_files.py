@@ -1,7 +1,7 @@
-"""Files in and out of one live sandbox, in bounded pieces.
+"""Reads and writes the files of one live sandbox.
 
-Reading goes by descriptors that were opened beneath the data directory, in the supervisor where it may, else
-through a helper. Writing, unpacking and deleting are always a helper's: in the sandbox's cgroup and as its user.
+The supervisor reads directly where it may, by descriptors opened beneath the data directory; otherwise a helper
+process reads. Helpers always do the writing, unpacking and deleting, in the sandbox's cgroup and as its user.
 """
 
 import asyncio
@@ -39,16 +39,21 @@ from fumehood.sandbox_server.supervisor.helper_processes import HelperProcess, H
 from fumehood.sandbox_server.supervisor.sandbox_upload import SandboxUpload, UploadSourceFailed
 
 MAX_SNAPSHOTS = 8
-
-
-_ENTRY_BYTES = 250  # what an entry takes besides its name, about
-
-
+_ENTRY_BYTES = 250  # approximate memory of an entry, besides its name
 _MAX_SNAPSHOT_BYTES = 16 << 20
+_CONCURRENT_TASKS = 2  # short tasks, and as many transfers: they use the sandbox's CPU share
+_TASK_TIMEOUT = 30.0
+_CHUNK_BYTES = 256 * 1024
+_MAX_REASON_CHARACTERS = 500
+_MAX_DISCARDED_ENTRIES = data_directory.MAX_ENTRIES * 4
+
+# Aliases, because `list` in annotations of the class below would be its method.
+type _WalkResult = tuple[list[data_directory.FileStat], bool]
+type _HelperAnswer = tuple[dict[str, Any], list[int]]
 
 
 class FileSnapshots:
-    """The last few states of one sandbox; an older one, or one too large to keep, is forgotten."""
+    """The last few file listings of a sandbox by token, bounded in number and size."""
 
     def __init__(self) -> None:
         self._snapshots: OrderedDict[str, dict[str, FileStat]] = OrderedDict()
@@ -61,59 +66,35 @@ class FileSnapshots:
         return self._snapshots.get(token)
 
     def add(self, found: list[FileStat]) -> str:
-        """The mark of this state; an unchanged one keeps the mark it has."""
+        """Store a listing and return its token; an unchanged listing keeps its token."""
         state = {item.path: item for item in found}
         if self._snapshots:
-            mark, latest = next(reversed(self._snapshots.items()))
+            token, latest = next(reversed(self._snapshots.items()))
             if latest == state:
-                return mark
-        mark = secrets.token_hex(12)
+                return token
+        token = secrets.token_hex(12)
         size = sum(_ENTRY_BYTES + len(item.path) for item in found)
         if size <= _MAX_SNAPSHOT_BYTES:
-            self._snapshots[mark], self._sizes[mark] = state, size
+            self._snapshots[token], self._sizes[token] = state, size
         while len(self._snapshots) > MAX_SNAPSHOTS or sum(self._sizes.values()) > _MAX_SNAPSHOT_BYTES:
             oldest, _ = self._snapshots.popitem(last=False)
             del self._sizes[oldest]
-        return mark
+        return token
 
     @staticmethod
     def diff(before: dict[str, FileStat], found: list[FileStat]) -> tuple[list[FileStat], list[str]]:
-        """What is new or not what it was, and the paths that are no more."""
-        there = {item.path for item in found}
-        return [item for item in found if before.get(item.path) != item], sorted(before.keys() - there)
-
-
-_CONCURRENT_TASKS = (
-    2  # short tasks, and transfers apart from them: they run in the sandbox's share of the processor
-)
-
-
-_TASK_TIMEOUT = 30.0
-
-
-_CHUNK_BYTES = 256 * 1024
-
-
-_MAX_REASON_CHARACTERS = 500
-
-
-# The class below has a method `list`, which its own annotations would mean.
-type _WalkResult = tuple[list[data_directory.FileStat], bool]
-
-
-type _HelperAnswer = tuple[dict[str, Any], list[int]]
-
-
-_MAX_DISCARDED_ENTRIES = data_directory.MAX_ENTRIES * 4
+        """New and changed files, and the paths of deleted ones."""
+        present = {item.path for item in found}
+        return [item for item in found if before.get(item.path) != item], sorted(before.keys() - present)
 
 
 @dataclass(frozen=True, slots=True)
 class FileAccess:
-    """How the files of one sandbox are reached.
+    """What `SandboxFiles` needs of its sandbox.
 
-    data: its data directory, or SandboxGone.
-    room: bytes that it may still take without the kernel ending a process for want of memory; None without a bound.
-    directly: whether the supervisor itself may read there.
+    require_data_fd: returns the data directory, or raises SandboxGone.
+    free_memory: returns how many bytes may be written before the kernel would kill a process; None without limit.
+    reads_directly: whether the supervisor itself may read the files.
     """
 
     helpers: HelperSpawner
@@ -124,31 +105,31 @@ class FileAccess:
 
 
 class OpenFile:
-    """A regular file as it was when opened: exactly `size` bytes come, or FileRefused when it has become shorter.
+    """A regular file: yields exactly `size` bytes, or raises FileRefused if it has become shorter.
 
-    What is appended meanwhile is left out; what is overwritten meanwhile shows.
+    Bytes appended after opening are left out; bytes overwritten meanwhile are read.
     """
 
     def __init__(self, fd: int, path: str) -> None:
         self._fd = fd
         self._path = path
         self._reading: asyncio.Future[bytes] | None = None
-        self.bytes_read = 0  # bytes so far
-        about = os.fstat(fd)
-        if not stat.S_ISREG(about.st_mode):  # a helper's word
+        self.bytes_read = 0
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):  # the descriptor may come from a helper, which is not trusted
             os.close(fd)
             raise OSError(errno.EINVAL, "not a regular file")
-        self.size = about.st_size
+        self.size = status.st_size
 
     async def chunks(self) -> AsyncGenerator[bytes]:
         at = 0
         while at < self.size:
-            piece = await self._read(min(_CHUNK_BYTES, self.size - at), at)
-            if not piece:
+            chunk = await self._read(min(_CHUNK_BYTES, self.size - at), at)
+            if not chunk:
                 raise FileRefused(f"{to_printable(self._path)}: it became shorter while it was read")
-            at += len(piece)
-            self.bytes_read += len(piece)
-            yield piece
+            at += len(chunk)
+            self.bytes_read += len(chunk)
+            yield chunk
 
     async def _read(self, size: int, at: int) -> bytes:
         if self._fd < 0:
@@ -158,14 +139,14 @@ class OpenFile:
         return await asyncio.shield(self._reading)
 
     async def read(self) -> bytes:
-        return b"".join([piece async for piece in self.chunks()])
+        return b"".join([chunk async for chunk in self.chunks()])
 
     def close(self) -> None:
         if self._fd < 0:
             return
         fd, self._fd = self._fd, -1
         if self._reading is not None and not self._reading.done():
-            # A thread still reads, though nobody waits for it: the number must not become another file's yet.
+            # A worker thread still reads: the descriptor must not be reused yet.
             self._reading.add_done_callback(lambda _: os.close(fd))
         else:
             os.close(fd)
@@ -178,7 +159,7 @@ class OpenFile:
 
 
 class SandboxFiles:
-    """Every method raises SandboxGone once the sandbox has ended, and ends in bounded time."""
+    """Every method raises SandboxGone once the sandbox has ended, and returns in bounded time."""
 
     def __init__(self, access: FileAccess) -> None:
         self._access = access
@@ -187,20 +168,20 @@ class SandboxFiles:
         self._tasks = asyncio.Semaphore(_CONCURRENT_TASKS)
         self._transfers = asyncio.Semaphore(_CONCURRENT_TASKS)
 
-    # ---- out --------------------------------------------------------------------------------------------------
+    # ---- reading ----------------------------------------------------------------------------------------------
 
     async def list(self, since: str | None = None) -> FileListing:
-        """Regular files below the data directory; with a mark that is still known, what changed since."""
+        """Regular files below the data directory; with a known snapshot token, what changed since."""
         found, cut = await self._walk()
         before = None if since is None or cut else self._snapshots.get(since)
-        # What was cut is unknown, so nothing can be told from it later.
-        mark = secrets.token_hex(12) if cut else self._snapshots.add(found)
+        # A truncated listing is no base for a later comparison.
+        token = secrets.token_hex(12) if cut else self._snapshots.add(found)
         deleted: list[str] = []
         if before is not None:
             found, deleted = FileSnapshots.diff(before, found)
         return FileListing(
             files=[_to_entry(item) for item in found],
-            mark=mark,
+            mark=token,
             deleted=deleted,
             complete=before is None,
             truncated=cut,
@@ -211,12 +192,12 @@ class SandboxFiles:
             answer, opened = await self._run_helper({"op": "list"})
             return await asyncio.to_thread(_read_listing, opened.pop()), bool(answer["truncated"])
         async with self._tasks:
-            # A descriptor of its own: should the sandbox end meanwhile, its number may become a neighbour's.
+            # A duplicate: if the sandbox ends meanwhile, the number may be reused for another sandbox.
             data = os.dup(self._access.require_data_fd())
-            return await _with_timeout(asyncio.to_thread(_walk_and_close, data))
+            return await _with_timeout(asyncio.to_thread(_call_and_close, data_directory.list_files, data))
 
     async def open(self, path: str) -> OpenFile:
-        """One regular file; raises FileNotFound, FileRefused, and TooLarge for more than `file_bytes`."""
+        """One regular file; raises FileNotFound, FileRefused, and SandboxLimitExceeded above `file_bytes`."""
         try:
             if self._access.reads_directly:
                 fd = data_directory.open_regular_file(self._access.require_data_fd(), path)
@@ -235,22 +216,22 @@ class SandboxFiles:
         return file
 
     async def read(self, path: str, *, limit: int) -> bytes:
-        """The whole content, for callers with little to read; TooLarge for more than `limit` bytes."""
+        """The whole content; raises SandboxLimitExceeded above `limit` bytes."""
         async with await self.open(path) as file:
             if file.size > limit:
                 raise _too_large_error(path, limit)
             return await file.read()
 
     async def read_bundle(self, paths: Sequence[str]) -> AsyncGenerator[bytes]:
-        """The content of many small files as one stream, see `sandbox_bundles`; none is opened before its turn."""
-        pieces = (
+        """Many files as one stream in the encoding of `bundle_encoding`; each is opened when its turn comes."""
+        chunks = (
             self._read_bundle_directly(paths)
             if self._access.reads_directly
             else self._read_bundle_by_helper(paths)
         )
-        async with contextlib.aclosing(pieces):
-            async for piece in pieces:
-                yield piece
+        async with contextlib.aclosing(chunks):
+            async for chunk in chunks:
+                yield chunk
 
     async def _read_bundle_directly(self, paths: Sequence[str]) -> AsyncGenerator[bytes]:
         loop = asyncio.get_running_loop()
@@ -261,11 +242,11 @@ class SandboxFiles:
         try:
             while True:
                 reading = loop.run_in_executor(None, next, answers, b"")
-                if not (piece := await asyncio.shield(reading)):
+                if not (chunk := await asyncio.shield(reading)):
                     return
-                yield piece
+                yield chunk
         finally:
-            # As in `OpenFile`: a thread may still read, though nobody waits for it.
+            # As in `OpenFile`: a worker thread may still read.
             reading.add_done_callback(lambda _: os.close(data))
 
     async def _read_bundle_by_helper(self, paths: Sequence[str]) -> AsyncGenerator[bytes]:
@@ -278,16 +259,16 @@ class SandboxFiles:
             try:
                 with mine, theirs:
                     task = {"op": "send"}
-                    at_work = self._access.helpers.spawn(
+                    spawned = self._access.helpers.spawn(
                         self._access.require_data_fd(), task, [theirs.fileno()]
                     )
-                    async with at_work as helper:
+                    async with spawned as helper:
                         theirs.close()
-                        with mine:  # what the helper would still send ends with this
+                        with mine:  # closing it stops the helper
                             await _with_timeout(loop.sock_sendall(mine, json.dumps(paths).encode()))
                             mine.shutdown(socket.SHUT_WR)
-                            while piece := await _with_timeout(loop.sock_recv(mine, _CHUNK_BYTES)):
-                                yield piece
+                            while chunk := await _with_timeout(loop.sock_recv(mine, _CHUNK_BYTES)):
+                                yield chunk
                         answer, _ = await _with_timeout(helper.receive())
             except EOFError:
                 self._access.require_data_fd()
@@ -296,7 +277,7 @@ class SandboxFiles:
                 raise to_file_error("the sandbox's files", error) from error
         _raise_for_error(answer, "the sandbox's files")
 
-    # ---- in ---------------------------------------------------------------------------------------------------
+    # ---- writing ----------------------------------------------------------------------------------------------
 
     async def write(
         self,
@@ -306,9 +287,9 @@ class SandboxFiles:
         executable: bool = False,
         limit: int | None = None,
     ) -> FileEntry:
-        """Put a file in place, whole or not at all, at the sandbox's expense.
+        """Write a file atomically; its memory counts as the sandbox's.
 
-        Raises FileRefused, and TooLarge for more than `limit` bytes (`file_bytes` if None is given).
+        Raises FileRefused, and SandboxLimitExceeded above `limit` bytes (`file_bytes` by default).
         """
         task = {"op": "write", "path": path, "executable": executable}
         answer = await self._transfer(task, path, content, limit)
@@ -322,9 +303,9 @@ class SandboxFiles:
         into: str = "",
         limit: int | None = None,
     ) -> UnpackSummary:
-        """Unpack an archive below `into`, whole or not at all; files of the same names are replaced.
+        """Unpack an archive below `into`, all or nothing; existing files are replaced.
 
-        Raises FileRefused, and TooLarge for more than `limit` bytes or for contents beyond the bounds.
+        Raises FileRefused, and SandboxLimitExceeded above `limit` bytes or the limits for its contents.
         """
         if into:
             _check_path(into, "into")
@@ -333,9 +314,9 @@ class SandboxFiles:
         return _convert_answer(answer, UnpackSummary)
 
     async def write_bundle(self, content: AsyncIterable[bytes]) -> WriteSummary:
-        """Put many files in place that come as one stream, see `sandbox_bundles`.
+        """Write many files from one stream in the encoding of `bundle_encoding`.
 
-        Raises FileRefused and TooLarge, with bounds as those of archives, and then nothing is in place.
+        Raises FileRefused and SandboxLimitExceeded (limits as for archives), and then nothing is written.
         """
         answer = await self._transfer({"op": "receive", **self._unpack_limits()}, "the files", content, None)
         return _convert_answer(answer, WriteSummary)
@@ -344,7 +325,7 @@ class SandboxFiles:
         return {"members": self._settings.unpacked_members, "bytes": self._settings.unpacked_bytes}
 
     async def delete(self, path: str) -> None:
-        """Remove one file; raises FileNotFound, FileRefused."""
+        """Delete one file; raises FileNotFound, FileRefused."""
         await self._run_helper({"op": "delete", "path": path})
 
     async def _transfer(
@@ -352,23 +333,23 @@ class SandboxFiles:
     ) -> dict[str, Any]:
         _check_task(task)
         self._access.require_data_fd()
-        most = self._settings.file_bytes if limit is None else min(limit, self._settings.file_bytes)
-        if isinstance(content, bytes) and len(content) > most:
-            raise _too_large_error(subject, most)
+        max_bytes = self._settings.file_bytes if limit is None else min(limit, self._settings.file_bytes)
+        if isinstance(content, bytes) and len(content) > max_bytes:
+            raise _too_large_error(subject, max_bytes)
         token = secrets.token_hex(8)
         helper: HelperProcess | None = None
         async with self._transfers:
             try:
                 upload = SandboxUpload(
-                    to_printable(subject), content, most, self._access.free_memory, self._settings
+                    to_printable(subject), content, max_bytes, self._access.free_memory, self._settings
                 )
                 with contextlib.closing(upload):
-                    at_work = self._access.helpers.spawn(
+                    spawned = self._access.helpers.spawn(
                         self._access.require_data_fd(),
                         {**task, "token": token},
                         [upload.helper_socket.fileno()],
                     )
-                    async with at_work as helper:
+                    async with spawned as helper:
                         answer = await upload.run(helper)
             except UploadSourceFailed as failed:
                 raise failed.error from None
@@ -383,11 +364,13 @@ class SandboxFiles:
         return _raise_for_error(answer, subject, may_be_missing=False)
 
     async def _discard(self, token: str) -> None:
-        """After a helper that was killed: what it left is known by its token."""
+        """Remove the staged files of a helper that was killed, which carry its token."""
         with contextlib.suppress(SandboxError, OSError):
             if self._access.reads_directly:
                 data = os.dup(self._access.require_data_fd())
-                await asyncio.to_thread(_discard_and_close, data, token)
+                await asyncio.to_thread(
+                    _call_and_close, atomic_writes.discard_staged, data, token, _MAX_DISCARDED_ENTRIES
+                )
             else:
                 await self._run_helper(
                     {"op": "discard", "token": token, "max_entries": _MAX_DISCARDED_ENTRIES}
@@ -396,7 +379,7 @@ class SandboxFiles:
     # ---- helpers ----------------------------------------------------------------------------------------------
 
     async def _run_helper(self, task: dict[str, Any]) -> _HelperAnswer:
-        """Have a helper do one short thing; FileRefused and FileNotFound say why not."""
+        """Run one short task in a helper; raises FileRefused, FileNotFound."""
         _check_task(task)
         subject: str = task.get("path", "the sandbox's files")
         async with self._tasks:
@@ -446,13 +429,13 @@ def _convert_answer[T](answer: dict[str, Any], kind: type[T]) -> T:
     try:
         return msgspec.convert(answer, kind)
     except msgspec.ValidationError:
-        raise FileRefused("the helper gave an answer that cannot be") from None
+        raise FileRefused("the helper sent an invalid answer") from None
 
 
 def to_file_error(
     path: str, error: OSError | data_directory.UnsafePath, *, may_be_missing: bool = True
 ) -> FileRefused | FileNotFound:
-    """What a caller is told of an error with a path; one to be written cannot be missing."""
+    """The error for callers; a path that is written to cannot be missing."""
     if isinstance(error, data_directory.UnsafePath):
         return FileRefused(f"{to_printable(path)}: {error}", param="path")
     reason = (error.strerror or str(error)).removeprefix("openat2: ")
@@ -479,18 +462,11 @@ def _to_entry(item: data_directory.FileStat) -> FileEntry:
     )
 
 
-def _walk_and_close(data: int) -> tuple[list[data_directory.FileStat], bool]:
+def _call_and_close[T](function: Callable[..., T], fd: int, *arguments: Any) -> T:
     try:
-        return data_directory.list_files(data)
+        return function(fd, *arguments)
     finally:
-        os.close(data)
-
-
-def _discard_and_close(data: int, token: str) -> None:
-    try:
-        atomic_writes.discard_staged(data, token, _MAX_DISCARDED_ENTRIES)
-    finally:
-        os.close(data)
+        os.close(fd)
 
 
 def _read_listing(fd: int) -> list[data_directory.FileStat]:
@@ -499,10 +475,10 @@ def _read_listing(fd: int) -> list[data_directory.FileStat]:
         return [data_directory.FileStat(*row) for row in json.load(listing)]
 
 
-def to_printable(name: str, longest: int = 200) -> str:
-    """Text from a sandbox, fit for messages and logs: bounded, no control or bidirectional characters."""
-    shown = "".join(char if char.isprintable() else _escape(char) for char in name[:longest])
-    return shown if len(name) <= longest else shown + "…"
+def to_printable(name: str, limit: int = 200) -> str:
+    """Text from a sandbox made fit for messages and logs: bounded, control and bidirectional characters escaped."""
+    text = "".join(char if char.isprintable() else _escape(char) for char in name[:limit])
+    return text if len(name) <= limit else text + "…"
 
 
 def _escape(char: str) -> str:

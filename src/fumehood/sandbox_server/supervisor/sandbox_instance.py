@@ -1,4 +1,4 @@
-"""One live sandbox: calls, deadlines, its end."""
+"""One running sandbox: its channel, claim, descriptors and exit."""
 
 import asyncio
 import contextlib
@@ -16,22 +16,20 @@ from typing import Any
 from fumehood.protocol.sandbox.sandbox_errors import SandboxGone, SandboxStartFailed
 from fumehood.protocol.sandbox.sandbox_messages import (
     MEMORY_TIERS,
-    ExecutionEnd,
-    ExecutionEndStatus,
     ExecutionEvent,
     ExecutionLanguage,
     MemoryTier,
 )
-from fumehood.sandbox_server.egress.proxy_control import NetworkAccess as NetworkAccess
-from fumehood.sandbox_server.egress.proxy_control import open_access
+from fumehood.sandbox_server.egress.proxy_control import NetworkAccess, open_access
 from fumehood.sandbox_server.host.host_resources import SandboxResources, file_quota_bytes
 from fumehood.sandbox_server.inside import framing
 from fumehood.sandbox_server.inside.framing import MessageKind
 from fumehood.sandbox_server.inside.runner import output_limits
-from fumehood.sandbox_server.packages import sandbox_packages as attached
-from fumehood.sandbox_server.packages import sandbox_packages as calls
+from fumehood.sandbox_server.packages.installer import Installer
+from fumehood.sandbox_server.packages.sandbox_packages import NO_INSTALLER, SandboxPackages
 from fumehood.sandbox_server.packet_channel import PacketChannel
 from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.supervisor.execution_runner import ExecutionRunner
 from fumehood.sandbox_server.supervisor.helper_processes import HelperSpawner
 from fumehood.sandbox_server.supervisor.sandbox_execution import ProtocolViolation, SandboxExecution
 from fumehood.sandbox_server.supervisor.sandbox_files import FileAccess, SandboxFiles
@@ -39,13 +37,12 @@ from fumehood.sandbox_server.supervisor.zygote_connection import ZygoteConnectio
 
 logger = logging.getLogger(__name__)
 
-_INTERRUPT_INTERVAL = 0.1
-_EXIT_WAIT = 5.0  # of a sandbox that was killed, for its last process
-_COMMAND_EXIT_WAIT = 3.0  # of an interrupted command, whose runner waits for the last process it started
+_DESTROY_WAIT = 5.0
+_CHANNEL_CLOSED_WAIT = 0.3  # the zygote usually reports the exit a moment after the channel closes
 _CLAIM_TIMEOUT = 10
 _MEMORY_HEADROOM = 16 << 20
-_LARGE_OUTPUT_BYTES = 1 << 20  # of one call that runs: less is not worth a look at all of them
-# Descriptors that come with JAILED: the data directory and the namespace, and then the listeners for egress and pip.
+_LARGE_OUTPUT_BYTES = 1 << 20  # of one execution; below this the total is not checked
+# Descriptors that come with JAILED: data directory and namespace, then the listeners for egress and pip.
 _DESCRIPTORS = 2
 _DESCRIPTORS_AND_LISTENERS = 4
 _NO_DESCRIPTORS = "the supervisor has too few descriptors (Too many open files)"
@@ -53,7 +50,7 @@ _MESSAGE_LIMIT = output_limits.MAX_DISPLAY_BYTES * 3 // 2
 
 
 class SandboxInstance:
-    """Made by `Supervisor.create`; calls are serialised; every call gets its `End`, whatever the code does."""
+    """Created by `Supervisor.create`; runs one execution at a time."""
 
     def __init__(
         self,
@@ -67,10 +64,10 @@ class SandboxInstance:
         next_number: Callable[[], int],
     ) -> None:
         self.id = secrets.token_hex(8)
-        self.number = number  # between supervisor and zygote
+        self.number = number  # its id between supervisor and zygote
         self.resources = resources
         self.memory: MemoryTier = "1g"
-        self.warm = False  # it was waiting when it was asked for
+        self.warm = False  # whether it came from the pool
         self._settings = settings
         self.zygote = zygote
         self._on_exit = on_exit
@@ -91,39 +88,33 @@ class SandboxInstance:
             channel_socket, on_packet=self._on_packet, on_close=self._on_channel_closed, accept_fds=True
         )
         loop = asyncio.get_running_loop()
-        # Its life: ready once it was configured for the first time; of another quota, unless `_resized` says why not;
-        # gone for a reason; ended with the code of its interpreter, which its first process outlives.
+        # `_resized` gets an error message or None; `_exited` the exit code of the interpreter, which init outlives.
         self._ready = False
         self._configured: asyncio.Future[None] = loop.create_future()
         self._resized: asyncio.Future[str | None] | None = None
         self._end_reason: str | None = None
         self._interpreter_exit_code: int | None = None
         self._exited: asyncio.Future[int] = loop.create_future()
-        # Descriptors of it that are held here; -1 is none.
+        # Descriptors held here; -1 is none.
         self._pidfd = -1
         self._data_fd = -1
         self._namespace_fd = -1
-        self._listener_fds: list[int] = []  # on the sandbox's loopback, for services of this side
+        self._listener_fds: list[int] = []  # on the sandbox's loopback, for the proxy and pip
         self.offer_packages(None)
         self._network_access: NetworkAccess | None = None
-        # Its calls, one after another.
-        self._execution_lock = asyncio.Lock()
-        self._running: SandboxExecution | None = None
-        self._memory_limit_sent = False  # whether the interpreter was told how much memory it may have
-        # Processes that the kernel has killed for want of memory: as of the last call, and when it had exited.
-        self._seen_oom_kills = 0
-        self._final_oom_kills: int | None = None
+        self._runner = ExecutionRunner(self, settings)
+        self._final_oom_kills: int | None = None  # set at exit, because the cgroup goes with the sandbox
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # ---- life -------------------------------------------------------------------------------------------------
+    # ---- start and end ----------------------------------------------------------------------------------------
 
     @property
     def end_reason(self) -> str | None:
-        """Why the sandbox is no more, or None while it lives."""
+        """Why the sandbox ended, or None while it is alive."""
         return self._end_reason
 
     def send_plan(self, plan: bytes, memory: MemoryTier) -> None:
-        """The first things it hears: its first process the plan, its interpreter the limits of its output."""
+        """Send the first messages: the plan for init, then the configuration for the interpreter."""
         disk = self.resources.disk
         self.memory = memory
         self._channel.send(plan, [] if disk is None else [disk.mount_fd])
@@ -139,7 +130,7 @@ class SandboxInstance:
             "environment": self.resources.environment_overrides() | (access.environment if access else {}),
             "ca_certificates": access.ca_certificates if access else "",
         }
-        self._send(MessageKind.CONFIGURE, framing.NO_CALL, body)
+        self.send_message(MessageKind.CONFIGURE, framing.NO_CALL, body)
 
     async def wait_ready(self, timeout: float) -> None:
         try:
@@ -149,12 +140,15 @@ class SandboxInstance:
             raise SandboxStartFailed(f"The sandbox did not start within {timeout:g} s.") from None
 
     async def claim(self, memory: MemoryTier, access: NetworkAccess | None = None) -> None:
-        """Turn a sandbox that waited into the caller's: what differs from what it began with, and its network."""
+        """Give a started sandbox to a caller: set its memory tier and its network access.
+
+        Raises SandboxStartFailed.
+        """
         loop = asyncio.get_running_loop()
         problem = None
         if (
             self.warm and self._channel.has_peer_closed
-        ):  # it died while it waited, and the word of it is under way
+        ):  # it died in the pool; the zygote's report is under way
             self.kill("it ended while it waited")
             raise SandboxStartFailed("The sandbox ended while it waited.")
         self._network_access = open_access(access, self._listener_fds, self.id)
@@ -162,7 +156,7 @@ class SandboxInstance:
             async with asyncio.timeout(_CLAIM_TIMEOUT):
                 if memory != self.memory:
                     problem = await self._resize(memory)
-                if self.warm or access is not None:  # one that waited has to show that it lives
+                if self.warm or access is not None:  # a pooled one has to prove that it is alive
                     self._configured = loop.create_future()
                     self._send_configuration(access)
                     await self._configured
@@ -180,7 +174,7 @@ class SandboxInstance:
             self.packages.serve_pip(self._listener_fds.pop())
 
     async def _resize(self, memory: MemoryTier) -> str | None:
-        """Another tier than it began with; what went wrong with its quota of files."""
+        """Change the memory tier; returns an error message if the file quota could not be set."""
         self.memory = memory
         if self.resources.cgroup is not None:
             try:
@@ -194,17 +188,15 @@ class SandboxInstance:
         self.zygote.send_request({"op": "resize", "number": self.number, **quota}, [self._data_fd])
         return await self._resized
 
-    def offer_packages(
-        self, installer: attached.Installer | None, *, unavailable: str = attached.NO_INSTALLER
-    ) -> None:
-        """Before it is handed over: from where it may have further packages, or why from nowhere."""
-        self.packages = attached.SandboxPackages(installer, self._attach_layers, unavailable=unavailable)
+    def offer_packages(self, installer: Installer | None, *, unavailable: str = NO_INSTALLER) -> None:
+        """Set the installer for packages, or the reason why there is none."""
+        self.packages = SandboxPackages(installer, self._attach_layers, unavailable=unavailable)
 
     async def _attach_layers(self, layers: list[str]) -> None:
         self._require_data_fd()
-        await attached.attach_layers(self.zygote, self._next_number(), self._namespace_fd, layers)
+        await self.zygote.attach_layers(self._next_number(), self._namespace_fd, layers)
 
-    # As a `hoards.Holder`:
+    # ---- as a `resource_watchdog.WatchedSandbox` --------------------------------------------------------------
 
     def processes(self) -> list[int]:
         return [] if self.resources.cgroup is None else self.resources.cgroup.processes()
@@ -214,49 +206,51 @@ class SandboxInstance:
 
     def device_number(self) -> int | None:
         if self._settings.mode == "namespaces" and self._data_fd >= 0:
-            with contextlib.suppress(OSError):  # it ends just now
+            with contextlib.suppress(OSError):  # it is ending
                 return os.fstat(self._data_fd).st_dev
         return None
 
     @property
     def buffered_output_bytes(self) -> int:
-        """Bytes of the server's own memory that the output of the running call takes, about."""
-        return 0 if self._running is None or self._end_reason is not None else self._running.log_bytes
+        """Approximate bytes of the supervisor's memory that the output of the running execution takes."""
+        return (
+            0
+            if self._runner.running is None or self._end_reason is not None
+            else self._runner.running.log_bytes
+        )
 
     def unreclaimable_memory(self) -> int:
         return 0 if self.resources.cgroup is None else self.resources.cgroup.unreclaimable_memory()
 
     def kill(self, reason: str) -> None:
-        """End it now, with every process in it; a running call ends as lost."""
+        """End all its processes now; a running execution ends as lost."""
         if self._end_reason is None:
             self._end_reason = reason
         self._close_descriptors()
         self._kill_processes()
         self._helpers.kill_all()
-        if self._running is not None and not self._running.lost.done():
-            self._running.lost.set_result(reason)
+        self._runner.abort(reason)
         for waiting in (self._configured, self._resized):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(SandboxStartFailed(f"The sandbox ended: {reason}"))
-                waiting.exception()  # it may be that nobody waits
+                waiting.exception()  # retrieved, even if nobody waits
 
     def _kill_processes(self) -> None:
         if self._settings.mode == "namespaces":
-            self._send_signal(signal.SIGKILL)  # of PID 1: the kernel takes the rest of the namespace along
+            self._send_signal(signal.SIGKILL)  # PID 1: the kernel kills the rest of the namespace
             return
-        self._send_signal(signal.SIGTERM)  # init ends its descendants and then itself
+        self._send_signal(signal.SIGTERM)  # init ends its descendants, then itself
         if self.resources.cgroup is not None:
             self.resources.cgroup.kill(seconds=0)
 
     async def destroy(self) -> None:
-        """End it and wait until nothing of it runs any more."""
+        """End it and wait until no process of it runs."""
         self.kill(self._end_reason or "it was deleted")
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._exited), 5)
+        await self.wait_exited(_DESTROY_WAIT)
         self.close_connections()
 
     def close_connections(self) -> None:
-        """Close what is open towards the sandbox; the process has ended or is beyond reach."""
+        """Close all connections; the process has ended or is out of reach."""
         self._channel.close()
         self._close_descriptors()
         if self._pidfd >= 0:
@@ -264,7 +258,7 @@ class SandboxInstance:
             self._pidfd = -1
 
     def _close_descriptors(self) -> None:
-        """Whoever holds the last of these takes the namespaces apart, which takes time: its dying processes do it."""
+        """Close early: the last holder tears the namespaces down, which takes time. Its dying processes shall do it."""
         self.packages.close()
         if self._network_access is not None:
             self._network_access.close()
@@ -274,27 +268,27 @@ class SandboxInstance:
         self._data_fd = self._namespace_fd = -1
         self._listener_fds.clear()
 
-    # ---- what zygote and sandbox report -----------------------------------------------------------------------
+    # ---- events of zygote and sandbox -------------------------------------------------------------------------
 
     def handle_zygote_event(self, event: dict[str, Any], fds: list[int]) -> None:
         match event["event"]:
             case "spawned":
                 if fds:
                     self._pidfd = fds.pop()
-                else:  # the kernel had to drop it
+                else:  # the kernel dropped it
                     self.kill(_NO_DESCRIPTORS)
                 if self._end_reason is not None:
                     self._kill_processes()
             case "refused":
                 self.kill(event["error"])
                 self.handle_exit(-1)
-            case "fork_failed":  # its first process is there, and ends now
+            case "fork_failed":  # init runs, and ends now
                 self.kill(event["error"])
             case "resized":
                 if self._resized is not None and not self._resized.done():
                     self._resized.set_result(event["error"])
             case "ended":
-                self._channel.drain()  # its last words may not have been read yet
+                self._channel.drain()  # its last messages may not have been read yet
                 self._interpreter_exit_code = event["code"]
                 self.kill(self._end_reason or self._describe_exit(event["code"]))
             case "exited":
@@ -305,11 +299,11 @@ class SandboxInstance:
                 raise AssertionError(f"unknown event {unknown!r} from the zygote")
 
     def handle_exit(self, code: int) -> None:
-        """The zygote has seen the sandbox end, or has ended itself (code -1)."""
+        """The zygote reported the exit of the sandbox, or ended itself (code -1)."""
         if self._exited.done():
             return
-        self._channel.drain()  # its last words may not have been read yet
-        self._final_oom_kills = self._count_oom_kills()  # the cgroup goes with the sandbox
+        self._channel.drain()  # its last messages may not have been read yet
+        self._final_oom_kills = self.count_oom_kills()  # the cgroup goes with the sandbox
         self._exited.set_result(code)
         self.kill(self._end_reason or self._describe_exit(code))
         self._on_exit(self)
@@ -317,7 +311,7 @@ class SandboxInstance:
     def _describe_exit(self, code: int) -> str:
         if code == -1:
             return "the process that makes sandboxes ended"
-        if self._count_oom_kills() > self._seen_oom_kills:
+        if self.count_oom_kills() > self._runner.seen_oom_kills:
             return f"it ran out of memory ({self.memory})"
         if self._interpreter_exit_code is None and code == -signal.SIGKILL:
             return "its first process was killed"
@@ -325,16 +319,16 @@ class SandboxInstance:
             return f"the interpreter was ended by {signal.Signals(-code).name}"
         if code > 128:
             with contextlib.suppress(ValueError):
-                # Without namespaces the first process can only hand on a number, which a program may choose too.
+                # Without namespaces init can only pass on a number, which a program may also choose.
                 return f"the interpreter ended with code {code}, as after {signal.Signals(code - 128).name}"
         return f"the interpreter exited with code {code}"
 
     def _on_packet(self, packet: bytes, fds: list[int]) -> None:
         try:
             if self._end_reason is not None:
-                return  # what is still in the socket changes nothing any more
-            if self._running is None and self._configured.done():
-                raise ProtocolViolation("it spoke while nothing ran")
+                return
+            if self._runner.running is None and self._configured.done():
+                raise ProtocolViolation("a message while nothing ran")
             message = self._assembler.feed(packet)
             if message is not None:
                 self._handle_message(message, fds)
@@ -345,20 +339,20 @@ class SandboxInstance:
                 os.close(fd)
 
     def _handle_message(self, message: framing.RunnerMessage, fds: list[int]) -> None:
-        if self._running is not None:
-            self._running.accept(message)
+        if self._runner.running is not None:
+            self._runner.running.accept(message)
             if message.kind is MessageKind.END:
-                self._running = None
-            elif self._running.log_bytes > _LARGE_OUTPUT_BYTES:
+                self._runner.running = None
+            elif self._runner.running.log_bytes > _LARGE_OUTPUT_BYTES:
                 self._on_output_growth()
             return
-        handles = _DESCRIPTORS_AND_LISTENERS if self._settings.mode == "namespaces" else _DESCRIPTORS
+        expected = _DESCRIPTORS_AND_LISTENERS if self._settings.mode == "namespaces" else _DESCRIPTORS
         match message.kind:
-            case MessageKind.JAILED if self._data_fd < 0 and len(fds) == handles:
+            case MessageKind.JAILED if self._data_fd < 0 and len(fds) == expected:
                 self._data_fd, self._namespace_fd, *self._listener_fds = fds
                 fds.clear()
-                self._channel.accept_fds = False  # from here on code of others may hold the other end
-            case MessageKind.JAILED if self._data_fd < 0 and len(fds) < handles:
+                self._channel.accept_fds = False  # from here on untrusted code may hold the other end
+            case MessageKind.JAILED if self._data_fd < 0 and len(fds) < expected:
                 self.kill(_NO_DESCRIPTORS)
             case MessageKind.FAILED if not self._ready:
                 self.kill(message.body.decode(errors="replace"))
@@ -372,13 +366,12 @@ class SandboxInstance:
         self._run_in_background(self._explain_closed_channel())
 
     async def _explain_closed_channel(self) -> None:
-        """The usual cause is that the process ended: the zygote's word on how comes a moment later."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._exited), 0.3)
+        """Usually the process has ended, and the zygote reports how a moment later."""
+        await self.wait_exited(_CHANNEL_CLOSED_WAIT)
         if self._end_reason is None:
             self.kill("it closed its channel to the supervisor")
 
-    # ---- calls ------------------------------------------------------------------------------------------------
+    # ---- executions -------------------------------------------------------------------------------------------
 
     def start_execution(
         self,
@@ -388,27 +381,29 @@ class SandboxInstance:
         requirements: Sequence[str] = (),
         language: ExecutionLanguage = "python",
     ) -> SandboxExecution:
-        """Queue code, and packages to install first, behind what runs; it goes on whether or not anybody reads it."""
+        """Queue code, and packages to install first; it runs whether or not anybody reads it.
+
+        Raises SandboxGone, and ValueError for a timeout that is not positive and finite.
+        """
         if self._end_reason is not None:
             raise SandboxGone(f"The sandbox is gone: {self._end_reason}.")
         if not 0 < timeout < math.inf:
             raise ValueError(f"a time-out is a positive number of seconds, not {timeout}")
-        chosen = self._settings
         execution = SandboxExecution(
             code,
             timeout,
-            output_bytes=chosen.output_bytes,
-            display_bytes=chosen.display_bytes,
+            output_bytes=self._settings.output_bytes,
+            display_bytes=self._settings.display_bytes,
             language=language,
         )
         execution.requirements = requirements
-        self._run_in_background(self._run_and_report_end(execution))
+        self._runner.submit(execution)
         return execution
 
     async def execute(
         self, code: str, *, timeout: float = 60.0, language: ExecutionLanguage = "python"
     ) -> AsyncGenerator[ExecutionEvent]:
-        """Run code and yield its events; abandoning the iterator interrupts the code."""
+        """Run code and yield its events; closing the iterator interrupts the code."""
         execution = self.start_execution(code, timeout=timeout, language=language)
         try:
             async for event in execution.events():
@@ -418,149 +413,31 @@ class SandboxInstance:
                 self.interrupt(execution)
 
     def interrupt(self, execution: SandboxExecution | None = None) -> None:
-        """Stop a call as a keyboard interrupt would, or the running one; one that still waits never starts."""
-        if execution is None:
-            execution = self._running
-        if execution is not None and not execution.has_ended:
-            execution.interrupted_by_caller = True
-            if not execution.interrupt_requested.done():
-                execution.interrupt_requested.set_result(None)
+        """Stop an execution, by default the running one, as Ctrl-C would; a queued one never starts."""
+        self._runner.interrupt(execution)
 
-    async def _run_and_report_end(self, execution: SandboxExecution) -> None:
-        """Whatever goes wrong here, whoever waits for the call gets its end."""
-        try:
-            await self._run(execution)
-        except Exception as error:
-            logger.exception("A call in sandbox %s could not be followed.", self.id)
-            self.kill(f"the supervisor failed: {error}")
-        finally:
-            if not execution.has_ended:
-                self._running = None
-                reason = f"The sandbox was lost: {self._end_reason}."
-                execution.append(self._build_end(execution, "lost", -1, reason=reason))
+    # ---- for the execution runner -----------------------------------------------------------------------------
 
-    async def _run(self, execution: SandboxExecution) -> None:
-        async with self._execution_lock:
-            execution.start_clock()
-            if self._end_reason is not None:
-                reason = f"The sandbox was lost before the {execution.noun} started: {self._end_reason}."
-                execution.append(self._build_end(execution, "lost", -1, reason=reason))
-                return
-            if execution.interrupted_by_caller:
-                reason = f"The {execution.noun} was interrupted before it started."
-                execution.append(self._build_end(execution, "interrupted", -1, reason=reason))
-                return
-            self._running = execution
-            if failed := await calls.install_requirements(execution, self.packages):
-                self._running = None
-                execution.append(self._build_end(execution, failed[0], -1, reason=failed[1]))
-                return
-            kind = MessageKind.COMMAND if execution.language == "shell" else MessageKind.EXECUTE
-            self._send(kind, execution.call_id, self._build_request(execution))
-            # Counted while the code begins: no process is out of memory as soon as that.
-            kills_before = self._count_oom_kills()
-            end = await self._wait_for_end(execution, kills_before)
-            self._seen_oom_kills = self._count_oom_kills()
-            if end.state_kept and self._seen_oom_kills > kills_before:
-                execution.append_note(
-                    f"A process that the {execution.noun} had started was killed: the sandbox was out of memory "
-                    f"({self.memory})."
-                )
-            self._running = None
-            execution.append(end)
+    def send_message(self, kind: MessageKind, call_id: bytes, body: dict[str, Any]) -> None:
+        message = framing.RunnerMessage(kind, call_id, json.dumps(body).encode())
+        for packet in framing.encode_packets(message):
+            self._channel.send(packet)
 
-    def _build_request(self, execution: SandboxExecution) -> dict[str, Any]:
-        """With the first call comes the bound of the interpreter's own memory: it can be set only once."""
-        request: dict[str, Any] = {"code": execution.code}
-        if not self._memory_limit_sent:
-            self._memory_limit_sent = True
-            request["data_limit"] = MEMORY_TIERS[self.memory] * 9 // 10
-        return request
+    def send_interrupt(self) -> None:
+        self.zygote.send_interrupt(self.number)
 
-    async def _wait_for_end(self, execution: SandboxExecution, kills_before: int) -> ExecutionEnd:
-        """Wait for the first of: the runner's word, the sandbox's death, the deadline."""
-        overtime = await self._is_running_after(execution, execution.timeout, execution.interrupt_requested)
-        interrupted = overtime
-        if overtime:
-            await self._interrupt_until_stopped(execution)
-        if execution.reported_end.done() and not execution.lost.done():
-            claim = execution.reported_end.result()
-            if interrupted:
-                return self._build_interrupted_end(execution)
-            status: ExecutionEndStatus = "ok" if claim.exit_code == 0 else "error"
-            return self._build_end(execution, status, claim.exit_code)
-        return await self._build_lost_end(execution, kills_before, interrupted=interrupted)
-
-    async def _is_running_after(
-        self, execution: SandboxExecution, seconds: float, *wakers: asyncio.Future[None]
-    ) -> bool:
-        """True when neither end nor loss came within the time (or before a waker)."""
-        waiting: set[asyncio.Future[Any]] = {execution.reported_end, execution.lost, *wakers}
-        await asyncio.wait(waiting, timeout=max(seconds, 0), return_when=asyncio.FIRST_COMPLETED)
-        return not (execution.reported_end.done() or execution.lost.done())
-
-    async def _interrupt_until_stopped(self, execution: SandboxExecution) -> None:
-        """Interrupt again and again (a child may swallow one), then kill."""
-        loop = asyncio.get_running_loop()
-        grace = self._settings.interrupt_grace
-        if execution.language == "shell":
-            grace += _COMMAND_EXIT_WAIT
-        until = loop.time() + grace
-        while loop.time() < until:
-            self.zygote.send_interrupt(self.number)
-            if not await self._is_running_after(execution, _INTERRUPT_INTERVAL):
-                return
-        self.kill(f"the {execution.noun} did not stop when it was interrupted")
-
-    def _build_interrupted_end(self, execution: SandboxExecution) -> ExecutionEnd:
-        """The reasons of ends say what happened; what is kept of it, `state_kept` says and the caller knows."""
-        if execution.interrupted_by_caller:
-            return self._build_end(
-                execution, "interrupted", -1, reason=f"The {execution.noun} was interrupted."
-            )
-        reason = f"The {execution.noun} ran longer than {execution.timeout:g} s and was interrupted."
-        return self._build_end(execution, "timeout", -1, reason=reason)
-
-    async def _build_lost_end(
-        self, execution: SandboxExecution, kills_before: int, *, interrupted: bool
-    ) -> ExecutionEnd:
+    async def wait_exited(self, timeout: float) -> None:
+        """Return when the last process has ended, or after `timeout` seconds."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(self._exited), _EXIT_WAIT)
-        if self._count_oom_kills() > kills_before and not interrupted:
-            reason = f"The sandbox ran out of memory ({self.memory}) and was ended."
-            return self._build_end(execution, "out_of_memory", -1, reason=reason)
-        if interrupted and execution.interrupted_by_caller:
-            reason = f"The {execution.noun} did not stop when it was interrupted and was killed."
-            return self._build_end(execution, "interrupted", -1, reason=reason)
-        if interrupted:
-            reason = (
-                f"The {execution.noun} ran longer than {execution.timeout:g} s, did not stop when interrupted and was "
-                "killed."
-            )
-            return self._build_end(execution, "timeout", -1, reason=reason)
-        return self._build_end(
-            execution, "lost", -1, reason=f"The sandbox was lost: {execution.lost.result()}."
-        )
+            await asyncio.wait_for(asyncio.shield(self._exited), timeout)
 
-    def _build_end(
-        self, execution: SandboxExecution, status: ExecutionEndStatus, exit_code: int, *, reason: str = ""
-    ) -> ExecutionEnd:
-        return ExecutionEnd(
-            status=status,
-            exit_code=exit_code,
-            duration_ms=round(execution.elapsed * 1000),
-            state_kept=self._end_reason is None,
-            reason=reason,
-            packages_ms=round((execution.install_seconds or 0) * 1000),
-        )
-
-    def _count_oom_kills(self) -> int:
+    def count_oom_kills(self) -> int:
         if self._final_oom_kills is not None:
             return self._final_oom_kills
         try:
             return 0 if self.resources.cgroup is None else self.resources.cgroup.oom_kills()
-        except OSError:  # out of descriptors, say: better no word of memory than no word at all
-            return self._seen_oom_kills
+        except OSError:  # for example out of descriptors: the end is still reported, without the cause
+            return self._runner.seen_oom_kills
 
     # ---- files ------------------------------------------------------------------------------------------------
 
@@ -570,21 +447,15 @@ class SandboxInstance:
         return self._data_fd
 
     def _free_memory(self) -> int | None:
-        """What may still be written before the kernel ends a process of the sandbox instead."""
-        if (
-            self.resources.cgroup is None or self.resources.disk is not None
-        ):  # a disk says itself when it is full
+        """Bytes that may still be written before the kernel would kill a process of the sandbox; None without limit."""
+        if self.resources.cgroup is None or self.resources.disk is not None:  # a full disk gives ENOSPC
             return None
         try:
             return MEMORY_TIERS[self.memory] - self.resources.cgroup.unreclaimable_memory() - _MEMORY_HEADROOM
-        except OSError:  # the cgroup went with the sandbox
+        except OSError:  # the cgroup is gone with the sandbox
             return 0
 
-    # ---- small things -----------------------------------------------------------------------------------------
-
-    def _send(self, kind: MessageKind, call: bytes, body: dict[str, Any]) -> None:
-        for packet in framing.encode_packets(framing.RunnerMessage(kind, call, json.dumps(body).encode())):
-            self._channel.send(packet)
+    # ---- internal ---------------------------------------------------------------------------------------------
 
     def _send_signal(self, number: signal.Signals) -> None:
         if self._exited.done():
@@ -595,18 +466,18 @@ class SandboxInstance:
                 return
         except ProcessLookupError:
             return
-        except OSError:  # another user's process, or another PID namespace's: its parent may
+        except OSError:  # another user's process or another PID namespace: its parent may
             pass
         self.zygote.send_request({"op": "signal", "number": self.number, "signal": int(number)})
 
-    def _run_in_background(self, work: Any) -> None:
-        task = asyncio.ensure_future(work)
+    def _run_in_background(self, coroutine: Any) -> None:
+        task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
 def _read_pid(pidfd: int) -> int | None:
-    """None when the process has ended, or is not to be seen from here."""
+    """None if the process has ended or is not visible from here."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines():
             if line.startswith("Pid:"):

@@ -1,6 +1,6 @@
-"""Passes an upload on to a helper piece by piece, with limits on size and patience.
+"""Streams an upload to a helper process, with limits on size and time.
 
-Nothing is gathered here: the next piece is asked for when the helper has taken the last one.
+Nothing is buffered: the next chunk is read when the helper has accepted the last one.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ _CHUNK_BYTES = 256 * 1024
 
 
 class _HelperQuestion(msgspec.Struct, frozen=True):
-    """What `inside.leave` asks."""
+    """What `inside.files.quota_permit` asks."""
 
     permit: Literal["reserve", "confirm_complete"]
     size: int
 
 
 class UploadSourceFailed(Exception):
-    """What was to be sent could not be had; `error` is whatever its iterator raised."""
+    """Reading the content failed; `error` is what its iterator raised."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -35,11 +35,11 @@ class UploadSourceFailed(Exception):
 
 
 class SandboxUpload:
-    """One content on its way through a socket; close it in the end.
+    """One upload through a socket pair; close it in the end.
 
-    theirs: the helper's end, to be handed over before `run`.
     subject: its name in messages.
-    room: what the sandbox may still take, None for no bound.
+    free_memory: returns how many bytes the sandbox may still store; None without limit.
+    helper_socket: the helper's end, to be passed to the helper before `run`.
     """
 
     def __init__(
@@ -64,38 +64,38 @@ class SandboxUpload:
         self.helper_socket.close()
 
     async def run(self, helper: HelperProcess) -> dict[str, Any]:
-        """Send everything and answer what the helper asks; its answer. EOFError if it ended without one."""
-        self.helper_socket.close()  # it has been handed over, or waits as a copy
-        pump = asyncio.ensure_future(self._send_content(self._own_socket))
+        """Send the content, answer the helper's questions, return its answer; EOFError if it ended without one."""
+        self.helper_socket.close()  # the helper has it, or a duplicate is queued
+        sending = asyncio.ensure_future(self._send_content(self._own_socket))
         try:
             async with asyncio.timeout(self._settings.transfer_timeout):
-                return await self._answer_questions(helper, pump)
+                return await self._answer_questions(helper, sending)
         except TimeoutError:
             raise self._refused_error(
                 f"the transfer took longer than {self._settings.transfer_timeout:g} s"
             ) from None
         finally:
-            pump.cancel()
-            self._own_socket.close()  # what the helper still reads ends here
-            await asyncio.gather(pump, return_exceptions=True)
+            sending.cancel()
+            self._own_socket.close()  # the helper reads end of file
+            await asyncio.gather(sending, return_exceptions=True)
 
-    async def _answer_questions(self, helper: HelperProcess, pump: asyncio.Future[None]) -> dict[str, Any]:
+    async def _answer_questions(self, helper: HelperProcess, sending: asyncio.Future[None]) -> dict[str, Any]:
         while True:
-            hearing = asyncio.ensure_future(helper.receive())
+            receiving = asyncio.ensure_future(helper.receive())
             try:
-                if not pump.done():
-                    await asyncio.wait({hearing, pump}, return_when=asyncio.FIRST_COMPLETED)
-                if pump.done():
-                    pump.result()
-                    # From now on it only has to work: it says something every few seconds if it gets on.
-                    await asyncio.wait({hearing}, timeout=self._settings.transfer_idle_timeout)
-                if not hearing.done():
-                    if pump.done():
+                if not sending.done():
+                    await asyncio.wait({receiving, sending}, return_when=asyncio.FIRST_COMPLETED)
+                if sending.done():
+                    sending.result()
+                    # Everything is sent: a helper that makes progress sends something every few seconds.
+                    await asyncio.wait({receiving}, timeout=self._settings.transfer_idle_timeout)
+                if not receiving.done():
+                    if sending.done():
                         raise self._stalled_error()
                     continue
-                message, opened = hearing.result()
+                message, opened = receiving.result()
             finally:
-                hearing.cancel()
+                receiving.cancel()
             for fd in opened:
                 os.close(fd)
             if "permit" not in message:
@@ -104,34 +104,34 @@ class SandboxUpload:
                 question = msgspec.convert(message, _HelperQuestion)
             except msgspec.ValidationError:
                 raise EOFError from None
-            helper.send(self._answer_question(question, finished=pump.done()))
+            helper.send(self._answer_question(question, finished=sending.done()))
 
     def _answer_question(self, question: _HelperQuestion, *, finished: bool) -> dict[str, Any]:
         if question.permit == "confirm_complete":
             if finished and question.size == self._sent_bytes:
                 return {"granted": True}
             return {"granted": False, "kind": "refused", "reason": "it did not arrive whole"}
-        room = self._free_memory()
-        if room is None or question.size <= room:
+        free = self._free_memory()
+        if free is None or question.size <= free:
             return {"granted": True}
         reason = "it does not fit into the sandbox's memory, of which files are a part"
         return {"granted": False, "kind": "refused", "reason": reason}
 
     async def _send_content(self, sock: socket.socket) -> None:
         try:
-            async with contextlib.aclosing(self._iter_content()) as pieces:
-                async for piece in pieces:
-                    self._sent_bytes += len(piece)
+            async with contextlib.aclosing(self._iter_content()) as chunks:
+                async for chunk in chunks:
+                    self._sent_bytes += len(chunk)
                     if self._sent_bytes > self._limit:
                         raise SandboxLimitExceeded(f"{self._subject}: larger than {self._limit} bytes")
-                    await self._send_chunk(sock, piece)
+                    await self._send_chunk(sock, chunk)
             sock.shutdown(socket.SHUT_WR)
         except (BrokenPipeError, ConnectionResetError):
-            pass  # the helper has had enough, and says why
+            pass  # the helper refused, and its answer says why
 
-    async def _send_chunk(self, sock: socket.socket, piece: bytes) -> None:
+    async def _send_chunk(self, sock: socket.socket, chunk: bytes) -> None:
         loop = asyncio.get_running_loop()
-        view = memoryview(piece)
+        view = memoryview(chunk)
         while view:
             try:
                 async with asyncio.timeout(self._settings.transfer_idle_timeout):
@@ -146,19 +146,19 @@ class SandboxUpload:
             return
         source: AsyncIterator[bytes] = aiter(self._content)
         while True:
-            patience = asyncio.timeout(self._settings.transfer_idle_timeout)
+            timeout = asyncio.timeout(self._settings.transfer_idle_timeout)
             try:
-                async with patience:
-                    piece = await anext(source)
+                async with timeout:
+                    chunk = await anext(source)
             except StopAsyncIteration:
                 return
             except Exception as error:
-                if not patience.expired():
+                if not timeout.expired():
                     raise UploadSourceFailed(error) from error
                 raise self._refused_error(
                     f"nothing of it arrived for {self._settings.transfer_idle_timeout:g} s"
                 ) from None
-            yield piece
+            yield chunk
 
     def _stalled_error(self) -> FileRefused:
         return self._refused_error(

@@ -1,4 +1,4 @@
-"""Makes, hands out and ends sandboxes, within limits."""
+"""Creates, pools and ends the sandboxes of one host, within its capacity."""
 
 import asyncio
 import contextlib
@@ -41,14 +41,14 @@ logger = logging.getLogger(__name__)
 
 _POOL_MEMORY: MemoryTier = "1g"
 _MAX_REFILL_BACKOFF = 60.0
-_ZYGOTE_EXIT_WAIT = 0.5  # seconds: of the end of a zygote one may hear after that of its sandboxes
-# Seconds, so that the caller's first call need not share the processor with a replacement's start.
+_ZYGOTE_EXIT_WAIT = 0.5  # seconds: the exit of a sandbox may be reported before that of its zygote
+# Seconds. The caller's first execution should not share the CPU with the start of a replacement.
 _REFILL_DELAY = 0.025
 
 
 @dataclass(frozen=True, slots=True)
 class _StartRequest:
-    """What is to be made: where from, and with what from the beginning."""
+    """Which zygote to fork from, and what the sandbox starts with."""
 
     zygote_manager: ZygoteManager
     memory: MemoryTier = _POOL_MEMORY
@@ -59,7 +59,7 @@ class _StartRequest:
 class Supervisor:
     """Use as `async with Supervisor(settings) as supervisor:`; leaving ends every sandbox.
 
-    create raises RequestRefused, AtCapacity, SandboxStartFailed, IsolationUnavailable; entering raises the last.
+    Entering raises IsolationUnavailable.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -71,20 +71,18 @@ class Supervisor:
         self._packages_unavailable = NO_INSTALLER
         self._live: dict[int, SandboxInstance] = {}
         self._pool: deque[SandboxInstance] = deque()
-        self._starting = 0  # asked for, and neither alive nor failed yet
-        self._refilling = 0  # those of them that are meant for the pool
-        self._consecutive_refill_failures = 0  # in a row
-        self.pending_creations = 0  # callers who asked for a sandbox and have none yet
-        self.refills = self.refill_failures = 0  # of the pool, since it was opened
+        self._starting = 0  # neither live nor failed yet
+        self._refilling = 0  # of these, the ones for the pool
+        self._consecutive_refill_failures = 0
+        self.pending_creations = 0  # callers waiting in `create`
+        self.refills = self.refill_failures = 0  # of the pool, since the start
         self._refill_finished = asyncio.Event()
         self._refill_scheduled = False
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
         self._pod_used = False
-        self.on_sandbox_exit: Callable[[SandboxInstance], None] | None = (
-            None  # told of every sandbox that has ended
-        )
+        self.on_sandbox_exit: Callable[[SandboxInstance], None] | None = None
         self.egress = EgressController(settings)
 
     # ---- start and end ----------------------------------------------------------------------------------------
@@ -107,13 +105,13 @@ class Supervisor:
             raise IsolationUnavailable(f"This host refuses: {error}.", "Run `fumehood doctor`.") from error
 
     async def _prepare(self) -> None:
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a sandbox takes five descriptors here
+        _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # five descriptors per sandbox
         mode = self._settings.mode
         if mode == "unsafe-degraded":
             logger.warning(
                 "Mode unsafe-degraded: no namespaces. All sandboxes share one kernel user on the host; only Landlock "
-                "and the system-call filter hold the code."
+                "and the seccomp filter isolate the code."
             )
         await asyncio.to_thread(orphan_cleanup.remove_orphans, self._settings)
         self._host_resources.open()
@@ -132,15 +130,16 @@ class Supervisor:
         if mode != "pod":
             self._run_in_background(resource_watchdog.watch_kernel_objects(self._claimed_sandboxes))
             if self._host_resources.cgroup_tree is not None:
-                most = self._settings.total_memory_limit()
                 self._run_in_background(
                     resource_watchdog.watch_memory(
-                        self._claimed_sandboxes, self._host_resources.cgroup_tree, most
+                        self._claimed_sandboxes,
+                        self._host_resources.cgroup_tree,
+                        self._settings.total_memory_limit(),
                     )
                 )
 
     def _open_installer(self, launch: ZygoteLaunchConfig) -> None:
-        """Get ready to install packages; where that cannot be, whoever asks for some is told why."""
+        """Prepare package installs; if that fails, requests for packages are refused with the reason."""
         if not self._settings.packages:
             return
         if not launch.namespaces:
@@ -170,19 +169,19 @@ class Supervisor:
             sandbox.kill("the supervisor is shutting down")
         if self._installer is not None:
             await self._installer.close()
-        for nursery in self._zygote_managers():
-            await nursery.close()
+        for zygote_manager in self._zygote_managers():
+            await zygote_manager.close()
         for sandbox in [*self._live.values()]:
             sandbox.handle_exit(-1)
         await self.egress.close()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            await asyncio.sleep(0)  # of tasks that were done already, the loop has to hear as well
+            await asyncio.sleep(0)  # let the done callbacks of finished tasks run
         await self._host_resources.close()
 
     @property
     def installer(self) -> Installer | None:
-        """Who installs packages; without one, `no_packages` says why."""
+        """None if packages cannot be installed; `packages_unavailable` says why."""
         return self._installer
 
     @property
@@ -198,7 +197,7 @@ class Supervisor:
         return self._shards if self._bare_zygote is None else [*self._shards, self._bare_zygote]
 
     def _choose_shard(self, tenant: str) -> ZygoteManager:
-        """Tenants keep to their shard, so that few share a zygote; without one, where the fewest are."""
+        """A tenant always gets the same shard, so that few share a zygote; without a tenant, the emptiest."""
         if len(self._shards) == 1:
             return self._shards[0]
         if tenant:
@@ -216,11 +215,13 @@ class Supervisor:
             os.close(fd)
 
     def _on_zygote_death(self, zygote_manager: ZygoteManager, zygote: ZygoteConnection) -> None:
-        """Its sandboxes died with it, by the kernel's doing; another one follows, asked for or not."""
+        """Report its sandboxes as lost, since the kernel killed them with it, and start another zygote."""
         lost = [sandbox for sandbox in self._live.values() if sandbox.zygote is zygote]
-        said = zygote.last_log_line
+        last_line = zygote.last_log_line
         logger.error(
-            "The zygote ended; %d sandboxes are lost with it.%s", len(lost), said and f" It said: {said}"
+            "The zygote ended; %d sandboxes are lost with it.%s",
+            len(lost),
+            last_line and f" Its last log line: {last_line}",
         )
         for sandbox in lost:
             sandbox.handle_exit(-1)
@@ -228,20 +229,20 @@ class Supervisor:
             self._run_in_background(self._restart_zygote(zygote_manager))
 
     async def _restart_zygote(self, zygote_manager: ZygoteManager) -> None:
-        """Whoever looks at /health, and sends nobody here until it is ok again, must not wait for a first request."""
+        """Restart without waiting for a request: a load balancer sends none until /health is ok again."""
         await asyncio.sleep(zygote_manager.backoff.delay())
         if zygote_manager is not self._bare_zygote:
             try:
                 await zygote_manager.get_or_start()
             except SandboxError as error:
-                logger.error("Another zygote could not be started: %s", error)
+                logger.error("Restarting the zygote failed: %s", error)
                 self._run_in_background(self._restart_zygote(zygote_manager))
                 return
         self._refill()
 
     @property
     def zygote(self) -> ZygoteConnection:
-        """For `doctor`, tests and metrics: the zygote of the first shard."""
+        """The zygote of the first shard, for `doctor` and tests."""
         zygote = self._shards[0].zygote if self._shards else None
         if zygote is None:
             raise IsolationUnavailable("No zygote runs.", "Enter the supervisor first.")
@@ -249,7 +250,7 @@ class Supervisor:
 
     @property
     def can_create(self) -> bool:
-        """Whether a sandbox could be made now: where no zygote lives, another one has to start first."""
+        """Whether a zygote is alive to fork a sandbox from."""
         return any(shard.zygote is not None and shard.zygote.is_alive for shard in self._shards)
 
     @property
@@ -260,7 +261,7 @@ class Supervisor:
 
     @property
     def live_count(self) -> int:
-        """How many there are, those that wait for a caller included."""
+        """Number of sandboxes, pooled ones included."""
         return len(self._live)
 
     @property
@@ -268,27 +269,30 @@ class Supervisor:
         return len(self._pool)
 
     def memory_current(self) -> int | None:
-        """Bytes that all of them use, with what they were forked from; None where nobody counts."""
+        """Bytes used by all sandboxes and zygotes; None without cgroups."""
         try:
             return (
                 None
                 if self._host_resources.cgroup_tree is None
                 else self._host_resources.cgroup_tree.memory_current()
             )
-        except OSError:  # it is being taken down
+        except OSError:  # the cgroup is being removed
             return None
 
     @property
     def sandboxes(self) -> dict[str, SandboxInstance]:
-        """Those that were handed out and live."""
-        parked = set(self._pool)
-        return {sandbox.id: sandbox for sandbox in self._live.values() if sandbox not in parked}
+        """Live sandboxes that have been claimed, by id."""
+        pooled = set(self._pool)
+        return {sandbox.id: sandbox for sandbox in self._live.values() if sandbox not in pooled}
 
     def _claimed_sandboxes(self) -> list[SandboxInstance]:
         return [*self.sandboxes.values()]
 
     async def create(self, spec: SandboxSpec | None = None) -> SandboxInstance:
-        """A sandbox of one's own: a parked one with the limits asked for, or a new one."""
+        """A sandbox of the caller's own, claimed from the pool or started.
+
+        Raises InvalidSandboxRequest, InstallFailed, SandboxServerAtCapacity, SandboxStartFailed, IsolationUnavailable.
+        """
         self.pending_creations += 1
         try:
             return await self._create(spec or SandboxSpec())
@@ -304,14 +308,14 @@ class Supervisor:
                 try:
                     return await self._configure_claimed(sandbox, spec, provision, grant)
                 except SandboxStartFailed:
-                    # One that died while it waited, or with its zygote: the next one.
+                    # It died in the pool or with its zygote: try the next one.
                     if not (sandbox.warm or await sandbox.zygote.wait_ended(_ZYGOTE_EXIT_WAIT)):
                         raise
         finally:
             provision.close()
 
     async def _install_requirements(self, spec: SandboxSpec) -> PackageProvision:
-        """The packages that a sandbox is to begin with; raises InstallFailed."""
+        """Install the packages that the sandbox starts with; raises InstallFailed."""
         if not spec.requirements:
             return NO_PROVISION
         if self._installer is None:
@@ -325,15 +329,15 @@ class Supervisor:
         shard = self._choose_shard(spec.tenant)
         disks = self._host_resources.disks
         on_disk = disks is not None and await disks.has_disk_for(spec.memory)
-        # One with nothing loaded, since what is loaded could not be replaced any more.
+        # Modules that are already loaded cannot be replaced by other versions.
         bare = self._bare_zygote if provision.replaced and not spec.fresh_interpreter else None
-        # A disk cannot be given to one that is finished: its mounts are locked, Landlock knows the old places.
+        # A pooled sandbox cannot get a disk: its mounts are locked, and Landlock knows the old ones.
         if not (spec.fresh_interpreter or on_disk or bare):
-            parked = await self._claim_from_pool(shard)
-            if parked is not None:
-                parked.warm = True
+            pooled = await self._claim_from_pool(shard)
+            if pooled is not None:
+                pooled.warm = True
                 self._schedule_refill()
-                return parked
+                return pooled
         sandbox = await self._start_with_retry(
             _StartRequest(
                 bare or shard, spec.memory, fresh_interpreter=spec.fresh_interpreter, on_disk=on_disk
@@ -342,20 +346,20 @@ class Supervisor:
         self._refill()
         return sandbox
 
-    async def _start_with_retry(self, order: _StartRequest) -> SandboxInstance:
-        """A new one; again whenever the zygote ended meanwhile, which was not this caller's doing."""
+    async def _start_with_retry(self, request: _StartRequest) -> SandboxInstance:
+        """Start a sandbox; retry when the zygote ended meanwhile, which the caller did not cause."""
         while True:
             self._reserve_capacity()
             self._starting += 1
-            zygote = order.zygote_manager.zygote
+            zygote = request.zygote_manager.zygote
             try:
-                return await self._start(order)
+                return await self._start(request)
             except (SandboxStartFailed, IsolationUnavailable):
-                if zygote is None or not await self._is_start_retryable(zygote, order.zygote_manager):
+                if zygote is None or not await self._is_start_retryable(zygote, request.zygote_manager):
                     raise
 
     async def _is_start_retryable(self, zygote: ZygoteConnection, zygote_manager: ZygoteManager) -> bool:
-        """Whether a zygote has ended and there is another one, or may be at once."""
+        """Whether the zygote has ended and another one runs or may start at once."""
         if self._settings.mode == "pod" or self._closing:
             return False
         if zygote_manager.zygote is zygote and not await zygote.wait_ended(_ZYGOTE_EXIT_WAIT):
@@ -375,7 +379,7 @@ class Supervisor:
             await sandbox.claim(spec.memory, access)
             sandbox.packages.tenant = spec.tenant
             await sandbox.packages.attach_provision(provision.share())
-        except BaseException:  # whoever asked may have gone away: nobody else would end it
+        except BaseException:  # also when the caller is cancelled: nobody else would end it
             self._run_in_background(sandbox.destroy())
             raise
         return sandbox
@@ -400,7 +404,7 @@ class Supervisor:
     # ---- the pool ---------------------------------------------------------------------------------------------
 
     async def _claim_from_pool(self, shard: ZygoteManager) -> SandboxInstance | None:
-        """One of this shard that is ready; at capacity also one that is just being made for the pool."""
+        """A pooled sandbox of this shard; at capacity, wait for one that is being started for the pool."""
         while True:
             for candidate in [*self._pool]:
                 if candidate.end_reason is not None:
@@ -414,69 +418,69 @@ class Supervisor:
             await self._refill_finished.wait()
 
     def _schedule_refill(self) -> None:
-        """Not at once, unless the pool is low."""
+        """Refill after a short delay, or at once if the pool is low."""
         if len(self._pool) < self._settings.pool // 2:
             self._refill()
         elif not self._refill_scheduled:
             self._refill_scheduled = True
             self._run_in_background(self._refill_after(_REFILL_DELAY))
 
-    async def _refill_after(self, pause: float) -> None:
-        await asyncio.sleep(pause)
+    async def _refill_after(self, delay: float) -> None:
+        await asyncio.sleep(delay)
         self._refill()
 
     def _refill(self) -> None:
-        """Bring the pool back to its size behind the callers' backs."""
+        """Start sandboxes in the background until the pool has its size."""
         self._refill_scheduled = False
         if self._settings.mode == "pod" or self._closing:
             return
         wanted = self._settings.pool - len(self._pool) - self._refilling
-        room = self._settings.capacity - len(self._live) - self._starting
-        for number in range(min(wanted, room)):
+        free = self._settings.capacity - len(self._live) - self._starting
+        for number in range(min(wanted, free)):
             self._refilling += 1
             self._starting += 1
             self._run_in_background(self._add_to_pool(self._choose_shard_to_refill(number)))
 
     def _choose_shard_to_refill(self, number: int) -> ZygoteManager:
-        """The shard that is to get the next one of several that are being made."""
+        """The shard that gets the `number`th of the sandboxes being started: the one with the fewest first."""
 
-        def parked(shard: ZygoteManager) -> int:
+        def count_pooled(shard: ZygoteManager) -> int:
             return sum(sandbox.zygote is shard.zygote for sandbox in self._pool)
 
-        return sorted(self._shards, key=parked)[number % len(self._shards)]
+        return sorted(self._shards, key=count_pooled)[number % len(self._shards)]
 
     async def _add_to_pool(self, shard: ZygoteManager) -> None:
         try:
             sandbox = await self._start(_StartRequest(shard))
-            if sandbox.end_reason is not None:  # it ended between being ready and our hearing of it
+            if sandbox.end_reason is not None:  # it ended right after it was ready
                 raise SandboxStartFailed(f"The sandbox ended: {sandbox.end_reason}")
             self._pool.append(sandbox)
             self.refills += 1
             self._consecutive_refill_failures = 0
         except SandboxError as error:
-            logger.error("A sandbox for the pool could not be made: %s", error)
+            logger.error("Starting a sandbox for the pool failed: %s", error)
             self.refill_failures += 1
             self._consecutive_refill_failures += 1
-            pause = min(2.0 ** (self._consecutive_refill_failures - 1), _MAX_REFILL_BACKOFF)
-            self._run_in_background(self._refill_after(max(pause, shard.backoff.delay())))
+            delay = min(2.0 ** (self._consecutive_refill_failures - 1), _MAX_REFILL_BACKOFF)
+            self._run_in_background(self._refill_after(max(delay, shard.backoff.delay())))
         finally:
             self._refilling -= 1
             self._refill_finished.set()
 
     # ---- one sandbox ------------------------------------------------------------------------------------------
 
-    async def _start(self, order: _StartRequest) -> SandboxInstance:
-        """Make one; the caller has counted it in `_starting`."""
+    async def _start(self, request: _StartRequest) -> SandboxInstance:
+        """Start a sandbox that the caller has counted in `_starting`."""
         disk = None
         disks = self._host_resources.disks
         try:
-            if order.on_disk and disks is not None:
-                disk = await disks.create(order.memory)
-            zygote = await order.zygote_manager.get_or_start()
+            if request.on_disk and disks is not None:
+                disk = await disks.create(request.memory)
+            zygote = await request.zygote_manager.get_or_start()
             if self._closing:
                 raise SandboxStartFailed("The supervisor is shutting down.")
-            sandbox = self._fork(zygote, next(self._numbers), order, disk)
-            disk = None  # now it is the sandbox's
+            sandbox = self._fork(zygote, next(self._numbers), request, disk)
+            disk = None  # the sandbox owns it now
         except OSError as error:
             raise SandboxStartFailed(f"The sandbox could not be made: {error}.") from error
         finally:
@@ -491,11 +495,11 @@ class Supervisor:
         return sandbox
 
     def _fork(
-        self, zygote: ZygoteConnection, number: int, order: _StartRequest, disk: Disk | None
+        self, zygote: ZygoteConnection, number: int, request: _StartRequest, disk: Disk | None
     ) -> SandboxInstance:
-        """Ask the zygote for a sandbox; on OSError (no descriptors, no cgroup) nothing is left of it."""
+        """Ask the zygote for a sandbox; on OSError (no descriptors, no cgroup) everything is undone."""
         with contextlib.ExitStack() as undo:
-            place = self._host_resources.allocate(number, order.memory, disk, undo)
+            resources = self._host_resources.allocate(number, request.memory, disk, undo)
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 undo.callback(mine.close)
@@ -503,7 +507,7 @@ class Supervisor:
                     number,
                     zygote,
                     mine,
-                    place,
+                    resources,
                     self._settings,
                     self._on_sandbox_exit,
                     self._enforce_output_limit,
@@ -512,13 +516,13 @@ class Supervisor:
                 undo.callback(sandbox.close_connections)
                 sandbox.offer_packages(self._installer, unavailable=self._packages_unavailable)
                 plan = self._host_resources.build_plan(
-                    place, memory=order.memory, fresh_interpreter=order.fresh_interpreter
+                    resources, memory=request.memory, fresh_interpreter=request.fresh_interpreter
                 )
-                told = (
+                encoded_plan = (
                     plan.encode_overrides() if self._settings.mode == "namespaces" else plan.encode().encode()
                 )
-                sandbox.send_plan(told, order.memory)
-                with open_join_fds(place.cgroup) as join:
+                sandbox.send_plan(encoded_plan, request.memory)
+                with open_join_fds(resources.cgroup) as join:
                     zygote.send_request({"op": "spawn", "number": number}, [theirs.fileno(), *join])
             undo.pop_all()
         self._live[number] = sandbox
@@ -534,13 +538,13 @@ class Supervisor:
         self._run_in_background(self._host_resources.release(sandbox.resources), even_when_closing=True)
 
     def _enforce_output_limit(self) -> None:
-        """Until a call ends nothing of its output can be let go, and it is memory of this process."""
+        """Kill the sandbox with most output if all running executions hold too much of this process's memory."""
         if (
             sum(sandbox.buffered_output_bytes for sandbox in self._live.values())
             > self._settings.total_output_limit()
         ):
-            greedy = max(self._live.values(), key=lambda sandbox: sandbox.buffered_output_bytes)
-            greedy.kill(
+            largest = max(self._live.values(), key=lambda sandbox: sandbox.buffered_output_bytes)
+            largest.kill(
                 "the output of all calls that run was more than the server keeps, and it had most of it"
             )
 

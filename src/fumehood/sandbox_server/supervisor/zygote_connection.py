@@ -1,4 +1,4 @@
-"""The supervisor's end of a zygote: starting it, asking it, hearing from it."""
+"""The supervisor's connection to a zygote: launch, requests, events."""
 
 import asyncio
 import base64
@@ -12,17 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from fumehood.protocol.sandbox.sandbox_errors import InstallFailed
 from fumehood.sandbox_server.host import jail_launcher
 from fumehood.sandbox_server.host.jail_launcher import JailProcess, ZygoteLaunchConfig
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.packet_channel import PacketChannel
 
+_ATTACH_TIMEOUT = 30
 _ADVICE = "Run `fumehood doctor` to see what this machine lacks."
 
 
 @dataclass(frozen=True, slots=True)
 class ZygoteInfo:
-    """What the zygote said of itself when it was ready."""
+    """What a zygote reports when it is ready."""
 
     python: str
     problems: dict[str, str]
@@ -31,9 +33,10 @@ class ZygoteInfo:
 
 
 class ZygoteConnection:
-    """A running zygote with its spawner; `on_event` gets what they report about sandboxes, `on_death` their end, once.
+    """A running zygote and its spawner; without namespaces both are one process with one socket.
 
-    Without namespaces both are one process, and one socket leads to it.
+    on_event: gets what they report about sandboxes.
+    on_death: called once, when they have ended.
     """
 
     def __init__(self, sock: socket.socket, process: JailProcess | None) -> None:
@@ -52,7 +55,7 @@ class ZygoteConnection:
         return not self._end_event.is_set()
 
     async def wait_ended(self, seconds: float) -> bool:
-        """Whether it has ended, or does in that time."""
+        """Wait up to `seconds`; returns whether it has ended."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._end_event.wait()
@@ -60,21 +63,21 @@ class ZygoteConnection:
 
     @classmethod
     async def launch(cls, launch: ZygoteLaunchConfig) -> Self:
-        """Start one in its jail; IsolationUnavailable says why it cannot be."""
+        """Start a zygote in its jail; raises IsolationUnavailable."""
         try:
             process, sock = await jail_launcher.launch_jail(launch)
         except (OSError, ValueError, EOFError, TimeoutError, subprocess.SubprocessError) as error:
-            said = "; ".join(getattr(error, "__notes__", [])) or f"{type(error).__name__}: {error}"
-            raise IsolationUnavailable(f"The jail could not be made: {said}.", _ADVICE) from error
+            reason = "; ".join(getattr(error, "__notes__", [])) or f"{type(error).__name__}: {error}"
+            raise IsolationUnavailable(f"The jail could not be made: {reason}.", _ADVICE) from error
         zygote = cls(sock, process)
-        special = {
+        options = {
             "common_plan": launch.common_plan and launch.common_plan._asdict(),
             "optimize_forks": launch.optimizes_forks,
         }
         programs = (launch.seccomp_program, launch.helper_seccomp_program)
-        await zygote._initialize(programs, launch.preload, launch.timeout, special)
+        await zygote._initialize(programs, launch.preload, launch.timeout, options)
         if zygote.info.threads != 1:
-            # A fork copies one thread only: the locks of the others would stay locked in every sandbox.
+            # A fork copies one thread only: locks held by others would stay locked in every sandbox.
             await zygote.close()
             raise IsolationUnavailable(
                 f"The zygote runs {zygote.info.threads} threads after its preload.",
@@ -86,7 +89,7 @@ class ZygoteConnection:
     async def connect(
         cls, path: Path, programs: tuple[bytes, bytes], preload: tuple[str, ...], timeout: float
     ) -> Self:
-        """Mode `pod`: the zygote runs in the neighbouring container and listens on a socket."""
+        """Mode `pod`: connect to the zygote in the neighbouring container; raises IsolationUnavailable."""
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             sock.connect(str(path))
@@ -101,21 +104,21 @@ class ZygoteConnection:
         return zygote
 
     async def _initialize(
-        self, programs: tuple[bytes, bytes], preload: tuple[str, ...], timeout: float, special: dict[str, Any]
+        self, programs: tuple[bytes, bytes], preload: tuple[str, ...], timeout: float, options: dict[str, Any]
     ) -> None:
-        """`programs` are the filters of the code and of helpers."""
+        """`programs`: the seccomp programs of the code and of helpers."""
         code, helpers = (base64.b64encode(program).decode() for program in programs)
-        self.send_request({"program": code, "helper_program": helpers, "preload": list(preload), **special})
+        self.send_request({"program": code, "helper_program": helpers, "preload": list(preload), **options})
         try:
             await asyncio.wait_for(asyncio.shield(self._ready), timeout)
         except (TimeoutError, EOFError) as error:
             await self.close()
-            said = (
+            reason = (
                 (self._process.log_tail() if self._process else "")
                 or str(error)
                 or "it did not answer in time"
             )
-            raise IsolationUnavailable(f"The zygote did not start: {said}.", _ADVICE) from error
+            raise IsolationUnavailable(f"The zygote did not start: {reason}.", _ADVICE) from error
         except BaseException:
             await self.close()
             raise
@@ -128,21 +131,40 @@ class ZygoteConnection:
 
     @property
     def pid(self) -> int | None:
-        """The outermost process on this host, None where the zygote runs in another container."""
+        """The outermost process on this host; None if the zygote runs in another container."""
         return None if self._process is None else self._process.pid
 
     @property
     def last_log_line(self) -> str:
-        """What it said last since it was ready: why it ended, if that was its own doing."""
+        """Its last line on standard error since it was ready: why it ended, if it failed by itself."""
         return "" if self._process is None else self._process.log_tail()
 
     def send_request(self, body: dict[str, Any], fds: list[int] | None = None) -> None:
         self._spawner_channel.send(json.dumps(body).encode(), fds)
 
     def send_interrupt(self, number: int) -> None:
-        """SIGINT for the process group of a sandbox's interpreter."""
+        """Send SIGINT to the process group of a sandbox's interpreter."""
         body = {"op": "signal", "number": number, "signal": int(signal.SIGINT)}
         (self._interpreter_channel or self._spawner_channel).send(json.dumps(body).encode())
+
+    async def attach_layers(self, number: int, mount_namespace_fd: int, layers: list[str]) -> None:
+        """Mount package layers, the first on top, in a sandbox; raises InstallFailed.
+
+        A helper process of the zygote does it; `number` becomes its number.
+        """
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with mine:
+            with theirs:
+                self.send_request({"op": "attach", "number": number}, [theirs.fileno(), mount_namespace_fd])
+            mine.setblocking(False)
+            mine.send(json.dumps({"layers": layers}).encode())
+            body = b""
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_ATTACH_TIMEOUT):
+                    body = await asyncio.get_running_loop().sock_recv(mine, 65536)
+        problem = json.loads(body).get("error") if body else "no answer"
+        if problem:
+            raise InstallFailed(f"The packages were installed, but could not be attached: {problem}.")
 
     def _on_packet(self, body: bytes, fds: list[int]) -> None:
         event: dict[str, Any] = json.loads(body)
@@ -163,12 +185,12 @@ class ZygoteConnection:
         self._end_event.set()
         if not self._ready.done():
             self._ready.set_exception(EOFError("it ended while starting"))
-            self._ready.exception()  # seen, even if nobody waits any more
+            self._ready.exception()  # retrieved, even if nobody waits
         if self.on_death is not None:
             self.on_death()
 
     async def close(self) -> None:
-        """End the zygote and with it every sandbox it made."""
+        """End the zygote and every sandbox forked from it."""
         self._end_event.set()
         self.on_death = None
         self._spawner_channel.close()

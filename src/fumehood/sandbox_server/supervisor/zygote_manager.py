@@ -1,4 +1,4 @@
-"""Keeps a zygote running, and follows one that ended by another."""
+"""Starts zygotes, and restarts one that ended."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class ZygoteManager:
-    """Where sandboxes of one kind come from. `on_death` hears of each zygote that ended, with its sandboxes."""
+    """Keeps one zygote running; calls `on_death` when it ends, and its sandboxes with it."""
 
     def __init__(
         self,
@@ -44,10 +44,9 @@ class ZygoteManager:
         self.zygote: ZygoteConnection | None = None  # the last one, alive or not
 
     async def get_or_start(self) -> ZygoteConnection:
-        """Its zygote, started if there is none; raises SandboxStartFailed, IsolationUnavailable.
+        """The live zygote, started if there is none; raises SandboxStartFailed, IsolationUnavailable.
 
-        A start is a task of its own: a caller that is cancelled stops waiting for it, and the next caller waits for
-        the same one.
+        Cancelling a caller does not cancel the start: the next caller waits for the same one.
         """
         if self._starting is None:
             self._check_open()
@@ -59,24 +58,24 @@ class ZygoteManager:
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            if starting.cancelled():  # not whoever waits, but `close`
+            if starting.cancelled():  # by `close`, not the waiting caller
                 self._check_open()
             raise
 
     def _on_start_done(self, starting: asyncio.Task[ZygoteConnection]) -> None:
         self._starting = None
         if not starting.cancelled():
-            starting.exception()  # perhaps nobody waits any more; `restarts` has counted it
+            starting.exception()  # retrieved, even if nobody waits; `backoff` has counted it
 
     def _check_open(self) -> None:
         if self._closing:
             raise SandboxStartFailed("The supervisor is shutting down.")
 
     async def _start_after_backoff(self) -> ZygoteConnection:
-        if (pause := self.backoff.delay()) > 0:
+        if (delay := self.backoff.delay()) > 0:
             raise SandboxStartFailed(
-                f"The process that makes sandboxes ended {self.backoff.recent_failures} times within a minute; the next "
-                f"one is started in {math.ceil(pause)} s. The server's log says more."
+                f"The process that makes sandboxes ended {self.backoff.recent_failures} times within a minute; the "
+                f"next one is started in {math.ceil(delay)} s. The server's log says more."
             )
         if self.zygote is not None:
             await self.zygote.close()
@@ -89,7 +88,7 @@ class ZygoteManager:
             self.backoff.record_failure()
             raise
         self.start_count += 1
-        if not zygote.is_alive:  # before there was anybody to tell
+        if not zygote.is_alive:  # before `on_death` was set
             self.backoff.record_failure()
             raise SandboxStartFailed("The process that makes sandboxes ended at once.")
         zygote.on_event = self._on_event
@@ -101,7 +100,7 @@ class ZygoteManager:
         self._on_death(self, zygote)
 
     async def close(self) -> None:
-        """End the zygote, also one that is just being started, and with it its sandboxes."""
+        """End the zygote, also one that is starting, and its sandboxes."""
         self._closing = True
         if self._starting is not None:
             self._starting.cancel()
@@ -111,7 +110,7 @@ class ZygoteManager:
 
 
 class ZygoteStarter:
-    """How zygotes are started in the mode of the settings."""
+    """Starts zygotes as the isolation mode requires."""
 
     def __init__(self, settings: Settings, host_resources: HostResources) -> None:
         self._settings = settings
@@ -119,16 +118,16 @@ class ZygoteStarter:
         self.launch_config = None if settings.mode == "pod" else self._build_launch_config()
 
     def _build_launch_config(self) -> ZygoteLaunchConfig:
-        settings, places = self._settings, self._host_resources
+        settings, resources = self._settings, self._host_resources
         namespaces = settings.mode == "namespaces"
         try:
             runtime = discover_runtime()
         except PythonRuntimeUnavailable as error:
             raise IsolationUnavailable(f"A part is missing: {error}.", "Run `fumehood doctor`.") from error
         environ: dict[str, str] = {}
-        if places.scratch_directory is not None:
-            environ["MPLCONFIGDIR"] = f"{places.scratch_directory}/cache"
-            places.create_directory(environ["MPLCONFIGDIR"])
+        if resources.scratch_directory is not None:
+            environ["MPLCONFIGDIR"] = f"{resources.scratch_directory}/cache"
+            resources.create_directory(environ["MPLCONFIGDIR"])
         return ZygoteLaunchConfig(
             environ=environ,
             runtime=runtime,
@@ -137,10 +136,10 @@ class ZygoteStarter:
             helper_seccomp_program=self._load_seccomp_program(HELPER.name),
             preload=settings.preload,
             optimizes_forks=settings.capacity > 1,
-            uid_range=places.uid_range,
-            cgroup=places.zygote_cgroup,
+            uid_range=resources.uid_range,
+            cgroup=resources.zygote_cgroup,
             timeout=settings.start_timeout,
-            common_plan=places.build_plan() if namespaces else None,
+            common_plan=resources.build_plan() if namespaces else None,
         )
 
     def _load_seccomp_program(self, policy: str) -> bytes:
@@ -150,14 +149,14 @@ class ZygoteStarter:
             raise IsolationUnavailable(f"{error}.", "Use x86_64 or aarch64.") from error
 
     async def start_preloaded(self) -> ZygoteConnection:
-        """One with the packages of the settings loaded."""
+        """Start a zygote with the packages of `preload` imported."""
         if self.launch_config is None:
             return await self._connect_to_guest()
         zygote = await ZygoteConnection.launch(await self._with_bytecode(self.launch_config))
         if self._settings.mode == "unsafe-degraded" and not zygote.info.landlock:
             await zygote.close()
             raise IsolationUnavailable(
-                "This kernel has no Landlock, the only wall around files in mode unsafe-degraded.",
+                "This kernel has no Landlock, which alone protects files in mode unsafe-degraded.",
                 "Use Linux 5.13 or later with Landlock enabled (lsm=landlock,…), or another mode.",
             )
         if self._host_resources.scratch_directory is not None and os.geteuid() == 0:
@@ -165,7 +164,7 @@ class ZygoteStarter:
         return zygote
 
     async def start_bare(self) -> ZygoteConnection:
-        """One with nothing loaded, for sandboxes that get other versions of what the usual ones have loaded."""
+        """Start a zygote with nothing imported, for sandboxes with other versions of preloaded packages."""
         if self.launch_config is None:
             raise SandboxStartFailed("A pod has one zygote only.")
         return await ZygoteConnection.launch(
@@ -173,14 +172,14 @@ class ZygoteStarter:
         )
 
     async def _with_bytecode(self, launch: ZygoteLaunchConfig) -> ZygoteLaunchConfig:
-        """Lay bytecode over packages that have none; without it all works, only slower."""
+        """Add bytecode for packages that have none; without it imports are slower."""
         if not launch.namespaces:
             return launch
         directory = packages_directory(self._settings)
         try:
             tree = await asyncio.to_thread(bytecode_cache.prepare_bytecode, launch.runtime, directory)
         except bytecode_cache.BytecodeUnavailable as error:
-            logger.warning("Sandboxes have no bytecode of their packages and import them slowly: %s.", error)
+            logger.warning("No bytecode for the packages of sandboxes; imports are slow: %s.", error)
             tree = None
         return replace(launch, bytecode=tree)
 
@@ -188,7 +187,8 @@ class ZygoteStarter:
         if self._settings.guest_socket is None:
             raise IsolationUnavailable(
                 "Mode pod needs a container that runs the code.",
-                "Set guest_socket to the socket on which it listens (`python -m fumehood.sandbox_server.inside.pod_entrypoint`).",
+                "Set guest_socket to the socket that it listens on: `python -m fumehood.sandbox_server.inside."
+                "pod_entrypoint PATH`.",
             )
         return await ZygoteConnection.connect(
             self._settings.guest_socket,
@@ -202,8 +202,8 @@ class ZygoteStarter:
 
 
 def _chown_to_root(tree: str) -> None:
-    """The zygote has written its font list; the sandboxes, of the same user, are to leave it alone."""
+    """Protect the font list that the zygote has written from sandboxes, which have the same uid."""
     for directory, _, names in os.walk(tree):
         for path in (directory, *(f"{directory}/{name}" for name in names)):
             os.chown(path, 0, 0)
-            os.chmod(path, 0o755)  # noqa: S103 - to be read by the sandboxes
+            os.chmod(path, 0o755)  # noqa: S103 - sandboxes read it

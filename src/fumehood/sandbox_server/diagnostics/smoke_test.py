@@ -1,0 +1,237 @@
+"""One real sandbox from start to answer: the part of `fumehood doctor` that decides."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fumehood.protocol.sandbox.sandbox_errors import InstallFailed
+from fumehood.protocol.sandbox.sandbox_messages import Stdout
+from fumehood.sandbox_server.diagnostics.findings import REPORT_ADVICE, HostFinding, describe_error
+from fumehood.sandbox_server.diagnostics.host_checks import find_missing_packages
+from fumehood.sandbox_server.host.disks import format_size
+from fumehood.sandbox_server.host.python_runtime import discover_runtime
+from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
+from fumehood.sandbox_server.packages import bytecode_cache
+from fumehood.sandbox_server.packages.installer_factory import packages_directory
+from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
+from fumehood.sandbox_server.supervisor.supervisor import Supervisor
+
+PROBE_FILE = "fumehood-probe.txt"
+# It only looks: a socket that is made and closed sends nothing, and nothing is ever connected.
+PROBE_CODE = f"""
+import json, socket
+print(6 * 7)
+def look(name):
+    try:
+        with open("/proc/self/net/" + name) as f:
+            return f.read(100_000)
+    except OSError:
+        return None
+try:
+    socket.socket().close()
+    sockets = True
+except OSError:
+    sockets = False
+with open({PROBE_FILE!r}) as f:
+    given = f.read()
+with open({PROBE_FILE!r}, "w") as f:
+    f.write(given[::-1])
+seen = {{name: look(name) for name in ("dev", "route", "ipv6_route")}}
+print(json.dumps({{"sockets": sockets, **seen}}))
+"""
+# Made by the kernel in every network namespace once a module is loaded; without a route they lead nowhere.
+UNROUTED_TUNNELS = {
+    "tunl0",
+    "gre0",
+    "gretap0",
+    "erspan0",
+    "sit0",
+    "ip_vti0",
+    "ip6_vti0",
+    "ip6tnl0",
+    "ip6gre0",
+}
+_BYTECODE_ADVICE = (
+    "Sandboxes work, but import their packages slowly. Let Fumehood keep bytecode: set packages_dir (or "
+    "FUMEHOOD_PACKAGES_DIR) to a directory that this user alone can write. Or compile where the packages are "
+    "installed: `uv pip install --compile-bytecode …`, or `python -m compileall DIRECTORY`."
+)
+_INDEX_TIMEOUT = 20.0
+_INDEX_ADVICE = (
+    "Let this machine reach the index, name another one (index_url, FUMEHOOD_INDEX_URL) or a directory of wheels "
+    "(find_links); or set packages to false."
+)
+
+
+async def run_smoke_test(settings: Settings) -> list[HostFinding]:
+    """One sandbox, from nothing to an answer that is checked; the first failure ends it."""
+    findings: list[HostFinding] = []
+    began = time.monotonic()
+    try:
+        async with Supervisor(replace(settings, pool=0, capacity=1)) as supervisor:
+            zygote = time.monotonic() - began
+            sandbox = await supervisor.create()
+            took = f"ready after {zygote:.1f} s, a sandbox takes {(time.monotonic() - began - zygote) * 1000:.0f} ms"
+            findings.append(HostFinding("sandbox starts", "ok", took))
+            findings += await _run_probe_code(sandbox, settings)
+            findings += _check_from_host(supervisor, settings)
+            findings.append(await check_packages(supervisor, settings))
+    except IsolationUnavailable as error:
+        # Whoever reads this has just run it.
+        advice = REPORT_ADVICE if "fumehood doctor" in error.advice else error.advice
+        findings.append(HostFinding("sandbox starts", "missing", error.reason, advice))
+    except Exception as error:
+        name = "sandbox works" if findings else "sandbox starts"
+        findings.append(HostFinding(name, "missing", describe_error(error), REPORT_ADVICE))
+    return findings
+
+
+async def _run_probe_code(sandbox: SandboxInstance, settings: Settings) -> list[HostFinding]:
+    given = os.urandom(8).hex()
+    await sandbox.files.write(PROBE_FILE, given.encode())
+    printed = ""
+    reason = ""
+    async for event in sandbox.execute(PROBE_CODE, timeout=30):
+        printed += event.text if isinstance(event, Stdout) else ""
+        reason = getattr(event, "reason", "") or getattr(event, "traceback", "") or reason
+    answer, _, facts = printed.partition("\n")
+    if answer != "42" or not facts:
+        detail = f"6 * 7 gave {printed!r}. {reason}".strip()
+        return [HostFinding("code runs", "missing", detail, "Please report this.")]
+    returned = (await sandbox.files.read(PROBE_FILE, limit=100)).decode()
+    same = returned == given[::-1]
+    return [
+        HostFinding("code runs", "ok", "6 * 7 is 42"),
+        HostFinding("files", "ok", "what the code writes is read back")
+        if same
+        else HostFinding("files", "missing", f"{returned!r} came back", "Please report this."),
+        assess_network(ObservedNetwork(**json.loads(facts)), settings),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedNetwork:
+    """What code saw: whether it may make a socket, and the kernel's tables; None could not be read."""
+
+    sockets: bool
+    dev: str | None
+    route: str | None
+    ipv6_route: str | None
+
+    def find_routes_out(self) -> list[str]:
+        """Interfaces other than the loopback, and which of them have a default route."""
+        routes = [row for line in (self.route or "").splitlines()[1:] if len(row := line.split()) > 7]
+        routes6 = [row for line in (self.ipv6_route or "").splitlines() if len(row := line.split()) > 9]
+        used = {row[0] for row in routes} | {row[9] for row in routes6}
+        default = {row[0] for row in routes if row[1] == row[7] == "00000000"}
+        default |= {row[9] for row in routes6 if row[0] == "0" * 32 and row[1] == "00"}
+        names = {line.partition(":")[0].strip() for line in (self.dev or "").splitlines()[2:]}
+        ways = (names - (UNROUTED_TUNNELS - used) | default) - {"lo", "*"}  # a route to * is a refusal
+        return [f"{name} with a default route" if name in default else name for name in sorted(ways)]
+
+
+def assess_network(seen: ObservedNetwork, settings: Settings) -> HostFinding:
+    if settings.mode == "unsafe-degraded":
+        if seen.sockets:
+            detail = "the code can make sockets, in the network of this machine"
+            return HostFinding("network", "missing", detail, "Please report this.")
+        return HostFinding("network", "ok", "off: the filter allows no socket")
+    if seen.dev is None or seen.route is None:
+        return HostFinding(
+            "network", "warning", "what the code has of it cannot be read", "Please report this."
+        )
+    ways = seen.find_routes_out()
+    if not ways:
+        return HostFinding("network", "ok", "off: there is the loopback only")
+    detail = f"the code has {', '.join(ways)}"
+    if settings.mode == "namespaces":
+        return HostFinding("network", "missing", detail, "Please report this.")
+    advice = "This mode leaves the network to what is around it: use a network policy, or --mode namespaces."
+    return HostFinding("network", "warning", detail, advice)
+
+
+def assess_preload(problems: dict[str, str], known: list[str]) -> Iterator[HostFinding]:
+    """One word for each package, whichever of its modules failed; those known not to be there are told already."""
+    failed = {name: why for name, why in problems.items() if "." not in name and name not in known}
+    if not known:  # else a module of a package may only lack another package
+        for name, why in problems.items():
+            failed.setdefault(name.partition(".")[0], why)
+    if failed:
+        names = ", ".join(f"{name} ({why})" for name, why in failed.items())
+        advice = "Install these packages for sandboxes, or do not preload them."
+        yield HostFinding("preload", "warning", names, advice)
+
+
+def _check_from_host(supervisor: Supervisor, settings: Settings) -> Iterator[HostFinding]:
+    about, pid = supervisor.zygote.info, supervisor.zygote.pid
+    # The packages of a pod are not those of this machine.
+    yield from assess_preload(
+        about.problems, [] if settings.mode == "pod" else find_missing_packages(settings)
+    )
+    if pid is None or settings.mode == "pod":
+        return
+    yield check_bytecode(settings)
+    users = _read_uids_below(pid)
+    if 0 in users or not users:
+        yield HostFinding("kernel user", "missing", "the code runs as root", "Please report this.")
+    else:
+        yield HostFinding("kernel user", "ok", f"the code is uid {max(users)} on this machine")
+
+
+def _read_uids_below(top: int) -> set[int]:
+    """The users, as the host counts them, of a process and all its descendants."""
+    parents: dict[int, int] = {}
+    uids: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*/status"):
+        try:
+            status = dict(line.split(":\t", 1) for line in entry.read_text().splitlines() if ":\t" in line)
+        except OSError:
+            continue
+        pid = int(status["Pid"])
+        parents[pid], uids[pid] = int(status["PPid"]), int(status["Uid"].split()[0])
+    below = {top}
+    while more := {pid for pid, parent in parents.items() if parent in below} - below:
+        below |= more
+    return {uids[pid] for pid in below if pid in uids}
+
+
+async def check_packages(supervisor: Supervisor, settings: Settings) -> HostFinding:
+    """Whether sandboxes can have further packages: never a reason not to run code, at most a warning."""
+    if not settings.packages:
+        return HostFinding("packages", "ok", "off: nobody can have any installed")
+    installer = supervisor.installer
+    if installer is None:
+        advice = "Nothing, if the usual ones are enough; set packages to false to say so."
+        return HostFinding("packages", "warning", supervisor.packages_unavailable, advice)
+    count, size = installer.store.usage()
+    kept = f"{count} sets of packages ({format_size(size)}) are kept in {installer.store.path}"
+    try:
+        await installer.check_index(_INDEX_TIMEOUT)
+    except InstallFailed as error:
+        return HostFinding(
+            "packages",
+            "warning",
+            f"{error.message} What was fetched before still serves: {kept}.",
+            _INDEX_ADVICE,
+        )
+    return HostFinding("packages", "ok", f"the index answers; {kept}")
+
+
+def check_bytecode(settings: Settings) -> HostFinding:
+    """Whether sandboxes find bytecode of their packages; raises RuntimeUnavailable."""
+    runtime = discover_runtime()
+    uncompiled = bytecode_cache.find_uncompiled(runtime)
+    if not uncompiled:
+        return HostFinding("bytecode", "ok", "beside the packages")
+    names = sum(len(names) for _, names in uncompiled)
+    if settings.mode != "namespaces":
+        return HostFinding("bytecode", "warning", f"missing for {names} packages", _BYTECODE_ADVICE)
+    try:
+        tree = bytecode_cache.prepare_bytecode(runtime, packages_directory(settings))
+    except bytecode_cache.BytecodeUnavailable as error:
+        return HostFinding("bytecode", "warning", f"missing for {names} packages: {error}", _BYTECODE_ADVICE)
+    return HostFinding("bytecode", "ok", f"compiled by Fumehood, in {tree}")
