@@ -2,7 +2,7 @@
 
     make bench-sandbox                   everything, a few minutes
     make bench-sandbox ARGS=--quick      half a minute, as `make bench-check` runs it
-    make bench-sandbox ARGS=--phases     where the time of a cold creation goes
+    make bench-sandbox ARGS=--phases     where the time of a cold start goes
 
 docs/benchmarks.md says what each row means.
 """
@@ -57,7 +57,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Scale:
-    """How often everything is done."""
+    """Number of repetitions of each measurement."""
 
     kernels: int  # each started twice: for a trivial cell and for a group-by
     fresh_per_kernel: int
@@ -83,7 +83,7 @@ def check_output(call: TimedCall, expected: str) -> TimedCall:
 
 @dataclass(frozen=True)
 class FreshTiming:
-    """Milliseconds from asking for a sandbox until there is one, and until its first output."""
+    """Milliseconds from the request until the sandbox exists, and until its first output."""
 
     created_ms: float
     first_output_ms: float
@@ -115,7 +115,7 @@ def build_fresh_row(
 
 
 async def wait_for_full_pool(subject: SandboxTarget) -> None:
-    """Wait until the pool is as warm as it gets, and nothing else goes on."""
+    """Wait until the pool is full and idle."""
     async with asyncio.timeout(30):
         while await subject.pool_available() < POOL:  # noqa: ASYNC110 - the server tells only when asked
             await asyncio.sleep(0.01)
@@ -123,7 +123,7 @@ async def wait_for_full_pool(subject: SandboxTarget) -> None:
 
 
 async def time_kernel_start(code: str, expected: str, calls: int = 0) -> tuple[float, list[float]]:
-    """Milliseconds from asking for a kernel to its first output, and of `calls` calls after it."""
+    """Milliseconds from the start of a kernel to its first output, and of `calls` executions after it."""
     began = time.perf_counter()
     kernel = JupyterKernel()
     try:
@@ -142,7 +142,7 @@ async def time_kernel_start(code: str, expected: str, calls: int = 0) -> tuple[f
 async def compare_with_jupyter(
     subject: SandboxTarget, others: Sequence[SandboxTarget], scale: Scale
 ) -> list[ResultRow]:
-    """Fresh with a warm pool, second calls, and a group-by: ours, Jupyter, ours, Jupyter …"""
+    """Fresh sandboxes from a warm pool, second executions and a group-by, interleaved with Jupyter."""
     starts = {one.name: list[FreshTiming]() for one in (subject, *others)}
     seconds = {one.name: list[float]() for one in (subject, *others)}
     groups, one_shots = list[FreshTiming](), list[float]()
@@ -179,7 +179,7 @@ async def compare_with_jupyter(
         for one in others
     ]
     found += [
-        # Queues grow out of all proportion where others leave less than 20/s: no ratchet.
+        # Queues grow without bound if other load leaves less than 20/s: no ratchet.
         replace(
             build_fresh_row(
                 "first_output_20", f"fresh → first output, warm pool, {rate}", mine, arrivals, start, fast
@@ -229,7 +229,7 @@ async def time_fresh_sandboxes(
 
 
 async def time_one_shots(subject: SandboxTarget, times: int) -> list[float]:
-    """`POST /execute`, where there is such a thing."""
+    """`POST /execute`, if the target has it."""
     taken: list[float] = []
     if not isinstance(subject, HttpTarget):
         return taken
@@ -242,7 +242,7 @@ async def time_one_shots(subject: SandboxTarget, times: int) -> list[float]:
 
 
 async def time_second_calls(subject: SandboxTarget, calls: int) -> list[float]:
-    """Milliseconds from asking to the end of a call in a sandbox that has run one before."""
+    """Milliseconds of an execution in a sandbox that has run one before."""
     sandbox = await subject.create()
     check_output(await subject.run(sandbox, TRIVIAL), TRIVIAL_PRINTS)
     await wait_for_full_pool(subject)
@@ -268,7 +268,7 @@ async def run_open_loop(subject: SandboxTarget, scale: Scale) -> list[FreshTimin
 
 
 async def compare_with_spawns(subject: SandboxTarget, spawner: Spawner, scale: Scale) -> list[ResultRow]:
-    """Fresh without a pool, against a Python started for the purpose."""
+    """Fresh sandboxes without a pool, compared with starting Python."""
     ours: list[FreshTiming] = []
     jailed: list[float] = []
     plain: list[float] = []
@@ -291,7 +291,7 @@ async def compare_with_spawns(subject: SandboxTarget, spawner: Spawner, scale: S
 async def measure_cpu_per_container(
     subject: SandboxTarget, spawner: Spawner, scale: Scale
 ) -> list[ResultRow]:
-    """CPU time of one fresh container, used and deleted: the whole tree, from the server to the last child."""
+    """CPU time of one container created, used and deleted, over the whole process tree."""
     try:
         meter = process_resources.CpuMeter(subject.pid)
     except process_resources.MeasurementUnavailable as error:
@@ -326,7 +326,7 @@ async def measure_cpu_per_container(
 
 
 def read_own_cpu(subject: SandboxTarget) -> float:
-    """What is spent in this process counts where the server runs in it; the meter leaves it out."""
+    """CPU time of this process, which the meter omits: it counts if the server runs here."""
     return time.process_time() if subject.pid == os.getpid() else 0.0
 
 
@@ -341,7 +341,7 @@ async def run_sustained_load(subject: SandboxTarget, containers: int, concurrenc
 
 
 async def measure_idle_memory(subject: SandboxTarget, scale: Scale) -> list[ResultRow]:
-    """Proportional set size of idle containers after a call, and of idle kernels after a cell."""
+    """Proportional set size of idle containers and kernels after one execution."""
     sandboxes = [await subject.create() for _ in range(scale.live)]
     names = [check_output(await subject.run(one, MY_NAMESPACE), "pid:").text.strip() for one in sandboxes]
     await wait_for_full_pool(subject)
@@ -383,7 +383,7 @@ async def measure_idle_memory(subject: SandboxTarget, scale: Scale) -> list[Resu
 
 
 async def measure_interrupts(subject: SandboxTarget, scale: Scale) -> list[ResultRow]:
-    """From the deadline to the end of a call that would never end."""
+    """From the deadline to the end of an endless execution."""
     soft: list[float] = []
     hard: list[float] = []
     for _ in range(scale.interrupts):
@@ -424,7 +424,7 @@ async def measure_interrupts(subject: SandboxTarget, scale: Scale) -> list[Resul
 
 
 async def measure_churn(subject: SandboxTarget, containers: int) -> list[ResultRow]:
-    """Containers made, used and deleted; what is there afterwards that was not there before."""
+    """Create, use and delete containers; report what is left."""
     await run_sustained_load(subject, 2 * POOL)  # connections, caches and the like exist by now
     before = await wait_until_settled(subject)
     began = time.perf_counter()
@@ -448,7 +448,7 @@ async def measure_churn(subject: SandboxTarget, containers: int) -> list[ResultR
 
 
 async def wait_until_settled(subject: SandboxTarget) -> process_resources.ResourceCount:
-    """A census when nothing changes any more: what is given back in the background has been given back."""
+    """A census once it is stable, after background cleanup."""
     await wait_for_full_pool(subject)
     last = process_resources.ResourceCount.count(subject.pid)
     for _ in range(100):
@@ -483,9 +483,8 @@ async def measure(scale: Scale, *, in_process: bool, containers: int) -> list[Re
                 others.append(
                     await warm.enter_async_context(sandbox_server_processes.run_on_loopback(directory, POOL))
                 )
-                if RemoteClientTarget.is_installed():
-                    others.append(RemoteClientTarget(server))
-                    warm.push_async_callback(others[-1].close)
+                others.append(RemoteClientTarget(server))
+                warm.push_async_callback(others[-1].close)
             await step("against Jupyter", compare_with_jupyter(subject, others, scale))
             await step("CPU per container", measure_cpu_per_container(subject, spawner, scale))
             await step("idle memory", measure_idle_memory(subject, scale))

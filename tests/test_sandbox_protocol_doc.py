@@ -11,7 +11,7 @@ from fumehood.protocol.sandbox import sandbox_errors, sandbox_messages
 from fumehood.sandbox_server.api.app import SandboxServerApp
 from fumehood.sandbox_server.api.openapi import build_document
 from fumehood.sandbox_server.api.operations import OPERATIONS
-from fumehood.sandbox_server.api.sandbox_request_context import MethodNotAllowed, RequestTimeout
+from fumehood.sandbox_server.api.sandbox_request_context import RequestTimeout, UnsupportedMethod
 from fumehood.sandbox_server.settings import Settings
 
 TEXT = (Path(__file__).parent.parent / "docs" / "sandbox-protocol.md").read_text(encoding="utf-8")
@@ -62,7 +62,7 @@ def test_every_error_code_is_documented_with_its_status() -> None:
     wire = {
         kind for kind in _kinds(sandbox_errors.SandboxError) if kind.__module__ == sandbox_errors.__name__
     }
-    assert documented == {(kind.status, kind.code) for kind in wire | {MethodNotAllowed, RequestTimeout}}
+    assert documented == {(kind.status, kind.code) for kind in wire | {UnsupportedMethod, RequestTimeout}}
 
 
 @pytest.mark.parametrize(

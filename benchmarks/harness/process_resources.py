@@ -1,4 +1,4 @@
-"""Counts what processes take: memory, CPU time, descriptors, mounts, cgroups."""
+"""Measures processes: memory, CPU time, descriptors, mounts, cgroups."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ def children(pid: int) -> list[int]:
 
 
 def process_tree(pid: int) -> Iterator[int]:
-    """The process and everything below it."""
+    """The process and its descendants."""
     pending = [pid]
     while pending:
         yield (pid := pending.pop())
@@ -37,7 +37,7 @@ def pid_namespace(pid: int) -> str:
 
 
 def group_by_namespace(pid: int) -> dict[str, list[int]]:
-    """The processes below one, by the PID namespace they are in: one namespace is one sandbox."""
+    """Descendants by PID namespace: one namespace is one sandbox."""
     found: dict[str, list[int]] = {}
     for one in process_tree(pid):
         found.setdefault(pid_namespace(one), []).append(one)
@@ -45,7 +45,7 @@ def group_by_namespace(pid: int) -> dict[str, list[int]]:
 
 
 def pss_bytes(pid: int) -> int:
-    """Bytes: what is its own, and its share of what it has in common with others."""
+    """Proportional set size in bytes: private memory and its share of shared memory."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -54,23 +54,23 @@ def pss_bytes(pid: int) -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Seconds the process itself has run; its children are not counted."""
+    """CPU seconds of the process without its children."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICK
 
 
 def cpu_clock(pid: int) -> float:
-    """The same to the nanosecond, all its threads, also those that have ended: what short work is measured by."""
+    """The same in nanoseconds, with ended threads, for short work."""
     return time.clock_gettime((~pid << 3) | 2)  # as clock_getcpuclockid(3) has it
 
 
 def resident_bytes(pid: int) -> int:
-    """Bytes of it that are in memory now."""
+    """Resident set size in bytes."""
     return _status(pid, "VmRSS:")
 
 
 def peak_resident_bytes(pid: int) -> int:
-    """The most that was in memory at once since the process began, or since `forget_peak`."""
+    """Peak resident set size since the start, or since `forget_peak`."""
     return _status(pid, "VmHWM:")
 
 
@@ -87,11 +87,11 @@ def _status(pid: int, name: str) -> int:
 
 
 class MeasurementUnavailable(Exception):
-    """CPU time of processes that have ended cannot be had here."""
+    """The CPU time of ended processes cannot be measured here."""
 
 
 class CpuMeter:
-    """CPU seconds of a tree of processes, also of those in it that have ended.
+    """CPU seconds of a process tree, with those that have ended.
 
     As root with the controller cpuacct in a hierarchy of its own, in a cgroup into which the tree is moved; else
     from the cgroups that the sandboxes are in on v2, with what the server itself has used.
@@ -152,7 +152,7 @@ def _cgroup_cpu(group: Path) -> float:
 
 @dataclass(frozen=True)
 class ResourceCount:
-    """What could leak, counted: in the server's tree of processes, and of what bears the server's name."""
+    """Counts of what could leak: in the server's process tree, and by the server's name."""
 
     processes: int
     descriptors: int
@@ -191,7 +191,7 @@ def _mounts(pid: int) -> int:
 
 
 def _cgroups(root: int) -> Iterator[str]:
-    """Those of this server's sandboxes, in any hierarchy."""
+    """Cgroups of this server's sandboxes, in any hierarchy."""
     for directory, names, _ in os.walk("/sys/fs/cgroup"):
         if f"/fumehood-{root}-" in directory:
             yield from names

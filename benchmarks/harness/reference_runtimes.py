@@ -1,4 +1,4 @@
-"""What ours is compared with: Jupyter kernels, `python -c` bare and in bubblewrap."""
+"""The references: Jupyter kernels, `python -c` plain and in bubblewrap."""
 
 import asyncio
 import importlib
@@ -60,7 +60,7 @@ class Spawner:
 
 
 def _build_environment() -> dict[str, str]:
-    # Threads of linear algebra are off in our sandboxes as well.
+    # Linear algebra has no threads in our sandboxes either.
     return {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -69,7 +69,7 @@ def plain_python_command(code: str) -> list[str]:
 
 
 def find_bubblewrap() -> str:
-    """The machine's own, else that of the dependency group `bench`."""
+    """The host's bubblewrap, otherwise that of the dependency group `bench`."""
     system = shutil.which("bwrap")
     if system is not None:
         return system
@@ -78,7 +78,7 @@ def find_bubblewrap() -> str:
 
 
 def bubblewrap_python_command(code: str) -> list[str]:
-    """A jail as strict as bubblewrap makes it in one command, with no more in it than this Python needs."""
+    """The strictest jail that bubblewrap makes in one command, with only what this Python needs in it."""
     argv = [
         find_bubblewrap(),
         *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"),
@@ -116,7 +116,7 @@ def bubblewrap_python_command(code: str) -> list[str]:
 
 
 class JupyterKernel:
-    """One Jupyter kernel, started and asked as jupyter_client's documentation does it."""
+    """One Jupyter kernel, used as jupyter_client's documentation shows."""
 
     def __init__(self) -> None:
         # By name: it is installed for benchmarks only, and everything else is checked without it.

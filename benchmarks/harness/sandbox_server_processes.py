@@ -1,4 +1,4 @@
-"""Sandbox servers of the benchmark's own, started as a user would start them."""
+"""Starts sandbox servers for the benchmark, as a user would."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ _PATIENCE = 60
 
 
 async def _start(directory: Path, *options: str) -> tuple[asyncio.subprocess.Process, str]:
-    """The server's process and where it serves, once it does."""
+    """Start a server; returns its process and address once it is ready."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "fumehood", "sandbox", *options),
         stdin=asyncio.subprocess.DEVNULL,
@@ -43,7 +43,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 
 @contextlib.asynccontextmanager
 async def run_on_unix_socket(directory: Path, pool: int) -> AsyncGenerator[HttpTarget]:
-    """A server for this user only, without a token, and a client of it."""
+    """A server on a unix socket without a token, and a client."""
     path = directory / f"pool-{pool}.sock"
     process, _ = await _start(directory, "--socket", str(path), "--pool", str(pool))
     client = RawHttpClient(socket=str(path))
@@ -56,7 +56,7 @@ async def run_on_unix_socket(directory: Path, pool: int) -> AsyncGenerator[HttpT
 
 @contextlib.asynccontextmanager
 async def run_on_loopback(directory: Path, pool: int) -> AsyncGenerator[HttpTarget]:
-    """A server on a port of this host that wants a token, and a client that has it."""
+    """A server on a TCP port with a token, and a client."""
     token = secrets.token_hex(16)
     file = directory / "token"
     file.write_text(token)

@@ -1,7 +1,5 @@
-"""Ours, as the benchmark sees it: make a sandbox, run code in it, delete it."""
+"""Fumehood as a benchmark target: create a sandbox, run code in it, delete it."""
 
-import importlib
-import importlib.util
 import itertools
 import os
 import time
@@ -24,6 +22,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     ServerHealth,
     Stdout,
 )
+from fumehood.sandbox_client import RemoteSandboxProvider
 from fumehood.sandbox_server.settings import Settings
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
@@ -31,7 +30,7 @@ from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 
 @dataclass(frozen=True)
 class TimedCall:
-    """One call: the moments of its first output and of its end, what it printed, how it ended."""
+    """One execution: times of its first output and its end, printed text, status."""
 
     first_output_at: float
     ended_at: float
@@ -41,11 +40,11 @@ class TimedCall:
 
 
 class SandboxTarget(ABC):
-    """Something that makes sandboxes and runs code in them; `pid` is the root of its processes."""
+    """A way to create sandboxes and run code in them; `pid` is the root of its process tree."""
 
     name: str
     pid: int
-    counts_towards_goals = True  # towards the goals; what else is measured is for information
+    counts_towards_goals = True  # otherwise for information only
 
     @abstractmethod
     async def create(self) -> Any:
@@ -61,7 +60,7 @@ class SandboxTarget(ABC):
 
     @abstractmethod
     async def pool_available(self) -> int:
-        """How many sandboxes wait in the pool."""
+        """Number of sandboxes ready in the pool."""
 
     @abstractmethod
     async def close(self) -> None:
@@ -69,7 +68,7 @@ class SandboxTarget(ABC):
 
 
 class InProcessTarget(SandboxTarget):
-    """The supervisor in this very process, without HTTP."""
+    """The supervisor in this process, without HTTP."""
 
     name = "in-process"
 
@@ -104,7 +103,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class HttpTarget(SandboxTarget):
-    """A server of its own, through its API; sandboxes are named by their ids."""
+    """A separate server, through its HTTP API; a sandbox is its id."""
 
     def __init__(self, name: str, url: str, client: RawHttpClient, pid: int) -> None:
         self.name = name
@@ -122,24 +121,24 @@ class HttpTarget(SandboxTarget):
     async def run(self, sandbox: str, code: str, *, timeout: float = 60.0) -> TimedCall:
         first = 0.0
 
-        def arrived(piece: bytes) -> None:
+        def on_chunk(chunk: bytes) -> None:
             nonlocal first
-            if not first and b'"stdout"' in piece:
+            if not first and b'"stdout"' in chunk:
                 first = time.perf_counter()
 
         body = _encode(ExecuteRequest(code=code, timeout_seconds=timeout))
-        response = await self._client.request("POST", f"/sandboxes/{sandbox}/execute", body, arrived)
+        response = await self._client.request("POST", f"/sandboxes/{sandbox}/execute", body, on_chunk)
         ended = time.perf_counter()
         _check_status(response, 200)
         events = [_decode_event(line) for line in bytes(response.body).splitlines() if line]
         end = events[-1]
         if not isinstance(end, ExecutionEnd):
-            raise RuntimeError("the call had no end")
+            raise RuntimeError("the execution had no end")
         text = "".join(event.text for event in events if isinstance(event, Stdout))
         return TimedCall(first, ended, text, end.status, end.state_kept)
 
     async def run_once(self, code: str) -> TimedCall:
-        """Make, use and delete in one request; its first output comes with its end."""
+        """Create, use and delete in one request; the first output comes with the end."""
         response = await self._client.request("POST", "/execute", _encode(OneShotRequest(code=code)))
         ended = time.perf_counter()
         answer = _decode_one_shot(_check_status(response, 200).body)
@@ -157,7 +156,7 @@ class HttpTarget(SandboxTarget):
 
 
 class RemoteClientTarget(SandboxTarget):
-    """The same server through the client that is shipped, as a gateway uses it; `beside` tells of the pool."""
+    """The same server through the client that a gateway uses; the pool is read through `http_target`."""
 
     name = "shipped client"
     counts_towards_goals = False
@@ -165,13 +164,7 @@ class RemoteClientTarget(SandboxTarget):
     def __init__(self, http_target: HttpTarget) -> None:
         self.pid = http_target.pid
         self._http_target = http_target
-        self._provider: Any = importlib.import_module(
-            "fumehood.sandbox_client.remote_provider"
-        ).RemoteSandboxes(http_target.url)
-
-    @staticmethod
-    def is_installed() -> bool:
-        return importlib.util.find_spec("fumehood.sandbox") is not None
+        self._provider = RemoteSandboxProvider(http_target.url)
 
     async def create(self) -> Any:
         return await self._provider.attach(await self._provider.create(SandboxSpec()))
@@ -198,7 +191,7 @@ async def _time_events(events: AsyncIterable[ExecutionEvent]) -> TimedCall:
         elif isinstance(event, ExecutionEnd):
             end = event
     if end is None:
-        raise RuntimeError("the call had no end")
+        raise RuntimeError("the execution had no end")
     return TimedCall(first, time.perf_counter(), text, end.status, end.state_kept)
 
 

@@ -1,4 +1,4 @@
-"""Hosts, fresh sandboxes, and what must hold after every attack.
+"""Fixtures: drivers, fresh sandboxes, and the checks after every attack.
 
 Each attack gets a sandbox of its own. Beside it, for the whole session, lives a neighbour with a variable and
 a counter: after each attack it is asked whether it is still itself, as are the supervisor and the zygote.

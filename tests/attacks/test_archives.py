@@ -1,4 +1,4 @@
-"""Attacks by archives that are uploaded, and by code on what unpacks them."""
+"""Attacks by uploaded archives, and by code on the helper that unpacks them."""
 
 import gzip
 import tarfile

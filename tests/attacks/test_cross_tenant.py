@@ -1,4 +1,4 @@
-"""Attacks of one sandbox on the next: poison, and what may be learned."""
+"""Attacks of one sandbox on the next: poisoned state, leaked information."""
 
 import secrets
 from textwrap import dedent

@@ -1,4 +1,4 @@
-"""Attacks by an ordinary-looking call: output, loops, standard input."""
+"""Attacks by plain code: output, loops, standard input."""
 
 from textwrap import dedent
 

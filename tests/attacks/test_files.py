@@ -1,4 +1,4 @@
-"""Attacks on those who read, list and write a sandbox's files from outside."""
+"""Attacks on the supervisor and helpers that list, read and write a sandbox's files."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Attacks on what the host keeps to itself: files, memory, paths, writes."""
+"""Attacks on the host's files, memory and paths."""
 
 import os
 import pwd

@@ -1,4 +1,4 @@
-"""Attacks on the first process of a sandbox, outside of its user namespace and cgroup."""
+"""Attacks on init, which is outside the sandbox's user namespace and cgroup."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Sudden death of each part, and what must become of the rest.
+"""Kills of each process, and what must happen to the others.
 
 Each test has a supervisor of its own, without preloaded packages so that it starts quickly.
 """

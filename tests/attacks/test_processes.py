@@ -1,4 +1,4 @@
-"""Attacks on other processes, and privileges that must not be had."""
+"""Attacks on other processes, and attempts to gain privileges."""
 
 from textwrap import dedent
 from typing import Any

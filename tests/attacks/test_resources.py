@@ -1,4 +1,4 @@
-"""Attacks that use something up: only the sandbox itself notices."""
+"""Attacks that exhaust a resource: only the sandbox itself is affected."""
 
 from textwrap import dedent
 

@@ -1,4 +1,4 @@
-"""Attacks by commands: floods, what they leave behind, limits, the runner."""
+"""Attacks by shell commands: floods, leftover processes, limits, the runner."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Attacks through the system-call table: each call is made for real."""
+"""Attacks by system calls, each made for real."""
 
 import os
 from textwrap import dedent

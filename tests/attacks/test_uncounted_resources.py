@@ -1,4 +1,4 @@
-"""Attacks with what the kernel gives without counting it."""
+"""Attacks with kernel objects that no cgroup counts."""
 
 from textwrap import dedent
 

@@ -1,4 +1,4 @@
-"""Attacks on what the zygote may have kept of one sandbox for the next.
+"""Searches for state of one sandbox in the next, through the zygote.
 
 Every sandbox is a copy of the zygote: whatever that was told, or has made for others, could be read by the next one.
 """

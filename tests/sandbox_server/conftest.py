@@ -1,4 +1,4 @@
-"""Fixtures that several tests of the sandbox server share."""
+"""Shared fixtures of the sandbox server's tests."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Fumehood in site-packages, as a wheel installs it: what works, and what of the host stays hidden."""
+"""Fumehood installed in site-packages, as a wheel does: it works, and the host stays hidden."""
 
 import json
 import os

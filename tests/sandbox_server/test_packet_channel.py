@@ -1,4 +1,4 @@
-"""Packets on the event loop: order, descriptors, floods, ends."""
+"""PacketChannel: order, descriptors, floods, end of file."""
 
 import asyncio
 import itertools

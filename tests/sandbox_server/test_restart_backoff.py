@@ -1,4 +1,4 @@
-"""How zygotes that die follow each other."""
+"""Delays between restarts."""
 
 from fumehood.sandbox_server.restart_backoff import RestartBackoff
 

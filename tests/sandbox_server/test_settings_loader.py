@@ -1,4 +1,4 @@
-"""Settings from a file and from variables: what is taken, what is refused and how that is said."""
+"""Settings from a file and from variables: accepted values, refused values and their messages."""
 
 import re
 from dataclasses import fields

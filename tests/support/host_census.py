@@ -45,9 +45,9 @@ class Census:
 
 @dataclass
 class CensusTaker:
-    """Counts for one supervisor after another in the same places; remembers the names of all their trees."""
+    """Counts for one supervisor after another in the same directories; remembers the names of all their trees."""
 
-    places: HostPaths
+    paths: HostPaths
     trees: set[str] = field(default_factory=set[str])
 
     supervisor: int = -1
@@ -57,13 +57,13 @@ class CensusTaker:
         self.trees |= {os.path.basename(path) for path in trees}
 
     def take_census(self) -> Census:
-        devices = frozenset(_loop_devices(self.places.disk_dir))
+        devices = frozenset(_loop_devices(self.paths.disk_dir))
         return Census(
             processes=_number_names(_name(pid) for pid in set(self._processes())),
             cgroups=frozenset(self._cgroups()),
             loop_devices=devices,
-            mounts=frozenset(_mounts(devices, self.places)),
-            files=frozenset(_files(self.places)),
+            mounts=frozenset(_mounts(devices, self.paths)),
+            files=frozenset(_files(self.paths)),
             descriptors=sum(map(_descriptors, self._servers())),
         )
 
@@ -221,9 +221,9 @@ def _loop_devices(directory: Path) -> Iterator[str]:
                 yield path.parents[1].name
 
 
-def _mounts(devices: frozenset[str], places: HostPaths) -> Iterator[str]:
+def _mounts(devices: frozenset[str], paths: HostPaths) -> Iterator[str]:
     """In every mount namespace that a process is in."""
-    wanted = [*(f"/dev/{device} " for device in devices), f" {places.temporary}/", f" {places.disk_dir}/"]
+    wanted = [*(f"/dev/{device} " for device in devices), f" {paths.temporary}/", f" {paths.disk_dir}/"]
     for pid in _pids():
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/mountinfo").read_text().splitlines():
@@ -231,8 +231,8 @@ def _mounts(devices: frozenset[str], places: HostPaths) -> Iterator[str]:
                     yield line.split()[4]
 
 
-def _files(places: HostPaths) -> Iterator[str]:
-    for top in (places.temporary, places.disk_dir):
+def _files(paths: HostPaths) -> Iterator[str]:
+    for top in (paths.temporary, paths.disk_dir):
         for directory, below, names in os.walk(top):
             yield from (f"{directory}/{name}" for name in (*below, *names))
 

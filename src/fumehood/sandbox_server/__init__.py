@@ -1,1 +1,1 @@
-"""Isolated execution of model-written Python."""
+"""The sandbox server: runs model-written Python in isolated sandboxes, in process or behind HTTP."""

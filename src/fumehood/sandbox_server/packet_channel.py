@@ -1,4 +1,4 @@
-"""One end of a SOCK_SEQPACKET pair on the event loop."""
+"""One end of a SOCK_SEQPACKET socket pair on the event loop."""
 
 import array
 import asyncio
@@ -9,15 +9,15 @@ from collections import deque
 from collections.abc import Callable
 
 _MAX_PACKET_BYTES = 256 * 1024
-_MAX_PACKETS_PER_WAKE = 32  # a peer that floods gets its turn, not the loop
+_MAX_PACKETS_PER_WAKE = 32  # a peer that floods must not block the loop
 _MAX_DRAINED_PACKETS = 10_000
 
 
 class PacketChannel:
-    """Sends in order without blocking the loop; hands what arrives to `on_packet`, the end to `on_close`.
+    """Sends in order without blocking the loop; calls `on_packet` for each packet and `on_close` at the end.
 
-    Descriptors are taken only while `accept_fds` is set. Otherwise the kernel throws them away on arrival, so a
-    peer can neither exhaust nor confuse the descriptors of this process.
+    Descriptors are accepted only while `accept_fds` is set. Otherwise the kernel discards them, so that a peer cannot
+    exhaust the descriptors of this process.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class PacketChannel:
         self._loop.add_reader(sock.fileno(), self._on_readable)
 
     def send(self, body: bytes, fds: list[int] | None = None) -> None:
-        """Queue one packet; `fds` are duplicated, so that the caller may close its own at once."""
+        """Queue one packet; `fds` are duplicated, so the caller may close its own at once."""
         if self._closed:
             return
         if not self._send_queue and self._try_send(body, fds or []):
@@ -50,7 +50,7 @@ class PacketChannel:
 
     @property
     def queued_packets(self) -> int:
-        """How many packets the peer has not had room for yet."""
+        """Number of packets not sent yet."""
         return len(self._send_queue)
 
     def _try_send(self, body: bytes, fds: list[int]) -> bool:
@@ -60,7 +60,7 @@ class PacketChannel:
         except BlockingIOError:
             return False
         except OSError:
-            return True  # the peer is gone: reading tells
+            return True  # the peer is gone: reading notices it
         return True
 
     def _on_writable(self) -> None:
@@ -75,7 +75,7 @@ class PacketChannel:
 
     @property
     def has_peer_closed(self) -> bool:
-        """Whether the peer is gone, also if nobody has been told yet."""
+        """Whether the peer is gone, also before `on_close` has been called."""
         try:
             return self._closed or self._sock.recv(1, socket.MSG_PEEK) == b""
         except BlockingIOError:
@@ -84,7 +84,7 @@ class PacketChannel:
             return True
 
     def drain(self) -> None:
-        """Take what a peer that has ended sent last; there is no more than the socket held."""
+        """Read what an ended peer has left in the socket."""
         self._receive(_MAX_DRAINED_PACKETS)
 
     def _on_readable(self) -> None:
@@ -103,7 +103,7 @@ class PacketChannel:
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                continue  # told once, of a peer that ended without reading everything; what it said comes after
+                continue  # once, if the peer ended without reading everything; its packets follow
             except OSError:
                 body = b""
             if not body:

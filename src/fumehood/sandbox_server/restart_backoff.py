@@ -1,21 +1,21 @@
-"""How soon a zygote that ended may be followed by another.
+"""Backoff between restarts of zygotes.
 
-One death is an accident and is made good at once. One that follows soon upon another points to something that the
-next zygote would meet as well, and starting one costs a second of processor time: the pause doubles up to a bound.
+The first failures are retried at once. More within a minute suggest a cause that the next zygote would meet as well,
+and a start costs a second of CPU time: the delay doubles up to a maximum.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable
 
-_WINDOW_SECONDS = 60.0  # seconds after which a death is forgotten
-_IMMEDIATE_RESTARTS = 2  # this many within the window are made good at once
+_WINDOW_SECONDS = 60.0  # older failures do not count
+_IMMEDIATE_RESTARTS = 2  # this many within the window without delay
 _INITIAL_DELAY = 1.0
 _MAX_DELAY = 30.0
 
 
 class RestartBackoff:
-    """Remembers the deaths of zygotes, and how long the next start should wait."""
+    """Counts recent failures and computes the delay of the next start."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -26,11 +26,11 @@ class RestartBackoff:
 
     @property
     def recent_failures(self) -> int:
-        """How many ended within the last minute."""
-        return sum(self._clock() - death < _WINDOW_SECONDS for death in self._failures)
+        """Number of failures within the last minute."""
+        return sum(self._clock() - failure < _WINDOW_SECONDS for failure in self._failures)
 
     def delay(self) -> float:
-        """Seconds until the next may be started; 0 at once."""
+        """Seconds until the next start is allowed."""
         excess = self.recent_failures - _IMMEDIATE_RESTARTS
         if excess <= 0:
             return 0.0

@@ -1,4 +1,4 @@
-"""What an operator may set about sandboxes, with defaults that are safe."""
+"""Settings of the sandbox server, with safe defaults."""
 
 import os
 from collections.abc import Mapping
@@ -13,66 +13,64 @@ type DiskMode = Literal["auto", "required", "off"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything that can be set about a sandbox server.
+    """All settings of a sandbox server.
 
-    mode: which walls; see docs/security.md.
-    limits: `enforced` refuses to start where memory and processes cannot be bounded by cgroups; `best-effort`
-        goes on with what rlimits can do, which does not bound memory.
-    pool: sandboxes kept ready, each given to one caller only.
-    capacity: how many sandboxes may live at once.
-    shards: zygotes that sandboxes are made from; tenants are spread over them, so that fewer share an address-space
-        layout, and fewer lose their sandboxes when one ends. Each takes about 150 MB.
-    memory_total, cpus_total: bounds of all sandboxes together; None means four fifths of the host's memory, and
-        no bound on processors.
-    cpus: processors one sandbox may use at most; under contention all get equal shares.
-    processes, open_files: bounds of one sandbox.
-    inodes: files one sandbox may have in /mnt/data, /tmp, home and /dev/shm together.
-    file_bytes: how large one file or archive may be on its way in or out.
-    unpacked_members, unpacked_bytes: what one archive may hold, or many files that come together.
-    transfer_timeout: how long one may take in all; transfer_idle_timeout: how long nothing of it may move.
-    output_bytes, display_bytes: what one call may print, and show.
-    interrupt_grace: seconds between the first interrupt of code that ran too long and its being killed.
+    mode: isolation mode; see docs/security.md.
+    limits: `enforced` refuses to start if cgroups cannot limit memory and processes; `best-effort` falls back to
+        rlimits, which do not limit memory.
+    pool: number of sandboxes kept ready; each is claimed by one caller only.
+    capacity: maximum number of sandboxes.
+    shards: number of zygotes. Tenants are spread over them, so that fewer share an address-space layout and fewer
+        lose their sandboxes when a zygote ends. Each uses about 150 MB.
+    memory_total, cpus_total: limits of all sandboxes together; None means four fifths of the host's memory, and
+        all CPUs.
+    cpus: CPU limit of one sandbox; under contention all get equal shares.
+    processes, open_files: limits of one sandbox.
+    inodes: maximum number of files in /mnt/data, /tmp, home and /dev/shm of one sandbox together.
+    file_bytes: maximum size of one file or archive in a transfer.
+    unpacked_members, unpacked_bytes: limits for the contents of one archive, or of many files in one request.
+    transfer_timeout: maximum duration of a transfer; transfer_idle_timeout: without any progress.
+    output_bytes, display_bytes: maximum printed and displayed output of one execution.
+    interrupt_grace: seconds between the first interrupt at a timeout and the kill.
     start_timeout: seconds until a zygote or a sandbox that has not started counts as failed.
-    uid_base: as root, the first of the users that sandboxes run as.
-    preload: packages imported before any fork, where they are installed.
-    guest_socket: mode `pod`: where the container that runs the code listens.
-    packages: whether callers and code may have further packages installed.
-    index_url: where these come from; None means FUMEHOOD_INDEX_URL, UV_DEFAULT_INDEX, UV_INDEX_URL or PIP_INDEX_URL
-        of the environment, else PyPI. Credentials in it are shown to nobody.
+    uid_base: as root, the first uid of sandboxes.
+    preload: packages that zygotes import, where they are installed.
+    guest_socket: mode `pod`: the socket of the container that runs the code.
+    packages: whether callers and code may install packages.
+    index_url: the package index; None means FUMEHOOD_INDEX_URL, UV_DEFAULT_INDEX, UV_INDEX_URL or PIP_INDEX_URL of
+        the environment, otherwise PyPI. Credentials in it are never shown.
     find_links: a directory with further wheels.
-    packages_dir: where installed packages are kept; None means FUMEHOOD_PACKAGES_DIR of the environment, else
-        /var/cache/fumehood/packages for root, else fumehood/packages in the user's cache directory.
-    packages_bytes: how much may be kept there besides uv's own cache; what is in use stays.
-    install_timeout: seconds that resolving or installing may take.
-
-    What the service in front of the sandboxes allows:
-
-    tenant_sandboxes, tenant_memory: how many sandboxes one tenant may have at once, and how many bytes their
-        memory tiers may add up to; None means no bound. The empty name is a tenant like any other.
-    idle_seconds: a sandbox that nobody has used for so long is ended, in case its owner is dead; None means never.
-    queued_executions: how many executions of one sandbox may wait behind the one that runs.
-    retained_executions, retained_output_bytes: how many ended executions of one sandbox can still be read, and how large they may be
-        together; the last one can always be read, unless all sandboxes keep more than 16 times as much.
-    max_tombstones, tombstone_seconds: of how many sandboxes that have ended it is remembered why, and for how long.
-    connections: how many callers may be connected at once.
-    request_seconds: how long a JSON body may take to arrive.
-    request_bytes, one_shot_bytes: the largest JSON body of a request, and of one to `POST /execute`.
-    produced_files, produced_bytes: what `POST /execute` gives back at most of the files that the code wrote.
-    egress: whether callers may ask for a network policy with an allow-list; see docs/network.md.
-    egress_domains: the domains they may ask for; None means any.
-    egress_ports: the ports that may be connected to.
-    egress_private_networks: networks that may be reached although their addresses are private, as `10.1.0.0/16`.
-    egress_hosts: addresses of names that are not looked up.
-    egress_ca_file: certificate authorities to trust besides the system's, here and in sandboxes with an allow-list.
-    egress_connections, egress_connections_total: at once, of one sandbox and of all.
-    egress_idle_seconds: how long neither side of a connection may send anything.
-    egress_bytes: what one sandbox may send and receive in all; None means no bound.
-    disks: whether the files of a large tier (16g, 64g) lie on a disk of its own instead of in memory: `auto`, where
-        root, loop devices and mkfs.ext4 are to be had; `required` refuses where they are not; `off`.
-    disk_dir: the images of these disks lie here, without names; None means /var/lib/fumehood/disks.
-    disk_size_ratio: the size of a disk for each byte of the tier's memory.
-    disk_backing_ratio: which part of what was promised to disks has to be free on the host when another one is made; less
-        than 1 promises more than there is.
+    packages_dir: the package store; None means FUMEHOOD_PACKAGES_DIR of the environment, otherwise
+        /var/cache/fumehood/packages for root, otherwise fumehood/packages in the user's cache directory.
+    packages_bytes: maximum size of the store without uv's own cache; packages in use are never evicted.
+    install_timeout: seconds for resolving or installing.
+    tenant_sandboxes, tenant_memory: quotas of one tenant: number of sandboxes, and bytes of their memory tiers
+        together; None means no quota. The empty name is a tenant like any other.
+    idle_seconds: a sandbox that is idle for so long is ended; None means never.
+    queued_executions: maximum number of executions that wait behind the running one.
+    retained_executions, retained_output_bytes: how many ended executions of a sandbox stay readable, and their total
+        size. The last one is always readable, unless all sandboxes together retain more than 16 times as much.
+    max_tombstones, tombstone_seconds: for how many ended sandboxes the reason is remembered, and how long.
+    connections: maximum number of connections.
+    request_seconds: maximum time for a JSON body to arrive.
+    request_bytes, one_shot_bytes: maximum JSON body of a request, and of one to `POST /execute`.
+    produced_files, produced_bytes: limits for the files that `POST /execute` returns.
+    egress: whether callers may request a network policy with an allow-list; see docs/network.md.
+    egress_domains: the domains that they may request; None means any.
+    egress_ports: the allowed ports.
+    egress_private_networks: private networks that may be reached, as `10.1.0.0/16`.
+    egress_hosts: fixed addresses of host names.
+    egress_ca_file: certificate authorities to trust besides the system's, in the proxy and in sandboxes with an
+        allow-list.
+    egress_connections, egress_connections_total: concurrent connections of one sandbox, and of all.
+    egress_idle_seconds: idle timeout of a connection.
+    egress_bytes: bytes that one sandbox may send and receive in total; None means no limit.
+    disks: whether files of large tiers (16g, 64g) are on a disk of their own instead of in memory: `auto` if root,
+        loop devices and mkfs.ext4 are available; `required` refuses without them; `off`.
+    disk_dir: directory of the unnamed disk images; None means /var/lib/fumehood/disks.
+    disk_size_ratio: size of a disk per byte of the tier's memory.
+    disk_backing_ratio: part of the promised disk space that must be free on the host to create another disk; below 1
+        it overcommits.
     disk_reserve: bytes that disks leave free on the host.
     """
 
@@ -136,19 +134,19 @@ class Settings:
     disk_reserve: int = 2 << 30
 
     def total_process_limit(self) -> int:
-        """Enough for every sandbox to have all of its own, short of what the host has in all.
+        """Enough for every sandbox to reach its own limit, but at most three quarters of the host's pids.
 
-        One more for each: the first process is not in the sandbox's own cgroup.
+        One more for each: init is not in the sandbox's own cgroup.
         """
         wanted = self.capacity * (self.processes + 1) + 1024
         try:
-            most = int(Path("/proc/sys/kernel/pid_max").read_text())
+            pid_max = int(Path("/proc/sys/kernel/pid_max").read_text())
         except OSError:  # hidden in some containers
             return wanted
-        return min(wanted, most * 3 // 4)
+        return min(wanted, pid_max * 3 // 4)
 
     def total_output_limit(self) -> int:
-        """What the server keeps of the calls of all sandboxes, and as much again while they run."""
+        """Limit of the retained output of all sandboxes, and the same again for running executions."""
         return 16 * self.retained_output_bytes
 
     def total_memory_limit(self) -> int:

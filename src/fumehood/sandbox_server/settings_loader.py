@@ -1,4 +1,4 @@
-"""Settings as an operator writes them, in a file and in variables, checked before anything starts."""
+"""Loads and validates the settings from a TOML file and from environment variables."""
 
 import difflib
 import ipaddress
@@ -22,9 +22,9 @@ from fumehood.sandbox_server.settings import Settings
 
 ENVIRONMENT_PREFIX = "FUMEHOOD_SANDBOX_"
 SETTING_NAMES = tuple(field.name for field in fields(Settings))
-# Variables of that prefix which are the command's own.
+# Variables with this prefix that the command itself reads.
 _COMMAND_VARIABLES = frozenset({"TOKEN", "METRICS_TOKEN", "CONFIG"})
-# Kubernetes sets these for every service called fumehood-sandbox, wanted or not.
+# Kubernetes sets these for every service called fumehood-sandbox.
 _KUBERNETES_VARIABLE = re.compile(r"SERVICE_(HOST|PORT)(_.*)?|PORT(_.*)?")
 _COMMAND_LINE_OPTIONS = frozenset(
     {
@@ -46,27 +46,21 @@ _SIZE_PATTERN = re.compile(r"(\d+) ?([kmgt])(?:ib)?", re.IGNORECASE)
 _UNITS = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _ZERO_ALLOWED = frozenset(
     {
-        *(
-            "pool",
-            "queued_executions",
-            "retained_executions",
-            "retained_output_bytes",
-            "max_tombstones",
-            "tombstone_seconds",
-        ),
+        *("pool", "queued_executions", "retained_executions", "retained_output_bytes"),
+        *("max_tombstones", "tombstone_seconds"),
         *("produced_files", "produced_bytes", "interrupt_grace", "disk_backing_ratio", "disk_reserve"),
     }
 )
-_NONE_IF_ZERO = frozenset({"idle_seconds"})  # as in the option of that name
-_LOWEST_USER, _HIGHEST_USER = 65_536, 4_000_000_000
+_NONE_IF_ZERO = frozenset({"idle_seconds"})
+_MIN_UID, _MAX_UID = 65_536, 4_000_000_000
 
 
 class InvalidSetting(ValueError):
-    """The text says where, which setting and what it should be; never the value, which may hold credentials."""
+    """Names the source, the setting and what is expected; never the value, which may hold credentials."""
 
 
 def load_setting_values(file: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
-    """What the file sets, and the environment on top of it, by the names of Settings."""
+    """Values by setting name; environment variables override the file. Raises InvalidSetting."""
     return {**(_load_file(file) if file is not None else {}), **_load_environment(environ)}
 
 
@@ -74,8 +68,8 @@ def _load_file(file: Path) -> dict[str, Any]:
     try:
         with file.open("rb") as opened:
             status = os.fstat(opened.fileno())
-            written = tomllib.loads(opened.read().decode("utf-8"))
-        if _holds_password(written.get("index_url")):
+            content = tomllib.loads(opened.read().decode("utf-8"))
+        if _holds_password(content.get("index_url")):
             check_secret_file(status, file)
     except InsecureSecretFile as error:
         raise InvalidSetting(
@@ -88,7 +82,7 @@ def _load_file(file: Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise InvalidSetting(f"{file} is not TOML: {error}") from None
     return {
-        name: _convert_value(name, value, f"{name} in {file}", strict=True) for name, value in written.items()
+        name: _convert_value(name, value, f"{name} in {file}", strict=True) for name, value in content.items()
     }
 
 
@@ -97,14 +91,14 @@ def _holds_password(address: object) -> bool:
 
 
 def _load_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for variable, text in environ.items():
         rest = variable.removeprefix(ENVIRONMENT_PREFIX)
         if rest == variable or rest in _COMMAND_VARIABLES or _KUBERNETES_VARIABLE.fullmatch(rest):
             continue
         name = rest.lower()
-        found[name] = _convert_value(name, text, variable, strict=False)
-    return found
+        values[name] = _convert_value(name, text, variable, strict=False)
+    return values
 
 
 def _convert_value(name: str, value: object, where: str, *, strict: bool) -> Any:
@@ -150,7 +144,7 @@ def _is_optional(hint: Any) -> bool:
 
 
 def _strip_none(hint: Any) -> Any:
-    """The type that is not None."""
+    """The type without `| None`."""
     return next(kind for kind in get_args(hint) if kind is not NoneType) if _is_optional(hint) else hint
 
 
@@ -161,7 +155,7 @@ def _decode_path(kind: type, value: object) -> Path:
 
 
 def _split_text(hint: Any, text: str) -> object:
-    """Lists and tables as one line of text."""
+    """Parse the one-line form of lists and tables."""
     origin = get_origin(_strip_none(hint))
     if origin not in (tuple, Mapping):
         return {"on": "true", "off": "false"}.get(text, text) if hint is bool else text
@@ -192,16 +186,16 @@ def _describe_type(name: str, hint: Any) -> str:
 
 def _check_value(name: str, value: Any) -> None:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        least = "at least 0" if name in _ZERO_ALLOWED else "more than 0"
+        minimum = "at least 0" if name in _ZERO_ALLOWED else "more than 0"
         if not math.isfinite(value) or value < 0 or (value == 0 and name not in _ZERO_ALLOWED):
-            raise ValueError(f"it must be {least}")
+            raise ValueError(f"it must be {minimum}")
     if (check := _CHECKS.get(name)) is not None and value is not None:
         check(value)
 
 
 def _check_uid_base(first: int) -> None:
-    if not _LOWEST_USER <= first <= _HIGHEST_USER:
-        raise ValueError(f"it must be from {_LOWEST_USER} to {_HIGHEST_USER}, where no other users are")
+    if not _MIN_UID <= first <= _MAX_UID:
+        raise ValueError(f"it must be from {_MIN_UID} to {_MAX_UID}, where no other users are")
 
 
 def _check_index_url(url: str) -> None:
@@ -222,8 +216,8 @@ def _check_ports(ports: tuple[int, ...]) -> None:
         raise ValueError("a port is a number from 1 to 65535")
 
 
-def _check_private_networks(written: tuple[str, ...]) -> None:
-    parse_networks(written)
+def _check_private_networks(networks: tuple[str, ...]) -> None:
+    parse_networks(networks)
 
 
 def _check_hosts(hosts: Mapping[str, str]) -> None:

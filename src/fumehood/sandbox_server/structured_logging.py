@@ -1,6 +1,6 @@
-"""Writes what the sandbox server does as lines for people or as JSON.
+"""Structured logs of the sandbox server, as text or JSON lines.
 
-Events have names and fields. Whatever a field holds is escaped, so that no line can pretend to be two.
+An event has a name and fields. Field values are escaped, so that none can forge a second line.
 """
 
 import logging
@@ -15,43 +15,43 @@ type LogField = str | int | float | bool | None
 
 logger = logging.getLogger("fumehood.sandbox_server")
 
-_MAX_FIELD_CHARACTERS = 2000  # characters of one field
+_MAX_FIELD_CHARACTERS = 2000
 
 
 def log_event(name: str, *, level: int = logging.INFO, **fields: LogField) -> None:
-    """Log one event; costs next to nothing where its level is off."""
+    """Log one event; costs next to nothing if its level is disabled."""
     if logger.isEnabledFor(level):
-        # Not through logger.log(), which looks for the line of the caller: an event is known by its name.
+        # Not logger.log(), which searches for the caller's line: an event is identified by its name.
         record = logging.LogRecord(logger.name, level, "", 0, name, None, None)
         record.fields = fields
         logger.handle(record)
 
 
 def configure_logging(log_format: LogFormat, level: int) -> None:
-    """Send the logs of this package, of its web server and of OpenTelemetry to standard error."""
-    # Nothing of this is in a line, and finding it out costs more than writing it.
+    """Send the logs of Fumehood, uvicorn and OpenTelemetry to standard error."""
+    # No line shows these, and determining them costs more than writing the line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
     for name in ("fumehood", "uvicorn", "opentelemetry"):
-        chosen = logging.getLogger(name)
-        chosen.handlers = [handler]
-        chosen.propagate = False
-        chosen.setLevel(level)
-    # What the web server says at this level is said by events already.
+        target = logging.getLogger(name)
+        target.handlers = [handler]
+        target.propagate = False
+        target.setLevel(level)
+    # What uvicorn logs at this level, our events already say.
     logging.getLogger("uvicorn").setLevel(max(level, logging.WARNING))
 
 
 def _event_fields(record: logging.LogRecord) -> dict[str, LogField]:
-    """An event's own fields; a plain message of any other logger becomes one."""
-    given: dict[str, LogField] | None = getattr(record, "fields", None)
+    """The fields of an event; a plain message of another logger becomes the field `message`."""
+    event_fields: dict[str, LogField] | None = getattr(record, "fields", None)
     egress: dict[str, LogField] | None = getattr(record, "egress", None)
     name = str(record.msg)
     if egress is not None:
-        # The proxy knows a sandbox by the name that `sandbox_created` calls its instance.
+        # The proxy identifies a sandbox by the `instance` of `sandbox_created`.
         name = "egress_request"
-        given = {"instance": egress["sandbox"], **egress, "sandbox": None}
-    if given is None:
+        event_fields = {"instance": egress["sandbox"], **egress, "sandbox": None}
+    if event_fields is None:
         fields: dict[str, LogField] = {
             "event": "message",
             "message": record.getMessage()[:_MAX_FIELD_CHARACTERS],
@@ -60,7 +60,7 @@ def _event_fields(record: logging.LogRecord) -> dict[str, LogField]:
         fields = {"event": name}
         fields |= {
             key: value[:_MAX_FIELD_CHARACTERS] if isinstance(value, str) else value
-            for key, value in given.items()
+            for key, value in event_fields.items()
             if value is not None
         }
     if record.exc_info:
@@ -86,15 +86,15 @@ class _TextFormatter(logging.Formatter):
         name = fields.pop("event")
         traceback = fields.pop("traceback", None)
         if name == "message":
-            shown = _escape_control_characters(str(fields.pop("message")))
+            message = _escape_control_characters(str(fields.pop("message")))
         else:
-            shown = " ".join(
+            message = " ".join(
                 [
                     str(name),
                     *(f"{key}={_escape_control_characters(_quote(value))}" for key, value in fields.items()),
                 ]
             )
-        line = f"{_format_time(record)} {record.levelname.lower():7} {shown}"
+        line = f"{_format_time(record)} {record.levelname.lower():7} {message}"
         return line if traceback is None else f"{line}\n{traceback}"
 
 

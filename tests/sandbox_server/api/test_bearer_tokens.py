@@ -1,4 +1,4 @@
-"""What the two tokens of a sandbox server open."""
+"""Which operations each of the two bearer tokens allows."""
 
 from fumehood.sandbox_server.api.operations import OPERATIONS
 from tests.support.sandbox_runs import settings

@@ -1,4 +1,4 @@
-"""What web pages of other sites can do to a sandbox server without a token: nothing."""
+"""A server without a token refuses requests from web pages of other sites."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

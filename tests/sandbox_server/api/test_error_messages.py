@@ -1,4 +1,4 @@
-"""What a newcomer reads after a mistake names the thing and the way out."""
+"""Error messages name what is wrong and what to do."""
 
 import errno
 import json

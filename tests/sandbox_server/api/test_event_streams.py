@@ -1,4 +1,4 @@
-"""Streams over real sockets: as they come, resumed, slow, left; large bodies."""
+"""Event streams over real sockets: live, resumed, slow readers, disconnects; large bodies."""
 
 import asyncio
 import json

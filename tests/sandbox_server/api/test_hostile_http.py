@@ -1,4 +1,4 @@
-"""Hostile HTTP against a real server: generated from its description, and by hand.
+"""Hostile HTTP against a real server: generated from its OpenAPI document, and by hand.
 
 Whatever comes, the answer is no 5xx, the server lives, and the connection is not left hanging.
 """

@@ -1,4 +1,4 @@
-"""The HTTP contract over real sockets, request by request."""
+"""The HTTP API over real sockets, operation by operation."""
 
 import asyncio
 import base64

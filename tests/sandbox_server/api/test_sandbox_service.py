@@ -1,4 +1,4 @@
-"""Named sandboxes in one process, for real: idempotence, quotas, memory of what was."""
+"""SandboxService in process with real sandboxes: idempotency, quotas, retention, one-shots."""
 
 import asyncio
 import base64

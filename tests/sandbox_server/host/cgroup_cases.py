@@ -1,4 +1,4 @@
-"""Cgroups for real, on whatever version this machine has.
+"""Real cgroups, of the version that this host has.
 
 Every process and every cgroup touched here is made here: trees of other supervisors are left alone.
 """
@@ -184,7 +184,7 @@ def test_limits_larger_than_the_machine_are_set(tree: CgroupTree) -> None:
 
 
 def count_tasks(cgroup: Cgroup) -> int:
-    return int(cgroup._read_value("pids", "pids.current"))
+    return int(cgroup._read_value("pids", "pids.current"))  # pyright: ignore[reportPrivateUsage]
 
 
 def test_a_fork_bomb_stops_at_pids(tree: CgroupTree, children: Children) -> None:

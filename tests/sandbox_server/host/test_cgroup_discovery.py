@@ -1,4 +1,4 @@
-"""Where a tree is put on v2, on a model of the kernel's rules; test_cgroups.py runs that code for real."""
+"""Choice of the parent cgroup on v2, on a model of the kernel's rules; test_cgroups.py uses real cgroups."""
 
 import errno
 import os
@@ -71,7 +71,7 @@ class FakeV2:
                 )
             target.write_text(target.read_text() + f"{value}\n")
         else:
-            cgroup_places_write(str(target), value)
+            original_write(str(target), value)
 
     def _control(self, target: Path, value: str) -> None:
         cgroup = target.parent
@@ -88,7 +88,7 @@ class FakeV2:
                 self._populate(child, " ".join(sorted(enabled)))
 
 
-cgroup_places_write = cgroup_discovery.write_control_file
+original_write = cgroup_discovery.write_control_file
 type MakeFake = Callable[..., FakeV2]
 
 

@@ -1,4 +1,4 @@
-"""The cases of cgroups, in a process of their own.
+"""Test cases of cgroups, run in a process of their own.
 
 They fork, and a copy of a process that has run other tests brings along its memory, and the threads that libraries of
 theirs begin in every copy: both would be counted.

@@ -1,4 +1,4 @@
-"""Disks of large sandboxes, for real: quota, cost, fallback, promises."""
+"""Real disks of large sandboxes: quota, cost, fallback, overcommit."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What rights a server that is root keeps, and that everything works with these."""
+"""Which capabilities a root server keeps, and that it works with these."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What a dead supervisor left is removed, a living one's is not."""
+"""Orphan cleanup removes what a dead supervisor left, and nothing of a live one."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ os.kill(os.getpid(), 9)
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     temporary, images = tmp_path / "temporary", tmp_path / "disks"
     temporary.mkdir()
     images.mkdir(0o700)
@@ -37,20 +37,20 @@ def _dead_ones(temporary: str) -> Path:
     return Path(done.stdout.strip())
 
 
-def test_a_dead_ones_scratch_goes_and_a_living_ones_stays(places: Settings) -> None:
+def test_scratch_of_a_dead_supervisor_is_removed_and_of_a_live_one_kept(settings: Settings) -> None:
     dead = _dead_ones(tempfile.gettempdir())
     (dead / "a" / "b").mkdir(parents=True)
     (dead / "a").chmod(0)
-    living = orphan_cleanup.ScratchDirectory()
-    found = orphan_cleanup.remove_orphans(places)
+    live = orphan_cleanup.ScratchDirectory()
+    found = orphan_cleanup.remove_orphans(settings)
     assert str(dead) in found
-    assert (dead.exists(), os.path.isdir(living.path)) == (False, True)
-    living.remove()
-    living.remove()
+    assert (dead.exists(), os.path.isdir(live.path)) == (False, True)
+    live.remove()
+    live.remove()
     assert os.listdir(tempfile.gettempdir()) == []
 
 
-def test_makers_and_sweepers_do_not_disturb_each_other(places: Settings) -> None:
+def test_creation_and_cleanup_at_once(settings: Settings) -> None:
     made: list[orphan_cleanup.ScratchDirectory] = []
     stop = threading.Event()
 
@@ -71,26 +71,26 @@ def test_makers_and_sweepers_do_not_disturb_each_other(places: Settings) -> None
 
 
 @pytest.mark.root
-def test_names_of_images_go_and_other_files_stay(places: Settings) -> None:
-    assert places.disk_dir is not None
-    (places.disk_dir / f"{disks.IMAGE_PREFIX}1-2").touch()
-    (places.disk_dir / "operators-own").touch()
-    orphan_cleanup.remove_orphans(places)
-    assert os.listdir(places.disk_dir) == ["operators-own"]
+def test_images_are_removed_and_other_files_kept(settings: Settings) -> None:
+    assert settings.disk_dir is not None
+    (settings.disk_dir / f"{disks.IMAGE_PREFIX}1-2").touch()
+    (settings.disk_dir / "operators-own").touch()
+    orphan_cleanup.remove_orphans(settings)
+    assert os.listdir(settings.disk_dir) == ["operators-own"]
 
 
 @pytest.mark.root
-def test_a_loop_device_that_would_stay_is_cleared(places: Settings) -> None:
-    assert places.disk_dir is not None
+def test_a_loop_device_without_autoclear_is_detached(settings: Settings) -> None:
+    assert settings.disk_dir is not None
     if not os.path.exists("/dev/loop-control"):
         pytest.skip("there are no loop devices here")
-    image = places.disk_dir / "image"
+    image = settings.disk_dir / "image"
     image.write_bytes(bytes(1 << 20))
     name = subprocess.run(
         ["losetup", "--find", "--show", str(image)], capture_output=True, text=True, check=True
     ).stdout.strip()
     about = Path("/sys/block", Path(name).name, "loop")
     assert about.is_dir()
-    assert name in orphan_cleanup.remove_orphans(places)
+    assert name in orphan_cleanup.remove_orphans(settings)
     assert not about.is_dir()
-    assert name not in orphan_cleanup.remove_orphans(places)
+    assert name not in orphan_cleanup.remove_orphans(settings)

@@ -1,4 +1,4 @@
-"""The outer jail that Fumehood makes itself: its namespaces, mounts, rights and end."""
+"""The outer jail: its namespaces, mounts, privileges and end."""
 
 import asyncio
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""Finding interpreter, packages and users."""
+"""Discovery of the interpreter, its packages and uid ranges."""
 
 import importlib.metadata
 import os

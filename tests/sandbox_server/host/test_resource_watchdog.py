@@ -1,4 +1,4 @@
-"""Who is found to hold too much, where that cannot be tried for real."""
+"""The resource watchdog with simulated kernel tables."""
 
 import asyncio
 import os
@@ -47,7 +47,7 @@ async def test_whoever_has_most_files_open(
     (tmp_path / "file-nr").write_text(numbers)
     monkeypatch.setattr(resource_watchdog, "_FILE_NR_PATH", str(tmp_path / "file-nr"))
     greedy, gone = FakeWatchedSandbox(os.getpid()), FakeWatchedSandbox()
-    assert [holder for holder, _ in resource_watchdog.find_offenders([gone, greedy])] == (
+    assert [sandbox for sandbox, _ in resource_watchdog.find_offenders([gone, greedy])] == (
         [greedy] if found else []
     )
 
@@ -58,14 +58,14 @@ async def test_a_look_that_fails_is_not_the_last_one(tmp_path: Path, monkeypatch
     monkeypatch.setattr(resource_watchdog, "_FILE_NR_PATH", str(tmp_path / "file-nr"))
     greedy, looks = FakeWatchedSandbox(os.getpid()), 0
 
-    def holders() -> list[FakeWatchedSandbox]:
+    def sandboxes() -> list[FakeWatchedSandbox]:
         nonlocal looks
         looks += 1
         if looks == 3:
             (tmp_path / "file-nr").write_text("999 0 1000")
         return [greedy]
 
-    watching = asyncio.ensure_future(resource_watchdog.watch_kernel_objects(holders))
+    watching = asyncio.ensure_future(resource_watchdog.watch_kernel_objects(sandboxes))
     async with asyncio.timeout(30):
         await greedy.ended.wait()
     watching.cancel()
@@ -92,16 +92,16 @@ class FakeMemory:
 
 
 async def watched(
-    memory: FakeMemory, holders: list[FakeWatchedSandbox], *, looks: int = 3
+    memory: FakeMemory, sandboxes: list[FakeWatchedSandbox], *, looks: int = 3
 ) -> list[FakeWatchedSandbox]:
     """Who was ended when so many looks had been taken."""
-    watching = asyncio.ensure_future(resource_watchdog.watch_memory(lambda: holders, memory, 100 << 30))
+    watching = asyncio.ensure_future(resource_watchdog.watch_memory(lambda: sandboxes, memory, 100 << 30))
     async with asyncio.timeout(30):
         for _ in range(looks):
             memory.looked.clear()
             await memory.looked.wait()
     watching.cancel()
-    return [holder for holder in holders if holder.reason is not None]
+    return [sandbox for sandbox in sandboxes if sandbox.reason is not None]
 
 
 async def test_whoever_holds_most_goes_before_all_memory_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,17 +129,17 @@ async def test_one_alone_may_have_it_all(monkeypatch: pytest.MonkeyPatch) -> Non
 
 async def test_the_next_one_goes_when_what_the_last_one_held_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource_watchdog, "_MEMORY_CHECK_INTERVAL", 0.001)
-    holders = [FakeWatchedSandbox(1), FakeWatchedSandbox(1, 2), FakeWatchedSandbox(1, 2, 3)]
+    sandboxes = [FakeWatchedSandbox(1), FakeWatchedSandbox(1, 2), FakeWatchedSandbox(1, 2, 3)]
     watching = asyncio.ensure_future(
-        resource_watchdog.watch_memory(lambda: holders, FakeMemory(99 << 30), 100 << 30)
+        resource_watchdog.watch_memory(lambda: sandboxes, FakeMemory(99 << 30), 100 << 30)
     )
     async with asyncio.timeout(30):
-        await holders[2].ended.wait()
-        assert holders[1].reason is None
-        last = holders.pop()
-        await holders[1].ended.wait()
+        await sandboxes[2].ended.wait()
+        assert sandboxes[1].reason is None
+        last = sandboxes.pop()
+        await sandboxes[1].ended.wait()
     watching.cancel()
-    assert (last.reason is not None, holders[0].reason) == (True, None)
+    assert (last.reason is not None, sandboxes[0].reason) == (True, None)
 
 
 async def test_locks_are_not_looked_at_again_for_each_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The other modes and the refusals: pod, unsafe-degraded, no cgroup, wrong machine."""
+"""Modes pod and unsafe-degraded, and hosts that are refused: no cgroup, wrong architecture."""
 
 import asyncio
 import contextlib
@@ -251,7 +251,7 @@ async def test_the_guest_never_runs_as_root(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fumehood.sandbox_server.inside.pod_entrypoint", str(tmp_path / "s")]
     answer = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=30)
     assert answer.returncode == 1
-    assert "never runs as root" in answer.stderr
+    assert "does not run code as root" in answer.stderr
 
 
 # ---- an ordinary user with a range of users ---------------------------------------------------------------------
@@ -322,7 +322,7 @@ async def test_without_cgroups_it_refuses_unless_told_otherwise(
         async with Supervisor(Settings(pool=0)):
             pass
     async with Supervisor(Settings(pool=0, limits="best-effort", preload=())) as lax:
-        assert "memory of sandboxes is not bounded" in caplog.text
+        assert "memory and CPU of sandboxes are not limited" in caplog.text
         assert (await run(await lax.create(), "1 + 1")).result == "2"
 
 

@@ -1,4 +1,4 @@
-"""Whatever happens, nothing is left: many sandboxes, sudden deaths, exhausted hosts."""
+"""Nothing is left on the host after many sandboxes, kills and exhausted resources."""
 
 import contextlib
 import dataclasses
@@ -53,16 +53,16 @@ def _has_cgroups() -> bool:
 def counter() -> Iterator[CensusTaker]:
     with tempfile.TemporaryDirectory(prefix="census-", dir="/tmp") as top:
         os.chmod(top, 0o755)
-        places = HostPaths(Path(top, "temporary"), Path(top, "disks"))
-        places.temporary.mkdir()
-        places.temporary.chmod(0o777)
-        places.disk_dir.mkdir(0o700)
-        yield CensusTaker(places)
+        paths = HostPaths(Path(top, "temporary"), Path(top, "disks"))
+        paths.temporary.mkdir()
+        paths.temporary.chmod(0o777)
+        paths.disk_dir.mkdir(0o700)
+        yield CensusTaker(paths)
 
 
 def _start(who: Who, counter: CensusTaker, **settings: Any) -> Driver:
-    chosen: dict[str, Any] = {**_SMALL, "disk_dir": str(counter.places.disk_dir), **settings}
-    driver = Driver.start(who, temporary=counter.places.temporary, **chosen)
+    chosen: dict[str, Any] = {**_SMALL, "disk_dir": str(counter.paths.disk_dir), **settings}
+    driver = Driver.start(who, temporary=counter.paths.temporary, **chosen)
     counter.watch_supervisor(driver.started["supervisor"], driver.started["cgroups"])
     return driver
 
@@ -258,7 +258,7 @@ def test_a_killed_supervisor_of_mode_degraded_is_cleaned_up_after(counter: Censu
         assert left.keys() <= {"files", "cgroups", "descriptors"}
         with _start(who, counter, mode="unsafe-degraded") as driver:
             assert driver.create().run("1 + 1").result == "2"
-            assert len(os.listdir(counter.places.temporary)) == 2, "the neighbour's and the successor's"
+            assert len(os.listdir(counter.paths.temporary)) == 2, "the neighbour's and the successor's"
         assert kept.read_file("kept") == b"x"
     assert counter.wait_for_census(Census()) == {}
 
@@ -460,21 +460,21 @@ def test_the_census_sees_what_there_is(who: Who, counter: CensusTaker) -> None:
         if _large(who) != "1g":
             assert {"loop_devices", "mounts"} <= more.keys()
         box.destroy()
-        (counter.places.temporary / "left").touch()
+        (counter.paths.temporary / "left").touch()
         assert "files" in counter.take_census().growth_over(before)
-        (counter.places.temporary / "left").unlink()
+        (counter.paths.temporary / "left").unlink()
 
 
 @pytest.mark.skipif(shutil.which("chmod") is None, reason="needs coreutils")
 def test_unlocked_scratch_of_others_is_left_alone(counter: CensusTaker) -> None:
     if os.geteuid() != 0:
         pytest.skip("needs uid 0")
-    foreign = counter.places.temporary / "fumehood-scratch-0123456789abcdef"
+    foreign = counter.paths.temporary / "fumehood-scratch-0123456789abcdef"
     foreign.mkdir()
     os.chown(foreign, 54321, 54321)
-    link = counter.places.temporary / "fumehood-scratch-fedcba9876543210"
+    link = counter.paths.temporary / "fumehood-scratch-fedcba9876543210"
     link.symlink_to("/etc")
-    own = counter.places.temporary / "fumehood-scratch-00112233"
+    own = counter.paths.temporary / "fumehood-scratch-00112233"
     own.mkdir()
     with _start("root", counter):
         assert (foreign.is_dir(), link.is_symlink(), own.exists()) == (True, True, False)

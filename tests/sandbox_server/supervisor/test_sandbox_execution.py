@@ -1,4 +1,4 @@
-"""What an execution takes from a sandbox and what it refuses."""
+"""Which messages of a sandbox an execution accepts."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Files in and out of real sandboxes: streams, marks, bounds, failures midway."""
+"""Files in and out of real sandboxes: streams, snapshot tokens, limits, failures midway."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
 from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec
 from fumehood.sandbox_server.host.host_resources import HostResources, SandboxResources
 from fumehood.sandbox_server.inside.files.data_directory import MAX_ENTRIES, FileStat
-from fumehood.sandbox_server.supervisor import sandbox_files as marks
+from fumehood.sandbox_server.supervisor import sandbox_files
 from fumehood.sandbox_server.supervisor.sandbox_files import FileSnapshots
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
@@ -486,7 +486,7 @@ async def test_a_sparse_file_of_a_tebibyte(sandbox: SandboxInstance) -> None:
         await sandbox.files.open("sparse")
 
 
-# ---- marks ------------------------------------------------------------------------------------------------------
+# ---- snapshot tokens --------------------------------------------------------------------------------------------
 
 
 async def test_what_changed_since(sandbox: SandboxInstance) -> None:
@@ -537,7 +537,7 @@ async def test_unknown_and_forgotten_marks_give_everything(sandbox: SandboxInsta
     for mark in ("nonsense", "", "x" * 10_000):
         listing = await sandbox.files.list(mark)
         assert (listing.complete, len(listing.files)) == (True, 1)
-    for number in range(marks.MAX_SNAPSHOTS):
+    for number in range(sandbox_files.MAX_SNAPSHOTS):
         await sandbox.files.write("f", bytes(number))
         await sandbox.files.list()
     listing = await sandbox.files.list(first.mark)
@@ -558,5 +558,5 @@ async def test_marks_are_bounded() -> None:
     large = [FileStat(f"{number:05}" + "x" * 300, 1, 1, 1, 1, 1) for number in range(10_000)]
     tokens = [kept.add([FileStat("f", number, 1, 1, 1, 1), *large]) for number in range(20)]
     assert kept.get(tokens[-1]) is not None
-    assert len(kept) < marks.MAX_SNAPSHOTS
+    assert len(kept) < sandbox_files.MAX_SNAPSHOTS
     assert kept.get(kept.add([FileStat("y" * (17 << 20), 1, 1, 1, 1, 1)])) is None

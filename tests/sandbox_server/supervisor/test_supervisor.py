@@ -1,4 +1,4 @@
-"""Sandboxes from creation to their end, for real: state, limits, deadlines, files."""
+"""Real sandboxes from creation to end: state, limits, deadlines, files."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Zygotes that die, and forks that fail: whoever waits for a sandbox still gets one."""
+"""Zygotes that die and forks that fail: waiting callers still get a sandbox."""
 
 import asyncio
 import os
@@ -19,57 +19,57 @@ from tests.support.sandbox_runs import ExecutionOutcome, run, settings
 
 
 async def test_a_zygotes_death_is_reported_and_mended() -> None:
-    async with Supervisor(settings()) as mended:
-        sandbox = await mended.create()
+    async with Supervisor(settings()) as supervisor:
+        sandbox = await supervisor.create()
         execution = sandbox.start_execution("import time; time.sleep(60)", timeout=60)
         await asyncio.sleep(0.2)
-        pid = mended.zygote.pid
+        pid = supervisor.zygote.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         *_, end = [event async for event in execution.events()]
         assert (getattr(end, "status", None), getattr(end, "state_kept", None)) == ("lost", False)
-        assert (await run(await mended.create(), "1 + 1")).result == "2"
+        assert (await run(await supervisor.create(), "1 + 1")).result == "2"
 
 
 async def test_a_zygote_that_died_is_followed_by_another_before_anybody_asks() -> None:
-    async with Supervisor(settings(preload=(), pool=0)) as mended:
-        pid = mended.zygote.pid
+    async with Supervisor(settings(preload=(), pool=0)) as supervisor:
+        pid = supervisor.zygote.pid
         assert pid is not None
-        assert mended.can_create
+        assert supervisor.can_create
         os.kill(pid, signal.SIGKILL)
         async with asyncio.timeout(20):
-            while mended.can_create:
+            while supervisor.can_create:
                 await asyncio.sleep(0.001)
-            while not mended.can_create:
+            while not supervisor.can_create:
                 await asyncio.sleep(0.01)
-        assert mended.zygote.pid != pid
+        assert supervisor.zygote.pid != pid
 
 
 @pytest.mark.parametrize("who", ["jail", "spawner", "zygote"])
 async def test_callers_who_wait_when_the_zygote_dies_are_served_by_the_next(who: str) -> None:
-    async with Supervisor(settings(preload=(), pool=1, capacity=32)) as mended:
+    async with Supervisor(settings(preload=(), pool=1, capacity=32)) as supervisor:
         for _ in range(2):  # as often as is made good at once
-            spawner, zygote = _forkers(mended)
-            victim = {"jail": mended.zygote.pid, "spawner": spawner, "zygote": zygote}[who]
+            spawner, zygote = _forkers(supervisor)
+            victim = {"jail": supervisor.zygote.pid, "spawner": spawner, "zygote": zygote}[who]
             assert victim is not None
-            callers = [asyncio.create_task(mended.create()) for _ in range(8)]
+            callers = [asyncio.create_task(supervisor.create()) for _ in range(8)]
             async with asyncio.timeout(20):
-                while mended.live_count < 4:  # some are on their way
+                while supervisor.live_count < 4:  # some are on their way
                     await asyncio.sleep(0)
             os.kill(victim, signal.SIGKILL)
             boxes = await asyncio.gather(*callers, return_exceptions=True)
             assert [box for box in boxes if isinstance(box, BaseException)] == []
             async with asyncio.timeout(20):
-                while not mended.can_create:
+                while not supervisor.can_create:
                     await asyncio.sleep(0.01)
-        assert (await run(await mended.create(), "1 + 1")).result == "2"
+        assert (await run(await supervisor.create(), "1 + 1")).result == "2"
 
 
 async def test_a_zygote_whose_death_is_heard_of_late_costs_nobody_a_sandbox(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with Supervisor(settings(preload=(), pool=0)) as mended:
-        pid, start = mended.zygote.pid, mended._start  # pyright: ignore[reportPrivateUsage]
+    async with Supervisor(settings(preload=(), pool=0)) as supervisor:
+        pid, start = supervisor.zygote.pid, supervisor._start  # pyright: ignore[reportPrivateUsage]
         assert pid is not None
 
         async def starting(order: Any) -> SandboxInstance:
@@ -78,17 +78,17 @@ async def test_a_zygote_whose_death_is_heard_of_late_costs_nobody_a_sandbox(
             asyncio.get_running_loop().call_later(0.02, os.kill, pid, signal.SIGKILL)
             raise SandboxStartFailed("The sandbox ended.")
 
-        monkeypatch.setattr(mended, "_start", starting)
-        assert (await run(await mended.create(), "1 + 1")).result == "2"
-        assert mended.zygote.pid != pid
+        monkeypatch.setattr(supervisor, "_start", starting)
+        assert (await run(await supervisor.create(), "1 + 1")).result == "2"
+        assert supervisor.zygote.pid != pid
 
 
 async def test_a_zygote_that_dies_while_it_starts_costs_nobody_a_sandbox() -> None:
-    async with Supervisor(settings(preload=(), pool=0)) as mended:
-        first = mended.zygote.pid
+    async with Supervisor(settings(preload=(), pool=0)) as supervisor:
+        first = supervisor.zygote.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        caller = asyncio.create_task(mended.create())
+        caller = asyncio.create_task(supervisor.create())
         async with asyncio.timeout(20):
             while not (started := _jails() - {first}):
                 await asyncio.sleep(0)
@@ -97,9 +97,9 @@ async def test_a_zygote_that_dies_while_it_starts_costs_nobody_a_sandbox() -> No
 
 
 async def test_a_zygotes_start_outlives_the_caller_that_caused_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with Supervisor(settings(preload=(), pool=0)) as mended:
-        nursery = mended._shards[0]  # pyright: ignore[reportPrivateUsage]
-        gate, starts, start = asyncio.Event(), 0, nursery._start  # pyright: ignore[reportPrivateUsage]
+    async with Supervisor(settings(preload=(), pool=0)) as supervisor:
+        zygote_manager = supervisor._shards[0]  # pyright: ignore[reportPrivateUsage]
+        gate, starts, start = asyncio.Event(), 0, zygote_manager._start  # pyright: ignore[reportPrivateUsage]
 
         async def start_slowly() -> ZygoteConnection:
             nonlocal starts
@@ -107,36 +107,36 @@ async def test_a_zygotes_start_outlives_the_caller_that_caused_it(monkeypatch: p
             await gate.wait()
             return await start()
 
-        monkeypatch.setattr(nursery, "_start", start_slowly)
-        first = mended.zygote.pid
+        monkeypatch.setattr(zygote_manager, "_start", start_slowly)
+        first = supervisor.zygote.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
         for _ in range(3):
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(mended.create(), 0.3)
+                await asyncio.wait_for(supervisor.create(), 0.3)
         assert starts == 1
         gate.set()
-        assert (await run(await mended.create(), "1 + 1")).result == "2"
+        assert (await run(await supervisor.create(), "1 + 1")).result == "2"
         assert starts == 1
 
 
 async def test_closing_ends_a_zygotes_start(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Supervisor(settings(preload=(), pool=0)) as closed:
-        nursery = closed._shards[0]  # pyright: ignore[reportPrivateUsage]
+        zygote_manager = closed._shards[0]  # pyright: ignore[reportPrivateUsage]
         never = asyncio.Event()
 
         async def start_never() -> ZygoteConnection:
             await never.wait()
             raise AssertionError
 
-        monkeypatch.setattr(nursery, "_start", start_never)
+        monkeypatch.setattr(zygote_manager, "_start", start_never)
         pid = closed.zygote.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         while closed.can_create:
             await asyncio.sleep(0.001)
         waiting = asyncio.create_task(closed.create())
-        while nursery._starting is None:  # pyright: ignore[reportPrivateUsage]
+        while zygote_manager._starting is None:  # pyright: ignore[reportPrivateUsage]
             await asyncio.sleep(0.001)
     with pytest.raises(SandboxStartFailed):
         await waiting
@@ -190,15 +190,15 @@ async def test_a_fork_that_fails_says_why() -> None:
     """The host has no room for one more process: of the zygote, or of the spawner."""
     async with Supervisor(settings(preload=())) as crowded:
         spawner, zygote = _forkers(crowded)
-        places = crowded._host_resources  # pyright: ignore[reportPrivateUsage]
-        assert places.cgroup_tree is not None
-        assert places.zygote_cgroup is not None
+        resources = crowded._host_resources  # pyright: ignore[reportPrivateUsage]
+        assert resources.cgroup_tree is not None
+        assert resources.zygote_cgroup is not None
         for pid in (zygote, spawner):
-            alone = places.cgroup_tree.create("alone", CgroupLimits(memory=1 << 30, pids=1))
+            alone = resources.cgroup_tree.create("alone", CgroupLimits(memory=1 << 30, pids=1))
             alone.add(pid)
             with pytest.raises(SandboxStartFailed, match=r"no process could be forked .* too few processes"):
                 await crowded.create()
-            places.zygote_cgroup.add(pid)
+            resources.zygote_cgroup.add(pid)
             assert alone.remove()
             assert (await run(await crowded.create(), "1 + 1")).result == "2"
         async with asyncio.timeout(10):

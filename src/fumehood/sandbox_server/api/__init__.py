@@ -1,1 +1,1 @@
-"""HTTP API of the sandbox server."""
+"""The service of named sandboxes and its HTTP API."""

@@ -41,8 +41,8 @@ from fumehood.sandbox_server.api.operations import (
     SandboxList,
 )
 from fumehood.sandbox_server.api.sandbox_request_context import (
-    MethodNotAllowed,
     SandboxRequestContext,
+    UnsupportedMethod,
     decode_json,
     encode_json,
 )
@@ -134,7 +134,7 @@ class SandboxServerApp:
         )
         if not context.started:
             extra = [(b"www-authenticate", b"Bearer")] if isinstance(error, InvalidServerToken) else None
-            if isinstance(error, MethodNotAllowed):
+            if isinstance(error, UnsupportedMethod):
                 extra = [(b"allow", error.allowed.encode())]
             await context.send_error(error, extra)
 
@@ -393,7 +393,7 @@ class _PathRoute(Route):
         operation = self._operations.get(context.method)
         if operation is None:
             self._app.authorize(context)
-            raise MethodNotAllowed(", ".join(sorted(self._operations)))
+            raise UnsupportedMethod(", ".join(sorted(self._operations)))
         handler, description = operation
         if description.protected:
             self._app.authorize(context, for_metrics=description.accepts_metrics_token)

@@ -50,7 +50,7 @@ _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `([\w-]{1,64})`", re
 encode_json = msgspec.json.Encoder().encode
 
 
-class MethodNotAllowed(InvalidSandboxRequest):
+class UnsupportedMethod(InvalidSandboxRequest):
     """`allowed` is the value of the Allow header."""
 
     code = "method_not_allowed"

@@ -42,14 +42,12 @@ def check_host(settings: Settings, host: InspectedHost | None = None) -> list[Ho
 
 
 def _run_check(check: "HostCheck", settings: Settings, host: InspectedHost) -> Iterator[HostFinding]:
-    """What a check finds; one that fails is a finding as well, whatever it failed of."""
+    """The findings of a check; a check that raises is a finding, too."""
     try:
         yield from check(settings, host)
     except Exception as error:
         name: str = getattr(check, "__name__", "check").removeprefix("check_").replace("_", " ")
-        yield HostFinding(
-            name, "missing", f"This could not be looked at: {describe_error(error)}", REPORT_ADVICE
-        )
+        yield HostFinding(name, "missing", f"This check failed: {describe_error(error)}", REPORT_ADVICE)
 
 
 # ---- the kernel -----------------------------------------------------------------------------------------------
@@ -72,7 +70,7 @@ def check_kernel(_: Settings, host: InspectedHost) -> Iterator[HostFinding]:
 
 
 def check_user_namespaces(_: Settings, host: InspectedHost) -> Iterator[HostFinding]:
-    """Also for root: the jail is made by an ordinary user then, too."""
+    """Also for root: the jail drops to an ordinary user first."""
     name = "user namespaces"
     if host.read("proc/self/uid_map") is None:
         yield HostFinding(name, "missing", "the kernel has none", "Use a kernel with CONFIG_USER_NS.")
@@ -106,7 +104,7 @@ def _sysctl_advice(setting: str) -> str:
 
 
 def _try_user_namespace() -> str:
-    """Make one in a process that ends at once; what the kernel said against it, or nothing."""
+    """Create one in a child process; returns the error, or an empty string."""
     source = "import os\nif os.getuid() == 0: os.setgroups([]); os.setresgid(65534, 65534, 65534); "
     source += "os.setresuid(65534, 65534, 65534)\ntry: os.unshare(os.CLONE_NEWUSER)\n"
     source += "except OSError as error: print(error.strerror)"
@@ -135,8 +133,10 @@ def _check_apparmor(host: InspectedHost) -> HostFinding:
 
 
 def find_apparmor_program() -> str:
-    """The command `fumehood` of this environment. AppArmor knows it by its name without links, and what it
-    executes, Python for the jail among it, stays in its profile."""
+    """The resolved path of the command `fumehood`, which AppArmor matches.
+
+    Programs that it executes, such as Python for the jail, stay in its profile.
+    """
     started = Path(sys.argv[0])
     if started.name != "fumehood" or not started.is_file():
         started = Path(sysconfig.get_path("scripts"), "fumehood")
@@ -144,7 +144,7 @@ def find_apparmor_program() -> str:
 
 
 def render_apparmor_profile(program: str) -> str:
-    """Unconfined but for the right to make user namespaces, which what it executes inherits."""
+    """A profile that is unconfined and grants user namespaces, also to executed programs."""
     return (
         "abi <abi/4.0>,\n"
         "include <tunables/global>\n\n"
@@ -164,7 +164,7 @@ def _find_granting_profile(host: InspectedHost, program: str) -> str | None:
 
 
 def check_proc(_: Settings, host: InspectedHost) -> Iterator[HostFinding]:
-    """A new proc is granted only where the present one is in full view; containers cover parts of it."""
+    """The kernel allows a new proc mount only if the present one is not masked, as containers do."""
     mounts = host.read("proc/self/mountinfo")
     if mounts is None:
         yield HostFinding("/proc", "missing", "it is not mounted", "Mount /proc.")
@@ -224,11 +224,11 @@ def check_overlay(_: Settings, host: InspectedHost) -> Iterator[HostFinding]:
     yield HostFinding("overlayfs", "missing", "not loaded", advice)
 
 
-# ---- what the machine gives us --------------------------------------------------------------------------------
+# ---- resources of the host ------------------------------------------------------------------------------------
 
 
 def check_cgroups(settings: Settings, host: InspectedHost) -> Iterator[HostFinding]:
-    """Make the tree that a supervisor would make, and remove it."""
+    """Create the cgroup tree of a supervisor, and remove it."""
     state: FindingState = "missing" if settings.limits == "enforced" else "warning"
     try:
         tree = cgroups.open_tree(
@@ -310,14 +310,14 @@ def _read_version(name: str) -> str:
 
 
 def check_permissions(_: Settings, host: InspectedHost) -> Iterator[HostFinding]:
-    """As root, sandboxes are other users, to whom what was installed with `umask 077` is closed."""
+    """As root, sandboxes have other uids, which cannot read what was installed with `umask 077`."""
     if host.uid != 0:
         return
     try:
         runtime = discover_runtime()
     except PythonRuntimeUnavailable:
-        return  # check_python tells
-    # Not all of the prefix: one such as /usr/local holds more than Python, and maybe secrets.
+        return  # check_python reports it
+    # Not the whole prefix: /usr/local, for example, holds more than Python, maybe secrets.
     trees = [Path(sysconfig.get_path("stdlib")), *(item.path for item in runtime.packages)]
     trees.append(Path(__file__).parents[2])
     closed = {tree: first for tree in trees if (first := find_unreadable(tree))}
@@ -334,7 +334,7 @@ def check_permissions(_: Settings, host: InspectedHost) -> Iterator[HostFinding]
 
 
 def find_unreadable(tree: Path) -> Path | None:
-    """The first thing in a tree that only its owner or group may read."""
+    """The first entry in a tree that others may not read."""
     for directory, _, names in os.walk(tree):
         for path in (Path(directory), *(Path(directory, name) for name in names)):
             if not _is_readable_by_others(path):
@@ -352,7 +352,7 @@ def _is_readable_by_others(path: Path) -> bool:
 
 
 def check_disks(settings: Settings, host: InspectedHost) -> Iterator[HostFinding]:
-    """As root: whether the files of large sandboxes lie on disks; a fallback to memory is no secret."""
+    """As root: whether files of large sandboxes are on disks, or fall back to memory."""
     if host.uid != 0 or not host.allows_trials or settings.disks == "off":
         return
     try:

@@ -21,11 +21,11 @@ from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 
 PROBE_FILE = "fumehood-probe.txt"
-# It only looks: a socket that is made and closed sends nothing, and nothing is ever connected.
+# Only observes: it opens and closes a socket, but never connects or sends.
 PROBE_CODE = f"""
 import json, socket
 print(6 * 7)
-def look(name):
+def read_table(name):
     try:
         with open("/proc/self/net/" + name) as f:
             return f.read(100_000)
@@ -37,13 +37,13 @@ try:
 except OSError:
     sockets = False
 with open({PROBE_FILE!r}) as f:
-    given = f.read()
+    content = f.read()
 with open({PROBE_FILE!r}, "w") as f:
-    f.write(given[::-1])
-seen = {{name: look(name) for name in ("dev", "route", "ipv6_route")}}
-print(json.dumps({{"sockets": sockets, **seen}}))
+    f.write(content[::-1])
+tables = {{name: read_table(name) for name in ("dev", "route", "ipv6_route")}}
+print(json.dumps({{"sockets": sockets, **tables}}))
 """
-# Made by the kernel in every network namespace once a module is loaded; without a route they lead nowhere.
+# The kernel creates these in every network namespace once their module is loaded; without a route they lead nowhere.
 UNROUTED_TUNNELS = {
     "tunl0",
     "gre0",
@@ -68,20 +68,21 @@ _INDEX_ADVICE = (
 
 
 async def run_smoke_test(settings: Settings) -> list[HostFinding]:
-    """One sandbox, from nothing to an answer that is checked; the first failure ends it."""
+    """Start a sandbox, run code in it and check the results; the first failure ends the test."""
     findings: list[HostFinding] = []
-    began = time.monotonic()
+    started_at = time.monotonic()
     try:
         async with Supervisor(replace(settings, pool=0, capacity=1)) as supervisor:
-            zygote = time.monotonic() - began
+            zygote_seconds = time.monotonic() - started_at
             sandbox = await supervisor.create()
-            took = f"ready after {zygote:.1f} s, a sandbox takes {(time.monotonic() - began - zygote) * 1000:.0f} ms"
-            findings.append(HostFinding("sandbox starts", "ok", took))
+            sandbox_ms = (time.monotonic() - started_at - zygote_seconds) * 1000
+            detail = f"ready after {zygote_seconds:.1f} s, a sandbox takes {sandbox_ms:.0f} ms"
+            findings.append(HostFinding("sandbox starts", "ok", detail))
             findings += await _run_probe_code(sandbox, settings)
             findings += _check_from_host(supervisor, settings)
-            findings.append(await check_packages(supervisor, settings))
+            findings.append(await _check_packages(supervisor, settings))
     except IsolationUnavailable as error:
-        # Whoever reads this has just run it.
+        # The reader has just run `doctor`.
         advice = REPORT_ADVICE if "fumehood doctor" in error.advice else error.advice
         findings.append(HostFinding("sandbox starts", "missing", error.reason, advice))
     except Exception as error:
@@ -91,31 +92,31 @@ async def run_smoke_test(settings: Settings) -> list[HostFinding]:
 
 
 async def _run_probe_code(sandbox: SandboxInstance, settings: Settings) -> list[HostFinding]:
-    given = os.urandom(8).hex()
-    await sandbox.files.write(PROBE_FILE, given.encode())
+    content = os.urandom(8).hex()
+    await sandbox.files.write(PROBE_FILE, content.encode())
     printed = ""
     reason = ""
     async for event in sandbox.execute(PROBE_CODE, timeout=30):
         printed += event.text if isinstance(event, Stdout) else ""
         reason = getattr(event, "reason", "") or getattr(event, "traceback", "") or reason
-    answer, _, facts = printed.partition("\n")
-    if answer != "42" or not facts:
+    answer, _, network = printed.partition("\n")
+    if answer != "42" or not network:
         detail = f"6 * 7 gave {printed!r}. {reason}".strip()
         return [HostFinding("code runs", "missing", detail, "Please report this.")]
     returned = (await sandbox.files.read(PROBE_FILE, limit=100)).decode()
-    same = returned == given[::-1]
+    is_same = returned == content[::-1]
     return [
         HostFinding("code runs", "ok", "6 * 7 is 42"),
         HostFinding("files", "ok", "what the code writes is read back")
-        if same
+        if is_same
         else HostFinding("files", "missing", f"{returned!r} came back", "Please report this."),
-        assess_network(ObservedNetwork(**json.loads(facts)), settings),
+        assess_network(ObservedNetwork(**json.loads(network)), settings),
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedNetwork:
-    """What code saw: whether it may make a socket, and the kernel's tables; None could not be read."""
+    """What the code saw: whether it may open a socket, and the kernel's tables; None if unreadable."""
 
     sockets: bool
     dev: str | None
@@ -123,14 +124,17 @@ class ObservedNetwork:
     ipv6_route: str | None
 
     def find_routes_out(self) -> list[str]:
-        """Interfaces other than the loopback, and which of them have a default route."""
+        """Interfaces other than loopback, and which of them have a default route."""
         routes = [row for line in (self.route or "").splitlines()[1:] if len(row := line.split()) > 7]
         routes6 = [row for line in (self.ipv6_route or "").splitlines() if len(row := line.split()) > 9]
         used = {row[0] for row in routes} | {row[9] for row in routes6}
         default = {row[0] for row in routes if row[1] == row[7] == "00000000"}
         default |= {row[9] for row in routes6 if row[0] == "0" * 32 and row[1] == "00"}
         names = {line.partition(":")[0].strip() for line in (self.dev or "").splitlines()[2:]}
-        ways = (names - (UNROUTED_TUNNELS - used) | default) - {"lo", "*"}  # a route to * is a refusal
+        ways = (names - (UNROUTED_TUNNELS - used) | default) - {
+            "lo",
+            "*",
+        }  # a route to * is an unreachable route
         return [f"{name} with a default route" if name in default else name for name in sorted(ways)]
 
 
@@ -155,9 +159,9 @@ def assess_network(seen: ObservedNetwork, settings: Settings) -> HostFinding:
 
 
 def assess_preload(problems: dict[str, str], known: list[str]) -> Iterator[HostFinding]:
-    """One word for each package, whichever of its modules failed; those known not to be there are told already."""
+    """One finding per package that failed to import; `known` missing packages are reported elsewhere."""
     failed = {name: why for name, why in problems.items() if "." not in name and name not in known}
-    if not known:  # else a module of a package may only lack another package
+    if not known:  # otherwise a module may merely lack one of these packages
         for name, why in problems.items():
             failed.setdefault(name.partition(".")[0], why)
     if failed:
@@ -167,23 +171,23 @@ def assess_preload(problems: dict[str, str], known: list[str]) -> Iterator[HostF
 
 
 def _check_from_host(supervisor: Supervisor, settings: Settings) -> Iterator[HostFinding]:
-    about, pid = supervisor.zygote.info, supervisor.zygote.pid
-    # The packages of a pod are not those of this machine.
+    info, pid = supervisor.zygote.info, supervisor.zygote.pid
+    # The packages of a pod are not those of this host.
     yield from assess_preload(
-        about.problems, [] if settings.mode == "pod" else find_missing_packages(settings)
+        info.problems, [] if settings.mode == "pod" else find_missing_packages(settings)
     )
     if pid is None or settings.mode == "pod":
         return
-    yield check_bytecode(settings)
-    users = _read_uids_below(pid)
-    if 0 in users or not users:
+    yield _check_bytecode(settings)
+    uids = _read_uids_below(pid)
+    if 0 in uids or not uids:
         yield HostFinding("kernel user", "missing", "the code runs as root", "Please report this.")
     else:
-        yield HostFinding("kernel user", "ok", f"the code is uid {max(users)} on this machine")
+        yield HostFinding("kernel user", "ok", f"the code is uid {max(uids)} on this machine")
 
 
 def _read_uids_below(top: int) -> set[int]:
-    """The users, as the host counts them, of a process and all its descendants."""
+    """Host uids of a process and its descendants."""
     parents: dict[int, int] = {}
     uids: dict[int, int] = {}
     for entry in Path("/proc").glob("[0-9]*/status"):
@@ -199,8 +203,8 @@ def _read_uids_below(top: int) -> set[int]:
     return {uids[pid] for pid in below if pid in uids}
 
 
-async def check_packages(supervisor: Supervisor, settings: Settings) -> HostFinding:
-    """Whether sandboxes can have further packages: never a reason not to run code, at most a warning."""
+async def _check_packages(supervisor: Supervisor, settings: Settings) -> HostFinding:
+    """Whether packages can be installed; at most a warning, because code runs without."""
     if not settings.packages:
         return HostFinding("packages", "ok", "off: nobody can have any installed")
     installer = supervisor.installer
@@ -221,8 +225,8 @@ async def check_packages(supervisor: Supervisor, settings: Settings) -> HostFind
     return HostFinding("packages", "ok", f"the index answers; {kept}")
 
 
-def check_bytecode(settings: Settings) -> HostFinding:
-    """Whether sandboxes find bytecode of their packages; raises RuntimeUnavailable."""
+def _check_bytecode(settings: Settings) -> HostFinding:
+    """Whether sandboxes find bytecode of their packages; raises PythonRuntimeUnavailable."""
     runtime = discover_runtime()
     uncompiled = bytecode_cache.find_uncompiled(runtime)
     if not uncompiled:

@@ -1,1 +1,4 @@
-"""Host resources of sandboxes: cgroups, users, disks, outer jail, watchdog."""
+"""Host resources of sandboxes: cgroups, uids, disks, outer jail, watchdog.
+
+Imports nothing: `outer_jail` runs with the standard library only.
+"""

@@ -1,1 +1,1 @@
-"""Zygotes, sandboxes and executions of one host."""
+"""The supervisor of one host: zygotes, sandboxes, executions, files."""
