@@ -12,19 +12,8 @@ settings.register_profile("fumehood", deadline=None, print_blob=True, database=N
 settings.load_profile("fumehood")
 
 
-# The kits are tests too, though they are shipped.
-pytest.register_assert_rewrite(
-    "fumehood.testing.kits.blob_store_kit",
-    "fumehood.testing.kits.container_service_kit",
-    "fumehood.testing.kits.model_backend_kit",
-    "fumehood.testing.kits.sandbox_kit",
-    "fumehood.testing.kits.sandbox_files_kit",
-    "fumehood.testing.kits.sealer_kit",
-    "fumehood.testing.kits.store_kit",
-    "fumehood.testing.kits.lease_kit",
-    "fumehood.testing.kits.hosted_tool_kit",
-    "fumehood.testing.kits.store_fixtures",
-)
+# The kits are tests, though they are shipped.
+pytest.register_assert_rewrite("fumehood.testing.kits")
 
 
 def pytest_configure(config: pytest.Config) -> None:

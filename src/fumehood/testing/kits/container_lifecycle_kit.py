@@ -101,12 +101,12 @@ class ContainerLifecycleKit:
 
     async def test_deleting_it_stops_what_runs(self, subject: ContainerSubject) -> None:
         container = await subject.open_container()
-        seen: list[ExecutionEvent] = []
+        collected: list[ExecutionEvent] = []
         async for event in subject.stream_events(container, "waits to be interrupted"):
-            if not seen:
+            if not collected:
                 await subject.containers.delete_container(SOMEBODY, container.id)
-            seen.append(event)
-        end = get_end(seen)
+            collected.append(event)
+        end = get_end(collected)
         assert (end.status, end.exit_code, end.state_kept) == ("lost", -1, False)
 
     async def test_an_expired_one_can_be_looked_at_and_deleted(self, subject: ContainerSubject) -> None:
@@ -172,11 +172,13 @@ class ContainerLifecycleKit:
         foreign = subject.containers.reserve_id()
         await subject.containers.open_container(STRANGER, foreign, spec, name)
         assert list(await subject.containers.list_files(STRANGER, foreign)) == []
-        heir = await subject.containers.open_container(SOMEBODY, subject.containers.reserve_id(), spec, name)
-        (record,) = await subject.containers.list_files(SOMEBODY, heir.id)
-        assert (record.path, record.source, record.container_id) == ("given/a.txt", "user", heir.id)
-        assert await subject.read_content(heir.id, record.id) == b"given"
-        assert get_end(await subject.run(heir, "prints hello")).status == "ok"
+        replacement = await subject.containers.open_container(
+            SOMEBODY, subject.containers.reserve_id(), spec, name
+        )
+        (record,) = await subject.containers.list_files(SOMEBODY, replacement.id)
+        assert (record.path, record.source, record.container_id) == ("given/a.txt", "user", replacement.id)
+        assert await subject.read_content(replacement.id, record.id) == b"given"
+        assert get_end(await subject.run(replacement, "prints hello")).status == "ok"
 
 
 class ContainerUserFilesKit:

@@ -173,14 +173,14 @@ class ContainerExecutionKit:
             pytest.skip("the adapter cannot end a sandbox")
         container = await subject.open_container()
         ended = False
-        seen: list[ExecutionEvent] = []
+        collected: list[ExecutionEvent] = []
         async with asyncio.timeout(SECONDS):
             async for event in subject.stream_events(container, "waits to be interrupted"):
-                seen.append(event)
+                collected.append(event)
                 if not ended:
                     ended = True
                     await subject.destroy_sandbox(container.id)
-        end = get_end(seen)
+        end = get_end(collected)
         assert (end.status, end.exit_code, end.state_kept) == ("lost", -1, False)
         assert end.reason
         assert get_end(await subject.run(container, "prints hello")).status == "ok"

@@ -196,19 +196,22 @@ class ContainerStoreKit:
         assert list(await store.list_container_files(container.id)) == [first]
 
     async def test_what_was_used_since_it_was_seen_does_not_change(self, subject: StoreSubject) -> None:
-        store, seen = subject.store, _make_container(1)
-        file = _make_file(1, seen)
-        await store.put_container(seen)
+        store, original = subject.store, _make_container(1)
+        file = _make_file(1, original)
+        await store.put_container(original)
         await store.put_container_files([file])
-        used = msgspec.structs.replace(seen, last_active_at=seen.last_active_at + 1e-6)
+        used = msgspec.structs.replace(original, last_active_at=original.last_active_at + 1e-6)
         assert await store.update_container(used)
-        assert not await store.update_container(_with_status("expired", used), [file.id], expected=seen)
-        assert (await store.get_container(seen.id), list(await store.list_container_files(seen.id))) == (
+        assert not await store.update_container(_with_status("expired", used), [file.id], expected=original)
+        assert (
+            await store.get_container(original.id),
+            list(await store.list_container_files(original.id)),
+        ) == (
             used,
             [file],
         )
         assert await store.update_container(_with_status("expired", used), [file.id], expected=used)
-        assert list(await store.list_container_files(seen.id)) == []
+        assert list(await store.list_container_files(original.id)) == []
         assert not await store.update_container(_make_container(2), expected=_make_container(2))
 
     @pytest.mark.parametrize(
@@ -220,15 +223,15 @@ class ContainerStoreKit:
         self, subject: StoreSubject, changes: dict[str, object]
     ) -> None:
         stores = itertools.cycle((subject.store, subject.second_store or subject.store))
-        seen = _make_container(1)
-        theirs = msgspec.structs.replace(seen, **changes)
-        ours = msgspec.structs.replace(seen, sandbox="ours", last_active_at=500.25, incarnation=7)
-        await next(stores).put_container(seen)
-        assert await next(stores).update_container(theirs, expected=seen)
-        assert not await next(stores).update_container(ours, expected=seen)
-        assert await next(stores).get_container(seen.id) == theirs
+        original = _make_container(1)
+        theirs = msgspec.structs.replace(original, **changes)
+        ours = msgspec.structs.replace(original, sandbox="ours", last_active_at=500.25, incarnation=7)
+        await next(stores).put_container(original)
+        assert await next(stores).update_container(theirs, expected=original)
+        assert not await next(stores).update_container(ours, expected=original)
+        assert await next(stores).get_container(original.id) == theirs
         assert await next(stores).update_container(ours, expected=theirs)
-        assert await next(stores).get_container(seen.id) == ours
+        assert await next(stores).get_container(original.id) == ours
 
     async def test_those_that_ended_long_ago(self, subject: StoreSubject) -> None:
         store = subject.store

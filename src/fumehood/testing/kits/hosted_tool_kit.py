@@ -46,8 +46,8 @@ class ToolSubject:
     configuration: a `tools` entry that it serves.
     valid_arguments: of a call that succeeds.
     invalid_arguments: complete, but not accepted.
-    hanging_call: arguments of a call that does not end, and a function that tells whether it hangs now; without it, the
-        tests of interruption are skipped.
+    hanging_call: arguments of a call that does not end, and a function that returns whether it hangs now; without it,
+        the tests of interruption are skipped.
     monotonic_now: the time of the tool's clock.
     """
 
