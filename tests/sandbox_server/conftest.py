@@ -10,7 +10,7 @@ from tests.support.unpack_target import UnpackTarget
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Iterator[UnpackTarget]:
+def unpack_target(tmp_path: Path) -> Iterator[UnpackTarget]:
     (tmp_path / "data").mkdir()
     fd = os.open(tmp_path / "data", os.O_RDONLY | os.O_DIRECTORY)
     yield UnpackTarget(tmp_path / "data", fd)

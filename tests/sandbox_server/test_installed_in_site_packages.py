@@ -113,10 +113,10 @@ def test_a_new_process_sees_nothing_of_the_host(installation: Environment) -> No
     assert seen["found"] == ["numpy", "et_xmlfile", "pip"]
     assert not {"fumehood", "h11", "uvicorn", "cryptography", "shared.pth"} & set(seen["site"])
     assert {"numpy", "et_xmlfile", "pip", "fumehood_packages.pth"} <= set(seen["site"])
-    told = json.dumps([seen["mounts"], seen["listed"]])
+    visible = json.dumps([seen["mounts"], seen["listed"]])
     for path in (installation.root, PROJECT, Path(sys.base_prefix), Path(sys.prefix)):
-        assert str(path) not in told
-    assert "site-packages/fumehood" not in told
+        assert str(path) not in visible
+    assert "site-packages/fumehood" not in visible
     assert seen["written"] is False
 
 

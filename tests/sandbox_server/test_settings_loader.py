@@ -98,7 +98,7 @@ def test_a_file_with_a_password_is_not_for_others_to_read(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("EGRES", "off", "there is no such setting; did you mean egress?"),
         ("XYZZY", "1", "there is no such setting; docs/sandbox-server.md has all"),
@@ -124,16 +124,16 @@ def test_a_file_with_a_password_is_not_for_others_to_read(tmp_path: Path) -> Non
         ("FIND_LINKS", "/nonexistent", "not a directory"),
     ],
 )
-def test_mistakes_in_variables(name: str, value: str, said: str) -> None:
+def test_mistakes_in_variables(name: str, value: str, message: str) -> None:
     with pytest.raises(InvalidSetting) as refused:
         load_setting_values(None, {ENVIRONMENT_PREFIX + name: value})
     assert str(refused.value).startswith(ENVIRONMENT_PREFIX + name)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert "very-secret" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("pool = ", "is not TOML"),
         ("pool = true", "must be a whole number"),
@@ -145,22 +145,22 @@ def test_mistakes_in_variables(name: str, value: str, said: str) -> None:
         ("egress_domains = 'example.org'", "must be a list of texts"),
     ],
 )
-def test_mistakes_in_the_file(tmp_path: Path, text: str, said: str) -> None:
+def test_mistakes_in_the_file(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "sandbox.toml"
     file.write_text(text)
     with pytest.raises(InvalidSetting) as refused:
         load_setting_values(file, {})
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert str(file) in str(refused.value)
     assert "very-secret" not in str(refused.value)
 
 
-@pytest.mark.parametrize(("content", "said"), [(None, "No such file"), (b"\xff", "not UTF-8")])
-def test_files_that_cannot_be_read(tmp_path: Path, content: bytes | None, said: str) -> None:
+@pytest.mark.parametrize(("content", "message"), [(None, "No such file"), (b"\xff", "not UTF-8")])
+def test_files_that_cannot_be_read(tmp_path: Path, content: bytes | None, message: str) -> None:
     file = tmp_path / "sandbox.toml"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(InvalidSetting, match=said):
+    with pytest.raises(InvalidSetting, match=message):
         load_setting_values(file, {})
 
 

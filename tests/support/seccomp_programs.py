@@ -1,4 +1,4 @@
-"""Runs programs under a committed system-call filter, in processes of their own."""
+"""Runs programs under a committed seccomp filter, in separate processes."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ MACHINE = os.uname().machine
 
 live = pytest.mark.skipif(MACHINE not in syscall_policy.AUDIT_ARCH, reason=f"no program for {MACHINE}")
 
-# Loads filters.py by its path, as the jail does, and so shows that it needs nothing of the package.
+# Loads seccomp_filter.py by its path, which shows that it needs nothing of the package.
 PROLOGUE = f"""
 import ctypes, importlib.util, json, mmap, os, sys
 spec = importlib.util.spec_from_file_location("filters", {seccomp_filter.__file__!r})

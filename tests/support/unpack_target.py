@@ -1,4 +1,4 @@
-"""Unpacks archives in a directory of the test's own, and looks what is there."""
+"""Unpacks archives into a directory of the test and lists the result."""
 
 import contextlib
 import os

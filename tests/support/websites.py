@@ -1,4 +1,4 @@
-"""Servers on loopback under made-up names, with and without TLS, that tell what reached them."""
+"""Servers on loopback under fake names, with and without TLS, that record requests."""
 
 import asyncio
 import contextlib

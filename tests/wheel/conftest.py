@@ -1,4 +1,4 @@
-"""The installations that tests in this directory use, made in the background."""
+"""The installations that the tests in this directory use, made in the background."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The wheel without any extra, as pip and uv install it."""
+"""The wheel without extras, installed by pip and by uv."""
 
 import fumehood
 from tests.support.wheels import Installation

@@ -1,4 +1,4 @@
-"""The built wheel as pip and uv install it, for root and for an ordinary user."""
+"""The built wheel, installed by pip and by uv, for root and for an unprivileged user."""
 
 import json
 import re
@@ -90,9 +90,9 @@ def test_a_new_process_sees_nothing_of_the_host(installation: Installation) -> N
     assert seen["sandbox"] == ["matplotlib", "numpy", "pandas", "pyarrow", "scipy", "sklearn", "sympy"]
     assert not {"fumehood", "uvicorn", "cryptography", "msgspec"} & set(seen["site"])
     assert seen["reached"] == []
-    told = json.dumps([seen["mounts"], seen["listed"]])
+    visible = json.dumps([seen["mounts"], seen["listed"]])
     for path in (*paths, installation.kind.installer + "-" + installation.kind.python, "fumehood-wheel-"):
-        assert path not in told
+        assert path not in visible
     assert "canary-4711" not in json.dumps(seen)
     assert not [name for name in seen["environment"] if name.startswith(("FUMEHOOD", "XDG", "SECRET"))]
     assert len(seen["processes"]) < 10
@@ -130,12 +130,12 @@ def test_the_gateway_serves_a_code_interpreter(installation: Installation) -> No
 
 def _address(server: "subprocess.Popen[str]") -> str:
     assert server.stdout is not None
-    said: list[str] = []
+    lines: list[str] = []
     for line in server.stdout:
-        said.append(line)
+        lines.append(line)
         if found := re.search(r"http://127\.0\.0\.1:\d+", line):
             return found.group()
-    raise AssertionError("".join(said))
+    raise AssertionError("".join(lines))
 
 
 def _ask(

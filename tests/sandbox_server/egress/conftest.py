@@ -1,4 +1,4 @@
-"""A supervisor whose sandboxes may reach two made-up domains on loopback."""
+"""A supervisor whose sandboxes may reach two fake domains on loopback."""
 
 import asyncio
 import socket

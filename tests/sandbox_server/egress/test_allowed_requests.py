@@ -1,4 +1,4 @@
-"""What an allow-list lets through, from inside real sandboxes."""
+"""Requests that an allow-list permits, from real sandboxes."""
 
 import asyncio
 import logging

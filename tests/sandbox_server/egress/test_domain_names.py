@@ -1,4 +1,4 @@
-"""One spelling for each domain, and no address among them."""
+"""Normalised domain names; IP addresses are not domains."""
 
 import ipaddress
 import socket

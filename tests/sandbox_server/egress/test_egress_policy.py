@@ -1,4 +1,4 @@
-"""What callers may ask for, and how a refusal reads."""
+"""Network policies that callers may ask for, and the messages of refusals."""
 
 import logging
 from typing import Any
@@ -105,9 +105,9 @@ def test_secrets_by_domain() -> None:
     ],
 )
 def test_secrets_that_cannot_be(change: dict[str, str], message: str) -> None:
-    said = expect_refusal("api.example.org", secrets=[msgspec.structs.replace(SECRET, **change)])
-    assert message in said
-    assert "hunter2" not in said
+    refusal = expect_refusal("api.example.org", secrets=[msgspec.structs.replace(SECRET, **change)])
+    assert message in refusal
+    assert "hunter2" not in refusal
 
 
 def test_a_secret_given_twice() -> None:

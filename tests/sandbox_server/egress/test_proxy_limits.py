@@ -1,4 +1,4 @@
-"""How much a sandbox may take of the proxy, and what is left when it ends."""
+"""Limits of a sandbox in the proxy, and the clean-up after it."""
 
 import asyncio
 import os
@@ -34,18 +34,18 @@ async def wait_until(condition: Callable[[], object], seconds: float = 20) -> No
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def fresh(net: EgressNetwork) -> AsyncIterator[SandboxInstance]:
+async def fresh_sandbox(net: EgressNetwork) -> AsyncIterator[SandboxInstance]:
     made = await net.create(PLAIN, SECURE)
     yield made
     await made.destroy()
 
 
 @pytest.fixture
-def hasty(net: EgressNetwork, monkeypatch: pytest.MonkeyPatch) -> ProxyLimits:
+def short_limits(net: EgressNetwork, monkeypatch: pytest.MonkeyPatch) -> ProxyLimits:
     """For sandboxes that are made afterwards."""
-    bounds = ProxyLimits(head_seconds=0.4, keepalive_seconds=0.4, idle_seconds=0.4, total_seconds=30)
-    monkeypatch.setattr(net.supervisor.egress, "limits", bounds)
-    return bounds
+    limits = ProxyLimits(head_seconds=0.4, keepalive_seconds=0.4, idle_seconds=0.4, total_seconds=30)
+    monkeypatch.setattr(net.supervisor.egress, "limits", limits)
+    return limits
 
 
 async def send_forever(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -73,11 +73,11 @@ for _ in range({count}):
 
 
 async def test_many_connections_wait_for_their_turn(
-    net: EgressNetwork, fresh: SandboxInstance, monkeypatch: pytest.MonkeyPatch
+    net: EgressNetwork, fresh_sandbox: SandboxInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(net.plain, "handler", never_answer)
     start = net.plain.open_now
-    outcome = await run(fresh, HOLD.format(count=60, port=net.plain.port))
+    outcome = await run(fresh_sandbox, HOLD.format(count=60, port=net.plain.port))
     assert outcome.end.status == "ok", outcome
     await wait_until(lambda: net.plain.open_now - start == 32)
     await wait_until(lambda: net.supervisor.egress.connections >= 32)  # the proxy tells it now and then
@@ -86,16 +86,16 @@ async def test_many_connections_wait_for_their_turn(
     assert await fetch_through_proxy(neighbour, f"https://{SECURE}:{net.secure.port}/") == "GET /"
     await neighbour.destroy()
     monkeypatch.undo()
-    await run(fresh, "for s in held: s.close()")
-    await fresh.destroy()
+    await run(fresh_sandbox, "for s in held: s.close()")
+    await fresh_sandbox.destroy()
     await wait_until(lambda: net.plain.open_now == start)
 
 
 async def test_more_than_the_bound_at_once_all_get_through(
-    net: EgressNetwork, fresh: SandboxInstance
+    net: EgressNetwork, fresh_sandbox: SandboxInstance
 ) -> None:
     outcome = await run(
-        fresh,
+        fresh_sandbox,
         f"""
 import concurrent.futures, urllib.request
 def get(number):
@@ -122,7 +122,7 @@ async def test_the_bound_of_all_sandboxes_together(authority: WebsiteAuthority) 
         assert (await send_raw_bytes(two, b"x\r\n\r\n")).startswith(b"HTTP/1.1 400")
 
 
-async def test_slow_heads(net: EgressNetwork, hasty: ProxyLimits) -> None:
+async def test_slow_heads(net: EgressNetwork, short_limits: ProxyLimits) -> None:
     box = await net.create(PLAIN, SECURE)
     assert await send_raw_bytes(box) == b""
     assert (await send_raw_bytes(box, b"GET http://data.test/ HT")).startswith(b"HTTP/1.1 408")
@@ -150,7 +150,7 @@ except OSError:
 
 
 async def test_silent_servers(
-    net: EgressNetwork, hasty: ProxyLimits, monkeypatch: pytest.MonkeyPatch
+    net: EgressNetwork, short_limits: ProxyLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(net.plain, "handler", never_answer)
     box = await net.create(PLAIN, SECURE)
@@ -174,11 +174,11 @@ s = ssl.create_default_context().wrap_socket(s, server_hostname='secure.test')
     ids=["plain", "half", "tunnel"],
 )
 async def test_a_client_that_gave_up_holds_nothing(
-    net: EgressNetwork, hasty: ProxyLimits, monkeypatch: pytest.MonkeyPatch, asks: str, gives_up: str
+    net: EgressNetwork, short_limits: ProxyLimits, monkeypatch: pytest.MonkeyPatch, asks: str, gives_up: str
 ) -> None:
     """Long before the silence of a server that somebody waits for is too long."""
     monkeypatch.setattr(
-        net.supervisor.egress, "limits", replace(hasty, idle_seconds=60, half_closed_seconds=0.1)
+        net.supervisor.egress, "limits", replace(short_limits, idle_seconds=60, half_closed_seconds=0.1)
     )
     deaf = asyncio.Event()
 
@@ -210,9 +210,9 @@ async def test_how_long_a_silence_may_be_is_a_setting(authority: WebsiteAuthorit
 
 
 async def test_a_life_is_bounded(
-    net: EgressNetwork, hasty: ProxyLimits, monkeypatch: pytest.MonkeyPatch
+    net: EgressNetwork, short_limits: ProxyLimits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(net.supervisor.egress, "limits", replace(hasty, total_seconds=0.5))
+    monkeypatch.setattr(net.supervisor.egress, "limits", replace(short_limits, total_seconds=0.5))
     monkeypatch.setattr(net.plain, "handler", send_forever)
     box = await net.create(PLAIN)
     outcome = await run(
@@ -253,7 +253,7 @@ print(0 < len(done.stdout) <= 1 << 20)
 
 
 async def test_a_slow_reader_costs_no_memory(
-    net: EgressNetwork, fresh: SandboxInstance, monkeypatch: pytest.MonkeyPatch
+    net: EgressNetwork, fresh_sandbox: SandboxInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody reads, so nobody sends: what is under way fits into a few buffers."""
     sent = 0
@@ -269,7 +269,7 @@ async def test_a_slow_reader_costs_no_memory(
 
     monkeypatch.setattr(net.plain, "handler", counting)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    await run(fresh, HOLD.format(count=4, port=net.plain.port))
+    await run(fresh_sandbox, HOLD.format(count=4, port=net.plain.port))
     last, still = -1, 0
     while still < 10:
         await asyncio.sleep(0.05)
@@ -336,7 +336,7 @@ async def test_a_name_server_that_hangs(net: EgressNetwork, monkeypatch: pytest.
     """A look-up that takes too long is given up; who asks meanwhile shares the one that is under way."""
     import threading
 
-    from fumehood.http_server import dns_resolver as resolver
+    from fumehood.http_server import dns_resolver
 
     answer = threading.Event()
     asked: list[str] = []
@@ -346,9 +346,9 @@ async def test_a_name_server_that_hangs(net: EgressNetwork, monkeypatch: pytest.
         answer.wait(20)
         return ["127.0.0.1"]
 
-    monkeypatch.setattr(resolver, "look_up", hanging)
-    names = resolver.DnsResolver({}, timeout=0.2)
-    with pytest.raises(resolver.DnsResolutionFailed):
+    monkeypatch.setattr(dns_resolver, "look_up", hanging)
+    names = dns_resolver.DnsResolver({}, timeout=0.2)
+    with pytest.raises(dns_resolver.DnsResolutionFailed):
         await names.resolve("slow.test")
     waiting = [asyncio.ensure_future(names.resolve("slow.test")) for _ in range(20)]
     await asyncio.sleep(0)
@@ -360,16 +360,16 @@ async def test_a_name_server_that_hangs(net: EgressNetwork, monkeypatch: pytest.
 
 async def test_names_are_looked_up_whole() -> None:
     """With the dot: no search domain of this host is tried."""
-    from fumehood.http_server import dns_resolver as resolver
+    from fumehood.http_server import dns_resolver
 
-    names = resolver.DnsResolver({}, timeout=20)
-    with pytest.raises(resolver.DnsResolutionFailed):
+    names = dns_resolver.DnsResolver({}, timeout=20)
+    with pytest.raises(dns_resolver.DnsResolutionFailed):
         await names.resolve("no-such-name.invalid")
     names.close()
 
 
 async def test_a_slow_reader_gets_the_last_bytes_too(
-    net: EgressNetwork, fresh: SandboxInstance, monkeypatch: pytest.MonkeyPatch
+    net: EgressNetwork, fresh_sandbox: SandboxInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Server gone, everything in the proxy's hands: it waits for the reader."""
 
@@ -382,7 +382,7 @@ async def test_a_slow_reader_gets_the_last_bytes_too(
 
     monkeypatch.setattr(net.plain, "handler", all_at_once)
     outcome = await run(
-        fresh,
+        fresh_sandbox,
         f"""
 import socket, time
 s = socket.create_connection(("127.0.0.1", 3128), 10)

@@ -1,4 +1,4 @@
-"""The process that the egress proxy runs in: its rights, its death, its lies."""
+"""The proxy process: its privileges, its restarts, and a compromised one."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""The end of the egress proxy."""
+"""Shutdown of the egress proxy."""
 
 import asyncio
 

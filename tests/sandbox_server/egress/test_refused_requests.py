@@ -1,4 +1,4 @@
-"""What an allow-list does not let through, tried from inside real sandboxes."""
+"""Requests that an allow-list refuses, from real sandboxes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

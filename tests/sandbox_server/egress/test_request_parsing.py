@@ -1,4 +1,4 @@
-"""Heads of requests in any shape: refused, or read in one way."""
+"""Heads of requests in any form are refused or parsed unambiguously."""
 
 import h11
 import pytest
@@ -16,8 +16,8 @@ from fumehood.sandbox_server.egress.request_parsing import (
     validate_request,
 )
 
-BOUNDS = ProxyLimits()
-WITHIN = Authority("data.test", 443)
+LIMITS = ProxyLimits()
+TLS_AUTHORITY = Authority("data.test", 443)
 
 LINES = [
     *(
@@ -62,9 +62,9 @@ TARGETS = [
 ]
 
 
-def read(head: bytes, within: Authority | None) -> ForwardRequest | None:
+def read(head: bytes, tls_authority: Authority | None) -> ForwardRequest | None:
     try:
-        return validate_request(parse_head(head, BOUNDS)[1], within)
+        return validate_request(parse_head(head, LIMITS)[1], tls_authority)
     except ProxyRefusal:
         return None
 
@@ -100,17 +100,17 @@ def check(asked: ForwardRequest) -> None:
     st.sampled_from(TARGETS),
     st.sampled_from(["HTTP/1.1", "HTTP/1.0", "HTTP/2.0", ""]),
     st.lists(st.sampled_from(LINES), max_size=5),
-    st.sampled_from([None, WITHIN]),
+    st.sampled_from([None, TLS_AUTHORITY]),
 )
 def test_any_mixture(
-    method: str, target: str, version: str, lines: list[str], within: Authority | None
+    method: str, target: str, version: str, lines: list[str], tls_authority: Authority | None
 ) -> None:
     head = "\r\n".join([f"{method} {target} {version}", *lines, "", ""]).encode()
-    asked = read(head, within)
+    asked = read(head, tls_authority)
     if asked is not None:
         check(asked)
-        if within is not None:
-            assert asked.authority == within
+        if tls_authority is not None:
+            assert asked.authority == tls_authority
         assert asked.authority.name in ("data.test", "other.test")
         if any(line.lower().startswith("host:") for line in lines):
             assert f"host:{asked.authority.name}" in head.decode().lower().replace(" ", "")

@@ -1,4 +1,4 @@
-"""Where secrets are put, and where not."""
+"""Where placeholders are replaced, and where not."""
 
 import base64
 

@@ -1,4 +1,4 @@
-"""Secrets reach their domain and nobody else, the code least of all."""
+"""Secrets reach their domain only, and never the code."""
 
 import base64
 import logging
@@ -34,17 +34,17 @@ SECRETS = [
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def secretive(net: EgressNetwork) -> AsyncIterator[SandboxInstance]:
+async def secret_sandbox(net: EgressNetwork) -> AsyncIterator[SandboxInstance]:
     made = await net.create(SECURE, PLAIN, secrets=SECRETS)
     yield made
     await made.destroy()
 
 
 async def test_urllib_sends_the_secret_without_knowing_it(
-    net: EgressNetwork, secretive: SandboxInstance
+    net: EgressNetwork, secret_sandbox: SandboxInstance
 ) -> None:
     outcome = await run(
-        secretive,
+        secret_sandbox,
         f"""
 import os, urllib.request
 print(os.environ["API_KEY"])
@@ -63,9 +63,9 @@ print(urllib.request.urlopen(request).read().decode())
     assert seen.body == b"body $API_KEY"
 
 
-async def test_curl_with_a_password(net: EgressNetwork, secretive: SandboxInstance) -> None:
+async def test_curl_with_a_password(net: EgressNetwork, secret_sandbox: SandboxInstance) -> None:
     outcome = await run(
-        secretive,
+        secret_sandbox,
         f"""
 import subprocess
 command = 'curl -sS -u "me:$API_KEY" https://{SECURE}:{net.secure.port}/a https://{SECURE}:{net.secure.port}/b'
@@ -79,11 +79,11 @@ print(done.stdout, done.stderr)
 
 
 async def test_a_connection_is_kept_for_several_requests(
-    net: EgressNetwork, secretive: SandboxInstance
+    net: EgressNetwork, secret_sandbox: SandboxInstance
 ) -> None:
     before = net.secure.connections
     outcome = await run(
-        secretive,
+        secret_sandbox,
         f"""
 import http.client, os
 connection = http.client.HTTPSConnection("127.0.0.1", 3128)
@@ -99,9 +99,11 @@ connection.close()
     assert {seen.headers["x-key"] for seen in net.secure.seen} == {VALUE}
 
 
-async def test_never_over_plain_http(net: EgressNetwork, secretive: SandboxInstance) -> None:
+async def test_never_over_plain_http(net: EgressNetwork, secret_sandbox: SandboxInstance) -> None:
     assert (
-        await fetch_through_proxy(secretive, f"http://{PLAIN}:{net.plain.port}/", Authorization="$PLAIN_KEY")
+        await fetch_through_proxy(
+            secret_sandbox, f"http://{PLAIN}:{net.plain.port}/", Authorization="$PLAIN_KEY"
+        )
         == "GET /"
     )
     assert net.plain.seen[0].headers["authorization"] == "$PLAIN_KEY"
@@ -129,10 +131,10 @@ async def test_only_for_its_own_sandbox(net: EgressNetwork, box: SandboxInstance
     ],
 )
 async def test_requests_within_are_checked_as_well(
-    net: EgressNetwork, secretive: SandboxInstance, request_: str
+    net: EgressNetwork, secret_sandbox: SandboxInstance, request_: str
 ) -> None:
     outcome = await run(
-        secretive,
+        secret_sandbox,
         f"""
 import socket, ssl
 s = socket.create_connection(("127.0.0.1", 3128), 30)
@@ -150,10 +152,10 @@ with context.wrap_socket(s, server_hostname="{SECURE}") as tls:
     assert net.secure.seen == []
 
 
-async def test_the_code_never_sees_it(net: EgressNetwork, secretive: SandboxInstance) -> None:
+async def test_the_code_never_sees_it(net: EgressNetwork, secret_sandbox: SandboxInstance) -> None:
     """Neither in variables and files nor in the memory of any process; looked for in two halves."""
     outcome = await run(
-        secretive,
+        secret_sandbox,
         f"""
 import os, urllib.request
 request = urllib.request.Request("https://{SECURE}:{net.secure.port}/", headers={{"X-Key": "$API_KEY"}})
@@ -201,29 +203,31 @@ print(looked > 10_000_000, found)
     assert net.secure.seen[0].headers["x-key"] == VALUE
 
 
-async def test_no_file_of_the_user_appears(net: EgressNetwork, secretive: SandboxInstance) -> None:
-    assert (await secretive.files.list()).files == []
+async def test_no_file_of_the_user_appears(net: EgressNetwork, secret_sandbox: SandboxInstance) -> None:
+    assert (await secret_sandbox.files.list()).files == []
     outcome = await run(
-        secretive,
+        secret_sandbox,
         "import ssl; print(len(ssl.create_default_context(cafile='/home/user/.fumehood/ca.pem').get_ca_certs()))",
     )
     assert int(outcome.stdout) >= 2
 
 
 async def test_no_log_tells_it(
-    net: EgressNetwork, secretive: SandboxInstance, caplog: pytest.LogCaptureFixture
+    net: EgressNetwork, secret_sandbox: SandboxInstance, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
-    await fetch_through_proxy(secretive, f"https://{SECURE}:{net.secure.port}/", Authorization="$API_KEY")
+    await fetch_through_proxy(
+        secret_sandbox, f"https://{SECURE}:{net.secure.port}/", Authorization="$API_KEY"
+    )
     assert net.secure.seen[0].headers["authorization"] == VALUE
     assert await net.wait_for_events(1)
     shown = caplog.text + str([record.__dict__ for record in caplog.records]) + repr(net.events)
     assert VALUE not in shown
-    assert VALUE not in repr(vars(secretive))
+    assert VALUE not in repr(vars(secret_sandbox))
 
 
 async def test_a_server_that_echoes_reveals_it(
-    net: EgressNetwork, secretive: SandboxInstance, monkeypatch: pytest.MonkeyPatch
+    net: EgressNetwork, secret_sandbox: SandboxInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Documented in docs/network.md: whoever gets the secret can tell the code."""
 
@@ -232,7 +236,7 @@ async def test_a_server_that_echoes_reveals_it(
 
     monkeypatch.setattr(net.secure, "reply", echo)
     answer = await fetch_through_proxy(
-        secretive, f"https://{SECURE}:{net.secure.port}/", **{"X-Key": "$API_KEY"}
+        secret_sandbox, f"https://{SECURE}:{net.secure.port}/", **{"X-Key": "$API_KEY"}
     )
     assert answer == VALUE
 

@@ -1,4 +1,4 @@
-"""The TLS hello: real ones, cut in every way, and everything that is none."""
+"""TLS ClientHellos: real, fragmented, and invalid ones."""
 
 import itertools
 import ssl

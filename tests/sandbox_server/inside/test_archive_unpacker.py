@@ -1,4 +1,4 @@
-"""Archives of untrusted authors: formats, forgeries, bounds, all or nothing."""
+"""Unpacking untrusted archives: formats, limits, all or nothing."""
 
 import contextlib
 import gzip
@@ -60,41 +60,41 @@ HONEST: dict[str, tuple[str, bytes]] = {
 
 @pytest.mark.parametrize(("kind", "body"), HONEST.values(), ids=HONEST)
 @pytest.mark.parametrize("into", ["", "new/place"])
-def test_honest_archives(place: UnpackTarget, kind: str, body: bytes, into: str) -> None:
-    leave = GrantedPermit()
-    done = place.unpack(body, kind, into, permit=leave)
+def test_honest_archives(unpack_target: UnpackTarget, kind: str, body: bytes, into: str) -> None:
+    permit = GrantedPermit()
+    done = unpack_target.unpack(body, kind, into, permit=permit)
     assert done == UnpackOutcome(files=4, size=sum(len(content) for _, content in MEMBERS), skipped=0)
-    assert leave.received == len(body)
-    written = {name: content for name, content in place.tree().items() if content is not None}
+    assert permit.received == len(body)
+    written = {name: content for name, content in unpack_target.tree().items() if content is not None}
     prefix = f"{into}/" if into else ""
     assert written == {prefix + name: content for name, content in MEMBERS}
 
 
-def test_directories_and_dots(place: UnpackTarget) -> None:
+def test_directories_and_dots(unpack_target: UnpackTarget) -> None:
     directory = special_member("./empty/", tarfile.DIRTYPE)
-    place.unpack(make_tar_of(special_member("./", tarfile.DIRTYPE), directory, directory), "tar")
-    place.unpack(make_tar(("./d/./f", b"x")), "tar")
+    unpack_target.unpack(make_tar_of(special_member("./", tarfile.DIRTYPE), directory, directory), "tar")
+    unpack_target.unpack(make_tar(("./d/./f", b"x")), "tar")
     archive = ForgedZip()
     archive.add(b"other/", b"")
-    place.unpack(archive.finish(), "zip")
-    assert place.tree() == {"d": None, "d/f": b"x", "empty": None, "other": None}
+    unpack_target.unpack(archive.finish(), "zip")
+    assert unpack_target.tree() == {"d": None, "d/f": b"x", "empty": None, "other": None}
 
 
-def test_old_directories_and_contiguous_files(place: UnpackTarget) -> None:
+def test_old_directories_and_contiguous_files(unpack_target: UnpackTarget) -> None:
     body = tar_header(b"d/", 0, b"\0") + tar_header(b"d/f", 1, b"7") + pad_block(b"x") + END_OF_TAR
-    place.unpack(body, "tar")
-    assert place.tree() == {"d": None, "d/f": b"x"}
+    unpack_target.unpack(body, "tar")
+    assert unpack_target.tree() == {"d": None, "d/f": b"x"}
 
 
-def test_modes_owners_and_times_are_ours(place: UnpackTarget) -> None:
+def test_modes_owners_and_times_are_ours(unpack_target: UnpackTarget) -> None:
     members = [special_member("plain", tarfile.REGTYPE), special_member("program", tarfile.REGTYPE)]
     members[0].mode, members[1].mode = 0o6666, 0o7777
     for about in members:
         about.uid = about.gid = 12345
         about.uname = about.gname = "root"
         about.mtime = 1
-    place.unpack(make_tar_of(*members), "tar")
-    modes = {path.name: path.stat() for path in place.data.iterdir()}
+    unpack_target.unpack(make_tar_of(*members), "tar")
+    modes = {path.name: path.stat() for path in unpack_target.data.iterdir()}
     assert {name: oct(about.st_mode & 0o7777) for name, about in modes.items()} == {
         "plain": "0o644",
         "program": "0o755",
@@ -102,45 +102,45 @@ def test_modes_owners_and_times_are_ours(place: UnpackTarget) -> None:
     assert all(about.st_uid == os.geteuid() and about.st_mtime > 1e9 for about in modes.values())
 
 
-def test_links_devices_and_pipes_are_skipped(place: UnpackTarget) -> None:
+def test_links_devices_and_pipes_are_skipped(unpack_target: UnpackTarget) -> None:
     kinds = (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE)
     body = make_tar_of(
         *(special_member(f"m{number}", kind, "/etc/passwd") for number, kind in enumerate(kinds))
     )
-    assert place.unpack(body, "tar") == UnpackOutcome(files=0, size=0, skipped=5)
+    assert unpack_target.unpack(body, "tar") == UnpackOutcome(files=0, size=0, skipped=5)
     unknown = tar_header(b"v", 3, b"Z") + pad_block(b"abc") + END_OF_TAR
-    assert place.unpack(unknown, "tar").skipped == 1
+    assert unpack_target.unpack(unknown, "tar").skipped == 1
     link = ForgedZip()
     link.add(b"link", b"/etc/passwd", mode=0o120777)
     link.add(b"fifo", b"", mode=0o010644)
-    assert place.unpack(link.finish(), "zip").skipped == 2
-    assert place.tree() == {}
+    assert unpack_target.unpack(link.finish(), "zip").skipped == 2
+    assert unpack_target.tree() == {}
 
 
-def test_a_link_in_the_archive_is_not_followed(place: UnpackTarget) -> None:
+def test_a_link_in_the_archive_is_not_followed(unpack_target: UnpackTarget) -> None:
     """The link is skipped, so what is below its name goes into a directory of that name."""
     first = make_tar_of(special_member("d", tarfile.SYMTYPE, "/tmp"))[:512]
     body = first + tar_header(b"d/f", 1) + pad_block(b"x") + END_OF_TAR
-    place.unpack(body, "tar")
-    assert place.tree() == {"d": None, "d/f": b"x"}
+    unpack_target.unpack(body, "tar")
+    assert unpack_target.tree() == {"d": None, "d/f": b"x"}
 
 
-def test_names_of_old_zips(place: UnpackTarget) -> None:
+def test_names_of_old_zips(unpack_target: UnpackTarget) -> None:
     archive = ForgedZip()
     archive.add("ü-utf8-unsaid".encode(), b"1")
     archive.add("é-cp437".encode("cp437"), b"2")
     archive.add("日-said".encode(), b"3", flags=0x800)
-    place.unpack(archive.finish(comment=b"PK\5\6 and so on"), "zip")
-    assert set(place.tree()) == {"ü-utf8-unsaid", "é-cp437", "日-said"}
+    unpack_target.unpack(archive.finish(comment=b"PK\5\6 and so on"), "zip")
+    assert set(unpack_target.tree()) == {"ü-utf8-unsaid", "é-cp437", "日-said"}
 
 
-def test_zip64(place: UnpackTarget) -> None:
+def test_zip64(unpack_target: UnpackTarget) -> None:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive, archive.open("big", "w", force_zip64=True) as file:
         file.write(b"x" * 1000)
-    place.unpack(buffer.getvalue(), "zip")
-    place.unpack(long_zip(b"far", b"y"), "zip")
-    assert place.tree() == {"big": b"x" * 1000, "far": b"y"}
+    unpack_target.unpack(buffer.getvalue(), "zip")
+    unpack_target.unpack(long_zip(b"far", b"y"), "zip")
+    assert unpack_target.tree() == {"big": b"x" * 1000, "far": b"y"}
 
 
 def long_zip(name: bytes, content: bytes) -> bytes:
@@ -157,27 +157,27 @@ def long_zip(name: bytes, content: bytes) -> bytes:
     return archive.body + table + end64 + locator + end
 
 
-def test_an_archive_in_an_archive_stays_packed(place: UnpackTarget) -> None:
+def test_an_archive_in_an_archive_stays_packed(unpack_target: UnpackTarget) -> None:
     inner = make_zip(("x", b"y"))
-    place.unpack(make_tar(("inner.zip", inner)), "tar")
-    assert place.tree() == {"inner.zip": inner}
+    unpack_target.unpack(make_tar(("inner.zip", inner)), "tar")
+    assert unpack_target.tree() == {"inner.zip": inner}
 
 
-def test_empty_archives(place: UnpackTarget) -> None:
+def test_empty_archives(unpack_target: UnpackTarget) -> None:
     for body, kind in (
         (END_OF_TAR, "tar"),
         (gzip.compress(END_OF_TAR), "tar.gz"),
         (ForgedZip().finish(), "zip"),
     ):
-        assert place.unpack(body, kind, "new") == UnpackOutcome(0, 0, 0)
-    assert place.tree() == {}
+        assert unpack_target.unpack(body, kind, "new") == UnpackOutcome(0, 0, 0)
+    assert unpack_target.tree() == {}
 
 
 # ---- bounds -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar", "tar.gz", "tar.zst"])
-def test_bombs(place: UnpackTarget, kind: str) -> None:
+def test_bombs(unpack_target: UnpackTarget, kind: str) -> None:
     zeros = bytes(8 << 20)
     body = {
         "zip": make_zip(("f", zeros)),
@@ -186,42 +186,43 @@ def test_bombs(place: UnpackTarget, kind: str) -> None:
         "tar.zst": zstd.compress(make_tar(("f", zeros))),
     }[kind]
     error = expect_refusal(
-        place, body, kind, "more than 1000000 bytes", limits=UnpackLimits(members=10, size=1_000_000)
+        unpack_target, body, kind, "more than 1000000 bytes", limits=UnpackLimits(members=10, size=1_000_000)
     )
     assert error.kind == "too_large"
 
 
-def test_a_bomb_behind_the_end(place: UnpackTarget) -> None:
+def test_a_bomb_behind_the_end(unpack_target: UnpackTarget) -> None:
     body = gzip.compress(END_OF_TAR + bytes(80 << 20))
     assert (
-        expect_refusal(place, body, "tar.gz", "more than", limits=UnpackLimits(10, 1000)).kind == "too_large"
+        expect_refusal(unpack_target, body, "tar.gz", "more than", limits=UnpackLimits(10, 1000)).kind
+        == "too_large"
     )
 
 
 @pytest.mark.parametrize("make", [make_tar, make_zip], ids=["tar", "zip"])
-def test_too_many_members(place: UnpackTarget, make: Callable[..., bytes]) -> None:
+def test_too_many_members(unpack_target: UnpackTarget, make: Callable[..., bytes]) -> None:
     body = make(*((str(number), b"") for number in range(11)))
     kind = "tar" if make is make_tar else "zip"
     assert (
-        expect_refusal(place, body, kind, "more than 10 members", limits=UnpackLimits(10, 100)).kind
+        expect_refusal(unpack_target, body, kind, "more than 10 members", limits=UnpackLimits(10, 100)).kind
         == "too_large"
     )
     links = make_tar_of(*(special_member(str(number), tarfile.SYMTYPE, "x") for number in range(11)))
     assert (
-        expect_refusal(place, links, "tar", "more than 10 members", limits=UnpackLimits(10, 100)).kind
+        expect_refusal(unpack_target, links, "tar", "more than 10 members", limits=UnpackLimits(10, 100)).kind
         == "too_large"
     )
 
 
-def test_too_many_names(place: UnpackTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_names(unpack_target: UnpackTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data_directory, "MAX_NAME_BYTES", 100)
     expect_refusal(
-        place, make_tar(*((f"{number}" * 60, b"") for number in range(3))), "tar", "too long in total"
+        unpack_target, make_tar(*((f"{number}" * 60, b"") for number in range(3))), "tar", "too long in total"
     )
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar"])
-def test_no_leave(place: UnpackTarget, kind: str) -> None:
+def test_no_leave(unpack_target: UnpackTarget, kind: str) -> None:
     """The sandbox's memory is used up while it is unpacked."""
     body = (
         make_zip(("a", bytes(1000)), ("b", bytes(1 << 20)))
@@ -229,84 +230,88 @@ def test_no_leave(place: UnpackTarget, kind: str) -> None:
         else make_tar(("b", bytes(1 << 20)))
     )
     with pytest.raises(FileTaskRefused, match="no room"):
-        place.unpack(body, kind, permit=GrantedPermit(room=100_000))
-    assert place.tree() == {}
+        unpack_target.unpack(body, kind, permit=GrantedPermit(room=100_000))
+    assert unpack_target.tree() == {}
 
 
-def test_zstd_windows_are_bounded(place: UnpackTarget) -> None:
+def test_zstd_windows_are_bounded(unpack_target: UnpackTarget) -> None:
     options = {
         int(zstd.CompressionParameter.window_log): 27,
         int(zstd.CompressionParameter.compression_level): 1,
     }
     body = zstd.compress(make_tar(("f", os.urandom(40 << 20))), options=options)
-    expect_refusal(place, body, "tar.zst", "damaged")
+    expect_refusal(unpack_target, body, "tar.zst", "damaged")
 
 
-def test_without_zstd(place: UnpackTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_zstd(unpack_target: UnpackTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "fumehood.sandbox_server.inside.files.decompression._ZSTD_MODULES", ("no_such_module",)
     )
-    expect_refusal(place, zstd.compress(END_OF_TAR), "tar.zst", "has no zstd; use tar.gz or zip")
+    expect_refusal(unpack_target, zstd.compress(END_OF_TAR), "tar.zst", "has no zstd; use tar.gz or zip")
 
 
 # ---- all or nothing ---------------------------------------------------------------------------------------------
 
 
-def test_what_is_there_is_replaced_on_success(place: UnpackTarget) -> None:
-    (place.data / "f").write_bytes(b"old")
-    (place.data / "link").symlink_to("/etc/passwd")
-    os.mkfifo(place.data / "fifo")
-    inode = (place.data / "f").stat().st_ino
-    place.unpack(make_tar(("f", b"new"), ("link", b"a file now"), ("fifo", b"too")), "tar")
-    assert place.tree() == {"f": b"new", "link": b"a file now", "fifo": b"too"}
-    assert (place.data / "f").stat().st_ino != inode
+def test_what_is_there_is_replaced_on_success(unpack_target: UnpackTarget) -> None:
+    (unpack_target.data / "f").write_bytes(b"old")
+    (unpack_target.data / "link").symlink_to("/etc/passwd")
+    os.mkfifo(unpack_target.data / "fifo")
+    inode = (unpack_target.data / "f").stat().st_ino
+    unpack_target.unpack(make_tar(("f", b"new"), ("link", b"a file now"), ("fifo", b"too")), "tar")
+    assert unpack_target.tree() == {"f": b"new", "link": b"a file now", "fifo": b"too"}
+    assert (unpack_target.data / "f").stat().st_ino != inode
 
 
-def test_what_is_there_is_kept_on_failure(place: UnpackTarget) -> None:
+def test_what_is_there_is_kept_on_failure(unpack_target: UnpackTarget) -> None:
     """The last member cannot be placed: all others, placed already, go back."""
-    (place.data / "f").write_bytes(b"old")
-    (place.data / "link").symlink_to("/nowhere")
-    (place.data / "d").mkdir()
-    (place.data / "d" / "kept").write_bytes(b"kept")
-    (place.data / "z").mkdir()
-    inode = (place.data / "f").stat().st_ino
+    (unpack_target.data / "f").write_bytes(b"old")
+    (unpack_target.data / "link").symlink_to("/nowhere")
+    (unpack_target.data / "d").mkdir()
+    (unpack_target.data / "d" / "kept").write_bytes(b"kept")
+    (unpack_target.data / "z").mkdir()
+    inode = (unpack_target.data / "f").stat().st_ino
     body = make_tar(("f", b"new"), ("link", b"new"), ("d/x/y/new", b"new"), ("d/kept", b"new"), ("z", b"x"))
-    expect_refusal(place, body, "tar", "z: a directory of that name exists")
-    assert (place.data / "f").stat().st_ino == inode
-    assert os.readlink(place.data / "link") == "/nowhere"
+    expect_refusal(unpack_target, body, "tar", "z: a directory of that name exists")
+    assert (unpack_target.data / "f").stat().st_ino == inode
+    assert os.readlink(unpack_target.data / "link") == "/nowhere"
 
 
-def test_a_file_or_a_link_where_a_directory_would_be(place: UnpackTarget, tmp_path: Path) -> None:
-    (place.data / "file").write_bytes(b"old")
-    (place.data / "link").symlink_to(tmp_path)
+def test_a_file_or_a_link_where_a_directory_would_be(unpack_target: UnpackTarget, tmp_path: Path) -> None:
+    (unpack_target.data / "file").write_bytes(b"old")
+    (unpack_target.data / "link").symlink_to(tmp_path)
     for name in ("file/x", "link/x"):
-        expect_refusal(place, make_tar(("a", b"new"), (name, b"x")), "tar", "Not a directory|symbolic links")
-    expect_refusal(place, make_tar_of(special_member("file", tarfile.DIRTYPE)), "tar", "Not a directory")
+        expect_refusal(
+            unpack_target, make_tar(("a", b"new"), (name, b"x")), "tar", "Not a directory|symbolic links"
+        )
+    expect_refusal(
+        unpack_target, make_tar_of(special_member("file", tarfile.DIRTYPE)), "tar", "Not a directory"
+    )
     with pytest.raises(FileTaskRefused):
-        place.unpack(make_tar(("x", b"x")), "tar", "link")
+        unpack_target.unpack(make_tar(("x", b"x")), "tar", "link")
 
 
-def test_into_must_be_safe(place: UnpackTarget) -> None:
+def test_into_must_be_safe(unpack_target: UnpackTarget) -> None:
     for into in ("..", "/tmp", "a/../b", ".fumehood-x"):
         with pytest.raises(data_directory.UnsafePath):
-            place.unpack(END_OF_TAR, "tar", into)
-    assert place.tree() == {}
+            unpack_target.unpack(END_OF_TAR, "tar", into)
+    assert unpack_target.tree() == {}
 
 
 def test_directories_swapped_for_links_lead_nowhere(
-    place: UnpackTarget, tmp_path_factory: pytest.TempPathFactory
+    unpack_target: UnpackTarget, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     outside = tmp_path_factory.mktemp("outside")
     stop = threading.Event()
-    (place.data / "d").mkdir()
+    (unpack_target.data / "d").mkdir()
 
     def swap() -> None:
         while not stop.is_set():
             for step in (
-                lambda: os.rename(place.data / "d", place.data / "kept"),
-                lambda: os.symlink(outside, place.data / "d"),
-                lambda: os.unlink(place.data / "d"),
-                lambda: os.rename(place.data / "kept", place.data / "d"),
+                lambda: os.rename(unpack_target.data / "d", unpack_target.data / "kept"),
+                lambda: os.symlink(outside, unpack_target.data / "d"),
+                lambda: os.unlink(unpack_target.data / "d"),
+                lambda: os.rename(unpack_target.data / "kept", unpack_target.data / "d"),
             ):
                 with contextlib.suppress(OSError):
                     step()
@@ -318,7 +323,7 @@ def test_directories_swapped_for_links_lead_nowhere(
     try:
         for _ in range(30):
             try:
-                place.unpack(body, "tar")
+                unpack_target.unpack(body, "tar")
                 outcomes.add("done")
             except FileTaskRefused:
                 outcomes.add("refused")
@@ -342,7 +347,7 @@ class Jail:
     """A directory within a directory, for examples that share one test."""
 
     outer: Path
-    place: UnpackTarget
+    unpack_target: UnpackTarget
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The runner as a real process over a real socket pair: state, results, errors, exit codes."""
+"""The code runner in a real process over a socket pair: state, results, errors, exit codes."""
 
 import json
 import os

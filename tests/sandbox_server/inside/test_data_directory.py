@@ -1,4 +1,4 @@
-"""Files of untrusted authors: names, types, links, races, bounds."""
+"""Untrusted files in the data directory: names, types, links, races, limits."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Many files in one stream of untrusted authors, in and out."""
+"""Bundles of many untrusted files, received and sent."""
 
 import asyncio
 import errno
@@ -65,17 +65,17 @@ def test_the_jail_has_the_numbers_of_the_protocol() -> None:
     }
 
 
-def test_the_two_ends_agree(place: UnpackTarget) -> None:
+def test_the_two_ends_agree(unpack_target: UnpackTarget) -> None:
     wanted = [("a", b"a"), ("d/e/ü", b""), ("d/f", bytes(100_000))]
     sent = asyncio.run(_gathered(wanted[:1], [], wanted[1:]))
     assert sent == body(*wanted)
-    leave = GrantedPermit()
-    assert place.receive(sent, permit=leave) == UnpackOutcome(3, 100_001)
-    assert leave.received == len(sent)
-    assert place.tree() == {"a": b"a", "d": None, "d/e": None, "d/e/ü": b"", "d/f": bytes(100_000)}
-    assert (place.data / "a").stat().st_mode & 0o777 == 0o644
-    assert place.receive(body(("a", b"new"))) == UnpackOutcome(1, 3)
-    assert (place.data / "a").read_bytes() == b"new"
+    permit = GrantedPermit()
+    assert unpack_target.receive(sent, permit=permit) == UnpackOutcome(3, 100_001)
+    assert permit.received == len(sent)
+    assert unpack_target.tree() == {"a": b"a", "d": None, "d/e": None, "d/e/ü": b"", "d/f": bytes(100_000)}
+    assert (unpack_target.data / "a").stat().st_mode & 0o777 == 0o644
+    assert unpack_target.receive(body(("a", b"new"))) == UnpackOutcome(1, 3)
+    assert (unpack_target.data / "a").read_bytes() == b"new"
 
 
 @pytest.mark.parametrize(
@@ -99,22 +99,22 @@ def test_the_two_ends_agree(place: UnpackTarget) -> None:
     ],
 )
 def test_names_that_are_none_are_refused_and_the_rest_is_there(
-    place: UnpackTarget, name: str | bytes
+    unpack_target: UnpackTarget, name: str | bytes
 ) -> None:
-    done = place.receive(body(("before", b"1"), (name, b"bad" * 50_000), ("after", b"2")))
+    done = unpack_target.receive(body(("before", b"1"), (name, b"bad" * 50_000), ("after", b"2")))
     assert (done.files, done.size, done.refused, len(done.reasons)) == (2, 2, 1, 1)
-    assert place.tree() == {"after": b"2", "before": b"1"}
+    assert unpack_target.tree() == {"after": b"2", "before": b"1"}
 
 
-def test_what_is_in_the_way(place: UnpackTarget) -> None:
+def test_what_is_in_the_way(unpack_target: UnpackTarget) -> None:
     """A directory, a file, a link out of the tree: none is followed, and none is replaced but what is no directory."""
-    (place.data / "directory").mkdir()
-    (place.data / "tree/below").mkdir(parents=True)
-    (place.data / "file").write_bytes(b"kept")
-    (place.data / "out").symlink_to("/")
-    (place.data / "link").symlink_to("/etc/passwd")
-    os.mkfifo(place.data / "pipe")
-    done = place.receive(
+    (unpack_target.data / "directory").mkdir()
+    (unpack_target.data / "tree/below").mkdir(parents=True)
+    (unpack_target.data / "file").write_bytes(b"kept")
+    (unpack_target.data / "out").symlink_to("/")
+    (unpack_target.data / "link").symlink_to("/etc/passwd")
+    os.mkfifo(unpack_target.data / "pipe")
+    done = unpack_target.receive(
         body(
             ("directory", b"x"),
             ("file/below", b"x"),
@@ -127,9 +127,9 @@ def test_what_is_in_the_way(place: UnpackTarget) -> None:
     )
     assert (done.files, done.size, done.refused) == (3, 15, 4)
     assert [reason.partition(":")[0] for reason in done.reasons] == ["directory", "file", "out"]
-    assert (place.data / "out").is_symlink()
-    assert not (place.data / "link").is_symlink()
-    assert place.tree() == {
+    assert (unpack_target.data / "out").is_symlink()
+    assert not (unpack_target.data / "link").is_symlink()
+    assert unpack_target.tree() == {
         "directory": None,
         "file": b"kept",
         "link": b"instead",
@@ -141,10 +141,10 @@ def test_what_is_in_the_way(place: UnpackTarget) -> None:
     }
 
 
-def test_names_that_disagree(place: UnpackTarget) -> None:
-    done = place.receive(body(("a", b"1"), ("a", b"2"), ("a/b", b"3"), ("d/e", b"4"), ("d", b"5")))
+def test_names_that_disagree(unpack_target: UnpackTarget) -> None:
+    done = unpack_target.receive(body(("a", b"1"), ("a", b"2"), ("a/b", b"3"), ("d/e", b"4"), ("d", b"5")))
     assert (done.files, done.refused) == (2, 3)
-    assert place.tree() == {"a": b"1", "d": None, "d/e": b"4"}
+    assert unpack_target.tree() == {"a": b"1", "d": None, "d/e": b"4"}
 
 
 @pytest.mark.parametrize(
@@ -161,11 +161,13 @@ def test_names_that_disagree(place: UnpackTarget) -> None:
         (struct.pack("!BHI", 1, 1, (1 << 32) - 1) + b"a", "cut short"),
     ],
 )
-def test_streams_that_are_not_sound_leave_nothing(place: UnpackTarget, stream: bytes, reason: str) -> None:
-    (place.data / "a").write_bytes(b"old")
+def test_streams_that_are_not_sound_leave_nothing(
+    unpack_target: UnpackTarget, stream: bytes, reason: str
+) -> None:
+    (unpack_target.data / "a").write_bytes(b"old")
     with pytest.raises(FileTaskRefused, match=reason):
-        place.receive(stream)
-    assert place.tree() == {"a": b"old"}
+        unpack_target.receive(stream)
+    assert unpack_target.tree() == {"a": b"old"}
 
 
 @given(st.binary(max_size=200))
@@ -183,13 +185,13 @@ def test_no_stream_writes_what_it_may_not(tmp_path_factory: pytest.TempPathFacto
         os.close(fd)
 
 
-def test_too_much_leaves_nothing(place: UnpackTarget) -> None:
+def test_too_much_leaves_nothing(unpack_target: UnpackTarget) -> None:
     many = body(*((f"{number}", b"x") for number in range(100_000)))
     with pytest.raises(FileTaskRefused, match="more than 500 members") as caught:
-        place.receive(many, UnpackLimits(500, 1 << 20))
+        unpack_target.receive(many, UnpackLimits(500, 1 << 20))
     assert caught.value.kind == "too_large"
     with pytest.raises(FileTaskRefused, match="more than 10 bytes"):
-        place.receive(body(("a", b"123456"), ("b", b"78901")), UnpackLimits(500, 10))
+        unpack_target.receive(body(("a", b"123456"), ("b", b"78901")), UnpackLimits(500, 10))
     long = body(
         *(
             (f"{number:04}/{'n' * 200}/{'m' * 200}", b"")
@@ -197,12 +199,14 @@ def test_too_much_leaves_nothing(place: UnpackTarget) -> None:
         )
     )
     with pytest.raises(FileTaskRefused, match="too long in total"):
-        place.receive(long, UnpackLimits(20_000, 10))
-    assert place.tree() == {}
+        unpack_target.receive(long, UnpackLimits(20_000, 10))
+    assert unpack_target.tree() == {}
 
 
-def test_what_does_not_fit_is_left_out_and_told(place: UnpackTarget, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = place.receive(
+def test_what_does_not_fit_is_left_out_and_told(
+    unpack_target: UnpackTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = unpack_target.receive(
         body(("d/a", bytes(10)), ("e/b", bytes(1000)), ("d/c", bytes(10))), permit=GrantedPermit(room=100)
     )
     assert (done.files, done.size, done.refused) == (2, 20, 1)
@@ -215,13 +219,13 @@ def test_what_does_not_fit_is_left_out_and_told(place: UnpackTarget, monkeypatch
         return written(fd, content)
 
     monkeypatch.setattr(os, "write", full)
-    done = place.receive(body(("d/f", bytes(1000)), ("d/g", b"g")))
+    done = unpack_target.receive(body(("d/f", bytes(1000)), ("d/g", b"g")))
     assert done.reasons == ["d/f: No space left on device"]
-    assert place.tree() == {"d": None, "d/a": bytes(10), "d/c": bytes(10), "d/g": b"g"}
+    assert unpack_target.tree() == {"d": None, "d/a": bytes(10), "d/c": bytes(10), "d/g": b"g"}
 
 
-def test_reasons_are_bounded(place: UnpackTarget) -> None:
-    done = place.receive(body(*((f"../{number}" + "x" * 4000, b"") for number in range(300))))
+def test_reasons_are_bounded(unpack_target: UnpackTarget) -> None:
+    done = unpack_target.receive(body(*((f"../{number}" + "x" * 4000, b"") for number in range(300))))
     assert (done.refused, len(done.reasons)) == (300, 20)
     assert max(map(len, done.reasons)) < 400
 
@@ -240,40 +244,40 @@ class AbandoningPermit(GrantedPermit):
 
 
 @pytest.mark.parametrize("after", range(0, 130, 7))
-def test_who_leaves_in_the_middle_leaves_nothing(place: UnpackTarget, after: int) -> None:
-    (place.data / "d3").mkdir()
-    (place.data / "d3/3").write_bytes(b"old")
-    before = place.tree()
+def test_who_leaves_in_the_middle_leaves_nothing(unpack_target: UnpackTarget, after: int) -> None:
+    (unpack_target.data / "d3").mkdir()
+    (unpack_target.data / "d3/3").write_bytes(b"old")
+    before = unpack_target.tree()
     with pytest.raises(FileTaskRefused, match="went away"):
-        place.receive(
+        unpack_target.receive(
             body(*((f"d{number % 10}/{number}", b"new") for number in range(60))),
             permit=AbandoningPermit(after),
         )
-    assert place.tree() == before
+    assert unpack_target.tree() == before
 
 
 # ---- out --------------------------------------------------------------------------------------------------------
 
 
-def read(place: UnpackTarget, paths: Sequence[str], piece: int = 1 << 20) -> list[object]:
+def read(unpack_target: UnpackTarget, paths: Sequence[str], piece: int = 1 << 20) -> list[object]:
     answers = BundleReader(paths)
-    whole = b"".join(file_bundles.stream_contents(place.fd, paths))
+    whole = b"".join(file_bundles.stream_contents(unpack_target.fd, paths))
     found = [one for at in range(0, len(whole), piece) for one in answers.feed(whole[at : at + piece])]
     answers.finish()
     return [one if isinstance(one, bytes) else type(one) for one in found]
 
 
 @pytest.mark.parametrize("piece", [1, 7, 1 << 20])
-def test_only_regular_files_below_are_read(place: UnpackTarget, piece: int) -> None:
-    (place.data / "d").mkdir()
-    (place.data / "d/a").write_bytes(b"a")
-    (place.data / "empty").touch()
-    (place.data / "out").symlink_to("/etc")
-    (place.data / "link").symlink_to("d/a")
-    (place.data / "most").write_bytes(bytes(MAX_BUNDLED_FILE_BYTES if piece > 7 else 10))
-    with (place.data / "more").open("wb") as file:
+def test_only_regular_files_below_are_read(unpack_target: UnpackTarget, piece: int) -> None:
+    (unpack_target.data / "d").mkdir()
+    (unpack_target.data / "d/a").write_bytes(b"a")
+    (unpack_target.data / "empty").touch()
+    (unpack_target.data / "out").symlink_to("/etc")
+    (unpack_target.data / "link").symlink_to("d/a")
+    (unpack_target.data / "most").write_bytes(bytes(MAX_BUNDLED_FILE_BYTES if piece > 7 else 10))
+    with (unpack_target.data / "more").open("wb") as file:
         file.truncate(1 << 40)
-    os.mkfifo(place.data / "pipe")
+    os.mkfifo(unpack_target.data / "pipe")
     paths = [
         "d/a",
         "out/passwd",
@@ -288,7 +292,7 @@ def test_only_regular_files_below_are_read(place: UnpackTarget, piece: int) -> N
         "most",
         "d/a",
     ]
-    found = read(place, paths, piece)
+    found = read(unpack_target, paths, piece)
     assert found[:-2] == [
         b"a",
         *[FileRefused] * 6,
@@ -296,7 +300,7 @@ def test_only_regular_files_below_are_read(place: UnpackTarget, piece: int) -> N
         b"",
         SandboxLimitExceeded,
     ]
-    assert found[-2:] == [(place.data / "most").read_bytes(), b"a"]
+    assert found[-2:] == [(unpack_target.data / "most").read_bytes(), b"a"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The framing's properties: what goes in comes out, and nothing else does."""
+"""Properties of the framing: messages survive a round trip, and everything else is rejected."""
 
 import itertools
 

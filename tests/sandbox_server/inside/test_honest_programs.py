@@ -1,4 +1,4 @@
-"""Programs that mean no harm, however much they print and show, keep their sandbox."""
+"""Honest programs keep their sandbox, however much they print and show."""
 
 from collections.abc import AsyncIterator
 from textwrap import dedent

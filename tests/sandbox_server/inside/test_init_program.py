@@ -1,4 +1,4 @@
-"""The program that is process 1 of sandboxes: made of its source, without any right."""
+"""The init program of sandboxes: built from its source, without privileges."""
 
 import importlib.util
 import os

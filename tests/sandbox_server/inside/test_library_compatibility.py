@@ -1,4 +1,4 @@
-"""What programs use works inside: data packages, threads, processes, databases."""
+"""Common libraries work in a sandbox: data packages, threads, processes, databases."""
 
 import textwrap
 from collections.abc import AsyncIterator

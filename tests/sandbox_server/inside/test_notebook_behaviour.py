@@ -1,4 +1,4 @@
-"""Notebook manners: interrupts, `await`, magics, rich objects and figures."""
+"""Notebook behaviour: interrupts, `await`, magics, rich objects and figures."""
 
 import base64
 import importlib.util

@@ -1,4 +1,4 @@
-"""What a program writes: order, streaming, caps, threads, child processes, replaced streams."""
+"""Captured output: order, streaming, limits, threads, child processes, replaced streams."""
 
 import codecs
 import itertools

@@ -1,4 +1,4 @@
-"""An ended call is reported when every process that was killed for it is dead."""
+"""A killed call is reported only when all its processes are dead."""
 
 import secrets
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Commands of the shell in a sandbox, beside the calls of Python."""
+"""Shell commands in a sandbox, beside Python calls."""
 
 from collections.abc import AsyncIterator
 

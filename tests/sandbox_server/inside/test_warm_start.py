@@ -1,4 +1,4 @@
-"""What forks of the zygote share, and that sharing it changes nothing for programs."""
+"""Forks of the zygote share its memory, and programs do not notice."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.sandbox_runs import run, settings
 
-MARKS = """
+IMMORTAL = """
 import sys
 from fumehood.sandbox_server.inside.warm_start import immortal_objects
 held = [object() for _ in range(1000)]
@@ -24,7 +24,7 @@ assert count(fresh) < 10
 del held, function, kept
 print("ok")
 """
-EXCHANGE = """
+REMAP = """
 import hashlib, json, random, sys
 from fumehood.sandbox_server.inside.warm_start import file_backed_heap
 random.seed(1)
@@ -87,7 +87,7 @@ print("ok")
 """
 
 
-@pytest.mark.parametrize("program", [MARKS, EXCHANGE, VARIABLES], ids=["immortal", "shared", "libraries"])
+@pytest.mark.parametrize("program", [IMMORTAL, REMAP, VARIABLES], ids=["immortal", "shared", "libraries"])
 def test_in_a_process_of_its_own(program: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "ok\n", "")

@@ -1,4 +1,4 @@
-"""Packages from an index into real sandboxes: at creation, while they live, offline, refused."""
+"""Packages from an index in real sandboxes: at creation, while running, offline, refused."""
 
 import asyncio
 import json
@@ -237,8 +237,8 @@ async def test_credentials_of_the_index_work_and_are_never_shown(
             index.close()
             with pytest.raises(InstallFailed) as caught:
                 await running.create(SandboxSpec(requirements=["hello>7"]))
-    said = f"{outcome.events} {caught.value} {caplog.text}"
-    assert "pa55word" not in said
+    messages = f"{outcome.events} {caught.value} {caplog.text}"
+    assert "pa55word" not in messages
     for path in tmp_path.rglob("*.json"):
         assert "pa55word" not in path.read_text()
 

@@ -1,4 +1,4 @@
-"""What a program in the install jail can see and do, were it not uv."""
+"""What a program in the install jail can see and do."""
 
 import asyncio
 import hashlib
@@ -16,8 +16,7 @@ from fumehood.sandbox_server.packages.install_jail import InstallJail, InstallTi
 from fumehood.sandbox_server.packages.layer_store import LayerStore
 from fumehood.sandbox_server.packages.package_index import PackageIndexConfig
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
-from tests.support.package_index import FakePackageIndex as PackageIndex
-from tests.support.package_index import wheel
+from tests.support.package_index import FakePackageIndex, wheel
 from tests.support.sandbox_runs import run, settings
 
 _UID = 2_000_262_143
@@ -50,49 +49,49 @@ async def jail(tmp_path: Path) -> AsyncIterator[InstallJail]:
 
 
 async def _shell(jail: InstallJail, command: str) -> str:
-    place = jail.cache.parents[2]
-    finished = await jail.run(["-c", command], place / "in", place / "out")
+    directory = jail.cache.parents[2]
+    finished = await jail.run(["-c", command], directory / "in", directory / "out")
     return finished.stdout + finished.stderr
 
 
 async def test_it_sees_nothing_of_the_host(jail: InstallJail, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_THE_SUPERVISOR", "host-secret")
-    said = await _shell(
+    output = await _shell(
         jail, "id -u; ls -a / /etc /opt; env; cat /etc/passwd; ls /root /home /var; cat /proc/1/environ"
     )
-    assert said.startswith("1000\n")
+    assert output.startswith("1000\n")
     for hidden in ("host-secret", "root:x:0", "shadow", str(jail.cache), str(Path(__file__).parents[3])):
-        assert hidden not in said
-    assert "/etc/passwd: No such file" in said
+        assert hidden not in output
+    assert "/etc/passwd: No such file" in output
     for gone in ("/root", "/home", "/var"):
-        assert f"{gone}': No such file" in said
+        assert f"{gone}': No such file" in output
 
 
 async def test_it_has_no_rights_and_no_neighbours(jail: InstallJail) -> None:
-    said = await _shell(jail, "cat /proc/self/status; ls /proc; unshare -r true; mount -t tmpfs x /tmp")
-    assert "CapEff:\t0000000000000000" in said
-    assert "CapBnd:\t0000000000000000" in said or os.geteuid() != 0
-    assert "NoNewPrivs:\t1" in said
-    assert "unshare failed" in said
-    assert "max_user_namespaces" not in said
-    assert "mount: /tmp" in said
-    assert str(os.getpid()) not in said.split("\n")
+    output = await _shell(jail, "cat /proc/self/status; ls /proc; unshare -r true; mount -t tmpfs x /tmp")
+    assert "CapEff:\t0000000000000000" in output
+    assert "CapBnd:\t0000000000000000" in output or os.geteuid() != 0
+    assert "NoNewPrivs:\t1" in output
+    assert "unshare failed" in output
+    assert "max_user_namespaces" not in output
+    assert "mount: /tmp" in output
+    assert str(os.getpid()) not in output.split("\n")
 
 
 async def test_it_writes_to_its_cache_and_output_only(jail: InstallJail) -> None:
-    said = await _shell(
+    output = await _shell(
         jail,
         "for d in / /in /usr /etc /opt /opt/python /opt/sandbox; do touch $d/x 2>/dev/null && echo wrote $d; done;"
         "touch /cache/x /opt/packages/x; head -c 3000000 /dev/zero > /cache/big; stat -c %s /cache/big",
     )
-    place = jail.cache.parents[2]
-    wrote = [line for line in said.splitlines() if line.startswith("wrote")]
+    directory = jail.cache.parents[2]
+    wrote = [line for line in output.splitlines() if line.startswith("wrote")]
     assert wrote == []
-    assert not [path for path in place.rglob("x") if path.parent not in (jail.cache, place / "out")]
+    assert not [path for path in directory.rglob("x") if path.parent not in (jail.cache, directory / "out")]
     assert (jail.cache / "x").exists()
     assert (jail.cache / "big").stat().st_size <= 1 << 20
     if os.geteuid() == 0:
-        assert (place / "out/x").stat().st_uid == _UID
+        assert (directory / "out/x").stat().st_uid == _UID
 
 
 async def test_secrets_of_the_index_stand_on_no_command_line(jail: InstallJail) -> None:
@@ -129,7 +128,7 @@ def _sleeps(pid: str) -> bool:
 
 
 async def test_the_zygote_does_not_learn_what_a_sandbox_got(tmp_path: Path) -> None:
-    with PackageIndex() as index:
+    with FakePackageIndex() as index:
         index.add(wheel("confidential", "1.0", {"confidential.py": ""}))
         options = settings(index_url=index.url, packages_dir=tmp_path, preload=())
         async with Supervisor(options) as running:

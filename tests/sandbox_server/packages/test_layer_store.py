@@ -1,4 +1,4 @@
-"""Layers on disk: what is taken, who holds them, what goes first."""
+"""The layer store: verification, locks, eviction."""
 
 import multiprocessing
 import os
@@ -32,7 +32,7 @@ def store(tmp_path: Path) -> LayerStore:
     return made
 
 
-def _adopt(store: LayerStore, number: int, size: int = 100) -> PackageLayer:
+def _add_layer(store: LayerStore, number: int, size: int = 100) -> PackageLayer:
     with store.make_staging_directory() as staging:
         tree = staging / "out"
         tree.mkdir()
@@ -41,7 +41,7 @@ def _adopt(store: LayerStore, number: int, size: int = 100) -> PackageLayer:
 
 
 def test_a_layer_is_found_again(store: LayerStore) -> None:
-    made = _adopt(store, 1)
+    made = _add_layer(store, 1)
     found = store.open_layer(_key(1))
     assert found is not None
     assert found.manifest == made.manifest
@@ -52,7 +52,7 @@ def test_a_layer_is_found_again(store: LayerStore) -> None:
 
 
 def test_the_second_of_two_builders_takes_what_is_there(store: LayerStore) -> None:
-    first, second = _adopt(store, 1), _adopt(store, 1)
+    first, second = _add_layer(store, 1), _add_layer(store, 1)
     assert first.key == second.key
     assert len(list(store.layers_directory.iterdir())) == 1
 
@@ -109,7 +109,7 @@ def test_devices_do_not_belong_either(tmp_path: Path) -> None:
 def test_the_least_recently_used_goes_first_unless_it_is_held(store: LayerStore) -> None:
     layers: list[PackageLayer] = []
     for number in range(4):
-        layers.append(_adopt(store, number, size=400_000))
+        layers.append(_add_layer(store, number, size=400_000))
         os.utime(store.path / "manifests" / f"{_key(number)}.json", (number, number))
         if number != 1:
             layers[number].close()
@@ -122,7 +122,7 @@ def test_the_least_recently_used_goes_first_unless_it_is_held(store: LayerStore)
     assert [path.name for path in store.layers_directory.iterdir()] == [_key(3)]
 
 
-def _hold(path: str, ready: Event, end: Event) -> None:
+def _hold_layer(path: str, ready: Event, end: Event) -> None:
     store = LayerStore(Path(path), max_bytes=1)
     layer = store.open_layer(_key(1))
     with store.make_staging_directory():
@@ -132,10 +132,10 @@ def _hold(path: str, ready: Event, end: Event) -> None:
 
 
 def test_another_process_s_layers_and_work_are_left_alone(store: LayerStore) -> None:
-    _adopt(store, 1, size=10_000).close()
+    _add_layer(store, 1, size=10_000).close()
     context = multiprocessing.get_context("spawn")
     ready, end = context.Event(), context.Event()
-    process = context.Process(target=_hold, args=(str(store.path), ready, end))
+    process = context.Process(target=_hold_layer, args=(str(store.path), ready, end))
     process.start()
     try:
         assert ready.wait(60)

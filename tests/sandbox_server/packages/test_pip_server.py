@@ -1,4 +1,4 @@
-"""`pip` as code in a sandbox writes it, and what hostile code may try there."""
+"""`pip` in a sandbox, used by honest and by hostile code."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator

@@ -1,4 +1,4 @@
-"""Which requirements are taken, and why others are not."""
+"""Accepted and refused requirements."""
 
 import pytest
 from hypothesis import given

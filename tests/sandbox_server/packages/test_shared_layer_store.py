@@ -1,4 +1,4 @@
-"""Supervisors that share a store, are killed over it, or are an ordinary user's."""
+"""A layer store of several supervisors, of a killed one, and of an unprivileged user."""
 
 import os
 import threading
@@ -37,7 +37,7 @@ def _driver(index: FakePackageIndex, directory: Path, who: str = "root") -> Driv
     )
 
 
-def _jails_of(pid: int) -> list[int]:
+def _find_install_jails(pid: int) -> list[int]:
     """The processes of the install jails that a supervisor has started: uv, and the one that waits for it."""
     found: list[int] = []
     for entry in os.scandir("/proc"):
@@ -45,15 +45,15 @@ def _jails_of(pid: int) -> list[int]:
             continue
         try:
             command = Path(entry.path, "cmdline").read_bytes()
-            parent = _parent_of(int(entry.name))
-            if command.startswith(b"/uv\0") and _parent_of(parent) == pid:
+            parent = _parent_pid(int(entry.name))
+            if command.startswith(b"/uv\0") and _parent_pid(parent) == pid:
                 found += [int(entry.name), parent]
         except OSError:
             continue
     return found
 
 
-def _parent_of(pid: int) -> int:
+def _parent_pid(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
@@ -69,8 +69,8 @@ async def test_a_killed_build_leaves_nothing(index: FakePackageIndex, tmp_path: 
     with _driver(index, tmp_path) as host:
         host.send("create", requirements=["hello"])
         supervisor = host.started["supervisor"]
-        _wait_until(lambda: index.asked and _jails_of(supervisor))
-        jails = _jails_of(supervisor)
+        _wait_until(lambda: index.asked and _find_install_jails(supervisor))
+        jails = _find_install_jails(supervisor)
         host.kill()
     _wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in jails))
     assert len(list((tmp_path / "staging").iterdir())) == 1
@@ -101,13 +101,13 @@ async def test_two_supervisors_build_once_and_leave_each_other_s_layers(
             for name in ("second", "third"):
                 await (await running.create(SandboxSpec(requirements=[name]))).destroy()
             assert box.run("import first; first.x").result == "1"
-            assert _kept(tmp_path) == {"first", "third"}
+            assert _stored_packages(tmp_path) == {"first", "third"}
             box.destroy()
             await running.create(SandboxSpec(requirements=["second"]))
-            assert _kept(tmp_path) == {"second", "third"}
+            assert _stored_packages(tmp_path) == {"second", "third"}
 
 
-def _kept(directory: Path) -> set[str]:
+def _stored_packages(directory: Path) -> set[str]:
     return {path.stem for path in (directory / "layers").glob("*/*.py")}
 
 

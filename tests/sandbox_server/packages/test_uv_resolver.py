@@ -1,4 +1,4 @@
-"""What is made of uv's words, and of an index's secrets."""
+"""Parsing and explaining uv's output, and redacting the index's credentials."""
 
 import time
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_nothing_else_is_taken_for_a_pin(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("uv_output", "expected"),
     [
         (
             (
@@ -67,8 +67,8 @@ def test_nothing_else_is_taken_for_a_pin(line: str) -> None:
         ("x" * 5000, "x" * 600),
     ],
 )
-def test_reasons_in_plain_words(said: str, expected: str) -> None:
-    assert explain_failure(said) == expected
+def test_reasons_in_plain_words(uv_output: str, expected: str) -> None:
+    assert explain_failure(uv_output) == expected
 
 
 def test_credentials_are_scrubbed_however_they_are_quoted() -> None:
@@ -78,11 +78,11 @@ def test_credentials_are_scrubbed_however_they_are_quoted() -> None:
         None,
         {"HTTPS_PROXY": proxy, "no_proxy": "localhost"},
     )
-    said = index.redact(
+    uv_output = index.redact(
         "https://someone:s3cr3t-pass@index.example/simple s3cr3t-pass proxypass https://other:thing@x/ \x1b[31m"
     )
     for secret in ("s3cr3t", "someone", "proxypass", "thing", "\x1b"):
-        assert secret not in said
+        assert secret not in uv_output
     assert "s3cr3t" not in index.identity
     assert "index.example/simple" in index.identity
     assert index.environment()["HTTPS_PROXY"] == proxy
@@ -90,11 +90,11 @@ def test_credentials_are_scrubbed_however_they_are_quoted() -> None:
 
 @pytest.mark.parametrize("unit", ["x", "a.", "x://", "://x", "has no ", "Because ", "@", "(", " \n"])
 def test_what_is_said_is_bounded_and_read_in_no_time(unit: str) -> None:
-    said = unit * (1_000_000 // len(unit))
+    uv_output = unit * (1_000_000 // len(unit))
     began = time.process_time()
-    assert len(PackageIndexConfig.from_environment(None, None, {}).redact(said)) == 2001
-    assert len(explain_failure(said)) <= 700
-    assert not ResolutionFailed(said).has_no_solution
+    assert len(PackageIndexConfig.from_environment(None, None, {}).redact(uv_output)) == 2001
+    assert len(explain_failure(uv_output)) <= 700
+    assert not ResolutionFailed(uv_output).has_no_solution
     assert time.process_time() - began < 0.5
 
 

@@ -1,4 +1,4 @@
-"""What honest programs do works under the filters."""
+"""Honest programs work under the seccomp filters."""
 
 import importlib.util
 import shutil

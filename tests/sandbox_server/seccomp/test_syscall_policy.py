@@ -1,4 +1,4 @@
-"""The committed seccomp programs do what the policy says, and real work runs under them."""
+"""The committed seccomp programs match the policy."""
 
 import errno
 import hashlib
