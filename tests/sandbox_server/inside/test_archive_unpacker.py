@@ -360,16 +360,18 @@ def jail(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Jail]:
 
 
 def attempt(jail: Jail, body: bytes, kind: str) -> None:
-    before = set(jail.place.tree())
+    before = set(jail.unpack_target.tree())
     try:
-        jail.place.unpack(body, kind)
+        jail.unpack_target.unpack(body, kind)
     except FileTaskRefused:
-        assert set(jail.place.tree()) == before
+        assert set(jail.unpack_target.tree()) == before
     assert os.listdir(jail.outer) == ["data"]
     assert not [
-        name for name in os.listdir(jail.place.data) if name.startswith(data_directory.RESERVED_PREFIX)
+        name
+        for name in os.listdir(jail.unpack_target.data)
+        if name.startswith(data_directory.RESERVED_PREFIX)
     ]
-    assert not any(path.is_symlink() for path in jail.place.data.rglob("*"))
+    assert not any(path.is_symlink() for path in jail.unpack_target.data.rglob("*"))
 
 
 @given(
