@@ -15,16 +15,16 @@ from fumehood.sandbox_server.inside.files.quota_permit import FileTaskRefused
 
 
 class GrantedPermit:
-    """Leave that is given until so many bytes were taken."""
+    """Grants reservations up to `quota` bytes."""
 
-    def __init__(self, room: int = 1 << 40) -> None:
-        self.room = room
+    def __init__(self, quota: int = 1 << 40) -> None:
+        self.quota = quota
         self.received = -1
 
     def reserve(self, size: int) -> None:
-        if size > self.room:
-            raise FileTaskRefused("no room")
-        self.room -= size
+        if size > self.quota:
+            raise FileTaskRefused("no quota left")
+        self.quota -= size
 
     def confirm_complete(self, received: int) -> None:
         self.received = received
@@ -35,7 +35,7 @@ LIMITS = UnpackLimits(members=1000, size=64 << 20)
 
 @contextlib.contextmanager
 def feed_pipe(body: bytes) -> Generator[int]:
-    """A pipe through which it comes."""
+    """Yield the read end of a pipe that delivers `body`."""
     reader, writer = os.pipe()
 
     def feed() -> None:
@@ -54,7 +54,7 @@ def feed_pipe(body: bytes) -> Generator[int]:
 
 @dataclass
 class UnpackTarget:
-    """A data directory with something beside it that must stay as it is."""
+    """A data directory to unpack into, open as `fd`."""
 
     data: Path
     fd: int

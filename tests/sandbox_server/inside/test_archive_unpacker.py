@@ -222,15 +222,15 @@ def test_too_many_names(unpack_target: UnpackTarget, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("kind", ["zip", "tar"])
-def test_no_leave(unpack_target: UnpackTarget, kind: str) -> None:
+def test_no_quota(unpack_target: UnpackTarget, kind: str) -> None:
     """The sandbox's memory is used up while it is unpacked."""
     body = (
         make_zip(("a", bytes(1000)), ("b", bytes(1 << 20)))
         if kind == "zip"
         else make_tar(("b", bytes(1 << 20)))
     )
-    with pytest.raises(FileTaskRefused, match="no room"):
-        unpack_target.unpack(body, kind, permit=GrantedPermit(room=100_000))
+    with pytest.raises(FileTaskRefused, match="no quota left"):
+        unpack_target.unpack(body, kind, permit=GrantedPermit(quota=100_000))
     assert unpack_target.tree() == {}
 
 

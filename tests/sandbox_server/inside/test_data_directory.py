@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fumehood.sandbox_server.inside.files import atomic_writes, data_directory
+from tests.support.unpack_target import GrantedPermit
 
 
 @pytest.fixture
@@ -19,16 +20,6 @@ def data(tmp_path: Path) -> Iterator[tuple[Path, int]]:
     fd = os.open(tmp_path / "data", os.O_RDONLY | os.O_DIRECTORY)
     yield tmp_path / "data", fd
     os.close(fd)
-
-
-class GrantedPermit:
-    """Leave that is always given."""
-
-    def reserve(self, size: int) -> None:
-        pass
-
-    def confirm_complete(self, received: int) -> None:
-        pass
 
 
 def write(data: int, path: str, source: int) -> int:

@@ -207,10 +207,10 @@ def test_what_does_not_fit_is_left_out_and_told(
     unpack_target: UnpackTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = unpack_target.receive(
-        body(("d/a", bytes(10)), ("e/b", bytes(1000)), ("d/c", bytes(10))), permit=GrantedPermit(room=100)
+        body(("d/a", bytes(10)), ("e/b", bytes(1000)), ("d/c", bytes(10))), permit=GrantedPermit(quota=100)
     )
     assert (done.files, done.size, done.refused) == (2, 20, 1)
-    assert done.reasons == ["e/b: no room"]
+    assert done.reasons == ["e/b: no quota left"]
     written = os.write
 
     def full(fd: int, content: bytes) -> int:

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fumehood.sandbox_server.inside import syscalls
+from fumehood.sandbox_server.inside.files.data_directory import RESOLVE_BENEATH
 
 _MAX_ENTRIES = 200_000
 _MAX_DEPTH = 48
 _libc = ctypes.CDLL(None, use_errno=True)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
-_BENEATH = syscalls.RESOLVE_BENEATH | syscalls.RESOLVE_NO_SYMLINKS | syscalls.RESOLVE_NO_XDEV
 
 
 class InvalidInstallTree(Exception):
@@ -52,7 +52,7 @@ def _verify_entries(root: int, max_bytes: int) -> TreeSize:
     pending = [b"."]
     while pending:
         prefix = pending.pop()
-        directory = syscalls.openat2(root, prefix, _DIRECTORY, resolve=_BENEATH)
+        directory = syscalls.openat2(root, prefix, _DIRECTORY, resolve=RESOLVE_BENEATH)
         try:
             _take_ownership(directory, 0o755)
             with os.scandir(directory) as listing:
@@ -81,7 +81,7 @@ def _verify_file(directory: int, name: bytes) -> int:
         raise InvalidInstallTree(f"{name[:100]!r} is neither a file nor a directory")
     if status.st_nlink != 1:
         raise InvalidInstallTree(f"{name[:100]!r} is a file with several hard links")
-    fd = syscalls.openat2(directory, name, _FILE, resolve=_BENEATH)
+    fd = syscalls.openat2(directory, name, _FILE, resolve=RESOLVE_BENEATH)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise InvalidInstallTree(f"{name[:100]!r} is not a plain file")
