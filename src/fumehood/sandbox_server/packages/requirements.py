@@ -17,7 +17,7 @@ from fumehood.protocol.sandbox.sandbox_errors import InstallFailed
 MAX_LINES = 100
 MAX_LINE_CHARACTERS = 500
 _MAX_NAME = 100
-_MAX_SHOWN = 80
+_MAX_EXCERPT = 80
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")  # `packaging` accepts a final underscore
 _COMMENT = re.compile(r"(^|\s+)#.*$")
 _VARIABLE = re.compile(r"\$\{?\w|%\w+%")
@@ -113,6 +113,8 @@ def _normalise(requirement: Requirement) -> str:
 
 
 def _line_error(line: str, reason: str) -> InstallFailed:
-    shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line[:_MAX_SHOWN])
-    more = "…" if len(line) > _MAX_SHOWN else ""
-    return requirements_error(f"The requirement {shown}{more!s} is refused: {reason}.")
+    excerpt = "".join(
+        char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in line[:_MAX_EXCERPT]
+    )
+    more = "…" if len(line) > _MAX_EXCERPT else ""
+    return requirements_error(f"The requirement {excerpt}{more!s} is refused: {reason}.")

@@ -152,18 +152,19 @@ def _read_entries(file: int, directory: _CentralDirectory, max_members: int) -> 
 
 def _read_entry(file: int, at: int) -> tuple[_ZipEntry, int]:
     fields = _read_struct(file, _CENTRAL, at, _SIGNATURE_CENTRAL, "its central directory is unreadable")
-    made, _, flags, method, _, _, crc, packed, size, named, extra, comment, disk, _, attributes, offset = (
-        fields
-    )
-    variable = os.pread(file, named + extra, at + _CENTRAL.size)
-    if len(variable) < named + extra:
+    version, _, flags, method, _, _, crc, packed, size, *lengths, disk, _, attributes, offset = fields
+    name_length, extra, comment = lengths
+    variable = os.pread(file, name_length + extra, at + _CENTRAL.size)
+    if len(variable) < name_length + extra:
         raise _damage_error("it is cut short")
-    size, packed, offset = _read_zip64_values(variable[named:], [size, packed, offset])
+    size, packed, offset = _read_zip64_values(variable[name_length:], [size, packed, offset])
     if disk not in (0, _UNKNOWN16):
         raise FileTaskRefused("the archive is one of several parts")
-    entry = _ZipEntry(variable[:named], made >> 8, flags, method, crc, packed, size, attributes, offset)
+    entry = _ZipEntry(
+        variable[:name_length], version >> 8, flags, method, crc, packed, size, attributes, offset
+    )
     _check_entry(entry)
-    return entry, at + _CENTRAL.size + named + extra + comment
+    return entry, at + _CENTRAL.size + name_length + extra + comment
 
 
 def _read_zip64_values(extra: bytes, values: list[int]) -> list[int]:
@@ -218,15 +219,15 @@ def _locate_members(file: int, entries: list[_ZipEntry], directory_start: int) -
 def _content_start(file: int, entry: _ZipEntry) -> int:
     misplaced = "a member is not where the central directory says"
     fields = _read_struct(file, _LOCAL, entry.offset, _SIGNATURE_LOCAL, misplaced)
-    _, flags, method, _, _, crc, packed, size, named, extra = fields
-    name = os.pread(file, named, entry.offset + _LOCAL.size)
+    _, flags, method, _, _, crc, packed, size, name_length, extra = fields
+    name = os.pread(file, name_length, entry.offset + _LOCAL.size)
     same = (name, method, flags & _ENCRYPTED) == (entry.raw_name, entry.method, 0)
     if not flags & _SIZES_FOLLOW:
         same = same and crc == entry.crc
         same = same and packed in (entry.packed_size, _UNKNOWN32) and size in (entry.size, _UNKNOWN32)
     if not same:
         raise _damage_error("a member's header and the central directory disagree")
-    return entry.offset + _LOCAL.size + named + extra
+    return entry.offset + _LOCAL.size + name_length + extra
 
 
 def _iter_content(file: int, entry: _ZipEntry, start: int) -> Iterator[bytes]:

@@ -48,8 +48,8 @@ def _clone_mount(path: str) -> int:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        why = "something is mounted below it, and only root can leave that out: unmount it, or run Fumehood as root"
-        raise OSError(error.errno, f"{error.strerror} ({why})") from error
+        hint = "something is mounted below it, and only root can leave that out: unmount it, or run Fumehood as root"
+        raise OSError(error.errno, f"{error.strerror} ({hint})") from error
 
 
 def make_mount_point(path: str, *, is_directory: bool) -> None:

@@ -133,12 +133,14 @@ def _create_virtualenv(trees: HostTrees) -> None:
             file.write(_PIP_SCRIPT.format(python=f"{layout.VIRTUALENV}/bin/python"))
             os.fchmod(file.fileno(), 0o755)
     _copy_tree("guest/site_overlay", _SITE_OVERLAY)  # fumehood's own modules among the sandbox's packages
-    shown = [
+    packages = [
         (tree, {f"/{name}" for name in os.listdir(tree) if name not in keep} | {"/pip"})
         for tree, keep in trees.packages
     ]
     upper_layers = (_SITE_OVERLAY, _BYTECODE) if os.path.isdir(_BYTECODE) else (_SITE_OVERLAY,)
-    _mount_overlay(f"{layout.VIRTUALENV}/lib/{trees.library}/site-packages", shown, upper_layers=upper_layers)
+    _mount_overlay(
+        f"{layout.VIRTUALENV}/lib/{trees.library}/site-packages", packages, upper_layers=upper_layers
+    )
 
 
 def _copy_tree(source: str, target: str) -> None:

@@ -124,16 +124,16 @@ def _tidy(report: traceback.TracebackException, error: BaseException) -> None:
 def _visible_frames(
     report: traceback.TracebackException, start: TracebackType | None
 ) -> list[traceback.FrameSummary]:
-    shown = [frame for frame in report.stack if not frame.filename.startswith(_INSIDE_DIRECTORY)]
+    tail = [frame for frame in report.stack if not frame.filename.startswith(_INSIDE_DIRECTORY)]
     depth = sum(1 for _ in traceback.walk_tb(start))
     if depth <= _LAST_FRAMES:
-        return shown
+        return tail
     head = traceback.StackSummary.extract(
         traceback.walk_tb(start), limit=min(_FIRST_FRAMES, depth - _LAST_FRAMES)
     )
     if depth > _FIRST_FRAMES + _LAST_FRAMES:
         head.append(traceback.FrameSummary("", depth - _FIRST_FRAMES - _LAST_FRAMES, ""))
-    return [*(frame for frame in head if not frame.filename.startswith(_INSIDE_DIRECTORY)), *shown]
+    return [*(frame for frame in head if not frame.filename.startswith(_INSIDE_DIRECTORY)), *tail]
 
 
 def _shorten(text: str, max_chars: int) -> str:

@@ -52,9 +52,9 @@ def make_objects_immortal() -> None:
 def _mark_all(memory: ctypes.Array[ctypes.c_uint32], items: Iterable[object], code: list[CodeType]) -> None:
     """Mark items that are not marked yet; append code objects among them to `code`."""
     for item in items:
-        place = id(item) >> 2
-        if memory[place] != _IMMORTAL:
-            memory[place] = _IMMORTAL
+        index = id(item) >> 2
+        if memory[index] != _IMMORTAL:
+            memory[index] = _IMMORTAL
             if isinstance(item, CodeType):
                 code.append(item)
 
