@@ -1,6 +1,5 @@
 """The container service passes its kit, over fake and over real sandboxes."""
 
-import asyncio
 import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -15,31 +14,23 @@ from fumehood.containers.container_state import ContainerSettings, IsolationScop
 from fumehood.files.uploaded_files import UploadedFiles
 from fumehood.interfaces import BlobStore, SandboxProvider, SandboxRef, Store
 from fumehood.protocol.openai.file_objects import FileUploadMetadata
-from fumehood.protocol.sandbox.sandbox_messages import BaseExecutionEvent, ExceptionRaised, Stdout
 from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings
 from fumehood.store.disk_blob_store import DiskBlobStore
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.store.sqlite_store import SqliteStore
 from fumehood.testing import (
-    DeleteFile,
-    ExecutionStep,
     FakeClock,
     MemoryBlobStore,
     MemoryStore,
-    SandboxAction,
-    ScriptedSandbox,
-    ScriptedSandboxProvider,
-    WriteFile,
 )
 from fumehood.testing.kits.blob_store_kit import stream_chunks
 from fumehood.testing.kits.container_service_kit import (
-    PYTHON_PROGRAMS,
     SOMEBODY,
-    ContainerProgram,
     ContainerServiceKit,
     ContainerSubject,
 )
 from tests.support.sandbox_runs import has_cgroups
+from tests.support.scripted_sandbox_programs import make_scripted_sandboxes
 
 
 @pytest_asyncio.fixture(loop_scope="class", scope="class")
@@ -79,30 +70,6 @@ def make_subject(
         destroy_sandbox=destroy_sandbox,
         advance_clock=advance_clock,
         upload=upload,
-    )
-
-
-async def _print_out_file(sandbox: ScriptedSandbox) -> BaseExecutionEvent:
-    return Stdout(sandbox.files.read_file("out.txt").decode() + "\n")
-
-
-def make_scripted_sandboxes() -> ScriptedSandboxProvider:
-    actions_by_program: dict[ContainerProgram, list[SandboxAction]] = {
-        "prints hello": [Stdout("hello\n")],
-        "raises ValueError": [ExceptionRaised("ValueError", "no", "ValueError: no\n")],
-        "waits to be interrupted": [Stdout("waiting\n"), asyncio.Event()],
-        "writes out.txt": [WriteFile("out.txt", b"made")],
-        "changes out.txt": [WriteFile("out.txt", b"changed")],
-        "deletes out.txt": [DeleteFile("out.txt")],
-        "prints out.txt": [_print_out_file],
-        "writes hidden and temporary files": [
-            WriteFile(name, b"x") for name in (".hidden", "__pycache__/x.pyc", "backup~", "half.tmp")
-        ],
-    }
-    return ScriptedSandboxProvider(
-        repeatable=[
-            ExecutionStep(PYTHON_PROGRAMS[name], actions) for name, actions in actions_by_program.items()
-        ]
     )
 
 

@@ -1,4 +1,4 @@
-"""A `ScriptedSandboxProvider` that runs the programs of `SandboxKit`."""
+"""A `ScriptedSandboxProvider` that runs the programs of `SandboxKit` and `ContainerServiceKit`."""
 
 import asyncio
 
@@ -17,7 +17,7 @@ from fumehood.testing import (
     ScriptedSandboxProvider,
     WriteFile,
 )
-from fumehood.testing.kits.sandbox_kit import PYTHON_PROGRAMS, SandboxProgram
+from fumehood.testing.kits import container_subject, sandbox_kit
 
 
 async def _wait_for_go_file(sandbox: ScriptedSandbox) -> None:
@@ -25,7 +25,11 @@ async def _wait_for_go_file(sandbox: ScriptedSandbox) -> None:
         await asyncio.sleep(0)
 
 
-def _actions_by_program() -> dict[SandboxProgram, list[SandboxAction]]:
+async def _print_out_file(sandbox: ScriptedSandbox) -> Stdout:
+    return Stdout(sandbox.files.read_file("out.txt").decode() + "\n")
+
+
+def _actions_by_program() -> dict[str, list[SandboxAction]]:
     return {
         "prints hello": [Stdout("hello\n")],
         "speaks on every channel": [
@@ -44,6 +48,11 @@ def _actions_by_program() -> dict[SandboxProgram, list[SandboxAction]]:
         ],
         "writes out.txt": [WriteFile("out.txt", b"made")],
         "deletes out.txt": [DeleteFile("out.txt")],
+        "changes out.txt": [WriteFile("out.txt", b"changed")],
+        "prints out.txt": [_print_out_file],
+        "writes hidden and temporary files": [
+            WriteFile(name, b"x") for name in (".hidden", "__pycache__/x.pyc", "backup~", "half.tmp")
+        ],
         "a command exits with 3": [
             Stdout("out\n"),
             Stderr("err\n"),
@@ -55,8 +64,6 @@ def _actions_by_program() -> dict[SandboxProgram, list[SandboxAction]]:
 
 
 def make_scripted_sandboxes() -> ScriptedSandboxProvider:
-    return ScriptedSandboxProvider(
-        repeatable=[
-            ExecutionStep(PYTHON_PROGRAMS[name], actions) for name, actions in _actions_by_program().items()
-        ]
-    )
+    programs: dict[str, str] = {**sandbox_kit.PYTHON_PROGRAMS, **container_subject.PYTHON_PROGRAMS}
+    steps = [ExecutionStep(programs[name], actions) for name, actions in _actions_by_program().items()]
+    return ScriptedSandboxProvider(repeatable=steps)
