@@ -48,16 +48,16 @@ NETWORK = NetworkAllowlist(
 OPEN = ContainerSettings(allowed_domains=frozenset({"*"}))
 
 
-async def made(here: ContainerHarness, **chosen: object) -> str:
-    return (await here.containers.create_container(SOMEBODY, msgspec.convert(chosen, ContainerSpec))).id
+async def create_container(harness: ContainerHarness, **chosen: object) -> str:
+    return (await harness.containers.create_container(SOMEBODY, msgspec.convert(chosen, ContainerSpec))).id
 
 
-async def put(here: ContainerHarness, name: str, path: str, content: bytes) -> str:
-    return (await here.containers.write_file(SOMEBODY, name, path, content)).id
+async def write_file(harness: ContainerHarness, name: str, path: str, content: bytes) -> str:
+    return (await harness.containers.write_file(SOMEBODY, name, path, content)).id
 
 
-async def record_of(here: ContainerHarness, name: str) -> ContainerRecord:
-    record = await here.kept.get_container(name)
+async def get_record(harness: ContainerHarness, name: str) -> ContainerRecord:
+    record = await harness.store.get_container(name)
     assert record is not None
     return record
 
@@ -66,48 +66,48 @@ async def record_of(here: ContainerHarness, name: str) -> ContainerRecord:
 
 
 async def test_only_what_the_user_put_there_outlives_an_expired_container() -> None:
-    async with container_harness(ExecutionStep("x", [WriteFile("made.txt", b"made")])) as here:
-        name = await made(here)
-        await put(here, name, "given.txt", b"given")
-        await here.run(await here.open(name), "x")
-        here.clock.advance(20 * 60)
-        await here.containers.sweep()
-        assert [file.path for file in await here.kept.list_container_files(name)] == ["given.txt"]
-        assert list(here.blobs.contents.values()) == [b"given"]
-        assert here.scripted.specs == {}
-        assert (await record_of(here, name)).retained == 5
-        here.clock.advance(168 * HOUR)
-        await here.containers.sweep()
-        assert await here.kept.get_container(name) is None
-        assert list(await here.kept.list_container_files(name)) == []
-        assert here.blobs.contents == {}
+    async with container_harness(ExecutionStep("x", [WriteFile("made.txt", b"made")])) as harness:
+        name = await create_container(harness)
+        await write_file(harness, name, "user.txt", b"given")
+        await harness.run(await harness.open(name), "x")
+        harness.clock.advance(20 * 60)
+        await harness.containers.sweep()
+        assert [file.path for file in await harness.store.list_container_files(name)] == ["user.txt"]
+        assert list(harness.blobs.contents.values()) == [b"given"]
+        assert harness.scripted.specs == {}
+        assert (await get_record(harness, name)).retained == 5
+        harness.clock.advance(168 * HOUR)
+        await harness.containers.sweep()
+        assert await harness.store.get_container(name) is None
+        assert list(await harness.store.list_container_files(name)) == []
+        assert harness.blobs.contents == {}
         with pytest.raises(NotFound):
-            await here.containers.get_container(SOMEBODY, name)
+            await harness.containers.get_container(SOMEBODY, name)
 
 
 async def test_so_much_is_kept_of_expired_containers_and_the_oldest_goes_first() -> None:
-    async with container_harness(settings=ContainerSettings(retained_bytes=10)) as here:
+    async with container_harness(settings=ContainerSettings(retained_bytes=10)) as harness:
         names: list[str] = []
         for number in range(4):
-            names.append(await made(here))
-            await put(here, names[-1], "a.txt", bytes([number]) * 4)
-            here.clock.advance(20 * 60)
-            await here.containers.sweep()
-        assert [len(await here.kept.list_container_files(name)) for name in names] == [0, 0, 1, 1]
-        assert sorted(here.blobs.contents.values()) == [bytes([2]) * 4, bytes([3]) * 4]
-        statuses = [(await here.containers.get_container(SOMEBODY, name)).status for name in names]
+            names.append(await create_container(harness))
+            await write_file(harness, names[-1], "a.txt", bytes([number]) * 4)
+            harness.clock.advance(20 * 60)
+            await harness.containers.sweep()
+        assert [len(await harness.store.list_container_files(name)) for name in names] == [0, 0, 1, 1]
+        assert sorted(harness.blobs.contents.values()) == [bytes([2]) * 4, bytes([3]) * 4]
+        statuses = [(await harness.containers.get_container(SOMEBODY, name)).status for name in names]
         assert statuses == ["expired"] * 4
 
 
 async def test_without_retention_nothing_outlives_a_container() -> None:
-    async with container_harness(settings=ContainerSettings(retention_hours=0)) as here:
-        name = await made(here)
-        await put(here, name, "a.txt", b"a")
-        here.clock.advance(20 * 60)
-        await here.containers.sweep()
-        assert here.blobs.contents == {}
-        await here.containers.sweep()
-        assert await here.kept.get_container(name) is None
+    async with container_harness(settings=ContainerSettings(retention_hours=0)) as harness:
+        name = await create_container(harness)
+        await write_file(harness, name, "a.txt", b"a")
+        harness.clock.advance(20 * 60)
+        await harness.containers.sweep()
+        assert harness.blobs.contents == {}
+        await harness.containers.sweep()
+        assert await harness.store.get_container(name) is None
 
 
 async def test_a_container_lives_so_long_however_much_it_is_used() -> None:
@@ -116,21 +116,21 @@ async def test_a_container_lives_so_long_however_much_it_is_used() -> None:
         ExecutionStep("x", [running]),
         ExecutionStep("y"),
         settings=ContainerSettings(max_lifetime_hours=1, idle_minutes=60),
-    ) as here:
-        name = await made(here)
-        call = asyncio.ensure_future(here.run(await here.open(name), "x"))
+    ) as harness:
+        name = await create_container(harness)
+        call = asyncio.ensure_future(harness.run(await harness.open(name), "x"))
         await asyncio.sleep(0)
-        here.clock.advance(HOUR)
+        harness.clock.advance(HOUR)
         with pytest.raises(ContainerExpired):  # nobody new comes in,
-            await here.open(name)
-        await here.containers.sweep()
+            await harness.open(name)
+        await harness.containers.sweep()
         running.set()
         assert (await call).end.status == "ok"  # what runs may end,
-        assert (await record_of(here, name)).status == "running"
-        await here.containers.sweep()
-        assert (await record_of(here, name)).status == "expired"  # and then it is over
-        assert here.scripted.specs == {}
-        await here.run(await here.open(), "y")
+        assert (await get_record(harness, name)).status == "running"
+        await harness.containers.sweep()
+        assert (await get_record(harness, name)).status == "expired"  # and then it is over
+        assert harness.scripted.specs == {}
+        await harness.run(await harness.open(), "y")
 
 
 async def test_nobody_keeps_a_container_for_ever_by_an_upload_that_does_not_end() -> None:
@@ -143,22 +143,22 @@ async def test_nobody_keeps_a_container_for_ever_by_an_upload_that_does_not_end(
 
     async with container_harness(
         ExecutionStep("x"), settings=ContainerSettings(max_lifetime_hours=1)
-    ) as here:
-        name = await made(here)
-        await here.run(await here.open(name), "x")
-        upload = asyncio.ensure_future(here.containers.write_file(SOMEBODY, name, "a.txt", endless()))
+    ) as harness:
+        name = await create_container(harness)
+        await harness.run(await harness.open(name), "x")
+        upload = asyncio.ensure_future(harness.containers.write_file(SOMEBODY, name, "a.txt", endless()))
         await arriving.wait()
-        here.clock.advance(2 * HOUR - 1)
-        await here.containers.sweep()
-        assert (await record_of(here, name)).status == "running"
-        here.clock.advance(1)
-        await here.containers.sweep()
-        assert (await record_of(here, name)).status == "expired"
-        assert here.scripted.specs == {}
+        harness.clock.advance(2 * HOUR - 1)
+        await harness.containers.sweep()
+        assert (await get_record(harness, name)).status == "running"
+        harness.clock.advance(1)
+        await harness.containers.sweep()
+        assert (await get_record(harness, name)).status == "expired"
+        assert harness.scripted.specs == {}
         upload.cancel()
         with pytest.raises(asyncio.CancelledError):
             await upload
-        assert here.blobs.contents == {}
+        assert harness.blobs.contents == {}
 
 
 async def test_all_that_ended_long_ago_are_forgotten_in_one_sweep() -> None:
@@ -176,82 +176,84 @@ async def test_all_that_ended_long_ago_are_forgotten_in_one_sweep() -> None:
 
     async with ScriptedSandboxProvider() as provider:
         clock = FakeClock()
-        here = ContainerHarness(provider, clock=clock, store=FewAtOnce(clock))
+        harness = ContainerHarness(provider, clock=clock, shared_store=FewAtOnce(clock))
         for _ in range(5):
-            await here.containers.delete_container(SOMEBODY, await made(here))
-        here.clock.advance(HOUR)
-        await here.containers.sweep()
-        assert list(await here.kept.find_containers()) == []
+            await harness.containers.delete_container(SOMEBODY, await create_container(harness))
+        harness.clock.advance(HOUR)
+        await harness.containers.sweep()
+        assert list(await harness.store.find_containers()) == []
 
 
 async def test_those_whose_server_is_gone_have_expired() -> None:
     settings = ContainerSettings(sandboxes_survive_restart=False)
     async with container_harness(
         ExecutionStep("x", [WriteFile("made.txt", b"made")]), ExecutionStep("y"), settings=settings
-    ) as here:
-        bound, fresh = await made(here), await made(here)
-        await put(here, bound, "given.txt", b"given")
-        await here.run(await here.open(bound), "x")
-        await here.scripted.end_sandbox(f"{bound}-1", "its server ended")
-        there = here.second_process()
+    ) as harness:
+        bound, fresh = await create_container(harness), await create_container(harness)
+        await write_file(harness, bound, "user.txt", b"given")
+        await harness.run(await harness.open(bound), "x")
+        await harness.scripted.end_sandbox(f"{bound}-1", "its server ended")
+        there = harness.second_process()
         async with there.containers as containers:
             assert (await containers.get_container(SOMEBODY, bound)).status == "expired"
             assert (await containers.get_container(SOMEBODY, fresh)).status == "running"
-            heir = await containers.open_container(SOMEBODY, containers.reserve_id(), ContainerSpec(), bound)
-            await there.run(heir, "y")
-            assert await there.paths(heir) == ["given.txt"]
+            successor = await containers.open_container(
+                SOMEBODY, containers.reserve_id(), ContainerSpec(), bound
+            )
+            await there.run(successor, "y")
+            assert await there.paths(successor) == ["user.txt"]
 
 
 # --- what is deleted ----------------------------------------------------------------------------------------
 
 
 async def test_nothing_is_left_of_a_deleted_container() -> None:
-    async with container_harness(ExecutionStep("x", [WriteFile("made.txt", b"made")])) as here:
-        name = await made(here)
-        await put(here, name, "given.txt", b"given")
-        await here.run(await here.open(name), "x")
-        await here.containers.delete_container(SOMEBODY, name)
-        assert here.scripted.specs == {}
-        assert here.blobs.contents == {}
-        assert list(await here.kept.list_container_files(name)) == []
-        assert list(await here.containers.list_containers(SOMEBODY, PageQuery())) == []
-        here.clock.advance(HOUR)
-        await here.containers.sweep()
-        assert list(await here.kept.find_containers()) == []
+    async with container_harness(ExecutionStep("x", [WriteFile("made.txt", b"made")])) as harness:
+        name = await create_container(harness)
+        await write_file(harness, name, "user.txt", b"given")
+        await harness.run(await harness.open(name), "x")
+        await harness.containers.delete_container(SOMEBODY, name)
+        assert harness.scripted.specs == {}
+        assert harness.blobs.contents == {}
+        assert list(await harness.store.list_container_files(name)) == []
+        assert list(await harness.containers.list_containers(SOMEBODY, PageQuery())) == []
+        harness.clock.advance(HOUR)
+        await harness.containers.sweep()
+        assert list(await harness.store.find_containers()) == []
 
 
 async def test_a_sandbox_that_could_not_be_ended_is_ended_later() -> None:
-    async with container_harness(ExecutionStep("x")) as here:
-        name = await made(here)
-        await here.run(await here.open(name), "x")
-        here.scripted.error = SandboxServerUnreachable("away")
-        await here.containers.delete_container(SOMEBODY, name)
-        here.scripted.error = None
-        assert len(here.scripted.specs) == 1
-        await made(here)
-        here.clock.advance(1000)
-        await here.containers.sweep()
-        assert here.scripted.specs == {}
+    async with container_harness(ExecutionStep("x")) as harness:
+        name = await create_container(harness)
+        await harness.run(await harness.open(name), "x")
+        harness.scripted.error = SandboxServerUnreachable("away")
+        await harness.containers.delete_container(SOMEBODY, name)
+        harness.scripted.error = None
+        assert len(harness.scripted.specs) == 1
+        await create_container(harness)
+        harness.clock.advance(1000)
+        await harness.containers.sweep()
+        assert harness.scripted.specs == {}
 
 
 async def test_a_call_that_was_waiting_for_its_sandbox_leaves_none() -> None:
-    async with container_harness(ExecutionStep("x"), capacity=1) as here:
-        first, name = await made(here), await made(here)
-        await here.run(await here.open(first), "x")
-        waiting = asyncio.ensure_future(here.run(await here.open(name), "y"))
+    async with container_harness(ExecutionStep("x"), capacity=1) as harness:
+        first, name = await create_container(harness), await create_container(harness)
+        await harness.run(await harness.open(first), "x")
+        waiting = asyncio.ensure_future(harness.run(await harness.open(name), "y"))
         for _ in range(10):
             await asyncio.sleep(0)
-        await here.containers.delete_container(SOMEBODY, name)
-        await here.containers.delete_container(SOMEBODY, first)
+        await harness.containers.delete_container(SOMEBODY, name)
+        await harness.containers.delete_container(SOMEBODY, first)
         while not waiting.done():
             await asyncio.sleep(0)
-            here.clock.advance(0.25)
+            harness.clock.advance(0.25)
         end = (await waiting).end
         assert (end.status, end.reason) == snapshot(
             ("lost", "The container is not there any more: it has expired, or was deleted.")
         )
-        assert here.scripted.specs == {}
-        assert (await record_of(here, name)).status == "deleted"
+        assert harness.scripted.specs == {}
+        assert (await get_record(harness, name)).status == "deleted"
 
 
 async def test_what_a_call_left_is_not_recorded_for_a_deleted_container() -> None:
@@ -259,55 +261,57 @@ async def test_what_a_call_left_is_not_recorded_for_a_deleted_container() -> Non
     settings = ContainerSettings(isolation="execution")
     async with container_harness(
         ExecutionStep("x", [writing, WriteFile("a.txt", b"a")]), settings=settings
-    ) as here:
-        name = await made(here)
-        other = here.second_process()  # which knows nothing of the call
-        call = asyncio.ensure_future(here.run(await here.open(name), "x"))
+    ) as harness:
+        name = await create_container(harness)
+        other = harness.second_process()  # which knows nothing of the call
+        call = asyncio.ensure_future(harness.run(await harness.open(name), "x"))
         for _ in range(10):
             await asyncio.sleep(0)
         await other.containers.delete_container(SOMEBODY, name)
         writing.set()
         assert not (await call).files
-        assert here.blobs.contents == {}
-        assert list(await here.kept.list_container_files(name)) == []
-        assert (await record_of(here, name)).status == "deleted"
+        assert harness.blobs.contents == {}
+        assert list(await harness.store.list_container_files(name)) == []
+        assert (await get_record(harness, name)).status == "deleted"
 
 
 # --- how much ------------------------------------------------------------------------------------------------
 
 
 async def test_containers_that_are_created_count() -> None:
-    async with container_harness(settings=ContainerSettings(containers_per_tenant=2)) as here:
-        names = [await made(here), await made(here)]
+    async with container_harness(settings=ContainerSettings(containers_per_tenant=2)) as harness:
+        names = [await create_container(harness), await create_container(harness)]
         with pytest.raises(RateLimited) as refused:
-            await made(here)
+            await create_container(harness)
         assert (refused.value.status, refused.value.wire_code) == (429, "container_limit_exceeded")
-        assert len(await here.kept.find_containers()) == 2
-        await here.containers.create_container(Caller("other"), ContainerSpec())
-        await here.containers.delete_container(SOMEBODY, names[0])
-        await made(here)
-        here.clock.advance(20 * 60)
-        await made(here)
+        assert len(await harness.store.find_containers()) == 2
+        await harness.containers.create_container(Caller("other"), ContainerSpec())
+        await harness.containers.delete_container(SOMEBODY, names[0])
+        await create_container(harness)
+        harness.clock.advance(20 * 60)
+        await create_container(harness)
 
 
 async def test_a_user_may_put_so_much_into_a_container() -> None:
     limits = ContainerSettings(file_limits=ContainerFileLimits(file_bytes=3, container_bytes=10, files=3))
-    async with container_harness(settings=limits) as here:
-        name = await made(here)
-        await put(here, name, "a", bytes(8))
+    async with container_harness(settings=limits) as harness:
+        name = await create_container(harness)
+        await write_file(harness, name, "a", bytes(8))
         with pytest.raises(BodyTooLarge):
-            await put(here, name, "b", bytes(3))
-        await put(here, name, "a", bytes(10))  # in place of the other
-        await put(here, name, "b", b"")
-        await put(here, name, "c", b"")
+            await write_file(harness, name, "b", bytes(3))
+        await write_file(harness, name, "a", bytes(10))  # in place of the other
+        await write_file(harness, name, "b", b"")
+        await write_file(harness, name, "c", b"")
         with pytest.raises(BodyTooLarge):
-            await put(here, name, "d", b"")
+            await write_file(harness, name, "d", b"")
         both = await asyncio.gather(
-            put(here, name, "a", b"12345"), put(here, name, "b", b"123456"), return_exceptions=True
+            write_file(harness, name, "a", b"12345"),
+            write_file(harness, name, "b", b"123456"),
+            return_exceptions=True,
         )
         assert sum(isinstance(one, BodyTooLarge) for one in both) == 1
-        kept = sum(file.bytes for file in await here.kept.list_container_files(name))
-        assert kept == sum(map(len, here.blobs.contents.values())) <= 10
+        kept = sum(file.bytes for file in await harness.store.list_container_files(name))
+        assert kept == sum(map(len, harness.blobs.contents.values())) <= 10
 
 
 async def test_no_name_is_tried_twice_however_many_uploads_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,20 +339,20 @@ async def test_no_name_is_tried_twice_however_many_uploads_have_it(monkeypatch: 
 
 async def test_secrets_are_sealed_where_they_are_kept_and_given_to_sandboxes_alone() -> None:
     store, blobs = MemoryStore(), MemoryBlobStore()
-    async with container_harness(ExecutionStep("x"), settings=OPEN) as here:
+    async with container_harness(ExecutionStep("x"), settings=OPEN) as harness:
         containers = SandboxContainerService(
-            here.scripted,
+            harness.scripted,
             store,
             GarbageCollectedBlobs(blobs, store),
-            here.clock,
+            harness.clock,
             OPEN,
             sealer=AesGcmSealer([bytes(KEY_BYTES)]),
         )
         record = await containers.create_container(SOMEBODY, ContainerSpec(network=NETWORK))
         assert SECRET not in msgspec.json.encode(await store.find_containers()).decode()
         assert SECRET not in repr(record)
-        await here.run(await containers.open_container(SOMEBODY, record.id, ContainerSpec()), "x")
-        (spec,) = here.scripted.specs.values()
+        await harness.run(await containers.open_container(SOMEBODY, record.id, ContainerSpec()), "x")
+        (spec,) = harness.scripted.specs.values()
         assert spec.network == NETWORK
         shown = await containers.get_container(SOMEBODY, record.id)
         assert shown.spec.network == NetworkAllowlist(allowed_domains=["api.example.com"])
@@ -360,28 +364,33 @@ async def test_secrets_are_sealed_where_they_are_kept_and_given_to_sandboxes_alo
 
 
 async def test_secrets_of_another_key_or_container_cannot_be_opened() -> None:
-    async with container_harness(settings=OPEN) as here:
+    async with container_harness(settings=OPEN) as harness:
         first, second = [
-            await here.containers.create_container(SOMEBODY, ContainerSpec(network=NETWORK)) for _ in range(2)
+            await harness.containers.create_container(SOMEBODY, ContainerSpec(network=NETWORK))
+            for _ in range(2)
         ]
-        await here.kept.put_container(msgspec.structs.replace(first, secrets=second.secrets))
-        end = (await here.run(await here.open(first.id), "x")).end
+        await harness.store.put_container(msgspec.structs.replace(first, secrets=second.secrets))
+        end = (await harness.run(await harness.open(first.id), "x")).end
         assert (end.status, end.exit_code) == ("lost", -1)
         assert end.reason.startswith(
             "The sandbox refused: The domain_secrets of this container cannot be decrypted"
         )
         assert SECRET not in end.reason
-        assert here.scripted.specs == {}
+        assert harness.scripted.specs == {}
 
 
 async def test_without_a_sealer_nothing_secret_is_taken() -> None:
-    async with container_harness(settings=OPEN) as here:
+    async with container_harness(settings=OPEN) as harness:
         containers = SandboxContainerService(
-            here.scripted, here.kept, GarbageCollectedBlobs(here.blobs, here.kept), here.clock, OPEN
+            harness.scripted,
+            harness.store,
+            GarbageCollectedBlobs(harness.blobs, harness.store),
+            harness.clock,
+            OPEN,
         )
         with pytest.raises(InvalidRequest):
             await containers.create_container(SOMEBODY, ContainerSpec(network=NETWORK))
-        assert list(await here.kept.find_containers()) == []
+        assert list(await harness.store.find_containers()) == []
 
 
 @pytest.mark.parametrize(
@@ -397,23 +406,23 @@ async def test_without_a_sealer_nothing_secret_is_taken() -> None:
     ],
 )
 async def test_the_ceiling_on_networks(ceiling: set[str], domains: list[str], allowed: bool) -> None:
-    async with container_harness(settings=ContainerSettings(allowed_domains=frozenset(ceiling))) as here:
+    async with container_harness(settings=ContainerSettings(allowed_domains=frozenset(ceiling))) as harness:
         spec = ContainerSpec(network=NetworkAllowlist(allowed_domains=domains))
         if allowed:
-            assert (await here.containers.create_container(SOMEBODY, spec)).spec.network == spec.network
+            assert (await harness.containers.create_container(SOMEBODY, spec)).spec.network == spec.network
             return
-        for attempt in (here.containers.create_container(SOMEBODY, spec), here.open(spec=spec)):
+        for attempt in (harness.containers.create_container(SOMEBODY, spec), harness.open(spec=spec)):
             with pytest.raises(InvalidRequest) as refused:
                 await attempt
             assert refused.value.param == "network_policy"
-        assert list(await here.kept.find_containers()) == []
+        assert list(await harness.store.find_containers()) == []
 
 
 async def test_a_secret_is_for_a_domain_that_may_be_reached() -> None:
     network = msgspec.structs.replace(NETWORK, allowed_domains=["other.example"])
-    async with container_harness(settings=OPEN) as here:
+    async with container_harness(settings=OPEN) as harness:
         with pytest.raises(InvalidRequest) as refused:
-            here.containers.validate_spec(ContainerSpec(network=network))
+            harness.containers.validate_spec(ContainerSpec(network=network))
         assert refused.value.message == snapshot(
             "network_policy: the secret TOKEN is for a domain that is not in allowed_domains."
         )
@@ -442,15 +451,15 @@ async def test_uploads_wait_for_each_other() -> None:
         await go_on.wait()
         yield b"x"
 
-    async with container_harness(settings=ContainerSettings(concurrent_uploads=2)) as here:
-        names = [await made(here) for _ in range(4)]
-        other = (await here.containers.create_container(Caller("other"), ContainerSpec())).id
+    async with container_harness(settings=ContainerSettings(concurrent_uploads=2)) as harness:
+        names = [await create_container(harness) for _ in range(4)]
+        other = (await harness.containers.create_container(Caller("other"), ContainerSpec())).id
         uploads = [
-            asyncio.ensure_future(here.containers.write_file(SOMEBODY, name, "a", content(name)))
+            asyncio.ensure_future(harness.containers.write_file(SOMEBODY, name, "a", content(name)))
             for name in names
         ]
         uploads.append(
-            asyncio.ensure_future(here.containers.write_file(Caller("other"), other, "a", content(other)))
+            asyncio.ensure_future(harness.containers.write_file(Caller("other"), other, "a", content(other)))
         )
         for _ in range(20):
             await asyncio.sleep(0)
@@ -462,31 +471,33 @@ async def test_uploads_wait_for_each_other() -> None:
 
 
 async def test_a_sandbox_that_was_made_and_not_written_down_goes_with_its_container() -> None:
-    async with container_harness() as here:
-        deleted, expired = await made(here), await made(here)
+    async with container_harness() as harness:
+        deleted, expired = await create_container(harness), await create_container(harness)
         for name in (deleted, expired):  # as if a process had died before it could write
-            await here.scripted.create(SandboxSpec(tenant="somebody"), f"{name}-1")
-        await here.containers.delete_container(SOMEBODY, deleted)
-        assert list(here.scripted.specs) == [f"{expired}-1"]
-        here.clock.advance(20 * 60)
-        await here.containers.sweep()
-        assert here.scripted.specs == {}
+            await harness.scripted.create(SandboxSpec(tenant="somebody"), f"{name}-1")
+        await harness.containers.delete_container(SOMEBODY, deleted)
+        assert list(harness.scripted.specs) == [f"{expired}-1"]
+        harness.clock.advance(20 * 60)
+        await harness.containers.sweep()
+        assert harness.scripted.specs == {}
 
 
 @pytest.mark.parametrize("used", [False, True])
 async def test_a_ceiling_that_was_lowered_holds_for_containers_from_before(used: bool) -> None:
-    async with container_harness(ExecutionStep("x"), settings=OPEN) as here:
-        name = await made(here, network=NetworkAllowlist(allowed_domains=["api.example.com"]))
+    async with container_harness(ExecutionStep("x"), settings=OPEN) as harness:
+        name = await create_container(harness, network=NetworkAllowlist(allowed_domains=["api.example.com"]))
         if used:
-            await here.run(await here.open(name), "x")
-        there = ContainerHarness(here.scripted, ContainerSettings(), here.clock, here.kept, here.blobs)
-        ran = await there.run(await there.open(name), "x")
-        assert (ran.end.status, ran.end.reason) == snapshot(
+            await harness.run(await harness.open(name), "x")
+        there = ContainerHarness(
+            harness.scripted, ContainerSettings(), harness.clock, harness.store, harness.blobs
+        )
+        outcome = await there.run(await there.open(name), "x")
+        assert (outcome.end.status, outcome.end.reason) == snapshot(
             (
                 "lost",
                 "The sandbox refused: The network of this container is not allowed any more; create another one.",
             )
         )
         if not used:
-            assert here.scripted.specs == {}
-            await here.run(await here.open(name), "x")
+            assert harness.scripted.specs == {}
+            await harness.run(await harness.open(name), "x")

@@ -43,34 +43,34 @@ KILLED = ExecutionEnd(
 async def test_the_sandbox_is_what_the_container_is_to_be() -> None:
     network = NetworkAllowlist(allowed_domains=["example.com"])
     settings = ContainerSettings(allowed_domains=frozenset({"example.com"}))
-    async with container_harness(ExecutionStep("x"), settings=settings) as here:
-        container = await here.open(spec=ContainerSpec(memory="4g", network=network))
-        assert here.scripted.specs == {}
-        await here.run(container, "x")
+    async with container_harness(ExecutionStep("x"), settings=settings) as harness:
+        container = await harness.open(spec=ContainerSpec(memory="4g", network=network))
+        assert harness.scripted.specs == {}
+        await harness.run(container, "x")
         wanted = SandboxSpec(memory="4g", network=network, tenant="somebody")
-        assert here.scripted.specs == {f"{container.id}-1": wanted}
-        record = await here.record(container)
+        assert harness.scripted.specs == {f"{container.id}-1": wanted}
+        record = await harness.record(container)
         assert (record.sandbox, record.incarnation) == (f"{container.id}-1", 1)
 
 
 async def test_tenants_are_spelt_as_sandbox_servers_do() -> None:
-    async with container_harness(ExecutionStep("x")) as here:
+    async with container_harness(ExecutionStep("x")) as harness:
         caller = Caller("tenant with spaces / and more")
-        container = await here.containers.open_container(
-            caller, here.containers.reserve_id(), ContainerSpec()
+        container = await harness.containers.open_container(
+            caller, harness.containers.reserve_id(), ContainerSpec()
         )
-        await here.run(container, "x")
-        (spec,) = here.scripted.specs.values()
+        await harness.run(container, "x")
+        (spec,) = harness.scripted.specs.values()
         assert len(spec.tenant) == 64
 
 
 async def test_a_sandbox_that_is_there_already_is_not_made_twice() -> None:
-    async with container_harness(ExecutionStep("x")) as here:
-        container = await here.open()
+    async with container_harness(ExecutionStep("x")) as harness:
+        container = await harness.open()
         # As if a process had died between making it and writing it down.
-        await here.scripted.create(SandboxSpec(tenant="somebody"), f"{container.id}-1")
-        assert (await here.run(container, "x")).notes == []
-        assert list(here.scripted.specs) == [f"{container.id}-1"]
+        await harness.scripted.create(SandboxSpec(tenant="somebody"), f"{container.id}-1")
+        assert (await harness.run(container, "x")).notes == []
+        assert list(harness.scripted.specs) == [f"{container.id}-1"]
 
 
 async def test_after_a_kill_the_next_call_has_another_one() -> None:
@@ -79,111 +79,115 @@ async def test_after_a_kill_the_next_call_has_another_one() -> None:
         ExecutionStep("b", [WriteFile("b.txt", b"b"), KILLED]),
         ExecutionStep("c"),
     ]
-    async with container_harness(*steps) as here:
-        container = await here.open()
-        await here.run(container, "a")
-        ran = await here.run(container, "b")
-        assert ran.end.reason == (
+    async with container_harness(*steps) as harness:
+        container = await harness.open()
+        await harness.run(container, "a")
+        outcome = await harness.run(container, "b")
+        assert outcome.end.reason == (
             "It was killed. Variables are gone: the next call begins in a new sandbox, with the files of earlier calls."
         )
-        assert ran.paths == []
-        assert (await here.record(container)).sandbox == ""
-        ran = await here.run(container, "c")
-        (note,) = ran.notes
+        assert outcome.paths == []
+        assert (await harness.record(container)).sandbox == ""
+        outcome = await harness.run(container, "c")
+        (note,) = outcome.notes
         assert note == snapshot(
             "A new sandbox: variables, imports and packages of earlier calls are gone, files in /mnt/data are there."
         )
-        assert ran.paths == []
-        assert list(here.scripted.specs) == [f"{container.id}-2"]
-        assert [file.path for file in (await here.sandbox(container)).files.list_files().files] == ["a.txt"]
+        assert outcome.paths == []
+        assert list(harness.scripted.specs) == [f"{container.id}-2"]
+        assert [file.path for file in (await harness.sandbox(container)).files.list_files().files] == [
+            "a.txt"
+        ]
 
 
 async def test_a_sandbox_that_ended_between_calls_is_replaced() -> None:
     async with container_harness(
         ExecutionStep("a", [WriteFile("a.txt", b"a")]), ExecutionStep("b"), ExecutionStep("c")
-    ) as here:
-        container = await here.open()
-        await here.run(container, "a")
-        assert (await here.run(container, "b")).notes == []
-        await here.scripted.end_sandbox(f"{container.id}-1", "it was killed")
-        ran = await here.run(container, "c")
-        assert [note.partition(":")[0] for note in ran.notes] == ["A new sandbox"]
-        assert (ran.end.status, list(here.scripted.specs)) == ("ok", [f"{container.id}-2"])
-        assert [file.path for file in (await here.sandbox(container)).files.list_files().files] == ["a.txt"]
+    ) as harness:
+        container = await harness.open()
+        await harness.run(container, "a")
+        assert (await harness.run(container, "b")).notes == []
+        await harness.scripted.end_sandbox(f"{container.id}-1", "it was killed")
+        outcome = await harness.run(container, "c")
+        assert [note.partition(":")[0] for note in outcome.notes] == ["A new sandbox"]
+        assert (outcome.end.status, list(harness.scripted.specs)) == ("ok", [f"{container.id}-2"])
+        assert [file.path for file in (await harness.sandbox(container)).files.list_files().files] == [
+            "a.txt"
+        ]
 
 
 async def test_a_sandbox_in_use_is_not_asked_whether_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with container_harness(ExecutionStep("a"), ExecutionStep("b"), ExecutionStep("c")) as here:
+    async with container_harness(ExecutionStep("a"), ExecutionStep("b"), ExecutionStep("c")) as harness:
         asked: list[str] = []
-        attach = here.scripted.attach
+        attach = harness.scripted.attach
 
         async def counted(ref: SandboxRef) -> ScriptedSandbox:
             asked.append(ref.id)
             return await attach(ref)
 
-        monkeypatch.setattr(here.scripted, "attach", counted)
-        container = await here.open()
+        monkeypatch.setattr(harness.scripted, "attach", counted)
+        container = await harness.open()
         for code in ("a", "b", "c"):
-            assert (await here.run(await here.open(container.id), code)).notes == []
+            assert (await harness.run(await harness.open(container.id), code)).notes == []
         assert asked == [f"{container.id}-1"]
 
 
 async def test_another_process_goes_on_with_the_same_sandbox() -> None:
     async with container_harness(
         ExecutionStep("a", [WriteFile("a.txt", b"a")]), ExecutionStep("b", [WriteFile("b.txt", b"b")])
-    ) as here:
-        container = await here.open()
-        await here.run(container, "a")
-        there = here.second_process()
-        ran = await there.run(await there.open(container.id), "b")
-        assert (ran.notes, ran.paths) == ([], ["b.txt"])
+    ) as harness:
+        container = await harness.open()
+        await harness.run(container, "a")
+        there = harness.second_process()
+        outcome = await there.run(await there.open(container.id), "b")
+        assert (outcome.notes, outcome.paths) == ([], ["b.txt"])
         assert await there.paths(container) == ["a.txt", "b.txt"]
         with pytest.raises(NotFound):
-            await there.open(here.containers.reserve_id())
+            await there.open(harness.containers.reserve_id())
 
 
 # --- when there is none to be had ---------------------------------------------------------------------------
 
 
-async def advance(here: ContainerHarness, running: asyncio.Task[object]) -> float:
+async def advance(harness: ContainerHarness, running: asyncio.Task[object]) -> float:
     """Let time pass until it is done; how much it took."""
-    began = here.clock.monotonic()
+    began = harness.clock.monotonic()
     while not running.done():
         for _ in range(5):
             await asyncio.sleep(0)
-        here.clock.advance(0.25)
-    return here.clock.monotonic() - began
+        harness.clock.advance(0.25)
+    return harness.clock.monotonic() - began
 
 
 async def test_waiting_for_a_sandbox() -> None:
-    async with container_harness(ExecutionStep("x"), ExecutionStep("y"), capacity=1) as here:
-        first, second = await here.open(), await here.open()
-        await here.run(first, "x")
-        waiting = asyncio.ensure_future(here.run(second, "y"))
+    async with container_harness(ExecutionStep("x"), ExecutionStep("y"), capacity=1) as harness:
+        first, second = await harness.open(), await harness.open()
+        await harness.run(first, "x")
+        waiting = asyncio.ensure_future(harness.run(second, "y"))
         for _ in range(3):
             await asyncio.sleep(0)
-            here.clock.advance(1)
+            harness.clock.advance(1)
         assert not waiting.done()
-        await here.scripted.end_sandbox(f"{first.id}-1", "it was not needed any more")
-        await advance(here, waiting)
+        await harness.scripted.end_sandbox(f"{first.id}-1", "it was not needed any more")
+        await advance(harness, waiting)
         assert (await waiting).end.status == "ok"
 
 
 async def test_nobody_waits_for_ever() -> None:
     async with container_harness(
         ExecutionStep("x"), ExecutionStep("y"), capacity=1, settings=ContainerSettings(claim_timeout=5)
-    ) as here:
-        first, second = await here.open(), await here.open()
-        await here.run(first, "x")
-        waiting = asyncio.ensure_future(here.run(second, "nothing"))
-        assert 3 < await advance(here, waiting) < 8
+    ) as harness:
+        first, second = await harness.open(), await harness.open()
+        await harness.run(first, "x")
+        waiting = asyncio.ensure_future(harness.run(second, "nothing"))
+        assert 3 < await advance(harness, waiting) < 8
         end = (await waiting).end
         assert (end.status, end.exit_code) == ("lost", -1)
         assert end.reason.startswith(
-            "No sandbox is free at the moment, try again later: There are 1 sandboxes"
+            "No sandbox is free at the moment, try again later: Sandbox limit reached (1)"
         )
-        await here.scripted.end_sandbox(f"{first.id}-1", "it was not needed any more")
-        assert (await here.run(second, "y")).end.status == "ok"
+        await harness.scripted.end_sandbox(f"{first.id}-1", "it was not needed any more")
+        assert (await harness.run(second, "y")).end.status == "ok"
 
 
 @pytest.mark.parametrize(
@@ -200,123 +204,125 @@ async def test_nobody_waits_for_ever() -> None:
     ],
 )
 async def test_a_server_that_refuses_is_asked_once(trouble: SandboxServerUnreachable, reason: str) -> None:
-    async with container_harness() as here:
-        container = await here.open()
-        here.scripted.error = trouble
-        end = (await here.run(container, "x")).end
+    async with container_harness() as harness:
+        container = await harness.open()
+        harness.scripted.error = trouble
+        end = (await harness.run(container, "x")).end
         assert end.reason.startswith(reason)
         assert "10.0.0.1" not in end.reason
-        here.scripted.error = None
+        harness.scripted.error = None
 
 
 async def test_a_sandbox_that_fails_to_start_is_tried_again() -> None:
-    async with container_harness(ExecutionStep("x")) as here:
-        container = await here.open()
-        here.scripted.error = SandboxStartFailed("not this one")
-        waiting = asyncio.ensure_future(here.run(container, "x"))
+    async with container_harness(ExecutionStep("x")) as harness:
+        container = await harness.open()
+        harness.scripted.error = SandboxStartFailed("not this one")
+        waiting = asyncio.ensure_future(harness.run(container, "x"))
         for _ in range(10):
             await asyncio.sleep(0)
-        here.scripted.error = None
-        await advance(here, waiting)
+        harness.scripted.error = None
+        await advance(harness, waiting)
         assert (await waiting).end.status == "ok"
 
 
 async def test_as_many_containers_as_a_tenant_may_have() -> None:
     async with container_harness(
         settings=ContainerSettings(containers_per_tenant=2, single_process=True)
-    ) as here:
-        opened = await asyncio.gather(*(here.open() for _ in range(4)), return_exceptions=True)
+    ) as harness:
+        opened = await asyncio.gather(*(harness.open() for _ in range(4)), return_exceptions=True)
         refused = [one for one in opened if isinstance(one, RateLimited)]
         assert len(refused) == 2
         assert refused[0].message == snapshot(
             "Container limit reached (2): delete a container, or wait for one to expire."
         )
-        await here.containers.open_container(Caller("other"), here.containers.reserve_id(), ContainerSpec())
+        await harness.containers.open_container(
+            Caller("other"), harness.containers.reserve_id(), ContainerSpec()
+        )
         for one in opened:
             if isinstance(one, ContainerHandle):
                 one.release()
-        await here.open()
+        await harness.open()
 
 
 async def test_the_one_that_was_idle_longest_makes_room() -> None:
     steps = (ExecutionStep("a"), ExecutionStep("b"), ExecutionStep("a"), ExecutionStep("c"))
     async with container_harness(
         *steps, settings=ContainerSettings(containers_per_tenant=2, single_process=True)
-    ) as here:
-        first, second = await here.open(), await here.open()
-        for container, code in ((first, "a"), (second, "b"), (await here.open(first.id), "a")):
-            here.clock.advance(1)
-            await here.run(container, code)
-        third = await here.open()
-        assert (await here.run(third, "c")).end.status == "ok"
-        states = [(await here.record(one)).status for one in (first, second, third)]
+    ) as harness:
+        first, second = await harness.open(), await harness.open()
+        for container, code in ((first, "a"), (second, "b"), (await harness.open(first.id), "a")):
+            harness.clock.advance(1)
+            await harness.run(container, code)
+        third = await harness.open()
+        assert (await harness.run(third, "c")).end.status == "ok"
+        states = [(await harness.record(one)).status for one in (first, second, third)]
         assert states == ["running", "expired", "running"]
-        assert len(await here.scripted.list_sandboxes()) == 2
+        assert len(await harness.scripted.list_sandboxes()) == 2
 
 
 async def test_a_lower_bound_holds_for_those_that_are_there() -> None:
     async with container_harness(
         settings=ContainerSettings(containers_per_tenant=4, single_process=True)
-    ) as here:
-        opened = [await here.open() for _ in range(4)]
+    ) as harness:
+        opened = [await harness.open() for _ in range(4)]
         for container in opened:
-            here.clock.advance(1)
+            harness.clock.advance(1)
             container.release()
         few = Caller(SOMEBODY.tenant, limits=ApiKeyLimits(containers=2))
-        await here.containers.open_container(few, here.containers.reserve_id(), ContainerSpec())
-        states = [(await here.record(one)).status for one in opened]
+        await harness.containers.open_container(few, harness.containers.reserve_id(), ContainerSpec())
+        states = [(await harness.record(one)).status for one in opened]
         assert states == ["expired", "expired", "expired", "running"]
 
 
 async def test_what_was_asked_for_and_what_is_in_use_make_no_room() -> None:
     async with container_harness(
         settings=ContainerSettings(containers_per_tenant=3, single_process=True)
-    ) as here:
-        asked = await here.containers.create_container(SOMEBODY, ContainerSpec())
-        working = await here.open()
-        idle = await here.open()
+    ) as harness:
+        asked = await harness.containers.create_container(SOMEBODY, ContainerSpec())
+        working = await harness.open()
+        idle = await harness.open()
         idle.release()
-        await here.containers.create_container(SOMEBODY, ContainerSpec())
+        await harness.containers.create_container(SOMEBODY, ContainerSpec())
         with pytest.raises(RateLimited):
-            await here.open()
-        assert (await here.record(idle)).status == "expired"
-        assert (await here.record(working)).status == "running"
-        assert (await here.containers.check_active(SOMEBODY, asked.id)).status == "running"
+            await harness.open()
+        assert (await harness.record(idle)).status == "expired"
+        assert (await harness.record(working)).status == "running"
+        assert (await harness.containers.check_active(SOMEBODY, asked.id)).status == "running"
 
 
 async def test_what_is_opened_while_it_is_looked_at_makes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = (ExecutionStep("a"), ExecutionStep("b"))
     async with container_harness(
         *steps, settings=ContainerSettings(containers_per_tenant=1, single_process=True)
-    ) as here:
-        idle = await here.open()
-        await here.run(idle, "a")
+    ) as harness:
+        idle = await harness.open()
+        await harness.run(idle, "a")
         looking, opened = asyncio.Event(), asyncio.Event()
-        files = here.kept.list_container_files
+        files = harness.store.list_container_files
 
         async def slowly(container_id: str, window: PageQuery | None = None) -> Sequence[ContainerFileRecord]:
             looking.set()
             await opened.wait()
             return await files(container_id, window)
 
-        monkeypatch.setattr(here.kept, "list_container_files", slowly)
-        newcomer = asyncio.create_task(here.open())
+        monkeypatch.setattr(harness.store, "list_container_files", slowly)
+        newcomer = asyncio.create_task(harness.open())
         await looking.wait()
-        again = await here.open(idle.id)
+        again = await harness.open(idle.id)
         opened.set()
         with pytest.raises(RateLimited):
             await newcomer
-        assert (await here.run(again, "b")).end.status == "ok"
-        assert (await here.record(idle)).status == "running"
+        assert (await harness.run(again, "b")).end.status == "ok"
+        assert (await harness.record(idle)).status == "running"
 
 
 async def test_what_another_process_may_be_using_makes_no_room_yet() -> None:
-    async with container_harness(settings=ContainerSettings(containers_per_tenant=1)) as here:
-        (await here.open()).release()
-        other = here.second_process()
+    async with container_harness(settings=ContainerSettings(containers_per_tenant=1)) as harness:
+        (await harness.open()).release()
+        other = harness.second_process()
         with pytest.raises(RateLimited):
             await other.open()
-        here.clock.advance(121)
+        harness.clock.advance(121)
         await other.open()
 
 
@@ -325,22 +331,22 @@ async def test_a_tenant_whose_containers_are_slow_to_end_keeps_nobody_else_waiti
 ) -> None:
     async with container_harness(
         ExecutionStep("x"), settings=ContainerSettings(containers_per_tenant=1)
-    ) as here:
-        await here.run(await here.open(), "x")
-        here.clock.advance(20 * 60)
+    ) as harness:
+        await harness.run(await harness.open(), "x")
+        harness.clock.advance(20 * 60)
         ending, ended = asyncio.Event(), asyncio.Event()
-        destroy = here.scripted.destroy
+        destroy = harness.scripted.destroy
 
         async def slowly(ref: SandboxRef) -> None:
             ending.set()
             await ended.wait()
             await destroy(ref)
 
-        monkeypatch.setattr(here.scripted, "destroy", slowly)
-        waiting = asyncio.create_task(here.open())
+        monkeypatch.setattr(harness.scripted, "destroy", slowly)
+        waiting = asyncio.create_task(harness.open())
         await ending.wait()
         async with asyncio.timeout(5):
-            await here.containers.create_container(Caller("other"), ContainerSpec())
+            await harness.containers.create_container(Caller("other"), ContainerSpec())
         assert not waiting.done()
         ended.set()
         await waiting
@@ -351,20 +357,20 @@ async def test_a_tenant_whose_containers_are_slow_to_end_keeps_nobody_else_waiti
 
 async def test_the_sweeper_ends_what_nobody_uses() -> None:
     steps = [ExecutionStep("x", [WriteFile("a.txt", b"a")]), ExecutionStep("y", [WriteFile("b.txt", b"b")])]
-    async with container_harness(*steps) as here, here.containers:
-        idle, used = await here.open(), await here.open()
-        await here.run(idle, "x")
+    async with container_harness(*steps) as harness, harness.containers:
+        idle, used = await harness.open(), await harness.open()
+        await harness.run(idle, "x")
         await settle()
-        here.clock.advance(15 * 60)
+        harness.clock.advance(15 * 60)
         await settle()
-        await here.run(used, "y")
-        here.clock.advance(6 * 60)
+        await harness.run(used, "y")
+        harness.clock.advance(6 * 60)
         await settle()
-        assert (await here.record(idle)).status == "expired"
-        assert (await here.record(used)).status == "running"
-        assert list(here.scripted.specs) == [f"{used.id}-1"]
-        assert await here.paths(idle) == []
-        assert list(here.blobs.contents.values()) == [b"b"]
+        assert (await harness.record(idle)).status == "expired"
+        assert (await harness.record(used)).status == "running"
+        assert list(harness.scripted.specs) == [f"{used.id}-1"]
+        assert await harness.paths(idle) == []
+        assert list(harness.blobs.contents.values()) == [b"b"]
 
 
 async def settle() -> None:
@@ -374,52 +380,52 @@ async def settle() -> None:
 
 async def test_a_container_does_not_expire_while_its_code_runs() -> None:
     done = asyncio.Event()
-    async with container_harness(ExecutionStep("x", [done])) as here:
-        container = await here.open()
-        running = asyncio.ensure_future(here.run(container, "x"))
+    async with container_harness(ExecutionStep("x", [done])) as harness:
+        container = await harness.open()
+        running = asyncio.ensure_future(harness.run(container, "x"))
         await settle()
         for _ in range(5):
-            here.clock.advance(15 * 60)
-            await here.containers.sweep()
-            await here.second_process().containers.sweep()  # which does not know that it runs
+            harness.clock.advance(15 * 60)
+            await harness.containers.sweep()
+            await harness.second_process().containers.sweep()  # which does not know that it runs
         done.set()
         assert (await running).end.status == "ok"
-        assert (await here.record(container)).status == "running"
+        assert (await harness.record(container)).status == "running"
 
 
 async def test_a_sweep_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixture) -> None:
-    async with container_harness(ExecutionStep("x")) as here, here.containers:
-        container = await here.open()
-        await here.run(container, "x")
+    async with container_harness(ExecutionStep("x")) as harness, harness.containers:
+        container = await harness.open()
+        await harness.run(container, "x")
         await settle()
-        await here.kept.close()
-        here.clock.advance(20 * 60)
+        await harness.store.close()
+        harness.clock.advance(20 * 60)
         await settle()
         assert "Sweeping containers failed." in caplog.text
-        here.kept._closed = False  # pyright: ignore[reportPrivateUsage]
-        here.clock.advance(60)
+        harness.store._closed = False  # pyright: ignore[reportPrivateUsage]
+        harness.clock.advance(60)
         await settle()
-        assert (await here.record(container)).status == "expired"
+        assert (await harness.record(container)).status == "expired"
 
 
 async def test_closing_ends_the_sweeper_and_leaves_the_sandboxes() -> None:
-    async with container_harness(ExecutionStep("x")) as here:
-        async with here.containers:
-            await here.run(await here.open(), "x")
-        await here.containers.close()
-        assert len(here.scripted.specs) == 1
+    async with container_harness(ExecutionStep("x")) as harness:
+        async with harness.containers:
+            await harness.run(await harness.open(), "x")
+        await harness.containers.close()
+        assert len(harness.scripted.specs) == 1
 
 
 async def test_sandboxes_that_belong_to_nobody_are_ended() -> None:
-    async with container_harness(ExecutionStep("x")) as here:
-        here.clock.advance(1000)  # the sandboxes' clock stands still
-        container = await here.open()
-        await here.run(container, "x")
+    async with container_harness(ExecutionStep("x")) as harness:
+        harness.clock.advance(1000)  # the sandboxes' clock stands still
+        container = await harness.open()
+        await harness.run(container, "x")
         lost = SandboxSpec(tenant="somebody")
         for name in (f"{container.id}-77", "cntr_of_another_gateway-1", "something-else"):
-            await here.scripted.create(lost, name)
-        await here.containers.sweep()
-        assert sorted(here.scripted.specs) == sorted(
+            await harness.scripted.create(lost, name)
+        await harness.containers.sweep()
+        assert sorted(harness.scripted.specs) == sorted(
             [f"{container.id}-1", "cntr_of_another_gateway-1", "something-else"]
         )
 
@@ -429,18 +435,20 @@ async def test_what_a_killed_process_left_is_ended_when_the_next_one_starts(alon
     """At once, also what still runs; unless there are other processes that it may belong to."""
     settings = ContainerSettings(isolation="execution", single_process=alone)
     never = asyncio.Event()
-    async with container_harness(ExecutionStep("x", [never]), ExecutionStep("y"), settings=settings) as here:
-        container = await here.open()
-        call = asyncio.ensure_future(here.run(container, "x"))
-        while not [one for one in await here.scripted.list_sandboxes() if one.running]:
+    async with container_harness(
+        ExecutionStep("x", [never]), ExecutionStep("y"), settings=settings
+    ) as harness:
+        container = await harness.open()
+        call = asyncio.ensure_future(harness.run(container, "x"))
+        while not [one for one in await harness.scripted.list_sandboxes() if one.running]:
             await asyncio.sleep(0)
-        (left,) = here.scripted.specs
-        await here.scripted.create(SandboxSpec(), "cntr_of_another_gateway-1")
-        after = here.second_process()
+        (left,) = harness.scripted.specs
+        await harness.scripted.create(SandboxSpec(), "cntr_of_another_gateway-1")
+        after = harness.second_process()
         async with after.containers:
             await settle()
-            assert (left in here.scripted.specs) != alone
-            assert "cntr_of_another_gateway-1" in here.scripted.specs
+            assert (left in harness.scripted.specs) != alone
+            assert "cntr_of_another_gateway-1" in harness.scripted.specs
             assert (await after.run(await after.open(container.id), "y")).end.status == "ok"
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
@@ -449,12 +457,12 @@ async def test_what_a_killed_process_left_is_ended_when_the_next_one_starts(alon
 async def test_a_start_leaves_alone_what_is_used_meanwhile() -> None:
     settings = ContainerSettings(isolation="execution", single_process=True)
     done = asyncio.Event()
-    async with container_harness(ExecutionStep("x", [done]), settings=settings) as here:
-        container = await here.open()
-        call = asyncio.ensure_future(here.run(container, "x"))
-        while not [one for one in await here.scripted.list_sandboxes() if one.running]:
+    async with container_harness(ExecutionStep("x", [done]), settings=settings) as harness:
+        container = await harness.open()
+        call = asyncio.ensure_future(harness.run(container, "x"))
+        while not [one for one in await harness.scripted.list_sandboxes() if one.running]:
             await asyncio.sleep(0)
-        async with here.containers:
+        async with harness.containers:
             await settle()
             done.set()
             assert (await call).end.status == "ok"
@@ -464,19 +472,19 @@ async def test_a_server_that_cannot_be_asked_does_not_stop_the_sweep(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)
-    async with container_harness(ExecutionStep("x")) as here:
-        container = await here.open()
-        await here.run(container, "x")
-        here.scripted.error = SandboxServerUnreachable("away")
-        await here.containers.sweep()
-        here.clock.advance(20 * 60)
-        await here.containers.sweep()
-        assert (await here.record(container)).status == "expired"
-        here.scripted.error = None
-        await here.open()
-        here.clock.advance(1000)
-        await here.containers.sweep()
-        assert list(here.scripted.specs) == []
+    async with container_harness(ExecutionStep("x")) as harness:
+        container = await harness.open()
+        await harness.run(container, "x")
+        harness.scripted.error = SandboxServerUnreachable("away")
+        await harness.containers.sweep()
+        harness.clock.advance(20 * 60)
+        await harness.containers.sweep()
+        assert (await harness.record(container)).status == "expired"
+        harness.scripted.error = None
+        await harness.open()
+        harness.clock.advance(1000)
+        await harness.containers.sweep()
+        assert list(harness.scripted.specs) == []
 
 
 # --- a sandbox for every call -------------------------------------------------------------------------------
@@ -494,16 +502,16 @@ async def test_parallel_calls_each_have_their_own_sandbox() -> None:
         # Each waits for the other: one after another they would never end.
         return ExecutionStep(str(number), [tell, began[1 - number], write, shared])
 
-    async with container_harness(step(0), step(1), settings=EXECUTION) as here:
-        container = await here.open()
-        one, other = await here.open(container.id), await here.open(container.id)
-        first, second = await asyncio.gather(here.run(one, "0"), here.run(other, "1"))
+    async with container_harness(step(0), step(1), settings=EXECUTION) as harness:
+        container = await harness.open()
+        one, other = await harness.open(container.id), await harness.open(container.id)
+        first, second = await asyncio.gather(harness.run(one, "0"), harness.run(other, "1"))
         assert first.paths == ["0.txt", "shared.txt"]
         assert second.paths == ["1.txt", "shared.txt"]
-        assert await here.paths(container) == ["0.txt", "1.txt", "shared.txt"]
-        assert await here.content(container, "shared.txt") in (b"0", b"1")
-        assert len({name for name, _ in here.scripted.requests}) == 2
-        assert here.scripted.specs == {}
+        assert await harness.paths(container) == ["0.txt", "1.txt", "shared.txt"]
+        assert await harness.content(container, "shared.txt") in (b"0", b"1")
+        assert len({name for name, _ in harness.scripted.requests}) == 2
+        assert harness.scripted.specs == {}
 
 
 async def test_what_another_call_has_changed_is_not_deleted() -> None:
@@ -519,29 +527,29 @@ async def test_what_another_call_has_changed_is_not_deleted() -> None:
         ExecutionStep("delete", [delete_all]),
         ExecutionStep("change", [WriteFile("a.txt", b"new")]),
     ]
-    async with container_harness(*steps, settings=EXECUTION) as here:
-        container = await here.open()
-        await here.run(container, "make")
-        deleting = asyncio.ensure_future(here.run(await here.open(container.id), "delete"))
+    async with container_harness(*steps, settings=EXECUTION) as harness:
+        container = await harness.open()
+        await harness.run(container, "make")
+        deleting = asyncio.ensure_future(harness.run(await harness.open(container.id), "delete"))
         await settle()
-        await here.run(await here.open(container.id), "change")
+        await harness.run(await harness.open(container.id), "change")
         changed.set()
         await deleting
-        assert await here.paths(container) == ["a.txt"]
-        assert await here.content(container, "a.txt") == b"new"
+        assert await harness.paths(container) == ["a.txt"]
+        assert await harness.content(container, "a.txt") == b"new"
 
 
 async def test_leaving_a_call_ends_its_sandbox() -> None:
     async with container_harness(
         ExecutionStep("x", [Stdout("x"), WriteFile("a.txt", b"a"), asyncio.Event()]), settings=EXECUTION
-    ) as here:
-        container = await here.open()
+    ) as harness:
+        container = await harness.open()
         async with aclosing(container.execute(ExecuteRequest(code="x"))) as events:
             assert await anext(events) == ExecutionStarted()
             assert await anext(events) == Stdout("x")
-            assert len(here.scripted.specs) == 1
-        assert here.scripted.specs == {}
-        assert await here.paths(container) == []
+            assert len(harness.scripted.specs) == 1
+        assert harness.scripted.specs == {}
+        assert await harness.paths(container) == []
 
 
 async def test_a_hundred_calls_leave_no_sandbox() -> None:
@@ -549,16 +557,16 @@ async def test_a_hundred_calls_leave_no_sandbox() -> None:
         ExecutionStep(None, [SandboxGone("gone")] if number % 3 == 0 else [Stdout("x")])
         for number in range(100)
     ]
-    async with container_harness(*steps, settings=EXECUTION) as here:
-        container = await here.open()
+    async with container_harness(*steps, settings=EXECUTION) as harness:
+        container = await harness.open()
         for _ in range(100):
-            await here.run(container, "x")
-        assert here.scripted.specs == {}
+            await harness.run(container, "x")
+        assert harness.scripted.specs == {}
 
 
 async def test_calls_alone_cannot_be_had_either() -> None:
     async with container_harness(
         capacity=0, settings=ContainerSettings(isolation="execution", claim_timeout=0)
-    ) as here:
-        end = (await here.run(await here.open(), "x")).end
+    ) as harness:
+        end = (await harness.run(await harness.open(), "x")).end
         assert (end.status, end.exit_code) == ("lost", -1)

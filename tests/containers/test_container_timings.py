@@ -1,4 +1,4 @@
-"""The phases that calls in containers tell of."""
+"""Timings of calls in containers."""
 
 import itertools
 from collections.abc import Mapping
@@ -16,38 +16,38 @@ REUSED: Mapping[str, str] = {"start": "reused"}
 OK: Mapping[str, str] = {"status": "ok"}
 
 
-async def phases(
+async def timings_of_call(
     running: ContainerHarness, code: str, container_id: str | None = None
 ) -> tuple[str, list[Timing]]:
-    """The container, and what its call told."""
-    told: list[Timing] = []
+    """Run a call; return the container's id and the timings."""
+    timings: list[Timing] = []
     container = await running.open(container_id)
-    with listen_to_timings(told.append):
+    with listen_to_timings(timings.append):
         await running.run(container, code)
-    return container.id, told
+    return container.id, timings
 
 
-def facts(told: list[Timing]) -> list[tuple[str, Mapping[str, str]]]:
-    return [(phase.name, phase.attributes) for phase in told]
+def summarize(timings: list[Timing]) -> list[tuple[str, Mapping[str, str]]]:
+    return [(timing.name, timing.attributes) for timing in timings]
 
 
 async def test_a_first_call_makes_a_sandbox_and_the_next_one_finds_it() -> None:
     async with container_harness(ExecutionStep(None), ExecutionStep(None)) as running:
-        container, told = await phases(running, "1")
-        assert facts(told) == [("acquire", NEW), ("files", {}), ("run", OK), ("files", {})]
-        for earlier, later in itertools.pairwise(told):
+        container, timings = await timings_of_call(running, "1")
+        assert summarize(timings) == [("acquire", NEW), ("files", {}), ("run", OK), ("files", {})]
+        for earlier, later in itertools.pairwise(timings):
             assert earlier.duration_ns > 0
             assert earlier.started_at_ns <= later.started_at_ns
-        _, told = await phases(running, "2", container)
-        assert facts(told) == [("acquire", REUSED), ("run", OK), ("files", {})]
+        _, timings = await timings_of_call(running, "2", container)
+        assert summarize(timings) == [("acquire", REUSED), ("run", OK), ("files", {})]
 
 
 async def test_packages_are_a_phase_that_the_server_has_measured() -> None:
     end = ExecutionEnd(status="ok", exit_code=0, duration_ms=1, state_kept=True, packages_ms=1)
     async with container_harness(ExecutionStep(None, [end])) as running:
-        _, told = await phases(running, "1")
-    (packages,) = [phase for phase in told if phase.name == "packages"]
-    (run,) = [phase for phase in told if phase.name == "run"]
+        _, timings = await timings_of_call(running, "1")
+    (packages,) = [timing for timing in timings if timing.name == "packages"]
+    (run,) = [timing for timing in timings if timing.name == "run"]
     assert 0 < packages.duration_ns <= 1_000_000
     assert packages.started_at_ns + packages.duration_ns == run.started_at_ns
 
@@ -56,23 +56,23 @@ async def test_packages_are_a_phase_that_the_server_has_measured() -> None:
 async def test_how_code_ended_is_told(status: str) -> None:
     end = ExecutionEnd(status=status, exit_code=-1, duration_ms=1, state_kept=False)  # type: ignore[arg-type]
     async with container_harness(ExecutionStep(None, [end]), ExecutionStep(None)) as running:
-        container, told = await phases(running, "1")
-        assert facts(told) == [("acquire", NEW), ("files", {}), ("run", {"status": status})]
+        container, timings = await timings_of_call(running, "1")
+        assert summarize(timings) == [("acquire", NEW), ("files", {}), ("run", {"status": status})]
         # The next one has another.
-        _, told = await phases(running, "2", container)
-        assert facts(told)[0] == ("acquire", NEW)
+        _, timings = await timings_of_call(running, "2", container)
+        assert summarize(timings)[0] == ("acquire", NEW)
 
 
 async def test_a_sandbox_for_every_call_is_acquired_every_time() -> None:
     settings = ContainerSettings(isolation="execution")
     async with container_harness(ExecutionStep(None), ExecutionStep(None), settings=settings) as running:
-        container, _ = await phases(running, "1")
-        _, told = await phases(running, "2", container)
-        assert facts(told) == [("acquire", NEW), ("files", {}), ("run", OK), ("files", {})]
+        container, _ = await timings_of_call(running, "1")
+        _, timings = await timings_of_call(running, "2", container)
+        assert summarize(timings) == [("acquire", NEW), ("files", {}), ("run", OK), ("files", {})]
 
 
 async def test_one_that_is_not_to_be_had_is_told_too() -> None:
     settings = ContainerSettings(claim_timeout=0.01)
     async with container_harness(settings=settings, capacity=0) as running:
-        _, told = await phases(running, "1")
-    assert [(phase.name, phase.error) for phase in told] == [("acquire", "SandboxServerAtCapacity")]
+        _, timings = await timings_of_call(running, "1")
+    assert [(timing.name, timing.error) for timing in timings] == [("acquire", "SandboxServerAtCapacity")]

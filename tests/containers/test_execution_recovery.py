@@ -32,9 +32,9 @@ AWAY = SandboxServerUnreachable("http://10.0.0.1 is away")
 class FlakySandbox(ScriptedSandbox):
     """A sandbox whose streams break: each opening gives as many events as the next number says, then the error."""
 
-    def __init__(self, provider: ScriptedSandboxProvider, *troubles: tuple[int, SandboxError]) -> None:
-        super().__init__(provider, "restless", SandboxSpec())
-        self.failures = deque(troubles)
+    def __init__(self, provider: ScriptedSandboxProvider, *failures: tuple[int, SandboxError]) -> None:
+        super().__init__(provider, "flaky", SandboxSpec())
+        self.failures = deque(failures)
         self.openings: list[str] = []
 
     async def execute(self, request: ExecuteRequest) -> AsyncGenerator[ExecutionEvent]:
@@ -75,7 +75,7 @@ STEP = ExecutionStep("x", [Stdout("a"), Stdout("b"), Stdout("c")])
 
 
 @pytest.mark.parametrize(
-    ("troubles", "openings"),
+    ("failures", "openings"),
     [
         ([], ["execute"]),
         ([(0, AWAY)], ["execute", "follow -1"]),
@@ -86,16 +86,16 @@ STEP = ExecutionStep("x", [Stdout("a"), Stdout("b"), Stdout("c")])
     ],
 )
 async def test_a_broken_connection_is_not_noticed(
-    troubles: list[tuple[int, SandboxError]], openings: list[str]
+    failures: list[tuple[int, SandboxError]], openings: list[str]
 ) -> None:
     async with ScriptedSandboxProvider(STEP) as provider:
-        sandbox = FlakySandbox(provider, *troubles)
+        sandbox = FlakySandbox(provider, *failures)
         events = await run(FakeClock(), sandbox)
         assert events[:3] == [Stdout("a"), Stdout("b"), Stdout("c")]
         assert isinstance(events[3], ExecutionEnd)
         assert len(events) == 4
         assert sandbox.openings == openings
-        assert len(provider.requests) == 1  # nothing ran twice
+        assert len(provider.requests) == 1  # nothing outcome twice
 
 
 async def test_a_server_that_stays_away_is_given_up() -> None:
@@ -111,7 +111,7 @@ async def test_a_server_that_stays_away_is_given_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "kept", "reason"),
+    ("error", "state_kept", "reason"),
     [
         (SandboxGone("gone: somebody pulled the plug"), False, "The sandbox was lost."),
         (SandboxConflict("That was another code."), True, "The sandbox refused: That was another code."),
@@ -119,14 +119,16 @@ async def test_a_server_that_stays_away_is_given_up() -> None:
         (ExecutionNotFound("It was forgotten."), True, "The sandbox refused: It was forgotten."),
     ],
 )
-async def test_what_will_not_get_better_is_the_end(trouble: SandboxError, kept: bool, reason: str) -> None:
+async def test_what_will_not_get_better_is_the_end(
+    error: SandboxError, state_kept: bool, reason: str
+) -> None:
     async with ScriptedSandboxProvider(STEP) as provider:
-        sandbox = FlakySandbox(provider, (1, trouble))
+        sandbox = FlakySandbox(provider, (1, error))
         events = await run(FakeClock(), sandbox)
         end = events[-1]
         assert events[:-1] == [Stdout("a")]
         assert isinstance(end, ExecutionEnd)
-        assert (end.status, end.state_kept) == ("lost", kept)
+        assert (end.status, end.state_kept) == ("lost", state_kept)
         assert end.reason == (
             f"{reason} The code may have run, in part or to its end: check what it did before you run it again."
         )

@@ -79,23 +79,23 @@ async def test_a_file_too_large_to_be_kept_is_there_while_its_sandbox_is() -> No
         ExecutionStep("x", [WriteFile("large.bin", bytes(11)), WriteFile("small.bin", b"s")]),
         ExecutionStep("y"),
     ]
-    async with container_harness(*steps, settings=SMALL) as here:
-        container = await here.open()
-        ran = await here.run(container, "x")
-        assert ran.paths == ["large.bin", "small.bin"]
-        assert ran.notes == snapshot(["There is no room to keep these when the sandbox ends: large.bin."])
-        assert list(here.blobs.contents.values()) == [b"s"]
-        assert await here.content(container, "large.bin") == bytes(11)
-        here.scripted.error = SandboxServerUnreachable("away")
+    async with container_harness(*steps, settings=SMALL) as harness:
+        container = await harness.open()
+        outcome = await harness.run(container, "x")
+        assert outcome.paths == ["large.bin", "small.bin"]
+        assert outcome.notes == snapshot(["There is no room to keep these when the sandbox ends: large.bin."])
+        assert list(harness.blobs.contents.values()) == [b"s"]
+        assert await harness.content(container, "large.bin") == bytes(11)
+        harness.scripted.error = SandboxServerUnreachable("away")
         with pytest.raises(ServiceUnavailable):
-            await here.content(container, "large.bin")
-        here.scripted.error = None
-        await here.scripted.end_sandbox(f"{container.id}-1", "it was killed")
+            await harness.content(container, "large.bin")
+        harness.scripted.error = None
+        await harness.scripted.end_sandbox(f"{container.id}-1", "it was killed")
         with pytest.raises(NotFound):
-            await here.content(container, "large.bin")
-        ran = await here.run(container, "y")
-        assert ran.notes[1:] == ["These files are gone: large.bin."]
-        assert await here.paths(container) == ["small.bin"]
+            await harness.content(container, "large.bin")
+        outcome = await harness.run(container, "y")
+        assert outcome.notes[1:] == ["These files are gone: large.bin."]
+        assert await harness.paths(container) == ["small.bin"]
 
 
 async def test_a_container_keeps_so_many_bytes() -> None:
@@ -104,61 +104,61 @@ async def test_a_container_keeps_so_many_bytes() -> None:
         ExecutionStep("y", [DeleteFile("a")]),
         ExecutionStep("z", [WriteFile("c", b"0123456789")]),
     ]
-    async with container_harness(*steps, settings=SMALL) as here:
-        container = await here.open()
-        ran = await here.run(container, "x")
-        assert [bool(record.blob) for record in ran.files] == [True, True, False]
-        await here.run(container, "y")
-        ran = await here.run(container, "z")
-        assert ran.notes == []
-        assert [(record.path, bool(record.blob)) for record in ran.files] == [("c", True)]
+    async with container_harness(*steps, settings=SMALL) as harness:
+        container = await harness.open()
+        outcome = await harness.run(container, "x")
+        assert [bool(record.blob) for record in outcome.files] == [True, True, False]
+        await harness.run(container, "y")
+        outcome = await harness.run(container, "z")
+        assert outcome.notes == []
+        assert [(record.path, bool(record.blob)) for record in outcome.files] == [("c", True)]
 
 
 async def test_a_container_has_so_many_files() -> None:
     writes = [WriteFile(f"{number}.txt", b"x") for number in range(7)]
-    async with container_harness(ExecutionStep("x", writes), settings=SMALL) as here:
-        container = await here.open()
-        ran = await here.run(container, "x")
-        assert ran.paths == ["0.txt", "1.txt", "2.txt", "3.txt"]
-        assert ran.notes == snapshot(["3 files are not listed: a container has at most 4."])
+    async with container_harness(ExecutionStep("x", writes), settings=SMALL) as harness:
+        container = await harness.open()
+        outcome = await harness.run(container, "x")
+        assert outcome.paths == ["0.txt", "1.txt", "2.txt", "3.txt"]
+        assert outcome.notes == snapshot(["3 files are not listed: a container has at most 4."])
         with pytest.raises(SandboxLimitExceeded):
             await container.save_file("figure.png", b"x")
 
 
 async def test_what_is_saved_is_bounded_too() -> None:
-    async with container_harness(ExecutionStep("x"), settings=SMALL) as here:
-        container = await here.open()
-        await here.run(container, "x")
+    async with container_harness(ExecutionStep("x"), settings=SMALL) as harness:
+        container = await harness.open()
+        await harness.run(container, "x")
         with pytest.raises(SandboxLimitExceeded):
             await container.save_file("figure.png", bytes(11))
         await container.save_file("a/figure.png", bytes(10))
         await container.save_file("a/figure.png", bytes(10))
         with pytest.raises(SandboxLimitExceeded):
             await container.save_file("a/figure.png", bytes(10))
-        assert await here.paths(container) == ["a/figure-2.png", "a/figure.png"]
+        assert await harness.paths(container) == ["a/figure-2.png", "a/figure.png"]
 
 
 async def test_what_is_saved_outlives_the_sandbox() -> None:
-    async with container_harness(ExecutionStep("x"), ExecutionStep("y")) as here:
-        container = await here.open()
-        await here.run(container, "x")
-        await here.scripted.end_sandbox(f"{container.id}-1", "it was killed")
+    async with container_harness(ExecutionStep("x"), ExecutionStep("y")) as harness:
+        container = await harness.open()
+        await harness.run(container, "x")
+        await harness.scripted.end_sandbox(f"{container.id}-1", "it was killed")
         await container.save_file("figure.png", b"saved")
-        await here.run(container, "y")
-        assert (await here.sandbox(container)).files.read_file("figure.png") == b"saved"
+        await harness.run(container, "y")
+        assert (await harness.sandbox(container)).files.read_file("figure.png") == b"saved"
 
 
 async def test_a_full_disk_costs_the_copy_and_not_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     async def full(*_: object) -> str:
         raise ServiceUnavailable("The gateway's disk cannot be used now: No space left on device.")
 
-    async with container_harness(ExecutionStep("x", [WriteFile("a.txt", b"a")])) as here:
-        monkeypatch.setattr(here.blobs, "put", full)
-        container = await here.open()
-        ran = await here.run(container, "x")
-        assert (ran.end.status, ran.paths) == ("ok", ["a.txt"])
-        assert ran.notes == ["There is no room to keep these when the sandbox ends: a.txt."]
-        assert await here.content(container, "a.txt") == b"a"
+    async with container_harness(ExecutionStep("x", [WriteFile("a.txt", b"a")])) as harness:
+        monkeypatch.setattr(harness.blobs, "put", full)
+        container = await harness.open()
+        outcome = await harness.run(container, "x")
+        assert (outcome.end.status, outcome.paths) == ("ok", ["a.txt"])
+        assert outcome.notes == ["There is no room to keep these when the sandbox ends: a.txt."]
+        assert await harness.content(container, "a.txt") == b"a"
 
 
 async def test_replaced_content_is_let_go() -> None:
@@ -167,46 +167,50 @@ async def test_replaced_content_is_let_go() -> None:
         ExecutionStep("y", [WriteFile("a", b"two")]),
         ExecutionStep("z", [WriteFile("b", b"two")]),
     ]
-    async with container_harness(*steps) as here:
-        container = await here.open()
-        await here.run(container, "x")
-        await here.run(container, "y")
-        assert sorted(here.blobs.contents.values()) == [b"one", b"two"]
-        await here.run(container, "z")
-        assert sorted(here.blobs.contents.values()) == [b"two"]
+    async with container_harness(*steps) as harness:
+        container = await harness.open()
+        await harness.run(container, "x")
+        await harness.run(container, "y")
+        assert sorted(harness.blobs.contents.values()) == [b"one", b"two"]
+        await harness.run(container, "z")
+        assert sorted(harness.blobs.contents.values()) == [b"two"]
 
 
 # --- sandboxes that lie -------------------------------------------------------------------------------------
 
 
 class LyingSandbox(ScriptedSandbox):
-    """Tells what it likes about its files."""
+    """Lists and returns whatever a test sets."""
 
     def __init__(self, provider: ScriptedSandboxProvider) -> None:
-        super().__init__(provider, "liar", SandboxSpec())
-        self.told: list[FileEntry] = []
+        super().__init__(provider, "lying", SandboxSpec())
+        self.listed: list[FileEntry] = []
         self.complete = True
         self.truncated = False
         self.deleted: list[str] = []
-        self.pieces: dict[str, list[bytes | Exception]] = {}
+        self.chunks: dict[str, list[bytes | Exception]] = {}
         self.waiting: asyncio.Event | None = None
 
     async def list_files(self, since: str | None = None) -> FileListing:
         return FileListing(
-            files=self.told, mark="1", deleted=self.deleted, complete=self.complete, truncated=self.truncated
+            files=self.listed,
+            mark="1",
+            deleted=self.deleted,
+            complete=self.complete,
+            truncated=self.truncated,
         )
 
     async def read_file(self, path: str) -> AsyncGenerator[bytes]:
-        for piece in self.pieces[path]:
+        for chunk in self.chunks[path]:
             if self.waiting is not None:
                 await self.waiting.wait()
-            if isinstance(piece, Exception):
-                raise piece
-            yield piece
+            if isinstance(chunk, Exception):
+                raise chunk
+            yield chunk
 
     async def read_files(self, paths: Sequence[str]) -> AsyncGenerator[Sequence[BundleContent]]:
         for path in paths:
-            yield [b"".join([piece async for piece in self.read_file(path)])]
+            yield [b"".join([chunk async for chunk in self.read_file(path)])]
 
 
 def entry(path: str, size: int = 1, modified_ns: int = 1, changed_ns: int = 0, inode: int = 0) -> FileEntry:
@@ -224,153 +228,159 @@ class FileSyncHarness:
             self.clock,
             msgspec.convert(limits, ContainerFileLimits) if limits else ContainerFileLimits(),
         )
-        self.liar = LyingSandbox(ScriptedSandboxProvider())
+        self.sandbox = LyingSandbox(ScriptedSandboxProvider())
 
-    async def look(self, mark: str) -> FileChanges:
+    async def capture(self, mark: str) -> FileChanges:
         await self.store.put_container(
             ContainerRecord(id="cntr_1", tenant="", spec=ContainerSpec(), created_at=1, last_active_at=1)
         )
-        return await self.files.capture_changes("cntr_1", self.liar, mark)
+        return await self.files.capture_changes("cntr_1", self.sandbox, mark)
 
 
 async def test_a_file_that_is_larger_than_was_told() -> None:
-    desk = FileSyncHarness(file_bytes=10)
-    desk.liar.told = [entry("a", size=1)]
-    desk.liar.pieces = {"a": [b"x" * 6, b"x" * 6]}
-    look = await desk.look("")
-    assert [(record.path, record.blob) for record in look.changed] == [("a", "")]
-    assert desk.blobs.contents == {}
+    sync = FileSyncHarness(file_bytes=10)
+    sync.sandbox.listed = [entry("a", size=1)]
+    sync.sandbox.chunks = {"a": [b"x" * 6, b"x" * 6]}
+    changes = await sync.capture("")
+    assert [(record.path, record.blob) for record in changes.changed] == [("a", "")]
+    assert sync.blobs.contents == {}
 
 
 async def test_a_file_that_is_smaller_than_was_told() -> None:
-    desk = FileSyncHarness()
-    desk.liar.told = [entry("a", size=1000), entry("b", size=-5)]
-    desk.liar.pieces = {"a": [b"abc"], "b": [b""]}
-    look = await desk.look("")
-    assert [(record.path, record.bytes) for record in look.changed] == [("a", 3), ("b", 0)]
+    sync = FileSyncHarness()
+    sync.sandbox.listed = [entry("a", size=1000), entry("b", size=-5)]
+    sync.sandbox.chunks = {"a": [b"abc"], "b": [b""]}
+    changes = await sync.capture("")
+    assert [(record.path, record.bytes) for record in changes.changed] == [("a", 3), ("b", 0)]
 
 
 async def test_names_that_lead_elsewhere_are_not_looked_at() -> None:
-    desk = FileSyncHarness()
-    desk.liar.told = [entry(path) for path in ("../a", "/etc/passwd", "a//b", ".", "")]
-    look = await desk.look("")
-    assert look.changed == []
+    sync = FileSyncHarness()
+    sync.sandbox.listed = [entry(path) for path in ("../a", "/etc/passwd", "a//b", ".", "")]
+    changes = await sync.capture("")
+    assert changes.changed == []
 
 
 async def test_a_sandbox_that_ends_meanwhile_leaves_what_was_copied() -> None:
-    desk = FileSyncHarness()
-    desk.liar.told = [entry("a"), entry("b"), entry("c")]
-    desk.liar.pieces = {"a": [b"a"], "b": [SandboxGone("gone")], "c": [b"c"]}
-    look = await desk.look("0")
-    copied = [record.path for record in look.changed]
+    sync = FileSyncHarness()
+    sync.sandbox.listed = [entry("a"), entry("b"), entry("c")]
+    sync.sandbox.chunks = {"a": [b"a"], "b": [SandboxGone("gone")], "c": [b"c"]}
+    changes = await sync.capture("0")
+    copied = [record.path for record in changes.changed]
     assert "a" in copied
     assert "b" not in copied
-    assert look.mark == "0"  # the rest is still to be found
+    assert changes.mark == "0"  # the rest is still to be found
 
 
 @given(st.lists(st.tuples(st.integers(-5, 20), st.lists(st.integers(0, 20), max_size=3)), max_size=20))
 async def test_whatever_is_told_no_more_is_kept_than_there_is_room_for(
     files: list[tuple[int, list[int]]],
 ) -> None:
-    desk = FileSyncHarness(file_bytes=30, container_bytes=60, files=15)
+    sync = FileSyncHarness(file_bytes=30, container_bytes=60, files=15)
     names = [f"{number:02}" for number in range(len(files))]
-    desk.liar.told = [entry(name, size=size) for name, (size, _) in zip(names, files, strict=True)]
-    desk.liar.pieces = {
+    sync.sandbox.listed = [entry(name, size=size) for name, (size, _) in zip(names, files, strict=True)]
+    sync.sandbox.chunks = {
         name: [name.encode()[:1] * size for size in sizes]
         for name, (_, sizes) in zip(names, files, strict=True)
     }
-    look = await desk.look("")
-    kept = [record for record in look.changed if record.blob]
-    assert [record.path for record in look.changed] == names[:15]
+    changes = await sync.capture("")
+    kept = [record for record in changes.changed if record.blob]
+    assert [record.path for record in changes.changed] == names[:15]
     assert all(record.bytes == sum(files[int(record.path)][1]) <= 30 for record in kept)
     assert sum(record.bytes for record in kept) <= 60
-    assert {record.blob for record in kept} == {*desk.blobs.contents}
+    assert {record.blob for record in kept} == {*sync.blobs.contents}
 
 
 async def test_copying_takes_so_long_and_no_longer() -> None:
-    desk = FileSyncHarness(sync_timeout=0.01)
-    desk.liar.told = [entry("a"), entry("b")]
-    desk.liar.pieces = {"a": [b"a"], "b": [b"b"]}
-    desk.liar.waiting = asyncio.Event()
-    look = await desk.look("0")
-    assert (look.changed, look.mark) == ([], "0")
-    desk.liar.waiting = None
-    look = await desk.look("0")
-    assert ([record.path for record in look.changed], look.mark) == (["a", "b"], "1")
+    sync = FileSyncHarness(sync_timeout=0.01)
+    sync.sandbox.listed = [entry("a"), entry("b")]
+    sync.sandbox.chunks = {"a": [b"a"], "b": [b"b"]}
+    sync.sandbox.waiting = asyncio.Event()
+    changes = await sync.capture("0")
+    assert (changes.changed, changes.mark) == ([], "0")
+    sync.sandbox.waiting = None
+    changes = await sync.capture("0")
+    assert ([record.path for record in changes.changed], changes.mark) == (["a", "b"], "1")
 
 
 async def test_a_whole_listing_finds_what_changed() -> None:
-    desk = FileSyncHarness()
-    desk.liar.told = [entry("a"), entry("b"), entry("c")]
-    desk.liar.pieces = {name: [name.encode()] for name in "abc"}
-    await desk.look("")
-    desk.liar.told = [entry("a"), entry("b", modified_ns=2)]
-    look = await desk.look("forgotten")
-    assert [record.path for record in look.changed] == ["b"]
-    assert {record.path for record in await desk.store.list_container_files("cntr_1")} == {"a", "b"}
+    sync = FileSyncHarness()
+    sync.sandbox.listed = [entry("a"), entry("b"), entry("c")]
+    sync.sandbox.chunks = {name: [name.encode()] for name in "abc"}
+    await sync.capture("")
+    sync.sandbox.listed = [entry("a"), entry("b", modified_ns=2)]
+    changes = await sync.capture("forgotten")
+    assert [record.path for record in changes.changed] == ["b"]
+    assert {record.path for record in await sync.store.list_container_files("cntr_1")} == {"a", "b"}
 
 
 @pytest.mark.parametrize("change", [entry("a", changed_ns=2, inode=1), entry("a", changed_ns=1, inode=2)])
 @pytest.mark.parametrize("complete", [False, True])
 async def test_a_change_that_kept_size_and_time_is_copied(change: FileEntry, complete: bool) -> None:
-    desk = FileSyncHarness()
-    desk.liar.told, desk.liar.pieces = [entry("a", changed_ns=1, inode=1)], {"a": [b"a"]}
-    await desk.look("")
-    desk.liar.complete, desk.liar.told = complete, [change]
-    desk.liar.pieces = {"a": [b"b"]}
-    look = await desk.look("1")
-    assert [record.path for record in look.changed] == ["a"]
-    assert [*desk.blobs.contents.values()] == [b"b"]
-    assert (await desk.look("1")).changed == []
+    sync = FileSyncHarness()
+    sync.sandbox.listed, sync.sandbox.chunks = [entry("a", changed_ns=1, inode=1)], {"a": [b"a"]}
+    await sync.capture("")
+    sync.sandbox.complete, sync.sandbox.listed = complete, [change]
+    sync.sandbox.chunks = {"a": [b"b"]}
+    changes = await sync.capture("1")
+    assert [record.path for record in changes.changed] == ["a"]
+    assert [*sync.blobs.contents.values()] == [b"b"]
+    assert (await sync.capture("1")).changed == []
 
 
 async def test_what_was_only_given_another_mode_or_name_was_not_written() -> None:
-    desk = FileSyncHarness()
-    desk.liar.told, desk.liar.pieces = [entry("a", changed_ns=1, inode=1)], {"a": [b"a"]}
-    await desk.look("")
-    desk.liar.told = [entry("a", changed_ns=2, inode=1)]
-    assert (await desk.look("1")).changed == []
-    desk.liar.pieces = {}  # nobody reads it once more: that it has another time is known by now
-    assert (await desk.look("1")).changed == []
+    sync = FileSyncHarness()
+    sync.sandbox.listed, sync.sandbox.chunks = [entry("a", changed_ns=1, inode=1)], {"a": [b"a"]}
+    await sync.capture("")
+    sync.sandbox.listed = [entry("a", changed_ns=2, inode=1)]
+    assert (await sync.capture("1")).changed == []
+    sync.sandbox.chunks = {}  # nobody reads it once more: that it has another time is known by now
+    assert (await sync.capture("1")).changed == []
     # The same once more, but written.
-    desk.liar.told, desk.liar.pieces = [entry("a", modified_ns=3, changed_ns=3, inode=1)], {"a": [b"a"]}
-    assert [record.path for record in (await desk.look("1")).changed] == ["a"]
+    sync.sandbox.listed, sync.sandbox.chunks = (
+        [entry("a", modified_ns=3, changed_ns=3, inode=1)],
+        {"a": [b"a"]},
+    )
+    assert [record.path for record in (await sync.capture("1")).changed] == ["a"]
 
 
 async def test_a_server_that_tells_no_change_times_is_taken_at_its_word() -> None:
-    desk = FileSyncHarness()
-    desk.liar.told, desk.liar.pieces = [entry("a")], {"a": [b"a"]}
-    await desk.look("")
-    desk.liar.pieces = {}
-    assert (await desk.look("1")).changed == []
+    sync = FileSyncHarness()
+    sync.sandbox.listed, sync.sandbox.chunks = [entry("a")], {"a": [b"a"]}
+    await sync.capture("")
+    sync.sandbox.chunks = {}
+    assert (await sync.capture("1")).changed == []
 
 
 async def test_a_file_from_the_beginning_of_time_is_in_its_sandbox() -> None:
-    desk = FileSyncHarness()
-    desk.liar.told, desk.liar.pieces = [entry("a", modified_ns=0, changed_ns=1, inode=1)], {"a": [b"a"]}
-    await desk.look("")
-    assert (await desk.look("1")).changed == []
-    desk.liar.told = []
-    await desk.look("1")
-    assert await desk.store.list_container_files("cntr_1") == []
+    sync = FileSyncHarness()
+    sync.sandbox.listed, sync.sandbox.chunks = (
+        [entry("a", modified_ns=0, changed_ns=1, inode=1)],
+        {"a": [b"a"]},
+    )
+    await sync.capture("")
+    assert (await sync.capture("1")).changed == []
+    sync.sandbox.listed = []
+    await sync.capture("1")
+    assert await sync.store.list_container_files("cntr_1") == []
 
 
 async def test_a_listing_that_is_cut_deletes_nothing() -> None:
-    desk = FileSyncHarness()
-    desk.liar.told = [entry("a"), entry("b")]
-    desk.liar.pieces = {name: [name.encode()] for name in "ab"}
-    await desk.look("")
-    desk.liar.told, desk.liar.truncated = [entry("a")], True
-    look = await desk.look("1")
-    assert look.changed == []
-    assert len(await desk.store.list_container_files("cntr_1")) == 2
+    sync = FileSyncHarness()
+    sync.sandbox.listed = [entry("a"), entry("b")]
+    sync.sandbox.chunks = {name: [name.encode()] for name in "ab"}
+    await sync.capture("")
+    sync.sandbox.listed, sync.sandbox.truncated = [entry("a")], True
+    changes = await sync.capture("1")
+    assert changes.changed == []
+    assert len(await sync.store.list_container_files("cntr_1")) == 2
 
 
 async def test_a_listing_tells_of_deletions_that_nobody_knows() -> None:
-    desk = FileSyncHarness()
-    desk.liar.complete, desk.liar.deleted = False, ["never", "../x"]
-    look = await desk.look("1")
-    assert look.changed == []
+    sync = FileSyncHarness()
+    sync.sandbox.complete, sync.sandbox.deleted = False, ["never", "../x"]
+    changes = await sync.capture("1")
+    assert changes.changed == []
 
 
 # --- back into a sandbox ------------------------------------------------------------------------------------
@@ -379,25 +389,25 @@ async def test_a_listing_tells_of_deletions_that_nobody_knows() -> None:
 async def test_a_copy_that_is_gone_is_missed_and_not_fatal() -> None:
     async with container_harness(
         ExecutionStep("x", [WriteFile("a", b"a"), WriteFile("b", b"b")]), ExecutionStep("y")
-    ) as here:
-        container = await here.open()
-        ran = await here.run(container, "x")
-        await here.blobs.delete(ran.files[0].blob)
-        assert await here.content(container, "a") == b"a"  # the sandbox still has it
-        await here.scripted.end_sandbox(f"{container.id}-1", "it was killed")
-        ran = await here.run(container, "y")
-        assert ran.notes[1:] == ["These files are gone: a."]
-        assert await here.paths(container) == ["b"]
+    ) as harness:
+        container = await harness.open()
+        outcome = await harness.run(container, "x")
+        await harness.blobs.delete(outcome.files[0].blob)
+        assert await harness.content(container, "a") == b"a"  # the sandbox still has it
+        await harness.scripted.end_sandbox(f"{container.id}-1", "it was killed")
+        outcome = await harness.run(container, "y")
+        assert outcome.notes[1:] == ["These files are gone: a."]
+        assert await harness.paths(container) == ["b"]
 
 
 async def test_large_files_come_back_in_pieces() -> None:
     large = bytes(range(256)) * 8192
     async with container_harness(
         ExecutionStep("x", [WriteFile("large", large)]), ExecutionStep("y"), ExecutionStep("z")
-    ) as here:
-        container = await here.open()
-        await here.run(container, "x")
-        await here.scripted.end_sandbox(f"{container.id}-1", "it was killed")
-        assert (await here.run(container, "y")).paths == []
-        assert (await here.sandbox(container)).files.read_file("large") == large
-        assert (await here.run(container, "z")).paths == []
+    ) as harness:
+        container = await harness.open()
+        await harness.run(container, "x")
+        await harness.scripted.end_sandbox(f"{container.id}-1", "it was killed")
+        assert (await harness.run(container, "y")).paths == []
+        assert (await harness.sandbox(container)).files.read_file("large") == large
+        assert (await harness.run(container, "z")).paths == []

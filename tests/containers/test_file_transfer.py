@@ -108,26 +108,26 @@ async def test_the_number_of_requests_does_not_grow_with_the_number_of_files(
         ExecutionStep("make", made),
         ExecutionStep("change", changed),
         isolation=isolation,
-    ) as here:
-        record = await here.containers.create_container(SOMEBODY, ContainerSpec())
-        unpacked = await here.containers.unpack_archive(
+    ) as harness:
+        record = await harness.containers.create_container(SOMEBODY, ContainerSpec())
+        unpacked = await harness.containers.unpack_archive(
             SOMEBODY, record.id, build_archive("tar", FILES), "tar"
         )
         assert sorted(one.path for one in unpacked) == sorted(FILES)
-        assert here.asked() == {"unpack": 1, "files": 1, "read": 1}
+        assert harness.asked() == {"unpack": 1, "files": 1, "read": 1}
 
-        assert await here.run(record.id, "look") == []
-        assert here.asked() == {
+        assert await harness.run(record.id, "look") == []
+        assert harness.asked() == {
             "write": 1,
             "files": 2,
         }  # all of them at once, and a look before and after the call
 
         again = {"write": 1} if isolation == "execution" else {}
-        assert len(await here.run(record.id, "make")) == MANY
-        assert here.asked() == {"read": 1, "files": 1 + len(again), **again}
+        assert len(await harness.run(record.id, "make")) == MANY
+        assert harness.asked() == {"read": 1, "files": 1 + len(again), **again}
 
-        assert await here.run(record.id, "change") == sorted([*FILES][:10])
-        assert here.asked() == {"read": 1, "files": 1 + len(again), **again}
+        assert await harness.run(record.id, "change") == sorted([*FILES][:10])
+        assert harness.asked() == {"read": 1, "files": 1 + len(again), **again}
 
 
 async def test_the_number_of_waits_for_a_disk_does_not_grow_with_the_number_of_blobs(
@@ -158,19 +158,19 @@ async def test_the_number_of_waits_for_a_disk_does_not_grow_with_the_number_of_b
 # --- what goes wrong ----------------------------------------------------------------------------------------
 
 
-async def _unpacked(here: ContainerHarness, content: bytes | AsyncIterable[bytes]) -> None:
-    record = await here.containers.create_container(SOMEBODY, ContainerSpec())
+async def _unpacked(harness: ContainerHarness, content: bytes | AsyncIterable[bytes]) -> None:
+    record = await harness.containers.create_container(SOMEBODY, ContainerSpec())
     try:
-        await here.containers.unpack_archive(SOMEBODY, record.id, content, "tar")
+        await harness.containers.unpack_archive(SOMEBODY, record.id, content, "tar")
     finally:
-        assert await here.kept.list_container_files(record.id) == []
-        assert here.blobs.contents == {}
-        assert here.scripted.specs == {}
+        assert await harness.store.list_container_files(record.id) == []
+        assert harness.blobs.contents == {}
+        assert harness.scripted.specs == {}
 
 
 async def test_a_disk_that_is_full_in_the_middle_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with container_harness() as here:
-        put, left = here.blobs.put, MANY // 2
+    async with container_harness() as harness:
+        put, left = harness.blobs.put, MANY // 2
 
         async def full(content: bytes | AsyncIterable[bytes], *more: object) -> str:
             nonlocal left
@@ -179,9 +179,9 @@ async def test_a_disk_that_is_full_in_the_middle_leaves_nothing(monkeypatch: pyt
                 raise ServiceUnavailable("The gateway's disk cannot be used now: No space left on device.")
             return await put(content, *more)  # pyright: ignore[reportArgumentType]
 
-        monkeypatch.setattr(here.blobs, "put", full)
+        monkeypatch.setattr(harness.blobs, "put", full)
         with pytest.raises(ServiceUnavailable, match="No space left"):
-            await _unpacked(here, build_archive("tar", FILES))
+            await _unpacked(harness, build_archive("tar", FILES))
 
 
 async def test_a_client_that_leaves_in_the_middle_leaves_nothing() -> None:
@@ -189,9 +189,9 @@ async def test_a_client_that_leaves_in_the_middle_leaves_nothing() -> None:
         yield build_archive("tar", FILES)[:5000]
         raise ConnectionError("the client went away")
 
-    async with container_harness() as here:
+    async with container_harness() as harness:
         with pytest.raises(ConnectionError):
-            await _unpacked(here, leaving())
+            await _unpacked(harness, leaving())
 
 
 async def test_a_sandbox_that_fails_while_it_is_read_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,9 +200,9 @@ async def test_a_sandbox_that_fails_while_it_is_read_leaves_nothing(monkeypatch:
         raise SandboxServerUnreachable("The connection broke.")
 
     monkeypatch.setattr(ScriptedSandbox, "read_files", breaking)
-    async with container_harness() as here:
+    async with container_harness() as harness:
         with pytest.raises(ServiceUnavailable):
-            await _unpacked(here, build_archive("tar", FILES))
+            await _unpacked(harness, build_archive("tar", FILES))
 
 
 @pytest.mark.parametrize(
@@ -210,9 +210,9 @@ async def test_a_sandbox_that_fails_while_it_is_read_leaves_nothing(monkeypatch:
 )
 async def test_more_than_a_container_may_have(limits: ContainerFileLimits) -> None:
     files = {**FILES, "large": bytes(490_000)} if limits.container_bytes < 1 << 20 else FILES
-    async with container_harness(settings=ContainerSettings(file_limits=limits)) as here:
+    async with container_harness(settings=ContainerSettings(file_limits=limits)) as harness:
         with pytest.raises(BodyTooLarge, match="no room"):
-            await _unpacked(here, build_archive("tar", files))
+            await _unpacked(harness, build_archive("tar", files))
 
 
 async def test_what_a_new_sandbox_does_not_take_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,16 +232,16 @@ async def test_what_a_new_sandbox_does_not_take_is_named(monkeypatch: pytest.Mon
         )
 
     monkeypatch.setattr(ScriptedSandbox, "write_files", without_some)
-    async with container_harness(ExecutionStep("x"), ExecutionStep("y")) as here:
-        record = await here.containers.create_container(SOMEBODY, ContainerSpec())
-        await here.containers.unpack_archive(SOMEBODY, record.id, build_archive("tar", FILES), "tar")
-        ran = await here.run(await here.open(record.id), "x")
+    async with container_harness(ExecutionStep("x"), ExecutionStep("y")) as harness:
+        record = await harness.containers.create_container(SOMEBODY, ContainerSpec())
+        await harness.containers.unpack_archive(SOMEBODY, record.id, build_archive("tar", FILES), "tar")
+        outcome = await harness.run(await harness.open(record.id), "x")
         refused = sorted(path for path in FILES if "d3" in path)
-        (note,) = ran.notes
+        (note,) = outcome.notes
         assert note.startswith(f"These files could not be restored in this sandbox: {refused[0]}")
-        assert (ran.end.status, ran.paths) == ("ok", [])
-        assert await here.paths(await here.open(record.id)) == sorted(FILES)  # they are still kept
-        assert (await here.run(await here.open(record.id), "y")).paths == []
+        assert (outcome.end.status, outcome.paths) == ("ok", [])
+        assert await harness.paths(await harness.open(record.id)) == sorted(FILES)  # they are still kept
+        assert (await harness.run(await harness.open(record.id), "y")).paths == []
 
 
 @pytest.mark.parametrize(
@@ -253,13 +253,13 @@ async def test_a_new_sandbox_that_takes_none(monkeypatch: pytest.MonkeyPatch, er
         raise error
 
     monkeypatch.setattr(ScriptedSandbox, "write_files", refuse)
-    async with container_harness(ExecutionStep("x")) as here:
-        record = await here.containers.create_container(SOMEBODY, ContainerSpec())
-        await here.containers.unpack_archive(SOMEBODY, record.id, build_archive("tar", FILES), "tar")
-        ran = await here.run(await here.open(record.id), "x")
-        assert ran.end.status == "ok"
-        assert ran.notes[0].startswith("These files could not be restored in this sandbox: src/d0/0.py")
-        assert len(await here.kept.list_container_files(record.id)) == MANY
+    async with container_harness(ExecutionStep("x")) as harness:
+        record = await harness.containers.create_container(SOMEBODY, ContainerSpec())
+        await harness.containers.unpack_archive(SOMEBODY, record.id, build_archive("tar", FILES), "tar")
+        outcome = await harness.run(await harness.open(record.id), "x")
+        assert outcome.end.status == "ok"
+        assert outcome.notes[0].startswith("These files could not be restored in this sandbox: src/d0/0.py")
+        assert len(await harness.store.list_container_files(record.id)) == MANY
 
 
 async def test_a_connection_that_breaks_once_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,24 +274,24 @@ async def test_a_connection_that_breaks_once_is_made_again(monkeypatch: pytest.M
         return await write_all(self, files)
 
     monkeypatch.setattr(ScriptedSandbox, "write_files", breaking)
-    async with container_harness(ExecutionStep("x")) as here:
-        record = await here.containers.create_container(SOMEBODY, ContainerSpec())
-        await here.containers.unpack_archive(SOMEBODY, record.id, build_archive("tar", FILES), "tar")
-        ran = await here.run(await here.open(record.id), "x")
-        assert (ran.end.status, ran.notes, tries) == ("ok", [], 2)
+    async with container_harness(ExecutionStep("x")) as harness:
+        record = await harness.containers.create_container(SOMEBODY, ContainerSpec())
+        await harness.containers.unpack_archive(SOMEBODY, record.id, build_archive("tar", FILES), "tar")
+        outcome = await harness.run(await harness.open(record.id), "x")
+        assert (outcome.end.status, outcome.notes, tries) == ("ok", [], 2)
 
 
 async def test_a_copy_that_is_gone_is_missed_among_many() -> None:
-    async with container_harness(ExecutionStep("x")) as here:
-        record = await here.containers.create_container(SOMEBODY, ContainerSpec())
-        records = await here.containers.unpack_archive(
+    async with container_harness(ExecutionStep("x")) as harness:
+        record = await harness.containers.create_container(SOMEBODY, ContainerSpec())
+        records = await harness.containers.unpack_archive(
             SOMEBODY, record.id, build_archive("tar", FILES), "tar"
         )
-        await here.blobs.delete(*(one.blob for one in records[7:9]))
-        ran = await here.run(await here.open(record.id), "x")
+        await harness.blobs.delete(*(one.blob for one in records[7:9]))
+        outcome = await harness.run(await harness.open(record.id), "x")
         gone = sorted(one.path for one in records[7:9])
-        assert ran.notes == [f"These files are gone: {gone[0]}, {gone[1]}."]
-        assert len(await here.kept.list_container_files(record.id)) == MANY - 2
+        assert outcome.notes == [f"These files are gone: {gone[0]}, {gone[1]}."]
+        assert len(await harness.store.list_container_files(record.id)) == MANY - 2
 
 
 async def test_what_code_changes_while_files_arrive_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,42 +305,44 @@ async def test_what_code_changes_while_files_arrive_is_found(monkeypatch: pytest
             self.files.write_file(path, b"x" * len(FILES[path]))
         return unpacked
 
-    async with container_harness(ExecutionStep("x"), ExecutionStep("y")) as here:
-        record = await here.containers.create_container(SOMEBODY, ContainerSpec())
-        await here.run(await here.open(record.id), "x")
+    async with container_harness(ExecutionStep("x"), ExecutionStep("y")) as harness:
+        record = await harness.containers.create_container(SOMEBODY, ContainerSpec())
+        await harness.run(await harness.open(record.id), "x")
         monkeypatch.setattr(ScriptedSandbox, "unpack_archive", meddled)
-        await here.containers.unpack_archive(SOMEBODY, record.id, build_archive("tar", FILES), "tar")
-        ran = await here.run(await here.open(record.id), "y")
-        assert ran.paths == [path]
-        assert await here.content(await here.open(record.id), path) == b"x" * len(FILES[path])
+        await harness.containers.unpack_archive(SOMEBODY, record.id, build_archive("tar", FILES), "tar")
+        outcome = await harness.run(await harness.open(record.id), "y")
+        assert outcome.paths == [path]
+        assert await harness.content(await harness.open(record.id), path) == b"x" * len(FILES[path])
 
 
 async def test_uploads_that_cannot_all_be_there_are_taken_back() -> None:
     async with container_harness(
         ExecutionStep("x", [WriteFile("two.txt/x", b"in the way")]), ExecutionStep("y")
-    ) as here:
-        blobs = GarbageCollectedBlobs(here.blobs, here.kept)
-        uploads = UploadedFiles(here.kept, blobs, here.clock)
-        containers = SandboxContainerService(here.scripted, here.kept, blobs, here.clock, uploads=uploads)
+    ) as harness:
+        blobs = GarbageCollectedBlobs(harness.blobs, harness.store)
+        uploads = UploadedFiles(harness.store, blobs, harness.clock)
+        containers = SandboxContainerService(
+            harness.scripted, harness.store, blobs, harness.clock, uploads=uploads
+        )
         record = await containers.create_container(SOMEBODY, ContainerSpec())
         container = await containers.open_container(SOMEBODY, record.id, ContainerSpec())
-        await here.run(container, "x")
+        await harness.run(container, "x")
         ids: list[str] = []
         for name in ("one.txt", "two.txt", "three.txt"):
             upload = await uploads.create_file(
                 SOMEBODY, FileUploadMetadata(filename=name, purpose="user_data"), _once(name)
             )
             ids.append(upload.id)
-        await here.kept.put_container_files(
-            [], [one.id for one in await here.kept.list_container_files(record.id)]
+        await harness.store.put_container_files(
+            [], [one.id for one in await harness.store.list_container_files(record.id)]
         )  # nobody knows of it
         with pytest.raises(InvalidRequest, match=r"two\.txt"):
             await containers.copy_uploads(SOMEBODY, record.id, ids)
-        assert await here.paths(container) == []
-        sandbox = await here.sandbox(container)
+        assert await harness.paths(container) == []
+        sandbox = await harness.sandbox(container)
         assert [file.path for file in sandbox.files.list_files().files] == ["two.txt/x"]
         assert len(await containers.copy_uploads(SOMEBODY, record.id, [ids[0], ids[2]])) == 2
-        await here.run(await containers.open_container(SOMEBODY, record.id, ContainerSpec()), "y")
+        await harness.run(await containers.open_container(SOMEBODY, record.id, ContainerSpec()), "y")
 
 
 async def _once(text: str) -> AsyncGenerator[bytes]:

@@ -65,20 +65,20 @@ async def another_process(path: Path) -> AsyncGenerator[Tell]:
 async def test_what_another_process_holds_makes_no_room_and_does_not_expire(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     clock, store = FakeClock(), await SqliteStore.open(path, shared=True)
-    here = SandboxContainerService(
+    harness = SandboxContainerService(
         ScriptedSandboxProvider(), store, GarbageCollectedBlobs(MemoryBlobStore(), store), clock, ONE
     )
 
     async def begin() -> bool:
         try:
-            (await here.open_container(SOMEBODY, here.reserve_id(), ContainerSpec())).release()
+            (await harness.open_container(SOMEBODY, harness.reserve_id(), ContainerSpec())).release()
         except RateLimited:
             return False
         return True
 
     async with another_process(path) as tell:
-        name = here.reserve_id()
-        (await here.open_container(SOMEBODY, name, ContainerSpec())).release()
+        name = harness.reserve_id()
+        (await harness.open_container(SOMEBODY, name, ContainerSpec())).release()
         assert await tell(f"open {name}") == "done"
         assert not await begin()  # although it was used last by this process, as far as that knows
         for _ in range(30):  # longer than an idle one lives
@@ -86,7 +86,7 @@ async def test_what_another_process_holds_makes_no_room_and_does_not_expire(tmp_
             assert await tell("advance 60") == "done"
             assert await tell("sweep") == "done"
             assert not await begin()
-            await here.sweep()
+            await harness.sweep()
         assert await tell("leave") == "done"
         clock.advance(121)
         assert await begin()
@@ -98,99 +98,99 @@ async def test_what_another_process_holds_makes_no_room_and_does_not_expire(tmp_
 async def test_what_another_process_opens_at_the_last_moment_does_not_end(
     over: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with container_harness(settings=ONE) as here:
-        idle = await here.open()
+    async with container_harness(settings=ONE) as harness:
+        idle = await harness.open()
         idle.release()
-        here.clock.advance(20 * 60 if over else 121)
-        other = here.second_process()
-        files = here.kept.list_container_files
+        harness.clock.advance(20 * 60 if over else 121)
+        other = harness.second_process()
+        files = harness.store.list_container_files
 
         async def meanwhile(
             container_id: str, window: PageQuery | None = None
         ) -> Sequence[ContainerFileRecord]:
-            monkeypatch.setattr(here.kept, "list_container_files", files)
+            monkeypatch.setattr(harness.store, "list_container_files", files)
             # As a process that has looked at it a moment before would.
-            record = await here.record(idle)
+            record = await harness.record(idle)
             await other.containers._mark_used(record)  # pyright: ignore[reportPrivateUsage]
             return await files(container_id, window)
 
-        monkeypatch.setattr(here.kept, "list_container_files", meanwhile)
+        monkeypatch.setattr(harness.store, "list_container_files", meanwhile)
         if over:
-            await here.containers.sweep()
+            await harness.containers.sweep()
         else:
             with pytest.raises(RateLimited):
-                await here.open()
-        assert (await here.record(idle)).status == "running"
-        (await here.open(idle.id)).release()  # which knows it as well as before
+                await harness.open()
+        assert (await harness.record(idle)).status == "running"
+        (await harness.open(idle.id)).release()  # which knows it as well as before
 
 
 @pytest.mark.parametrize("settings", [ONE, ContainerSettings(containers_per_tenant=2)], ids=["one", "two"])
 async def test_what_another_process_begins_at_the_same_moment_counts(
     settings: ContainerSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with container_harness(settings=settings) as here:
-        other = here.second_process()
-        containers = here.kept.find_containers
+    async with container_harness(settings=settings) as harness:
+        other = harness.second_process()
+        containers = harness.store.find_containers
 
         async def meanwhile(tenant: str | None = None, *, running: bool = False) -> Sequence[ContainerRecord]:
-            monkeypatch.setattr(here.kept, "find_containers", containers)
+            monkeypatch.setattr(harness.store, "find_containers", containers)
             found = await containers(tenant, running=running)
             await other.open()
             return found
 
-        monkeypatch.setattr(here.kept, "find_containers", meanwhile)
+        monkeypatch.setattr(harness.store, "find_containers", meanwhile)
         if settings is ONE:
             with pytest.raises(RateLimited):
-                await here.open()
-            assert here.metrics.rejected == 1
+                await harness.open()
+            assert harness.metrics.rejected == 1
         else:
-            await here.open()
-            assert (here.metrics.created, other.metrics.created) == (1, 1)
-        assert len(await here.kept.find_containers(running=True)) == settings.containers_per_tenant
+            await harness.open()
+            assert (harness.metrics.created, other.metrics.created) == (1, 1)
+        assert len(await harness.store.find_containers(running=True)) == settings.containers_per_tenant
 
 
 async def test_one_that_is_over_and_still_used_does_not_count() -> None:
     """Users are shown that it has expired, though the store says that it runs."""
-    async with container_harness(settings=ONE) as here:
-        old = await here.open()
-        here.clock.advance(24 * 3600)
-        (await here.open()).release()
-        assert len(await here.kept.find_containers(running=True)) == 2
+    async with container_harness(settings=ONE) as harness:
+        old = await harness.open()
+        harness.clock.advance(24 * 3600)
+        (await harness.open()).release()
+        assert len(await harness.store.find_containers(running=True)) == 2
         old.release()
 
 
 async def test_what_ends_at_the_last_moment_is_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with container_harness(settings=ONE) as here:
-        idle = await here.open()
+    async with container_harness(settings=ONE) as harness:
+        idle = await harness.open()
         idle.release()
-        here.clock.advance(121)
-        other = here.second_process()
-        change = here.kept.update_container
+        harness.clock.advance(121)
+        other = harness.second_process()
+        change = harness.store.update_container
 
         async def meanwhile(record: ContainerRecord, *args: object, **options: object) -> bool:
-            monkeypatch.setattr(here.kept, "update_container", change)
+            monkeypatch.setattr(harness.store, "update_container", change)
             await _expire(other, record.id)
             return await change(record)
 
-        monkeypatch.setattr(here.kept, "update_container", meanwhile)
+        monkeypatch.setattr(harness.store, "update_container", meanwhile)
         with pytest.raises(ContainerExpired):
-            await here.open(idle.id)
-        assert (await here.record(idle)).status == "expired"
+            await harness.open(idle.id)
+        assert (await harness.record(idle)).status == "expired"
 
 
 # --- what another process has written -----------------------------------------------------------------------
 
 
-async def moved_on(here: ContainerHarness, other: ContainerHarness) -> ContainerHandle:
-    """A container that is open here, with the code `x` run in it, and to which the other process has given another
+async def moved_on(harness: ContainerHarness, other: ContainerHarness) -> ContainerHandle:
+    """A container that is open harness, with the code `x` run in it, and to which the other process has given another
     sandbox since, with the code `y` and `z` run there.
     """
-    container = await here.open()
+    container = await harness.open()
     assert [event async for event in container.execute(ExecuteRequest(code="x"))]
     await other.run(await other.open(container.id), "y")
-    await here.scripted.end_sandbox(f"{container.id}-1", "it was killed")
+    await harness.scripted.end_sandbox(f"{container.id}-1", "it was killed")
     await other.run(await other.open(container.id), "z")
-    bound = await here.record(container)
+    bound = await harness.record(container)
     assert (bound.sandbox, bound.incarnation) == (f"{container.id}-2", 2)
     return container
 
@@ -199,127 +199,131 @@ MOVING = (ExecutionStep("x"), ExecutionStep("y"), ExecutionStep("z", [WriteFile(
 
 
 async def test_a_process_that_comes_late_does_not_bring_back_an_older_sandbox() -> None:
-    async with container_harness(*MOVING, ExecutionStep("after")) as here:
-        other = here.second_process()
-        container = await moved_on(here, other)
-        here.clock.advance(61)
-        await here.containers.sweep()  # which writes down that it is in use
-        found = await here.record(container)
+    async with container_harness(*MOVING, ExecutionStep("after")) as harness:
+        other = harness.second_process()
+        container = await moved_on(harness, other)
+        harness.clock.advance(61)
+        await harness.containers.sweep()  # which writes down that it is in use
+        found = await harness.record(container)
         assert (found.sandbox, found.incarnation) == (f"{container.id}-2", 2)
-        assert found.last_active_at == here.clock.now()
-        here.clock.advance(301)
-        await here.containers.sweep()
-        assert [info.id for info in await here.scripted.list_sandboxes()] == [f"{container.id}-2"]
-        ran = await here.run(container, "after")
-        assert (ran.end.status, ran.notes) == ("ok", [])
-        assert (await here.record(container)).incarnation == 2
+        assert found.last_active_at == harness.clock.now()
+        harness.clock.advance(301)
+        await harness.containers.sweep()
+        assert [info.id for info in await harness.scripted.list_sandboxes()] == [f"{container.id}-2"]
+        outcome = await harness.run(container, "after")
+        assert (outcome.end.status, outcome.notes) == ("ok", [])
+        assert (await harness.record(container)).incarnation == 2
 
 
 @pytest.mark.parametrize("knows", [False, True])
 async def test_a_loss_that_is_told_late_takes_no_other_sandbox_away(knows: bool) -> None:
     """The call was in the sandbox before."""
-    async with container_harness(*MOVING) as here:
-        other = here.second_process()
-        container = await moved_on(here, other)
+    async with container_harness(*MOVING) as harness:
+        other = harness.second_process()
+        container = await moved_on(harness, other)
         if knows:
-            here.clock.advance(61)
-            await here.containers.sweep()
+            harness.clock.advance(61)
+            await harness.containers.sweep()
         lost = ExecutionEnd(
             status="lost", exit_code=-1, duration_ms=1, state_kept=False, reason="it was killed"
         )
-        sandbox = ScriptedSandbox(here.scripted, f"{container.id}-1", SandboxSpec())
+        sandbox = ScriptedSandbox(harness.scripted, f"{container.id}-1", SandboxSpec())
         await container._finish_call(sandbox, lost)  # pyright: ignore[reportPrivateUsage]
-        found = await here.record(container)
+        found = await harness.record(container)
         assert (found.sandbox, found.incarnation) == (f"{container.id}-2", 2)
         container.release()
 
 
 async def test_a_process_that_closes_late_does_not_make_a_container_older() -> None:
-    async with container_harness(*MOVING) as here:
-        other = here.second_process()
-        container = await moved_on(here, other)
+    async with container_harness(*MOVING) as harness:
+        other = harness.second_process()
+        container = await moved_on(harness, other)
         container.release()
-        here.clock.advance(600)
+        harness.clock.advance(600)
         (await other.open(container.id)).release()
-        used = await here.record(container)
-        assert used.last_active_at == here.clock.now()
-        await here.containers.close()
-        assert await here.record(container) == used
+        used = await harness.record(container)
+        assert used.last_active_at == harness.clock.now()
+        await harness.containers.close()
+        assert await harness.record(container) == used
 
 
 async def test_who_deletes_a_container_ends_the_sandbox_that_it_has_now() -> None:
-    async with container_harness(*MOVING) as here:
-        other = here.second_process()
-        container = await moved_on(here, other)
-        await here.containers.delete_container(SOMEBODY, container.id)
-        assert list(await here.scripted.list_sandboxes()) == []
+    async with container_harness(*MOVING) as harness:
+        other = harness.second_process()
+        container = await moved_on(harness, other)
+        await harness.containers.delete_container(SOMEBODY, container.id)
+        assert list(await harness.scripted.list_sandboxes()) == []
         container.release()
 
 
 async def test_a_sandbox_that_another_process_has_made_is_not_filled_once_more() -> None:
     async with container_harness(
         *MOVING, ExecutionStep("again", [WriteFile("z.txt", b"again")]), ExecutionStep("after")
-    ) as here:
-        other = here.second_process()
-        container = await moved_on(here, other)
+    ) as harness:
+        other = harness.second_process()
+        container = await moved_on(harness, other)
         container.release()
-        opened = await here.open(container.id)
-        await here.scripted.end_sandbox(f"{container.id}-2", "it was killed")
+        opened = await harness.open(container.id)
+        await harness.scripted.end_sandbox(f"{container.id}-2", "it was killed")
         await other.run(await other.open(container.id), "again")
-        third = await here.sandbox(container)
+        third = await harness.sandbox(container)
         assert third.id == f"{container.id}-3"
         third.files.write_file("z.txt", b"just being written")
-        ran = await here.run(opened, "after")
-        assert (ran.end.status, ran.notes, ran.paths) == ("ok", [], ["z.txt"])
+        outcome = await harness.run(opened, "after")
+        assert (outcome.end.status, outcome.notes, outcome.paths) == ("ok", [], ["z.txt"])
         assert third.files.read_file("z.txt") == b"just being written"
-        assert await here.content(container, "z.txt") == b"just being written"
+        assert await harness.content(container, "z.txt") == b"just being written"
 
 
 async def test_two_processes_that_find_a_sandbox_gone_share_the_next_one() -> None:
-    async with container_harness(ExecutionStep("x"), ExecutionStep("y"), ExecutionStep("z")) as here:
-        other = here.second_process()
-        container = await here.open()
-        await here.run(container, "x")
-        theirs, ours = await other.open(container.id), await here.open(container.id)
-        await here.scripted.end_sandbox(f"{container.id}-1", "it was killed")
-        both = await asyncio.gather(other.run(theirs, "y"), here.run(ours, "z"))
-        assert [ran.end.status for ran in both] == ["ok", "ok"]
-        assert [info.id for info in await here.scripted.list_sandboxes()] == [f"{container.id}-2"]
-        found = await here.record(container)
+    async with container_harness(ExecutionStep("x"), ExecutionStep("y"), ExecutionStep("z")) as harness:
+        other = harness.second_process()
+        container = await harness.open()
+        await harness.run(container, "x")
+        theirs, ours = await other.open(container.id), await harness.open(container.id)
+        await harness.scripted.end_sandbox(f"{container.id}-1", "it was killed")
+        both = await asyncio.gather(other.run(theirs, "y"), harness.run(ours, "z"))
+        assert [outcome.end.status for outcome in both] == ["ok", "ok"]
+        assert [info.id for info in await harness.scripted.list_sandboxes()] == [f"{container.id}-2"]
+        found = await harness.record(container)
         assert (found.sandbox, found.incarnation) == (f"{container.id}-2", 2)
 
 
 @pytest.mark.parametrize("number", [1, 3], ids=["lost", "further"])
 async def test_who_was_faster_while_a_sandbox_was_made(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process has only heard of the loss, or is one sandbox ahead already."""
-    async with container_harness(ExecutionStep("x"), ExecutionStep("y")) as here:
-        container = await here.open()
-        await here.run(container, "x")
-        await here.scripted.end_sandbox(f"{container.id}-1", "it was killed")
-        found = await here.record(container)
+    async with container_harness(ExecutionStep("x"), ExecutionStep("y")) as harness:
+        container = await harness.open()
+        await harness.run(container, "x")
+        await harness.scripted.end_sandbox(f"{container.id}-1", "it was killed")
+        found = await harness.record(container)
         name = ""
         if number == 3:
-            name = (await here.scripted.create(SandboxSpec(), f"{container.id}-3")).id
+            name = (await harness.scripted.create(SandboxSpec(), f"{container.id}-3")).id
         theirs = msgspec.structs.replace(found, sandbox=name, incarnation=number, mark="")
-        change = here.kept.update_container
+        change = harness.store.update_container
 
         async def meanwhile(record: ContainerRecord, *args: object, **options: Any) -> bool:
-            monkeypatch.setattr(here.kept, "update_container", change)
+            monkeypatch.setattr(harness.store, "update_container", change)
             assert await change(theirs)
             return await change(record, **options)
 
-        again = await here.open(container.id)
-        monkeypatch.setattr(here.kept, "update_container", meanwhile)
-        ran = await here.run(again, "y")
-        now = await here.record(container)
+        again = await harness.open(container.id)
+        monkeypatch.setattr(harness.store, "update_container", meanwhile)
+        outcome = await harness.run(again, "y")
+        now = await harness.record(container)
         number = max(number, 2)
-        assert (ran.end.status, now.sandbox, now.incarnation) == ("ok", f"{container.id}-{number}", number)
-        assert [info.id for info in await here.scripted.list_sandboxes()] == [now.sandbox]
+        assert (outcome.end.status, now.sandbox, now.incarnation) == (
+            "ok",
+            f"{container.id}-{number}",
+            number,
+        )
+        assert [info.id for info in await harness.scripted.list_sandboxes()] == [now.sandbox]
 
 
 async def _expire(process: ContainerHarness, container_id: str) -> None:
     """By making room for another."""
     (await process.open()).release()
-    record = await process.kept.get_container(container_id)
+    record = await process.store.get_container(container_id)
     assert record is not None
     assert record.status == "expired"

@@ -44,7 +44,7 @@ HASTY = SandboxTimeouts(response=5, read=5, retries=3, backoff=0)
 OK = ExecutionEnd(status="ok", exit_code=0, duration_ms=1, state_kept=True)
 
 
-async def sandbox_of(remote: RemoteSandboxProvider) -> RemoteSandbox:
+async def create_sandbox(remote: RemoteSandboxProvider) -> RemoteSandbox:
     return await remote.attach(await remote.create(SandboxSpec(), "one"))
 
 
@@ -119,15 +119,15 @@ def test_events_come_once_each_however_connections_break(
     async def run() -> None:
         events: list[ExecutionEvent] = [*(Stdout(text) for text in texts), OK]
         manners = Manners(piece=piece, blanks=blanks)
-        patience = SandboxTimeouts(retries=len(cuts) + 2, backoff=0)
+        timeouts = SandboxTimeouts(retries=len(cuts) + 2, backoff=0)
         async with (
             scripted_server(*events, manners=manners) as (provider, server),
-            relay(server.port, reset=reset) as wire,
-            RemoteSandboxProvider(f"http://127.0.0.1:{wire.port}", timeouts=patience) as remote,
+            relay(server.port, reset=reset) as proxy,
+            RemoteSandboxProvider(f"http://127.0.0.1:{proxy.port}", timeouts=timeouts) as remote,
         ):
-            sandbox = await sandbox_of(remote)
-            wire.cuts.extend(cuts)
-            wire.drop()
+            sandbox = await create_sandbox(remote)
+            proxy.cuts.extend(cuts)
+            proxy.drop()
             assert [event async for event in sandbox.execute(ExecuteRequest(code="x"))] == events
             assert len(provider.requests) == 1, "the code ran more than once"
 
@@ -142,16 +142,16 @@ async def test_long_output_through_a_network_that_cuts_everywhere(reset: bool) -
     cuts = [chance.randrange(200, 20_000) for _ in range(40)]
     async with (
         scripted_server(*events) as (provider, server),
-        relay(server.port, reset=reset) as wire,
+        relay(server.port, reset=reset) as proxy,
         RemoteSandboxProvider(
-            f"http://127.0.0.1:{wire.port}", timeouts=SandboxTimeouts(retries=30, backoff=0)
+            f"http://127.0.0.1:{proxy.port}", timeouts=SandboxTimeouts(retries=30, backoff=0)
         ) as remote,
     ):
-        sandbox = await sandbox_of(remote)
-        wire.cuts.extend(cuts)
-        wire.drop()
+        sandbox = await create_sandbox(remote)
+        proxy.cuts.extend(cuts)
+        proxy.drop()
         assert [event async for event in sandbox.execute(ExecuteRequest(code="x"))] == events
-        assert wire.connections > 10
+        assert proxy.connections > 10
         assert len(provider.requests) == 1
 
 
@@ -161,7 +161,7 @@ async def test_one_line_of_many_megabytes() -> None:
         scripted_server(shown, manners=Manners(piece=100_000)) as (_, server),
         RemoteSandboxProvider(server.url) as remote,
     ):
-        sandbox = await sandbox_of(remote)
+        sandbox = await create_sandbox(remote)
         first, last = [event async for event in sandbox.execute(ExecuteRequest(code="x"))]
         assert first == shown
         assert isinstance(last, ExecutionEnd)
@@ -170,15 +170,15 @@ async def test_one_line_of_many_megabytes() -> None:
 async def test_a_network_that_never_mends_is_given_up() -> None:
     async with (
         scripted_server(Stdout("x")) as (_, server),
-        relay(server.port) as wire,
-        RemoteSandboxProvider(f"http://127.0.0.1:{wire.port}", timeouts=HASTY) as remote,
+        relay(server.port) as proxy,
+        RemoteSandboxProvider(f"http://127.0.0.1:{proxy.port}", timeouts=HASTY) as remote,
     ):
-        sandbox = await sandbox_of(remote)
-        wire.cuts.extend([100] * 100)
-        wire.drop()
+        sandbox = await create_sandbox(remote)
+        proxy.cuts.extend([100] * 100)
+        proxy.drop()
         with pytest.raises(SandboxConnectionLost, match="broke"):
             [event async for event in sandbox.execute(ExecuteRequest(code="x"))]
-        assert HASTY.retries < wire.connections < 3 * HASTY.retries
+        assert HASTY.retries < proxy.connections < 3 * HASTY.retries
         with pytest.raises(SandboxServerUnreachable):
             await remote.list_sandboxes()
 
@@ -197,7 +197,7 @@ async def test_the_server_ends_in_mid_stream() -> None:
     await provider.create(SandboxSpec(), "one")
     async with served(provider) as server:
         remote = RemoteSandboxProvider(server.url, timeouts=HASTY)
-        sandbox = await sandbox_of(remote)
+        sandbox = await create_sandbox(remote)
         events = sandbox.execute(ExecuteRequest(code="x"))
         assert await anext(events) == Stdout("first")
     with pytest.raises(SandboxServerUnreachable):
@@ -213,7 +213,7 @@ async def test_the_sandbox_ends_in_mid_stream() -> None:
         scripted_server(Stdout("first"), asyncio.Event()) as (provider, server),
         RemoteSandboxProvider(server.url) as remote,
     ):
-        sandbox = await sandbox_of(remote)
+        sandbox = await create_sandbox(remote)
         events = sandbox.execute(ExecuteRequest(code="x"))
         assert await anext(events) == Stdout("first")
         await provider.end_sandbox("one", "somebody pulled the plug")
@@ -234,8 +234,8 @@ async def test_a_silent_stream_is_taken_up_again_and_then_given_up() -> None:
         await reader.read()
 
     async with raw_server(serve) as url:
-        patience = SandboxTimeouts(response=5, read=0.1, retries=2, backoff=0)
-        async with RemoteSandboxProvider(url, timeouts=patience) as remote:
+        timeouts = SandboxTimeouts(response=5, read=0.1, retries=2, backoff=0)
+        async with RemoteSandboxProvider(url, timeouts=timeouts) as remote:
             sandbox = RemoteSandbox(remote.connection, "one")
             with pytest.raises(SandboxReadTimeout, match="stopped answering"):
                 [event async for event in sandbox.execute(ExecuteRequest(code="x"))]
@@ -374,15 +374,15 @@ def test_what_is_no_url(url: str) -> None:
 async def test_connections_are_used_again() -> None:
     async with (
         scripted_server(Stdout("x")) as (_, server),
-        relay(server.port) as wire,
-        RemoteSandboxProvider(f"http://127.0.0.1:{wire.port}") as remote,
+        relay(server.port) as proxy,
+        RemoteSandboxProvider(f"http://127.0.0.1:{proxy.port}") as remote,
     ):
-        sandbox = await sandbox_of(remote)
+        sandbox = await create_sandbox(remote)
         for _ in range(5):
             assert len([event async for event in sandbox.execute(ExecuteRequest(code="x"))]) == 2
             await sandbox.write_file("a.txt", b"x" * 300_000)
             assert [piece async for piece in sandbox.read_file("a.txt")]
-        assert wire.connections == 1
+        assert proxy.connections == 1
 
 
 async def test_uploads_go_no_faster_than_they_are_taken() -> None:
@@ -436,7 +436,7 @@ async def test_leaving_closes_everything() -> None:
     before = _tasks()
     async with scripted_server(Stdout("x"), asyncio.Event()) as (_, server):
         remote = RemoteSandboxProvider(server.url)
-        sandbox = await sandbox_of(remote)
+        sandbox = await create_sandbox(remote)
         abandoned = sandbox.execute(ExecuteRequest(code="x", execution_id="a"))
         assert await anext(abandoned) == Stdout("x")
         reading = asyncio.ensure_future(_all(sandbox.follow("a")))
@@ -466,7 +466,7 @@ async def _all(events: AsyncGenerator[ExecutionEvent]) -> list[ExecutionEvent]:
 async def test_closing_ends_readers() -> None:
     async with scripted_server(Stdout("x"), asyncio.Event()) as (_, server):
         remote = RemoteSandboxProvider(server.url, timeouts=HASTY)
-        sandbox = await sandbox_of(remote)
+        sandbox = await create_sandbox(remote)
         events = sandbox.execute(ExecuteRequest(code="x"))
         assert await anext(events) == Stdout("x")
         await remote.close()
@@ -477,13 +477,13 @@ async def test_closing_ends_readers() -> None:
 async def test_a_lost_answer_to_a_delete_is_no_missing_file() -> None:
     async with (
         scripted_server() as (_, server),
-        relay(server.port) as wire,
-        RemoteSandboxProvider(f"http://127.0.0.1:{wire.port}", timeouts=HASTY) as remote,
+        relay(server.port) as proxy,
+        RemoteSandboxProvider(f"http://127.0.0.1:{proxy.port}", timeouts=HASTY) as remote,
     ):
-        sandbox = await sandbox_of(remote)
+        sandbox = await create_sandbox(remote)
         await sandbox.write_file("a.txt", b"x")
-        wire.cuts.append(10)
-        wire.drop()
+        proxy.cuts.append(10)
+        proxy.drop()
         await sandbox.delete_file("a.txt")
         assert (await sandbox.list_files()).files == []
         assert sum(request.startswith("DELETE") for request in server.requests) >= 2
@@ -491,7 +491,7 @@ async def test_a_lost_answer_to_a_delete_is_no_missing_file() -> None:
 
 async def test_requests_that_are_no_text() -> None:
     async with scripted_server() as (_, server), RemoteSandboxProvider(server.url) as remote:
-        sandbox = await sandbox_of(remote)
+        sandbox = await create_sandbox(remote)
         with pytest.raises(InvalidSandboxRequest):
             [event async for event in sandbox.execute(ExecuteRequest(code="\udcff"))]
         with pytest.raises(SandboxNotFound):

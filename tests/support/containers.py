@@ -1,4 +1,4 @@
-"""Containers over sandboxes that follow a script."""
+"""A container service over scripted sandboxes."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
@@ -53,21 +53,21 @@ class CallOutcome:
 
 @dataclass
 class ContainerHarness:
-    """One process with containers; `beside` makes another one with the same store, blobs and sandboxes."""
+    """One gateway process with containers; `second_process` shares its store, blobs and sandboxes."""
 
     scripted: ScriptedSandboxProvider
     settings: ContainerSettings = field(default_factory=ContainerSettings)
     clock: FakeClock = field(default_factory=FakeClock)
-    store: MemoryStore | None = None
+    shared_store: MemoryStore | None = None
     blobs: MemoryBlobStore = field(default_factory=MemoryBlobStore)
 
     def __post_init__(self) -> None:
-        self.kept = self.store or MemoryStore(self.clock)
+        self.store = self.shared_store or MemoryStore(self.clock)
         self.metrics = ContainerStats()
         self.containers = SandboxContainerService(
             self.scripted,
-            self.kept,
-            GarbageCollectedBlobs(self.blobs, self.kept),
+            self.store,
+            GarbageCollectedBlobs(self.blobs, self.store),
             self.clock,
             self.settings,
             sealer=PlainSealer(),
@@ -75,7 +75,7 @@ class ContainerHarness:
         )
 
     def second_process(self) -> "ContainerHarness":
-        return ContainerHarness(self.scripted, self.settings, self.clock, self.kept, self.blobs)
+        return ContainerHarness(self.scripted, self.settings, self.clock, self.store, self.blobs)
 
     async def open(
         self, container_id: str | None = None, spec: ContainerSpec | None = None
@@ -84,7 +84,7 @@ class ContainerHarness:
         return await self.containers.open_container(SOMEBODY, name, spec or ContainerSpec())
 
     async def run(self, container: ContainerHandle, code: str) -> CallOutcome:
-        """The only call for which it was opened."""
+        """Run one call and release the handle."""
         try:
             events = [
                 event
@@ -97,17 +97,19 @@ class ContainerHarness:
             container.release()
 
     async def record(self, container: ContainerHandle) -> ContainerRecord:
-        record = await self.kept.get_container(container.id)
+        record = await self.store.get_container(container.id)
         assert record is not None
         return record
 
     async def paths(self, container: ContainerHandle) -> list[str]:
-        return sorted(record.path for record in await self.kept.list_container_files(container.id))
+        return sorted(record.path for record in await self.store.list_container_files(container.id))
 
     async def content(self, container: ContainerHandle, path: str) -> bytes:
-        (record,) = [one for one in await self.kept.list_container_files(container.id) if one.path == path]
-        pieces = self.containers.read_file(SOMEBODY, container.id, record.id)
-        return b"".join([piece async for piece in pieces])
+        (record,) = [
+            each for each in await self.store.list_container_files(container.id) if each.path == path
+        ]
+        chunks = self.containers.read_file(SOMEBODY, container.id, record.id)
+        return b"".join([chunk async for chunk in chunks])
 
     async def sandbox(self, container: ContainerHandle) -> ScriptedSandbox:
         return await self.scripted.attach(SandboxRef((await self.record(container)).sandbox))
