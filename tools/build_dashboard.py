@@ -1,6 +1,6 @@
-"""Writes deploy/grafana/fumehood.json from the short list here.
+"""Generates deploy/grafana/fumehood.json from the panels below.
 
-Run `python -m tools.build_dashboard` after a change; tests compare what is committed.
+Run `python -m tools.build_dashboard` after a change; a test compares the committed file.
 """
 
 import json
@@ -18,7 +18,7 @@ _BADLY = 'status=~"out_of_memory|timeout|lost|install_failed"'
 
 @dataclass(frozen=True)
 class Panel:
-    """One graph: `queries` are pairs of an expression and the legend of its lines."""
+    """One graph: `queries` are pairs of an expression and a legend."""
 
     title: str
     about: str
@@ -27,12 +27,12 @@ class Panel:
 
 
 def rate(metric: str, *by: str, where: str = "") -> str:
-    """Of a counter, by the second."""
+    """The rate of a counter per second."""
     return _sum(f"rate({_chosen(metric, where)}[$__rate_interval])", by)
 
 
 def last_hour(metric: str, *by: str, where: str = "") -> str:
-    """By how much a counter has grown."""
+    """The increase of a counter in the last hour."""
     return _sum(f"increase({_chosen(metric, where)}[1h])", by)
 
 
@@ -51,7 +51,7 @@ def _sum(expression: str, by: Sequence[str]) -> str:
 def quantiles(
     metric: str, *by: str, where: str = "", of: Sequence[float] = _QUANTILES
 ) -> list[tuple[str, str]]:
-    """Of a histogram."""
+    """Quantiles of a histogram."""
     legend = " ".join(f"{{{{{label}}}}}" for label in by)
     inner = rate(f"{metric}_bucket", *by, "le", where=where)
     return [(f"histogram_quantile({q}, {inner})", f"{legend} p{q * 100:g}".strip()) for q in of]
@@ -61,41 +61,41 @@ ROWS: dict[str, list[Panel]] = {
     "Requests": [
         Panel(
             "Requests",
-            "Answered, by route.",
+            "Requests by route.",
             "reqps",
             [(rate("fumehood_requests_total", "route"), "{{route}}")],
         ),
         Panel(
             "Errors",
-            "Answers that are no success. 5xx are faults of ours or of model servers; 0 is a client that left.",
+            "Unsuccessful responses. 5xx: errors of the gateway or model servers; 0: the client disconnected.",
             "reqps",
             [(rate("fumehood_requests_total", "status", where='status=~"0|4..|5.."'), "{{status}}")],
         ),
         Panel(
-            "Time of requests",
-            "To the end of the answer, without WebSockets.",
+            "Request duration",
+            "To the end of the response, without WebSockets.",
             "s",
             quantiles("fumehood_request_duration_seconds", where='route!~".*websocket.*"'),
         ),
         Panel(
             "Streams",
-            "Answers being streamed, and open WebSockets.",
+            "Responses being streamed, and open WebSockets.",
             "short",
             [(gauge("fumehood_open_streams"), "streams"), (gauge("fumehood_open_websockets"), "WebSockets")],
         ),
         Panel(
-            "Refused",
-            "Beyond a limit, without a key, or left because they read nothing.",
+            "Rejections",
+            "By limits and authentication, and clients dropped because they read too slowly.",
             "reqps",
             [
                 (rate("fumehood_limit_rejections_total", "limit"), "limit {{limit}}"),
-                (rate("fumehood_auth_rejections_total", "reason"), "not allowed: {{reason}}"),
+                (rate("fumehood_auth_rejections_total", "reason"), "authentication: {{reason}}"),
                 (rate("fumehood_dropped_readers_total", "reason"), "reader {{reason}}"),
             ],
         ),
         Panel(
             "Responses",
-            "Ended, by status; and conversations made short.",
+            "Finished responses by status, and compactions.",
             "ops",
             [
                 (rate("fumehood_responses_total", "status"), "{{status}}"),
@@ -105,41 +105,41 @@ ROWS: dict[str, list[Panel]] = {
     ],
     "Models": [
         Panel(
-            "Turns",
-            "By outcome, and how many run.",
+            "Model turns",
+            "By outcome, and running turns.",
             "ops",
             [
                 (rate("fumehood_model_turns_total", "model", "outcome"), "{{model}} {{outcome}}"),
-                (gauge("fumehood_model_turns_running", "model"), "{{model}} running now"),
+                (gauge("fumehood_model_turns_running", "model"), "{{model}} running"),
             ],
         ),
         Panel(
-            "First piece",
-            "From asking for a turn until something comes, retries included.",
+            "Time to first event",
+            "Of a model turn, including retries.",
             "s",
             quantiles("fumehood_model_turn_first_event_seconds", "model", of=(0.5, 0.95)),
         ),
         Panel(
-            "Time of turns",
-            "To their end.",
+            "Model turn duration",
+            "Including retries.",
             "s",
             quantiles("fumehood_model_turn_duration_seconds", "model", of=(0.5, 0.95)),
         ),
         Panel(
             "Tokens",
-            "That models read and wrote.",
+            "Input and output tokens of models.",
             "short",
             [(rate("fumehood_tokens_total", "direction"), "{{direction}}/s")],
         ),
         Panel(
             "Events",
-            "Streamed to clients.",
+            "Sent to clients.",
             "short",
             [(rate("fumehood_stream_events_total"), "events/s")],
         ),
         Panel(
-            "Errors of model servers",
-            "By kind, also those that a retry made good.",
+            "Model server errors",
+            "By kind, also if a retry succeeded.",
             "ops",
             [
                 (rate("fumehood_model_errors_total", "model", "kind"), "{{model}} {{kind}}"),
@@ -149,41 +149,43 @@ ROWS: dict[str, list[Panel]] = {
     ],
     "Tools and containers": [
         Panel(
-            "Calls of tools",
-            "In responses that ended.",
+            "Tool calls",
+            "In finished responses.",
             "ops",
             [(rate("fumehood_tool_calls_total", "type", "status"), "{{type}} {{status}}")],
         ),
         Panel(
-            "Ends of code",
-            "Of calls in containers: time-outs, lack of memory, losses.",
+            "Code calls",
+            "Finished calls in containers by status.",
             "ops",
             [
                 (rate("fumehood_container_calls_total", "end"), "{{end}}"),
-                (gauge("fumehood_container_calls_running"), "running now"),
+                (gauge("fumehood_container_calls_running"), "running"),
             ],
         ),
         Panel(
-            "Phases of calls",
-            "Until a sandbox is had, of the code, of its files.",
+            "Phases of code calls",
+            "Acquire a sandbox, run the code, transfer files.",
             "s",
             quantiles("fumehood_container_phase_duration_seconds", "phase", of=(0.5, 0.95)),
         ),
-        Panel("Containers", "That run.", "short", [(gauge("fumehood_live_containers"), "containers")]),
         Panel(
-            "Containers begin and end",
-            "And those that could not begin.",
+            "Containers", "Running containers.", "short", [(gauge("fumehood_live_containers"), "containers")]
+        ),
+        Panel(
+            "Container lifecycle",
+            "Created, ended, rejected and purged.",
             "ops",
             [
-                (rate("fumehood_containers_started_total"), "begun"),
+                (rate("fumehood_containers_started_total"), "created"),
                 (rate("fumehood_containers_ended_total", "end"), "{{end}}"),
-                (rate("fumehood_containers_rejected_total"), "refused"),
-                (rate("fumehood_containers_purged_total"), "files let go of"),
+                (rate("fumehood_containers_rejected_total"), "rejected"),
+                (rate("fumehood_containers_purged_total"), "purged"),
             ],
         ),
         Panel(
-            "Sandboxes had by containers",
-            "Warm or cold.",
+            "Sandboxes acquired",
+            "By containers, warm or cold.",
             "ops",
             [(rate("fumehood_container_sandbox_starts_total", "start"), "{{start}}")],
         ),
@@ -191,26 +193,26 @@ ROWS: dict[str, list[Panel]] = {
     "Sandboxes": [
         Panel(
             "Sandboxes",
-            "That exist, wait for a caller, may exist; and callers that wait for one.",
+            "Existing sandboxes, pool, capacity and pending creations.",
             "short",
             [
-                (gauge("fumehood_sandbox_instances"), "live"),
-                (gauge("fumehood_sandbox_pool_available"), "parked"),
-                (gauge("fumehood_sandbox_pool_size"), "to be parked"),
+                (gauge("fumehood_sandbox_instances"), "sandboxes"),
+                (gauge("fumehood_sandbox_pool_available"), "in the pool"),
+                (gauge("fumehood_sandbox_pool_size"), "pool size"),
                 (gauge("fumehood_sandbox_capacity"), "capacity"),
-                (gauge("fumehood_sandbox_pending_creations"), "callers waiting"),
-                (gauge("fumehood_sandbox_running_executions"), "executions running"),
+                (gauge("fumehood_sandbox_pending_creations"), "pending creations"),
+                (gauge("fumehood_sandbox_running_executions"), "running executions"),
             ],
         ),
         Panel(
             "Warm and cold starts",
-            "Many cold ones: the pool is too small.",
+            "Many cold starts: the pool is too small.",
             "ops",
             [(rate("fumehood_sandbox_starts_total", "kind"), "{{kind}}")],
         ),
         Panel(
-            "Time to get one",
-            "By how it was made.",
+            "Sandbox creation",
+            "Warm, cold and package installs.",
             "s",
             quantiles(
                 "fumehood_sandbox_phase_duration_seconds",
@@ -221,22 +223,22 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Executions",
-            "By end; the state is lost where the sandbox had to be killed, or died.",
+            "By status; the state is lost if the sandbox died or was killed.",
             "ops",
             [(rate("fumehood_sandbox_executions_total", "status", "state"), "{{status}}, state {{state}}")],
         ),
         Panel(
-            "Out of memory, time-outs, losses",
+            "Out of memory, timeouts, losses",
             "In the last hour.",
             "short",
             [
                 (last_hour("fumehood_sandbox_executions_total", "status", where=_BADLY), "{{status}}"),
-                (last_hour("fumehood_sandbox_unexpected_exits_total"), "sandboxes lost"),
+                (last_hour("fumehood_sandbox_unexpected_exits_total"), "unexpected exits"),
             ],
         ),
         Panel(
-            "Time of executions",
-            "Of the code, and until its first output.",
+            "Execution duration",
+            "Of the code, and to its first output.",
             "s",
             quantiles(
                 "fumehood_sandbox_phase_duration_seconds",
@@ -247,24 +249,24 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Pool and zygotes",
-            "Refills, and what goes wrong.",
+            "Refills and failures.",
             "ops",
             [
                 (rate("fumehood_sandbox_pool_refills_total"), "refills"),
                 (rate("fumehood_sandbox_pool_refill_failures_total"), "failures"),
-                (rate("fumehood_sandbox_zygote_restarts_total"), "zygotes restarted"),
-                (rate("fumehood_sandbox_errors_total", "code"), "refused: {{code}}"),
+                (rate("fumehood_sandbox_zygote_restarts_total"), "zygote restarts"),
+                (rate("fumehood_sandbox_errors_total", "code"), "error: {{code}}"),
             ],
         ),
         Panel(
             "Memory of sandboxes",
-            "With what they were forked from.",
+            "Including zygotes.",
             "bytes",
             [(gauge("fumehood_sandbox_memory_bytes", "instance"), "{{instance}}")],
         ),
         Panel(
             "Network and packages",
-            "Requests of code to the network, and installs.",
+            "Network requests of code, and package installs.",
             "ops",
             [
                 (rate("fumehood_sandbox_egress_requests_total", "verdict"), "request {{verdict}}"),
@@ -275,17 +277,17 @@ ROWS: dict[str, list[Panel]] = {
     "Files, disk and process": [
         Panel(
             "Files",
-            "Up- and downloads, and what goes in and out of sandboxes.",
+            "Uploads and downloads, and transfers of sandboxes.",
             "Bps",
             [
                 (rate("fumehood_file_bytes_total", "direction"), "gateway {{direction}}"),
                 (rate("fumehood_sandbox_file_transfer_bytes_total", "direction"), "sandboxes {{direction}}"),
             ],
         ),
-        Panel("Uploads", "Files.", "ops", [(rate("fumehood_uploads_total"), "uploads")]),
+        Panel("Uploads", "Uploaded files.", "ops", [(rate("fumehood_uploads_total"), "uploads")]),
         Panel(
-            "Disk left",
-            "Where the database and the blobs are.",
+            "Free disk space",
+            "Of the database and the blobs.",
             "percentunit",
             [
                 (
@@ -295,20 +297,20 @@ ROWS: dict[str, list[Panel]] = {
             ],
         ),
         Panel(
-            "Writes to the database",
-            "Until they are on the disk.",
+            "Database transactions",
+            "Including the sync to disk.",
             "s",
             quantiles("fumehood_store_write_duration_seconds"),
         ),
         Panel(
-            "Writes that share one",
+            "Writes per transaction",
             "Grows with load.",
             "short",
             quantiles("fumehood_store_batch_size", of=(0.5, 0.95)),
         ),
         Panel(
             "Event loop",
-            "How late it is; and whether the sandbox server answers (1).",
+            "Lag, and whether the sandbox server answers (1).",
             "s",
             [
                 *quantiles("fumehood_event_loop_lag_seconds", "instance", of=(0.5, 0.99)),
@@ -341,7 +343,7 @@ def dashboard() -> dict[str, object]:
     return {
         "title": "Fumehood",
         "uid": "fumehood",
-        "description": "docs/metrics.md says what the figures mean.",
+        "description": "docs/metrics.md explains the metrics.",
         "tags": ["fumehood"],
         "schemaVersion": 39,
         "version": 1,
@@ -370,8 +372,8 @@ def _graph(panel: Panel, number: int, x: int, y: int) -> dict[str, object]:
             "tooltip": {"mode": "multi", "sort": "desc"},
         },
         "targets": [
-            {"refId": chr(ord("A") + place), "datasource": _SOURCE, "expr": expr, "legendFormat": legend}
-            for place, (expr, legend) in enumerate(panel.queries)
+            {"refId": chr(ord("A") + index), "datasource": _SOURCE, "expr": expr, "legendFormat": legend}
+            for index, (expr, legend) in enumerate(panel.queries)
         ],
     }
 
