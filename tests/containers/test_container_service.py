@@ -100,22 +100,6 @@ async def test_after_a_kill_the_next_call_has_another_one() -> None:
         ]
 
 
-async def test_a_sandbox_that_ended_between_calls_is_replaced() -> None:
-    async with container_harness(
-        ExecutionStep("a", [WriteFile("a.txt", b"a")]), ExecutionStep("b"), ExecutionStep("c")
-    ) as harness:
-        container = await harness.open()
-        await harness.run(container, "a")
-        assert (await harness.run(container, "b")).notes == []
-        await harness.scripted.end_sandbox(f"{container.id}-1", "it was killed")
-        outcome = await harness.run(container, "c")
-        assert [note.partition(":")[0] for note in outcome.notes] == ["A new sandbox"]
-        assert (outcome.end.status, list(harness.scripted.specs)) == ("ok", [f"{container.id}-2"])
-        assert [file.path for file in (await harness.sandbox(container)).files.list_files().files] == [
-            "a.txt"
-        ]
-
-
 async def test_a_sandbox_in_use_is_not_asked_whether_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     async with container_harness(ExecutionStep("a"), ExecutionStep("b"), ExecutionStep("c")) as harness:
         asked: list[str] = []

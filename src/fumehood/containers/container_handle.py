@@ -10,7 +10,7 @@ import msgspec
 
 from fumehood.containers.container_state import ContainerContext, ContainerState
 from fumehood.containers.execution_recovery import execute_with_recovery, lost_execution_end
-from fumehood.containers.file_sync import FileChanges, FileSnapshot, format_file_names
+from fumehood.containers.file_sync import FileChanges, format_file_names
 from fumehood.containers.sandbox_claims import (
     attach_sandbox,
     check_network_allowed,
@@ -237,7 +237,7 @@ class ContainerHandle:
             return False  # unknown
 
     async def _collect_files(
-        self, sandbox: Sandbox, mark: str, initial_files: dict[str, FileSnapshot] | None = None
+        self, sandbox: Sandbox, mark: str, initial_files: dict[str, ContainerFileRecord] | None = None
     ) -> FileChanges:
         """Record what a call wrote, for `collect_files`."""
         try:

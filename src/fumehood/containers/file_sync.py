@@ -9,7 +9,6 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
@@ -57,32 +56,6 @@ class ContainerFileLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class FileSnapshot:
-    """A file as it was restored into a sandbox."""
-
-    bytes: int
-    modified_ns: int
-    changed_ns: int
-    inode: int
-    blob: str
-
-
-class _KnownFile(Protocol):
-    """What FileSnapshot and ContainerFileRecord share; with ten thousand of them, converting would cost too much."""
-
-    @property
-    def bytes(self) -> int: ...
-    @property
-    def modified_ns(self) -> int: ...
-    @property
-    def changed_ns(self) -> int: ...
-    @property
-    def inode(self) -> int: ...
-    @property
-    def blob(self) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
 class FileChanges:
     """What changed in a sandbox since a snapshot token.
 
@@ -102,7 +75,7 @@ class RestoreResult:
     """What was restored into a new sandbox, the paths whose blobs are gone, and those that it rejected."""
 
     mark: str
-    files: dict[str, FileSnapshot]
+    files: dict[str, ContainerFileRecord]
     missing_blobs: Collection[str]
     rejected: Collection[str]
 
@@ -146,7 +119,7 @@ class FileSync:
         container_id: str,
         sandbox: Sandbox,
         mark: str,
-        initial_files: Mapping[str, FileSnapshot] | None = None,
+        initial_files: Mapping[str, ContainerFileRecord] | None = None,
     ) -> FileChanges:
         """Record and store what changed since the snapshot token `mark`. Raises SandboxError; then nothing is recorded.
 
@@ -215,7 +188,7 @@ class FileSync:
         for error in report.errors:
             logger.warning("Could not restore a file of %s: %s", container_id, error)
         restored = {
-            record.path: FileSnapshot(record.bytes, *fingerprint, record.blob)
+            record.path: _with_fingerprint(record, fingerprint)
             for record in records
             if (fingerprint := report.fingerprints.get(record.path)) is not None
         }
@@ -228,12 +201,9 @@ class FileSync:
         updated: list[ContainerFileRecord] = []
         deleted: list[ContainerFileRecord] = []
         for record in await self._store.list_container_files(container_id):
-            snapshot = restored.files.get(record.path)
-            if snapshot is not None:
+            if (file := restored.files.get(record.path)) is not None:
                 updated.append(
-                    _with_fingerprint(
-                        record, FileFingerprint(snapshot.modified_ns, snapshot.changed_ns, snapshot.inode)
-                    )
+                    _with_fingerprint(record, FileFingerprint(file.modified_ns, file.changed_ns, file.inode))
                 )
             elif record.path in restored.missing_blobs:
                 deleted.append(record)
@@ -414,7 +384,7 @@ class _ListingDiff:
     deleted: records of files that are gone. changed: files to store.
     """
 
-    previous: Mapping[str, _KnownFile]
+    previous: Mapping[str, ContainerFileRecord]
     known: dict[str, ContainerFileRecord]
     deleted: list[ContainerFileRecord]
     changed: list[FileEntry]
@@ -423,10 +393,10 @@ class _ListingDiff:
 def _diff_listing(
     records: Iterable[ContainerFileRecord],
     listing: FileListing,
-    initial_files: Mapping[str, FileSnapshot] | None,
+    initial_files: Mapping[str, ContainerFileRecord] | None,
 ) -> _ListingDiff:
     known = {record.path: record for record in records}
-    previous: Mapping[str, _KnownFile] = (
+    previous: Mapping[str, ContainerFileRecord] = (
         _present_in_sandbox(known) if initial_files is None else initial_files
     )
     deleted = [
@@ -469,7 +439,7 @@ def _with_fingerprint(record: ContainerFileRecord, fingerprint: FileFingerprint)
     )
 
 
-def _has_changed(file: FileEntry, old: _KnownFile | None) -> bool:
+def _has_changed(file: FileEntry, old: ContainerFileRecord | None) -> bool:
     return (
         old is None
         or old.changed_ns != file.changed_ns
@@ -479,14 +449,14 @@ def _has_changed(file: FileEntry, old: _KnownFile | None) -> bool:
     )
 
 
-def _is_unwritten(record: ContainerFileRecord, old: _KnownFile | None) -> bool:
+def _is_unwritten(record: ContainerFileRecord, old: ContainerFileRecord | None) -> bool:
     """Whether only the mode, owner or link count has changed: then no call has written the file."""
     if old is None or not record.blob:
         return False
     return (old.blob, old.modified_ns) == (record.blob, record.modified_ns)
 
 
-def _deleted_paths(listing: FileListing, previous: Mapping[str, _KnownFile]) -> list[str]:
+def _deleted_paths(listing: FileListing, previous: Mapping[str, ContainerFileRecord]) -> list[str]:
     if not listing.complete:
         return [path for path in listing.deleted if path in previous]
     present = {file.path for file in listing.files}
