@@ -1,6 +1,6 @@
-"""Writes anew what is made from `fumehood.message_parts`: its schemas, and the tables of docs/telemetry.md.
+"""Writes the generated files of `fumehood.message_parts`: its schemas, and the tables of docs/telemetry.md.
 
-Run `python -m tools.build_message_parts` after a change of payloads, views or vendors; tests compare what is committed.
+Run `python -m tools.build_message_parts` after a change of payloads, representations or vendors; tests compare.
 """
 
 import json
@@ -32,9 +32,9 @@ def schema_text(representation: str) -> str:
 def _own_mappings(vendor: VendorCodec) -> list[ItemMapping]:
     """Two vendors have OpenAI's items beside their own."""
     return [
-        shape
-        for shape in vendor.item_mappings
-        if vendor is openai.VENDOR or shape not in openai.ITEM_MAPPINGS
+        mapping
+        for mapping in vendor.item_mappings
+        if vendor is openai.VENDOR or mapping not in openai.ITEM_MAPPINGS
     ]
 
 
@@ -42,9 +42,11 @@ def _format_path(path: tuple[str | int, ...]) -> str:
     return f"`{'.'.join(map(str, path))}`"
 
 
-def _id_fields(shapes: list[ItemMapping], *, call: bool) -> str:
+def _id_fields(mappings: list[ItemMapping], *, call: bool) -> str:
     found = [
-        shape.call_id or shape.id for shape in shapes if (shape.call if call else shape.response) is not None
+        mapping.call_id or mapping.id
+        for mapping in mappings
+        if (mapping.call if call else mapping.response) is not None
     ]
     return ", ".join(dict.fromkeys(f"`{path[-1]}`" for path in found if path))
 
@@ -54,8 +56,8 @@ def vendor_table() -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for vendor in VENDORS.values():
         own = _own_mappings(vendor)
-        code = [shape for shape in own if shape.kind == "code_interpreter"]
-        joint = "one item, split" if any(shape.is_unified for shape in code) else "two items"
+        code = [mapping for mapping in own if mapping.kind == "code_interpreter"]
+        joint = "one item, split" if any(mapping.is_unified for mapping in code) else "two items"
         more = "yes" if len(own) < len(vendor.item_mappings) else ""
         ids = f"{_id_fields(own, call=True)} | {_id_fields(own, call=False)}"
         yield f"| {vendor.title} | `{vendor.name}` | {joint} | {ids} | {more} |"
@@ -66,27 +68,30 @@ def kind_table() -> Iterator[str]:
     yield f"|---|{'---|' * (len(TOOL_KINDS) + 1)}"
     for vendor in VENDORS.values():
         own = _own_mappings(vendor)
-        cells = [_cell([shape for shape in own if shape.kind == kind]) for kind in TOOL_KINDS]
-        others = ", ".join(dict.fromkeys(shape.kind for shape in own if shape.kind not in TOOL_KINDS))
+        cells = [_cell([mapping for mapping in own if mapping.kind == kind]) for kind in TOOL_KINDS]
+        others = ", ".join(dict.fromkeys(mapping.kind for mapping in own if mapping.kind not in TOOL_KINDS))
         yield f"| {vendor.title} | {' | '.join(cells)} | {others} |"
 
 
-def _cell(shapes: list[ItemMapping]) -> str:
-    return "<br>".join(f"`{shape.type}`" for shape in shapes)
+def _cell(mappings: list[ItemMapping]) -> str:
+    return "<br>".join(f"`{mapping.type}`" for mapping in mappings)
 
 
 def code_field_table() -> Iterator[str]:
     yield "| vendor | code | outputs |"
     yield "|---|---|---|"
     for vendor in VENDORS.values():
-        code = [shape for shape in _own_mappings(vendor) if shape.kind == "code_interpreter"]
+        code = [mapping for mapping in _own_mappings(vendor) if mapping.kind == "code_interpreter"]
         asked = [
-            _format_path(field.path) for shape in code for field in shape.call or () if field.name == "code"
+            _format_path(field.path)
+            for mapping in code
+            for field in mapping.call or ()
+            if field.name == "code"
         ]
         came = [
             _format_path(field.path)
-            for shape in code
-            for field in shape.response or ()
+            for mapping in code
+            for field in mapping.response or ()
             if field.name == "outputs"
         ]
         yield f"| {vendor.title} | {', '.join(asked)} | {', '.join(came) or 'in a message that follows'} |"
@@ -123,8 +128,10 @@ def update_tables(page: str) -> str:
 
 def main() -> None:
     PUBLISHED_SCHEMAS.mkdir(exist_ok=True)
-    for view in REPRESENTATIONS:
-        (PUBLISHED_SCHEMAS / f"{view}.json").write_text(schema_text(view), encoding="utf-8")
+    for representation in REPRESENTATIONS:
+        (PUBLISHED_SCHEMAS / f"{representation}.json").write_text(
+            schema_text(representation), encoding="utf-8"
+        )
     PAGE.write_text(update_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 

@@ -514,7 +514,7 @@ def test_content_that_cannot_be_written_does_not_fail_the_evaluation(
     telemetry = recorded.telemetry(capture_content=True, redact=redact)
     with caplog.at_level(logging.WARNING):
         assert openai_stand_in.adapter(observer=telemetry).evaluate(prompt(query_tool)).text == "done"
-    assert "gen_ai.output.messages is left out of a span: ValueError" in caplog.text
+    assert "gen_ai.output.messages was not recorded in a span: ValueError" in caplog.text
     assert "Do it." not in caplog.text
 
 
@@ -559,7 +559,7 @@ def test_without_the_extra_it_says_what_to_install() -> None:
 
 
 def test_a_view_that_there_is_not_is_refused() -> None:
-    with pytest.raises(ValueError, match="no view 'option9'; there are option1"):
+    with pytest.raises(ValueError, match="no representation 'option9'; there are option1"):
         ClientTelemetry(representation="option9")
 
 

@@ -625,7 +625,7 @@ def test_a_place_that_is_not_there_is_refused() -> None:
     document: Any = {"output": [CODE]}
     written: Any = convert("openai", "option2", document)
     written[0]["fumehood.source"]["place"] = 7
-    with pytest.raises(MalformedPartError, match="there is no place 7"):
+    with pytest.raises(MalformedPartError, match="there is no list 7"):
         convert("option2", "openai", written)
 
 

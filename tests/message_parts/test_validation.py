@@ -69,7 +69,7 @@ def test_what_fits(document: Any) -> None:
         ([{"role": "assistant", "parts": [call(), 5]}], ["[0].parts[1]: a part is an object"]),
         (
             {"type": "server_tool_call", "id": "1", "name": "x"},
-            ["`server_tool_call` is missing or no object"],
+            ["`server_tool_call` is missing or not an object"],
         ),
         (7, ["a part is an object"]),
         ({}, ["`type` is missing"]),
@@ -84,7 +84,7 @@ def test_what_fits(document: Any) -> None:
         ),
         (
             {**call(), "server_tool_call_response": {"type": "code_interpreter", "outputs": []}},
-            ["`server_tool_call_response` does not belong into a server_tool_call part"],
+            ["`server_tool_call_response` does not belong in a server_tool_call part"],
         ),
         (
             {**call(), "server_tool_call": {"type": "code_interpreter", "code": "1", "outputs": []}},

@@ -1,7 +1,7 @@
-"""The typed client: prompts made of sections, tools, sessions, workspaces.
+"""The typed client: prompts made of sections, tools, sessions and workspaces.
 
-The adapter for OpenAI, and for our gateway, is `fumehood.client.adapters.openai`. What has to do with files is loaded
-when it is first asked for: it takes as long as all the rest.
+The adapter for OpenAI and for the fumehood gateway is `fumehood.client.adapters.openai`. File-related names are
+imported on first use, because they take as long to import as all the rest.
 """
 
 from typing import TYPE_CHECKING
@@ -62,9 +62,9 @@ else:
     def __getattr__(name: str) -> object:
         from importlib import import_module
 
-        for place, names in _LATER.items():
+        for path, names in _LATER.items():
             if name in names:
-                return getattr(import_module(place), name)
+                return getattr(import_module(path), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

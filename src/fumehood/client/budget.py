@@ -1,4 +1,4 @@
-"""How many tokens an evaluation may use, and how many it has used."""
+"""Token budgets of evaluations."""
 
 import threading
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from fumehood.client.errors import BudgetExceededError
 
 @dataclass(frozen=True)
 class TokenUsage:
-    """What was used, by one response or by several together."""
+    """Tokens used by one response, or by several together."""
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -29,7 +29,7 @@ class TokenUsage:
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits; None is no limit. A deadline in here holds like one that is given to `evaluate`."""
+    """Limits; None for no limit. A deadline here works like the one passed to `evaluate`."""
 
     max_total_tokens: int | None = None
     max_input_tokens: int | None = None
@@ -46,7 +46,7 @@ class Budget:
 
 
 class BudgetTracker:
-    """Adds up the usage of every turn. Share one between evaluations to share the budget."""
+    """Sums the usage of all turns. Share one tracker between evaluations to share the budget."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
@@ -62,7 +62,7 @@ class BudgetTracker:
             self._usage += usage
 
     def check(self, next_step: str, *, prompt_name: str = "") -> None:
-        """Raise BudgetExceededError if a limit has been reached."""
+        """Raise BudgetExceededError if a limit is reached. next_step: what would have started, for the message."""
         used = self._usage
         for name, spent, limit in (
             ("total", used.total_tokens, self.budget.max_total_tokens),

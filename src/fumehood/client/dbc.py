@@ -1,4 +1,4 @@
-"""Contracts: what callers must hold, and what we promise."""
+"""Contracts: preconditions of callers, and invariants of this library."""
 
 from collections.abc import Collection
 from typing import Any, cast
@@ -14,13 +14,13 @@ def require(
     phase: Phase = "configuration",
     payload: object = None,
 ) -> None:
-    """Raise PromptValidationError unless the caller has done its part. Never call it after a request was sent."""
+    """Raise PromptValidationError unless the caller's precondition holds. Never call it after a request was sent."""
     if not condition:
         raise PromptValidationError(message, prompt_name=prompt_name, phase=phase, provider_payload=payload)
 
 
 def require_strings(values: object, name: str) -> None:
-    """Raise PromptValidationError unless these are texts with something in them. A text alone is not several."""
+    """Raise PromptValidationError unless these are non-empty strings. A single string is not accepted."""
     several = isinstance(values, Collection) and not isinstance(values, str | bytes)
     require(
         several and all(isinstance(one, str) and one.strip() for one in cast(Collection[Any], values)),
@@ -29,6 +29,6 @@ def require_strings(values: object, name: str) -> None:
 
 
 def ensure(condition: object, message: str) -> None:
-    """Raise ContractError unless we have done ours."""
+    """Raise ContractError unless our invariant holds."""
     if not condition:
         raise ContractError(message)

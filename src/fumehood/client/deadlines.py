@@ -1,4 +1,4 @@
-"""A point in time by which an evaluation has to be over."""
+"""Deadlines of evaluations."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ def _utc_now() -> datetime:
 
 @dataclass(frozen=True)
 class Deadline:
-    """`expires_at` must know its time zone; `clock` tells the time, for tests."""
+    """expires_at: must be timezone-aware. clock: returns the current time; for tests."""
 
     expires_at: datetime
     clock: Callable[[], datetime] = field(default=_utc_now, repr=False, compare=False)
@@ -32,11 +32,11 @@ class Deadline:
         return cls(_utc_now() + timedelta(seconds=seconds))
 
     def remaining(self) -> timedelta:
-        """What is left, never less than nothing."""
+        """Return the remaining time, at least zero."""
         return max(self.expires_at - self.clock(), timedelta())
 
     def check(self, next_step: str, *, prompt_name: str = "") -> None:
-        """Raise DeadlineExceededError if it is too late to begin with this."""
+        """Raise DeadlineExceededError if the deadline has passed. next_step: what would start now, for the message."""
         if not self.remaining():
             raise DeadlineExceededError(
                 f"The deadline passed before {next_step}.", prompt_name=prompt_name, phase="deadline"

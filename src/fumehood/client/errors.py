@@ -1,19 +1,19 @@
-"""Everything that the client raises, as one tree.
+"""The errors of the client, as one tree.
 
 FumehoodError (= WinkError)
-├── PromptEvaluationError        a prompt could not be evaluated: `phase` says where, `prompt_name` which one
-│   ├── PromptValidationError    it, a section, a tool or a setting is malformed; nothing was sent
-│   ├── OutputParseError         the model's answer does not fit the type that was asked for
-│   ├── FilteredOutputError      the provider withheld an answer that was needed; an AssertionError, too
-│   ├── DeadlineExceededError    time was up before the next request or tool
-│   ├── BudgetExceededError      the tokens were used up before the next request or tool
-│   └── ThrottleError            the provider stayed busy for longer than the policy waits
-├── ContractError                a promise of this library itself does not hold; an AssertionError, too
-├── ContainerExpiredError        a container is gone and cannot be made again
-├── CompactionError              a conversation could not be compacted; it is as it was
-├── ResourceError                a tool asked for a resource that nobody has registered
-├── WorkspaceSecurityError       a mount reaches where it must not
-└── WorkspaceBudgetError         a mount is larger than it may be
+├── PromptEvaluationError        evaluation failed: `phase` says where, `prompt_name` of which prompt
+│   ├── PromptValidationError    the prompt, a section, a tool or a setting is malformed; nothing was sent
+│   ├── OutputParseError         the answer does not match the output type
+│   ├── FilteredOutputError      the provider withheld a required answer; also an AssertionError
+│   ├── DeadlineExceededError    the deadline passed before the next request or tool
+│   ├── BudgetExceededError      the token budget was used up before the next request or tool
+│   └── ThrottleError            the provider stayed busy beyond the retry policy
+├── ContractError                a bug in this library; also an AssertionError
+├── ContainerExpiredError        a container is gone and cannot be recreated
+├── CompactionError              a conversation could not be compacted; it is unchanged
+├── ResourceError                a resource is not registered, or its factory failed
+├── WorkspaceSecurityError       a path outside the allowed roots or outside the workspace
+└── WorkspaceBudgetError         a mount exceeds its `max_bytes`
 """
 
 from typing import Any, Literal
@@ -29,7 +29,7 @@ WinkError = FumehoodError
 
 
 class PromptEvaluationError(FumehoodError):
-    """A prompt could not be evaluated. `provider_payload` is what the provider said, if it was asked at all."""
+    """A prompt could not be evaluated. provider_payload: the provider's response or error, if a request was sent."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class PromptEvaluationError(FumehoodError):
 
 
 class PromptValidationError(PromptEvaluationError):
-    """Something is malformed, and was found so before anything was sent."""
+    """A malformed prompt or setting, found before anything was sent."""
 
 
 class OutputParseError(PromptEvaluationError):
-    """The answer is not what the prompt's output type wants."""
+    """The answer does not match the prompt's output type."""
 
 
 class FilteredOutputError(PromptEvaluationError, AssertionError):
@@ -62,23 +62,23 @@ class FilteredOutputError(PromptEvaluationError, AssertionError):
 
 
 class DeadlineExceededError(PromptEvaluationError):
-    """Time is up."""
+    """The deadline has passed."""
 
 
 class BudgetExceededError(PromptEvaluationError):
-    """The tokens are used up."""
+    """The token budget is used up."""
 
 
 class ThrottleError(PromptEvaluationError):
-    """The provider was asked as often as the policy allows, and was busy each time."""
+    """The provider was busy for all attempts that the policy allows."""
 
 
 class ContractError(FumehoodError, AssertionError):
-    """What this library promises does not hold: a mistake in it, not in what it was given."""
+    """An invariant of this library does not hold: a bug in it, not in its input."""
 
 
 class ContainerExpiredError(FumehoodError):
-    """The container is gone, and could not (or, not being ours, must not) be made again."""
+    """The container is gone, and could not be recreated, or was not created here."""
 
     def __init__(self, container_id: str, original_error: Exception, message: str | None = None) -> None:
         super().__init__(
@@ -88,14 +88,14 @@ class ContainerExpiredError(FumehoodError):
         self.container_id = container_id
         self.original_error = original_error
 
-    def __reduce__(self) -> tuple[Any, ...]:  # so that it can come out of another process
+    def __reduce__(self) -> tuple[Any, ...]:  # for pickling
         return type(self), (self.container_id, self.original_error, str(self))
 
 
 class CompactionError(FumehoodError):
-    """The conversation could not be compacted, and was left as it was.
+    """The conversation could not be compacted and is unchanged.
 
-    response: what `evaluate` was about to return, if that was already known.
+    response: what `evaluate` was about to return, if it was known already.
     """
 
     def __init__(self, token_count: int, original_error: Exception) -> None:
@@ -109,11 +109,11 @@ class CompactionError(FumehoodError):
 
 
 class ResourceError(FumehoodError, LookupError):
-    """Nobody has registered this resource, or its factory failed."""
+    """The resource is not registered, or its factory failed."""
 
 
 class WorkspaceSecurityError(FumehoodError):
-    """A mount is outside the allowed roots, or would end up outside its workspace."""
+    """A path is outside the allowed roots, or would leave its workspace."""
 
 
 class WorkspaceBudgetError(FumehoodError):

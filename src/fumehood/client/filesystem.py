@@ -1,8 +1,8 @@
-"""Files behind one small interface, on the host or in memory.
+"""A small filesystem interface, on the host or in memory.
 
-Paths are relative to the filesystem's root, with `/` between their parts. What is listed is sorted. Errors are those
-that Python's own files raise: FileNotFoundError, IsADirectoryError, NotADirectoryError; a path that is absolute or
-climbs with `..` raises WorkspaceSecurityError.
+Paths are relative to the root, with `/` as separator. Listings are sorted. Errors are those of Python's own files:
+FileNotFoundError, IsADirectoryError, NotADirectoryError. An absolute path or one with `..` that leaves the root raises
+WorkspaceSecurityError.
 """
 
 import os
@@ -17,12 +17,12 @@ from fumehood.client.errors import WorkspaceSecurityError
 
 @runtime_checkable
 class Filesystem(Protocol):
-    """A directory exists while there is something in it; the root always does."""
+    """A directory exists while it has entries; the root always exists."""
 
     def read(self, path: str) -> bytes: ...
     def read_text(self, path: str, encoding: str = "utf-8") -> str: ...
     def write(self, path: str, content: bytes) -> None:
-        """Make or replace a file; the directories that it needs are made, too."""
+        """Create or replace a file, with its parent directories."""
         ...
 
     def write_text(self, path: str, content: str, encoding: str = "utf-8") -> None: ...
@@ -30,7 +30,7 @@ class Filesystem(Protocol):
     def is_file(self, path: str) -> bool: ...
     def is_dir(self, path: str) -> bool: ...
     def list_dir(self, path: str) -> list[str]:
-        """The names in a directory."""
+        """Return the names in a directory."""
         ...
 
     def delete(self, path: str) -> None:
@@ -38,7 +38,7 @@ class Filesystem(Protocol):
         ...
 
     def glob(self, pattern: str) -> list[str]:
-        """The files whose path fits. `*` stays within one directory, `**` stands for any number of them."""
+        """Return the files that match. `*` stays within one directory, `**` matches any number of directories."""
         ...
 
 
@@ -46,8 +46,9 @@ class Filesystem(Protocol):
 
 
 def normalize_path(path: str) -> str:
-    """The path without `.` and doubled slashes; "." is the workspace itself. Raises WorkspaceSecurityError for a path
-    that leads out of it.
+    """Return the path without `.` and doubled slashes; "." is the root.
+
+    Raises WorkspaceSecurityError for a path outside the root.
     """
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if path.startswith("/") or ".." in parts or "\0" in path:
@@ -56,17 +57,17 @@ def normalize_path(path: str) -> str:
 
 
 def matches_glob(path: str, pattern: str) -> bool:
-    """Whether the whole path fits the whole pattern; time is linear in both."""
-    wanted = [part for part in pattern.split("/") if part not in ("", ".")]
-    places = _skip_double_stars({0}, wanted)
+    """Whether the whole path matches the whole pattern. Linear in both."""
+    pattern_parts = [part for part in pattern.split("/") if part not in ("", ".")]
+    positions = _skip_double_stars({0}, pattern_parts)
     for part in path.split("/"):
-        ahead = {
-            place if wanted[place] == "**" else place + 1
-            for place in places
-            if _part_matches(part, wanted, place)
+        following = {
+            position if pattern_parts[position] == "**" else position + 1
+            for position in positions
+            if _part_matches(part, pattern_parts, position)
         }
-        places = _skip_double_stars(ahead, wanted)
-    return len(wanted) in places
+        positions = _skip_double_stars(following, pattern_parts)
+    return len(pattern_parts) in positions
 
 
 def _part_matches(part: str, pattern_parts: list[str], position: int) -> bool:
@@ -76,19 +77,19 @@ def _part_matches(part: str, pattern_parts: list[str], position: int) -> bool:
 
 
 def _skip_double_stars(positions: set[int], pattern_parts: list[str]) -> set[int]:
-    """These places of the pattern, and those that are reached by letting `**` stand for nothing."""
-    for place in sorted(positions):
-        while place < len(pattern_parts) and pattern_parts[place] == "**":
-            place += 1
-            positions.add(place)
+    """Return these positions of the pattern, and those reached by matching `**` with nothing."""
+    for position in sorted(positions):
+        while position < len(pattern_parts) and pattern_parts[position] == "**":
+            position += 1
+            positions.add(position)
     return positions
 
 
-# --- what all share -----------------------------------------------------------------------------------
+# --- shared implementations -----------------------------------------------------------------------------------
 
 
 class _TextMethods(ABC):
-    """Text over bytes."""
+    """Text methods over bytes."""
 
     @abstractmethod
     def read(self, path: str) -> bytes: ...
@@ -104,15 +105,15 @@ class _TextMethods(ABC):
 
 
 class ListingFilesystem(_TextMethods):
-    """Answers every question about directories from the list of all files."""
+    """Derives directories from the list of all files."""
 
     @abstractmethod
     def paths(self) -> Collection[str]:
-        """Every file, in any order."""
+        """Return all files, in any order."""
 
     def exists(self, path: str) -> bool:
-        place, files = normalize_path(path), self.paths()
-        return place in files or is_directory(place, files)
+        normalized, files = normalize_path(path), self.paths()
+        return normalized in files or is_directory(normalized, files)
 
     def is_file(self, path: str) -> bool:
         return normalize_path(path) in self.paths()
@@ -121,12 +122,12 @@ class ListingFilesystem(_TextMethods):
         return is_directory(normalize_path(path), self.paths())
 
     def list_dir(self, path: str) -> list[str]:
-        place, files = normalize_path(path), self.paths()
-        if place in files:
+        normalized, files = normalize_path(path), self.paths()
+        if normalized in files:
             raise NotADirectoryError(path)
-        if not is_directory(place, files):
+        if not is_directory(normalized, files):
             raise FileNotFoundError(path)
-        prefix = "" if place == "." else f"{place}/"
+        prefix = "" if normalized == "." else f"{normalized}/"
         return sorted({file.removeprefix(prefix).split("/")[0] for file in files if file.startswith(prefix)})
 
     def glob(self, pattern: str) -> list[str]:
@@ -138,31 +139,31 @@ def is_directory(path: str, files: Collection[str]) -> bool:
 
 
 def resolve_existing(path: str, files: Collection[str]) -> str:
-    """The normalised path of one of these files, or the error that says why it is none."""
-    place = normalize_path(path)
-    if place not in files:
-        raise IsADirectoryError(path) if is_directory(place, files) else FileNotFoundError(path)
-    return place
+    """Return the normalised path of an existing file, or raise the matching OSError."""
+    normalized = normalize_path(path)
+    if normalized not in files:
+        raise IsADirectoryError(path) if is_directory(normalized, files) else FileNotFoundError(path)
+    return normalized
 
 
 def resolve_writable(path: str, files: Collection[str]) -> str:
-    """The normalised path of a file that there can be beside these."""
-    place = normalize_path(path)
-    if is_directory(place, files):
+    """Return the normalised path of a file that can be written, or raise the matching OSError."""
+    normalized = normalize_path(path)
+    if is_directory(normalized, files):
         raise IsADirectoryError(path)
-    check_parents(place, files)
-    return place
+    check_parents(normalized, files)
+    return normalized
 
 
 def check_parents(path: str, files: Collection[str]) -> None:
-    """Raise NotADirectoryError if one of these files stands where a normalised path needs a directory."""
+    """Raise NotADirectoryError if a file stands where the path needs a directory."""
     parts = path.split("/")
     if any("/".join(parts[:end]) in files for end in range(1, len(parts))):
         raise NotADirectoryError(path)
 
 
 class InMemoryFilesystem(ListingFilesystem):
-    """Files that nobody else sees, and that are gone with it."""
+    """Files in memory."""
 
     def __init__(self) -> None:
         self._files: dict[str, bytes] = {}
@@ -181,7 +182,7 @@ class InMemoryFilesystem(ListingFilesystem):
 
 
 class HostFilesystem(_TextMethods):
-    """A directory of this machine. Symbolic links that lead out of it do not exist here."""
+    """A local directory. Symbolic links that lead out of it are treated as missing."""
 
     def __init__(self, root: os.PathLike[str] | str) -> None:
         self.root = Path(root).resolve()
@@ -193,13 +194,13 @@ class HostFilesystem(_TextMethods):
         self.prepare_path(path).write_bytes(content)
 
     def prepare_path(self, path: str) -> Path:
-        """Where a file is to be written; the directories that it needs are made."""
-        place = self._resolve(path)
+        """Return the host path of a file to write, and create its parent directories."""
+        normalized = self._resolve(path)
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
+            normalized.parent.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
             raise NotADirectoryError(path) from error
-        return place
+        return normalized
 
     def exists(self, path: str) -> bool:
         return self.is_file(path) or self.is_dir(path)
@@ -211,16 +212,18 @@ class HostFilesystem(_TextMethods):
         return self._is_inside(path) and self._resolve(path).is_dir()
 
     def list_dir(self, path: str) -> list[str]:
-        place = self._resolve(path)
-        return sorted(name for name in os.listdir(place) if self._is_inside(f"{normalize_path(path)}/{name}"))
+        normalized = self._resolve(path)
+        return sorted(
+            name for name in os.listdir(normalized) if self._is_inside(f"{normalize_path(path)}/{name}")
+        )
 
     def delete(self, path: str) -> None:
-        place = self._resolve(path)
-        if place.is_dir():
+        normalized = self._resolve(path)
+        if normalized.is_dir():
             raise IsADirectoryError(path)
         found = self.root / normalize_path(path)
         found.unlink()
-        for above in found.parents:  # a directory exists while there is something in it
+        for above in found.parents:  # a directory exists while it has entries
             if above == self.root or any(above.iterdir()):
                 return
             above.rmdir()

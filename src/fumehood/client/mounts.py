@@ -1,4 +1,4 @@
-"""Copies files of the host into a workspace, within what is allowed."""
+"""Copies of host files for a workspace, restricted to allowed roots."""
 
 import errno
 import os
@@ -15,16 +15,17 @@ from fumehood.client.filesystem import matches_glob, normalize_path
 _MAX_PREVIEW_ENTRIES = 20
 _MAX_NAME_LENGTH = 120
 _COPY_CHUNK = 1 << 20
-_MAX_DEPTH = 200  # directories; archives and their removal recurse
+_MAX_DEPTH = 200  # directories; creating and removing archives recurses
 
 
 @dataclass(frozen=True)
 class HostMount:
-    """A file or directory of the host that a workspace gets a copy of.
+    """A file or directory of the host that is copied into a workspace.
 
-    mount_path: where in the workspace, by default the last part of `host_path`. Patterns match at any depth, and what
-    lies in a directory that matches matches too: `.git/*` excludes `sub/.git/objects/ab`. Without `include_glob`
-    everything is included. `max_bytes` is for all files together; None is no limit.
+    mount_path: path in the workspace, by default the last part of `host_path`. Globs match at any depth, and a
+    directory
+    that matches includes all below it: `.git/*` excludes `sub/.git/objects/ab`. Without `include_glob` everything is
+    included. max_bytes: limit for all files together; None for no limit.
     """
 
     host_path: str
@@ -48,7 +49,7 @@ class HostMount:
 
 @dataclass(frozen=True)
 class HostMountPreview:
-    """What a mount has become; `entries` are the first names in it, of `entry_count`; `file_count` is at any depth."""
+    """A copied mount: `entries` are the first names of `entry_count`; `file_count` counts files at any depth."""
 
     host_path: str
     resolved_host: Path
@@ -77,10 +78,10 @@ def copy_mounts(
 
 
 class _MountCopy:
-    """One mount on its way into the workspace.
+    """Copies one mount.
 
-    Whoever can write below a root may change things while they are copied. So nothing is opened by a path of several
-    parts: each part is opened in the one before, and none of them may be a link.
+    Another process may change files while they are copied. So every path component is opened relative to its parent,
+    and none of them may be a symbolic link.
     """
 
     def __init__(self, mount: HostMount, roots: tuple[Path, ...], into: Path) -> None:
@@ -90,7 +91,7 @@ class _MountCopy:
         self.mount_path = normalize_path(self.source.name if mount.mount_path is None else mount.mount_path)
         if self.mount_path == ".":
             raise WorkspaceSecurityError(
-                f"The mount_path {mount.mount_path!r} of {mount.host_path!r} is the workspace itself; name a place."
+                f"The mount_path {mount.mount_path!r} of {mount.host_path!r} is the workspace itself; name a path."
             )
         self.target = into
         self.bytes_copied = 0
@@ -117,11 +118,11 @@ class _MountCopy:
         )
 
     def _resolve_allowed(self, path: Path) -> Path:
-        """The real path, if a root allows it."""
+        """Return the real path if it is below an allowed root. Raises WorkspaceSecurityError."""
         try:
             real = path.resolve()
             exists = real.exists()
-        except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a name that is none
+        except (OSError, ValueError, RuntimeError) as error:  # a loop of links, or an invalid name
             raise WorkspaceSecurityError(
                 f"The host path {escape_name(str(path))!r} cannot be followed: {type(error).__name__}."
             ) from error
@@ -136,20 +137,20 @@ class _MountCopy:
         return real
 
     def _copy_directory(self) -> Iterator[str]:
-        """Copy the regular files that the mount wants; gives their paths in it."""
+        """Copy the selected regular files and yield their paths in the mount."""
         waiting = [_MountEntry(self.source, "", included=not self.mount.include_glob)]
         while waiting:
-            place = waiting.pop()
-            if place.prefix.count("/") > _MAX_DEPTH:
+            path = waiting.pop()
+            if path.prefix.count("/") > _MAX_DEPTH:
                 raise WorkspaceBudgetError(
                     f"The mount of {self.mount.host_path!r} is deeper than {_MAX_DEPTH} directories; leave something "
                     "out with exclude_glob."
                 )
-            with self._open_without_links(place.path, os.O_DIRECTORY) as directory:
+            with self._open_without_links(path.path, os.O_DIRECTORY) as directory:
                 for entry in sorted(os.scandir(directory), key=lambda one: one.name):
-                    if _matches_any(f"{place.prefix}{entry.name}", self.mount.exclude_glob):
+                    if _matches_any(f"{path.prefix}{entry.name}", self.mount.exclude_glob):
                         continue
-                    found = self._resolve_entry(entry, place)
+                    found = self._resolve_entry(entry, path)
                     if found is None:
                         continue
                     if found.is_directory:
@@ -157,26 +158,26 @@ class _MountCopy:
                     elif found.included and self._copy_if_present(found):
                         yield found.relative
 
-    def _resolve_entry(self, entry: "os.DirEntry[str]", place: "_MountEntry") -> "_MountEntry | None":
-        """What an entry of a directory is; None if it is nothing that could be copied."""
-        relative = f"{place.prefix}{entry.name}"
-        path = place.path / entry.name
-        included = place.included or _matches_any(relative, self.mount.include_glob)
+    def _resolve_entry(self, entry: "os.DirEntry[str]", directory: "_MountEntry") -> "_MountEntry | None":
+        """Classify a directory entry; None if it is not a regular file or directory."""
+        relative = f"{directory.prefix}{entry.name}"
+        path = directory.path / entry.name
+        included = directory.included or _matches_any(relative, self.mount.include_glob)
         if not entry.is_symlink():
             is_directory = entry.is_dir(follow_symlinks=False)
             if not is_directory and not entry.is_file(follow_symlinks=False):
                 return None
-            return place.child(path, relative, is_directory=is_directory, included=included)
+            return directory.child(path, relative, is_directory=is_directory, included=included)
         if not self.mount.follow_symlinks or not path.exists():
             return None
         real = self._resolve_allowed(path)
-        leads_back = real in (place.path, *place.above)
+        leads_back = real in (directory.path, *directory.above)
         if leads_back or not (real.is_dir() or real.is_file()):
             return None
-        return place.child(real, relative, is_directory=real.is_dir(), included=included)
+        return directory.child(real, relative, is_directory=real.is_dir(), included=included)
 
     def _copy_if_present(self, found: "_MountEntry") -> bool:
-        """Copy a file, unless it has vanished meanwhile."""
+        """Copy a file; return False if it has disappeared meanwhile."""
         try:
             with self._open_without_links(found.path) as file:
                 self._copy_file(file, found.relative)
@@ -186,7 +187,7 @@ class _MountCopy:
 
     @contextmanager
     def _open_without_links(self, real: Path, flags: int = 0) -> Generator[int]:
-        """A descriptor of what is there, of which no part is a link."""
+        """Open a path without following symbolic links, and yield the descriptor."""
         root = next(root for root in self.roots if real.is_relative_to(root))
         last = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         between = os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY | os.O_CLOEXEC
@@ -194,8 +195,8 @@ class _MountCopy:
         descriptor = -1
         try:
             descriptor = os.open(root, (between if parts else last | flags) & ~os.O_NOFOLLOW)
-            for place, part in enumerate(parts, 1):
-                opened = os.open(part, last | flags if place == len(parts) else between, dir_fd=descriptor)
+            for path, part in enumerate(parts, 1):
+                opened = os.open(part, last | flags if path == len(parts) else between, dir_fd=descriptor)
                 os.close(descriptor)
                 descriptor = opened
         except OSError as error:
@@ -218,23 +219,23 @@ class _MountCopy:
         except FileExistsError as error:
             raise self._overlap_error(target) from error
         with open(descriptor, "rb", closefd=False) as incoming, open(made, "wb") as outgoing:
-            while piece := incoming.read(_COPY_CHUNK):
-                self.bytes_copied += len(piece)
+            while chunk := incoming.read(_COPY_CHUNK):
+                self.bytes_copied += len(chunk)
                 self._check_budget()
-                outgoing.write(piece)
+                outgoing.write(chunk)
         target.chmod(stat.S_IMODE(found.st_mode) & 0o777 | 0o600)
 
-    def _make_directory(self, place: Path) -> None:
+    def _make_directory(self, path: Path) -> None:
         try:
-            place.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
-            raise self._overlap_error(place) from error
+            raise self._overlap_error(path) from error
 
     def _overlap_error(self, target: Path) -> WorkspaceSecurityError:
-        place = target.relative_to(self.target).as_posix()
+        path = target.relative_to(self.target).as_posix()
         return WorkspaceSecurityError(
-            f"Two mounts, or two names that this machine takes for one, lead to {place!r}; "
-            "give the mounts other places."
+            f"Two mounts, or two names that this machine takes for one, lead to {path!r}; "
+            "give the mounts other paths."
         )
 
     def _check_budget(self) -> None:
@@ -250,8 +251,7 @@ class _MountCopy:
 class _MountEntry:
     """A file or directory below a mount.
 
-    relative: where in the mount; included: whether it is wanted, because it or a directory above it matches; above: the
-    directories that lead to it.
+    relative: path in the mount. included: whether it or a directory above it matches. above: the directories above it.
     """
 
     path: Path
@@ -269,7 +269,7 @@ class _MountEntry:
 
 
 def _describe_open_error(error: OSError, path: Path) -> Exception:
-    """The error with the whole path in it, and what to do."""
+    """Return the error with the full path and a hint."""
     if error.errno in (errno.ELOOP, errno.ENOTDIR):
         return WorkspaceSecurityError(
             f"{str(path)!r}, or a directory above it, became a link while it was being copied."
@@ -279,11 +279,11 @@ def _describe_open_error(error: OSError, path: Path) -> Exception:
 
 
 def _matches_any(path: str, patterns: tuple[str, ...]) -> bool:
-    """Whether the path ends in what fits one of the patterns, at any depth."""
+    """Whether the end of the path matches one of the patterns."""
     return any(matches_glob(path, f"**/{pattern}") for pattern in patterns)
 
 
 def escape_name(name: str) -> str:
-    """A file's name as it may stand in a prompt between backticks: bounded, in one line, and all of it shows."""
+    """Return a file name for a prompt, between backticks: bounded, in one line, control characters escaped."""
     plain = "".join(char if char.isprintable() and char != "`" else f"\\x{ord(char):02x}" for char in name)
     return plain if len(plain) <= _MAX_NAME_LENGTH else plain[:_MAX_NAME_LENGTH] + "…"

@@ -1,4 +1,4 @@
-"""Work side by side of which the first failure ends the rest."""
+"""Parallel work in threads; the first failure cancels the rest."""
 
 import contextvars
 import threading
@@ -11,12 +11,12 @@ from queue import Empty, SimpleQueue
 from uuid import uuid4
 
 _POLL_SECONDS = 0.25
-_JOIN_SECONDS = 1.0  # for those that are at work when another has failed
+_JOIN_SECONDS = 1.0  # for running workers to stop after a failure
 
 
 @dataclass(frozen=True, slots=True)
 class _Completed[R]:
-    """What came of one, which may itself be an error."""
+    """The result of one item, which may be an error."""
 
     result: R
 
@@ -25,11 +25,11 @@ type _Outcome[R] = tuple[int, _Completed[R] | BaseException]
 
 
 class CancelledWork(Exception):
-    """Another one has failed; never leaves `side_by_side`."""
+    """Raised in workers after another one has failed; never leaves `run_parallel`."""
 
 
 class CancellationToken:
-    """Tells those who work side by side that it is over, and lets none of them finish a file after that."""
+    """Cancels parallel workers, and prevents them from completing files afterwards."""
 
     def __init__(self) -> None:
         self._cancelled = threading.Event()
@@ -37,19 +37,21 @@ class CancellationToken:
         self._partial_files: set[Path] = set()
 
     def check(self) -> None:
-        """Raises Halted."""
+        """Raise CancelledWork if cancelled."""
         if self._cancelled.is_set():
             raise CancelledWork
 
     def sleep(self, seconds: float) -> None:
-        """Raises Halted, as soon as it is over."""
+        """Sleep. Raises CancelledWork as soon as it is cancelled."""
         if self._cancelled.wait(seconds):
             raise CancelledWork
 
     @contextmanager
     def partial_file(self, target: Path) -> Generator[Path]:
-        """An empty file to write to, which takes its place when the block has ended well: half of a file is worse than
-        none. If it is not there any more, nobody wants it any more.
+        """Yield an empty temporary file that replaces the target at the end of the block, so that no partial file
+        remains.
+
+        After cancellation the temporary file is gone, and the target is not replaced.
         """
         part = target.with_name(f".{uuid4().hex}.part")
         with self._lock:
@@ -70,7 +72,7 @@ class CancellationToken:
         self._cancelled.set()
 
     def remove_partial_files(self) -> None:
-        """Of those whom nothing can wake now, and who will not write any more when something does."""
+        """Remove temporary files of workers that are blocked and cannot clean up themselves."""
         with self._lock:
             for part in [*self._partial_files]:
                 with suppress(OSError):
@@ -80,16 +82,17 @@ class CancellationToken:
 def run_parallel[T, R](
     work: Callable[[T], R], items: Sequence[T], token: CancellationToken, *, max_workers: int, name: str
 ) -> list[R]:
-    """What comes of each, in their order. The first error is raised, and nothing further begins then.
+    """Run `work` for all items in threads and return the results in order.
 
-    Those that are at work are told to stop. One that waits for somebody who says nothing is left behind: its thread
-    ends when it is answered, or with the program, and does nothing any more. name: of the threads.
+    The first error is raised; no further item starts then, and running workers are cancelled. A worker that is blocked
+    is
+    left behind: its thread ends when it wakes up, or with the process, and has no further effect. name: of the threads.
     """
     outcomes: SimpleQueue[_Outcome[R]] = SimpleQueue()
     waiting, lock = iter(enumerate(items)), threading.Lock()
     threads = [
         threading.Thread(
-            # Each with a context like the caller's: whoever traces requests finds his there.
+            # Copy the caller's context, so that requests find its trace.
             target=contextvars.copy_context().run,
             args=(_run_worker, work, waiting, lock, token, outcomes),
             name=f"{name} {number}",
@@ -117,7 +120,7 @@ def run_parallel[T, R](
 
 
 def _next_outcome[R](outcomes: "SimpleQueue[_Outcome[R]]") -> _Outcome[R]:
-    """Looks up now and then: a signal that comes just before it begins to wait does not wake it."""
+    """Wait with a timeout: a signal that arrives just before waiting would not wake it."""
     while True:
         with suppress(Empty):
             return outcomes.get(timeout=_POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""Things that tools need and a prompt does not say: databases, clients, caches."""
+"""Resources for tools: databases, clients, caches."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -16,17 +16,17 @@ type Resources = ResourceRegistry | Mapping[type[Any], object]
 
 
 class ResourceRegistry:
-    """Resources by their type. As a context manager it closes, at the end, what it has made itself.
+    """Resources by type. As a context manager it closes the resources that it has created.
 
-    What is registered is the resource, or a function that makes it, which is called once and only if somebody asks.
+    Register an instance, or a factory that is called once on first use.
     """
 
     def __init__(
         self,
-        given: Mapping[type[Any], object] | None = None,
+        instances: Mapping[type[Any], object] | None = None,
         factories: Mapping[type[Any], Callable[[], object]] | None = None,
     ) -> None:
-        self._instances: dict[type[Any], object] = dict(given or {})
+        self._instances: dict[type[Any], object] = dict(instances or {})
         self._factories = dict(factories or {})
         self._created: list[object] = []
         self._parents: list[ResourceRegistry] = []
@@ -34,21 +34,21 @@ class ResourceRegistry:
 
     @classmethod
     def build(cls, resources: Mapping[type[Any], object]) -> Self:
-        """A value that is an instance of its key is the resource; another callable is its factory."""
-        given: dict[type[Any], object] = {}
+        """Build a registry: a value that is an instance of its key is the resource, any other callable is a factory."""
+        instances: dict[type[Any], object] = {}
         factories: dict[type[Any], Callable[[], object]] = {}
         for kind, value in resources.items():
             if not _is_instance(value, kind) and callable(value):
                 factories[kind] = value
             else:
-                given[kind] = value
-        return cls(given, factories)
+                instances[kind] = value
+        return cls(instances, factories)
 
     @classmethod
     def combine(cls, sources: Sequence[Resources]) -> "ResourceRegistry":
-        """Several as one; a later source goes before an earlier one.
+        """Combine several sources; a later one takes precedence.
 
-        A registry among them stays its owner's, who closes it; of a plain mapping, the result closes what is made.
+        A registry among them is closed by its owner; resources created from a plain mapping are closed by the result.
         """
         joined = ResourceRegistry()
         for source in sources:
@@ -59,7 +59,7 @@ class ResourceRegistry:
         return joined
 
     def get[T](self, kind: type[T]) -> T:
-        """The resource of this type. Raises ResourceError if there is none."""
+        """Return the resource of this type. Raises ResourceError if there is none."""
         with self._lock:
             if kind not in self._instances:
                 self._instances[kind] = self._resolve(kind)
@@ -70,7 +70,7 @@ class ResourceRegistry:
         return kind in self._known_types()
 
     def close(self) -> None:
-        """Close what was made here, the last first. What was given stays open: it is somebody else's."""
+        """Close the resources that were created here, in reverse order. Registered instances stay open."""
         with self._lock:
             made, self._created = self._created, []
         for resource in reversed(made):

@@ -1,7 +1,7 @@
-"""Dataclasses to and from JSON, and their JSON schemas as models want them.
+"""Dataclasses to and from JSON, and their JSON schemas for models.
 
-A strict schema names every property as required and allows no other; a property that has a default may be null
-instead, and a null where the type has none is read as "take the default".
+A strict schema requires every property and allows no others. A property with a default may be null, and null is read
+as the default where the type does not allow it.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ DecodeError = msgspec.ValidationError
 
 _UNION = (Union, types.UnionType)
 
-# All that a strict schema may say, as OpenAI has it.
+# The keywords that OpenAI allows in a strict schema.
 _SCHEMA_WORDS = (
     "type",
     "enum",
@@ -47,17 +47,17 @@ _JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", 
 
 
 def encode(value: object) -> str:
-    """JSON in one line; what msgspec does not know is written as its `str`."""
+    """Encode as JSON in one line; objects that msgspec does not support become their `str`."""
     return msgspec.json.encode(value, enc_hook=str).decode()
 
 
 def to_builtins(value: object) -> Any:
-    """The value as dicts, lists, strings and numbers, as its JSON would be read."""
+    """Convert to dicts, lists, strings and numbers."""
     return msgspec.to_builtins(value, enc_hook=str)
 
 
 def decode[T](text: str | bytes, kind: type[T]) -> T:
-    """JSON as a value of that kind. Raises DecodeError, which says where it does not fit, also for malformed JSON."""
+    """Decode JSON. Raises DecodeError, with the path of the mismatch, also for malformed JSON."""
     try:
         return convert(msgspec.json.decode(text), kind)
     except DecodeError:
@@ -67,7 +67,7 @@ def decode[T](text: str | bytes, kind: type[T]) -> T:
 
 
 def convert[T](value: object, kind: type[T]) -> T:
-    """As `decode`, from JSON that is dicts and lists already."""
+    """As `decode`, from dicts and lists."""
     return msgspec.convert(_drop_default_nulls(value, kind), kind)
 
 
@@ -76,15 +76,16 @@ def convert[T](value: object, kind: type[T]) -> T:
 
 @dataclasses.dataclass(frozen=True)
 class Schema:
-    """`strict` says whether it is one that providers can hold a model to."""
+    """A JSON schema. strict: whether providers can enforce it."""
 
     body: JsonObject
     strict: bool
 
 
 def build_schema(kind: Any) -> Schema:
-    """The schema of a dataclass or of a list of them; the root is never a reference. Raises PromptValidationError for
-    what a model cannot be told.
+    """Build the schema of a dataclass or a list of them, without a reference at the root.
+
+    Raises PromptValidationError for a type that has no schema.
     """
     try:
         whole: JsonObject = msgspec.json.schema(kind, schema_hook=_reject_unknown_type)
@@ -109,7 +110,7 @@ def build_schema(kind: Any) -> Schema:
 
 
 def find_dataclasses(kind: Any, seen: set[Any] | None = None) -> Iterator[type[Any]]:
-    """The dataclasses that a type is made of, each once."""
+    """Yield the dataclasses that a type refers to, each once."""
     seen = set() if seen is None else seen
     if kind in seen:
         return
@@ -128,7 +129,7 @@ def _reject_unknown_type(kind: type[Any]) -> JsonObject:
 
 
 def _add_descriptions(definition: JsonObject, kind: type[Any]) -> None:
-    """Descriptions come from `field(metadata={"description": …})`, as from msgspec's own `Meta`."""
+    """Add descriptions from `field(metadata={"description": …})`, as msgspec does from `Meta`."""
     for field in dataclasses.fields(kind):
         words = field.metadata.get("description")
         if words and field.name in definition.get("properties", {}):
@@ -150,9 +151,9 @@ def _iter_nodes(schemas: list[JsonObject]) -> Iterator[JsonObject]:
 
 
 def _make_strict(node: JsonObject) -> bool:
-    """Make one node strict, in place. False if it cannot be: it is any value, a mapping, a tuple, or says too much."""
+    """Make one node strict in place; return False if it cannot be: any value, a mapping, a tuple, or other keywords."""
     node.pop("default", None)
-    if "$ref" in node and len(node) > 1:  # a reference has to stand alone
+    if "$ref" in node and len(node) > 1:  # a reference must stand alone
         node["anyOf"] = [{"$ref": node.pop("$ref")}]
     if "enum" in node:
         kinds = sorted({_JSON_TYPES[type(value)] for value in node["enum"]})
@@ -215,16 +216,16 @@ def _drop_default_nulls(value: Any, kind: Any) -> Any:
         for field in dataclasses.fields(found)
         if field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
     }
-    kept: JsonObject = {}
+    result: JsonObject = {}
     for name, below in cast(JsonObject, value).items():
         if below is None and name in optional and not _accepts_none(hints.get(name)):
             continue
-        kept[name] = _drop_default_nulls(below, hints.get(name))
-    return kept
+        result[name] = _drop_default_nulls(below, hints.get(name))
+    return result
 
 
 def _generic_arguments(kind: Any) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Generic types with their arguments: this one, or those that it is a union of."""
+    """Return generic types with their arguments: this type, or the members of the union."""
     kinds = typing.get_args(kind) if typing.get_origin(kind) in _UNION else (kind,)
     return [(typing.get_origin(one), typing.get_args(one)) for one in kinds if typing.get_args(one)]
 

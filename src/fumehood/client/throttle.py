@@ -1,4 +1,4 @@
-"""When to ask a busy provider again, and for how long."""
+"""Retry policy for a busy provider."""
 
 import time
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from fumehood.client.errors import ThrottleError
 
 @dataclass(frozen=True)
 class ThrottlePolicy:
-    """Waits grow by half-random doubling from `base_delay` to `max_delay` seconds.
+    """Exponential backoff with jitter, from `base_delay` to `max_delay` seconds.
 
-    max_attempts: requests in all, the first one included; max_total_delay: seconds spent waiting in all.
+    max_attempts: number of requests, including the first. max_total_delay: limit for the sum of all delays.
     """
 
     max_attempts: int = 5
@@ -35,13 +35,13 @@ class ThrottlePolicy:
             )
 
     def delay(self, attempt: int, retry_after: float | None, jitter: float) -> float:
-        """Seconds to wait after this many attempts; what the provider asked for is the least."""
+        """Return the seconds to wait after an attempt, at least what the provider asked for."""
         backoff = min(self.max_delay, self.base_delay * 2 ** (attempt - 1))
         return max(backoff * (0.5 + jitter / 2), retry_after or 0.0)
 
 
 class TransientFailure:
-    """A failure that may pass; `retry_after` is what the provider asked to wait, in seconds, `said` what to tell."""
+    """A failure that may be retried. retry_after: delay that the provider asked for, in seconds."""
 
     def __init__(
         self, error: Exception, retry_after: float | None = None, message: str | None = None
@@ -60,7 +60,7 @@ def retry[T](
     sleep: Callable[[float], object] = time.sleep,
     random_fraction: Callable[[], float] | None = None,
 ) -> T:
-    """Call until it gives something that is not Transient.
+    """Call until the result is not a TransientFailure.
 
     Raises ThrottleError, from the last failure, when the policy is exhausted or the deadline would pass while waiting.
     """
@@ -68,7 +68,7 @@ def retry[T](
         import random
 
         random_fraction = random.random
-    waited = 0.0
+    total_delay = 0.0
     for attempt in range(1, policy.max_attempts + 1):
         result = call()
         if not isinstance(result, TransientFailure):
@@ -77,7 +77,7 @@ def retry[T](
         reason = None
         if attempt == policy.max_attempts:
             reason = f"{attempt} attempts"
-        elif waited + delay > policy.max_total_delay:
+        elif total_delay + delay > policy.max_total_delay:
             reason = f"{attempt} attempts; the next may come in {delay:.1f} s, longer than the policy waits"
         elif deadline is not None and delay >= deadline.remaining().total_seconds():
             reason = f"{attempt} attempts; the deadline comes before the next one, in {delay:.1f} s"
@@ -88,6 +88,6 @@ def retry[T](
                 phase="request",
                 provider_payload=getattr(result.error, "body", None),
             ) from result.error
-        waited += delay
+        total_delay += delay
         sleep(delay)
     raise AssertionError("unreachable: the last attempt returns or raises")

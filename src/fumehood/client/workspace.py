@@ -1,4 +1,4 @@
-"""Workspaces: sections that give a model copies of files of the host."""
+"""Workspaces: sections that give a model copies of host files."""
 
 import os
 import weakref
@@ -18,9 +18,9 @@ from fumehood.client.runtime.session import SessionProtocol
 
 
 class WorkspaceSection(MarkdownSection[NoParams]):
-    """Mounted copies of host files, and where they are. What holds for every kind of workspace is here.
+    """The base of all workspaces: copies of host files, and the text that says where they are.
 
-    Mounts are copied at once, so that what is wrong with them is known at once. `cleanup` removes the copies.
+    Mounts are copied at once, so that errors are raised at once. `cleanup` removes the copies.
     """
 
     def __init__(
@@ -35,8 +35,8 @@ class WorkspaceSection(MarkdownSection[NoParams]):
         template: str = "",
         tools: Sequence[AnyTool] = (),
     ) -> None:
-        """sync_on_cleanup: keep all files of the workspace, as they are at the end, in `sync_dir`, by default a new
-        directory that stays.
+        """sync_on_cleanup: copy all files of the workspace, as they are at the end, to `sync_dir`, by default a new
+        directory that is kept.
         """
         super().__init__(
             title="Workspace",
@@ -45,7 +45,7 @@ class WorkspaceSection(MarkdownSection[NoParams]):
             tools=tools,
             accepts_overrides=accepts_overrides,
         )
-        require(  # of a text, the first letter would allow everything
+        require(  # a string would be read as a list of letters, and "/" allows everything
             not isinstance(allowed_host_roots, str | bytes | os.PathLike),
             f"allowed_host_roots is one path, {str(allowed_host_roots)!r}; it has to be a sequence of them.",
         )
@@ -58,7 +58,9 @@ class WorkspaceSection(MarkdownSection[NoParams]):
         self._sync_dir = None if sync_dir is None else Path(sync_dir)
         self._closed = False
         self._temp_dir = _make_temp_dir("fumehood-workspace-")
-        self._finalizer = weakref.finalize(self, _remove_tree, self._temp_dir)  # for who forgets to clean up
+        self._finalizer = weakref.finalize(
+            self, _remove_tree, self._temp_dir
+        )  # in case cleanup is never called
         try:
             self._previews = copy_mounts(mounts, allowed_host_roots, self._temp_dir)
         except BaseException:
@@ -67,7 +69,7 @@ class WorkspaceSection(MarkdownSection[NoParams]):
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was cleaned up."""
+        """Whether `cleanup` was called."""
         return self._closed
 
     @property
@@ -77,7 +79,7 @@ class WorkspaceSection(MarkdownSection[NoParams]):
 
     @property
     def sync_dir(self) -> Path | None:
-        """Where `cleanup` puts, or has put, the files; None if that was not asked for."""
+        """The target directory of `cleanup`; None if files are not synced."""
         if self.sync_on_cleanup and self._sync_dir is None:
             self._sync_dir = _make_temp_dir("fumehood-synced-")
         return self._sync_dir if self.sync_on_cleanup else None
@@ -92,10 +94,10 @@ class WorkspaceSection(MarkdownSection[NoParams]):
 
     @abstractmethod
     def download_all(self, dest: Path) -> None:
-        """Put all files of the workspace, as they are now, into a directory."""
+        """Copy all files of the workspace, as they are now, to a directory."""
 
     def cleanup(self) -> None:
-        """Keep what is to be kept, and remove the local copies. A second time does nothing."""
+        """Sync files if asked to, and remove the local copies. Idempotent."""
         if self._closed:
             return
         try:
@@ -107,12 +109,12 @@ class WorkspaceSection(MarkdownSection[NoParams]):
 
     def render(self, params: SupportsDataclass | None, depth: int, number: str) -> str:
         _ = params
-        # What is put in here are names of files, which may contain anything: they never pass through a template.
+        # File names may contain anything, so they never pass through a template.
         body = "\n\n".join(part for part in (self.template, *self.notes()) if part)
         return format_markdown(self.title, body, depth, number)
 
     def notes(self) -> list[str]:
-        """Further paragraphs of its text."""
+        """Return further paragraphs of its text."""
         return [_format_preview(preview) for preview in self._previews]
 
     def _settings(self) -> dict[str, Any]:
@@ -129,9 +131,9 @@ class WorkspaceSection(MarkdownSection[NoParams]):
 
 
 class HostWorkspaceSection(WorkspaceSection):
-    """A workspace in a directory of this machine, which the model reaches through file tools.
+    """A workspace in a local directory, which the model reaches through file tools.
 
-    The local twin of OpenAIContainerWorkspaceSection: one line switches between the two.
+    The local counterpart of OpenAIContainerWorkspaceSection: one line switches between the two.
     """
 
     def __init__(
@@ -182,7 +184,7 @@ def _format_preview(preview: HostMountPreview) -> str:
     return "\n".join([f"{head}, among them", *(f"- `{name}`" for name in names), *more])
 
 
-# What most programs that import this never need is imported where it is needed.
+# Imported lazily: most programs never need it.
 
 
 def _make_temp_dir(prefix: str) -> Path:

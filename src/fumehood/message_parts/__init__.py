@@ -1,4 +1,8 @@
-"""Server tool calls of every vendor as OpenTelemetry message parts."""
+"""Tool calls of any vendor as OpenTelemetry message parts.
+
+`from_vendor` and `to_vendor` convert vendor items to canonical parts and back without loss; `to_representation` and
+`from_representation` write and read the JSON that OpenTelemetry records. Other functions validate, redact and truncate.
+"""
 
 from fumehood.message_parts.canonical_parts import (
     Json,

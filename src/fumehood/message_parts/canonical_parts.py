@@ -1,8 +1,8 @@
-"""Tool calls, their results and what stands between them, the same for every vendor.
+"""Canonical parts: tool calls, their responses and other content in a form that is the same for every vendor.
 
-A vendor's item becomes one part or several (`vendors`), parts become what OpenTelemetry records (`views`), and both
-ways lead back. What a part has no field for stays where it was: in `Source.item`, the vendor's own item without the
-values that were moved into the part.
+A vendor codec turns an item into one or more parts, a representation turns parts into what OpenTelemetry records, and
+both can be reversed. What a part has no field for stays in `VendorSource.item`: the vendor's item without the values
+that were extracted into the part.
 """
 
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ type Provenance = Literal["observed", "synthesized"]
 
 
 class ExtractedField(msgspec.Struct, frozen=True, array_like=True):
-    """One value that was taken out of a vendor's item: what the part calls it, where it stood, how it was written.
+    """One value that was extracted from a vendor's item: the field of the part, its path in the item, and the codec.
 
-    It goes back by what is said here, not by a table: parts outlive the version that made them.
+    It is restored by this record and not by the tables of a codec, because parts outlive the version that made them.
     """
 
     field: str
@@ -31,9 +31,9 @@ class ExtractedField(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ResponseEnvelope(msgspec.Struct, frozen=True, kw_only=True):
-    """The document that the items stood in, with null at `places` where their lists were.
+    """The document that held the items, with null at `item_list_paths` in place of the item lists.
 
-    A place that is the document itself, the empty path, is an item that was given alone.
+    An empty path stands for the document itself: a single item that was not in a list.
     """
 
     document: Json
@@ -41,12 +41,12 @@ class ResponseEnvelope(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VendorSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What is needed to go back to the vendor.
+    """What is needed to restore the vendor's document.
 
-    item: what is left of the vendor's item; unset where the way back is not kept.
-    follows: this is a further part of the item of the part before.
-    place: which of the envelope's lists the item stood in.
-    envelope: on the first part of a document only.
+    item: the rest of the vendor's item; unset if the item is not kept.
+    is_continuation: this is a further part of the previous part's item.
+    list_index: which of the envelope's lists held the item.
+    envelope: only on the first part of a document.
     """
 
     vendor: str
@@ -58,7 +58,7 @@ class VendorSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class _BasePart(msgspec.Struct, kw_only=True):
-    """`extra` holds fields that somebody else's part had beside those known here."""
+    """`extra` holds unknown fields of parts that were read from elsewhere."""
 
     source: VendorSource | None = None
     extra: JsonObject = {}
@@ -67,11 +67,11 @@ class _BasePart(msgspec.Struct, kw_only=True):
 class ToolCallPart(_BasePart, kw_only=True):
     """What the model asked a tool to do.
 
-    kind: what sort of tool it is, one of `payloads.KINDS` or any other name; it says what `payload` may hold.
+    kind: what sort of tool, a key of `TOOL_KINDS` or any other name; it decides what `payload` may hold.
     name: the tool's own name where it has one (functions, MCP), else the kind.
-    id, call_id: the item's, and the one that call and result share; vendors may have one, both or none.
-    execution: who runs it. The vendor's type does not tell: a shell may be the server's or the client's.
-    provenance: synthesized calls were never seen as such, only what they left behind.
+    id, call_id: the id of the item, and the id that call and response share; vendors have one, both or none.
+    execution: who runs it. The vendor's type does not say: a shell may run on the server or at the client.
+    provenance: a synthesized call was not in the items; it was derived from its effects.
     """
 
     kind: str
@@ -86,7 +86,7 @@ class ToolCallPart(_BasePart, kw_only=True):
 
 
 class ToolCallResponsePart(_BasePart, kw_only=True):
-    """What came of a call; `call_id` says of which."""
+    """The response to a call; `call_id` names the call."""
 
     kind: str
     payload: JsonObject
@@ -108,7 +108,7 @@ class ReasoningPart(_BasePart, kw_only=True):
 
 
 class BlobPart(_BasePart, kw_only=True):
-    """Data in line, as base64."""
+    """Inline data, as base64."""
 
     content: str
     modality: str
@@ -128,7 +128,7 @@ class UriPart(_BasePart, kw_only=True):
 
 
 class GenericPart(_BasePart, kw_only=True):
-    """Whatever is none of these: a vendor's item (then `type` is its own), or somebody else's part."""
+    """Any other content: a vendor's item (`type` is its own type) or a part of unknown type."""
 
     type: str
 
@@ -146,10 +146,10 @@ type Part = (
 
 
 def pair_calls(parts: list[Part]) -> Iterator[tuple[int | None, int | None]]:
-    """Positions of calls with those of their results; each call and each result once, in the order they begin.
+    """Yield positions of calls with those of their responses; each call and response once, in order of their start.
 
-    The same id and the same kind belong together. Where the vendor gives no id, a result belongs to the oldest call of
-    its kind that has neither id nor result.
+    A response belongs to the call of the same id and kind. Where the vendor gives no id, it belongs to the oldest call
+    of its kind that has neither an id nor a response.
     """
     found: dict[int, int | None] = {}
     waiting: dict[tuple[str | None, str], list[int]] = {}

@@ -1,4 +1,4 @@
-"""From any vendor's items to parts and back, and to another vendor's."""
+"""Conversion from any vendor's items to canonical parts, back, and to another vendor's items."""
 
 import json
 from typing import cast
@@ -57,22 +57,25 @@ def get_vendor(name: str) -> VendorCodec:
 
 
 def from_vendor(name: str, document: Json) -> list[Part]:
-    """The parts of a list of items, of one item, or of a whole response. Takes any JSON and loses nothing of it."""
+    """Convert a list of items, one item, or a whole response to parts. Accepts any JSON and loses nothing of it.
+
+    Raises UnknownVendorError for an unknown vendor.
+    """
     vendor = get_vendor(name)
-    places = vendor.find_item_lists(document)
-    if not places and isinstance(document, list):
+    paths = vendor.find_item_lists(document)
+    if not paths and isinstance(document, list):
         parts = _decode_items(vendor, document, 0)
         _align_execution(parts)
         return parts
-    left = copy_json(document)
+    rest = copy_json(document)
     parts: list[Part] = []
-    for number, place in enumerate(places):
-        parts += _decode_items(vendor, cast(list[Json], get_at_path(document, place)), number)
-        left = set_at_path(left, place, None)
+    for number, path in enumerate(paths):
+        parts += _decode_items(vendor, cast(list[Json], get_at_path(document, path)), number)
+        rest = set_at_path(rest, path, None)
     if not parts:
-        places, left = [()], None
+        paths, rest = [()], None
         parts = _decode_items(vendor, [document], 0)
-    envelope = ResponseEnvelope(document=left, item_list_paths=places)
+    envelope = ResponseEnvelope(document=rest, item_list_paths=paths)
     parts[0].source = msgspec.structs.replace(cast(VendorSource, parts[0].source), envelope=envelope)
     for part in vendor.derive_calls(document, parts):
         part.source = VendorSource(vendor=vendor.name)
@@ -92,7 +95,7 @@ def _decode_items(vendor: VendorCodec, items: list[Json], list_index: int) -> li
 
 
 def _align_execution(parts: list[Part]) -> None:
-    """What only the pair tells: a result is run where its call was."""
+    """Give each response the `execution` of its call: some vendors say it only there."""
     for call_at, result_at in pair_calls(parts):
         if call_at is not None and result_at is not None:
             call, result = parts[call_at], parts[result_at]
@@ -104,10 +107,12 @@ def _align_execution(parts: list[Part]) -> None:
 
 
 def to_vendor(name: str, parts: list[Part], dropped: list[Part] | None = None) -> Json:
-    """What `from_vendor` was given, if the parts came from this vendor; else its nearest words for them.
+    """Convert parts to items of the vendor.
 
-    Parts that were only derived from what stands beside the items do not become items of their own vendor. Those that
-    the vendor has no words for are added to `left_out`.
+    Parts that came from this vendor become what `from_vendor` was given; others become its nearest equivalent.
+    Synthesized parts of the same vendor do not become items. Parts without an equivalent are appended to `dropped`.
+
+    Raises UnknownVendorError for an unknown vendor.
     """
     vendor = get_vendor(name)
     documents: list[_VendorDocument] = [_VendorDocument()]
@@ -126,11 +131,11 @@ def to_vendor(name: str, parts: list[Part], dropped: list[Part] | None = None) -
                 dropped += group
         return documents[0].build() if len(documents) == 1 else _concatenate(documents)
     except ValueError as error:
-        raise MalformedPartError(f"`{SOURCE_FIELD}` does not lead back: {error}") from error
+        raise MalformedPartError(f"`{SOURCE_FIELD}` cannot be restored: {error}") from error
 
 
 class _VendorDocument(msgspec.Struct):
-    """What one call of `from_vendor` was given: items with their places in the envelope, or alone."""
+    """The document of one `from_vendor` call: items with their positions in the envelope, or a list without one."""
 
     envelope: ResponseEnvelope | None = None
     items: list[tuple[int, Json]] = []
@@ -145,10 +150,10 @@ class _VendorDocument(msgspec.Struct):
         if self.envelope.item_list_paths == [()]:
             return self.items[0][1]
         lists: list[list[Json]] = [[] for _ in self.envelope.item_list_paths]
-        for place, item in self.items:
-            if not 0 <= place < len(lists):
-                raise ValueError(f"there is no place {place}")
-            lists[place].append(item)
+        for index, item in self.items:
+            if not 0 <= index < len(lists):
+                raise ValueError(f"there is no list {index}")
+            lists[index].append(item)
         document = copy_json(self.envelope.document)
         for path, found in zip(self.envelope.item_list_paths, lists, strict=True):
             document = set_at_path(document, path, [*found])
@@ -156,7 +161,7 @@ class _VendorDocument(msgspec.Struct):
 
 
 def _concatenate(documents: list[_VendorDocument]) -> Json:
-    """Parts of several documents, one after another, are a list of these."""
+    """Return one document as it is, several as a list."""
     made: list[Json] = []
     for document in documents:
         whole = document.build()
@@ -168,7 +173,7 @@ def _concatenate(documents: list[_VendorDocument]) -> Json:
 
 
 def _group_by_item(vendor: VendorCodec, parts: list[Part]) -> list[list[Part]]:
-    """Parts by the item they are of: as they came from this vendor, else as it would write them."""
+    """Group parts by item: as they came from this vendor, else as it would write them."""
     results = {call: result for call, result in pair_calls(parts) if call is not None and result is not None}
     groups: list[list[Part]] = []
     joined: set[int] = set()
@@ -197,7 +202,7 @@ def _has_vendor_item(vendor: VendorCodec, part: Part) -> bool:
 
 
 class _ItemGroup:
-    """The item of the parts that stand in a row, as far as they are here."""
+    """Consecutive parts of one item."""
 
     def __init__(self, first: Part) -> None:
         self._source = cast(VendorSource, first.source)
@@ -206,22 +211,24 @@ class _ItemGroup:
         self.add(first)
 
     def add(self, part: Part) -> None:
-        self._paths.update(move.path for move in _extracted_fields_of(part))
+        self._paths.update(field.path for field in _extracted_fields_of(part))
         if isinstance(part, ToolCallPart):
             self._calls.add((part.call_id, part.kind))
 
     def accepts(self, part: Part) -> bool:
-        """Whether it is a further part of this item, not of another whose first part was left out."""
+        """Whether the part continues this item, and not another item whose first part is missing."""
         source = part.source
         if source is None or not source.is_continuation or source.vendor != self._source.vendor:
             return False
         if isinstance(part, ToolCallResponsePart) and (part.call_id, part.kind) not in self._calls:
             return False
-        return all(move.path not in self._paths and self._is_vacant(move) for move in source.extracted_fields)
+        return all(
+            field.path not in self._paths and self._is_vacant(field) for field in source.extracted_fields
+        )
 
     def _is_vacant(self, field: ExtractedField) -> bool:
-        left = get_at_path(cast(Json, self._source.item), field.path)
-        return left is not MISSING and (left is None or field.codec != "")
+        rest = get_at_path(cast(Json, self._source.item), field.path)
+        return rest is not MISSING and (rest is None or field.codec != "")
 
 
 def _extracted_fields_of(part: Part) -> list[ExtractedField]:
@@ -229,32 +236,34 @@ def _extracted_fields_of(part: Part) -> list[ExtractedField]:
 
 
 def _is_derived(vendor: VendorCodec, part: Part) -> bool:
-    told = isinstance(part, ToolCallPart | ToolCallResponsePart) and part.provenance == "synthesized"
-    return told and part.source is not None and part.source.vendor == vendor.name
+    is_synthesized = (
+        isinstance(part, ToolCallPart | ToolCallResponsePart) and part.provenance == "synthesized"
+    )
+    return is_synthesized and part.source is not None and part.source.vendor == vendor.name
 
 
 # --- in another vendor's words ------------------------------------------------------------------------
 
 
 def _mapping_for(vendor: VendorCodec, part: ToolCallPart | ToolCallResponsePart) -> ItemMapping:
-    """A kind that the vendor has no word for is written as a function's."""
+    """Return the mapping of the part's kind; that of functions if the vendor has none."""
     for kind in (part.kind, "function"):
-        for shape in vendor.item_mappings:
-            side = shape.call if isinstance(part, ToolCallPart) else shape.response
-            if shape.kind == kind and side is not None:
-                return shape
+        for mapping in vendor.item_mappings:
+            side = mapping.call if isinstance(part, ToolCallPart) else mapping.response
+            if mapping.kind == kind and side is not None:
+                return mapping
     raise AssertionError(f"{vendor.name} has no functions")
 
 
 def _build_item(vendor: VendorCodec, group: list[Part], names: dict[str | None, str]) -> Json | None:
-    """`names`: of all tools that were called, by their calls; some vendors repeat them with the result."""
+    """Build the item of a group. names: tool names by call id; some vendors repeat the name in the response."""
     first = group[0]
     if isinstance(first, ToolCallPart | ToolCallResponsePart):
         tools = [part for part in group if isinstance(part, ToolCallPart | ToolCallResponsePart)]
         return _build_tool_item(_mapping_for(vendor, first), tools, names.get(first.call_id))
     if isinstance(first, TextPart):
-        asked = first.role != "assistant" and vendor.user_text is not None
-        return _build_text_item(vendor.user_text if asked else vendor.text, first.content, first.role)
+        is_input = first.role != "assistant" and vendor.user_text is not None
+        return _build_text_item(vendor.user_text if is_input else vendor.text, first.content, first.role)
     if isinstance(first, ReasoningPart):
         return _build_text_item(vendor.reasoning, first.content)
     if isinstance(first, GenericPart) and first.source is not None and first.source.item is not msgspec.UNSET:
@@ -287,7 +296,7 @@ def _build_tool_item(
     return item
 
 
-# By the word that an item begins with, what the vendor says instead.
+# The vendor's words for other states, by the word in the template.
 _VENDOR_STATUS_WORDS: dict[str, dict[Status, str]] = {
     "completed": {
         "in_progress": "in_progress",
@@ -315,25 +324,25 @@ def _write_payload(item: Json, mapping: ItemMapping, part: ToolCallPart | ToolCa
             continue
         done.add(field.name)
         before = get_at_path(item, field.path)
-        left = None if before is MISSING else before
+        rest = None if before is MISSING else before
         written = (
-            FIELD_CODECS[field.codec].encode(copy_json(value), left)
+            FIELD_CODECS[field.codec].encode(copy_json(value), rest)
             if field.codec
-            else _coerce_like(copy_json(value), left)
+            else _coerce_like(copy_json(value), rest)
         )
         item = set_at_path(item, field.path, written)
     return item
 
 
 def _as_function_payload(part: ToolCallPart | ToolCallResponsePart) -> JsonObject:
-    """MCP tools are functions, too; of any other kind the payload as a whole is what was asked and answered."""
+    """Return the payload as that of a function: arguments and output of an MCP tool, else the whole payload."""
     if isinstance(part, ToolCallPart):
         return {"arguments": part.payload.get("arguments") if part.kind == "mcp" else part.payload}
     return {"result": part.payload.get("output") if part.kind == "mcp" else part.payload}
 
 
 def _coerce_like(value: Json, example: Json) -> Json:
-    """Arguments and results of functions are text for some vendors and objects or lists for others."""
+    """Convert a value to text or to JSON, whichever the example is: vendors differ in how functions write arguments."""
     if isinstance(example, str) and not isinstance(value, str):
         return json.dumps(value)
     if isinstance(example, dict) and not isinstance(value, dict):
@@ -356,14 +365,15 @@ def _parse_object(value: Json) -> JsonObject | None:
 
 
 def list_formats() -> list[str]:
-    """What can be converted from and to."""
+    """Return the names of all vendors and representations, which `convert` accepts."""
     return [*VENDORS, *REPRESENTATIONS]
 
 
 def convert(source: str, target: str, document: Json, dropped: list[Part] | None = None) -> Json:
-    """A document of one vendor or view as another has it: a list of parts or items, or what it once was a list of.
+    """Convert a document from one vendor or representation to another.
 
-    `left_out` is for parts that the target has no words for.
+    Parts that the target has no equivalent for are appended to `dropped`.
+    Raises UnknownVendorError for an unknown name.
     """
     if source in REPRESENTATIONS:
         written = document if isinstance(document, list) else [document]

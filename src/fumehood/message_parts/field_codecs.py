@@ -1,7 +1,7 @@
-"""Takes values out of JSON and puts them back exactly.
+"""Field codecs: extract values from JSON and restore them exactly.
 
-A lens reads one form as another: it gives what it read and what it left, and writes both back. A value is moved only
-if it comes back the same, so a lens may be simple: what it does not understand stays where it was.
+A codec decodes a value into what the part holds and a remainder that stays in the item, and encodes both back. A value
+is extracted only if it round-trips, so a codec may be simple: what it does not understand stays in the item.
 """
 
 import json
@@ -12,18 +12,18 @@ import msgspec
 
 from fumehood.message_parts.canonical_parts import Json, JsonObject, JsonPath
 
-type Extraction = tuple[Json, Json]  # what was read, what is left
+type Extraction = tuple[Json, Json]  # decoded value, remainder
 
 
 class FieldCodec(msgspec.Struct, frozen=True):
-    """`get` raises ValueError for what it cannot read; `put` takes anything, since parts may have been changed."""
+    """`decode` raises ValueError for what it cannot read; `encode` accepts any value, since parts may be edited."""
 
     decode: Callable[[Json], Extraction]
     encode: Callable[[Json, Json], Json]
 
 
 def is_same_json(one: Json, other: Json) -> bool:
-    """Equal as JSON text: 1, 1.0 and true are three things, and the order of keys counts."""
+    """Compare as JSON text: 1, 1.0 and true differ, and so does the order of keys."""
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
@@ -67,13 +67,13 @@ def get_text_at_path(value: Json, path: JsonPath) -> str | None:
 
 
 def set_at_path(value: Json, path: JsonPath, new: Json) -> Json:
-    """`value` with `new` at `path`; members on the way that are missing are made, places in lists are not."""
+    """Return `value` with `new` at `path`. Missing object members are created, missing list entries are not."""
     if not path:
         return new
     step, rest = path[0], path[1:]
     if isinstance(step, int):
         if not isinstance(value, list) or not 0 <= step < len(value):
-            raise ValueError(f"there is no place {step}")
+            raise ValueError(f"there is no list entry {step}")
         value[step] = set_at_path(value[step], rest, new)
         return value
     members = value if isinstance(value, dict) else {}
@@ -81,7 +81,7 @@ def set_at_path(value: Json, path: JsonPath, new: Json) -> Json:
     return members
 
 
-# --- the lenses, by the names that parts carry --------------------------------------------------------
+# --- codecs, by the names in `fumehood.source` --------------------------------------------------------
 
 
 def _decode_identity(value: Json) -> Extraction:
@@ -122,7 +122,7 @@ def _encode_stdout(value: Json, _remainder: Json) -> Json:
     return "".join(text for text in texts if isinstance(text, str))
 
 
-# How JSON is written inside JSON: vendors' servers differ in spaces and escapes.
+# JSON inside JSON: servers differ in spaces and escapes.
 _JSON_STYLES: tuple[tuple[tuple[str, str], bool], ...] = (
     ((", ", ": "), True),
     ((",", ":"), False),
@@ -132,9 +132,9 @@ _JSON_STYLES: tuple[tuple[tuple[str, str], bool], ...] = (
 
 
 def _json_member_codec(name: str, *, as_list: bool = False) -> FieldCodec:
-    """One member of an object that is written as JSON text; alone in a list, if that is what the field wants."""
+    """A codec for one member of an object in JSON text; as a list of one if `as_list`."""
 
-    def get(value: Json) -> Extraction:
+    def decode(value: Json) -> Extraction:
         if not isinstance(value, str):
             raise ValueError
         found: Json = json.loads(value)
@@ -142,17 +142,17 @@ def _json_member_codec(name: str, *, as_list: bool = False) -> FieldCodec:
             raise ValueError
         for number in range(len(_JSON_STYLES)):
             if _dump_json(found, number) == value:
-                taken = found[name]
-                return ([taken] if as_list else taken), [number, {**found, name: None}]
+                member = found[name]
+                return ([member] if as_list else member), [number, {**found, name: None}]
         raise ValueError
 
-    def put(value: Json, left: Json) -> Json:
-        taken = _encode_single(value, None) if as_list else value
-        if not isinstance(left, list) or len(left) != 2 or not isinstance(left[1], dict):
-            return _dump_json({name: taken}, 0)
-        return _dump_json({**left[1], name: taken}, left[0])
+    def encode(value: Json, rest: Json) -> Json:
+        member = _encode_single(value, None) if as_list else value
+        if not isinstance(rest, list) or len(rest) != 2 or not isinstance(rest[1], dict):
+            return _dump_json({name: member}, 0)
+        return _dump_json({**rest[1], name: member}, rest[0])
 
-    return FieldCodec(get, put)
+    return FieldCodec(decode, encode)
 
 
 def _dump_json(value: JsonObject, style: Json) -> str:
@@ -165,23 +165,23 @@ _STREAM_NAMES = ("stdout", "stderr")
 
 
 def _decode_streams(value: Json) -> Extraction:
-    """Anthropic's result of code: texts by stream, and files."""
+    """Decode Anthropic's result of code: text by stream, and files."""
     if not isinstance(value, dict):
         raise ValueError
     outputs: list[Json] = []
-    left = dict(value)
+    rest = dict(value)
     for stream in _STREAM_NAMES:
         if isinstance(value.get(stream), str):
             outputs.append({"type": "logs", "logs": value[stream], "stream": stream})
-            left[stream] = None
+            rest[stream] = None
     files = value.get("content")
     if isinstance(files, list) and all(_has_file(entry) for entry in files):
         entries = _objects(files)
         outputs += [{"type": "file", "file_id": entry["file_id"]} for entry in entries]
-        left["content"] = [{**entry, "file_id": None} for entry in entries]
+        rest["content"] = [{**entry, "file_id": None} for entry in entries]
     if not outputs:
         raise ValueError
-    return outputs, left
+    return outputs, rest
 
 
 def _has_file(entry: Json) -> bool:
@@ -201,8 +201,10 @@ def _encode_streams(value: Json, remainder: Json) -> Json:
             result[stream] = "".join(texts)
     files = [entry for entry in entries if entry.get("type") == "file"]
     if files:
-        kept = result.get("content")
-        frames = kept if isinstance(kept, list) and len(kept) == len(files) else [None] * len(files)
+        remaining = result.get("content")
+        frames = (
+            remaining if isinstance(remaining, list) and len(remaining) == len(files) else [None] * len(files)
+        )
         result["content"] = [
             {**(frame if isinstance(frame, dict) else {}), "file_id": entry.get("file_id")}
             for frame, entry in zip(frames, files, strict=True)
@@ -211,31 +213,31 @@ def _encode_streams(value: Json, remainder: Json) -> Json:
 
 
 def _decode_process(value: Json) -> Extraction:
-    """The result of one command: stdout, stderr and return_code beside whatever else, and the files that it left."""
+    """Decode the result of one command: stdout, stderr and return_code, and produced files."""
     if not isinstance(value, dict):
         raise ValueError
     names = {"stdout": "stdout", "stderr": "stderr", "return_code": "exit_code"}
     output: JsonObject = {ours: value[theirs] for theirs, ours in names.items() if theirs in value}
     if not output:
         raise ValueError
-    left: JsonObject = {key: None if key in names else inner for key, inner in value.items()}
+    rest: JsonObject = {key: None if key in names else inner for key, inner in value.items()}
     files = value.get("content")
     if isinstance(files, list) and files and all(_has_file(entry) for entry in files):
         entries = _objects(files)
         output["file_ids"] = [entry["file_id"] for entry in entries]
-        left["content"] = [{**entry, "file_id": None} for entry in entries]
-    return [output], left
+        rest["content"] = [{**entry, "file_id": None} for entry in entries]
+    return [output], rest
 
 
 def _encode_process(value: Json, remainder: Json) -> Json:
     result: JsonObject = dict(remainder) if isinstance(remainder, dict) else {"content": []}
     for entry in _objects(value)[:1]:
         outcome = entry.get("outcome")
-        told = {**(outcome if isinstance(outcome, dict) else {}), **entry}
+        output = {**(outcome if isinstance(outcome, dict) else {}), **entry}
         for ours, theirs in (("stdout", "stdout"), ("stderr", "stderr"), ("exit_code", "return_code")):
-            if ours in told:
-                result[theirs] = told[ours]
-        files = told.get("file_ids")
+            if ours in output:
+                result[theirs] = output[ours]
+        files = output.get("file_ids")
         if isinstance(files, list):
             frames = _objects(result.get("content"))
             if len(frames) != len(files):
@@ -247,7 +249,7 @@ def _encode_process(value: Json, remainder: Json) -> Json:
 
 
 def _encode_shell_outputs(value: Json, _remainder: Json) -> Json:
-    """Results of commands; OpenAI has all of each, and the code in its outcome."""
+    """Encode results of commands in OpenAI's form, with the exit code in `outcome`."""
     if not isinstance(value, list):
         return value
     return [
@@ -259,12 +261,12 @@ def _encode_shell_outputs(value: Json, _remainder: Json) -> Json:
 def _encode_shell_output(entry: JsonObject) -> JsonObject:
     code = entry.get("exit_code")
     outcome: JsonObject = {"type": "exit", "exit_code": 0 if code is None else code}
-    told: JsonObject = {key: value for key, value in entry.items() if key not in ("exit_code", "file_ids")}
-    return {"stdout": "", "stderr": "", **told, "outcome": outcome}
+    streams: JsonObject = {key: value for key, value in entry.items() if key not in ("exit_code", "file_ids")}
+    return {"stdout": "", "stderr": "", **streams, "outcome": outcome}
 
 
 def _decode_data_url(value: Json) -> Extraction:
-    """The data of a `data:` URL; what is before it is left."""
+    """Decode the data of a `data:` URL; the prefix is the remainder."""
     if not isinstance(value, str) or not value.startswith("data:") or ";base64," not in value:
         raise ValueError
     head, _, data = value.partition(";base64,")
@@ -296,13 +298,13 @@ FIELD_CODECS = {
 
 
 def extract(value: Json, codec: str) -> Extraction | None:
-    """What the lens reads and leaves, or None if it cannot be put back as it was."""
+    """Return the decoded value and the remainder, or None if they do not restore the value exactly."""
     try:
-        taken, left = FIELD_CODECS[codec].decode(value)
+        extraction, rest = FIELD_CODECS[codec].decode(value)
     except (ValueError, RecursionError):
         return None
     return (
-        (taken, left)
-        if is_same_json(FIELD_CODECS[codec].encode(copy_json(taken), copy_json(left)), value)
+        (extraction, rest)
+        if is_same_json(FIELD_CODECS[codec].encode(copy_json(extraction), copy_json(rest)), value)
         else None
     )

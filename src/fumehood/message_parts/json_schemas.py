@@ -1,6 +1,6 @@
-"""JSON Schemas (2020-12) of the views, made from the types.
+"""JSON Schemas (2020-12) of the representations, built from the payload types.
 
-What is published is in `published/`, one file for each view; `python -m tools.build_message_parts` writes them anew.
+`python -m tools.build_message_parts` writes them to `published_schemas/`, one file for each representation.
 """
 
 from importlib import resources
@@ -33,7 +33,7 @@ _PART_TITLES = {
 
 
 def read_published_schema(representation: str) -> bytes:
-    """The schema as it is shipped."""
+    """Return the schema file of the package."""
     return (
         resources.files("fumehood.message_parts")
         .joinpath("published_schemas", f"{representation}.json")
@@ -42,7 +42,7 @@ def read_published_schema(representation: str) -> bytes:
 
 
 def build_schema(representation: str) -> JsonObject:
-    """The schema of one part of this view."""
+    """Build the schema of one part."""
     types = REPRESENTATIONS[representation]
     definitions = _payload_schemas()
     branches: list[str] = []
@@ -94,7 +94,7 @@ def _payload_schemas() -> dict[str, JsonObject]:
 
 
 def _open_schema(made: dict[str, Any]) -> JsonObject:
-    """As msgspec describes it; a field that may be left out has no default, it is just not there."""
+    """Remove nulls and defaults that msgspec adds for optional fields: such a field is absent, not null."""
     properties = cast(dict[str, JsonObject], made["properties"])
     plain: JsonObject = {
         name: {key: value for key, value in inner.items() if key != "default"}
@@ -150,7 +150,7 @@ def _tool_part_schema(part_type: PartType) -> JsonObject:
 
 
 def _name_implies_kind(part_type: PartType, name: str) -> JsonObject:
-    """A tool with the name of a kind is of that kind, unless it is somebody's function or MCP tool."""
+    """A tool that has the name of a kind is of that kind, unless it is a function or an MCP tool."""
     kinds: JsonObject = {"properties": {"type": {"enum": [name, *_KINDS_WITH_NAMED_TOOLS]}}}
     return {
         "if": {"properties": {"name": {"const": name}}},
@@ -166,7 +166,7 @@ def _same_kind_rule(one: str, other: str, name: str) -> JsonObject:
 
 
 def _legacy_part_schema(part_type: PartType) -> JsonObject:
-    """Specification 002 calls it the current schema: arguments and responses of any shape."""
+    """The schema before typed payloads, which specification 002 calls the current one: any arguments and responses."""
     properties: JsonObject = {"type": {"const": part_type.type, "type": "string"}, "id": _NULLABLE_STRING}
     if part_type.call:
         properties |= {"name": {"type": "string"}, "arguments": {}}

@@ -1,4 +1,4 @@
-"""Parts as the messages that OpenTelemetry's attributes hold."""
+"""Messages of canonical parts, as OpenTelemetry's attributes hold them."""
 
 from fumehood.message_parts.canonical_parts import (
     Json,
@@ -12,10 +12,10 @@ from fumehood.message_parts.representations import to_representation
 
 
 def to_messages(representation: str, parts: list[Part], finish_reason: str | None = None) -> list[JsonObject]:
-    """Messages with the parts of a view: as `gen_ai.output.messages` has them with a finish reason, else as input.
+    """Build messages in a representation: with a finish reason as in `gen_ai.output.messages`, else as input.
 
-    What a server ran belongs to the assistant's message, call and response. What the client answered is a message of
-    the tool's; in option 1 every response is, since that is where backends look.
+    Calls that a server ran are in the assistant's message with their responses. Responses of the client are messages of
+    role `tool`; in option 1 all responses are, because backends look for them there.
     """
     groups: list[tuple[str, list[Part]]] = []
     for part in parts:
@@ -43,7 +43,9 @@ def _role_of(part: Part, *, responses_apart: bool) -> str:
 
 
 def infer_finish_reason(parts: list[Part]) -> str:
-    """Why the model stopped, where the vendor's word is not at hand: it waits for the client's tools, or is done."""
-    asked = {part.call_id for part in parts if isinstance(part, ToolCallPart) and part.execution == "client"}
+    """Infer the finish reason where the vendor does not give one: waiting for the client's tools, or done."""
+    call_ids = {
+        part.call_id for part in parts if isinstance(part, ToolCallPart) and part.execution == "client"
+    }
     answered = {part.call_id for part in parts if isinstance(part, ToolCallResponsePart)}
-    return "tool_call" if asked - answered else "stop"
+    return "tool_call" if call_ids - answered else "stop"

@@ -1,6 +1,6 @@
-"""The types of parts in each view, and what makes one malformed.
+"""The part types of each representation, and what makes a part malformed.
 
-`schemas` says the same as JSON Schema, from the same tables.
+`json_schemas` builds the same rules as JSON Schema from these tables.
 """
 
 import msgspec
@@ -10,9 +10,9 @@ from fumehood.message_parts.canonical_parts import Json, JsonObject
 
 
 class PartType(msgspec.Struct, frozen=True, kw_only=True):
-    """A type of part that holds a call, a response, or both, each under a key of its own.
+    """A part type that holds a call, a response or both, each under its own key.
 
-    together: it may hold both, and needs one; `forbidden` are the keys that would make it two things at once.
+    holds_both: it may hold both, and needs one. forbidden_fields: keys that belong to another type.
     """
 
     type: str
@@ -46,7 +46,7 @@ TOOL_PART_TYPES = {
     )
 }
 
-# What the other parts must have, as OpenTelemetry says it.
+# Required fields of the other part types, as in OpenTelemetry's schema.
 PLAIN_PART_FIELDS = {
     "text": ("content",),
     "reasoning": ("content",),
@@ -66,11 +66,11 @@ REPRESENTATIONS = {
 
 
 class MalformedPartError(Exception):
-    """A part that is none; the message says why."""
+    """A malformed part. The message says why."""
 
 
 def find_part_error(part: Json, *, compat: bool = False) -> str:
-    """Why this is no part, or nothing; `compat` also takes calls and responses from before payloads had types."""
+    """Return why the part is malformed, or an empty string. compat: accept calls without typed payloads."""
     if not isinstance(part, dict):
         return "a part is an object"
     kind = part.get("type")
@@ -78,12 +78,12 @@ def find_part_error(part: Json, *, compat: bool = False) -> str:
         return "`type` is missing" if kind is None else "`type` is not a string"
     if kind in PLAIN_PART_FIELDS:
         return _find_plain_part_error(part, kind)
-    form = TOOL_PART_TYPES.get(kind)
-    if form is None:
+    part_type = TOOL_PART_TYPES.get(kind)
+    if part_type is None:
         return ""
     if compat and kind in REPRESENTATIONS["option1-compat"]:
-        return _find_legacy_part_error(part, form)
-    return _find_header_error(part, form) or _find_payload_error(part, form)
+        return _find_legacy_part_error(part, part_type)
+    return _find_header_error(part, part_type) or _find_payload_error(part, part_type)
 
 
 def _find_plain_part_error(part: JsonObject, kind: str) -> str:
@@ -99,7 +99,7 @@ def _find_legacy_part_error(part: JsonObject, part_type: PartType) -> str:
     if not isinstance(part.get("id"), str | None):
         return "`id` is neither a string nor null"
     if part_type.call:
-        return "" if isinstance(part.get("name"), str) else "`name` is missing or no string"
+        return "" if isinstance(part.get("name"), str) else "`name` is missing or not a string"
     return "" if "response" in part else "`response` is missing"
 
 
@@ -107,9 +107,9 @@ def _find_header_error(part: JsonObject, part_type: PartType) -> str:
     if not isinstance(part.get("id"), str | None):
         return "`id` is neither a string nor null"
     if part_type.call and not isinstance(part.get("name"), str):
-        return "`name` is missing or no string"
+        return "`name` is missing or not a string"
     if mixed := sorted(part_type.forbidden_fields & part.keys()):
-        return f"`{mixed[0]}` does not belong into a {part_type.type} part"
+        return f"`{mixed[0]}` does not belong in a {part_type.type} part"
     if part_type.holds_both and part_type.call not in part and part_type.response not in part:
         return f"neither `{part_type.call}` nor `{part_type.response}` is there"
     return ""
@@ -122,10 +122,10 @@ def _find_payload_error(part: JsonObject, part_type: PartType) -> str:
             continue
         payload = part.get(key)
         if not isinstance(payload, dict):
-            return f"`{key}` is missing or no object"
+            return f"`{key}` is missing or not an object"
         kind = payload.get("type")
         if not isinstance(kind, str):
-            return f"`{key}.type` is missing or no string"
+            return f"`{key}.type` is missing or not a string"
         if problem := tool_payloads.find_payload_error(kind, payload, call=key == part_type.call):
             return f"`{key}`: {problem}"
         kinds.append(kind)
@@ -137,7 +137,7 @@ def _find_payload_error(part: JsonObject, part_type: PartType) -> str:
 
 
 def find_name_error(name: str, kind: str) -> str:
-    """A name that says what the tool is must be believed; functions and MCP tools are called as their makers like."""
+    """A tool with the name of a kind must be of that kind; functions and MCP tools may have any name."""
     known = tool_payloads.TOOL_KINDS.get(kind)
     if name in tool_payloads.RESERVED_NAMES and kind != name and (known is None or not known.has_named_tools):
         return f"a tool with the name {name} cannot have a payload of the type {kind}"

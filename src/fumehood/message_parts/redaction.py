@@ -1,6 +1,6 @@
-"""What of a conversation may be recorded: redaction, pictures by their digests, and bounds.
+"""Redaction, replacement of inline data by digests, and truncation of parts.
 
-Whatever is done here is done to the way back as well: what was taken out of a part is not in its source either.
+All of it applies to the vendor's item in `source` as well: what is removed from a part is not left there.
 """
 
 import base64
@@ -37,7 +37,7 @@ TRUNCATED_FIELD = "fumehood.cut"
 TRUNCATED_PART_TYPE = "fumehood:cut"
 NESTED_TOO_DEEPLY = "[nested too deeply]"
 
-# Members of an item that say what it is, or which one. Further inside, such names may be anybody's, and hold content.
+# Fields of an item that identify it. Only at the top level: deeper, such names may hold content.
 _STRUCTURAL_FIELDS = frozenset(
     {"type", "id", "call_id", "tool_use_id", "tool_call_id", "status", "role", "object"}
 )
@@ -45,12 +45,12 @@ _HEAD_FIELDS = frozenset({"type", "id", "name"})
 _DATA_URL = r"data:[\w.+/-]*(?:;[\w.=+-]+)*;base64,"
 _WHOLE_DATA_URL = re.compile(_DATA_URL + r"[\w+/=%\r\n-]*", re.ASCII | re.IGNORECASE)
 _EMBEDDED_DATA_URL = re.compile(_DATA_URL + r"[\w+/%-]+={0,2}", re.ASCII | re.IGNORECASE)
-# Members that hold data; what is called just `data` does where something beside it says of which sort.
+# Fields that hold data. A field called just `data` does if a media type or item type beside it says so.
 _DATA_FIELDS = ("bytes", "file_data", "input_audio", "b64_json", "partial_image_b64")
 _MEDIA_DATA_FIELDS = ("data", "blob", *_DATA_FIELDS)
 _MEDIA_TYPE_FIELDS = frozenset({"mime_type", "mimeType", "media_type", "format"})
 _MEDIA_ITEM_TYPES = frozenset({"image", "audio", "video", "document", "output_audio"})
-# Shorter texts may look like base64 by chance, if one does not insist on how it is spelt.
+# Shorter strings may be base64 by chance.
 _MIN_LOOSE_BASE64_LENGTH = 32
 _STRING_LIMITS = (1 << 16, 1 << 14, 1 << 12, 1 << 10, 1 << 8, 1 << 6)
 
@@ -58,7 +58,7 @@ type JsonTransform = Callable[[Json], Json]
 
 
 def _transform_part(part: Part, transform: JsonTransform) -> Part:
-    """The part with all its content changed, and its source."""
+    """Transform all content of the part and of its source."""
     made = msgspec.structs.replace(
         part, source=_transform_source(part.source, transform), extra=_as_object(transform(part.extra))
     )
@@ -79,10 +79,10 @@ def _transform_source(source: VendorSource | None, transform: JsonTransform) -> 
         return None
     item = source.item
     if isinstance(item, dict):
-        kept = {
+        remaining = {
             key: value for key, value in item.items() if key in _STRUCTURAL_FIELDS and isinstance(value, str)
         }
-        item = {**_as_object(transform(item)), **kept}
+        item = {**_as_object(transform(item)), **remaining}
     elif item is not msgspec.UNSET:
         item = transform(item)
     envelope = source.envelope
@@ -105,19 +105,19 @@ def _as_string(value: Json) -> str:
 
 
 def redact_parts(parts: list[Part], redact: Callable[[str], str]) -> list[Part]:
-    """The parts with every text of their content as `redact` gives it back; names of tools, types and ids stay.
+    """Return the parts with every text replaced by `redact(text)`; names of tools and fields, types and ids stay.
 
-    A text that is JSON is given to it as it is written, and then the texts in it: escapes may hide what it looks for.
+    A text that is JSON is passed as a whole and then again text by text, because escapes may hide what is looked for.
     """
 
     def change(value: Json) -> Json:
         if isinstance(value, str):
-            shown = redact(value)
+            text = redact(value)
             try:
-                inner = _parse_escaped_json(shown)
+                inner = _parse_escaped_json(text)
                 changed = change(inner)
-                return shown if is_same_json(changed, inner) else json.dumps(changed)
-            except RecursionError:  # what cannot be looked through is not shown
+                return text if is_same_json(changed, inner) else json.dumps(changed)
+            except RecursionError:  # what cannot be parsed is not recorded
                 return NESTED_TOO_DEEPLY
         if isinstance(value, list):
             return [change(inner) for inner in value]
@@ -129,7 +129,7 @@ def redact_parts(parts: list[Part], redact: Callable[[str], str]) -> list[Part]:
 
 
 def _parse_escaped_json(text: str) -> Json:
-    """What the text says if it is JSON with escapes in it; null if there is nothing to be found."""
+    """Return the value of JSON text that contains escapes; null for any other text."""
     if "\\" not in text or text.lstrip()[:1] not in ("{", "[", '"'):
         return None
     try:
@@ -139,7 +139,7 @@ def _parse_escaped_json(text: str) -> Json:
 
 
 def drop_vendor_items(parts: list[Part]) -> list[Part]:
-    """The parts without their vendor's items, which are content as a whole."""
+    """Drop the vendor's items, which are content as a whole. The parts cannot be converted back exactly."""
     return [
         msgspec.structs.replace(
             part, source=None if part.source is None else VendorSource(vendor=part.source.vendor)
@@ -152,7 +152,7 @@ def drop_vendor_items(parts: list[Part]) -> list[Part]:
 
 
 class DataDigest(msgspec.Struct, frozen=True, kw_only=True):
-    """Data that was in line."""
+    """Size, digest and media type of inline data."""
 
     digest: str
     bytes: int
@@ -163,21 +163,23 @@ class DataDigest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def replace_inline_data(parts: list[Part]) -> list[Part]:
-    """The parts with data in base64 replaced by what identifies it: its digest, its size, its type."""
+    """Replace inline base64 data by its digest, size and media type."""
     return [_replace_part_data(part) for part in parts]
 
 
 def _replace_part_data(part: Part) -> Part:
     if isinstance(part, BlobPart):
-        medium = _digest_base64(part.content)
+        digest = _digest_base64(part.content)
         source = _transform_source(part.source, _replace_data)
         if source is not None:
-            # The address goes back to where the data was, as an address: its lens would take it for data.
-            moved = [msgspec.structs.replace(move, field="uri", codec="") for move in source.extracted_fields]
-            source = msgspec.structs.replace(source, extracted_fields=moved)
-        extra: JsonObject = {**part.extra, "digest": medium.digest, "bytes": medium.bytes}
+            # The digest is a URI, which the codec of the extracted data would encode as data: restore it as a URI.
+            extracted = [
+                msgspec.structs.replace(field, field="uri", codec="") for field in source.extracted_fields
+            ]
+            source = msgspec.structs.replace(source, extracted_fields=extracted)
+        extra: JsonObject = {**part.extra, "digest": digest.digest, "bytes": digest.bytes}
         return UriPart(
-            uri=medium.uri, modality=part.modality, mime_type=part.mime_type, source=source, extra=extra
+            uri=digest.uri, modality=part.modality, mime_type=part.mime_type, source=source, extra=extra
         )
     made = _transform_part(part, _replace_data)
     if (
@@ -185,20 +187,20 @@ def _replace_part_data(part: Part) -> Part:
         and isinstance(made, ToolCallResponsePart)
         and part.kind == "image_generation"
     ):
-        picture = part.payload.get("result")
-        medium = _digest_image(picture) if isinstance(picture, str) else None
-        if medium is not None:
+        image = part.payload.get("result")
+        digest = _digest_image(image) if isinstance(image, str) else None
+        if digest is not None:
             made.payload["result"] = {
                 "type": "uri",
                 "modality": "image",
-                "uri": medium.uri,
-                **_digest_fields(medium),
+                "uri": digest.uri,
+                **_digest_fields(digest),
             }
     return made
 
 
 def _digest_image(image: str) -> DataDigest | None:
-    """A picture in line; it may also be told by its address, or in words."""
+    """Digest an inline image; None for an image that is a URL or text."""
     if _is_data_url(image):
         return _digest_data_url(image)
     return None if _decode_base64(image) is None else _digest_base64(image)
@@ -225,12 +227,12 @@ def _replace_data_urls(text: str) -> str:
 
 
 def _find_data_field(value: JsonObject) -> str:
-    """Which member holds data in base64, by the words that vendors have for it; nothing where none does."""
-    sort = value.get("type")
-    if sort == "base64" and isinstance(value.get("data"), str):
+    """Return the field that holds base64 data, by the vendors' names for it; empty if there is none."""
+    kind = value.get("type")
+    if kind == "base64" and isinstance(value.get("data"), str):
         return "data"
-    told = value.keys() & _MEDIA_TYPE_FIELDS or (isinstance(sort, str) and sort in _MEDIA_ITEM_TYPES)
-    for name in _MEDIA_DATA_FIELDS if told else _DATA_FIELDS:
+    is_media = value.keys() & _MEDIA_TYPE_FIELDS or (isinstance(kind, str) and kind in _MEDIA_ITEM_TYPES)
+    for name in _MEDIA_DATA_FIELDS if is_media else _DATA_FIELDS:
         data = value.get(name)
         if isinstance(data, str) and _is_base64(data):
             return name
@@ -257,7 +259,7 @@ def _digest_data_url(value: Json) -> DataDigest:
 
 
 def _decode_base64(data: str, *, strict: bool = False) -> bytes | None:
-    """Of base64 in any spelling: with the letters of URLs, in lines, without the signs at its end."""
+    """Decode base64 in any spelling: URL-safe, with line breaks, without padding."""
     if not strict:
         data = data.translate(_URLSAFE_TO_STANDARD)
         data += "=" * (-len(data) % 4)
@@ -281,33 +283,33 @@ def _digest_base64(data: str) -> DataDigest:
 
 
 def truncate_parts(parts: list[JsonObject], max_bytes: int) -> list[JsonObject]:
-    """Parts of a view that take at most `limit` bytes as JSON, and say what was cut.
+    """Truncate parts of a representation to `max_bytes` of JSON.
 
-    First to go is the way back, then the ends of long texts, then the last parts. What is left is valid: a cut text is
-    a text, and its part tells under `fumehood.cut` how many characters are missing where.
+    Drops vendor items first, then the ends of long texts, then the last parts. The result is valid, and `fumehood.cut`
+    says how many characters are missing where.
     """
     if _json_size(parts) <= max_bytes:
         return parts
     bare = [_drop_source(part) for part in parts]
     if _json_size(bare) <= max_bytes:
         return bare
-    for longest in _STRING_LIMITS:
-        bare = [_truncate_strings(part, longest) for part in bare]
+    for limit in _STRING_LIMITS:
+        bare = [_truncate_strings(part, limit) for part in bare]
         if _json_size(bare) <= max_bytes:
             return bare
     return _drop_last_parts(bare, max_bytes)
 
 
 def _json_size(value: Json | list[JsonObject]) -> int:
-    """With everything beyond ASCII escaped, which is never less than UTF-8 takes."""
+    """Size with everything beyond ASCII escaped, which is at least the size in UTF-8."""
     return len(json.dumps(value, separators=(",", ":")))
 
 
 def _drop_source(part: JsonObject) -> JsonObject:
     if SOURCE_FIELD not in part:
         return part
-    kept = {key: value for key, value in part.items() if key != SOURCE_FIELD}
-    return {**kept, TRUNCATED_FIELD: {**_previous_truncations(part), SOURCE_FIELD: True}}
+    remaining = {key: value for key, value in part.items() if key != SOURCE_FIELD}
+    return {**remaining, TRUNCATED_FIELD: {**_previous_truncations(part), SOURCE_FIELD: True}}
 
 
 def _previous_truncations(part: JsonObject) -> JsonObject:
@@ -320,31 +322,33 @@ def _truncate_strings(part: JsonObject, max_length: int) -> JsonObject:
     earlier = _previous_truncations(part)
     types = _payload_type_paths(part)
 
-    def shorten(value: Json, place: str) -> Json:
+    def shorten(value: Json, path: str) -> Json:
         if isinstance(value, str):
-            if len(value) <= max_length or place in types:
+            if len(value) <= max_length or path in types:
                 return value
-            before = earlier.get(place)
-            cuts[place] = len(value) - max_length + (before if isinstance(before, int) else 0)
+            before = earlier.get(path)
+            cuts[path] = len(value) - max_length + (before if isinstance(before, int) else 0)
             return value[:max_length]
         if isinstance(value, list):
-            return [shorten(inner, f"{place}[{number}]") for number, inner in enumerate(value)]
+            return [shorten(inner, f"{path}[{number}]") for number, inner in enumerate(value)]
         if isinstance(value, dict):
-            return {key: shorten(inner, f"{place}.{key}") for key, inner in value.items()}
+            return {key: shorten(inner, f"{path}.{key}") for key, inner in value.items()}
         return value
 
     made: JsonObject = {}
     for key, value in part.items():
         if key != TRUNCATED_FIELD:
             made[key] = value if key in _HEAD_FIELDS else shorten(value, key)
-    told: JsonObject = {**earlier, **cuts}
-    return {**made, TRUNCATED_FIELD: told} if told else made
+    truncations: JsonObject = {**earlier, **cuts}
+    return {**made, TRUNCATED_FIELD: truncations} if truncations else made
 
 
 def _payload_type_paths(part: JsonObject) -> set[str]:
-    """Where it is said what a payload is; without that, it would be none."""
-    form = TOOL_PART_TYPES.get(str(part.get("type")))
-    return set() if form is None else {f"{key}.type" for key in (form.call, form.response) if key}
+    """Paths of payload types, which must not be truncated."""
+    part_type = TOOL_PART_TYPES.get(str(part.get("type")))
+    return (
+        set() if part_type is None else {f"{key}.type" for key in (part_type.call, part_type.response) if key}
+    )
 
 
 def _drop_last_parts(parts: list[JsonObject], max_bytes: int) -> list[JsonObject]:

@@ -1,11 +1,11 @@
-"""Parts as OpenTelemetry records them, in the ways of specification 002, and back.
+"""Representations: canonical parts as the JSON that OpenTelemetry records (specification 002), and back.
 
-- option 1: `tool_call` and `tool_call_response` for all tools, with typed payloads; `arguments` where backends look.
-- option 2: `server_tool_call` and `server_tool_call_response` for tools that a server ran, which OpenTelemetry adopted.
-- option 3: one `server_tool` for both halves; its alternative calls them `request` and `response`.
+- option 1: `tool_call` and `tool_call_response` for all tools, with typed payloads and `arguments` for backends.
+- option 2: `server_tool_call` and `server_tool_call_response` for tools that a server ran; adopted by OpenTelemetry.
+- option 3: one `server_tool` for both halves; its alternative names them `request` and `response`.
 
-In options 2 and 3, tools that the client runs are as in option 1. A view is recognised by the types of its parts. What
-only the way back needs is in one field, `fumehood.source`.
+In options 2 and 3, tools that the client runs are as in option 1. Readers recognise a representation by its part
+types. What only the way back to the vendor needs is in one field, `fumehood.source`.
 """
 
 import heapq
@@ -46,7 +46,7 @@ from fumehood.message_parts.part_types import (
 )
 
 SOURCE_FIELD = "fumehood.source"
-# An item of a vendor's that is no part: whatever it is, it is in the source.
+# The part type of an opaque item, which is in the source.
 OPAQUE_ITEM_TYPE = "fumehood:item"
 
 _UNIFIED_PART_TYPES = {
@@ -59,16 +59,16 @@ _STATUSES: tuple[str, ...] = get_args(Status.__value__)
 
 
 class UnknownRepresentationError(Exception):
-    """The view's name is not one of `VIEWS`."""
+    """The name is not one of `REPRESENTATIONS`."""
 
 
-# --- to a view ----------------------------------------------------------------------------------------
+# --- to a representation ----------------------------------------------------------------------------------------
 
 
 def to_representation(representation: str, parts: list[Part]) -> list[JsonObject]:
     if representation not in REPRESENTATIONS:
         raise UnknownRepresentationError(
-            f"There is no view {representation!r}; there are {', '.join(REPRESENTATIONS)}."
+            f"There is no representation {representation!r}; there are {', '.join(REPRESENTATIONS)}."
         )
     if representation in _UNIFIED_PART_TYPES:
         return _write_unified_parts(_UNIFIED_PART_TYPES[representation], parts)
@@ -88,27 +88,27 @@ def _write_part(part: Part, *, separate_server_tools: bool) -> JsonObject:
     else:
         kind = "server_tool_call" if apart else "tool_call"
         made = {"type": kind, "id": part.call_id, "name": part.name, kind: payload}
-    beside = {
+    others = {
         name: value
         for name, value in part.extra.items()
         if name not in made and name not in TOOL_PART_TYPES[kind].forbidden_fields
     }
     if isinstance(part, ToolCallPart) and not apart:
         made["arguments"] = _build_arguments(part)
-    return {**made, **beside, **_add_displaced_fields(record, part.extra, beside)}
+    return {**made, **others, **_add_displaced_fields(record, part.extra, others)}
 
 
-def _add_displaced_fields(record: JsonObject, members: JsonObject, kept: JsonObject) -> JsonObject:
-    """The record, also of those members that mean something else in this view than in the one they came from."""
-    aside: JsonObject = {name: value for name, value in members.items() if name not in kept}
-    if not aside:
+def _add_displaced_fields(record: JsonObject, members: JsonObject, remaining: JsonObject) -> JsonObject:
+    """Add fields to the record that mean something else in this representation than in the one they came from."""
+    displaced: JsonObject = {name: value for name, value in members.items() if name not in remaining}
+    if not displaced:
         return record
     known = record.get(SOURCE_FIELD)
-    return {SOURCE_FIELD: {**(known if isinstance(known, dict) else {}), "aside": aside}}
+    return {SOURCE_FIELD: {**(known if isinstance(known, dict) else {}), "aside": displaced}}
 
 
 def _build_arguments(call: ToolCallPart) -> Json:
-    """What backends show: the arguments themselves, or what they would be if the tool were a function."""
+    """Return the arguments for backends: those of a function, or the payload as a function would have it."""
     if "arguments" in call.payload:
         return call.payload["arguments"]
     return {name: value for name, value in call.payload.items() if value is not None}
@@ -131,12 +131,12 @@ def _write_plain_part(part: Part) -> JsonObject:
         case GenericPart():
             made = {"type": part.type if part.source is None else OPAQUE_ITEM_TYPE}
         case ToolCallPart() | ToolCallResponsePart():
-            raise AssertionError("calls and results have forms of their own")
+            raise AssertionError("calls and responses are written elsewhere")
     return {**made, **part.extra, **record}
 
 
 def part_type_name(part: Part) -> str:
-    """What a part is called: the type that option 2 gives it, or its vendor's own."""
+    """Return the type of a part in option 2, or the vendor's own type."""
     if isinstance(part, GenericPart):
         return part.type
     return str(_write_part(part, separate_server_tools=True)["type"])
@@ -147,14 +147,18 @@ def _media_fields(part: BlobPart | FilePart | UriPart) -> JsonObject:
 
 
 def _write_unified_parts(part_type: PartType, parts: list[Part]) -> list[JsonObject]:
-    """One object for call and result, where the call was; a result that is not right behind it says how far it was."""
+    """Write one object for call and response, at the position of the call, with the distance of a later response."""
     made: dict[int, JsonObject] = {}
     for position, part in enumerate(parts):
         if not isinstance(part, ToolCallPart | ToolCallResponsePart) or part.execution == "client":
             made[position] = _write_part(part, separate_server_tools=True)
-    for places in pair_calls(parts):
-        # A half whose other half ran with the client is on its own.
-        halves = {place: parts[place] for place in places if place is not None and place not in made}
+    for positions in pair_calls(parts):
+        # A half whose other half ran at the client stands alone.
+        halves = {
+            position: parts[position]
+            for position in positions
+            if position is not None and position not in made
+        }
         if halves:
             made[min(halves)] = _write_pair(
                 part_type, cast(dict[int, ToolCallPart | ToolCallResponsePart], halves)
@@ -163,7 +167,7 @@ def _write_unified_parts(part_type: PartType, parts: list[Part]) -> list[JsonObj
 
 
 def _write_pair(part_type: PartType, halves: dict[int, ToolCallPart | ToolCallResponsePart]) -> JsonObject:
-    """`halves` by their positions, the call first."""
+    """halves: by position, the call first."""
     both = _merge_halves(part_type, [*halves.values()])
     call_at, result_at = min(halves), max(halves)
     if result_at > call_at + 1:
@@ -189,20 +193,20 @@ def _merge_halves(part_type: PartType, halves: list[ToolCallPart | ToolCallRespo
     if _has_own_tool_name(first):
         made["name"] = first.extra["name"]
     for half in halves:
-        beside = {
+        others = {
             name: value
             for name, value in half.extra.items()
             if _can_keep_field(part_type, made, status, name, value)
         }
         if half is first and _has_own_tool_name(first):
-            beside["name"] = made["name"]
-        of_half = _add_displaced_fields(_build_source_record(half, "server", status), half.extra, beside)
+            others["name"] = made["name"]
+        of_half = _add_displaced_fields(_build_source_record(half, "server", status), half.extra, others)
         of_half = cast(JsonObject, of_half.get(SOURCE_FIELD, {}))
-        if half is not first and beside:
-            of_half["members"] = [*beside]
+        if half is not first and others:
+            of_half["members"] = [*others]
         if of_half:
             record["call" if isinstance(half, ToolCallPart) else "response"] = of_half
-        made |= beside
+        made |= others
     if part_type.type == "server_tool_execution":
         timing = made.pop("execution_metadata", {})
         known: JsonObject = {} if status is None else {"status": status}
@@ -213,7 +217,7 @@ def _merge_halves(part_type: PartType, halves: list[ToolCallPart | ToolCallRespo
 
 
 def _has_own_tool_name(half: ToolCallPart | ToolCallResponsePart) -> bool:
-    """A result whose call is not there may have the tool's name as a member."""
+    """Whether a response without its call holds the tool's name in a field."""
     name = half.extra.get("name")
     if isinstance(half, ToolCallPart) or not isinstance(name, str) or name == half.kind:
         return False
@@ -223,7 +227,7 @@ def _has_own_tool_name(half: ToolCallPart | ToolCallResponsePart) -> bool:
 def _can_keep_field(
     part_type: PartType, made: JsonObject, status: Status | None, name: str, value: Json
 ) -> bool:
-    """Whether a member of a half can stand in the object of both, and is then read as what it is."""
+    """Whether a field of a half can be written to the common object and read back from it."""
     if name in made or name in part_type.forbidden_fields or name in (part_type.call, part_type.response):
         return False
     if part_type.type == "server_tool":
@@ -242,7 +246,7 @@ def _default_execution(kind: str) -> Execution:
 def _build_source_record(
     part: Part, execution: Execution = "server", status: Status | None = None
 ) -> JsonObject:
-    """`fumehood.source`, or nothing where the view says it all: who runs it, and how far it got."""
+    """Build `fumehood.source`; empty where the representation already says it all."""
     record: JsonObject = {}
     source = part.source
     if source is not None:
@@ -274,12 +278,12 @@ def _round_trip_fields(source: VendorSource) -> JsonObject:
     if source.is_continuation:
         record["follows"] = True
     if source.extracted_fields:
-        record["moved"] = [_write_extracted_field(move) for move in source.extracted_fields]
+        record["moved"] = [_write_extracted_field(field) for field in source.extracted_fields]
     if source.list_index:
         record["place"] = source.list_index
     if source.envelope is not None:
-        places: list[Json] = [list(place) for place in source.envelope.item_list_paths]
-        record["envelope"] = {"document": source.envelope.document, "places": places}
+        paths: list[Json] = [list(path) for path in source.envelope.item_list_paths]
+        record["envelope"] = {"document": source.envelope.document, "places": paths}
     return record
 
 
@@ -287,11 +291,11 @@ def _write_extracted_field(field: ExtractedField) -> list[Json]:
     return [field.field, list(field.path), *([field.codec] if field.codec else [])]
 
 
-# --- from a view --------------------------------------------------------------------------------------
+# --- from a representation --------------------------------------------------------------------------------------
 
 
 def from_representation(raw_parts: Iterable[Json], *, compat: bool = False) -> list[Part]:
-    """The parts of any view; raises `Malformed` where one is none. `compat` also takes the form before option 1."""
+    """Read parts of any representation. compat: accept parts from before option 1. Raises MalformedPartError."""
     parts: list[Part] = []
     late: list[tuple[int, int, ToolCallResponsePart]] = []
     for number, raw in enumerate(raw_parts):
@@ -313,9 +317,9 @@ def from_representation(raw_parts: Iterable[Json], *, compat: bool = False) -> l
 
 
 class _ReadResult(msgspec.Struct):
-    """What one part of a view was read as.
+    """What one part was read as.
 
-    `late`: a result that is not right behind its call, and by how many places it comes after it.
+    late: a response that does not directly follow its call, with its distance.
     """
 
     parts: list[Part]
@@ -326,12 +330,12 @@ def _read_part(members: JsonObject) -> _ReadResult:
     kind = cast(str, members.pop("type"))
     record = members.pop(SOURCE_FIELD, None)
     found: JsonObject = record if isinstance(record, dict) else {}
-    form = TOOL_PART_TYPES.get(kind)
-    if form is None:
+    part_type = TOOL_PART_TYPES.get(kind)
+    if part_type is None:
         return _ReadResult([_read_plain(kind, members, found)])
-    if form.holds_both:
-        return _read_unified(form, members, found)
-    return _ReadResult([_read_half(form, members, found)])
+    if part_type.holds_both:
+        return _read_unified(part_type, members, found)
+    return _ReadResult([_read_half(part_type, members, found)])
 
 
 def _read_half(part_type: PartType, members: JsonObject, record: JsonObject) -> Part:
@@ -372,8 +376,8 @@ def _read_unified(part_type: PartType, members: JsonObject, record: JsonObject) 
             part = ToolCallPart(kind=kind, name=name, payload=payload, call_id=shared)
         else:
             part = ToolCallResponsePart(kind=kind, payload=payload, call_id=shared)
-        said = record.get(half)
-        known: JsonObject = said if isinstance(said, dict) else {}
+        half_record = record.get(half)
+        known: JsonObject = half_record if isinstance(half_record, dict) else {}
         _restore_source(part, {"status": status, **known}, "server")
         for own in cast(list[str], known.get("members", [])):
             part.extra[own] = members.pop(own)
@@ -389,7 +393,7 @@ def _read_unified(part_type: PartType, members: JsonObject, record: JsonObject) 
 
 
 def _pop_status(part_type: PartType, members: JsonObject) -> Json:
-    """What the object says of its status; words that nobody knows stay where they are."""
+    """Remove and return the status; unknown words stay where they are."""
     if part_type.type == "server_tool":
         return members.pop("status") if members.get("status") in _STATUSES else None
     timing = members.get("execution_metadata")
@@ -406,8 +410,8 @@ def _pop_status(part_type: PartType, members: JsonObject) -> Json:
 def _restore_source(
     part: ToolCallPart | ToolCallResponsePart, record: JsonObject, default_execution: Execution
 ) -> None:
-    said, status = record.get("id"), record.get("status")
-    part.id = said if isinstance(said, str) else part.call_id
+    id_, status = record.get("id"), record.get("status")
+    part.id = id_ if isinstance(id_, str) else part.call_id
     part.vendor_type = _string_or_empty(record.get("type"))
     part.status = cast(Status, status) if status in _STATUSES else None
     execution = record.get("execution")
@@ -422,17 +426,17 @@ def _read_plain(kind: str, members: JsonObject, record: JsonObject) -> Part:
         return GenericPart(type=_string_or_empty(record.get("type")), source=source, extra=members)
     if kind not in PLAIN_PART_FIELDS:
         return GenericPart(type=kind, extra=members)
-    taken = {key: cast(str, members.pop(key)) for key in PLAIN_PART_FIELDS[kind]}
+    fields = {key: cast(str, members.pop(key)) for key in PLAIN_PART_FIELDS[kind]}
     match kind:
         case "text":
             role = _string_or_empty(record.get("role")) or "assistant"
-            return TextPart(content=taken["content"], role=role, source=source, extra=members)
+            return TextPart(content=fields["content"], role=role, source=source, extra=members)
         case "reasoning":
-            return ReasoningPart(content=taken["content"], source=source, extra=members)
+            return ReasoningPart(content=fields["content"], source=source, extra=members)
         case _:
             mime = cast(str | None, members.pop("mime_type", None))
             made = {"blob": BlobPart, "file": FilePart, "uri": UriPart}[kind]
-            return made(**taken, mime_type=mime, source=source, extra=members)
+            return made(**fields, mime_type=mime, source=source, extra=members)
 
 
 def _string_or_empty(value: Json) -> str:
@@ -440,34 +444,34 @@ def _string_or_empty(value: Json) -> str:
 
 
 def _read_source(record: JsonObject) -> VendorSource | None:
-    """What was written by `_way_back`; raises what reading JSON of another shape raises."""
+    """Read what `_build_source_record` has written. Raises whatever malformed JSON causes."""
     vendor = record.get("vendor")
     if not isinstance(vendor, str):
         return None
-    moved = [_read_extracted_field(entry) for entry in cast(list[Json], record.get("moved", []))]
-    envelope, place = record.get("envelope"), record.get("place", 0)
-    if not isinstance(place, int):
-        raise ValueError("`place` is no number")
+    extracted = [_read_extracted_field(entry) for entry in cast(list[Json], record.get("moved", []))]
+    envelope, list_index = record.get("envelope"), record.get("place", 0)
+    if not isinstance(list_index, int):
+        raise ValueError("`place` is not a number")
     return VendorSource(
         vendor=vendor,
         item=record.get("item", msgspec.UNSET),
         is_continuation=record.get("follows") is True,
-        extracted_fields=moved,
-        list_index=place,
+        extracted_fields=extracted,
+        list_index=list_index,
         envelope=None if envelope is None else _read_envelope(cast(JsonObject, envelope)),
     )
 
 
 def _read_extracted_field(entry: Json) -> ExtractedField:
-    field, path, *lens = cast(list[Json], entry)
+    field, path, *codec = cast(list[Json], entry)
     return ExtractedField(
-        _string_or_empty(field), _read_path(path), _string_or_empty(lens[0]) if lens else ""
+        _string_or_empty(field), _read_path(path), _string_or_empty(codec[0]) if codec else ""
     )
 
 
 def _read_envelope(record: JsonObject) -> ResponseEnvelope:
-    places = [_read_path(place) for place in cast(list[Json], record["places"])]
-    return ResponseEnvelope(document=record["document"], item_list_paths=places)
+    paths = [_read_path(path) for path in cast(list[Json], record["places"])]
+    return ResponseEnvelope(document=record["document"], item_list_paths=paths)
 
 
 def _read_path(value: Json) -> JsonPath:
@@ -478,19 +482,19 @@ def _read_path(value: Json) -> JsonPath:
 
 
 def upgrade_part(part: Json) -> Json:
-    """A call or response as it was before payloads had types, as option 1 has it; anything else as it is.
+    """Upgrade a call or response without a typed payload to option 1; return anything else unchanged.
 
-    Tools were functions then, so that is what they become, unless the response says what it is. Members that option 1
-    gives another meaning are kept in `fumehood.before`.
+    Such tools were functions, so they become functions unless the response says otherwise. Fields that option 1 uses
+    differently are kept in `fumehood.before`.
     """
     if not isinstance(part, dict) or not find_part_error(part) or find_part_error(part, compat=True):
         return part
-    form = TOOL_PART_TYPES[cast(str, part["type"])]
-    aside = form.forbidden_fields | ({form.call} if form.call else frozenset[str]())
-    before = {key: value for key, value in part.items() if key in aside}
-    kept: JsonObject = {key: value for key, value in part.items() if key not in aside}
+    part_type = TOOL_PART_TYPES[cast(str, part["type"])]
+    displaced = part_type.forbidden_fields | ({part_type.call} if part_type.call else frozenset[str]())
+    before = {key: value for key, value in part.items() if key in displaced}
+    remaining: JsonObject = {key: value for key, value in part.items() if key not in displaced}
     if before:
-        kept["fumehood.before"] = before
-    if form.call:
-        return {**kept, form.call: {"type": "function", "arguments": part.get("arguments")}}
-    return {**kept, form.response: {"type": "function", "result": part.get("response")}}
+        remaining["fumehood.before"] = before
+    if part_type.call:
+        return {**remaining, part_type.call: {"type": "function", "arguments": part.get("arguments")}}
+    return {**remaining, part_type.response: {"type": "function", "result": part.get("response")}}

@@ -1,6 +1,6 @@
-"""What calls and results of each kind of tool hold, as types that check and describe themselves.
+"""Payload types of calls and responses, by kind of tool. They validate payloads and give their JSON Schemas.
 
-Fields that no vendor leaves out are required, and null where the value is not known; others may always be there.
+Required fields are null where the value is not known; other fields are always allowed.
 """
 
 from functools import cache
@@ -18,7 +18,7 @@ type OptionalField[T] = T | UnsetType | None
 
 
 class FunctionToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="function"):
-    """A function of the application's; `arguments` as they were written, JSON text or an object."""
+    """A function of the application; `arguments` as written by the model, JSON text or an object."""
 
     arguments: Any
 
@@ -44,7 +44,7 @@ class McpToolCallResponse(msgspec.Struct, kw_only=True, tag_field="type", tag="m
 
 
 class CodeInterpreterToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="code_interpreter"):
-    """Code that is run in a sandbox."""
+    """Code that runs in a sandbox."""
 
     code: str | None
     container_id: OptionalField[str] = UNSET
@@ -52,7 +52,7 @@ class CodeInterpreterToolCall(msgspec.Struct, kw_only=True, tag_field="type", ta
 
 
 class CodeInterpreterOutput(msgspec.Struct, kw_only=True):
-    """`logs` with its text (`stream` where it is told apart), `image` with a url, `file` with a file_id, or other."""
+    """`logs` with text (and its `stream`, if known), `image` with a url, `file` with a file_id, or another type."""
 
     type: str
     logs: OptionalField[str] = UNSET
@@ -68,7 +68,7 @@ class CodeInterpreterToolCallResponse(msgspec.Struct, kw_only=True, tag_field="t
 
 
 class ShellToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="shell"):
-    """Commands for a shell, or `argv` of one program."""
+    """Commands for a shell, or the `argv` of one program."""
 
     commands: list[str] | None
     argv: OptionalField[list[str]] = UNSET
@@ -78,7 +78,7 @@ class ShellToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="shell")
 
 
 class ShellToolOutput(msgspec.Struct, kw_only=True):
-    """What one command printed, how it ended, and the files that it left."""
+    """Output, exit status and produced files of one command."""
 
     stdout: OptionalField[str] = UNSET
     stderr: OptionalField[str] = UNSET
@@ -111,7 +111,7 @@ class ApplyPatchToolCallResponse(msgspec.Struct, kw_only=True, tag_field="type",
 
 
 class WebSearchToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="web_search"):
-    """A search, or what is done with its results: `action` says which."""
+    """A search, or a step on its results: `action` says which."""
 
     queries: list[str] | None
     action: OptionalField[str] = UNSET
@@ -150,7 +150,7 @@ class FileSearchToolCallResponse(msgspec.Struct, kw_only=True, tag_field="type",
 
 
 class MediaReference(msgspec.Struct, kw_only=True):
-    """Stands where data was: a `uri` or `file` part, with the digest and the size of what it replaces."""
+    """Replaces inline data: a `uri` or `file` part with the digest and size of the data."""
 
     type: str
     digest: OptionalField[str] = UNSET
@@ -162,7 +162,7 @@ class ImageGenerationToolCall(msgspec.Struct, kw_only=True, tag_field="type", ta
 
 
 class ImageGenerationToolCallResponse(msgspec.Struct, kw_only=True, tag_field="type", tag="image_generation"):
-    """`result` is the picture as base64, or what stands for it."""
+    """`result` is the image as base64, or a reference to it."""
 
     result: str | MediaReference | None
     revised_prompt: OptionalField[str] = UNSET
@@ -179,7 +179,7 @@ class ComputerToolCall(msgspec.Struct, kw_only=True, tag_field="type", tag="comp
 
 
 class ComputerOutput(msgspec.Struct, kw_only=True):
-    """A picture of the screen, under the name that the vendor gives it."""
+    """A screenshot, under the vendor's name for it."""
 
     type: str
     image_url: Any = UNSET
@@ -195,9 +195,9 @@ class ComputerToolCallResponse(msgspec.Struct, kw_only=True, tag_field="type", t
 
 
 class ToolKind(msgspec.Struct, frozen=True):
-    """One kind of tools, and what is said by a call of one and by its response.
+    """A kind of tool with the payload types of its calls and responses.
 
-    `named`: tools of this kind have names of their own.
+    has_named_tools: tools of this kind have names of their own.
     """
 
     name: str
@@ -233,7 +233,7 @@ def payload_fields(kind: ToolKind, *, call: bool) -> frozenset[str]:
 
 @cache
 def forbidden_fields(kind: ToolKind, *, call: bool) -> frozenset[str]:
-    """Fields of the other half: a call that holds its outcome is no call."""
+    """Fields of the other half, which this half must not have."""
     return payload_fields(kind, call=not call) - payload_fields(kind, call=call)
 
 
@@ -245,27 +245,27 @@ def required_fields(kind: ToolKind, *, call: bool) -> tuple[str, ...]:
 
 
 def find_payload_error(kind: str, payload: JsonObject, *, call: bool) -> str:
-    """Why this cannot be the payload of such a call or result, or nothing. Any payload fits a kind not known here."""
+    """Return why the payload is invalid, or an empty string. Any payload is valid for an unknown kind."""
     known = TOOL_KINDS.get(kind)
     if known is None:
         return ""
     if mixed := sorted(forbidden_fields(known, call=call) & payload.keys()):
         ours, other = ("call", "response") if call else ("response", "call")
         return f"a {kind} {ours} cannot hold `{mixed[0]}`, which belongs to the {other}"
-    told: JsonObject = {**payload, "type": kind}
+    attributes: JsonObject = {**payload, "type": kind}
     expected = known.payload_type(call=call)
     try:
-        msgspec.convert(told, expected)
+        msgspec.convert(attributes, expected)
     except (msgspec.ValidationError, UnicodeEncodeError):
         try:
-            msgspec.convert(_normalize_for_schema(told), expected)
+            msgspec.convert(_normalize_for_schema(attributes), expected)
         except msgspec.ValidationError as error:
             return str(error)
     return ""
 
 
 def _normalize_for_schema(value: Json) -> Json:
-    """The same to a JSON Schema, which takes 1.0 for an integer, any number and any text; msgspec does not."""
+    """Normalise for msgspec what JSON Schema accepts: 1.0 as an integer, numbers and strings of any size."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""Tells what is wrong with parts, one by one and as pairs."""
+"""Validation of parts, alone and as pairs of calls and responses."""
 
 from collections.abc import Iterator
 from typing import cast
@@ -10,7 +10,7 @@ from fumehood.message_parts.part_types import TOOL_PART_TYPES, find_part_error
 
 
 class PartProblem(msgspec.Struct, frozen=True):
-    """`where` is the part's place in what was given, such as `[2]` or `[0].parts[1]`."""
+    """location: the position of the part, such as `[2]` or `[0].parts[1]`."""
 
     location: str
     reason: str
@@ -20,30 +20,30 @@ class PartProblem(msgspec.Struct, frozen=True):
 
 
 def validate(document: Json, *, compat: bool = False) -> list[PartProblem]:
-    """All problems of a part, a list of parts, or messages with parts, in their order."""
+    """Return all problems of a part, a list of parts, or messages with parts, in order."""
     found: list[PartProblem] = []
     pairing = _PairingCheck()
-    for where, part in _iter_parts(document):
+    for location, part in _iter_parts(document):
         if reason := find_part_error(part, compat=compat):
-            found.append(PartProblem(where, reason))
+            found.append(PartProblem(location, reason))
         else:
-            found += [PartProblem(where, reason) for reason in pairing.add(cast(JsonObject, part))]
+            found += [PartProblem(location, reason) for reason in pairing.add(cast(JsonObject, part))]
     return found
 
 
 def _iter_parts(document: Json) -> Iterator[tuple[str, Json]]:
     entries = document if isinstance(document, list) else [document]
     for number, entry in enumerate(entries):
-        where = f"[{number}]" if isinstance(document, list) else ""
+        location = f"[{number}]" if isinstance(document, list) else ""
         if isinstance(entry, dict) and "type" not in entry and isinstance(entry.get("parts"), list):
             for inner, part in enumerate(cast(list[Json], entry["parts"])):
-                yield f"{where}.parts[{inner}]", part
+                yield f"{location}.parts[{inner}]", part
         else:
-            yield where, entry
+            yield location, entry
 
 
 class _PairingCheck:
-    """What a sequence of parts said so far, by id: which kind was called, and whether it was answered."""
+    """The calls and responses of a sequence so far, by id."""
 
     def __init__(self) -> None:
         self._kinds_by_call_id: dict[str, str] = {}
@@ -51,22 +51,22 @@ class _PairingCheck:
         self._open_calls_by_kind: dict[str, int] = {}
 
     def add(self, part: JsonObject) -> Iterator[str]:
-        form = TOOL_PART_TYPES.get(cast(str, part["type"]))
-        if form is None:
+        part_type = TOOL_PART_TYPES.get(cast(str, part["type"]))
+        if part_type is None:
             return
         shared = part.get("id")
-        for key, side in ((form.call, "call"), (form.response, "response")):
+        for key, side in ((part_type.call, "call"), (part_type.response, "response")):
             if not key or key not in part:
                 continue
             payload = part[key]
-            # Before payloads had types, all tools were functions.
+            # Before typed payloads, all tools were functions.
             kind = payload.get("type") if isinstance(payload, dict) else "function"
-            said = str(kind)
+            kind_name = str(kind)
             if side == "call":
-                yield from self._check_call(shared, said)
+                yield from self._check_call(shared, kind_name)
             else:
-                # One object for both halves may hold a response whose call was in an earlier message.
-                yield from self._check_response(shared, said, alone=not form.holds_both)
+                # An object for both halves may hold only the response to a call in an earlier message.
+                yield from self._check_response(shared, kind_name, alone=not part_type.holds_both)
 
     def _check_call(self, shared: Json, kind: str) -> Iterator[str]:
         if not isinstance(shared, str):

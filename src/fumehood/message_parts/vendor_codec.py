@@ -1,7 +1,7 @@
-"""How a vendor writes each kind of call and result, and the way there and back.
+"""Vendor codecs: table-driven, lossless mapping between a vendor's items and canonical parts.
 
-A `Shape` is a table: which value of the vendor's item is which field of the part. `lift` moves values out of an item
-into parts, `lower` puts them back; both are the same for all vendors, and lossless whatever the item is.
+An `ItemMapping` says which value of an item is which field of a part. `decode_item` moves values from an item into
+parts, `encode_item` puts them back; both work the same for all vendors.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from fumehood.message_parts.field_codecs import (
     set_at_path,
 )
 
-# The vendors' words for the same five states; a word that is not here says nothing.
+# The vendors' words for a status; other words are ignored.
 VENDOR_STATUSES: dict[str, Status] = {
     "in_progress": "in_progress",
     "queued": "in_progress",
@@ -59,7 +59,7 @@ VENDOR_STATUSES: dict[str, Status] = {
 
 
 class FieldMapping(msgspec.Struct, frozen=True):
-    """`name` in the payload is what the vendor has at `path`, read through `lens`."""
+    """The field `name` of the payload is at `path` in the item, read by `codec`."""
 
     name: str
     path: JsonPath
@@ -67,29 +67,29 @@ class FieldMapping(msgspec.Struct, frozen=True):
 
 
 def _parse_path(written: str) -> JsonPath:
-    """`"content.0.text"` as steps; numbers are places in lists."""
+    """Split `"content.0.text"` into steps; numbers are list indexes."""
     return tuple(int(step) if step.isdigit() else step for step in written.split("."))
 
 
 def map_fields(**paths: str) -> tuple[FieldMapping, ...]:
-    """`code="input.code"`; a lens is named behind a bar: `queries="input.query|one"`. No path means the same name."""
+    """Map `code="input.code"`, with a codec after a bar: `queries="input.query|one"`. An empty path is the name."""
     made: list[FieldMapping] = []
     for name, written in paths.items():
-        place, _, lens = written.partition("|")
-        made.append(FieldMapping(name, _parse_path(place or name), lens))
+        path, _, codec = written.partition("|")
+        made.append(FieldMapping(name, _parse_path(path or name), codec))
     return tuple(made)
 
 
 class ItemMapping(msgspec.Struct, frozen=True, kw_only=True):
     """One type of item.
 
-    type: as the vendor says it; `kind`: as we do.
-    call, result: what it holds of either; an item that holds both is split.
-    id, call_id: where they are; in an item without a call_id the id is what call and result share.
-    name: where the tool's own name is, for kinds that have them.
-    failed: where something is said only if it went wrong.
-    execution: who runs it, or how the item tells.
-    begins: an item of this type before anything is put into it, if there must be more than the type.
+    type, kind: the vendor's name and ours.
+    call, response: the fields of each half; an item with both is split into two parts.
+    id, call_id: paths of the ids; without a call_id, call and response share the id.
+    name: path of the tool's own name, for kinds that have one.
+    failed: path of a value that is present only on failure.
+    execution: who runs it, or a function that reads it from the item.
+    template: an item of this type before fields are set, if it needs more than the type.
     """
 
     type: str
@@ -133,7 +133,7 @@ class ItemMapping(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def nested_under(self, prefix: JsonPath) -> "ItemMapping":
-        """The same, for items that have it in a member."""
+        """Return the mapping for items that hold this one in a member."""
 
         def moved(side: tuple[FieldMapping, ...] | None) -> tuple[FieldMapping, ...] | None:
             if side is None:
@@ -141,7 +141,7 @@ class ItemMapping(msgspec.Struct, frozen=True, kw_only=True):
             return tuple(FieldMapping(field.name, (*prefix, *field.path), field.codec) for field in side)
 
         inner = {key: getattr(self, key) for key in ("id", "call_id", "name", "status", "failed")}
-        paths = {key: (*prefix, *place) if place else () for key, place in inner.items()}
+        paths = {key: (*prefix, *path) if path else () for key, path in inner.items()}
         return msgspec.structs.replace(self, call=moved(self.call), response=moved(self.response), **paths)
 
     def _read_status(self, item: JsonObject) -> Status | None:
@@ -158,10 +158,10 @@ class ItemMapping(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PartDraft(msgspec.Struct, frozen=True):
-    """A part, yet empty, with the values that it would take out of its item.
+    """An empty part, with the fields to extract from its item.
 
-    fields: their names are members of a call's or result's payload, and attributes of any other part.
-    needed: it is there even if it has nothing to say.
+    fields: names are payload fields of a call or response, and attributes of any other part.
+    is_required: the part exists even if no field is present.
     """
 
     part: Part
@@ -184,19 +184,19 @@ def draft_tool_parts(item: JsonObject, mapping: ItemMapping) -> list[PartDraft]:
 
 
 def decode_item(vendor: str, item: Json, drafts: list[PartDraft], list_index: int = 0) -> list[Part]:
-    """The parts of one item. An item that does not give what its claims need is carried whole."""
-    left = copy_json(item)
+    """Decode one item into parts. An item that lacks what its drafts need becomes an opaque part."""
+    rest = copy_json(item)
     parts: list[Part] = []
-    for claim in drafts:
-        moved = _extract_fields(left, claim)
-        if moved is not None:
-            claim.part.source = VendorSource(
-                vendor=vendor, is_continuation=bool(parts), extracted_fields=moved, list_index=list_index
+    for draft in drafts:
+        extracted = _extract_fields(rest, draft)
+        if extracted is not None:
+            draft.part.source = VendorSource(
+                vendor=vendor, is_continuation=bool(parts), extracted_fields=extracted, list_index=list_index
             )
-            parts.append(claim.part)
+            parts.append(draft.part)
     if not parts:
         return [wrap_opaque_item(vendor, item, list_index)]
-    parts[0].source = msgspec.structs.replace(cast(VendorSource, parts[0].source), item=left)
+    parts[0].source = msgspec.structs.replace(cast(VendorSource, parts[0].source), item=rest)
     return parts
 
 
@@ -207,25 +207,25 @@ def wrap_opaque_item(vendor: str, item: Json, list_index: int = 0) -> GenericPar
 
 
 def _extract_fields(item: Json, draft: PartDraft) -> list[ExtractedField] | None:
-    """Moves what is claimed out of the item and into the part, or nothing if that would be no part."""
+    """Move the fields of a draft from the item into the part; None, and no change, if the part would be incomplete."""
     part = draft.part
     if isinstance(part, ToolCallPart | ToolCallResponsePart):
         part.payload = dict.fromkeys(_required_fields(part.kind, call=isinstance(part, ToolCallPart)))
-    moved: list[ExtractedField] = []
+    extracted: list[ExtractedField] = []
     before: list[Json] = []
     for field in draft.fields:
         value = get_at_path(item, field.path)
-        if value is MISSING or any(move.field == field.name for move in moved):
+        if value is MISSING or any(move.field == field.name for move in extracted):
             continue
-        taken = extract(value, field.codec)
-        if taken is None or not _try_set_field(part, field.name, taken[0]):
+        extraction = extract(value, field.codec)
+        if extraction is None or not _try_set_field(part, field.name, extraction[0]):
             continue
-        moved.append(ExtractedField(field.name, field.path, field.codec))
+        extracted.append(ExtractedField(field.name, field.path, field.codec))
         before.append(value)
-        set_at_path(item, field.path, taken[1])
-    if _is_complete(draft, len(moved), any(value is not None for value in before)):
-        return moved
-    for move, value in zip(reversed(moved), reversed(before), strict=True):
+        set_at_path(item, field.path, extraction[1])
+    if _is_complete(draft, len(extracted), any(value is not None for value in before)):
+        return extracted
+    for move, value in zip(reversed(extracted), reversed(before), strict=True):
         set_at_path(item, move.path, value)
     return None
 
@@ -244,7 +244,7 @@ def _required_fields(kind: str, *, call: bool) -> tuple[str, ...]:
 
 
 def _try_set_field(part: Part, name: str, value: Json) -> bool:
-    """Sets the field if the part allows this value in it."""
+    """Set the field if its value is valid for the part."""
     if isinstance(part, ToolCallPart | ToolCallResponsePart):
         changed: JsonObject = {**part.payload, name: value}
         if tool_payloads.find_payload_error(part.kind, changed, call=isinstance(part, ToolCallPart)):
@@ -261,25 +261,25 @@ def _try_set_field(part: Part, name: str, value: Json) -> bool:
 
 
 def encode_item(parts: list[Part]) -> Json:
-    """The item that these parts were lifted from: the first has what was left of it, all have values of it."""
+    """Restore the item of these parts: the first holds the rest of it, all hold values of it. Raises ValueError."""
     source = parts[0].source
     if source is None or source.item is msgspec.UNSET:
-        raise ValueError("the first part does not know its item")
+        raise ValueError("the first part has no vendor item")
     item = copy_json(source.item)
-    # The last that was moved goes back first: what it stands in may have been moved before it.
+    # In reverse order: an earlier field may contain a later one.
     for part in reversed(parts):
-        for move in reversed(part.source.extracted_fields if part.source is not None else []):
-            item = _restore_field(item, move, get_part_field(part, move.field))
+        for field in reversed(part.source.extracted_fields if part.source is not None else []):
+            item = _restore_field(item, field, get_part_field(part, field.field))
     return item
 
 
 def _restore_field(item: Json, field: ExtractedField, value: Json) -> Json:
     left = get_at_path(item, field.path)
-    lens = FIELD_CODECS.get(field.codec)
-    if lens is None:
-        raise ValueError(f"there is no lens {field.codec!r}")
+    codec = FIELD_CODECS.get(field.codec)
+    if codec is None:
+        raise ValueError(f"there is no codec {field.codec!r}")
     rest = None if left is MISSING else left
-    return set_at_path(item, field.path, lens.encode(copy_json(value), rest))
+    return set_at_path(item, field.path, codec.encode(copy_json(value), rest))
 
 
 def get_part_field(part: Part, name: str) -> Json:
@@ -296,7 +296,7 @@ _PLAIN_FIELDS = frozenset({"content", "uri", "file_id"})
 
 
 class TextTemplate(msgspec.Struct, frozen=True):
-    """How the vendor writes plain text: an item, and where the text goes."""
+    """An item for plain text, and the path of the text in it."""
 
     item: JsonObject
     path: JsonPath
@@ -313,11 +313,11 @@ def derive_no_calls(_document: Json, _observed: list[Part]) -> list[ToolCallPart
 class VendorCodec(msgspec.Struct, frozen=True, kw_only=True):
     """One API of one vendor.
 
-    shapes: the first of a kind is the one that parts from elsewhere are written in.
-    claims: what an item is, by its own type; nothing for types not known here.
-    text, asked, reasoning: what the model says, what it was told (if that is written otherwise), what it thinks.
-    places: where in a whole response the lists of items are.
-    derived: calls that the items do not show, made of what a whole response tells beside them.
+    item_mappings: the first of a kind is used to write parts of other vendors.
+    draft_parts: the drafts of an item, by its type; none for an unknown type.
+    text, user_text, reasoning: templates for text of the model, of the user (if it differs), and for reasoning.
+    find_item_lists: paths of the item lists in a whole response.
+    derive_calls: calls that are not items, derived from other data of a whole response.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""Evaluations of the client as spans and metrics.
+"""Spans and metrics of the client's evaluations.
 
-Only what happens here has a duration: evaluations, requests, functions of the prompt. Of tools that the provider ran it
-is known that they ran, not when; they are events of the evaluation's span, and parts of its messages.
+Evaluations, requests and functions of the prompt are spans. Tools that the provider ran are events of the evaluation's
+span, because the client does not know when they started.
 """
 
 import json
@@ -21,7 +21,7 @@ try:
     from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider, use_span
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 except ImportError as error:
-    raise ImportError("Telemetry of the client needs an extra: pip install 'fumehood[otel]'") from error
+    raise ImportError("Client telemetry needs an extra: pip install 'fumehood[otel]'") from error
 
 from fumehood import __version__
 from fumehood.client import serde
@@ -73,8 +73,8 @@ type Attributes = dict[str, str | int | float | bool | Sequence[str]]
 class ClientTelemetry:
     """An observer for an adapter: `OpenAIAdapter(model=…, observer=ClientTelemetry())`.
 
-    Spans are below whatever span is current where a prompt is evaluated, and current themselves while they last: those
-    that a tool's handler makes are below the tool's. One object serves any number of adapters and threads.
+    Spans are children of the current span and become current themselves, so that spans of a tool's handler are children
+    of the tool's. One object serves any number of adapters and threads.
     """
 
     def __init__(
@@ -88,32 +88,37 @@ class ClientTelemetry:
         max_content_bytes: int = MAX_CONTENT_BYTES,
         propagate: bool | None = None,
     ) -> None:
-        """The providers are OpenTelemetry's global ones unless given.
+        """Create an observer that reports to the given providers, by default OpenTelemetry's global ones.
 
-        capture_content: whether what was said is recorded; unless given, as the environment says. view: what its parts
-        look like; redact: what becomes of each text in it; longest: bytes of an attribute.
-        propagate: whether requests carry the W3C trace context; unless given, as the environment says.
+        capture_content: whether to record content; by default as the environment says.
+        representation: how tool calls are written. redact: called with each text, returns what may be recorded.
+        max_content_bytes: limit for one attribute.
+        propagate: whether requests carry the W3C trace context; by default as the environment says.
+
+        Raises ValueError for an unknown representation.
         """
         if representation not in REPRESENTATIONS:
-            raise ValueError(f"There is no view {representation!r}; there are {', '.join(REPRESENTATIONS)}.")
+            raise ValueError(
+                f"There is no representation {representation!r}; there are {', '.join(REPRESENTATIONS)}."
+            )
         tracers = tracer_provider or trace.get_tracer_provider()
         meter = (meter_provider or metrics.get_meter_provider()).get_meter("fumehood.client", __version__)
         self._tracer = tracers.get_tracer("fumehood.client", __version__)
         self._durations = {
             "chat": _create_duration_histogram(
-                meter, "gen_ai.client.operation.duration", "How long requests took."
+                meter, "gen_ai.client.operation.duration", "Duration of requests."
             ),
             "invoke_agent": _create_duration_histogram(
-                meter, "gen_ai.invoke_agent.duration", "How long evaluations took."
+                meter, "gen_ai.invoke_agent.duration", "Duration of evaluations."
             ),
             "execute_tool": _create_duration_histogram(
-                meter, "gen_ai.execute_tool.duration", "How long functions took."
+                meter, "gen_ai.execute_tool.duration", "Duration of functions."
             ),
         }
         self._token_usage = meter.create_histogram(
             "gen_ai.client.token.usage",
             "{token}",
-            "Tokens that requests used.",
+            "Tokens used by requests.",
             explicit_bucket_boundaries_advisory=TOKEN_BUCKETS,
         )
         if capture_content is None:
@@ -123,7 +128,7 @@ class ClientTelemetry:
         )
         self._propagates = "tracecontext" in _enabled_propagators() if propagate is None else propagate
 
-    # ---- what an observer is told ---------------------------------------------------------------------------
+    # ---- the observer ---------------------------------------------------------------------------
 
     @contextmanager
     def observe_evaluation(self, evaluation: EvaluationStarted) -> Generator[None]:
@@ -138,13 +143,13 @@ class ClientTelemetry:
             session["gen_ai.conversation.id"] = evaluation.session_id
         name = f"invoke_agent {evaluation.prompt_name}"
         with self._start_step(name, SpanKind.INTERNAL, attributes, session) as step:
-            evaluated = _EvaluationSpan(step.span, session)
-            token = _evaluation.set(evaluated)
+            evaluation_span = _EvaluationSpan(step.span, session)
+            token = _evaluation.set(evaluation_span)
             try:
                 yield
             finally:
                 _evaluation.reset(token)
-                evaluated.record_totals()
+                evaluation_span.record_totals()
 
     @contextmanager
     def observe_request(self, event: ModelRequestStarted) -> Generator["_RequestObservation"]:
@@ -158,46 +163,47 @@ class ClientTelemetry:
             "server.port": server.port or (80 if server.scheme == "http" else 443),
         }
         name = f"{event.operation} {model}"
-        within = _evaluation.get()
-        about = _request_attributes(event) | (within.session if within else {})
-        with self._start_step(name, SpanKind.CLIENT, attributes, about) as step:
+        parent = _evaluation.get()
+        span_attributes = _request_attributes(event) | (parent.session if parent else {})
+        with self._start_step(name, SpanKind.CLIENT, attributes, span_attributes) as step:
             headers: dict[str, str] = {}
             if self._propagates:
                 _W3C.inject(headers)
-            asking = _RequestObservation(step, self._token_usage, self._content_recorder, within, headers)
             if self._content_recorder is not None:
                 self._content_recorder.record_input(step.span, event.request)
-            yield asking
+            yield _RequestObservation(step, self._token_usage, self._content_recorder, parent, headers)
 
     @contextmanager
     def observe_tool_call(self, call: ToolCallStarted) -> Generator[None]:
         attributes: Attributes = {"gen_ai.operation.name": "execute_tool"}
-        about: Attributes = {"gen_ai.tool.name": call.name, "gen_ai.tool.type": "function"}
-        # A name that a model made up must not become a name of spans and series.
+        span_attributes: Attributes = {"gen_ai.tool.name": call.name, "gen_ai.tool.type": "function"}
+        # A name that the model invented must not become a span name or a label.
         if call.exists:
             attributes["gen_ai.tool.name"] = call.name
         if call.call_id:
-            about["gen_ai.tool.call.id"] = call.call_id
+            span_attributes["gen_ai.tool.call.id"] = call.call_id
         name = f"execute_tool {call.name}" if call.exists else "execute_tool"
-        with self._start_step(name, SpanKind.INTERNAL, attributes, about) as step:
-            within = _evaluation.get()
-            if within is not None:
-                within.running_function = _RunningFunction(step, call)
+        with self._start_step(name, SpanKind.INTERNAL, attributes, span_attributes) as step:
+            evaluation = _evaluation.get()
+            if evaluation is not None:
+                evaluation.running_function = _RunningFunction(step, call)
             try:
                 yield
             finally:
-                if within is not None:
-                    within.running_function = None
+                if evaluation is not None:
+                    evaluation.running_function = None
 
     def publish(self, event: object) -> None:
-        """The events that the client publishes anyway, each where it belongs.
+        """Add an event of the client to its span.
 
-        Handlers may publish some, too, and put anything into them; that is left out.
+        Handlers may publish events with arbitrary content; one that cannot be recorded is logged and left out.
         """
         try:
             self._record_event(event)
         except Exception as error:
-            _log.warning("A %s is left out of a span: %s", type(event).__name__, type(error).__name__)
+            _log.warning(
+                "A %s event was not recorded in a span: %s", type(event).__name__, type(error).__name__
+            )
 
     def _record_event(self, event: object) -> None:
         match event:
@@ -211,33 +217,33 @@ class ClientTelemetry:
                 pass
 
     def _record_tool_invoked(self, event: ToolInvoked) -> None:
-        within = _evaluation.get()
-        running = within.running_function if within else None
+        evaluation = _evaluation.get()
+        running = evaluation.running_function if evaluation else None
         if running is not None and (running.call.name, running.call.call_id) == (event.name, event.call_id):
             if not event.result.success:
                 running.step.set_error("failed")
             if self._content_recorder is not None:
                 self._content_recorder.record_call(running.step.span, event)
             return
-        about: Attributes = {
+        attributes: Attributes = {
             "gen_ai.tool.name": event.name,
             "gen_ai.tool.type": "extension",
             "fumehood.tool.success": event.result.success,
         }
         if event.call_id:
-            about["gen_ai.tool.call.id"] = event.call_id
+            attributes["gen_ai.tool.call.id"] = event.call_id
         if isinstance(container := getattr(event.params, "container_id", None), str):
-            about[CONTAINER_IDS] = [container]
-        _current_span().add_event("fumehood.tool_invoked", about)
+            attributes[CONTAINER_IDS] = [container]
+        _current_span().add_event("fumehood.tool_invoked", attributes)
 
-    # ---- what has a duration --------------------------------------------------------------------------------
+    # ---- spans --------------------------------------------------------------------------------
 
     @contextmanager
     def _start_step(
         self, name: str, kind: SpanKind, attributes: Attributes, span_attributes: Attributes
     ) -> Generator["_SpanStep"]:
-        """attributes: also of the measurements; about: of the span alone."""
-        began = time.perf_counter()
+        """Start a span. attributes: of the span and of the metrics; span_attributes: of the span alone."""
+        started = time.perf_counter()
         span = self._tracer.start_span(name, kind=kind, attributes={**attributes, **span_attributes})
         step = _SpanStep(span, attributes)
         try:
@@ -248,13 +254,13 @@ class ClientTelemetry:
             raise
         finally:
             duration = self._durations.get(str(attributes["gen_ai.operation.name"]), self._durations["chat"])
-            duration.record(time.perf_counter() - began, step.metric_attributes)
+            duration.record(time.perf_counter() - started, step.metric_attributes)
             span.end()
 
 
 def _enabled_propagators() -> list[str]:
-    wanted = os.environ.get(PROPAGATORS_VARIABLE) or "tracecontext"
-    return [name.strip() for name in wanted.split(",")]
+    names = os.environ.get(PROPAGATORS_VARIABLE) or "tracecontext"
+    return [name.strip() for name in names.split(",")]
 
 
 def _create_duration_histogram(meter: metrics.Meter, name: str, description: str) -> Histogram:
@@ -264,31 +270,31 @@ def _create_duration_histogram(meter: metrics.Meter, name: str, description: str
 
 
 def _current_span() -> Span:
-    """The evaluation's; events of handlers that nobody here began are lost, not misplaced."""
+    """Return the evaluation's span; an invalid one outside of evaluations."""
     evaluation = _evaluation.get()
     return evaluation.span if evaluation else trace.INVALID_SPAN
 
 
 def _request_attributes(event: ModelRequestStarted) -> Attributes:
-    """Of a request: its limits, and where its code runs."""
+    """Return sampling limits and containers of a request."""
     request = event.request
-    found: Attributes = {}
+    attributes: Attributes = {}
     for name, member in (
         ("gen_ai.request.max_tokens", "max_output_tokens"),
         ("gen_ai.request.temperature", "temperature"),
         ("gen_ai.request.top_p", "top_p"),
     ):
         if isinstance(value := request.get(member), int | float):
-            found[name] = value
+            attributes[name] = value
     if event.memory_limit:
-        found[MEMORY_LIMIT] = event.memory_limit
+        attributes[MEMORY_LIMIT] = event.memory_limit
     containers = [tool.get("container") for tool in request.get("tools") or ()]
-    if named := [container for container in containers if isinstance(container, str)]:
-        found[CONTAINER_IDS] = named
-    return found
+    if container_ids := [container for container in containers if isinstance(container, str)]:
+        attributes[CONTAINER_IDS] = container_ids
+    return attributes
 
 
-# --- what is going on ---------------------------------------------------------------------------------
+# --- spans in progress ---------------------------------------------------------------------------------
 
 
 @dataclass
@@ -302,7 +308,7 @@ class _SpanStep:
         self.span.set_status(Status(StatusCode.ERROR))
 
     def record_exception(self, error: BaseException) -> None:
-        """Errors are told by their types: their words may hold anything."""
+        """Record the type of the error, and not its message, which may hold content."""
         self.set_error(type(error).__name__)
         status = getattr(error.__cause__, "status_code", None)
         if isinstance(status, int):
@@ -311,13 +317,13 @@ class _SpanStep:
 
 @dataclass
 class _EvaluationSpan:
-    """What its requests used together, also where it failed in the end."""
+    """The span of an evaluation, with the totals of its requests."""
 
     span: Span
     session: Attributes
     usage: TokenUsage = field(default_factory=TokenUsage)
     containers: set[str] = field(default_factory=set[str])
-    running_function: "_RunningFunction | None" = None  # that runs now
+    running_function: "_RunningFunction | None" = None
 
     def record_totals(self) -> None:
         _set_usage_attributes(self.span, self.usage)
@@ -366,28 +372,31 @@ class _RequestObservation:
         if self.content_recorder is not None:
             self.content_recorder.record_output(span, response)
 
-    def _record_usage(self, answer: ModelResponseReceived) -> None:
+    def _record_usage(self, response: ModelResponseReceived) -> None:
         if self.evaluation is not None:
-            self.evaluation.containers.update(answer.container_ids)
-        if answer.usage is None:
+            self.evaluation.containers.update(response.container_ids)
+        usage = response.usage
+        if usage is None:
             return
-        _set_usage_attributes(self.step.span, answer.usage)
+        _set_usage_attributes(self.step.span, usage)
         if self.evaluation is not None:
-            self.evaluation.usage += answer.usage
-        for kind, count in (("input", answer.usage.input_tokens), ("output", answer.usage.output_tokens)):
+            self.evaluation.usage += usage
+        for kind, count in (("input", usage.input_tokens), ("output", usage.output_tokens)):
             self.token_usage.record(count, {**self.step.metric_attributes, "gen_ai.token.type": kind})
 
 
-def _finish_reason(answer: ModelResponseReceived) -> str:
-    asks = any(item.get("type") == "function_call" for item in answer.output)
-    return "tool_call" if asks and answer.finish_reason == "stop" else map_finish_reason(answer.finish_reason)
+def _finish_reason(response: ModelResponseReceived) -> str:
+    has_calls = any(item.get("type") == "function_call" for item in response.output)
+    if has_calls and response.finish_reason == "stop":
+        return "tool_call"
+    return map_finish_reason(response.finish_reason)
 
 
 # --- content ------------------------------------------------------------------------------------------
 
 
 class _ContentRecorder:
-    """What was said, in attributes; a span without it is better than an evaluation that failed over it."""
+    """Writes content to span attributes. A failure costs the attribute, never the evaluation."""
 
     def __init__(self, representation: str, redact: Callable[[str], str] | None, max_bytes: int) -> None:
         self._representation = representation
@@ -395,33 +404,30 @@ class _ContentRecorder:
         self._max_bytes = max_bytes
 
     def record_input(self, span: Span, request: Mapping[str, Any]) -> None:
-        def made() -> list[JsonObject]:
-            return to_messages(
-                self._representation, self._redact(from_vendor("openai", _as_item_list(request.get("input"))))
+        def build() -> str:
+            parts = self._redact(from_vendor("openai", _as_item_list(request.get("input"))))
+            return self._dump_messages(parts)
+
+        self._set_attribute(span, "gen_ai.input.messages", build)
+
+    def record_output(self, span: Span, response: ModelResponseReceived) -> None:
+        def build() -> str:
+            parts = self._redact(from_vendor("openai", _as_item_list(response.output)))
+            reason = response.finish_reason
+            return self._dump_messages(
+                parts, infer_finish_reason(parts) if reason == "stop" else map_finish_reason(reason)
             )
 
-        self._set_attribute(span, "gen_ai.input.messages", lambda: self._dump_messages(made()))
-
-    def record_output(self, span: Span, answer: ModelResponseReceived) -> None:
-        def made() -> list[JsonObject]:
-            parts = self._redact(from_vendor("openai", _as_item_list(answer.output)))
-            stopped = answer.finish_reason == "stop"
-            return to_messages(
-                self._representation,
-                parts,
-                infer_finish_reason(parts) if stopped else map_finish_reason(answer.finish_reason),
-            )
-
-        self._set_attribute(span, "gen_ai.output.messages", lambda: self._dump_messages(made()))
+        self._set_attribute(span, "gen_ai.output.messages", build)
 
     def record_answer(self, span: Span, text: str | None) -> None:
-        def made() -> list[JsonObject]:
-            return to_messages(self._representation, self._redact([TextPart(content=text or "")]), "stop")
+        def build() -> str:
+            return self._dump_messages(self._redact([TextPart(content=text or "")]), "stop")
 
-        self._set_attribute(span, "gen_ai.output.messages", lambda: self._dump_messages(made()))
+        self._set_attribute(span, "gen_ai.output.messages", build)
 
     def record_call(self, span: Span, event: ToolInvoked) -> None:
-        """What a function was called with, and what the model reads of it."""
+        """Record the arguments of a function, and its result as the model reads it."""
 
         def arguments() -> str:
             value = event.params if isinstance(event.params, str) else serde.to_builtins(event.params)
@@ -430,24 +436,22 @@ class _ContentRecorder:
 
         def result() -> str:
             value = cast(Json, json.loads(event.rendered_output))
-            return json.dumps(
-                self._payload(ToolCallResponsePart(kind="function", payload={"result": value}), "response")[
-                    "result"
-                ]
-            )
+            response = ToolCallResponsePart(kind="function", payload={"result": value})
+            return json.dumps(self._payload(response, "response")["result"])
 
         self._set_attribute(span, "gen_ai.tool.call.arguments", arguments)
         self._set_attribute(span, "gen_ai.tool.call.result", result)
 
     def _payload(self, part: Part, member: str) -> JsonObject:
-        (written,) = truncate_parts(to_representation("option1", self._redact([part])), self._max_bytes)
-        return cast(JsonObject, written[member])
+        (truncated,) = truncate_parts(to_representation("option1", self._redact([part])), self._max_bytes)
+        return cast(JsonObject, truncated[member])
 
     def _redact(self, parts: list[Part]) -> list[Part]:
         bare = replace_inline_data(parts)
         return bare if self._redactor is None else redact_parts(bare, self._redactor)
 
-    def _dump_messages(self, messages: list[JsonObject]) -> str:
+    def _dump_messages(self, parts: list[Part], finish_reason: str | None = None) -> str:
+        messages = to_messages(self._representation, parts, finish_reason)
         share = self._max_bytes // max(1, len(messages))
         return json.dumps(
             [
@@ -462,8 +466,8 @@ class _ContentRecorder:
         try:
             span.set_attribute(attribute, build_value())
         except Exception as error:
-            _log.warning("%s is left out of a span: %s", attribute, type(error).__name__)
+            _log.warning("%s was not recorded in a span: %s", attribute, type(error).__name__)
 
 
-def _as_item_list(given: object) -> list[Json]:
-    return cast(list[Json], given) if isinstance(given, list) else []
+def _as_item_list(items: object) -> list[Json]:
+    return cast(list[Json], items) if isinstance(items, list) else []

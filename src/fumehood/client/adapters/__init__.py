@@ -1,4 +1,4 @@
-"""Adapters to providers, and what they have in common."""
+"""Adapters for providers."""
 
 from fumehood.client.adapters.provider_adapter import CitedFile, PromptResponse, ProviderAdapter, ToolChoice
 

@@ -1,4 +1,4 @@
-"""What every adapter is, whatever provider it speaks to."""
+"""The interface of all adapters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ Out = TypeVar("Out")
 
 @dataclass(frozen=True)
 class CitedFile:
-    """A file that the model has produced and speaks of; the container's files endpoint serves it."""
+    """A file that the model produced and cited; the container's files endpoint serves it."""
 
     container_id: str
     file_id: str
@@ -32,9 +32,9 @@ class CitedFile:
 class PromptResponse(Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has a default
     """The answer to a prompt.
 
-    text: the last message as it was written; output: the same as the prompt's output type, if it has one.
-    annotations: all of the last response, as the provider sent them; files: what was produced and cited in any turn.
-    usage: of all turns together; transcript: every item of this evaluation, in order, as it went over the wire.
+    text: the last message. output: the same as the prompt's output type, if it has one.
+    annotations: of the last response, as the provider sent them. files: produced and cited files of all turns.
+    usage: of all turns. transcript: every item of this evaluation in order, as on the wire.
     """
 
     prompt_name: str
@@ -51,7 +51,7 @@ class ProviderAdapter(Protocol):
 
     @property
     def provider(self) -> str:
-        """The name that provider tools must carry to be used here."""
+        """The name that provider tools must have to be used here."""
         ...
 
     def evaluate(

@@ -1,4 +1,4 @@
-"""Running tools the way every adapter does."""
+"""Tool execution that all adapters share."""
 
 import logging
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def tool_to_spec(tool: AnyTool) -> dict[str, Any]:
-    """A tool as providers want it described: `{"type": "function", "function": {name, description, parameters, …}}`."""
+    """Describe a tool for a provider: `{"type": "function", "function": {name, description, parameters, …}}`."""
     if isinstance(tool, ProviderTool):
         raise PromptValidationError(
             f"The tool {tool.name!r} is the provider's own; it has no function specification."
@@ -38,7 +38,7 @@ def tool_to_spec(tool: AnyTool) -> dict[str, Any]:
 
 
 def parse_tool_arguments[P](tool: Tool[P, Any], arguments: str | None) -> P:
-    """The arguments that a model wrote, as the tool's parameters. Raises PromptEvaluationError(phase="tool")."""
+    """Parse the arguments that a model wrote into the tool's parameters. Raises PromptEvaluationError(phase="tool")."""
     try:
         return serde.decode(arguments or "{}", tool.params_type)
     except serde.DecodeError as error:
@@ -48,29 +48,29 @@ def parse_tool_arguments[P](tool: Tool[P, Any], arguments: str | None) -> P:
 
 
 def serialize_tool_message(result: ToolResult[Any]) -> str:
-    """A result as the model reads it. A value that has no JSON is shown as Python shows it."""
-    shown: dict[str, object] = {"success": result.success}
+    """Render a result for the model. A value that is not JSON-serialisable is shown by its `repr`."""
+    rendered: dict[str, object] = {"success": result.success}
     if result.message:
-        shown["message"] = _replace_surrogates(result.message)
+        rendered["message"] = _replace_surrogates(result.message)
     if result.value is None or result.exclude_value_from_context:
-        return serde.encode(shown)
+        return serde.encode(rendered)
     try:
-        return serde.encode({**shown, "payload": result.value})
+        return serde.encode({**rendered, "payload": result.value})
     except (TypeError, ValueError, RecursionError):
-        return serde.encode({**shown, "payload": _replace_surrogates(repr(result.value))})
+        return serde.encode({**rendered, "payload": _replace_surrogates(repr(result.value))})
 
 
 def _replace_surrogates(text: str) -> str:
-    """Without halves of surrogate pairs, which no JSON can have."""
+    """Replace lone surrogates, which JSON cannot encode."""
     return text.encode(errors="replace").decode()
 
 
 @dataclass(frozen=True)
 class ToolExecutor:
-    """Runs what a tool brings along, and tells the bus.
+    """Runs handlers of tools and publishes ToolInvoked.
 
-    A handler that raises leaves the session as it was before. Whatever happens, one ToolInvoked is published; only a
-    passed deadline and an empty budget end the evaluation, anything else is a result.
+    A handler that raises leaves the session as it was before. One ToolInvoked is published in any case; only a passed
+    deadline and an exhausted budget end the evaluation, any other error becomes a result.
     """
 
     context: ToolContext
@@ -78,7 +78,7 @@ class ToolExecutor:
     observer: EvaluationObserver = NOOP_OBSERVER
 
     def run(self, tool: AnyTool | None, name: str, arguments: str | None, call_id: str | None) -> str:
-        """A function that the model has called: what the model reads of it. tool: None if there is no such tool."""
+        """Run a called function and return what the model reads. tool: None if there is no such tool."""
 
         def read() -> object:
             if tool is None:
@@ -110,18 +110,18 @@ class ToolExecutor:
         execute: Callable[[Any], object],
         render: Callable[[ToolResult[Any]], str],
     ) -> str:
-        """Call `act` with what `read` makes of the raw parameters, publish it, and give what `show` shows of it."""
+        """Call `execute` with the parsed parameters, publish the result, and return what `render` makes of it."""
         params = raw
         snapshot = self.context.session.snapshot()
         limit: PromptEvaluationError | None = None
         try:
             params = parse()
             result = check_result(name, execute(params))
-            shown = render(result)
+            rendered = render(result)
         except Exception as error:
             self.context.session.restore(snapshot)
             result = ToolResult[Any].error(_format_tool_error(name, error))
-            shown = render(result)
+            rendered = render(result)
             if isinstance(error, DeadlineExceededError | BudgetExceededError):
                 limit = error
         self.context.event_bus.publish(
@@ -133,16 +133,16 @@ class ToolExecutor:
                 result=result,
                 session_id=self.context.session.session_id,
                 call_id=call_id,
-                rendered_output=shown,
+                rendered_output=rendered,
             )
         )
         if limit is not None:
             raise limit
-        return shown
+        return rendered
 
 
 def check_result(name: str, result: object) -> ToolResult[Any]:
-    """What a handler gave, if it is what handlers give."""
+    """Return a handler's result if it is a ToolResult; else raise."""
     if not isinstance(result, ToolResult):
         raise TypeError(f"the handler of {name!r} returned {type(result).__name__}, not a ToolResult")
     found = cast(ToolResult[Any], result)
@@ -152,7 +152,7 @@ def check_result(name: str, result: object) -> ToolResult[Any]:
 
 
 def _format_tool_error(name: str, error: Exception) -> str:
-    """What the model gets to hear."""
+    """Describe an error for the model."""
     if isinstance(error, PromptEvaluationError) and error.phase == "tool":
         return error.message
     _log.warning("The tool %s failed.", name, exc_info=error)

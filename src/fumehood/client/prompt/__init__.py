@@ -1,4 +1,4 @@
-"""Prompts, sections, tools and typed answers."""
+"""Prompts, sections, tools and structured output."""
 
 from typing import TYPE_CHECKING
 

@@ -1,9 +1,9 @@
-"""Types that all of `prompt` shares: dataclasses as parameters, generics that know their arguments."""
+"""Shared types of prompts: dataclass parameters, and generics that know their arguments at run time."""
 
 from dataclasses import Field, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast, get_args, get_origin
 
-# Its TypeVar has defaults, which typing's has from Python 3.13 on; type checkers bring it along.
+# TypeVar defaults need typing_extensions before Python 3.13.
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
 else:
@@ -18,7 +18,7 @@ class SupportsDataclass(Protocol):
 
 @dataclass(frozen=True)
 class NoParams:
-    """The parameters of what takes none."""
+    """Parameters of a tool that has none."""
 
 
 if TYPE_CHECKING:
@@ -33,14 +33,14 @@ _specialized_classes: dict[tuple[Any, ...], type[Any]] = {}
 
 
 class RuntimeGeneric:
-    """A generic class that knows at run time what it was subscripted with.
+    """A generic class that knows its type arguments at run time.
 
-    `Tool[Query, Rows]` is a subclass of `Tool` whose `type_arguments` are `(Query, Rows)`; as are those of a class that
-    derives from it, and of `Mine[Rows]` after `class Mine[R](Tool[Query, R])`. To type checkers it is an ordinary
-    generic class.
+    `Tool[Query, Rows]` is a subclass of `Tool` with the `type_arguments` `(Query, Rows)`. Classes derived from it have
+    them too, and so has `Mine[Rows]` after `class Mine[R](Tool[Query, R])`. For type checkers it is an ordinary
+    generic.
     """
 
-    # Those of the first generic class; what is open is a TypeVar.
+    # Arguments of the first generic class; an open one is a TypeVar.
     type_arguments: ClassVar[tuple[Any, ...]] = ()
 
     def __init_subclass__(cls, **settings: Any) -> None:
@@ -52,11 +52,11 @@ class RuntimeGeneric:
 
     @classmethod
     def _bind_arguments(cls, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of the first generic class, if these are this one's."""
+        """Return the arguments of the first generic class, given those of this class."""
         if not cls.type_arguments:
             return arguments
-        given = dict(zip(cast(Any, cls).__parameters__, arguments, strict=False))
-        return tuple(given.get(one, one) for one in cls.type_arguments)
+        bound = dict(zip(cast(Any, cls).__parameters__, arguments, strict=False))
+        return tuple(bound.get(one, one) for one in cls.type_arguments)
 
     @classmethod
     def __class_getitem__(cls, item: Any) -> Any:
@@ -75,7 +75,7 @@ class RuntimeGeneric:
         return _specialized_classes[key]
 
     @classmethod
-    def type_argument(cls, place: int) -> Any:
-        """The one at this place, or None if it was not given."""
-        found = cls.type_arguments[place] if place < len(cls.type_arguments) else None
+    def type_argument(cls, index: int) -> Any:
+        """Return the argument at this index, or None if it is not bound."""
+        found = cls.type_arguments[index] if index < len(cls.type_arguments) else None
         return None if isinstance(found, TypeVar) else found

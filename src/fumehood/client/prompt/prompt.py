@@ -1,4 +1,4 @@
-"""Templates made of sections, and prompts made of templates and parameters."""
+"""Prompt templates made of sections, and prompts that bind parameters to them."""
 
 import copy
 import inspect
@@ -25,8 +25,8 @@ type ToolChoice = Literal["auto", "required", "none"] | Mapping[str, object]
 class RenderedPrompt(Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has a default
     """A prompt as an adapter needs it.
 
-    tools: those with handlers, provider tools among them; native_tools: what the provider is asked to run, each
-    `{"type": "built_in", "name": …, **settings}`; sections: those that took part, parents first.
+    tools: all tools with handlers, including provider tools. native_tools: tools that the provider runs, each
+    `{"type": "built_in", "name": …, **settings}`. sections: the enabled sections, parents first.
     """
 
     prompt_name: str
@@ -40,10 +40,10 @@ class RenderedPrompt(Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has a de
 
 
 class PromptTemplate(RuntimeGeneric, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has a default
-    """Sections in their order, under a name. `PromptTemplate[Answer](…)` asks for an `Answer`.
+    """Named sections in order. `PromptTemplate[Answer](…)` asks for an `Answer`.
 
-    Everything that can be wrong with it is found here: keys that occur twice, two tools of one name, placeholders
-    without a field, output types that cannot be described.
+    Raises PromptValidationError for duplicate keys, two tools of one name, placeholders without a field, and output
+    types without a schema.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class PromptTemplate(RuntimeGeneric, Generic[OutputT_co]):  # noqa: UP046 - its 
         index_tools_by_name(tools)
 
     def accepted_types(self) -> set[type[Any]]:
-        """The types of parameters that mean something to a section or a tool of it."""
+        """Return the parameter types that its sections and tools use."""
         found: set[type[Any]] = set()
         for _, section in walk_sections(self.sections):
             found |= {tool.params_type for tool in section.tools()}
@@ -99,7 +99,7 @@ class PromptTemplate(RuntimeGeneric, Generic[OutputT_co]):  # noqa: UP046 - its 
 
 
 class Prompt(RuntimeGeneric, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar has a default
-    """A template with parameters, overrides and resources bound to it. Immutable: `bind` gives another one."""
+    """A template with parameters, overrides and resources. Immutable: `bind` returns another prompt."""
 
     @overload
     def __init__(
@@ -129,7 +129,7 @@ class Prompt(RuntimeGeneric, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar 
         tool_choice: ToolChoice | None = None,
         **built: Any,
     ) -> None:
-        """overrides: texts instead of the sections' own, by key (`parent/child` below the top)."""
+        """overrides: texts that replace those of sections, by key (`parent/child` below the top)."""
         require(
             template is None or not built, f"The template has its own {min(built, default='')!r} already."
         )
@@ -160,19 +160,20 @@ class Prompt(RuntimeGeneric, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar 
         *params: SupportsDataclass,
         resources: Resources | None = None,
     ) -> Self:
-        """The same prompt with these parameters too; of two of one type, the later one counts."""
+        """Return the prompt with further parameters; a later one replaces one of the same type."""
         accepted = self._template.accepted_types()
-        given: dict[type[Any], SupportsDataclass] = {type(one): one for one in self.params}
+        by_type: dict[type[Any], SupportsDataclass] = {type(one): one for one in self.params}
         for one in params:
             require(
                 type(one) in accepted,
-                f"No section and no tool of the prompt takes {_describe_type(one)}; it takes: {_format_types(accepted)}.",
+                f"No section and no tool of the prompt takes {_describe_type(one)}; "
+                f"it takes: {_format_types(accepted)}.",
                 prompt_name=self.name,
                 phase="render",
             )
-            given[type(one)] = one
+            by_type[type(one)] = one
         bound = copy.copy(self)
-        bound.params = tuple(given.values())
+        bound.params = tuple(by_type.values())
         if resources is not None:
             bound.resources = (*self.resources, resources)
         return bound
@@ -180,7 +181,7 @@ class Prompt(RuntimeGeneric, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar 
     def render(
         self, *params: SupportsDataclass, session: "SessionProtocol | None" = None
     ) -> RenderedPrompt[OutputT_co]:
-        """The text, the tools and the output type. Raises PromptValidationError if a parameter is missing."""
+        """Return the text, tools and output type. Raises PromptValidationError if a parameter is missing."""
         if params:
             return self.bind(*params).render(session=session)
         rendering = _Rendering(self, {type(one): one for one in self.params}, session)
@@ -219,7 +220,7 @@ class Prompt(RuntimeGeneric, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar 
 
 
 class _Rendering:
-    """One walk through the sections, and what it has found so far."""
+    """Collects text and tools while it walks through the sections."""
 
     def __init__(
         self,
@@ -298,7 +299,7 @@ class _Rendering:
 def walk_sections(
     sections: Sequence[PromptSection], path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], PromptSection]]:
-    """Every section with the keys that lead to it, parents first."""
+    """Yield every section with the path of its keys, parents first."""
     for section in sections:
         require(isinstance(cast(object, section), Section), f"{section!r} is no section.")
         here = (*path, section.key)
@@ -309,8 +310,9 @@ def walk_sections(
 def merge_native_tools(
     tools: Sequence[Mapping[str, object]], *, prompt_name: str = ""
 ) -> tuple[Mapping[str, object], ...]:
-    """Each once; a mention without settings adds nothing. The same tool with different settings raises
-    PromptValidationError.
+    """Return each tool once; an entry without settings adds nothing.
+
+    Raises PromptValidationError for one tool with different settings.
     """
     found: dict[object, Mapping[str, object]] = {}
     for tool in tools:
@@ -329,7 +331,7 @@ def merge_native_tools(
 
 @lru_cache(maxsize=512)
 def _accepted_keywords(render: Callable[..., str]) -> tuple[str, ...]:
-    """Which of the further keywords a section's `render` takes."""
+    """Return which optional keywords a section's `render` accepts."""
     return tuple(name for name in ("path", "session") if name in inspect.signature(render).parameters)
 
 

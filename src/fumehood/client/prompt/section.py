@@ -1,4 +1,4 @@
-"""The parts that prompts are made of."""
+"""Sections, the parts of a prompt."""
 
 import copy
 import re
@@ -12,14 +12,14 @@ from fumehood.client.prompt._types import ParamsT_co, RuntimeGeneric, SupportsDa
 from fumehood.client.prompt.tool import AnyTool
 
 _KEY = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
-# `${name}` is a placeholder, `$${name}` is the text `${name}`; any other dollar is just that.
+# `${name}` is a placeholder, `$${name}` is the text `${name}`; any other dollar sign is literal.
 _PLACEHOLDER = re.compile(r"\$(\$)?\{(\w+)\}")
 
 
 class Section(RuntimeGeneric, ABC, Generic[ParamsT_co]):  # noqa: UP046 - its TypeVar has a default
-    """One part of a prompt: some text, the tools that belong to it, and the sections below it.
+    """A part of a prompt: text, tools, and child sections.
 
-    Its parameters are a dataclass, which is the class's type argument: `Section[Params]`.
+    Its parameters are a dataclass, the type argument of the class: `Section[Params]`.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Section(RuntimeGeneric, ABC, Generic[ParamsT_co]):  # noqa: UP046 - its Ty
         tools: Sequence[AnyTool] = (),
         accepts_overrides: bool = True,
     ) -> None:
-        """enabled: called with the parameters; a section that is not, and all below it, is left out."""
+        """enabled: called with the parameters; a disabled section is left out with all its children."""
         require(_KEY.match(key), f"The section key {key!r} is not 1 to 64 of a-z, 0-9, '.', '_' and '-'.")
         kind: Any = self.type_argument(0)
         require(
@@ -58,7 +58,7 @@ class Section(RuntimeGeneric, ABC, Generic[ParamsT_co]):  # noqa: UP046 - its Ty
 
     @property
     def params_type(self) -> type[Any] | None:
-        """The dataclass that it wants, or None if it takes no parameters."""
+        """The dataclass of its parameters, or None."""
         default = self._default_params
         return self.type_argument(0) or (None if default is None else type(default))
 
@@ -66,27 +66,27 @@ class Section(RuntimeGeneric, ABC, Generic[ParamsT_co]):  # noqa: UP046 - its Ty
         return self._tools
 
     def native_tools(self, params: SupportsDataclass | None) -> Sequence[Mapping[str, object]]:  # noqa: ARG002
-        """The provider's own tools that it asks for, as `{"type": "built_in", "name": …, **settings}`."""
+        """Return the native tools of the provider that it uses, as `{"type": "built_in", "name": …, **settings}`."""
         return ()
 
     def is_enabled(self, params: SupportsDataclass | None) -> bool:
         return self._enabled is None or self._enabled(params)
 
     def placeholders(self) -> frozenset[str]:
-        """The names that its text refers to."""
+        """Return the names of the placeholders in its text."""
         return frozenset()
 
     @abstractmethod
     def render(self, params: SupportsDataclass | None, depth: int, number: str) -> str:
-        """Its text without its children's; empty if it has nothing to say, and then its number goes to the next.
+        """Return its text without children; an empty text takes up no number.
 
-        depth: 0 at the top; number: "2" or "2.1". A section may also take `path` (the keys from the top down to it)
-        and `session` as keywords.
+        depth: 0 at the top. number: "2" or "2.1". A section may also accept the keywords `path` (keys from the top down
+        to it) and `session`.
         """
 
     @abstractmethod
     def clone(self, **kwargs: object) -> "Section[ParamsT_co]":
-        """The same with other settings."""
+        """Return a copy with other settings."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(key={self.key!r})"
@@ -96,7 +96,7 @@ type PromptSection = Section[SupportsDataclass]
 
 
 class MarkdownSection(Section[ParamsT_co]):
-    """A heading and a text in which `${name}` stands for the parameter of that name."""
+    """A heading and a text with placeholders `${name}` for its parameters."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class MarkdownSection(Section[ParamsT_co]):
         return format_markdown(self.title, fill_placeholders(self.template, params), depth, number)
 
     def with_template(self, template: str) -> Self:
-        """The same section with another text, for one rendering."""
+        """Return the section with another text, for one rendering."""
         other = copy.copy(self)
         other.template = template
         return other
@@ -149,7 +149,7 @@ class MarkdownSection(Section[ParamsT_co]):
 
 
 def format_markdown(title: str, body: str, depth: int, number: str) -> str:
-    """A heading with its text."""
+    """Format a heading with its text."""
     heading = f"{'#' * (depth + 2)} {number}. {title}"
     body = body.strip()
     return f"{heading}\n\n{body}" if body else heading
@@ -160,7 +160,7 @@ def find_placeholders(template: str) -> frozenset[str]:
 
 
 def fill_placeholders(template: str, params: SupportsDataclass | None) -> str:
-    """What is put in is not looked at again: a `${…}` in a value stays one."""
+    """Replace placeholders once: a `${…}` in a value is kept as it is."""
     values: dict[str, Any] = {}
     if params is not None:
         values = {field.name: getattr(params, field.name) for field in fields(cast(Any, params))}

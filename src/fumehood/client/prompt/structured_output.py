@@ -1,4 +1,4 @@
-"""Answers that have a type."""
+"""Structured output: answers with a type."""
 
 import re
 import typing
@@ -12,13 +12,13 @@ if typing.TYPE_CHECKING:
     from fumehood.client import serde
     from fumehood.client.prompt.prompt import RenderedPrompt
 
-# Providers take only objects at the root, so a list travels in one.
+# Providers accept only objects at the root, so a list is wrapped in one.
 _LIST_FIELD = "items"
 
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """The type of an answer: a dataclass, or a list of them (then `item_type` is the dataclass)."""
+    """The output type: a dataclass, or a list of them (then `item_type` is the dataclass)."""
 
     kind: Any
     item_type: type[Any]
@@ -27,12 +27,12 @@ class StructuredOutput:
 
     @property
     def name(self) -> str:
-        """As providers want names: 1 to 64 letters, digits, _ and -."""
+        """Return a name that providers accept: 1 to 64 letters, digits, _ and -."""
         return re.sub(r"[^a-z0-9_-]", "_", self.item_type.__name__.lower())[:64]
 
 
 def describe_output_type(kind: Any) -> StructuredOutput | None:
-    """None for a prompt that asks for text: no type, `None` or `str`."""
+    """Return None for a prompt that asks for text: no type, `None` or `str`."""
     if kind in (None, type(None), str):
         return None
     is_list = typing.get_origin(kind) is list
@@ -57,22 +57,22 @@ def describe_output_type(kind: Any) -> StructuredOutput | None:
 
 
 def parse_structured_output[T](text: str, rendered: "RenderedPrompt[T]") -> T:
-    """The answer as the prompt's output type. Raises OutputParseError."""
-    wanted = rendered.output
-    if wanted is None:
+    """Parse the answer as the prompt's output type. Raises OutputParseError."""
+    output_type = rendered.output
+    if output_type is None:
         return cast(T, text if rendered.output_type is str else None)
     from fumehood.client import serde
 
     try:
-        if not wanted.is_list:
-            return serde.decode(_strip_code_fence(text), wanted.kind)
+        if not output_type.is_list:
+            return serde.decode(_strip_code_fence(text), output_type.kind)
         found: Any = serde.decode(_strip_code_fence(text), object)
         if isinstance(found, dict):
             found = cast(dict[str, Any], found).get(_LIST_FIELD)
-        return serde.convert(found, wanted.kind)
+        return serde.convert(found, output_type.kind)
     except serde.DecodeError as error:
         raise OutputParseError(
-            f"The answer is no {wanted.item_type.__name__}: {error}. It begins with {text[:200]!r}.",
+            f"The answer is no {output_type.item_type.__name__}: {error}. It begins with {text[:200]!r}.",
             prompt_name=rendered.prompt_name,
             phase="response",
             provider_payload=text,
@@ -80,7 +80,7 @@ def parse_structured_output[T](text: str, rendered: "RenderedPrompt[T]") -> T:
 
 
 def _strip_code_fence(text: str) -> str:
-    """Models that are not held to a schema like to put JSON into a fence."""
+    """Strip a Markdown code fence, which models without schema enforcement often add."""
     lines = text.strip().splitlines()
     fenced = len(lines) > 2 and lines[0].startswith("```") and lines[-1] == "```"
     return "\n".join(lines[1:-1]) if fenced else text

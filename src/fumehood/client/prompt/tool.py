@@ -1,4 +1,4 @@
-"""What a model can call: tools that we run, and tools that the provider runs."""
+"""Tools that the model can call: functions of this process, and tools of the provider."""
 
 import inspect
 import re
@@ -52,10 +52,10 @@ class _SuccessDescriptor:
 
 
 class ToolResult(Generic[R_co]):  # noqa: UP046 - covariant, though its attributes can be set
-    """What a tool has to say: a message for the model, and a value for whoever listens.
+    """The result of a tool: a message for the model, and a value for subscribers.
 
-    `ToolResult.success(value)` and `ToolResult.ok(value)` make a successful one, `ToolResult.error(message)` one that
-    is not. On an instance `success` tells which it is.
+    `ToolResult.success(value)` and `ToolResult.ok(value)` create a successful result, `ToolResult.error(message)` a
+    failed one. On an instance, `success` says which.
     """
 
     __slots__ = ("exclude_value_from_context", "failed", "message", "value")
@@ -70,7 +70,7 @@ class ToolResult(Generic[R_co]):  # noqa: UP046 - covariant, though its attribut
         *,
         exclude_value_from_context: bool = False,
     ) -> None:
-        """exclude_value_from_context: the model is shown the message only."""
+        """exclude_value_from_context: show only the message to the model."""
         self.message = message
         self.value: R_co | None = value
         self.failed = not success
@@ -98,7 +98,7 @@ class ToolResult(Generic[R_co]):  # noqa: UP046 - covariant, though its attribut
 
 @dataclass(frozen=True)
 class ToolContext:
-    """What a handler may look at besides its parameters."""
+    """What a handler can use besides its parameters."""
 
     prompt: "Prompt[Any]"
     rendered_prompt: "RenderedPrompt[Any]"
@@ -122,7 +122,7 @@ class ToolHandler(Protocol[P_contra, R_co]):
 class ProviderToolCallData:
     """A call that the provider has run, as it reports it; `raw` is the item itself.
 
-    annotations: those of messages that came after the call.
+    annotations: of messages after the call.
     """
 
     type: str
@@ -139,7 +139,7 @@ class ProviderToolCallData:
 
 
 class ProviderOutputHandler(Protocol[R]):
-    """Turns what the provider reports of a call that it ran into a result; `result_type` is the tool's own."""
+    """Converts the provider's report of a call to a result; `result_type` is the tool's."""
 
     def __call__(
         self, data: ProviderToolCallData, context: ToolContext, result_type: type[R], /
@@ -147,10 +147,10 @@ class ProviderOutputHandler(Protocol[R]):
 
 
 class Tool[P, R](RuntimeGeneric):
-    """A function that the model may call: its name, what it is good for, and the handler that runs it.
+    """A function that the model may call: name, description and handler.
 
-    The types of parameters and result are those it was subscripted with, `Tool[Query, Rows](…)`, or else those that
-    the handler is annotated with. Parameters are a dataclass.
+    Parameter and result types come from `Tool[Query, Rows](…)`, else from the handler's annotations. Parameters are a
+    dataclass.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class Tool[P, R](RuntimeGeneric):
 
 
 def _is_valid_handler(handler: Callable[..., object]) -> bool:
-    """Whether it can be called as handlers are."""
+    """Whether it can be called as a handler."""
     try:
         inspect.signature(handler).bind(None, context=None)
     except (TypeError, ValueError):
@@ -216,7 +216,7 @@ def _is_valid_handler(handler: Callable[..., object]) -> bool:
 
 
 def _handler_types(handler: object) -> tuple[Any, Any]:
-    """Types of parameters and result, as a handler's annotations have them."""
+    """Return parameter and result types from a handler's annotations."""
     if handler is None:
         return None, None
     function = handler if hasattr(handler, "__annotations__") else getattr(handler, "__call__", handler)  # noqa: B004
@@ -230,11 +230,11 @@ def _handler_types(handler: object) -> tuple[Any, Any]:
 
 
 class ProviderTool[P, R, C](Tool[P, R]):
-    """A tool that the provider runs, and of which we hear what came out.
+    """A tool that the provider runs and reports.
 
-    provider: the one provider that has it; native_type: how it is called there; config: its settings.
-    handle_provider_output: makes a result of what the provider reports. Without it, the report is decoded into the
-    parameters and the handler is called, as for any tool. Both get the same ToolContext.
+    provider: the provider that has it. native_type: its type there. config: its settings.
+    handle_provider_output: converts the report to a result. Without it, the report is decoded into the parameters and
+    the handler is called, as for any tool. Both get the same ToolContext.
     """
 
     def __init__(
@@ -262,7 +262,7 @@ class ProviderTool[P, R, C](Tool[P, R]):
         self.handle_provider_output = handle_provider_output
 
     def envelope(self) -> Mapping[str, object]:
-        """How `RenderedPrompt.native_tools` lists it; checks its settings."""
+        """Return its entry in `RenderedPrompt.native_tools`; validates its settings."""
         from fumehood.client import serde
 
         settings: Any = serde.to_builtins(self.config)
@@ -275,17 +275,17 @@ class ProviderTool[P, R, C](Tool[P, R]):
 
 type AnyTool = Tool[Any, Any]
 
-# Says why a tool must not be called now, or None if it may.
+# Returns why a tool must not be called now, or None.
 type ToolPolicy = Callable[[AnyTool, Any, ToolContext], str | None]
 
 
 def select_provider_tools(tools: Sequence[AnyTool]) -> list[ProviderTool[Any, Any, Any]]:
-    """Those of them that the provider runs."""
+    """Return the tools that the provider runs."""
     return [cast(ProviderTool[Any, Any, Any], tool) for tool in tools if isinstance(tool, ProviderTool)]
 
 
 def index_tools_by_name(tools: Sequence[AnyTool]) -> dict[str, AnyTool]:
-    """Raises PromptValidationError if two different tools share a name, or one is no tool at all."""
+    """Index tools by name. Raises PromptValidationError if two tools share a name, or one is not a tool."""
     found: dict[str, AnyTool] = {}
     for tool in tools:
         require(isinstance(cast(object, tool), Tool), f"{tool!r} is no tool; write Tool[Params, Result](…).")

@@ -1,4 +1,4 @@
-"""Files for a model, through tools over any filesystem."""
+"""File tools over any filesystem."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,7 +45,7 @@ class FileList:
 
 
 def file_tools(filesystem: Filesystem) -> tuple[AnyTool, ...]:
-    """read_file, write_file, list_files and glob_files over this filesystem."""
+    """Create read_file, write_file, list_files and glob_files for this filesystem."""
 
     def read(params: PathParams, *, context: ToolContext) -> ToolResult[FileText]:
         _ = context
@@ -96,7 +96,7 @@ def _format_error(error: Exception) -> str:
 
 
 class VfsToolsSection(MarkdownSection[NoParams]):
-    """Lets the model read and write a filesystem, which handlers find as `context.filesystem`."""
+    """Lets the model read and write a filesystem, which is `context.filesystem` for handlers."""
 
     def __init__(
         self, *, filesystem: Filesystem, template: str = FILE_TOOLS_TEXT, accepts_overrides: bool = True

@@ -1,4 +1,4 @@
-"""Events and sessions."""
+"""Events, sessions and observers."""
 
 from fumehood.client.runtime.events import (
     EventBus,

@@ -1,4 +1,4 @@
-"""What happens while a prompt is evaluated, and who is told."""
+"""Events of an evaluation, and the bus that publishes them."""
 
 import os
 import threading
@@ -19,7 +19,7 @@ def _now() -> datetime:
 
 
 def new_id() -> str:
-    """128 random bits."""
+    """Return 128 random bits in hexadecimal."""
     return os.urandom(16).hex()
 
 
@@ -38,10 +38,10 @@ class PromptRendered:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolInvoked:
-    """A tool has run, here or at the provider's; it does not matter where.
+    """A tool has run, in this process or at the provider.
 
-    For a provider's tool of which the prompt declares no `Tool`, the name is the native type, the parameters are the
-    call as the provider reports it, and `call_id` is the item's own id where it has no other.
+    For a provider's tool without a `Tool` in the prompt, the name is the native type, the parameters are the call as
+    the provider reports it, and `call_id` falls back to the item's id.
     """
 
     prompt_name: str
@@ -59,7 +59,7 @@ class ToolInvoked:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptExecuted:
-    """A prompt has its answer; `result` is the PromptResponse."""
+    """A prompt has been answered; `result` is the PromptResponse."""
 
     prompt_name: str
     adapter: str
@@ -78,17 +78,17 @@ class Publisher(Protocol):
 
 
 class EventBus(Publisher, Protocol):
-    """Tells everybody who has subscribed."""
+    """Publishes events to subscribers."""
 
     def subscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None:
-        """The handler is called with every event of exactly this type, in the thread that publishes it."""
+        """Call the handler with every event of exactly this type, in the publishing thread."""
         ...
 
     def unsubscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None: ...
 
 
 class InProcessDispatcher:
-    """Calls whoever has subscribed, in order. A handler that fails is logged, and the next one is called."""
+    """Calls subscribers in order. A handler that raises is logged, and the next one is called."""
 
     def __init__(self) -> None:
         self._handlers: dict[type[Any], tuple[Callable[[Any], object], ...]] = {}
@@ -117,20 +117,20 @@ InProcessEventBus = InProcessDispatcher
 
 
 class NullEventBus:
-    """Tells nobody."""
+    """Publishes nothing."""
 
     def subscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None:
-        """Nothing will come."""
+        """Do nothing."""
 
     def unsubscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None:
-        """Nothing came."""
+        """Do nothing."""
 
     def publish(self, event: object) -> None:
-        """Nobody listens."""
+        """Do nothing."""
 
 
 class FanOutEventBus:
-    """A bus and others that are told the same; each once, however often it is given."""
+    """Publishes to several buses, to each once even if it is given repeatedly."""
 
     def __init__(self, bus: EventBus, *others: Publisher | None) -> None:
         self._bus = bus

@@ -1,7 +1,7 @@
-"""Who sees an evaluation from within, beginnings and failures too.
+"""Observers: context managers around the steps of an evaluation.
 
-Events tell what has happened. An observer is there while it happens: each step is entered when it begins and left when
-it is over, with the exception that ended it, if one did.
+Events report what has happened. An observer is entered when a step starts and left when it ends, with the exception
+that ended it, if any.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from fumehood.client.budget import TokenUsage
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationStarted:
-    """Somebody wants a prompt evaluated; nothing of it has been looked at."""
+    """An evaluation starts; nothing has been validated yet."""
 
     prompt_name: str
     adapter: str
@@ -24,10 +24,10 @@ class EvaluationStarted:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequestStarted:
-    """A request is about to be sent to `base_url`, and repeated if it has to be.
+    """A request is about to be sent to `base_url`, with retries.
 
-    operation: "chat", or "compact" for a conversation that is made shorter.
-    memory_limit: of the code interpreter's container, where it is known.
+    operation: "chat", or "compact" for the compaction of a conversation.
+    memory_limit: of the code interpreter's container, if known.
     """
 
     operation: str
@@ -39,7 +39,7 @@ class ModelRequestStarted:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelResponseReceived:
-    """A request has been answered; `end` is "stop", or why the answer ended otherwise."""
+    """A request has been answered. finish_reason: "stop", or why the response ended otherwise."""
 
     id: str
     model: str
@@ -52,7 +52,7 @@ class ModelResponseReceived:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCallStarted:
-    """The model has called a function; `exists`: there is one of that name."""
+    """The model has called a function. exists: whether the prompt has a function of that name."""
 
     name: str
     call_id: str | None
@@ -60,18 +60,18 @@ class ToolCallStarted:
 
 
 class RequestObservation(Protocol):
-    """A request that is under way."""
+    """A request in progress."""
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """What is to be sent along with the request."""
+        """Headers to add to the request."""
         ...
 
     def on_response(self, answer: ModelResponseReceived, /) -> None: ...
 
 
 class EvaluationObserver(Protocol):
-    """Sees the evaluations of an adapter, in the thread that evaluates. What it raises ends the evaluation."""
+    """Observes the evaluations of an adapter, in the evaluating thread. What it raises ends the evaluation."""
 
     def observe_evaluation(self, evaluation: EvaluationStarted, /) -> AbstractContextManager[object]: ...
 
@@ -80,16 +80,16 @@ class EvaluationObserver(Protocol):
     ) -> AbstractContextManager[RequestObservation]: ...
 
     def observe_tool_call(self, call: ToolCallStarted, /) -> AbstractContextManager[object]:
-        """A function of the prompt's; its ToolInvoked is published within. What the provider runs is not told here."""
+        """A function of the prompt runs; its ToolInvoked is published within. Not called for tools of the provider."""
         ...
 
     def publish(self, event: object, /) -> None:
-        """Every event of the evaluation."""
+        """Called with every event of the evaluation."""
         ...
 
 
 class _NoopObservation:
-    """A step that nobody watches."""
+    """Ignores a step."""
 
     headers: Mapping[str, str] = {}
 
@@ -104,7 +104,7 @@ class _NoopObservation:
 
 
 class _NoopObserver:
-    """Sees nothing."""
+    """Ignores everything."""
 
     _step = _NoopObservation()
 

@@ -1,4 +1,4 @@
-"""What outlives one evaluation: typed values, by their type."""
+"""Sessions: typed values that outlive one evaluation."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -7,12 +7,12 @@ from typing import Any, Protocol, overload
 from fumehood.client.dbc import require
 from fumehood.client.runtime.events import EVENT_TYPES, EventBus, InProcessDispatcher, new_id
 
-# Makes the new values of a slice of the old ones and of what happened.
+# Computes the new values of a slice from the old ones and an event.
 type Reducer[T, E] = Callable[[tuple[T, ...], E], tuple[T, ...]]
 
 
 class Snapshot:
-    """All values of a session at one moment."""
+    """All values of a session at one time."""
 
     def __init__(self, slices: Mapping[type[Any], tuple[Any, ...]]) -> None:
         self.slices = slices
@@ -36,11 +36,11 @@ class Slice[T]:
         return tuple(value for value in self.all() if holds(value))
 
     def append(self, value: T) -> None:
-        """Add it; or, if a reducer was registered for this type, let that decide."""
+        """Append a value, or pass it to the reducer that is registered for this type."""
         self._session.dispatch(value)
 
     def seed(self, *values: T) -> None:
-        """These, instead of all there were."""
+        """Replace all values."""
         self._session.replace(self._kind, values)
 
     def clear(self) -> None:
@@ -51,14 +51,14 @@ class Slice[T]:
     @overload
     def register[E](self, reducer: Reducer[T, E], *, on: type[E]) -> None: ...
     def register(self, reducer: Reducer[T, Any], *, on: type[Any] | None = None) -> None:
-        """Change this slice by `reducer` whenever a value of type `on` is appended anywhere, or such an event is
-        published on the session's bus. Without `on`, the reducer takes the place of appending to this slice.
+        """Apply `reducer` to this slice whenever a value of type `on` is appended anywhere, or such an event is
+        published on the session's bus. Without `on`, the reducer replaces appending to this slice.
         """
         self._session.register(self._kind, on or self._kind, reducer)
 
 
 class SessionProtocol(Protocol):
-    """What adapters and tools need of a session."""
+    """The part of a session that adapters and tools use."""
 
     @property
     def session_id(self) -> str: ...
@@ -70,8 +70,8 @@ class SessionProtocol(Protocol):
 
 
 class Session:
-    """Typed values in slices: `session[Plan].latest()`. Threads may share one; whoever restores it, as a tool that
-    fails does, takes back what others did meanwhile.
+    """Typed values in slices: `session[Plan].latest()`. Threads may share a session; restoring it, as a failing tool
+    does, also undoes concurrent changes.
 
     bus (or dispatcher): where events of evaluations in this session are published.
     """
@@ -119,7 +119,7 @@ class Session:
             self._slices[kind] = values
 
     def dispatch(self, value: object) -> None:
-        """Hand a value to the reducers of its type; without one, it joins the slice of its type."""
+        """Pass a value to the reducers of its type; without one, append it to the slice of its type."""
         kind = type(value)
         with self._lock:
             reducers = self._reducers.get(kind, ())

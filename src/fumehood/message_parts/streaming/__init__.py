@@ -1,4 +1,4 @@
-"""Streams of each vendor, put together to what it would have sent in one piece."""
+"""Vendors' streams, assembled into the document that the vendor would have sent without streaming."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -17,7 +17,7 @@ from fumehood.message_parts.streaming.xai_stream import XaiStream
 
 
 class VendorStream(Protocol):
-    """What came of a stream so far. `pieces` knows which items have not ended, where the vendor tells."""
+    """Collects the events of one stream. `partial_items` knows which items have not ended, where the vendor says so."""
 
     @property
     def partial_items(self) -> PartialItems: ...

@@ -1,4 +1,4 @@
-"""Streams of blocks, as Anthropic and Bedrock's Converse send them."""
+"""Streams of content blocks: Anthropic's Messages and Bedrock's Converse."""
 
 from fumehood.message_parts.canonical_parts import Json, JsonObject
 from fumehood.message_parts.field_codecs import copy_json, get_text_at_path
@@ -12,14 +12,14 @@ class AnthropicStream:
         self.partial_items = PartialItems()
 
     def feed(self, event: JsonObject) -> None:
-        place = read_int(event, "index")
+        index = read_int(event, "index")
         match event.get("type"):
             case "content_block_start":
-                self.partial_items.start_item(place, event.get("content_block"))
+                self.partial_items.start_item(index, event.get("content_block"))
             case "content_block_delta":
-                self._apply_delta(place, read_object(event, "delta"))
+                self._apply_delta(index, read_object(event, "delta"))
             case "content_block_stop":
-                self.partial_items.end_item(place)
+                self.partial_items.end_item(index)
             case _:
                 pass
 
@@ -47,7 +47,7 @@ class AnthropicStream:
 
 
 class BedrockConverseStream:
-    """Bedrock's Converse: text blocks begin with their first piece, and are others if something is cited in them."""
+    """Bedrock's Converse: text blocks start with their first delta, and change their type if it cites something."""
 
     def __init__(self) -> None:
         self.partial_items = PartialItems()
@@ -55,12 +55,12 @@ class BedrockConverseStream:
 
     def feed(self, event: JsonObject) -> None:
         if start := read_object(event, "contentBlockStart"):
-            begun = read_object(start, "start")
-            if "toolUse" in begun:
-                begun: JsonObject = {"toolUse": {**read_object(begun, "toolUse"), "input": {}}}
-            elif "toolResult" in begun:
-                begun = {"toolResult": {**read_object(begun, "toolResult"), "content": []}}
-            self.partial_items.start_item(read_int(start, "contentBlockIndex"), begun)
+            started = read_object(start, "start")
+            if "toolUse" in started:
+                started: JsonObject = {"toolUse": {**read_object(started, "toolUse"), "input": {}}}
+            elif "toolResult" in started:
+                started = {"toolResult": {**read_object(started, "toolResult"), "content": []}}
+            self.partial_items.start_item(read_int(start, "contentBlockIndex"), started)
         elif delta := read_object(event, "contentBlockDelta"):
             self._apply_delta(read_int(delta, "contentBlockIndex"), read_object(delta, "delta"))
         elif stop := read_object(event, "contentBlockStop"):
@@ -78,25 +78,25 @@ class BedrockConverseStream:
         elif "citation" in delta:
             self.partial_items.start_item(index, {"text": ""})
             self._citations.setdefault(index, []).append(copy_json(delta["citation"]))
-        elif picture := read_object(delta, "image"):
-            for name, value in picture.items():
+        elif image := read_object(delta, "image"):
+            for name, value in image.items():
                 self.partial_items.set_value(index, ("image", name), value)
-        elif "redactedContent" in (thought := read_object(delta, "reasoningContent")):
+        elif "redactedContent" in (is_reasoning := read_object(delta, "reasoningContent")):
             self.partial_items.start_item(index, {"reasoningContent": {"redactedContent": ""}})
             self.partial_items.append_text(
-                index, ("reasoningContent", "redactedContent"), thought["redactedContent"]
+                index, ("reasoningContent", "redactedContent"), is_reasoning["redactedContent"]
             )
-        elif thought:
+        elif is_reasoning:
             self.partial_items.start_item(index, {"reasoningContent": {"reasoningText": {"text": ""}}})
             for name in ("text", "signature"):
                 self.partial_items.append_text(
-                    index, ("reasoningContent", "reasoningText", name), thought.get(name)
+                    index, ("reasoningContent", "reasoningText", name), is_reasoning.get(name)
                 )
 
     def build_document(self) -> Json:
         return [
-            {"citationsContent": {"content": [item], "citations": copy_json(self._citations[place])}}
-            if place in self._citations
+            {"citationsContent": {"content": [item], "citations": copy_json(self._citations[index])}}
+            if index in self._citations
             else item
-            for place, item in self.partial_items.build_items_by_index()
+            for index, item in self.partial_items.build_items_by_index()
         ]

@@ -1,4 +1,4 @@
-"""Parts of a stream, at any moment of it."""
+"""Assembly of a vendor's stream into items and parts, at any point of the stream."""
 
 import msgspec
 
@@ -17,10 +17,10 @@ _OPEN_STATUSES = (None, "in_progress")
 
 
 class StreamAssembler:
-    """Takes the events of one response as the vendor sends them, and has its items and parts whenever asked.
+    """Accepts the events of one response and returns its items and parts at any time.
 
-    After the last event they are what the vendor would have sent in one piece. Before, and after a stream that broke
-    off, they are what has come: the beginning of a text, those arguments of a call that are whole.
+    After the last event they are what the vendor would have sent without streaming. Before, or after an interrupted
+    stream, they are what has arrived: the start of a text, the complete arguments of a call.
     """
 
     def __init__(self, vendor: str) -> None:
@@ -28,16 +28,16 @@ class StreamAssembler:
         self._stream = VENDOR_STREAMS[self._vendor]()
 
     def feed(self, event: Json) -> None:
-        """Events that are not known are left alone."""
+        """Add an event. Unknown events are ignored."""
         if isinstance(event, dict):
             self._stream.feed(event)
 
     def build_document(self) -> Json:
-        """The items, or the response, as far as they are here."""
+        """Return the items, or the response, as far as they have arrived."""
         return self._stream.build_document()
 
     def build_parts(self, end_status: Status | None = None) -> list[Part]:
-        """`ended`: how calls ended that the stream has not told the end of, if it is over."""
+        """Return the parts. end_status: the status of unfinished calls if the stream has ended."""
         parts = from_vendor(self._vendor, self.build_document())
         tools = [part for part in parts if isinstance(part, ToolCallPart | ToolCallResponsePart)]
         settled = {part.call_id for part in tools if part.call_id and part.status not in _OPEN_STATUSES}

@@ -1,4 +1,4 @@
-"""Gemini's streams: chunks of a response, and steps of an interaction."""
+"""Gemini's streams: chunks of generateContent, and steps of an interaction."""
 
 from typing import cast
 
@@ -8,7 +8,7 @@ from fumehood.message_parts.streaming.partial_items import PartialItems, read_in
 
 
 class GeminiStream:
-    """generateContent: chunks are responses; their parts follow each other, their other members replace each other."""
+    """generateContent: each chunk is a response. Parts are appended, other members replaced."""
 
     def __init__(self) -> None:
         self.partial_items = PartialItems()
@@ -37,21 +37,21 @@ class GeminiStream:
                 self._append_part(self._parts.setdefault(index, []), part)
 
     def _append_part(self, parts: list[tuple[JsonObject, list[str]]], part: JsonObject) -> None:
-        """Pieces of a text are kept apart until somebody asks for it."""
-        last, pieces = parts[-1] if parts else ({}, [])
+        """Append a part; text is joined only when it is read."""
+        last, deltas = parts[-1] if parts else ({}, [])
         if _is_text(last) and _is_text(part) and last.get("thought") == part.get("thought"):
-            pieces.append(cast(str, part["text"]))
+            deltas.append(cast(str, part["text"]))
         else:
-            begun = [cast(str, part["text"])] if _is_text(part) else []
-            parts.append((cast(JsonObject, copy_json(part)), begun))
+            started = [cast(str, part["text"])] if _is_text(part) else []
+            parts.append((cast(JsonObject, copy_json(part)), started))
 
     def build_document(self) -> Json:
         candidates: list[Json] = []
-        for place in sorted(self._candidates):
-            known = self._candidates[place]
+        for index in sorted(self._candidates):
+            known = self._candidates[index]
             parts: list[Json] = [
-                {**part, "text": "".join(pieces)} if pieces else part
-                for part, pieces in self._parts.get(place, [])
+                {**part, "text": "".join(deltas)} if deltas else part
+                for part, deltas in self._parts.get(index, [])
             ]
             content: JsonObject = {**read_object(known, "content"), "parts": parts}
             candidates.append({**known, "content": content})
@@ -63,20 +63,20 @@ def _is_text(part: JsonObject) -> bool:
 
 
 class GeminiInteractionsStream:
-    """Interactions: steps that begin, grow and end."""
+    """Interactions: steps that start, grow and end."""
 
     def __init__(self) -> None:
         self.partial_items = PartialItems()
 
     def feed(self, event: JsonObject) -> None:
-        place = read_int(event, "index")
+        index = read_int(event, "index")
         match event.get("event_type"):
             case "step.start":
-                self.partial_items.start_item(place, event.get("step"))
+                self.partial_items.start_item(index, event.get("step"))
             case "step.delta":
-                self._apply_delta(place, read_object(event, "delta"))
+                self._apply_delta(index, read_object(event, "delta"))
             case "step.stop":
-                self.partial_items.end_item(place)
+                self.partial_items.end_item(index)
             case _:
                 pass
 
@@ -107,7 +107,7 @@ class GeminiInteractionsStream:
                 pass
 
     def _last_text_path(self, index: int, name: str) -> JsonPath:
-        """The text that is being written, the last of the list."""
+        """Path of the text that is being written, the last in its list."""
         entries = self.partial_items.get_value(index, (name,))
         known = entries if isinstance(entries, list) else []
         if not known or not isinstance(known[-1], dict) or known[-1].get("type") != "text":
@@ -116,7 +116,7 @@ class GeminiInteractionsStream:
         return (name, len(known) - 1)
 
     def _merge_fields(self, index: int, delta: JsonObject) -> None:
-        """A delta of a call or result has the members of its step."""
+        """Merge a delta of a call or response, which has the members of its step."""
         for key, value in delta.items():
             known = self.partial_items.get_value(index, (key,))
             if key == "type" or value is None:

@@ -1,4 +1,4 @@
-"""Streams of Mistral's conversations, of Azure's run steps, and of whole items."""
+"""Streams of Mistral's conversations, of Azure's run steps, and of Bedrock's agents."""
 
 from typing import cast
 
@@ -12,7 +12,7 @@ _HANDOFF_TARGET_FIELDS = ("next_agent_id", "next_agent_name")
 
 
 class MistralConversationStream:
-    """Mistral: events of an entry have its id; the entry itself is told nowhere."""
+    """Mistral: events name their entry by id; the entry itself is never sent."""
 
     def __init__(self) -> None:
         self.partial_items = PartialItems()
@@ -25,10 +25,10 @@ class MistralConversationStream:
             case "tool.execution.delta":
                 self.partial_items.append_text(self._index_of(event), ("arguments",), event.get("arguments"))
             case "tool.execution.done":
-                place = self._index_of(event)
-                self.partial_items.set_value(place, ("info",), event.get("info", {}))
-                self.partial_items.set_value(place, ("completed_at",), event.get("created_at"))
-                self.partial_items.end_item(place)
+                index = self._index_of(event)
+                self.partial_items.set_value(index, ("info",), event.get("info", {}))
+                self.partial_items.set_value(index, ("completed_at",), event.get("created_at"))
+                self.partial_items.end_item(index)
             case "agent.handoff.started":
                 self._start_entry(
                     event,
@@ -36,11 +36,11 @@ class MistralConversationStream:
                     {key: event[key] for key in _HANDOFF_SOURCE_FIELDS if key in event},
                 )
             case "agent.handoff.done":
-                place = self._index_of(event)
+                index = self._index_of(event)
                 for key in _HANDOFF_TARGET_FIELDS:
-                    self.partial_items.set_value(place, (key,), event.get(key))
-                self.partial_items.set_value(place, ("completed_at",), event.get("created_at"))
-                self.partial_items.end_item(place)
+                    self.partial_items.set_value(index, (key,), event.get(key))
+                self.partial_items.set_value(index, ("completed_at",), event.get("created_at"))
+                self.partial_items.end_item(index)
             case "function.call.delta":
                 self._start_entry(event, "function.call", {"arguments": ""})
                 self.partial_items.append_text(self._index_of(event), ("arguments",), event.get("arguments"))
@@ -48,8 +48,8 @@ class MistralConversationStream:
                 self._start_entry(event, "message.output", {"role": "assistant", "content": []})
                 self._append_content(self._index_of(event), event.get("content"))
             case "conversation.response.done":
-                for place in self._indexes.values():
-                    self.partial_items.end_item(place)
+                for index in self._indexes.values():
+                    self.partial_items.end_item(index)
             case _:
                 pass
 
@@ -80,7 +80,7 @@ class MistralConversationStream:
 
 
 def _flatten_text(item: Json) -> Json:
-    """A message of nothing but text is that text."""
+    """Replace the content of a message that is only text by that text."""
     content = item.get("content") if isinstance(item, dict) else None
     if not isinstance(item, dict) or not isinstance(content, list) or len(content) != 1:
         return item
@@ -90,7 +90,7 @@ def _flatten_text(item: Json) -> Json:
 
 
 class AzureRunStepStream:
-    """Azure: events are `{"event": …, "data": …}`; deltas have the shape of what they add to."""
+    """Azure: events are `{"event": …, "data": …}`; a delta has the shape of what it extends."""
 
     def __init__(self) -> None:
         self.partial_items = PartialItems()
@@ -112,7 +112,7 @@ class AzureRunStepStream:
 
 
 def _merge_delta(known: Json, delta: Json) -> Json:
-    """Texts are continued, objects are merged, entries of lists find their places by `index`."""
+    """Concatenate strings, merge objects, and merge list entries by their `index`."""
     if isinstance(known, dict) and isinstance(delta, dict):
         return {
             **known,
@@ -132,15 +132,15 @@ def _merge_delta(known: Json, delta: Json) -> Json:
 
 
 def _merge_field(known: Json, value: Json, key: str) -> Json:
-    """What names a thing is repeated, not continued."""
+    """Merge one field; identifiers are repeated in each delta, not continued."""
     return value if key in ("id", "type", "name") and value is not None else _merge_delta(known, value)
 
 
 def _merge_list(entries: list[Json], delta: list[Json]) -> list[Json]:
     for entry in delta:
-        place = read_int(entry, "index") if isinstance(entry, dict) and "index" in entry else len(entries)
-        if 0 <= place < len(entries):
-            entries[place] = _merge_delta(entries[place], entry)
+        index = read_int(entry, "index") if isinstance(entry, dict) and "index" in entry else len(entries)
+        if 0 <= index < len(entries):
+            entries[index] = _merge_delta(entries[index], entry)
         else:
             entries.append(_merge_delta(None, entry))
     return entries

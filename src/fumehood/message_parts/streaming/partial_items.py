@@ -1,6 +1,6 @@
-"""Items that arrive in pieces: what they began as, and the texts that grow in them.
+"""Items that arrive in deltas.
 
-Nothing is joined or parsed before somebody asks for the items, so a stream costs the same per event however long it is.
+Text is joined and parsed only when the items are read, so the cost per event does not grow with the stream.
 """
 
 import json
@@ -14,7 +14,7 @@ _CLOSING_BRACKETS = {"{": "}", "[": "]"}
 
 
 def parse_partial_json(text: str) -> Json:
-    """What JSON text says that may have been cut off anywhere: all of its values but the one that is not there yet."""
+    """Parse JSON text that may end anywhere; the last incomplete value is dropped."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -33,12 +33,12 @@ def parse_partial_json(text: str) -> Json:
 
 
 class _PartialJsonScan:
-    """How JSON text breaks off: what closes it, whether within a string, and up to where its values are whole."""
+    """How JSON text ends: the brackets to close, whether inside a string, and where its complete values end."""
 
     def __init__(self, text: str) -> None:
         self.is_in_string, self.is_escaped, self.complete_length = False, False, 0
         open_ = list[str]()
-        for place, letter in enumerate(text):
+        for index, letter in enumerate(text):
             if self.is_in_string:
                 self.is_in_string, self.is_escaped = (
                     self.is_escaped or letter != '"',
@@ -48,16 +48,16 @@ class _PartialJsonScan:
                 self.is_in_string = True
             elif letter in _CLOSING_BRACKETS:
                 open_.append(_CLOSING_BRACKETS[letter])
-                self.complete_length = place + 1
+                self.complete_length = index + 1
             elif open_ and letter == open_[-1]:
                 open_.pop()
             elif letter == ",":
-                self.complete_length = place
+                self.complete_length = index
         self.closing = "".join(reversed(open_))
 
 
 class PartialItems:
-    """Items by their places in the stream."""
+    """Items by their index in the stream."""
 
     def __init__(self) -> None:
         self._items: dict[int, Json] = {}
@@ -69,7 +69,7 @@ class PartialItems:
         self._items.setdefault(index, copy_json(item))
 
     def replace_item(self, index: int, item: Json) -> None:
-        """The item as it is in the end."""
+        """Set the final item."""
         self._items[index] = copy_json(item)
         self._text_deltas.pop(index, None)
         self.end_item(index)
@@ -78,14 +78,14 @@ class PartialItems:
         self._ended.add(index)
 
     def append_text(self, index: int, path: JsonPath, text: Json, *, is_json: bool = False) -> None:
-        """More of the text at `path`; `parsed` if it is JSON text whose value belongs there."""
+        """Append to the text at `path`. is_json: the text is JSON whose value belongs there."""
         if isinstance(text, str) and index in self._items:
             self._text_deltas.setdefault(index, {}).setdefault(path, []).append(text)
             if is_json:
                 self._json_text_paths.add((index, path))
 
     def set_value(self, index: int, path: JsonPath, value: Json) -> None:
-        """The value at `path`, instead of whatever grew there; the next of a list may be added so."""
+        """Set the value at `path` instead of the text that grew there; a list may be extended by one entry."""
         self._text_deltas.get(index, {}).pop(path, None)
         item = self._items.get(index)
         within = get_at_path(item, path[:-1]) if path else MISSING
@@ -108,18 +108,18 @@ class PartialItems:
     @property
     def unfinished_positions(self) -> set[int]:
         """Positions in `items` of those that have not ended."""
-        return {number for number, place in enumerate(sorted(self._items)) if place not in self._ended}
+        return {number for number, index in enumerate(sorted(self._items)) if index not in self._ended}
 
     def build_items(self) -> list[Json]:
         return [item for _, item in self.build_items_by_index()]
 
     def build_items_by_index(self) -> list[tuple[int, Json]]:
-        return [(place, self._build_item(place)) for place in sorted(self._items)]
+        return [(index, self._build_item(index)) for index in sorted(self._items)]
 
     def _build_item(self, index: int) -> Json:
         item = copy_json(self._items[index])
-        for path, pieces in self._text_deltas.get(index, {}).items():
-            text = "".join(pieces)
+        for path, deltas in self._text_deltas.get(index, {}).items():
+            text = "".join(deltas)
             if (index, path) in self._json_text_paths:
                 item = _set_if_possible(item, path, parse_partial_json(text) if text else cast(Json, {}))
             else:
@@ -129,7 +129,7 @@ class PartialItems:
 
 
 def _set_if_possible(item: Json, path: JsonPath, value: Json) -> Json:
-    """A stream may speak of places that are not there; then nothing is put."""
+    """Set the value, unless the path does not exist."""
     try:
         return set_at_path(item, path, value)
     except ValueError:

@@ -5,17 +5,17 @@ from fumehood.message_parts.field_codecs import copy_json
 from fumehood.message_parts.streaming.openai_stream import OpenAIResponseStream
 from fumehood.message_parts.streaming.partial_items import PartialItems, read_int, read_object
 
-# As its protobuf messages are written in JSON, with either kind of names.
+# Protobuf field names in JSON, in both spellings.
 _TEXT_FIELDS = ("content", "reasoning_content", "encrypted_content", "reasoningContent", "encryptedContent")
 _CALL_FIELDS = ("tool_calls", "toolCalls")
 _FINISH_REASON_FIELDS = ("finish_reason", "finishReason")
 
 
 class XaiChatStream:
-    """Chunks are responses whose outputs have deltas for messages.
+    """Chunks are responses with deltas of messages in their outputs.
 
-    Texts are continued and lists are added to. Calls come whole; one that comes again is the same call with its new
-    status. Anything else is replaced by what comes later.
+    Texts are continued, lists extended. Calls arrive complete; a repeated call is an update of its status. Anything
+    else is replaced by a later value.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class XaiChatStream:
                 self.partial_items.set_value(index, path, value)
 
     def _replace_known_call(self, index: int, path: JsonPath, entry: Json) -> bool:
-        """Whether it takes the place of an entry that is there, as a call does that has been told before."""
+        """Replace an entry that is already there, such as a repeated call; return whether there was one."""
         known = self.partial_items.get_value(index, path) if path[-1] in _CALL_FIELDS else None
         for position, each in enumerate(known if isinstance(known, list) else []):
             if isinstance(each, dict) and isinstance(entry, dict) and each.get("id", "") == entry.get("id"):
@@ -72,7 +72,7 @@ class XaiChatStream:
 
 
 class XaiStream:
-    """Whichever of the two it is; their events cannot be mistaken, since chunks have no type."""
+    """Either of the two streams: chunks of the chat API have no type."""
 
     def __init__(self) -> None:
         self._stream: XaiChatStream | OpenAIResponseStream | None = None

@@ -1,4 +1,4 @@
-"""The vendors, by the names they are asked for."""
+"""The vendor codecs by name."""
 
 from fumehood.message_parts.vendors import (
     anthropic,

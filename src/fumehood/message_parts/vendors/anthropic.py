@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: calls and results are blocks of their own, tied by an id."""
+"""Anthropic's Messages API: calls and results are separate blocks with a common id."""
 
 import msgspec
 
@@ -27,8 +27,8 @@ _ERROR = ("content", "error_code")
 
 
 def _call_mapping(name: str, kind: str, **paths: str) -> ItemMapping:
-    begins: JsonObject = {"type": "server_tool_use", "id": "", "name": name, "input": {}}
-    return ItemMapping(type=f"server_tool_use:{name}", kind=kind, call=map_fields(**paths), template=begins)
+    template: JsonObject = {"type": "server_tool_use", "id": "", "name": name, "input": {}}
+    return ItemMapping(type=f"server_tool_use:{name}", kind=kind, call=map_fields(**paths), template=template)
 
 
 def _response_mapping(name: str, kind: str, **paths: str) -> ItemMapping:
@@ -120,15 +120,15 @@ ITEM_MAPPINGS = (
         template={"type": "tool_result", "tool_use_id": "", "content": ""},
     ),
 )
-_BY_TYPE = {shape.type: shape for shape in ITEM_MAPPINGS}
+_BY_TYPE = {mapping.type: mapping for mapping in ITEM_MAPPINGS}
 
 
 def draft_parts(item: JsonObject) -> list[PartDraft]:
     kind = item.get("type")
     if not isinstance(kind, str):
         return []
-    if shape := _mapping_of(kind, item):
-        return draft_tool_parts(item, shape)
+    if mapping := _mapping_of(kind, item):
+        return draft_tool_parts(item, mapping)
     match kind:
         case "text":
             return [PartDraft(TextPart(content=""), map_fields(content="text"))]
@@ -143,7 +143,7 @@ def draft_parts(item: JsonObject) -> list[PartDraft]:
 
 
 def _mapping_of(kind: str, item: JsonObject) -> ItemMapping | None:
-    """A server tool that is not known here is a kind of its own, called and answered under its name."""
+    """Return the mapping of a block; an unknown server tool becomes a kind of its own."""
     if kind == "server_tool_use":
         name = get_text_at_path(item, ("name",))
         if not name:
@@ -170,7 +170,7 @@ def _draft_media(item: JsonObject, modality: str) -> list[PartDraft]:
 
 
 def find_item_lists(document: Json) -> list[JsonPath]:
-    """A message has its blocks in `content`; a conversation is a list of messages."""
+    """Blocks are in `content` of a message; a conversation is a list of messages."""
     if isinstance(document, list):
         return [(number, "content") for number, entry in enumerate(document) if _is_message(entry)]
     return [("content",)] if _is_message(document) else []

@@ -1,4 +1,4 @@
-"""Azure AI agents: tool calls of run steps, and OpenAI's items beside Azure's own."""
+"""Azure AI agents: tool calls of run steps, and OpenAI's items."""
 
 from fumehood.message_parts.canonical_parts import Execution, Json, JsonObject, JsonPath
 from fumehood.message_parts.field_codecs import MISSING, get_at_path, get_text_at_path
@@ -16,12 +16,12 @@ from fumehood.message_parts.vendors import openai
 def _run_step_mapping(
     name: str, kind: str, call: dict[str, str], result: dict[str, str], execution: Execution = "server"
 ) -> ItemMapping:
-    """A tool call of a run step: what was asked and what came of it, in a member of the tool's name."""
+    """A tool call of a run step: call and result in a member named after the tool."""
     return ItemMapping(
         type=name,
         kind=kind,
-        call=map_fields(**{field: f"{name}.{place or field}" for field, place in call.items()}),
-        response=map_fields(**{field: f"{name}.{place or field}" for field, place in result.items()}),
+        call=map_fields(**{field: f"{name}.{path or field}" for field, path in call.items()}),
+        response=map_fields(**{field: f"{name}.{path or field}" for field, path in result.items()}),
         name=(name, "name") if kind == "function" else (),
         status=(),
         execution=execution,
@@ -48,7 +48,7 @@ RUN_STEP_MAPPINGS = (
         template={"type": "mcp", "id": "", "name": "", "arguments": "{}"},
     ),
 )
-_BY_TYPE = {shape.type: shape for shape in RUN_STEP_MAPPINGS}
+_BY_TYPE = {mapping.type: mapping for mapping in RUN_STEP_MAPPINGS}
 _OUTPUT_SUFFIX = "_call_output"
 _CALL_SUFFIX = "_call"
 
@@ -56,22 +56,22 @@ _CALL_SUFFIX = "_call"
 def draft_parts(item: JsonObject) -> list[PartDraft]:
     kind = item.get("type")
     if isinstance(kind, str):
-        if shape := _BY_TYPE.get(kind):
-            return draft_tool_parts(item, shape)
-        if kind not in openai.BY_TYPE and (shape := _azure_mapping(kind, item)):
-            return draft_tool_parts(item, shape)
+        if mapping := _BY_TYPE.get(kind):
+            return draft_tool_parts(item, mapping)
+        if kind not in openai.BY_TYPE and (mapping := _azure_mapping(kind, item)):
+            return draft_tool_parts(item, mapping)
     return openai.draft_parts(item)
 
 
 def _azure_mapping(kind: str, item: JsonObject) -> ItemMapping | None:
-    """Azure's tools beside OpenAI's: `azure_ai_search_call` and `azure_ai_search_call_output`, and so on."""
+    """Azure's own tools among OpenAI's items: `azure_ai_search_call`, `azure_ai_search_call_output` and the like."""
     if kind.endswith(_OUTPUT_SUFFIX):
         name = kind.removesuffix(_OUTPUT_SUFFIX)
         return ItemMapping(type=kind, kind=name, response=map_fields(output=""), call_id=("call_id",))
     if kind.endswith(_CALL_SUFFIX):
         name = kind.removesuffix(_CALL_SUFFIX)
         return ItemMapping(type=kind, kind=name, call=map_fields(arguments=""), call_id=("call_id",))
-    # A tool that has no table, or that a later version of the service runs in its steps.
+    # A tool without a mapping, or of a later version of the service.
     if isinstance(item.get(kind), dict) and get_text_at_path(item, ("id",)) is not None:
         return _unknown_step_mapping(kind, item)
     return None
@@ -79,18 +79,18 @@ def _azure_mapping(kind: str, item: JsonObject) -> ItemMapping | None:
 
 def _unknown_step_mapping(kind: str, item: JsonObject) -> ItemMapping:
     output = (FieldMapping("output", (kind, "output")),)
-    for asked in ("input", "arguments"):
+    for call_ids in ("input", "arguments"):
         if (
-            get_at_path(item, (kind, asked)) is not MISSING
+            get_at_path(item, (kind, call_ids)) is not MISSING
             and get_at_path(item, (kind, "output")) is not MISSING
         ):
-            call = (FieldMapping("arguments", (kind, asked)),)
+            call = (FieldMapping("arguments", (kind, call_ids)),)
             return ItemMapping(type=kind, kind=kind, call=call, response=output, status=())
     return ItemMapping(type=kind, kind=kind, call=(FieldMapping("arguments", (kind,)),), status=())
 
 
 def find_item_lists(document: Json) -> list[JsonPath]:
-    """A run step has its calls in `step_details`; steps come one by one, in a list, or in a page of a list."""
+    """Calls are in `step_details` of a run step; steps come alone, in a list, or in a page of a list."""
     steps = get_at_path(document, ("data",)) if isinstance(document, dict) else document
     prefix: JsonPath = ("data",) if isinstance(document, dict) and isinstance(steps, list) else ()
     entries = steps if isinstance(steps, list) else []
@@ -99,7 +99,7 @@ def find_item_lists(document: Json) -> list[JsonPath]:
     ]
     found.append(("step_details", "tool_calls"))
     return [
-        place for place in found if isinstance(get_at_path(document, place), list)
+        path for path in found if isinstance(get_at_path(document, path), list)
     ] or openai.find_item_lists(document)
 
 

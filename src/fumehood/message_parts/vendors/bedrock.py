@@ -1,6 +1,6 @@
-"""Amazon Bedrock's Converse: blocks with one member that says what they are.
+"""Amazon Bedrock's Converse: blocks with one member that names their type.
 
-Blobs are base64 text here, as AWS writes them in JSON.
+Blobs are base64 text, as AWS writes them in JSON.
 """
 
 from fumehood.message_parts.canonical_parts import (
@@ -28,9 +28,9 @@ _SERVER_TOOL_TYPE = "server_tool_use"
 
 
 def _call_mapping(name: str, kind: str, execution: Execution = "server", **paths: str) -> ItemMapping:
-    begins: JsonObject = {"toolUseId": "", "name": name, "input": {}}
+    template: JsonObject = {"toolUseId": "", "name": name, "input": {}}
     if execution == "server":
-        begins["type"] = _SERVER_TOOL_TYPE
+        template["type"] = _SERVER_TOOL_TYPE
     return ItemMapping(
         type=f"toolUse:{name}" if name else "toolUse",
         kind=kind,
@@ -39,14 +39,14 @@ def _call_mapping(name: str, kind: str, execution: Execution = "server", **paths
         name=("name",) if kind == "function" else (),
         status=(),
         execution=execution,
-        template={"toolUse": begins},
+        template={"toolUse": template},
     ).nested_under(("toolUse",))
 
 
 def _response_mapping(name: str, kind: str, execution: Execution = "server", **paths: str) -> ItemMapping:
-    begins: JsonObject = {"toolUseId": "", "content": [], "status": "success"}
+    template: JsonObject = {"toolUseId": "", "content": [], "status": "success"}
     if execution == "server":
-        begins |= {"type": f"{name}_result", "content": [{"json": {}}]}
+        template |= {"type": f"{name}_result", "content": [{"json": {}}]}
     return ItemMapping(
         type=f"toolResult:{name}_result" if name else "toolResult",
         kind=kind,
@@ -54,7 +54,7 @@ def _response_mapping(name: str, kind: str, execution: Execution = "server", **p
         id=(),
         call_id=("toolUseId",),
         execution=execution,
-        template={"toolResult": begins},
+        template={"toolResult": template},
     ).nested_under(("toolResult",))
 
 
@@ -72,12 +72,12 @@ ITEM_MAPPINGS = (
     _call_mapping("", "function", "client", arguments="input"),
     _response_mapping("", "function", "client", result="content"),
 )
-_BY_TYPE = {shape.type: shape for shape in ITEM_MAPPINGS}
+_BY_TYPE = {mapping.type: mapping for mapping in ITEM_MAPPINGS}
 
 
 def draft_parts(item: JsonObject) -> list[PartDraft]:
-    if shape := _mapping_of(item):
-        return draft_tool_parts(item, shape)
+    if mapping := _mapping_of(item):
+        return draft_tool_parts(item, mapping)
     if isinstance(item.get("text"), str):
         return [PartDraft(TextPart(content=""), map_fields(content="text"))]
     if isinstance(get_at_path(item, ("reasoningContent", "reasoningText", "text")), str):
@@ -90,7 +90,7 @@ def draft_parts(item: JsonObject) -> list[PartDraft]:
 
 
 def _mapping_of(item: JsonObject) -> ItemMapping | None:
-    """Tools of the server say so; one that is not known here is a kind of its own."""
+    """Return the mapping of a block; an unknown server tool becomes a kind of its own."""
     if isinstance(item.get("toolUse"), dict):
         name = get_text_at_path(item, ("toolUse", "name")) or ""
         if get_text_at_path(item, ("toolUse", "type")) != _SERVER_TOOL_TYPE or not name:
@@ -118,8 +118,8 @@ def _draft_cited_text(item: JsonObject) -> list[PartDraft]:
 
 def _draft_media(item: JsonObject) -> list[PartDraft]:
     for modality in ("image", "video", "audio", "document"):
-        form = get_text_at_path(item, (modality, "format"))
-        mime = f"{modality}/{form}" if form and modality != "document" else None
+        part_type = get_text_at_path(item, (modality, "format"))
+        mime = f"{modality}/{part_type}" if part_type and modality != "document" else None
         if get_text_at_path(item, (modality, "source", "bytes")) is not None:
             part = BlobPart(content="", modality=modality, mime_type=mime)
             return [PartDraft(part, (FieldMapping("content", (modality, "source", "bytes")),))]
@@ -130,11 +130,11 @@ def _draft_media(item: JsonObject) -> list[PartDraft]:
 
 
 def find_item_lists(document: Json) -> list[JsonPath]:
-    """A response has its message in `output`; a conversation is a list of messages."""
+    """The message is in `output` of a response; a conversation is a list of messages."""
     if isinstance(document, list):
-        return [(number, *place) for number, entry in enumerate(document) for place in find_item_lists(entry)]
+        return [(number, *path) for number, entry in enumerate(document) for path in find_item_lists(entry)]
     found: list[JsonPath] = [("content",), ("output", "message", "content")]
-    return [place for place in found if isinstance(get_at_path(document, place), list)]
+    return [path for path in found if isinstance(get_at_path(document, path), list)]
 
 
 VENDOR = VendorCodec(

@@ -22,7 +22,7 @@ from fumehood.message_parts.vendor_codec import (
 _INPUT_FIELD = "invocationInput"
 _OUTPUT_FIELD = "observation"
 _TRACE_FIELDS = ("orchestrationTrace", "routingClassifierTrace")
-# Where a trace may be: an event of the stream, a trace part, or what is in one.
+# Paths of a trace: in an event of the stream, in a trace part, or at the top.
 _TRACE_PREFIXES: tuple[JsonPath, ...] = (("trace", "trace"), ("trace",), ())
 _TEMPLATE_PATH = ("trace", "trace", _TRACE_FIELDS[0])
 
@@ -31,7 +31,7 @@ def _call_mapping(member: str, kind: str, **paths: str) -> ItemMapping:
     return ItemMapping(
         type=f"{member}Input",
         kind=kind,
-        call=map_fields(**{name: f"{member}Input.{place or name}" for name, place in paths.items()}),
+        call=map_fields(**{name: f"{member}Input.{path or name}" for name, path in paths.items()}),
         id=("traceId",),
         status=(),
         template={"trace": {"trace": {_TRACE_FIELDS[0]: {_INPUT_FIELD: {f"{member}Input": {}}}}}},
@@ -42,7 +42,7 @@ def _response_mapping(member: str, kind: str, failed: JsonPath = (), **paths: st
     return ItemMapping(
         type=f"{member}Output",
         kind=kind,
-        response=map_fields(**{name: f"{member}Output.{place or name}" for name, place in paths.items()}),
+        response=map_fields(**{name: f"{member}Output.{path or name}" for name, path in paths.items()}),
         id=("traceId",),
         status=(),
         failed=failed,
@@ -51,11 +51,11 @@ def _response_mapping(member: str, kind: str, failed: JsonPath = (), **paths: st
 
 
 def _action_execution(item: JsonObject) -> Execution:
-    """Control is given back to the client where that is how the action is carried out."""
+    """The client runs an action whose execution type returns control."""
     for prefix in _TRACE_PREFIXES:
         for trace in _TRACE_FIELDS:
-            place = (*prefix, trace, _INPUT_FIELD, "actionGroupInvocationInput", "executionType")
-            if get_text_at_path(item, place) == "RETURN_CONTROL":
+            path = (*prefix, trace, _INPUT_FIELD, "actionGroupInvocationInput", "executionType")
+            if get_text_at_path(item, path) == "RETURN_CONTROL":
                 return "client"
     return "server"
 
@@ -89,8 +89,8 @@ _OUTPUT_MAPPINGS = (
     _response_mapping("agentCollaboratorInvocation", "agent", result="output"),
 )
 ITEM_MAPPINGS = (
-    *(shape.nested_under((*_TEMPLATE_PATH, _INPUT_FIELD)) for shape in _INPUT_MAPPINGS),
-    *(shape.nested_under((*_TEMPLATE_PATH, _OUTPUT_FIELD)) for shape in _OUTPUT_MAPPINGS),
+    *(mapping.nested_under((*_TEMPLATE_PATH, _INPUT_FIELD)) for mapping in _INPUT_MAPPINGS),
+    *(mapping.nested_under((*_TEMPLATE_PATH, _OUTPUT_FIELD)) for mapping in _OUTPUT_MAPPINGS),
 )
 
 
@@ -104,11 +104,11 @@ def draft_parts(item: JsonObject) -> list[PartDraft]:
 
 
 def _draft_trace(item: JsonObject, prefix: JsonPath, trace: JsonObject) -> list[PartDraft]:
-    for side, shapes in ((_INPUT_FIELD, _INPUT_MAPPINGS), (_OUTPUT_FIELD, _OUTPUT_MAPPINGS)):
+    for side, mappings in ((_INPUT_FIELD, _INPUT_MAPPINGS), (_OUTPUT_FIELD, _OUTPUT_MAPPINGS)):
         inner = trace.get(side)
-        for shape in shapes:
-            if isinstance(inner, dict) and isinstance(inner.get(shape.type), dict):
-                return draft_tool_parts(item, shape.nested_under((*prefix, side)))
+        for mapping in mappings:
+            if isinstance(inner, dict) and isinstance(inner.get(mapping.type), dict):
+                return draft_tool_parts(item, mapping.nested_under((*prefix, side)))
     if get_text_at_path(trace, ("rationale", "text")) is not None:
         return [
             PartDraft(ReasoningPart(content=""), (FieldMapping("content", (*prefix, "rationale", "text")),))

@@ -1,6 +1,6 @@
 """Gemini's generateContent: code as two parts, other tools as calls or only as metadata.
 
-The REST API writes members in camel case, Google's SDK dumps them in snake case; both are read.
+The REST API writes camel case, Google's SDK snake case; both are read.
 """
 
 import re
@@ -64,7 +64,7 @@ def _response_mapping(tool: str, kind: str) -> ItemMapping:
     )
 
 
-# Each as it is inside of the member that is named before the colon.
+# Paths are inside the member that is named before the colon.
 _INNER_MAPPINGS = (
     ItemMapping(
         type="executableCode",
@@ -101,9 +101,9 @@ _INNER_MAPPINGS = (
         template={"functionResponse": {"name": "", "response": {}}},
     ),
 )
-_BY_TYPE = {shape.type: shape for shape in _INNER_MAPPINGS}
-ITEM_MAPPINGS = tuple(shape.nested_under((shape.type.partition(":")[0],)) for shape in _INNER_MAPPINGS)
-_TOOL_FIELDS = tuple(dict.fromkeys(shape.type.partition(":")[0] for shape in _INNER_MAPPINGS))
+_BY_TYPE = {mapping.type: mapping for mapping in _INNER_MAPPINGS}
+ITEM_MAPPINGS = tuple(mapping.nested_under((mapping.type.partition(":")[0],)) for mapping in _INNER_MAPPINGS)
+_TOOL_FIELDS = tuple(dict.fromkeys(mapping.type.partition(":")[0] for mapping in _INNER_MAPPINGS))
 
 
 def _to_snake_case(name: str) -> str:
@@ -112,10 +112,10 @@ def _to_snake_case(name: str) -> str:
 
 def draft_parts(item: JsonObject) -> list[PartDraft]:
     for member in _TOOL_FIELDS:
-        for spelt in (member, _to_snake_case(member)):
-            inner = item.get(spelt)
-            if isinstance(inner, dict) and (shape := _mapping_of(member, inner)):
-                return draft_tool_parts(item, shape.nested_under((spelt,)))
+        for spelling in (member, _to_snake_case(member)):
+            inner = item.get(spelling)
+            if isinstance(inner, dict) and (mapping := _mapping_of(member, inner)):
+                return draft_tool_parts(item, mapping.nested_under((spelling,)))
     if isinstance(item.get("text"), str):
         part = ReasoningPart(content="") if item.get("thought") is True else TextPart(content="")
         return [PartDraft(part, map_fields(content="text"))]
@@ -123,7 +123,7 @@ def draft_parts(item: JsonObject) -> list[PartDraft]:
 
 
 def _mapping_of(member: str, inner: JsonObject) -> ItemMapping | None:
-    """A tool of the vendor's that is not known here is a kind of its own."""
+    """Return the mapping of a part; an unknown tool becomes a kind of its own."""
     if member not in ("toolCall", "toolResponse"):
         return _BY_TYPE[member]
     tool = get_text_at_path(inner, ("toolType",)) or get_text_at_path(inner, ("tool_type",))
@@ -162,9 +162,9 @@ def _modality_of(mime: str | None) -> str:
 
 
 def find_item_lists(document: Json) -> list[JsonPath]:
-    """Parts are in the content of candidates; a stream is a list of responses, a conversation one of contents."""
+    """Parts are in the content of candidates; a stream is a list of responses, a conversation a list of contents."""
     if isinstance(document, list):
-        return [(number, *place) for number, entry in enumerate(document) for place in find_item_lists(entry)]
+        return [(number, *path) for number, entry in enumerate(document) for path in find_item_lists(entry)]
     if not isinstance(document, dict):
         return []
     if isinstance(document.get("parts"), list):
@@ -173,7 +173,7 @@ def find_item_lists(document: Json) -> list[JsonPath]:
         ("candidates", number, "content", "parts")
         for number, _ in enumerate(_read_list(document, "candidates"))
     ]
-    return [place for place in found if isinstance(get_at_path(document, place), list)]
+    return [path for path in found if isinstance(get_at_path(document, path), list)]
 
 
 def _read_list(value: Json | None, *names: str) -> list[Json]:
@@ -189,7 +189,7 @@ def _only_strings(values: list[Json]) -> list[Json]:
 
 
 def derive_calls(document: Json, observed: list[Part]) -> list[ToolCallPart | ToolCallResponsePart]:
-    """Searches and fetches that are told in a candidate's metadata, unless their calls are among the parts."""
+    """Derive searches and fetches from a candidate's metadata, unless their calls are among the parts."""
     seen = {part.kind for part in observed if isinstance(part, ToolCallPart)}
     made: list[ToolCallPart | ToolCallResponsePart] = []
     for entry in document if isinstance(document, list) else [document]:
@@ -204,8 +204,8 @@ def _derive_from_metadata(candidate: Json) -> list[ToolCallPart | ToolCallRespon
     made: list[ToolCallPart | ToolCallResponsePart] = []
     grounding = candidate.get("groundingMetadata") or candidate.get("grounding_metadata")
     chunks = _read_list(grounding, "groundingChunks", "grounding_chunks")
-    for kind, asked, member, names in _GROUNDING_TOOLS:
-        queries = _only_strings(_read_list(grounding, asked, _to_snake_case(asked)))
+    for kind, call_ids, member, names in _GROUNDING_TOOLS:
+        queries = _only_strings(_read_list(grounding, call_ids, _to_snake_case(call_ids)))
         results = _read_grounding_chunks(chunks, member, names)
         if queries or results:
             made += _synthesize_pair(kind, {"queries": queries or None}, {"results": results})
@@ -219,7 +219,7 @@ def _derive_from_metadata(candidate: Json) -> list[ToolCallPart | ToolCallRespon
     return made
 
 
-# Searches that leave their mark in an answer: their queries, if these are told, and what was found.
+# Searches in grounding metadata: their queries, if present, and their results.
 _GROUNDING_TOOLS: tuple[tuple[str, str, str, dict[str, tuple[str, ...]]], ...] = (
     ("web_search", "webSearchQueries", "web", {"url": ("uri",), "title": ("title",)}),
     (
@@ -239,7 +239,7 @@ _GROUNDING_TOOLS: tuple[tuple[str, str, str, dict[str, tuple[str, ...]]], ...] =
 
 
 def _read_grounding_chunks(chunks: list[Json], member: str, names: dict[str, tuple[str, ...]]) -> list[Json]:
-    """What chunks of one sort say, by our names for theirs."""
+    """Read chunks of one type, with our names for their fields."""
     found: list[Json] = []
     for chunk in chunks:
         inner = _read_either_spelling(chunk, member)
@@ -255,7 +255,7 @@ def _read_first_text(value: JsonObject, names: tuple[str, ...]) -> str | None:
 
 
 def _read_either_spelling(value: Json, name: str) -> Json | UnsetType:
-    """In the spelling of REST, or of the SDK."""
+    """Read a member in camel case or snake case."""
     found = get_at_path(value, (name,))
     return get_at_path(value, (_to_snake_case(name),)) if found is MISSING else found
 

@@ -1,4 +1,4 @@
-"""Gemini's Interactions API: calls and results are steps, tied by an id."""
+"""Gemini's Interactions API: calls and results are steps with a common id."""
 
 import msgspec
 
@@ -75,15 +75,15 @@ ITEM_MAPPINGS = (
     _with_name(_call_mapping("function", "function", arguments=""), "client"),
     _with_name(_response_mapping("function", "function", result=""), "client"),
 )
-_BY_TYPE = {shape.type: shape for shape in ITEM_MAPPINGS}
+_BY_TYPE = {mapping.type: mapping for mapping in ITEM_MAPPINGS}
 
 
 def draft_parts(item: JsonObject) -> list[PartDraft]:
     kind = item.get("type")
     if not isinstance(kind, str):
         return []
-    if shape := _BY_TYPE.get(kind):
-        return draft_tool_parts(item, shape)
+    if mapping := _BY_TYPE.get(kind):
+        return draft_tool_parts(item, mapping)
     if kind == "thought":
         return _draft_contents(item, "summary", "", is_reasoning=True)
     if kind in ("model_output", "user_input"):

@@ -1,6 +1,6 @@
-"""Mistral's Conversations: one entry for call and outcome, arguments as JSON text.
+"""Mistral's Conversations: one entry for call and result, arguments as JSON text.
 
-What a search found is not in its entry: the message that follows refers to it, and keeps it.
+Results of a search are not in its entry, but in the references of the message that follows.
 """
 
 from fumehood.message_parts.canonical_parts import (
@@ -72,7 +72,7 @@ ITEM_MAPPINGS = (
         template={"object": "entry", "type": "function.result", "tool_call_id": "", "result": ""},
     ),
 )
-_BY_TYPE = {shape.type: shape for shape in ITEM_MAPPINGS}
+_BY_TYPE = {mapping.type: mapping for mapping in ITEM_MAPPINGS}
 
 
 def draft_parts(item: JsonObject) -> list[PartDraft]:
@@ -90,12 +90,12 @@ def draft_parts(item: JsonObject) -> list[PartDraft]:
 
 
 def _draft_execution(item: JsonObject) -> list[PartDraft]:
-    """A connector that is not known here is a kind of its own."""
+    """Draft a tool execution; an unknown connector becomes a kind of its own."""
     name = get_text_at_path(item, ("name",))
     if not name:
         return []
-    shape = _BY_TYPE.get(f"tool.execution:{name}")
-    return draft_tool_parts(item, shape or _execution_mapping(name, name, {"arguments": ""}, {"info": ""}))
+    mapping = _BY_TYPE.get(f"tool.execution:{name}")
+    return draft_tool_parts(item, mapping or _execution_mapping(name, name, {"arguments": ""}, {"info": ""}))
 
 
 def _draft_message(item: JsonObject, role: str) -> list[PartDraft]:
@@ -123,8 +123,8 @@ def _draft_chunk(chunk: JsonObject, path: JsonPath, role: str) -> list[PartDraft
                 PartDraft(
                     ReasoningPart(content=""), (FieldMapping("content", (*path, "thinking", number, "text")),)
                 )
-                for number, thought in enumerate(thoughts if isinstance(thoughts, list) else [])
-                if get_text_at_path(thought, ("text",)) is not None
+                for number, is_reasoning in enumerate(thoughts if isinstance(thoughts, list) else [])
+                if get_text_at_path(is_reasoning, ("text",)) is not None
             ]
         case _:
             return []
@@ -132,7 +132,7 @@ def _draft_chunk(chunk: JsonObject, path: JsonPath, role: str) -> list[PartDraft
 
 def find_item_lists(document: Json) -> list[JsonPath]:
     found: list[JsonPath] = [("outputs",), ("entries",)]
-    return [place for place in found if isinstance(get_at_path(document, place), list)]
+    return [path for path in found if isinstance(get_at_path(document, path), list)]
 
 
 VENDOR = VendorCodec(

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: one item for call and outcome where OpenAI runs the tool."""
+"""OpenAI's Responses API: one item for call and result where OpenAI runs the tool."""
 
 from fumehood.message_parts.canonical_parts import (
     BlobPart,
@@ -26,7 +26,7 @@ _CALL_ID = ("call_id",)
 
 
 def _shell_execution(item: JsonObject) -> Execution:
-    """Only an environment that is a container is OpenAI's; none, or a local one, is the client's."""
+    """OpenAI runs a shell only in a container; without an environment, or with a local one, the client does."""
     return (
         "server"
         if (get_text_at_path(item, ("environment", "type")) or "").startswith("container")
@@ -227,19 +227,19 @@ ITEM_MAPPINGS = (
         execution="client",
     ),
 )
-BY_TYPE = {shape.type: shape for shape in ITEM_MAPPINGS}
+BY_TYPE = {mapping.type: mapping for mapping in ITEM_MAPPINGS}
 _TEXT_FIELDS = {"output_text": "text", "input_text": "text", "text": "text", "refusal": "refusal"}
 
 
 def draft_parts(item: JsonObject) -> list[PartDraft]:
     kind = item.get("type")
-    # A message in a request may go without its type.
+    # The type of a message is optional in a request.
     if kind == "message" or (kind is None and "role" in item):
         return _draft_message(item)
     if kind == "reasoning":
         return _draft_reasoning(item)
-    shape = BY_TYPE.get(kind) if isinstance(kind, str) else None
-    return [] if shape is None else draft_tool_parts(item, shape)
+    mapping = BY_TYPE.get(kind) if isinstance(kind, str) else None
+    return [] if mapping is None else draft_tool_parts(item, mapping)
 
 
 def _draft_message(item: JsonObject) -> list[PartDraft]:
@@ -270,7 +270,7 @@ def _draft_content(entry: JsonObject, path: JsonPath, role: str) -> list[PartDra
 
 
 def draft_image(entry: JsonObject, path: JsonPath, key: str) -> list[PartDraft]:
-    """A picture by its address, or in it."""
+    """Draft an image from its URL, which may be a `data:` URL."""
     url = entry.get(key)
     if not isinstance(url, str):
         return []
@@ -302,7 +302,7 @@ def _draft_reasoning(item: JsonObject) -> list[PartDraft]:
 
 
 def find_item_lists(document: Json) -> list[JsonPath]:
-    """A whole response has its items in `output`, a request or a stored list in `input` or `data`."""
+    """Items are in `output` of a response, in `input` of a request, or in `data` of a list."""
     if not isinstance(document, dict) or "type" in document:
         return []
     return [(key,) for key in ("input", "output", "data") if isinstance(get_at_path(document, (key,)), list)]

@@ -1,4 +1,4 @@
-"""xAI: OpenAI's items, and the messages of its own chat API with tool calls in them."""
+"""xAI: OpenAI's items, and messages of its own chat API with tool calls."""
 
 import msgspec
 
@@ -57,7 +57,7 @@ CALL_MAPPINGS = (
         prompt="function.arguments|json.prompt",
     ),
 )
-# In the Responses API, searches on X are calls of tools with these names.
+# Searches on X are calls of tools with these names in the Responses API.
 _X_SEARCH_TOOLS = ("x_keyword_search", "x_semantic_search", "x_user_search", "x_thread_fetch")
 X_SEARCH_MAPPINGS = (
     ItemMapping(
@@ -65,7 +65,7 @@ X_SEARCH_MAPPINGS = (
     ),
     ItemMapping(type="x_search_call", kind="x_search", call=map_fields(arguments="action")),
 )
-_BY_TYPE = {shape.type: shape for shape in (*CALL_MAPPINGS, X_SEARCH_MAPPINGS[1])}
+_BY_TYPE = {mapping.type: mapping for mapping in (*CALL_MAPPINGS, X_SEARCH_MAPPINGS[1])}
 
 
 def draft_parts(item: JsonObject) -> list[PartDraft]:
@@ -82,13 +82,13 @@ def draft_parts(item: JsonObject) -> list[PartDraft]:
 
 
 def _mapping_of(kind: str) -> ItemMapping:
-    """A tool that is not known here is a kind of its own."""
+    """Return the mapping of a call type; an unknown one becomes a kind of its own."""
     own = kind.removeprefix(_TOOL_TYPE_PREFIX).removesuffix("_TOOL").lower()
     return _BY_TYPE.get(kind) or _call_mapping(kind, own, arguments="function.arguments")
 
 
 def _draft_message(item: JsonObject, prefix: JsonPath) -> list[PartDraft]:
-    """A message of the chat API: thoughts, text and calls of an assistant, or what came of the call it repeats."""
+    """Draft a message of the chat API: reasoning, text and calls of an assistant, or the result of a call."""
     tool = get_text_at_path(item, (*prefix, "role")) == "ROLE_TOOL"
     made: list[PartDraft] = []
     if not tool:
@@ -99,18 +99,18 @@ def _draft_message(item: JsonObject, prefix: JsonPath) -> list[PartDraft]:
     for key in ("tool_calls", "toolCalls"):
         calls = get_at_path(item, (*prefix, key))
         for number, call in enumerate(calls if isinstance(calls, list) else []):
-            shape = _mapping_of(get_text_at_path(call, ("type",)) or _CLIENT_TOOL_TYPE)
-            place = (*prefix, key, number)
+            mapping = _mapping_of(get_text_at_path(call, ("type",)) or _CLIENT_TOOL_TYPE)
+            path = (*prefix, key, number)
             if not tool:
-                made += draft_tool_parts(item, shape.nested_under(place))
+                made += draft_tool_parts(item, mapping.nested_under(path))
             elif not made:
-                made += draft_tool_parts(item, _response_mapping(shape, place, (*prefix, "content")))
+                made += draft_tool_parts(item, _response_mapping(mapping, path, (*prefix, "content")))
     return made
 
 
 def _response_mapping(mapping: ItemMapping, call: JsonPath, content: JsonPath) -> ItemMapping:
-    name, lens = _RESPONSE_FIELDS.get(mapping.kind, ("text", ""))
-    result = (FieldMapping(name, content, lens),)
+    name, codec = _RESPONSE_FIELDS.get(mapping.kind, ("text", ""))
+    result = (FieldMapping(name, content, codec),)
     return msgspec.structs.replace(mapping.nested_under(call), call=None, response=result)
 
 

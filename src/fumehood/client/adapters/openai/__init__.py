@@ -1,4 +1,4 @@
-"""The adapter for OpenAI's Responses API, and for our gateway."""
+"""The adapter for OpenAI's Responses API, and for the fumehood gateway."""
 
 from fumehood.client.adapters.openai.adapter import OpenAIAdapter
 from fumehood.client.adapters.openai.code_interpreter import (

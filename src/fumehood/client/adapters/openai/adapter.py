@@ -1,4 +1,4 @@
-"""Prompts to OpenAI's Responses API, or to our gateway: what is asked for, checked."""
+"""The adapter for the Responses API: validates prompts and settings, and builds requests."""
 
 import inspect
 import os
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 Out = TypeVar("Out")
 
-# The stores that are searched where a prompt names none.
+# The vector stores for prompts that name none.
 VECTOR_STORES_VARIABLE = "OPENAI_VECTOR_STORE_IDS"
 
 _INCLUDE_BY_TOOL = {
@@ -61,9 +61,9 @@ _INCLUDE_BY_TOOL = {
 
 
 class OpenAIAdapter:
-    """Evaluates prompts with the Responses API: function tools here, hosted tools there.
+    """Evaluates prompts with the Responses API: functions run here, hosted tools at the provider.
 
-    It keeps nothing between evaluations but its client; a conversation lives in the session, and only with
+    It keeps nothing between evaluations but its client; a conversation is kept in the session, and only with
     `compaction`.
     """
 
@@ -85,11 +85,11 @@ class OpenAIAdapter:
         max_turns: int = 100,
         observer: EvaluationObserver | None = None,
     ) -> None:
-        """client: a client of the SDK; else one is made, of `client_config`, when it is first needed.
+        """client: a client of the SDK; by default one is created from `client_config` on first use.
 
-        openai_native_tools: which native tools a model has, where we do not know it; strict: a model of which nothing
-        is known has none. max_turns: how often the model may be asked in one evaluation. observer: sees every
-        evaluation, as `fumehood.telemetry.client_telemetry.ClientTelemetry` does.
+        openai_native_tools: native tools of models that are not known here. strict: an unknown model has none.
+        max_turns: limit of model requests per evaluation. observer: observes every evaluation, such as
+        `fumehood.telemetry.ClientTelemetry`.
         """
         require(
             isinstance(cast(object, model), str) and model.strip(),
@@ -126,7 +126,7 @@ class OpenAIAdapter:
             return self._client
 
     def close(self) -> None:
-        """Close the client, if it was made here."""
+        """Close the client, if it was created here."""
         if self._client is not None and self._owns_client:
             self._client.close()
             self._client = None
@@ -149,12 +149,12 @@ class OpenAIAdapter:
         budget_tracker: BudgetTracker | None = None,
         resources: Resources | None = None,
     ) -> PromptResponse[Out]:
-        """The model's answer to a prompt, after all the tools that it wanted.
+        """Return the model's answer to a prompt, after running the tools that it called.
 
-        params: bound for this evaluation; bus: told of everything besides the session's own; parse_output: False
-        leaves the answer as text; budget_tracker: to share a budget between evaluations (`budget` is for one alone).
+        params: bound for this evaluation. bus: gets all events in addition to the session's own. parse_output: False
+        leaves the answer as text. budget_tracker: shares a budget between evaluations (`budget` is for one alone).
 
-        What is wrong with the prompt or the settings raises PromptEvaluationError before anything is sent.
+        Raises PromptEvaluationError; PromptValidationError before anything is sent.
         """
         require(
             isinstance(cast(object, prompt), Prompt),
@@ -173,10 +173,10 @@ class OpenAIAdapter:
             "budget and budget_tracker exclude each other; give one.",
         )
         session = Session() if session is None else session
-        begun = EvaluationStarted(
+        event = EvaluationStarted(
             prompt_name=prompt.name, adapter=self.provider, model=self.model, session_id=session.session_id
         )
-        with self._observer.observe_evaluation(begun):
+        with self._observer.observe_evaluation(event):
             tracker = budget_tracker or (BudgetTracker(budget) if budget else None)
             return self._evaluate(prompt, params, session, bus, parse_output, deadline, tracker, resources)
 
@@ -205,13 +205,13 @@ class OpenAIAdapter:
         api = ResponsesClient(self.client, self._throttle, self._observer)
         self._set_container(request, rendered, workspace, api, deadline)
         if workspace is not None and (workspace.filesystem.archive or workspace.filesystem.relocated_files):
-            rendered = bound.render(session=session)  # it has something to add now
+            rendered = bound.render(session=session)  # the text may have changed with the container
         request["include"] = self._build_include(request)
         manager = None
         if self._compaction is not None:
             manager = CompactionManager(self.client, self._compaction, session, model=self.model, api=api)
-        given = bound.resources if resources is None else (*bound.resources, resources)
-        with ResourceRegistry.combine(given) as registry:
+        sources = bound.resources if resources is None else (*bound.resources, resources)
+        with ResourceRegistry.combine(sources) as registry:
             context = ToolContext(
                 prompt=bound,
                 rendered_prompt=rendered,
@@ -243,16 +243,16 @@ class OpenAIAdapter:
     def _build_request(
         self, rendered: RenderedPrompt[Any], workspace: OpenAIContainerWorkspaceSection | None
     ) -> dict[str, Any]:
-        """All of it but input, container and include. Raises PromptValidationError; nothing is sent."""
+        """Build the request without input, container and include. Raises PromptValidationError."""
         name = rendered.prompt_name
-        heard: dict[str, str] = {}
+        names_by_type: dict[str, str] = {}
         for tool in select_provider_tools(rendered.tools):
             require(
                 tool.provider == self.provider,
                 f"The tool {tool.name!r} is {tool.provider}'s; this adapter is {self.provider}'s.",
                 prompt_name=name,
             )
-            other = heard.setdefault(tool.native_type, tool.name)
+            other = names_by_type.setdefault(tool.native_type, tool.name)
             require(
                 other == tool.name,
                 f"The tools {other!r} and {tool.name!r} are both {tool.native_type}; only one can get its results.",
@@ -289,10 +289,10 @@ class OpenAIAdapter:
     def _collect_native_tools(
         self, rendered: RenderedPrompt[Any], workspace: OpenAIContainerWorkspaceSection | None
     ) -> list[Mapping[str, object]]:
-        """The native tools of prompt and adapter together, checked."""
+        """Return the native tools of prompt and adapter, validated."""
         name = rendered.prompt_name
-        asked = [*rendered.native_tools, *self._hosted_tools.envelopes()]
-        found = {str(tool.get("name")): tool for tool in merge_native_tools(asked, prompt_name=name)}
+        requested = [*rendered.native_tools, *self._hosted_tools.envelopes()]
+        found = {str(tool.get("name")): tool for tool in merge_native_tools(requested, prompt_name=name)}
         check_native_tools(self.model, found, self._native_tools, strict=self._strict, prompt_name=name)
         if search := found.get("file_search"):
             stores = (
@@ -331,7 +331,7 @@ class OpenAIAdapter:
         api: ResponsesClient,
         deadline: Deadline | None,
     ) -> None:
-        """Every code interpreter gets a container; one that is named has to be alive."""
+        """Set the container of every code interpreter; an explicitly named one must be alive."""
         for tool in request.get("tools", ()):
             if tool["type"] != "code_interpreter":
                 continue
@@ -346,12 +346,12 @@ class OpenAIAdapter:
 
     def _build_include(self, request: Mapping[str, Any]) -> list[str]:
         kinds = [tool["type"] for tool in request.get("tools", ())]
-        wanted = [_INCLUDE_BY_TOOL[kind] for kind in kinds if kind in _INCLUDE_BY_TOOL]
+        fields = [_INCLUDE_BY_TOOL[kind] for kind in kinds if kind in _INCLUDE_BY_TOOL]
         if "code_interpreter" in kinds and is_fumehood_gateway(self.client):
-            wanted.append(EXECUTION_FIELD)
+            fields.append(EXECUTION_FIELD)
         if request.get("store") is False and not self.model.startswith(MODELS_WITHOUT_REASONING):
-            wanted.append("reasoning.encrypted_content")
-        return wanted
+            fields.append("reasoning.encrypted_content")
+        return fields
 
 
 def _find_workspace(rendered: RenderedPrompt[Any]) -> OpenAIContainerWorkspaceSection | None:
@@ -369,7 +369,7 @@ def _find_workspace(rendered: RenderedPrompt[Any]) -> OpenAIContainerWorkspaceSe
 def _recreate_container(
     workspace: OpenAIContainerWorkspaceSection, prompt: Prompt[Any], context: ToolContext, expired_id: str
 ) -> tuple[str, str]:
-    """Another container than the one that is gone, and what the prompt says now."""
+    """Replace an expired container; return the new id and the prompt's new text."""
     made = workspace.filesystem.renew_container(expired_id, deadline=context.deadline)
     return made, prompt.render(session=context.session).text
 
@@ -390,7 +390,7 @@ def _expired_message(container_id: str) -> str:
 
 
 def _find_filesystem(rendered: RenderedPrompt[Any], resources: ResourceRegistry) -> Filesystem | None:
-    """The one of the prompt's first section that has any; else the one among the resources."""
+    """Return the filesystem of the first section that has one, else the one among the resources."""
     for section in rendered.sections:
         if isinstance(found := getattr(section, "filesystem", None), Filesystem):
             return found

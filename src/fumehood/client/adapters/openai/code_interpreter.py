@@ -1,4 +1,4 @@
-"""OpenAI's code interpreter as a provider tool, and what comes out of it."""
+"""OpenAI's code interpreter as a provider tool, and its results."""
 
 import base64
 import re
@@ -32,13 +32,13 @@ _DESCRIPTION = (
 )
 _MAX_STDERR = 4_000
 _TRACEBACK = "Traceback (most recent call last):"
-# The last line of a traceback: an exception's name, and perhaps what it says.
+# The last line of a traceback: an exception's name, and possibly its message.
 _EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(: .*)?\Z")
 
 
 @dataclass(frozen=True)
 class AutoContainerConfig:
-    """A container that the provider makes when it is needed, with these files in it."""
+    """A container that the provider creates on demand, with these files."""
 
     type: Literal["auto"] = "auto"
     memory_limit: str = "1g"
@@ -50,13 +50,13 @@ class AutoContainerConfig:
         require_strings(self.file_ids, "container.file_ids")
 
     def attach(self, *file_ids: str) -> "AutoContainerConfig":
-        """The same with further uploaded files."""
+        """Return a copy with further uploaded files."""
         return replace(self, file_ids=(*self.file_ids, *file_ids))
 
 
 @dataclass(frozen=True)
 class ExistingContainerRef:
-    """A container that there is already; `memory_limit` only says what it is known to have."""
+    """An existing container; `memory_limit` only states what it has."""
 
     id: str
     memory_limit: str | None = None
@@ -77,10 +77,10 @@ class CodeInterpreterConfig:
 
 @dataclass(frozen=True)
 class CodeInterpreterFile:
-    """A file that a call wrote, as our gateway describes it.
+    """A file that a call wrote, as the fumehood gateway describes it.
 
-    sha256: hexadecimal, None where no copy is kept. content: None where the file is too large to be sent along;
-        the container's files endpoint serves it.
+    sha256: hexadecimal, None if no copy is kept. content: None if the file is too large to be sent along; the
+    container's files endpoint serves it.
     """
 
     container_id: str
@@ -95,11 +95,11 @@ class CodeInterpreterFile:
 
 @dataclass(frozen=True)
 class CodeInterpreterResult:
-    """What a call has left behind.
+    """The result of a call.
 
-    images: URLs. files: those that are cited or listed.
-    exit_code, produced, missing: known of our gateway only. produced: the files with what they hold. missing: the
-        paths of files that the call wrote and that could not be fetched.
+    images: URLs. files: cited or listed files.
+    exit_code, produced_files, missing_files: only from the fumehood gateway. produced_files: with their content.
+    missing_files: paths of files that the call wrote and that could not be read.
     """
 
     stdout: str = ""
@@ -114,7 +114,7 @@ class CodeInterpreterResult:
 
 
 class OpenAICodeInterpreterTool(ProviderTool[NoParams, CodeInterpreterResult, CodeInterpreterConfig]):
-    """Python that the model writes and the provider runs. Give it to a section like any other tool."""
+    """Python that the model writes and the provider runs. Add it to a section like any other tool."""
 
     def __init__(
         self,
@@ -126,12 +126,12 @@ class OpenAICodeInterpreterTool(ProviderTool[NoParams, CodeInterpreterResult, Co
         handler: ToolHandler[NoParams, CodeInterpreterResult] | None = None,
         handle_provider_output: ProviderOutputHandler[CodeInterpreterResult] | None = None,
     ) -> None:
-        """handle_provider_output: by default `code_interpreter_output`, unless there is a handler."""
+        """handle_provider_output: by default `build_code_interpreter_result`, unless there is a handler."""
         require(container is None or config is None, "container and config say the same; give one of them.")
         if handler is None and handle_provider_output is None:
             handle_provider_output = build_code_interpreter_result
         found = config or CodeInterpreterConfig(container or AutoContainerConfig())
-        build_container_spec(found.container)  # what is no container is found here
+        build_container_spec(found.container)  # validates the container
         super().__init__(
             name=name,
             description=description,
@@ -150,7 +150,7 @@ class OpenAICodeInterpreterTool(ProviderTool[NoParams, CodeInterpreterResult, Co
         }
 
     def attach(self, *file_ids: str) -> "OpenAICodeInterpreterTool":
-        """The same tool with further uploaded files in its container."""
+        """Return a copy with further uploaded files in its container."""
         container = self.config.container
         if not isinstance(container, AutoContainerConfig):
             raise PromptValidationError(
@@ -166,9 +166,9 @@ class OpenAICodeInterpreterTool(ProviderTool[NoParams, CodeInterpreterResult, Co
 
 
 def build_container_spec(container: object) -> str | dict[str, Any]:
-    """The container as it is sent; also one that is written as on the wire, or as `{"id": …}`, already.
+    """Return the container as it is sent; accepts the wire form and `{"id": …}` as well.
 
-    Raises PromptValidationError for a tier that there is not, a name that is none, and anything else.
+    Raises PromptValidationError for an invalid memory limit or id, and for anything else.
     """
     if isinstance(container, str):
         container = ExistingContainerRef(container)
@@ -176,7 +176,7 @@ def build_container_spec(container: object) -> str | dict[str, Any]:
         written = {str(name): value for name, value in cast(Mapping[Any, Any], container).items()}
         if "id" not in written:
             tier, files = written.get("memory_limit", "1g"), written.get("file_ids", ())
-            AutoContainerConfig(cast(Any, written.get("type")), tier, files)  # for its checks
+            AutoContainerConfig(cast(Any, written.get("type")), tier, files)  # for its validation
             return written
         container = ExistingContainerRef(written["id"], written.get("memory_limit"))
     if isinstance(container, ExistingContainerRef):
@@ -192,16 +192,16 @@ def build_container_spec(container: object) -> str | dict[str, Any]:
 def build_code_interpreter_result(
     data: ProviderToolCallData, context: ToolContext, result_type: type[CodeInterpreterResult]
 ) -> ToolResult[CodeInterpreterResult]:
-    """What the provider reports of a call, as a result.
+    """Build a result from the provider's report.
 
-    It is a failure if the call failed, if the exit code says so, or, where there is none, if the logs end in a
+    It is a failure if the call failed, if the exit code is not 0, or, without an exit code, if the logs end in a
     traceback.
     """
     _ = context
     logs = "".join(str(output.get("logs") or "") for output in data.outputs if output.get("type") == "logs")
     images = tuple(str(output.get("url")) for output in data.outputs if output.get("type") == "image")
-    told = only_objects([data.raw.get(EXECUTION_FIELD)])
-    execution: Mapping[str, Any] = told[0] if told else {}
+    summary = only_objects([data.raw.get(EXECUTION_FIELD)])
+    execution: Mapping[str, Any] = summary[0] if summary else {}
     exit_code: object = execution.get("exit_code")
     raised = _find_traceback(logs)
     failed = (
@@ -225,21 +225,21 @@ def build_code_interpreter_result(
 
 
 def _find_traceback(logs: str) -> str:
-    """The traceback that the logs end in, or nothing."""
+    """Return the traceback at the end of the logs, or an empty string."""
     start = logs.rfind(_TRACEBACK)
     lines = logs.rstrip().splitlines()
     return logs[start:] if start >= 0 and lines and _EXCEPTION_LINE.match(lines[-1]) else ""
 
 
 def _cited_files(execution: Mapping[str, Any], data: ProviderToolCallData) -> tuple[CitedFile, ...]:
-    """Those that are cited, then those that are only listed; each once."""
+    """Return cited files, then files that are only listed; each once."""
     listed = [{**file, "type": FILE_CITATION_TYPE} for file in only_objects(execution.get("files"))]
     cited = [note for note in data.annotations if data.container_id in (None, note.get("container_id"))]
     return find_cited_files([*cited, *listed])
 
 
 def _build_file(file: Mapping[str, Any]) -> CodeInterpreterFile:
-    """What a provider sends is not ours to trust: whatever is not of its kind counts as not there."""
+    """Responses are untrusted: a value of the wrong type counts as missing."""
     size, digest, content = file.get("bytes"), file.get("sha256"), file.get("content")
     return CodeInterpreterFile(
         container_id=str(file.get("container_id", "")),

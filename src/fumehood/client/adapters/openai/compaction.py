@@ -1,4 +1,4 @@
-"""Conversations that are longer than a context window."""
+"""Compaction of conversations that outgrow the context window."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ _UNCOUNTED_FIELDS = frozenset({"id", "type", "role", "status", "call_id", "encry
 
 @dataclass(frozen=True)
 class CompactionState:
-    """What a session knows of its compactions.
+    """The compaction state of a session.
 
-    encrypted_items: the whole window that the last one returned, not only what is encrypted in it; it goes before
-    everything that came later.
+    encrypted_items: the whole window that the last compaction returned, not only its encrypted items; it precedes
+    everything later.
     """
 
     encrypted_items: tuple[Mapping[str, Any], ...] = ()
@@ -48,7 +48,7 @@ class LastModel:
 
 
 def estimate_tokens(messages: Sequence[Mapping[str, Any]]) -> int:
-    """About how many tokens messages have: one for every four characters, and 800 for a picture."""
+    """Estimate the tokens of messages: one for every four characters, and 800 for an image."""
     return sum(_count_characters(dict(message)) for message in messages) // _CHARACTERS_PER_TOKEN
 
 
@@ -68,9 +68,9 @@ def _count_characters(value: Any, name: str = "") -> int:
 
 
 class CompactionManager:
-    """Compacts the conversation of a session, and keeps the result there.
+    """Compacts the conversation of a session, and stores the result in the session.
 
-    model: the one that compacts; by default the one that the session was last evaluated with.
+    model: the model that compacts; by default the last one that evaluated in the session.
     """
 
     def __init__(
@@ -107,22 +107,19 @@ class CompactionManager:
         return self._config.threshold_tokens
 
     def is_worthwhile(self, messages: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether compacting gains anything, for the tokens that `should_compact` was told. Where the last compaction
-        has left nearly as many as the threshold, another one would leave as many: it waits until there is a quarter
-        of the threshold to compact.
+        """Whether compaction gains anything. If the last one left nearly as many tokens as the threshold, another one
+        would too: wait until a quarter of the threshold has been added.
 
-        messages: what came since the last compaction.
+        messages: those since the last compaction.
         """
         new = estimate_tokens(messages)
-        left = (
-            self._tokens - 2 * new
-        )  # at least, by the last compaction: tokens may be shorter than estimated
+        left = self._tokens - 2 * new  # at least, by the last compaction: the estimate may be too low
         return not self.state.encrypted_items or new >= self.threshold // 4 or left <= self.threshold * 3 // 4
 
     def compact(
         self, messages: Sequence[Mapping[str, Any]], *, deadline: Deadline | None = None
     ) -> list[dict[str, Any]]:
-        """The window that takes the place of these messages. Raises CompactionError, and then nothing has changed."""
+        """Return the window that replaces these messages. Raises CompactionError, and then nothing has changed."""
         used = self._session[LastModel].latest()
         model = self._model or (used.model if used else None)
         if model is None:
@@ -143,7 +140,7 @@ class CompactionManager:
         return response.output
 
     def inject_encrypted_items(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The last window and then the messages; unless they begin with it already."""
+        """Return the last window followed by the messages, unless they start with it already."""
         window = [dict(item) for item in self.state.encrypted_items]
-        given = [dict(message) for message in messages]
-        return given if given[: len(window)] == window else [*window, *given]
+        items = [dict(message) for message in messages]
+        return items if items[: len(window)] == window else [*window, *items]

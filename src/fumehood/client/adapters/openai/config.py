@@ -1,4 +1,4 @@
-"""Settings of the OpenAI adapter, checked where they are made."""
+"""Settings of the OpenAI adapter, validated when they are created."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from fumehood.client.errors import PromptValidationError
 if TYPE_CHECKING:
     from openai import OpenAI
 
-# What the adapter sets itself, and what a blocking request cannot have.
+# Set by the adapter itself, or not possible in a blocking request.
 _RESERVED_FIELDS = (
     "input",
     "tools",
@@ -25,7 +25,7 @@ _RESERVED_FIELDS = (
 
 MEMORY_TIERS = ("1g", "4g", "16g", "64g")
 
-# Which native tools a model has; prefixes. Models that are not here are not restricted.
+# Native tools by model prefix. Other models are not restricted.
 NATIVE_TOOLS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(
         ("gpt-4o", "gpt-4.1", "gpt-5", "o3", "o4-mini"),
@@ -34,7 +34,7 @@ NATIVE_TOOLS: Mapping[str, frozenset[str]] = {
     "gpt-4.1-nano": frozenset({"code_interpreter", "file_search"}),
 }
 
-# OpenAI refuses a request that asks these for encrypted reasoning: they have none.
+# Models without encrypted reasoning, for which OpenAI rejects a request for it.
 MODELS_WITHOUT_REASONING = ("gpt-4o", "gpt-4.1")
 
 
@@ -47,9 +47,7 @@ def check_memory_tier(memory_limit: str, name: str) -> None:
 
 @dataclass(frozen=True)
 class OpenAIModelConfig:
-    """How the model generates; None leaves it to the provider. `extra` goes into every request as it is, also what
-    OpenAI does not know.
-    """
+    """Sampling settings; None for the provider's default. `extra` is added to every request as it is."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -86,7 +84,7 @@ class OpenAIModelConfig:
 
 @dataclass(frozen=True)
 class OpenAIClientConfig:
-    """How to reach the provider; what is None is taken from the SDK's environment variables."""
+    """Connection settings; None for the SDK's environment variables."""
 
     api_key: str | None = field(default=None, repr=False)
     base_url: str | None = None
@@ -105,7 +103,7 @@ class OpenAIClientConfig:
         )
 
     def create_client(self) -> "OpenAI":
-        """A client of the SDK. Raises PromptValidationError if there is no SDK, or no key."""
+        """Create a client of the SDK. Raises PromptValidationError without the SDK or without a key."""
         try:
             import openai
         except ImportError as error:
@@ -113,18 +111,18 @@ class OpenAIClientConfig:
                 "The openai package is missing; install fumehood[openai], or pass client= yourself."
             ) from error
         names = ("api_key", "base_url", "organization", "project", "timeout")
-        given: dict[str, Any] = {
+        options: dict[str, Any] = {
             name: getattr(self, name) for name in names if getattr(self, name) is not None
         }
         try:
-            return openai.OpenAI(**given)
+            return openai.OpenAI(**options)
         except openai.OpenAIError as error:
             raise PromptValidationError(f"No client of OpenAI could be made: {error}") from error
 
 
 @dataclass(frozen=True)
 class FileSearchConfig:
-    """Which vector stores to search, and how many results are enough."""
+    """Vector stores to search, and the maximum number of results."""
 
     vector_store_ids: tuple[str, ...] = ()
     max_results: int = 20
@@ -138,14 +136,14 @@ class FileSearchConfig:
 
 @dataclass(frozen=True)
 class OpenAIHostedToolsConfig:
-    """Which tools the provider runs itself. A container workspace needs the code interpreter."""
+    """Tools that the provider runs. A container workspace needs the code interpreter."""
 
     code_interpreter: bool = False
     file_search: FileSearchConfig | None = None
     web_search: bool = False
 
     def envelopes(self) -> list[Mapping[str, object]]:
-        """As `RenderedPrompt.native_tools` lists them."""
+        """Return the entries for `RenderedPrompt.native_tools`."""
         found: list[Mapping[str, object]] = []
         if self.code_interpreter:
             found.append({"type": "built_in", "name": "code_interpreter"})
@@ -157,7 +155,7 @@ class OpenAIHostedToolsConfig:
 
 
 def file_search_envelope(vector_store_ids: tuple[str, ...], max_results: int) -> Mapping[str, object]:
-    """Raises PromptValidationError if the settings are malformed; that there is no store is found later."""
+    """Raise PromptValidationError for malformed settings; a missing store is found later."""
     require_strings(vector_store_ids, "vector_store_ids")
     require(
         isinstance(cast(object, max_results), int) and 1 <= max_results <= 50,
@@ -175,8 +173,8 @@ def file_search_envelope(vector_store_ids: tuple[str, ...], max_results: int) ->
 class ContainerConfig:
     """The container of a workspace.
 
-    mode: "explicit" makes one of its own; "auto" takes over the one that an earlier workspace of this mode has made in
-    the same session, while that is alive and of the same size.
+    mode: "explicit" creates a container; "auto" reuses the one of an earlier workspace of this mode in the same
+    session, while it is alive and of the same size.
     """
 
     memory_limit: str = "4g"
@@ -193,8 +191,8 @@ class ContainerConfig:
 class CompactionConfig:
     """When to compact the conversation of a session.
 
-    enabled: whether to do so by itself; threshold_tokens: at more tokens than these.
-    zdr_mode: nothing is to be kept by the provider; what has to be kept comes back encrypted.
+    enabled: compact automatically. threshold_tokens: above this number of tokens.
+    zdr_mode: zero data retention: the provider stores nothing, and state is returned encrypted.
     """
 
     enabled: bool = True

@@ -1,4 +1,4 @@
-"""Containers of the provider and the files in them."""
+"""Containers of the provider, and their files."""
 
 import io
 from collections.abc import Callable
@@ -26,7 +26,7 @@ WORKING_DIRECTORY = "/mnt/data/"
 ARCHIVE_NAME = "workspace.tar"
 _DELETE_TIMEOUT_SECONDS = 5
 
-# What OpenAI's documentation lists as files for the code interpreter.
+# File types that OpenAI documents for the code interpreter.
 _CODE = ("c", "cpp", "cs", "css", "go", "html", "ipynb", "java", "js", "php", "py", "rb", "sh", "tex", "ts")
 _DOCUMENTS = ("doc", "docx", "md", "pdf", "pptx", "txt", "xlsx")
 _DATA = ("csv", "json", "pkl", "tar", "xml", "yaml", "yml", "zip")
@@ -37,7 +37,7 @@ _EXECUTABLE_SIGNATURES = (b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba
 
 @dataclass(frozen=True)
 class ContainerFileEntry:
-    """`path` is relative to the container's working directory."""
+    """path: relative to the container's working directory."""
 
     id: str
     path: str
@@ -46,7 +46,7 @@ class ContainerFileEntry:
 
 
 def check_upload(name: str, content: bytes) -> None:
-    """Raise PromptValidationError unless the code interpreter takes such a file."""
+    """Raise PromptValidationError unless the code interpreter accepts such a file."""
     extension = name.rpartition(".")[2].lower() if "." in name.rpartition("/")[2] else ""
     known = extension in UPLOAD_TYPES or (not extension and _is_text(content))
     require(
@@ -67,11 +67,11 @@ def _is_text(content: bytes) -> bool:
 
 
 class ContainerManager:
-    """Makes containers, and moves files in and out.
+    """Creates containers, and transfers files.
 
     Raises ContainerExpiredError if the container is gone, FileNotFoundError if only the file is, and
-    PromptEvaluationError for whatever else the provider refuses. policy: how patient it is with a busy provider;
-    deadline: when all of it has to be over; halt: who ends it, where several of them work side by side.
+    PromptEvaluationError for any other error of the provider. policy: retries for a busy provider. deadline: for all
+    requests together. token: cancels parallel transfers.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ContainerManager:
         self._sdk: Any = client.with_options(max_retries=0)  # the policy retries
 
     def create(self, name: str = "fumehood-workspace") -> str:
-        """A new container's id. That there can be none is a matter of configuration."""
+        """Create a container and return its id. Raises PromptEvaluationError if that is refused."""
         make = self._sdk.containers.create
         size = self.config.memory_limit
         try:
@@ -113,21 +113,22 @@ class ContainerManager:
         return self._send(look)
 
     def delete_container(self, container_id: str) -> None:
-        """Delete a container, if that can be done at once."""
+        """Delete a container, without retries."""
         import openai
 
         with suppress(openai.OpenAIError):
             self._sdk.containers.delete(container_id, timeout=_DELETE_TIMEOUT_SECONDS)
 
     def upload(self, container_id: str, path: str, content: bytes) -> ContainerFileEntry:
-        """Put a file there. Its type is checked first."""
+        """Upload a file, after a check of its type."""
         check_upload(path, content)
         return self.upload_unchecked(container_id, path, content)
 
     def upload_unchecked(self, container_id: str, path: str, content: bytes) -> ContainerFileEntry:
-        """As `upload`, without a look at the type: for what the user did not choose, as files that code writes.
+        """As `upload`, without a check of the type: for files that the user did not choose, such as files written by
+        code.
 
-        Where it lies then is the server's choice: OpenAI's puts something before the name.
+        The server chooses the path: OpenAI prepends a prefix to the name.
         """
         make = self._sdk.containers.files.create
         return self._send_to_container(
@@ -136,15 +137,15 @@ class ContainerManager:
         )
 
     def attach(self, container_id: str, file_id: str) -> ContainerFileEntry:
-        """Put a file there that was uploaded to the provider before."""
+        """Attach a file that was uploaded to the provider before."""
         make = self._sdk.containers.files.create
         return self._send_to_container(
             container_id, lambda more: _read_entry(make(container_id, file_id=file_id, **more))
         )
 
     def unpack(self, container_id: str, archive: Path) -> ContainerFileEntry | None:
-        """Put the files of a tar archive there. Where the server cannot unpack it, the archive itself is there, and
-        code has to.
+        """Upload a tar archive and unpack it. If the server cannot unpack it, the archive is uploaded for code to
+        unpack.
         """
         unpacks = is_fumehood_gateway(self.client)
         fields: dict[str, Any] = {"extra_body": {"unpack": "true"}} if unpacks else {}
@@ -158,7 +159,7 @@ class ContainerManager:
         return None if unpacks else made
 
     def list_files(self, container_id: str) -> list[ContainerFileEntry]:
-        """All of them, oldest first."""
+        """Return all files, oldest first."""
         listed = self._sdk.containers.files.list
         return self._send_to_container(
             container_id,
@@ -172,17 +173,17 @@ class ContainerManager:
         )
 
     def download_file(self, container_id: str, file_id: str, target: Path) -> None:
-        """Read a file of any size into one of this machine."""
+        """Download a file of any size to a local file."""
         load = self._sdk.containers.files.content.with_streaming_response.retrieve
 
         with self._token.partial_file(target) as part:
 
             def send(more: dict[str, Any]) -> None:
                 with load(file_id, container_id=container_id, **more) as answer, part.open("r+b") as file:
-                    file.truncate()  # of an attempt that broke off
-                    for piece in answer.iter_bytes():
+                    file.truncate()  # left from an interrupted attempt
+                    for chunk in answer.iter_bytes():
                         self._token.check()
-                        file.write(piece)
+                        file.write(chunk)
 
             self._send_to_container(container_id, send)
 

@@ -39,19 +39,19 @@ _MAX_DOWNLOADS = 8
 
 @dataclass(frozen=True)
 class ActiveContainer:
-    """The container that a session's workspaces of mode "auto" share."""
+    """The container that workspaces of mode "auto" share in a session."""
 
     container_id: str
     memory_limit: str
 
 
 class ContainerFilesystem(ListingFilesystem):
-    """Files in a container that is made when the first of them is touched.
+    """Files in a container that is created on first use.
 
-    A container that has expired is made again: with the archive, and with what was written and deleted through here
-    since. What code in the container has written is lost with it.
+    An expired container is recreated with the archive and with all writes and deletions made here. Files that code in
+    the container has written are lost. (The evaluation recreates it for model requests, this class for file access.)
 
-    Where the server does not unpack archives, `local_root` answers for files that the container does not show yet.
+    If the server does not unpack archives, files that the container does not show yet are read from `local_root`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ContainerFilesystem(ListingFilesystem):
         local_root: Path | None = None,
         session: SessionProtocol | None = None,
     ) -> None:
-        """client may be a function that gives one; session: where mode "auto" looks for a container to take over."""
+        """client: a client, or a function that returns one. session: where mode "auto" finds a container to reuse."""
         self.policy: ThrottlePolicy | None = None
         self._client = client
         self._config = container_config
@@ -73,7 +73,7 @@ class ContainerFilesystem(ListingFilesystem):
         self._container_id: str | None = None
         self._changes: dict[str, bytes | None] = {}
         self._archive: str | None = None
-        # What we have put there by its id, since a server may call it otherwise; and where it lies if it does.
+        # Ids of our files, because a server may rename them, and their paths if it does.
         self._uploaded_paths: dict[str, str] = {}
         self._relocated_files: dict[str, str] = {}
         self._closed = False
@@ -85,16 +85,16 @@ class ContainerFilesystem(ListingFilesystem):
 
     @property
     def archive(self) -> str | None:
-        """The file in the container that holds all others, if code has to unpack it."""
+        """The archive that code has to unpack, if any."""
         return self._archive
 
     @property
     def relocated_files(self) -> Mapping[str, str]:
-        """Where in the container those files are that the server calls otherwise."""
+        """Paths in the container of files that the server has renamed."""
         return self._relocated_files
 
     def ensure_container(self, *, deadline: Deadline | None = None) -> str:
-        """The id of a container that is alive and filled. Raises ContainerExpiredError if it cannot be made again."""
+        """Return the id of a live, filled container. Raises ContainerExpiredError if it cannot be recreated."""
         with self._lock:
             self._check_open()
             if self._container_id is None:
@@ -104,13 +104,13 @@ class ContainerFilesystem(ListingFilesystem):
             return self.renew_container(deadline=deadline)
 
     def is_alive(self) -> bool:
-        """Whether the container is there, without making one."""
+        """Whether the container exists; never creates one."""
         return self._container_id is not None and self._manager().is_alive(self._container_id)
 
     def renew_container(self, expired_id: str | None = None, *, deadline: Deadline | None = None) -> str:
-        """Another container instead of one that has expired, filled as that was.
+        """Replace an expired container by a new one with the same files.
 
-        gone: the one that has, if somebody else may have been faster.
+        expired_id: the expired one, in case another thread has replaced it already.
         """
         with self._lock:
             self._check_open()
@@ -129,9 +129,9 @@ class ContainerFilesystem(ListingFilesystem):
 
     def read(self, path: str) -> bytes:
         def act(container: str) -> bytes:
-            place, file_id = self._locate(container, path)
+            normalized, file_id = self._locate(container, path)
             if file_id is None and self._mirror is not None:
-                return self._mirror.read(place)
+                return self._mirror.read(normalized)
             return self._manager().read_file(container, file_id or "")
 
         return self._with_container(act)
@@ -139,37 +139,37 @@ class ContainerFilesystem(ListingFilesystem):
     def write(self, path: str, content: bytes) -> None:
         def act(container: str) -> str:
             ids = self._list_ids(container)
-            place = resolve_writable(path, ids.keys() | self._mirror_paths())
-            made, before = self._upload(container, place, content, self._manager()), ids.get(place)
-            # What code has unpacked stays beside one that lies elsewhere; else it would be unpacked again.
-            replaced = before in self._uploaded_paths or place not in self._relocated_files
+            normalized = resolve_writable(path, ids.keys() | self._mirror_paths())
+            made, before = self._upload(container, normalized, content, self._manager()), ids.get(normalized)
+            # Keep the unpacked copy beside a relocated file; otherwise it would be unpacked again.
+            replaced = before in self._uploaded_paths or normalized not in self._relocated_files
             if before not in (None, made) and replaced:
                 self._manager().delete_file(container, before)
-            return place
+            return normalized
 
-        place = self._with_container(act)
-        self._changes[place] = bytes(content)
+        normalized = self._with_container(act)
+        self._changes[normalized] = bytes(content)
         if self._mirror is not None:
-            self._mirror.write(place, content)
+            self._mirror.write(normalized, content)
 
     def delete(self, path: str) -> None:
         def act(container: str) -> str:
-            place, file_id = self._locate(container, path)
+            normalized, file_id = self._locate(container, path)
             if file_id is not None:
                 self._manager().delete_file(container, file_id)
-            return place
+            return normalized
 
-        place = self._with_container(act)
-        self._relocated_files.pop(place, None)
-        self._changes[place] = None
-        if self._mirror is not None and self._mirror.is_file(place):
-            self._mirror.delete(place)
+        normalized = self._with_container(act)
+        self._relocated_files.pop(normalized, None)
+        self._changes[normalized] = None
+        if self._mirror is not None and self._mirror.is_file(normalized):
+            self._mirror.delete(normalized)
 
     def download_all(self, dest: Path) -> None:
-        """Put all files into a directory of this machine, some at a time. Names that would lead out of it are left out.
+        """Download all files to a local directory in parallel. Names that would leave it are skipped.
 
-        Raises OSError if there are files that this machine cannot have; all others are there then. Whatever else goes
-        wrong ends it at once; then some files are there and others not, but none is there in part.
+        Raises OSError if this machine cannot store some of the files; all others are there then. Any other error ends
+        it at once; some files may be missing then, but none is partial.
         """
         dest.mkdir(parents=True, exist_ok=True)
         failed = self._with_container(lambda container: self._download(container, HostFilesystem(dest)))
@@ -181,7 +181,7 @@ class ContainerFilesystem(ListingFilesystem):
             ) from error
 
     def cleanup(self) -> None:
-        """Let go of the container, which expires by itself."""
+        """Release the container, which expires by itself."""
         self._closed = True
         self._container_id = None
         self._changes.clear()
@@ -213,18 +213,18 @@ class ContainerFilesystem(ListingFilesystem):
         try:
             return self._fill(container_id, manager)
         except Exception:
-            manager.delete_container(container_id)  # nobody would ever know of it
+            manager.delete_container(container_id)  # otherwise it would be orphaned
             raise
 
     def _fill(self, container_id: str, manager: ContainerManager) -> str:
-        """Put everything there that belongs there; only then is it ours."""
+        """Upload everything; only then is the container used."""
         self._uploaded_paths.clear()
         self._relocated_files.clear()
         if self._tarball is not None:
             archive = self._unpack_archive(container_id, self._tarball, manager)
             self._archive = None if archive is None else archive.path
         deleted = {path for path, content in self._changes.items() if content is None}
-        if deleted:  # first, since something else may be in their place by now
+        if deleted:  # first: their paths may have been reused
             for file in manager.list_files(container_id):
                 if file.path in deleted:
                     manager.delete_file(container_id, file.id)
@@ -242,14 +242,14 @@ class ContainerFilesystem(ListingFilesystem):
         try:
             return manager.unpack(container_id, tarball)
         except PromptEvaluationError as error:
-            if type(error) is PromptEvaluationError:  # it was refused, and not only late
+            if type(error) is PromptEvaluationError:  # rejected, and not just late
                 error.message += (
                     " (These are the files of a workspace: the exclude_glob of a mount leaves some out.)"
                 )
             raise
 
     def _with_container[T](self, act: Callable[[str], T]) -> T:
-        """Do it; and once more, on another container, if this one turns out to be gone."""
+        """Run an operation; repeat it once on a new container if this one is gone."""
         with self._lock:
             container_id = self._container_id or self.ensure_container()
         try:
@@ -260,22 +260,22 @@ class ContainerFilesystem(ListingFilesystem):
     # ---- its files ------------------------------------------------------------------------------------------
 
     def _list_ids(self, container_id: str) -> dict[str, str]:
-        """The ids of the container's files by path; of two with one path, the later."""
+        """Return ids of the container's files by path; the later of two files with one path."""
         found: dict[str, str] = {}
         for file in self._manager().list_files(container_id):
             if file.path == self._archive:
                 continue
             try:
                 found[self._uploaded_paths.get(file.id) or normalize_path(file.path)] = file.id
-            except WorkspaceSecurityError:  # code can name files as it likes; such ones have no place here
+            except WorkspaceSecurityError:  # code can use any names; these are not valid paths here
                 continue
         return found
 
     def _locate(self, container_id: str, path: str) -> tuple[str, str | None]:
-        """The normalised path of a file, and its id in the container, if it is there yet."""
+        """Return the normalised path of a file, and its id if the container shows it already."""
         ids = self._list_ids(container_id)
-        place = resolve_existing(path, ids.keys() | self._mirror_paths())
-        return place, ids.get(place)
+        normalized = resolve_existing(path, ids.keys() | self._mirror_paths())
+        return normalized, ids.get(normalized)
 
     def _upload(self, container_id: str, path: str, content: bytes, manager: ContainerManager) -> str:
         made = manager.upload_unchecked(container_id, path, content)
@@ -289,26 +289,26 @@ class ContainerFilesystem(ListingFilesystem):
         return {*self._mirror.glob("**")} if self._mirror is not None and self._archive else set()
 
     def _download(self, container_id: str, target: HostFilesystem) -> list[tuple[str, OSError]]:
-        """What could not be done, after all that could."""
-        halt = CancellationToken()
-        ids, manager, mirror = self._list_ids(container_id), self._manager(token=halt), self._mirror
+        """Download all files; return those that failed."""
+        token = CancellationToken()
+        ids, manager, mirror = self._list_ids(container_id), self._manager(token=token), self._mirror
         paths = sorted(ids.keys() | self._mirror_paths())
         files = frozenset(paths)
 
         def bring(path: str) -> OSError | None:
             try:
-                check_parents(path, files)  # whichever of them comes first
-                place = target.prepare_path(path)
+                check_parents(path, files)  # whichever raises first
+                local_path = target.prepare_path(path)
                 if (file_id := ids.get(path)) is not None:
-                    manager.download_file(container_id, file_id, place)
+                    manager.download_file(container_id, file_id, local_path)
                 elif mirror is not None:
-                    with halt.partial_file(place) as part:
+                    with token.partial_file(local_path) as part:
                         part.write_bytes(mirror.read(path))
             except OSError as error:
-                halt.check()  # then it is not the file's fault
+                token.check()  # not the fault of the file
                 _log.warning("The file %.200r could not be brought back: %r", path, error)
                 return error
             return None
 
-        errors = run_parallel(bring, paths, halt, max_workers=_MAX_DOWNLOADS, name="fumehood download")
+        errors = run_parallel(bring, paths, token, max_workers=_MAX_DOWNLOADS, name="fumehood download")
         return [(path, error) for path, error in zip(paths, errors, strict=True) if error is not None]

@@ -1,7 +1,7 @@
-"""One evaluation of one prompt: ask, run what the model calls, ask again.
+"""The evaluation loop of one prompt: request, run the called functions, request again.
 
-Nothing of it is seen before its end but the events; the session's conversation changes only when there is an answer,
-or when it is compacted on the way.
+Until its end, only events are visible. The session's conversation changes when there is an answer, or when it is
+compacted between turns.
 """
 
 import logging
@@ -63,13 +63,12 @@ _log = logging.getLogger(__name__)
 class Evaluation[Out]:
     """One evaluation of one prompt; `run` is called once.
 
-    request: what every request of it has in common, that is, everything but the input.
-
-    new_container: makes another container for the one that has expired, and gives its id and the prompt's text, which
-    may say where in it the files are; None if it is not ours.
+    request: what all its requests have in common: everything but the input.
+    new_container: replaces an expired container and returns the new id and the prompt's text, which may name paths in
+    it; None if the container is not ours.
     memory_limit: of the workspace's container.
-    manager: keeps the conversation of the session; without one, every evaluation starts afresh.
-    task: the message with the prompt's text: of the system if it begins the conversation, else of the user.
+    manager: keeps the session's conversation; without one, every evaluation starts anew.
+    task: the message with the prompt's text: a system message at the start of a conversation, else a user message.
     """
 
     api: ResponsesClient
@@ -86,7 +85,7 @@ class Evaluation[Out]:
     usage: TokenUsage = field(default_factory=TokenUsage)
     transcript: list[Item] = field(default_factory=list[Item])
     history: list[Item] = field(default_factory=list[Item])  # of the session, since its last compaction
-    items_before_compaction: int = 0  # how many items of the history stand before the last compaction, too
+    items_before_compaction: int = 0  # number of history items from before the last compaction
 
     def run(self) -> PromptResponse[Out]:
         self._publish(
@@ -98,7 +97,7 @@ class Evaluation[Out]:
         self.history = [dict(item) for item in past.items] if past else []
         self.prompt_message["content"] = self.rendered.text
         if self.manager is not None and self.manager.has_conversation:
-            self.prompt_message["role"] = "user"  # the first turn alone is the system's
+            self.prompt_message["role"] = "user"  # only the first turn is a system message
         self._append_items([self.prompt_message])
         self._warn_about_large_prompt()
         for _ in range(self.max_turns):
@@ -115,14 +114,14 @@ class Evaluation[Out]:
                 self.history, self.items_before_compaction = (
                     [self.prompt_message],
                     1,
-                )  # the task itself must not be a matter of summaries
+                )  # the task itself must not be summarised
         raise PromptEvaluationError(
             f"There was no answer after {self.max_turns} turns; raise max_turns, or look at what its tools say.",
             prompt_name=self.rendered.prompt_name,
             phase="response",
         )
 
-    # ---- asking ---------------------------------------------------------------------------------------------
+    # ---- requests ---------------------------------------------------------------------------------------------
 
     def _request_response(self) -> WireResponse:
         self._check_limits("the next request")
@@ -169,7 +168,7 @@ class Evaluation[Out]:
                 tool["container"] = made
 
     def _reset_tool_choice(self) -> None:
-        """A forced choice is for the first call; forced for ever, there would be no answer."""
+        """Reset a forced tool choice after the first call: otherwise there would never be an answer."""
         if self.request.get("tool_choice") not in (None, "none"):
             self.request["tool_choice"] = "auto"
 
@@ -181,7 +180,7 @@ class Evaluation[Out]:
             self.context.budget_tracker.check(next_step, prompt_name=name)
 
     def _check_finish_reason(self, response: WireResponse) -> None:
-        """Raise if there will be no answer."""
+        """Raise unless the response can lead to an answer."""
         end = response.finish_reason
         if end == "stop":
             return
@@ -192,8 +191,10 @@ class Evaluation[Out]:
                 **self._error_fields(response.incomplete_details or response.output),
             )
         if response.status not in ("completed", "incomplete", None):
-            said = (response.error or {}).get("message") or f"its status is {end}"
-            raise PromptEvaluationError(f"The response failed: {said}", **self._error_fields(response.error))
+            message = (response.error or {}).get("message") or f"its status is {end}"
+            raise PromptEvaluationError(
+                f"The response failed: {message}", **self._error_fields(response.error)
+            )
         if required and not find_function_calls(response.output):
             raise PromptEvaluationError(
                 f"The answer was cut off ({end}) before it was whole.",
@@ -207,7 +208,7 @@ class Evaluation[Out]:
     # ---- tools ----------------------------------------------------------------------------------------------
 
     def _run_function(self, call: Item) -> Item:
-        """Run a function, and give what the model gets to read."""
+        """Run a function and return its output item."""
         name, call_id = str(call.get("name")), call.get("call_id")
         self._check_limits(f"the tool {name!r}")
         tool = index_tools_by_name(self.rendered.tools).get(name)
@@ -220,7 +221,7 @@ class Evaluation[Out]:
         return {"type": "function_call_output", "call_id": call_id, "output": output}
 
     def _publish_provider_calls(self, response: WireResponse) -> None:
-        """One ToolInvoked for each call that the provider has run."""
+        """Publish ToolInvoked for each call that the provider has run."""
         tools = {one.native_type: one for one in select_provider_tools(self.rendered.tools)}
         for data in find_provider_calls(response.output):
             tool = tools.get(data.name)
@@ -235,14 +236,14 @@ class Evaluation[Out]:
             )
 
     def _call_provider_handler(self, tool: ProviderTool[Any, Any, Any] | None, report: Any) -> object:
-        """What the tool's own handlers make of a report."""
+        """Call the tool's handler with the provider's report."""
         if tool is None:
             return _default_result(report, self.context)
         if tool.handle_provider_output is not None:
             return tool.handle_provider_output(report, self.context, tool.result_type)
         return self.executor.call_handler(tool, report)
 
-    # ---- the end --------------------------------------------------------------------------------------------
+    # ---- answer and compaction --------------------------------------------------------------------------------------------
 
     def _build_response(self, response: WireResponse) -> PromptResponse[Out]:
         text = read_last_message(response.output)
@@ -265,7 +266,7 @@ class Evaluation[Out]:
             self._compact_if_needed(response)
         except CompactionError as error:
             if isinstance(error.original_error, DeadlineExceededError):
-                # There is an answer, and in time; the next evaluation compacts.
+                # The answer is here and in time; the next evaluation compacts.
                 _log.warning("There was no time left to compact the conversation of %s.", answer.prompt_name)
                 return answer
             error.response = answer
@@ -273,7 +274,7 @@ class Evaluation[Out]:
         return answer
 
     def _compact_between_turns(self, response: WireResponse) -> bool:
-        """As `_compact`, on the way to an answer: when there is no time left for it, there is none for the answer."""
+        """As `_compact_if_needed`, before an answer: a missed deadline ends the evaluation."""
         try:
             return self._compact_if_needed(response)
         except CompactionError as error:
@@ -282,7 +283,7 @@ class Evaluation[Out]:
             raise
 
     def _compact_if_needed(self, response: WireResponse) -> bool:
-        """Compact if it is time to; whether it was."""
+        """Compact if needed; return whether it was."""
         tokens = response.usage.total_tokens if response.usage else 0
         if self.manager is None or not self.manager.should_compact(tokens):
             return False
@@ -298,8 +299,8 @@ class Evaluation[Out]:
         return True
 
     def _count_window(self, manager: CompactionManager) -> int | None:
-        """The tokens of the conversation. With calls of the provider's own, a response has several turns of the model,
-        and its usage is that of all of them together: many times the conversation.
+        """Count the tokens of the conversation. The usage of a response with provider calls does not say it: it sums up
+        several model turns.
         """
         window = normalize_input_messages(manager.inject_encrypted_items(self.history))
         request = {name: self.request[name] for name in ("model", "tools") if name in self.request}
@@ -317,7 +318,7 @@ class Evaluation[Out]:
             )
 
     def _warn_about_large_window(self, tokens: int) -> None:
-        """Once for each compaction."""
+        """Warn once per compaction."""
         if self.manager is not None and self.history[0] is self.prompt_message:
             _log.warning(
                 "The conversation of %s has %d tokens right after its compaction, more than threshold_tokens (%d); it "
@@ -342,7 +343,7 @@ class Evaluation[Out]:
         )
 
     def _log_response(self, response: WireResponse, usage: TokenUsage) -> None:
-        """Names, ids and sizes; never contents, never keys."""
+        """Log names, ids and sizes; never content or keys."""
         fields = {
             "prompt": self.rendered.prompt_name,
             "request_id": response.request_id,
@@ -362,15 +363,15 @@ class Evaluation[Out]:
 
 
 def _handler_input(tool: ProviderTool[Any, Any, Any] | None, data: ProviderToolCallData) -> object:
-    """What the tool gets to see of a call: all of it, or, if it has an ordinary handler alone, the parameters."""
+    """Return what a handler gets: the whole report, or the parameters for an ordinary handler."""
     if tool is None or tool.handle_provider_output is not None:
         return data
-    said: object = serde.decode(data.arguments, object) if data.arguments else dict(data.raw)
-    return serde.convert(said, tool.params_type)
+    params: object = serde.decode(data.arguments, object) if data.arguments else dict(data.raw)
+    return serde.convert(params, tool.params_type)
 
 
 def _default_result(data: ProviderToolCallData, context: ToolContext) -> ToolResult[Any]:
-    """The result of a native tool for which the prompt has no Tool."""
+    """Build the result of a native tool without a Tool in the prompt."""
     if data.name == "code_interpreter":
         return build_code_interpreter_result(data, context, CodeInterpreterResult)
     return ToolResult(f"{data.name}: {data.status or 'completed'}", data, success=data.status != "failed")

@@ -1,4 +1,4 @@
-"""Talking to the Responses API through the SDK: errors, patience, and who is at the other end."""
+"""Requests to the Responses API through the SDK: retries, error mapping, and detection of the fumehood gateway."""
 
 import logging
 import time
@@ -24,12 +24,12 @@ _log = logging.getLogger(__name__)
 VERSION_HEADER = "fumehood-version"
 _RETRYABLE_STATUSES = (408, 429)
 _PROBE_SECONDS = 10
-_MIN_COMPACT_THRESHOLD = 1000  # tokens; what the API accepts
+_MIN_COMPACT_THRESHOLD = 1000  # tokens, the minimum that the API accepts
 _known_gateways: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 
 
 class ContainerGoneError(Exception):
-    """The provider says that a container is expired or not there; never leaves the adapter."""
+    """The provider says that a container is expired or missing. Never leaves the adapter."""
 
 
 def send_with_retry[T](
@@ -40,9 +40,9 @@ def send_with_retry[T](
     prompt_name: str = "",
     sleep: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Send a request with the SDK, and again while the policy allows it; send: called with what it is to add to it.
+    """Send a request with the SDK, with retries. send: called with the SDK options to add.
 
-    Raises PromptEvaluationError, and ContainerGoneError.
+    Raises PromptEvaluationError and ContainerGoneError.
     """
 
     def once() -> T | TransientFailure:
@@ -67,7 +67,7 @@ class _TokenCount(msgspec.Struct):
 
 
 class ResponsesClient:
-    """The endpoints that the adapter needs, with one policy for what may pass."""
+    """The endpoints that the adapter uses, with one retry policy."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class ResponsesClient:
         self.client = client
         self._policy = policy or ThrottlePolicy()
         self._observer = observer or NOOP_OBSERVER
-        # The SDK's own retries know no deadline.
+        # The SDK's own retries ignore deadlines.
         self._sdk: Any = client.with_options(max_retries=0)
 
     def create(
@@ -89,17 +89,19 @@ class ResponsesClient:
         deadline: Deadline | None = None,
         memory_limit: str | None = None,
     ) -> WireResponse:
-        """Raises PromptEvaluationError, and ContainerGoneError. memory_limit: for whoever observes it."""
-        # The same key with every attempt: code that has run does not run again because an answer was lost.
+        """Create a response. Raises PromptEvaluationError and ContainerGoneError. memory_limit: for observers."""
+        # One key for all attempts: code does not run twice because a response was lost.
         headers = {"idempotency-key": str(uuid4())}
-        # As its body, since the SDK's own parameters are not all that servers know.
+        # As a raw body, because servers accept more than the SDK's parameters.
         send: Any = self._sdk.responses.with_raw_response.create
-        with self._observer.observe_request(self._request_event("chat", request, memory_limit)) as asking:
-            headers |= asking.headers
+        with self._observer.observe_request(
+            self._request_event("chat", request, memory_limit)
+        ) as observation:
+            headers |= observation.headers
             response = self._send(
                 lambda more: send(extra_body=request, extra_headers=headers, **more), prompt_name, deadline
             )
-            asking.on_response(build_response_event(response))
+            observation.on_response(build_response_event(response))
         return response
 
     def compact(
@@ -109,22 +111,22 @@ class ResponsesClient:
         threshold: int | None = None,
         deadline: Deadline | None = None,
     ) -> WireResponse:
-        """threshold: what the conversation is to stay below; our gateway is told, others would refuse to be."""
+        """Compact a conversation. threshold: its size limit, which only the fumehood gateway accepts."""
         extra: dict[str, Any] = {}
         if threshold is not None and is_fumehood_gateway(self.client):
             managed = {"type": "compaction", "compact_threshold": max(_MIN_COMPACT_THRESHOLD, threshold)}
             extra["context_management"] = [managed]
         send: Any = self._sdk.responses.with_raw_response.compact
-        with self._observer.observe_request(self._request_event("compact", request)) as asking:
-            headers = dict(asking.headers)
+        with self._observer.observe_request(self._request_event("compact", request)) as observation:
+            headers = dict(observation.headers)
             response = self._send(
                 lambda more: send(**request, extra_body=extra, extra_headers=headers, **more), "", deadline
             )
-            asking.on_response(build_response_event(response))
+            observation.on_response(build_response_event(response))
         return response
 
     def count_tokens(self, request: Mapping[str, Any], *, deadline: Deadline | None = None) -> int | None:
-        """How many tokens the model would be shown; None if the provider does not say."""
+        """Return the number of input tokens; None if the provider does not count them."""
         send: Any = self._sdk.responses.input_tokens.with_raw_response.count
         try:
             answer = send_with_retry(
@@ -151,7 +153,7 @@ class ResponsesClient:
     def container_status(
         self, container_id: str, *, prompt_name: str = "", deadline: Deadline | None = None
     ) -> str:
-        """ "running", "expired", … Raises ContainerGoneError if there is no such container."""
+        """Return "running", "expired", … Raises ContainerGoneError if there is no such container."""
         read: Any = self._sdk.containers.with_raw_response.retrieve
         answer = self._send(lambda more: read(container_id, **more), prompt_name, deadline)
         return answer.status or "running"
@@ -181,7 +183,7 @@ def _decode_response(content: bytes, prompt_name: str) -> WireResponse:
 
 
 def is_fumehood_gateway(client: "OpenAI") -> bool:
-    """Whether our gateway is at the other end. OpenAI itself is never asked; others are, once."""
+    """Whether the server is a fumehood gateway. OpenAI is never asked; others are, once."""
     if client not in _known_gateways:
         if (client.base_url.host or "").endswith("openai.com"):
             _known_gateways[client] = False
@@ -189,21 +191,21 @@ def is_fumehood_gateway(client: "OpenAI") -> bool:
             import openai
 
             try:
-                # What it answers does not matter.
+                # The body does not matter.
                 client.with_options(max_retries=0, timeout=_PROBE_SECONDS).get("/fumehood", cast_to=object)
                 _known_gateways[client] = False
-            except openai.APIStatusError as error:  # nobody has such a page
+            except openai.APIStatusError as error:  # not a fumehood gateway
                 _known_gateways[client] = VERSION_HEADER in error.response.headers
             except openai.OpenAIError:
-                return False  # nobody there now; whoever asks next looks again
+                return False  # unreachable; the next caller tries again
     return _known_gateways[client]
 
 
 def _classify_error(error: Exception, prompt_name: str) -> TransientFailure:
-    """What may pass as Transient; anything else is raised, as an error of ours."""
+    """Return a TransientFailure for an error that may be retried; raise others as errors of the client."""
     import openai
 
-    # The SDK does not translate what breaks off while an answer is being read; which library reads is its affair.
+    # The SDK does not translate errors while a body is read, and the HTTP library may change.
     broke_off = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
     if isinstance(error, openai.APIConnectionError) or broke_off:
         return TransientFailure(error, message=f"{error} ({_error_origin(error)})")
@@ -227,7 +229,7 @@ def _classify_error(error: Exception, prompt_name: str) -> TransientFailure:
 
 
 def _error_origin(error: Any) -> str:
-    """Whom it was sent to; without credentials, should the URL contain any."""
+    """Return the URL of the request, without credentials."""
     try:
         url = error.request.url
     except (AttributeError, RuntimeError):
@@ -236,14 +238,14 @@ def _error_origin(error: Any) -> str:
 
 
 def _error_message(error: "APIStatusError") -> str:
-    """Its own words, without the SDK's."""
+    """Return the server's message, without the SDK's prefix."""
     body: object = error.body
-    said = cast(Mapping[str, object], body).get("message") if isinstance(body, Mapping) else None
-    return str(said or error.message)
+    message = cast(Mapping[str, object], body).get("message") if isinstance(body, Mapping) else None
+    return str(message or error.message)
 
 
 def is_container_gone(error: Exception) -> bool:
-    """Whether an error of the SDK says that a container is expired, or not there any more."""
+    """Whether an error of the SDK says that a container is expired or missing."""
     status = getattr(error, "status_code", None)
     words = str(error).lower()
     if getattr(error, "code", None) == "model_not_found":  # whatever the model is called

@@ -1,7 +1,7 @@
-"""Between our types and the JSON of the Responses API, without talking to anybody.
+"""Conversion between the client's types and the JSON of the Responses API. No I/O.
 
-`_responses_tool_spec`, `_responses_tool_choice` and `_normalize_input_messages` are other names of the functions
-without the underscore, for those who know them by the specification.
+`_responses_tool_spec`, `_responses_tool_choice` and `_normalize_input_messages` are aliases that the specification
+names.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,9 +27,9 @@ EXECUTION_FIELD = "fumehood:execution"
 
 
 def responses_tool_spec(spec: Mapping[str, Any], *, prompt_name: str = "") -> dict[str, Any]:
-    """A tool as the Responses API wants it: a function flat, a native tool under its own type.
+    """Convert a tool to the form of the Responses API: a flat function, or a native tool under its own type.
 
-    Takes what `tool_to_spec` gives, `{"type": "built_in", "name": …}`, and native tools by their type. Raises
+    Accepts the output of `tool_to_spec`, `{"type": "built_in", "name": …}`, and native tools by their type. Raises
     PromptValidationError for anything else.
     """
     kind = spec.get("type")
@@ -64,8 +64,9 @@ def responses_tool_spec(spec: Mapping[str, Any], *, prompt_name: str = "") -> di
 def responses_tool_choice(
     choice: ToolChoice | None, tools: Sequence[Mapping[str, Any]], *, prompt_name: str = ""
 ) -> str | dict[str, Any] | None:
-    """What to send as `tool_choice` with these tools; None is nothing. Raises PromptValidationError for a shape that
-    there is not, and for a tool that is not among them.
+    """Return the `tool_choice` for these tools; None to send none.
+
+    Raises PromptValidationError for an invalid choice, and for a tool that is not among them.
     """
 
     def check(holds: object, message: str) -> None:
@@ -97,10 +98,10 @@ def responses_tool_choice(
 
 
 def normalize_input_messages(messages: Sequence[Mapping[str, Any]]) -> list[Item]:
-    """Messages as items of an `input` array.
+    """Convert messages to items of an `input` array.
 
-    An assistant's `tool_calls` become function_call items, a tool's message a function_call_output; calls of native
-    tools, and everything that came from the Responses API in the first place, stay exactly as they are.
+    An assistant's `tool_calls` become function_call items, a tool message becomes function_call_output; native calls
+    and items of the Responses API stay exactly as they are.
     """
     items: list[Item] = []
     for message in messages:
@@ -153,7 +154,7 @@ class WireUsage(msgspec.Struct):
 
 
 class WireResponse(msgspec.Struct):
-    """What we read of a response; its items are kept as they are, so that they can be given back unchanged."""
+    """The fields of a response that are used; items are kept unchanged, so that they can be sent back."""
 
     id: str = ""
     model: str = ""
@@ -181,7 +182,7 @@ class WireResponse(msgspec.Struct):
 
 
 def build_response_event(response: WireResponse) -> ModelResponseReceived:
-    """A response as observers are told of it."""
+    """Build the event for observers."""
     return ModelResponseReceived(
         id=response.id,
         model=response.model,
@@ -194,13 +195,13 @@ def build_response_event(response: WireResponse) -> ModelResponseReceived:
 
 
 def find_provider_calls(output: Sequence[Item]) -> list[ProviderToolCallData]:
-    """The calls of native tools in a response, in their order, wherever they stand.
+    """Return the native tool calls of a response in order.
 
-    Besides items of their own, there is an older shape: `tool_calls` within the parts of a message.
+    Besides items of their own, there is an older form: `tool_calls` in the parts of a message.
     """
     found: list[ProviderToolCallData] = []
-    for place, item in enumerate(output):
-        later = tuple(iter_annotations(output[place + 1 :]))
+    for path, item in enumerate(output):
+        later = tuple(iter_annotations(output[path + 1 :]))
         if _native_name(item):
             found.append(_build_call_data(item, later))
             continue
@@ -212,7 +213,7 @@ def find_provider_calls(output: Sequence[Item]) -> list[ProviderToolCallData]:
 
 
 def find_container_ids(output: Sequence[Item]) -> list[str]:
-    """Those in which the provider has run calls."""
+    """Return the containers in which the provider has run calls."""
     return sorted({data.container_id for data in find_provider_calls(output) if data.container_id})
 
 
@@ -221,7 +222,7 @@ def find_function_calls(output: Sequence[Item]) -> list[Item]:
 
 
 def read_last_message(output: Sequence[Item]) -> str:
-    """What the last message of a response says."""
+    """Return the text of the last message."""
     messages = [item for item in output if item.get("type") == "message"]
     return "".join(
         str(part.get("text") or "")
@@ -231,7 +232,7 @@ def read_last_message(output: Sequence[Item]) -> str:
 
 
 def iter_annotations(output: Sequence[Item]) -> Iterator[Mapping[str, Any]]:
-    """All annotations of the messages among these items."""
+    """Yield all annotations of messages."""
     for part in _iter_content_parts(output):
         yield from only_objects(part.get("annotations"))
 
@@ -239,7 +240,7 @@ def iter_annotations(output: Sequence[Item]) -> Iterator[Mapping[str, Any]]:
 def find_cited_files(
     found: Sequence[Mapping[str, Any]], container_id: str | None = None
 ) -> tuple[CitedFile, ...]:
-    """The produced files among annotations, each once; with a container's id, those of that container."""
+    """Return the produced files among annotations, each once; with a container id, those of that container."""
     files: dict[str, CitedFile] = {}
     for note in found:
         container, file_id = _string_or_none(note.get("container_id")), _string_or_none(note.get("file_id"))
@@ -252,11 +253,11 @@ def find_cited_files(
     return tuple(files.values())
 
 
-# What a provider sends is not ours to trust: whatever is not of its kind counts as not there.
+# Responses are untrusted: a value of the wrong type counts as missing.
 
 
 def only_objects(value: object) -> list[Item]:
-    """The objects of an array."""
+    """Return the objects of an array."""
     return [one for one in cast(list[Any], value) if isinstance(one, dict)] if isinstance(value, list) else []
 
 
@@ -275,7 +276,7 @@ def _iter_content_parts(output: Sequence[Item]) -> Iterator[Item]:
 
 
 def _native_name(item: Mapping[str, Any]) -> str | None:
-    """Which native tool this is a call of."""
+    """Return the native tool of a call item."""
     kind = str(item.get("type") or "")
     kind = str(item.get("name") or "") if kind == "built_in" else kind
     name = kind.removesuffix("_call")
@@ -284,7 +285,7 @@ def _native_name(item: Mapping[str, Any]) -> str | None:
 
 def _build_call_data(item: Item, later: tuple[Mapping[str, Any], ...]) -> ProviderToolCallData:
     name = _native_name(item) or ""
-    detail = item.get(name)  # the older shape has it one level down
+    detail = item.get(name)  # nested in the older form
     inner: Item = {**item, **cast(Item, detail)} if isinstance(detail, dict) else item
     arguments = inner.get("arguments")
     return ProviderToolCallData(

@@ -24,9 +24,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_TEXT = f"""Python runs in a container whose working directory, `{WORKING_DIRECTORY}`, is the workspace. Read and change the files
+_TEXT = f"""Python runs in a container whose working directory, `{WORKING_DIRECTORY}`, is the workspace. \
+Read and change the files
 there with Python; paths below are relative to it."""
-# What is there already is not touched: it may be newer, and this is said in every prompt.
+# Existing files are not overwritten: they may be newer, and every prompt has these instructions.
 _UNPACK_INSTRUCTIONS = """The files may still be packed. Unpack what is missing first:
 ```python
 import os, tarfile
@@ -40,7 +41,7 @@ _MAX_RELOCATED_SHOWN = 20
 class OpenAIContainerWorkspaceSection(WorkspaceSection):
     """Host files in a container, where the code interpreter reads and changes them.
 
-    The files are copied and packed at once; the container is made when it is first needed, by an evaluation or through
+    Files are copied and packed at once; the container is created on first use, by an evaluation or through
     `filesystem`.
     """
 
@@ -57,8 +58,8 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
         client: "OpenAI | None" = None,
         template: str = _TEXT,
     ) -> None:
-        """client: for the container; by default the one of the first adapter that evaluates it, or, before that, the
-        one that the environment describes.
+        """client: for the container; by default that of the first adapter that evaluates it, or before that one made
+        from the environment.
         """
         super().__init__(
             session=session,
@@ -102,7 +103,7 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
     ) -> None:
         """Use this client. Raises PromptValidationError if another one is in use.
 
-        again: makes one like it, for the time after it was closed.
+        create_client: creates an equal client after this one was closed.
         """
         bound = self._client
         own = bound is not None and bound is self._own_client and _is_same_account(bound, client)
@@ -117,7 +118,7 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
         self._filesystem.policy = policy
 
     def download_all(self, dest: Path) -> None:
-        """If there is no container yet, or it has expired, the local copies are all there is."""
+        """Copy all files to a directory. Without a live container, these are the local copies."""
         if self._filesystem.is_alive():
             self._filesystem.download_all(dest)
             return
@@ -128,7 +129,7 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
         shutil.copytree(self.temp_dir, dest, dirs_exist_ok=True)
 
     def cleanup(self) -> None:
-        """If files could not be brought back, `filesystem.download_all` can try again while there is a container."""
+        """Sync files and remove the local copies. If that fails, `filesystem.download_all` can be tried again."""
         try:
             super().cleanup()
         except Exception as error:
@@ -145,18 +146,18 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
 
     def notes(self) -> list[str]:
         archive, moved = self._filesystem.archive, [*self._filesystem.relocated_files.items()]
-        told = (
+        notes = (
             [_UNPACK_INSTRUCTIONS.format(archive=WORKING_DIRECTORY + archive, mount=WORKING_DIRECTORY)]
             if archive
             else []
         )
         if moved:
             names = [
-                f"- `{escape_name(path)}` is `{escape_name(WORKING_DIRECTORY + place)}`"
-                for path, place in moved[:_MAX_RELOCATED_SHOWN]
+                f"- `{escape_name(path)}` is `{escape_name(WORKING_DIRECTORY + relocated)}`"
+                for path, relocated in moved[:_MAX_RELOCATED_SHOWN]
             ]
-            told.append("\n".join(["Some files lie elsewhere than their names say:", *names]))
-        return [*told, *super().notes()]
+            notes.append("\n".join(["Some files lie elsewhere than their names say:", *names]))
+        return [*notes, *super().notes()]
 
     def clone(self, **kwargs: object) -> "OpenAIContainerWorkspaceSection":
         settings = self._settings()
@@ -181,7 +182,7 @@ def _is_same_account(one: "OpenAI", other: "OpenAI") -> bool:
 
 
 def _create_archive(directory: Path) -> Path:
-    """A tar archive of all that is in a directory; it tells nothing of the host but names, modes and times."""
+    """Create a tar archive of a directory, with nothing of the host but names, modes and times."""
     descriptor, name = tempfile.mkstemp(prefix="fumehood-workspace-", suffix=".tar")
     try:
         with open(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w") as archive:

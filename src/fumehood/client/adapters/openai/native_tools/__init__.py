@@ -1,4 +1,4 @@
-"""Sections that ask for the provider's own tools."""
+"""Sections for native tools of the provider."""
 
 from fumehood.client.adapters.openai.native_tools.code_interpreter_section import OpenAICodeInterpreterSection
 from fumehood.client.adapters.openai.native_tools.file_search_section import OpenAIFileSearchSection

@@ -1,4 +1,4 @@
-"""Python, run by the provider, for prompts that do not look at its results."""
+"""The code interpreter, for prompts that do not use its results."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

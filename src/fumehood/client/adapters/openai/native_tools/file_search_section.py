@@ -10,7 +10,7 @@ from fumehood.client.dbc import require
 
 @dataclass(frozen=True)
 class FileSearchParams:
-    """`corpus_ids` and `vector_store_ids` are two names for the same; without any, evaluating is refused."""
+    """`corpus_ids` and `vector_store_ids` are synonyms; one of them is required to evaluate."""
 
     corpus_ids: tuple[str, ...] = ()
     max_results: int = 5

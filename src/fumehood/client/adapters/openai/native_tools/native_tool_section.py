@@ -1,4 +1,4 @@
-"""What sections of native tools have in common."""
+"""The base of sections for native tools."""
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +13,7 @@ from fumehood.client.prompt.section import Section
 
 
 class NativeToolSection(Section[ParamsT_co]):
-    """Says nothing to the model and has no tool of ours; its parameters are the tool's settings."""
+    """A section without text and without tools of ours; its parameters are the settings of a native tool."""
 
     native_name: str
 
@@ -24,7 +24,7 @@ class NativeToolSection(Section[ParamsT_co]):
         model: str | None = None,
         openai_native_tools: Mapping[str, Collection[str]] | None = None,
     ) -> None:
-        """model: if it is known here already, it is checked here already, as the adapter does it later."""
+        """model: if given, it is checked here; else the adapter checks it."""
         super().__init__(
             title=self.native_name.replace("_", " ").capitalize(),
             key=f"openai_{self.native_name}",
@@ -33,13 +33,13 @@ class NativeToolSection(Section[ParamsT_co]):
             accepts_overrides=False,
         )
         self.model = model
-        self.native_tools(self.default_params)  # malformed settings are found here
+        self.native_tools(self.default_params)  # validates the settings
         if model is not None:
             check_native_tools(model, [self.native_name], merge_native_tool_lists(openai_native_tools))
 
     @abstractmethod
     def build_settings(self, params: Any) -> Mapping[str, object]:
-        """The tool's settings as they are sent. Raises PromptValidationError if they are malformed."""
+        """Return the settings as they are sent. Raises PromptValidationError if they are malformed."""
 
     def native_tools(self, params: SupportsDataclass | None) -> Sequence[Mapping[str, object]]:
         return [{"type": "built_in", "name": self.native_name, **self.build_settings(params)}]
@@ -55,7 +55,7 @@ class NativeToolSection(Section[ParamsT_co]):
 
 
 def merge_native_tool_lists(added: object) -> Mapping[str, Collection[str]]:
-    """Which native tools models have: what we know, and what is added. Raises PromptValidationError."""
+    """Merge the known native tools of models with additional ones. Raises PromptValidationError."""
     if added is None:
         return NATIVE_TOOLS
     lists = cast(Mapping[str, Collection[str]], added) if isinstance(added, Mapping) else None
@@ -77,10 +77,9 @@ def check_native_tools(
     strict: bool = False,
     prompt_name: str = "",
 ) -> None:
-    """Raise PromptValidationError if the model does not have one of these native tools.
+    """Raise PromptValidationError if the model lacks one of these native tools.
 
-    lists: tools by the names of models, or beginnings of them, the longest of which counts; strict: a model that is not
-    in there has none.
+    lists: tools by model name or prefix, of which the longest match counts. strict: a model without an entry has none.
     """
     found = max((prefix for prefix in lists if model.startswith(prefix)), key=len, default=None)
     if found is None and not strict:

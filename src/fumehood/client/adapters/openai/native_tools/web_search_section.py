@@ -1,4 +1,4 @@
-"""Search in the web, run by the provider."""
+"""Web search, run by the provider."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _SIZES = ("low", "medium", "high")
 class WebSearchParams:
     """Settings of a web search.
 
-    allowed_domains: only these, without a scheme; empty is all.
+    allowed_domains: without a scheme; empty for all.
     """
 
     search_context_size: Literal["low", "medium", "high"] | None = None
