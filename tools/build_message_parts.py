@@ -52,7 +52,7 @@ def _id_fields(mappings: list[ItemMapping], *, call: bool) -> str:
 
 
 def vendor_table() -> Iterator[str]:
-    yield "| vendor | `--from`, `--to` | server's call and result | id of the call | id of the result | OpenAI's, too |"
+    yield "| vendor | `--from`, `--to` | server's call and response | id of the call | id of the response | OpenAI's items, too |"
     yield "|---|---|---|---|---|---|"
     for vendor in VENDORS.values():
         own = _own_mappings(vendor)
@@ -98,7 +98,7 @@ def code_field_table() -> Iterator[str]:
 
 
 def payload_table() -> Iterator[str]:
-    yield "| kind | a call has | a result has |"
+    yield "| kind | call | response |"
     yield "|---|---|---|"
     for kind in TOOL_KINDS.values():
         yield f"| `{kind.name}` | {_format_fields(kind, call=True)} | {_format_fields(kind, call=False)} |"

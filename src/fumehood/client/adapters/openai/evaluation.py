@@ -243,7 +243,7 @@ class Evaluation[Out]:
             return tool.handle_provider_output(report, self.context, tool.result_type)
         return self.executor.call_handler(tool, report)
 
-    # ---- answer and compaction --------------------------------------------------------------------------------------------
+    # ---- answer and compaction ------------------------------------------------------------
 
     def _build_response(self, response: WireResponse) -> PromptResponse[Out]:
         text = read_last_message(response.output)
