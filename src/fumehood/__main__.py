@@ -1,4 +1,4 @@
-"""Starts the command line, or says which extra is missing."""
+"""Starts the command line, or reports which extra is missing."""
 
 import importlib.metadata
 import re
@@ -6,7 +6,7 @@ import sys
 
 from fumehood import __version__
 
-_EXIT_UNAVAILABLE = 125  # as every command ends that could not be carried out on this machine
+_EXIT_UNAVAILABLE = 125  # as of every command that cannot run on this machine
 _EXTRAS = {
     "all": "everything: the command line, the servers, sandboxes with the usual packages",
     "server": "the command line, the gateway and the sandbox server",
@@ -17,7 +17,7 @@ _EXTRAS = {
 
 
 def main() -> None:
-    """Run the command line of the arguments; exits."""
+    """Run the command line and exit."""
     try:
         from fumehood.cli import main as run
 
@@ -25,12 +25,12 @@ def main() -> None:
     except ModuleNotFoundError as error:
         module = (error.name or "").partition(".")[0]
         if module in ("", "fumehood"):
-            raise  # a mistake of ours
+            raise  # a bug of ours
         sys.exit(_run_without(module, sys.argv[1:]))
 
 
 def _run_without(module: str, arguments: list[str]) -> int:
-    """Answer what can be answered without `module`; the exit code."""
+    """Handle the arguments as far as possible without `module`; return the exit code."""
     if module in sys.stdlib_module_names:
         _print_error(f"This Python was built without its module {module}: {sys.executable}. Use another one.")
         return _EXIT_UNAVAILABLE
@@ -57,16 +57,16 @@ def _print_error(text: str) -> None:
 
 def _format_help() -> str:
     installed = [extra for extra in _EXTRAS if _is_installed(extra)]
-    have = "the client library (`import fumehood.client`)"
+    available = "the client library (`import fumehood.client`)"
     if installed:
-        have += " and " + ", ".join(f"fumehood[{extra}]" for extra in installed)
+        available += " and " + ", ".join(f"fumehood[{extra}]" for extra in installed)
     lines = [
         f"fumehood {__version__}: an open, self-hosted code interpreter.",
         "",
-        f"Installed: {have}.",
+        f"Installed: {available}.",
         "The commands serve, exec, sandbox, doctor, keys, containers, files and parts need an extra:",
         "",
-        *(f"  pip install 'fumehood[{extra}]'".ljust(34) + what for extra, what in _EXTRAS.items()),
+        *(f"  pip install 'fumehood[{extra}]'".ljust(34) + summary for extra, summary in _EXTRAS.items()),
         "",
         "As a command of its own, with its own Python: uv tool install --python 3.12 'fumehood[all]'",
     ]
@@ -74,14 +74,14 @@ def _format_help() -> str:
 
 
 def _is_installed(extra: str) -> bool:
-    """Whether each distribution is there that the extra needs on every platform."""
+    """Whether every distribution that the extra needs on all platforms is installed."""
     try:
         lines = importlib.metadata.requires("fumehood") or []
-    except importlib.metadata.PackageNotFoundError:  # not installed, only importable
+    except importlib.metadata.PackageNotFoundError:  # run from a source tree
         return False
     pattern = re.compile(rf"""([\w.-]+)[^;]*;\s*extra\s*==\s*['"]{extra}['"]\s*""")
     names = [match.group(1) for line in lines if (match := pattern.fullmatch(line))]
-    if names == ["fumehood"]:  # `all` is made of the others
+    if names == ["fumehood"]:  # `all` consists of the others
         return all(_is_installed(other) for other in _EXTRAS if other != extra)
     return bool(names) and all(_has_distribution(name) for name in names)
 

@@ -1,7 +1,7 @@
-"""Plain numbers of what happens behind the gateway, for whoever shows them.
+"""Counters and histograms of the gateway.
 
-They are counted where the thing happens, by one thread, and each costs an addition; what they are called, and how they
-are shown, is for those who read them: `/metrics`, and OpenTelemetry where it is on.
+Each is updated where the event happens, in one thread, at the cost of an addition. `/metrics` and OpenTelemetry read
+them and choose the exposed names.
 """
 
 from bisect import bisect_left
@@ -18,7 +18,7 @@ _BATCH_SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 class BucketHistogram:
-    """How often something took how long, or was how much; `bounds` rise."""
+    """A histogram with ascending upper `bounds` and one bucket above the last."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -32,39 +32,39 @@ class BucketHistogram:
         self.counts[bisect_left(self.bounds, value)] += 1
 
     def merge(self, other: "BucketHistogram") -> None:
-        """What was counted elsewhere, under the same bounds."""
+        """Add the counts of a histogram with the same bounds."""
         self.sum += other.sum
-        for place, number in enumerate(other.counts):
-            self.counts[place] += number
+        for index, count in enumerate(other.counts):
+            self.counts[index] += count
 
     @property
     def count(self) -> int:
         return sum(self.counts)
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Under each bound, how many were at most that; as Prometheus wants it."""
+        """Return the cumulative count for each upper bound, as Prometheus expects it."""
         names = (*map(str, map(float, self.bounds)), "+Inf")
         return [*zip(names, accumulate(self.counts), strict=True)]
 
     @contextmanager
     def time(self, monotonic: Callable[[], float]) -> Generator[None]:
-        """Adds how long the block took, however it was left."""
-        began = monotonic()
+        """Observe the duration of the block, also if it raises."""
+        started = monotonic()
         try:
             yield
         finally:
-            self.observe(monotonic() - began)
+            self.observe(monotonic() - started)
 
 
 @dataclass(slots=True, eq=False)
 class ModelStats:
-    """Of the models that one pattern of the configuration stands for.
+    """Turns of the models that match one pattern of the configuration.
 
-    running: turns that were asked for and have not ended.
-    ended: by outcome: `ended`, `cancelled` where nobody here wanted more of it, or the kind of the error.
-    seconds, first_piece: how long they took, and until something came; tries that failed before are part of both.
-    retries: tries after the first one.
-    errors: of the model's server, also those after which it was asked again, by kind.
+    running_turns: turns that were requested and have not ended.
+    ended_turns: by outcome: `ended`, `cancelled` by the gateway, or the kind of the error.
+    turn_seconds, first_event_seconds: duration of a turn and time to its first event, both including failed attempts.
+    retries: attempts after the first one.
+    errors: errors of the model server by kind, including those that were retried.
     """
 
     running_turns: int = 0
@@ -77,17 +77,17 @@ class ModelStats:
 
 @dataclass(slots=True, eq=False)
 class ContainerStats:
-    """What happens in containers.
+    """Containers and the calls that run in them.
 
-    live: containers that run, of all tenants; counted anew at every sweep, since other processes may end some.
-    begun: those that began here. refused: those that did not, because their tenant had as many as it may have.
-    ended: by the end: `idle`, `old`, `deleted`, `evicted` to make room for another, `lost` with the sandbox server.
-    trimmed: expired ones whose files were let go of before their time, to make room.
-    running: calls of code or commands that run or wait.
-    calls: those that ended, by the status of their `End`, or `abandoned` where nobody stayed for it.
-    starts: sandboxes that were had, `warm` or `cold`, or `new` from a server that does not tell.
-    acquire: seconds until one was had, or was given up.
-    run: seconds of a call's code. files: seconds to put its files there, or to find and keep what it wrote.
+    live_containers: running containers of all tenants; recounted at every sweep, since other processes may end some.
+    created: containers created here. rejected: containers refused because the tenant reached its quota.
+    ended: by reason: `idle`, `old`, `deleted`, `evicted` to make room for another, `lost` with the sandbox server.
+    purged: expired containers whose files were deleted before the end of their retention, to make room.
+    running_calls: calls of code or commands that run or wait.
+    ended_calls: by the status of their end, or `abandoned` if the caller left first.
+    sandbox_starts: `warm` or `cold`, or `new` if the server does not report which.
+    acquire_seconds: until a sandbox was acquired, or the attempt ended.
+    run_seconds: of a call's code. file_seconds: to copy its files there, or to find and store what it wrote.
     """
 
     live_containers: int = 0
@@ -105,7 +105,7 @@ class ContainerStats:
 
 @dataclass(slots=True, eq=False)
 class StoreStats:
-    """Of writes, which share transactions: how long one took, until it was on the disk, and how many shared it."""
+    """Seconds until a write was durable, and the number of writes that shared a transaction."""
 
     write_seconds: BucketHistogram = field(default_factory=BucketHistogram)
     batch_sizes: BucketHistogram = field(default_factory=lambda: BucketHistogram(_BATCH_SIZE_BUCKETS))
@@ -113,11 +113,11 @@ class StoreStats:
 
 @dataclass(slots=True, eq=False)
 class GatewayStats:
-    """All of one gateway.
+    """All statistics of one gateway.
 
-    models: by the pattern of the configuration; what callers wrote is no name for a figure.
-    readers_cut: those who read nothing, by how they were told from others: `behind` the events of their run by too
-        much, or `stalled`, with a connection that took nothing.
+    models: by the pattern of the configuration; names that callers write would be unbounded.
+    dropped_readers: by reason: `behind` the events of their run by too much, or `stalled`, with a connection that
+        accepted no data.
     """
 
     models: dict[str, ModelStats] = field(default_factory=dict[str, ModelStats])

@@ -1,7 +1,7 @@
-"""Tells whoever listens how long the phases of a piece of work took.
+"""Measures steps of a task and reports them to its listeners.
 
-Work is done deep below those who want to know of it, and for many of them side by side: who listens is a variable of
-the task. Where nobody does, a phase is one object that does nothing, the same for all.
+Listeners are a context variable, because the measured code is far below the code that listens and runs for many tasks
+in parallel. Without a listener, every timing is the same no-op object.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,10 @@ from typing import Self, override
 
 
 class Timing:
-    """From when it is made until its block is left, or `end` is called.
+    """The duration of one step, from construction until its block is left or `end` is called.
 
-    began_at: nanoseconds since 1970. took: nanoseconds.
-    facts: what is known of it. error: the type of what ended it, empty if nothing did.
+    started_at_ns: nanoseconds since 1970. duration_ns: set at the end.
+    error: type name of the exception that ended the step, empty if there was none.
     """
 
     __slots__ = ("_emit", "_started_ns", "attributes", "duration_ns", "error", "name", "started_at_ns")
@@ -32,22 +32,23 @@ class Timing:
         self.attributes[name] = value
 
     def split_off_start(self, name: str, nanoseconds: int) -> None:
-        """What it began with was another phase, which took so long: somebody else has measured it, and tells only now.
-        It begins where that ended.
+        """Report the first `nanoseconds` as a timing of their own, and let this one start after it.
+
+        For a step that another process measured and reports only at its end.
         """
-        tell, nanoseconds = self._emit, min(nanoseconds, perf_counter_ns() - self._started_ns)
-        if tell is not None and nanoseconds > 0:
-            other = Timing(name, tell)
-            other.started_at_ns, other.duration_ns = self.started_at_ns, nanoseconds
+        emit, nanoseconds = self._emit, min(nanoseconds, perf_counter_ns() - self._started_ns)
+        if emit is not None and nanoseconds > 0:
+            first = Timing(name, emit)
+            first.started_at_ns, first.duration_ns = self.started_at_ns, nanoseconds
             self.started_at_ns += nanoseconds
             self._started_ns += nanoseconds
-            tell(other)
+            emit(first)
 
     def end(self) -> None:
-        tell, self._emit = self._emit, None
-        if tell is not None:
+        emit, self._emit = self._emit, None
+        if emit is not None:
             self.duration_ns = perf_counter_ns() - self._started_ns
-            tell(self)
+            emit(self)
 
     def __enter__(self) -> Self:
         return self
@@ -69,7 +70,7 @@ class _NoopTiming(Timing):
         pass
 
 
-# Is given every phase once, when it is over. Must be quick, and must not raise.
+# Receives every timing once, when it ends. Must be fast and must not raise.
 type TimingListener = Callable[[Timing], None]
 
 _NOOP_TIMING = _NoopTiming("", None)
@@ -77,20 +78,20 @@ _listeners: ContextVar[tuple[TimingListener, ...]] = ContextVar("fumehood_timing
 
 
 def start_timing(name: str) -> Timing:
-    """One that begins now."""
+    """Start a timing for the listeners of the current task."""
     listeners = _listeners.get()
     if not listeners:
         return _NOOP_TIMING
 
-    def tell(over: Timing) -> None:
+    def emit(timing: Timing) -> None:
         for listener in listeners:
-            listener(over)
+            listener(timing)
 
-    return Timing(name, tell)
+    return Timing(name, emit)
 
 
 class listen_to_timings:  # noqa: N801 - it reads like a function
-    """Phases of this task that begin in the block are told to the listener, and to those who listen already."""
+    """Also report to `listener` the timings that this task starts in the block."""
 
     __slots__ = ("_listener", "_token")
 

@@ -1,4 +1,8 @@
-"""The loop: one run, one path."""
+"""The agent loop: turns requests into runs.
+
+A run asks the model for turns, executes hosted tool calls between them, compacts long conversations, and stores the
+response. `EngineRunService` starts runs.
+"""
 
 from fumehood.engine.event_log import LagLimits
 from fumehood.engine.loop import LoopLimits

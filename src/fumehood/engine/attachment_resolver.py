@@ -1,7 +1,6 @@
-"""Finds out what the files and pictures of an input are, before anything begins.
+"""Resolves the files and images of an input before the run starts.
 
-What was found is kept with the item: whoever continues the conversation finds it as it was, whatever has become of an
-upload or an address meanwhile.
+The result is stored with the item, so that a continued conversation does not depend on the upload or the URL any more.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,15 +24,15 @@ from fumehood.protocol.safe_names import FreeNameAllocator
 from fumehood.worker_threads import run_in_worker
 
 _MAX_FILES = 200
-_MAX_URLS = 20  # addresses: each may take its time
-_MAX_BYTES = 64 << 20  # that are read for one request; it may be short and name much
+_MAX_URLS = 20  # each fetch may be slow
+_MAX_BYTES = 64 << 20  # read for one request, which can be short and reference much
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedAttachments:
-    """The items of a request with what was found of their files.
+    """The items of a request with their attachments.
 
-    hidden: those that the model will not be shown, and where they stand; without what it has answered already.
+    hidden_files: files that the model is not sent, each with its parameter path; without those already answered.
     """
 
     entries: tuple[ConversationEntry, ...]
@@ -41,7 +40,7 @@ class ResolvedAttachments:
 
 
 class AttachmentResolver:
-    """Has the files of an input found, and keeps with its items what they are."""
+    """Loads the files of an input and attaches them to its items."""
 
     def __init__(self, attachments: AttachmentLoader | None) -> None:
         self._attachments = attachments
@@ -54,62 +53,62 @@ class AttachmentResolver:
         forward_files: Callable[[], bool],
         reserve_memory: ReserveMemory | None = None,
     ) -> ResolvedAttachments:
-        """Raises InvalidRequest that names the part, and what `take` raises, which is told of what is read.
+        """Raises InvalidRequest with the part's path, and what `reserve_memory` raises for the bytes that are read.
 
-        gives_files: whether the model is given files that are no text.
+        forward_files: whether to send the model files that are not text.
         """
-        holding = [
+        with_files = [
             number
             for number, entry in enumerate(entries)
             if not entry.attachments and may_contain_files(entry.type, entry.raw)
         ]
-        if self._attachments is None or not holding:
+        if self._attachments is None or not with_files:
             return ResolvedAttachments(entries)
-        read = await run_in_worker(
-            sum([len(entries[number].raw) for number in holding]),
+        file_parts = await run_in_worker(
+            sum([len(entries[number].raw) for number in with_files]),
             _read_file_parts,
-            [entries[number] for number in holding],
+            [entries[number] for number in with_files],
         )
-        if sum(map(len, read)) > _MAX_FILES:
+        if sum(map(len, file_parts)) > _MAX_FILES:
             raise InvalidRequest(
                 f"At most {_MAX_FILES} files and pictures can be given at once.", param="input"
             )
-        whole, answered = forward_files(), _count_answered(entries)
+        with_content, answered = forward_files(), _count_answered(entries)
         names, budget = _AttachmentNames(past, entries), _AttachmentBudget()
-        attached = list(entries)
+        resolved = list(entries)
         hidden: list[tuple[str, Attachment]] = []
-        for number, parts in zip(holding, read, strict=True):
-            found: list[Attachment] = []
-            for place, part in parts:
-                where = f"input[{number}].{place}"
-                finding = self._attachments.load_attachment(
-                    caller, part, with_content=whole, reserve_memory=reserve_memory
+        for number, parts in zip(with_files, file_parts, strict=True):
+            attachments: list[Attachment] = []
+            for path, part in parts:
+                param = f"input[{number}].{path}"
+                loading = self._attachments.load_attachment(
+                    caller, part, with_content=with_content, reserve_memory=reserve_memory
                 )
-                one = await _resolve_part(finding, part, where, number < answered)
-                budget.spend(part, one)
-                is_there = (one.data or part.inline_data) is not None and not one.too_large
-                given = whole and one.kind == "binary" and is_there
-                found.append(names.assign(replace(one, given=given)))
-                if number >= answered and found[-1].is_hidden:
-                    hidden.append((where, found[-1]))
-            attached[number] = replace(entries[number], attachments=tuple(found))
-        return ResolvedAttachments(tuple(attached), hidden)
+                attachment = await _resolve_part(loading, part, param, number < answered)
+                budget.spend(part, attachment)
+                has_content = (attachment.data or part.inline_data) is not None and not attachment.too_large
+                given = with_content and attachment.kind == "binary" and has_content
+                attachments.append(names.assign(replace(attachment, given=given)))
+                if number >= answered and attachments[-1].is_hidden:
+                    hidden.append((param, attachments[-1]))
+            resolved[number] = replace(entries[number], attachments=tuple(attachments))
+        return ResolvedAttachments(tuple(resolved), hidden)
 
 
 async def _resolve_part(
-    finding: Awaitable[Attachment], part: InputFilePart, where: str, is_answered: bool
+    loading: Awaitable[Attachment], part: InputFilePart, param: str, is_answered: bool
 ) -> Attachment:
-    """What the model has answered already need not be there any more."""
+    """Await the attachment. A missing file is only an error if the model has not answered the item yet."""
     try:
-        return await finding
+        return await loading
     except NotFound as error:
         if is_answered:
             kind = "picture" if part.type == "input_image" else "binary"
             name = sanitize_file_name(part.filename or part.file_id or "")
             return Attachment(name=name, kind=kind, file_id=part.file_id or "", gone=True)
-        raise _make_rejection(where, error) from None
+        raise _make_rejection(param, error) from None
     except InvalidRequest as error:
-        raise _make_rejection(where, error) from None
+        raise _make_rejection(param, error) from None
 
 
 def _read_file_parts(entries: Sequence[ConversationEntry]) -> list[list[LocatedFilePart]]:
@@ -117,31 +116,31 @@ def _read_file_parts(entries: Sequence[ConversationEntry]) -> list[list[LocatedF
 
 
 def _count_answered(entries: Sequence[ConversationEntry]) -> int:
-    """How many of the items stand before something that a model made of them."""
+    """The number of items before the last one that a model wrote."""
     for number in range(len(entries) - 1, -1, -1):
         entry = entries[number]
-        said = entry.type == "message" and read_role(entry) != "assistant"
-        if not said and not entry.type.endswith("_output"):
+        is_input_message = entry.type == "message" and read_role(entry) != "assistant"
+        if not is_input_message and not entry.type.endswith("_output"):
             return number
     return 0
 
 
-def _make_rejection(where: str, error: NotFound | InvalidRequest) -> InvalidRequest:
-    param = f"{where}.{error.param}" if error.param else where
-    return InvalidRequest(f"{where}: {error.message}", param=param, code=error.wire_code)
+def _make_rejection(path: str, error: NotFound | InvalidRequest) -> InvalidRequest:
+    param = f"{path}.{error.param}" if error.param else path
+    return InvalidRequest(f"{path}: {error.message}", param=param, code=error.wire_code)
 
 
 class _AttachmentBudget:
-    """What the files of one request may take."""
+    """Limits the bytes and URLs of one request."""
 
     def __init__(self) -> None:
         self._bytes = _MAX_BYTES
         self._urls = _MAX_URLS
 
-    def spend(self, part: InputFilePart, found: Attachment) -> None:
-        """Raises InvalidRequest."""
-        self._bytes -= found.size
-        self._urls -= found.data is not None and part.inline_data is None and part.file_id is None
+    def spend(self, part: InputFilePart, attachment: Attachment) -> None:
+        """Raises InvalidRequest if the budget is exceeded."""
+        self._bytes -= attachment.size
+        self._urls -= attachment.data is not None and part.inline_data is None and part.file_id is None
         if self._bytes < 0 or self._urls < 0:
             raise InvalidRequest(
                 f"The files that the input refers to are more than {_MAX_BYTES:,} bytes, or more than "
@@ -151,18 +150,18 @@ class _AttachmentBudget:
 
 
 class _AttachmentNames:
-    """Names that are given out; an upload has the same one wherever it is named."""
+    """Assigns unique names to attachments; an upload keeps its name throughout the conversation."""
 
     def __init__(self, past: Sequence[ConversationSegment], entries: Sequence[ConversationEntry]) -> None:
-        known = [one for segment in past for entry in segment.entries for one in entry.attachments]
-        known += [one for entry in entries for one in entry.attachments]
-        self._free = FreeNameAllocator({one.name for one in known if one.name})
-        self._upload_names = {one.file_id: one.name for one in known if one.file_id}
+        known = [file for segment in past for entry in segment.entries for file in entry.attachments]
+        known += [file for entry in entries for file in entry.attachments]
+        self._free = FreeNameAllocator({file.name for file in known if file.name})
+        self._upload_names = {file.file_id: file.name for file in known if file.file_id}
 
-    def assign(self, found: Attachment) -> Attachment:
-        if not found.name:
-            return found
-        name = self._upload_names.get(found.file_id) or self._free.allocate(found.name)
-        if found.file_id:
-            self._upload_names[found.file_id] = name
-        return replace(found, name=name)
+    def assign(self, attachment: Attachment) -> Attachment:
+        if not attachment.name:
+            return attachment
+        name = self._upload_names.get(attachment.file_id) or self._free.allocate(attachment.name)
+        if attachment.file_id:
+            self._upload_names[attachment.file_id] = name
+        return replace(attachment, name=name)

@@ -1,4 +1,4 @@
-"""Finds the files that a text links to.
+"""Finds links to sandbox files in a text, and makes citations of them.
 
 Models write `[table](sandbox:/mnt/data/table.csv)`. A citation spans `sandbox:/mnt/data/table.csv`, in code points.
 """
@@ -13,15 +13,15 @@ from fumehood.protocol.openai.items import ContainerFileCitationAnnotation, Prod
 _SCHEME = "sandbox:"
 _MARK = _SCHEME + "/"
 _MAX_LINKS = 1_000
-_MAX_UNLINKED = 100  # the container's listing has them all
-# What goes on for longer is no link, and must not be searched for one again and again.
+_MAX_UNLINKED = 100  # the file list of the container has them all
+# Bounds the search, so that a text full of unclosed links stays linear.
 _MAX_TARGET_LENGTH = 1_024
 _TRAILING = ".,;:!?*_`"
 _TITLE = re.compile(r""" ["']""")
-# What few names hold, and often comes after one: the edge of a table's cell, the punctuation of other scripts.
+# Characters that rarely occur in names and often follow one: table cell borders, CJK punctuation.
 _BREAK = re.compile("[|<>\uff0c\u3002\u3001\uff1b\uff1a\uff01\uff1f\u300d\u300f\u3011\u300b\uff09]")
 _CLOSING = {"(": ")", "<": ">", "[": "]", '"': '"', "'": "'", "`": "`"}
-# What may end a link, or begin another bracket in it, by the character before it.
+# Patterns that end a link or open a nested bracket, by the character before the link.
 _ENDS = {"": re.compile(r"\s")} | {
     opening: re.compile(f"[\n{re.escape(opening + closing)}]") for opening, closing in _CLOSING.items()
 }
@@ -29,7 +29,7 @@ _ENDS = {"": re.compile(r"\s")} | {
 
 @dataclass(frozen=True, slots=True)
 class SandboxLink:
-    """Where a link stands in a text, and the paths that it may mean, the likeliest first."""
+    """The position of a link in a text, and its candidate paths, likeliest first."""
 
     start: int
     paths: tuple[str, ...]
@@ -50,7 +50,7 @@ def find_links(text: str) -> list[SandboxLink]:
 
 
 def _find_target(text: str, start: int, opening: str) -> str:
-    """From `start` to where the link must end: its closing bracket, or white space where it has none."""
+    """The text from `start` to the end of the link: its closing bracket, or white space if it has none."""
     closing = _CLOSING.get(opening, "")
     opening = opening if closing else ""
     window = text[start : start + _MAX_TARGET_LENGTH]
@@ -67,14 +67,14 @@ def _find_target(text: str, start: int, opening: str) -> str:
 
 def _list_candidate_paths(target: str) -> tuple[str, ...]:
     # A title may follow the address: (sandbox:/mnt/data/a.csv "The table").
-    addresses = [target, _TITLE.split(target, 1)[0], _BREAK.split(target, 1)[0]]
-    shorter = [address.rstrip(_TRAILING) for address in addresses]
-    bare = [address.rstrip(")]>\"'") for address in shorter]
-    return tuple(dict.fromkeys(path for path in (*addresses, *shorter, *bare) if path))
+    targets = [target, _TITLE.split(target, 1)[0], _BREAK.split(target, 1)[0]]
+    shorter = [text.rstrip(_TRAILING) for text in targets]
+    bare = [text.rstrip(")]>\"'") for text in shorter]
+    return tuple(dict.fromkeys(path for path in (*targets, *shorter, *bare) if path))
 
 
 def collect_paths(links: Sequence[SandboxLink]) -> list[str]:
-    """Every path that one of these may mean, as files are named: percent signs resolved."""
+    """All candidate paths of the links, as written and percent-decoded."""
     return list(
         dict.fromkeys(name for link in links for path in link.paths for name in (path, unquote(path)))
     )
@@ -83,7 +83,7 @@ def collect_paths(links: Sequence[SandboxLink]) -> list[str]:
 def cite_links(
     links: Sequence[SandboxLink], files: Mapping[str, ProducedFile]
 ) -> list[ContainerFileCitationAnnotation]:
-    """One for each link that means one of these files, which are given by path."""
+    """Cite each link that points to one of the files, given by path."""
     citations: list[ContainerFileCitationAnnotation] = []
     for link in links:
         for path in link.paths:
@@ -97,7 +97,7 @@ def cite_links(
 def cite_unlinked(
     files: Sequence[ProducedFile], cited: Sequence[ContainerFileCitationAnnotation], text: str
 ) -> list[ContainerFileCitationAnnotation]:
-    """One at the end of the text, of no width, for each of the last files that it does not link to."""
+    """Cite the latest files that the text does not link, each with zero width at its end."""
     linked = {citation.file_id for citation in cited}
     latest = {file.file_id: file for file in files if file.file_id not in linked}
     return [_make_citation(file, len(text), len(text)) for file in [*latest.values()][-_MAX_UNLINKED:]]

@@ -1,4 +1,4 @@
-"""Calls that the client answers, as the model writes them."""
+"""Build calls of client tools from the fragments that the model writes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from fumehood.protocol.streaming_json import StringFieldScanner
 
 
 class ClientCallBuilder(ABC):
-    """A call in the making."""
+    """Builds one call: its events, then its item."""
 
     def __init__(self, prefix: str, output_index: int, call_id: str, name: str) -> None:
         self.id = new_id(prefix)
@@ -31,7 +31,7 @@ class ClientCallBuilder(ABC):
     @property
     @abstractmethod
     def arguments(self) -> str:
-        """All that the model wrote so far."""
+        """The arguments so far."""
 
     def begin(self) -> StreamEvent:
         return OutputItemAdded(output_index=self.index, item=self._build_item("in_progress"))
@@ -51,18 +51,18 @@ class ClientCallBuilder(ABC):
 
 
 class FunctionCallBuilder(ClientCallBuilder):
-    """A call of one of the client's functions."""
+    """Builds a function call."""
 
     def __init__(self, output_index: int, call_id: str, name: str) -> None:
         super().__init__("fc", output_index, call_id, name)
-        self._pieces: list[str] = []
+        self._fragments: list[str] = []
 
     @property
     def arguments(self) -> str:
-        return "".join(self._pieces)
+        return "".join(self._fragments)
 
     def feed(self, fragments: Sequence[str]) -> Sequence[StreamEvent]:
-        self._pieces += fragments
+        self._fragments += fragments
         return [
             FunctionCallArgumentsDelta(item_id=self.id, output_index=self.index, delta=delta)
             for delta in fragments
@@ -78,7 +78,7 @@ class FunctionCallBuilder(ClientCallBuilder):
 
 
 class CustomCallBuilder(ClientCallBuilder):
-    """A call of one of the client's custom tools, which a model calls like a function with the field `input`."""
+    """Builds a call of a custom tool, which the model calls as a function with the string field `input`."""
 
     def __init__(self, output_index: int, call_id: str, name: str) -> None:
         super().__init__("ctc", output_index, call_id, name)
@@ -108,7 +108,7 @@ class CustomCallBuilder(ClientCallBuilder):
 
 
 def is_complete_json(arguments: str) -> bool:
-    """Whether these are complete, so that no more of them can come."""
+    """Whether the arguments are a complete JSON object, so that nothing can follow."""
     try:
         return bool(arguments.strip()) and isinstance(msgspec.json.decode(arguments), dict)
     except (msgspec.DecodeError, RecursionError, UnicodeError):

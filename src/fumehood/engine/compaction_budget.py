@@ -1,7 +1,7 @@
-"""What a compaction keeps word for word, and how many tokens each part of it may have.
+"""Plans a compaction: what it keeps verbatim, and the token budget of each part.
 
-All numbers are tokens as `estimate` counts them. Together the parts have at most three quarters of the threshold, with
-the tools and `instructions` of the request: a quarter of it is free for what comes next.
+All numbers are estimated tokens. The parts, the tools and the `instructions` of the request together use at most three
+quarters of the threshold; a quarter stays free for the next turns.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ _MIN_NOTE_TOKENS = 64
 _MAX_NOTE_TOKENS = 2000
 _MAX_SCALE = 4
 _MIN_SHORTENED_TOKENS = 48
-_MAX_KEPT_BYTES = 7 << 19  # of messages that are answered
-_SUMMARY_PROMPT_TOKENS = 300  # tokens of the request for a summary, more or less
-_MAX_THINKING_TOKENS = 2048  # tokens that a model may need before it begins to write
+_MAX_KEPT_BYTES = 7 << 19  # of answered messages
+_SUMMARY_PROMPT_TOKENS = 300  # approximate size of the summary prompt
+_MAX_THINKING_TOKENS = 2048  # reserved for reasoning before the summary
 _OMISSION_MARK = (
     "\n[… about {tokens} tokens of this message are left out here; the summary has what matters of them …]\n"
 )
@@ -33,10 +33,9 @@ _OMISSION_MARK = (
 
 @dataclass(frozen=True, slots=True)
 class CompactionBudget:
-    """How many tokens each part of a compaction may have.
+    """Token budgets of the parts of a compaction.
 
-    limit: the threshold.
-    pool: all parts together.
+    limit: the threshold. pool: all parts together.
     """
 
     limit: int
@@ -49,11 +48,11 @@ class CompactionBudget:
     def for_limit(
         cls, limit: int, *, fixed: int = 0, scale: float = 1.0, instructions: int | None = None
     ) -> "CompactionBudget":
-        """The budget of a conversation that should stay below `limit` tokens.
+        """The budget of a conversation that should stay below `limit` tokens of the model.
 
-        fixed: tokens that stand before the conversation and cannot be compacted.
-        scale: how many tokens of the model's one of ours is.
-        instructions: for the leading instructions, where that is no matter of the limit.
+        fixed: tokens before the conversation, which cannot be compacted.
+        scale: tokens of the model per estimated token.
+        instructions: a larger budget for the leading instructions, independent of the limit.
         """
         limit = round(limit / scale)
         pool = max(limit * 3 // 4 - fixed, limit // 4)
@@ -66,20 +65,18 @@ class CompactionBudget:
         )
 
     def compute_message_tokens(self, instructions: int) -> int:
-        """For the user's messages, besides instructions of so many tokens."""
+        """The budget for user messages, given the tokens of the kept instructions."""
         left = self.pool - self.summary - self.notes - instructions
         return min(_MAX_MESSAGE_TOKENS, self.limit // 4, max(left, self.limit // 8))
 
     @property
     def min_gain(self) -> int:
-        """With less, a compaction is not worth its summary."""
+        """The minimum reduction that is worth the cost of a summary."""
         return self.limit // 4
 
 
 def compute_token_scale(counted: int, estimated: int) -> float:
-    """How many tokens of the model's one estimated token is: at least one, and in steps, so that what is kept does not
-    change with every digit.
-    """
+    """Tokens of the model per estimated token: at least 1, and rounded up to eighths, so that plans stay stable."""
     ratio = counted / max(1, estimated)
     return min(_MAX_SCALE, max(1.0, -(-ratio * 8 // 1) / 8))
 
@@ -89,19 +86,19 @@ def compute_max_thinking_tokens(context_window: int | None) -> int:
 
 
 def compute_max_threshold(context_window: int) -> int:
-    """A conversation of so many tokens, and a turn more, can still be summarised as a whole."""
+    """The largest threshold at which the conversation plus one turn can still be summarised as a whole."""
     room = context_window * 15 // 16 - compute_max_thinking_tokens(context_window) - _SUMMARY_PROMPT_TOKENS
     return max(room * 4 // 5, room - _MAX_SUMMARY_TOKENS, context_window // 2)
 
 
 @dataclass(frozen=True, slots=True)
 class CompactionPlan:
-    """What a compaction will consist of, but for its summary.
+    """The contents of a compaction except its summary.
 
-    instructions, messages: what is kept; `shortened` of them are not whole.
-    leading: the instructions that the conversation begins with, whether or not there is room for all of them.
-    unanswered: the messages at the end, which the model still has to answer.
-    gain: by how many tokens the conversation will be shorter, at least.
+    instructions, messages: entries that are kept, `shortened` of them not complete.
+    leading: all leading instructions of the conversation, kept or not.
+    unanswered: messages at the end that the model still has to answer.
+    gain: the minimum number of tokens saved.
     """
 
     budget: CompactionBudget
@@ -124,7 +121,7 @@ class CompactionPlan:
 def make_plan(
     segments: Sequence[ConversationSegment], budget: CompactionBudget, ignored_message: bytes
 ) -> CompactionPlan:
-    """hidden: a message that is not the user's, though it looks like one."""
+    """ignored_message: the raw prompt of an earlier compaction, which looks like a user message."""
     entries = [entry for segment in segments for entry in segment.entries]
     leading = leading_instructions(entries)
     unanswered = find_unanswered_messages(entries, len(leading), min(_MAX_MESSAGE_TOKENS, budget.limit // 4))
@@ -136,7 +133,7 @@ def make_plan(
     answered = entries[len(leading) : len(entries) - len(unanswered)]
     messages = _fit_messages(answered, budget.compute_message_tokens(used) - waiting, ignored_message)
     after = used + waiting + sum(map(estimate_entry, messages)) + budget.summary + budget.notes
-    whole = {id(entry) for entry in entries}
+    originals = {id(entry) for entry in entries}
     return CompactionPlan(
         budget=budget,
         instructions=instructions,
@@ -144,17 +141,17 @@ def make_plan(
         unanswered=unanswered,
         leading=leading,
         gain=sum(map(estimate_entry, entries)) - after,
-        shortened=sum(id(entry) not in whole for entry in (*instructions, *messages)),
+        shortened=sum(id(entry) not in originals for entry in (*instructions, *messages)),
     )
 
 
 def find_unanswered_messages(
     entries: Sequence[ConversationEntry], leading: int, room: int
 ) -> Sequence[ConversationEntry]:
-    """The messages at the end that nobody has answered, oldest first: the last one, and those before it that there is
-    room for. Some clients send a turn as a system message; one that is alone is a turn, too.
+    """The unanswered messages at the end, oldest first: the last one, and those before it that fit into `room`.
 
-    leading: how many instructions come first; they are none of these.
+    Some clients send a turn as a system message, so a single system message counts as a turn.
+    leading: the number of leading instructions, which are never unanswered messages.
     """
     if leading == len(entries):
         return entries[-1:]
@@ -168,7 +165,7 @@ def find_unanswered_messages(
 
 
 def estimate_last_turn(segments: Sequence[ConversationSegment]) -> int:
-    """What came since the model has last said something: messages, and results of calls."""
+    """Estimate what came after the model's last output: messages and results of calls."""
     tokens = 0
     for segment in reversed(segments):
         for entry in reversed(segment.entries):
@@ -179,7 +176,7 @@ def estimate_last_turn(segments: Sequence[ConversationSegment]) -> int:
 
 
 def _fit_instructions(leading: Sequence[ConversationEntry], room: int) -> list[ConversationEntry]:
-    """As many of the first as there is room for, the last of them shortened."""
+    """The first instructions that fit, the last of them shortened."""
     kept: list[ConversationEntry] = []
     for entry in leading:
         tokens = estimate_entry(entry)
@@ -194,8 +191,8 @@ def _fit_instructions(leading: Sequence[ConversationEntry], room: int) -> list[C
 def _fit_messages(
     answered: Sequence[ConversationEntry], room: int, ignored_message: bytes
 ) -> list[ConversationEntry]:
-    """The user's latest messages; one that would take more than half of the room is shortened."""
-    most = room // 2
+    """The latest user messages that fit; one that needs more than half of the room is shortened."""
+    max_tokens = room // 2
     bytes_left = _MAX_KEPT_BYTES
     kept: list[ConversationEntry] = []
     for entry in reversed(answered):
@@ -207,8 +204,8 @@ def _fit_messages(
             continue
         shorter = (
             entry
-            if estimate_entry(entry) <= max(most, _MIN_SHORTENED_TOKENS)
-            else shorten_message(entry, most)
+            if estimate_entry(entry) <= max(max_tokens, _MIN_SHORTENED_TOKENS)
+            else shorten_message(entry, max_tokens)
         )
         if shorter is None or shorter.size > bytes_left:
             continue
@@ -238,17 +235,17 @@ _object_decoder = msgspec.json.Decoder(dict[str, Any])
 
 
 def read_content(entry: ConversationEntry) -> bytes:
-    """What a message says, as it was written."""
+    """The content of a message as raw JSON."""
     return bytes(_raw_content_decoder.decode(entry.raw).content)
 
 
 def _has_same_content(one: ConversationEntry, other: ConversationEntry) -> bool:
-    """Whether a message was only sent again: clients do so when a long turn is compacted."""
+    """Whether a message was sent again, as clients do when a long turn is compacted."""
     return read_content(one) == read_content(other)
 
 
 def shorten_message(entry: ConversationEntry, tokens: int) -> ConversationEntry | None:
-    """The message with its beginning and its end only; None if it has more than text, or if there is no room."""
+    """The message without its middle; None if it has other content than text, or `tokens` is too small."""
     if tokens < _MIN_SHORTENED_TOKENS or entry.attachments:
         return None
     text = _read_text(entry)
@@ -260,7 +257,7 @@ def shorten_message(entry: ConversationEntry, tokens: int) -> ConversationEntry 
 
 
 def _read_text(entry: ConversationEntry) -> str | None:
-    """What a message says; None if it says more than text."""
+    """The text of a message; None if it has other content."""
     try:
         content = _text_decoder.decode(entry.raw).content
     except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -269,7 +266,7 @@ def _read_text(entry: ConversationEntry) -> str | None:
 
 
 def omit_middle(text: str, tokens: int, mark: str = " […] ") -> str:
-    """The beginning and the end of a text, with a mark where something is missing."""
+    """The beginning and end of a text, with a mark for the omitted middle."""
     encoded = text.encode(errors="replace")
     room = tokens * BYTES_PER_TOKEN
     if len(encoded) <= room:
@@ -282,7 +279,7 @@ def omit_middle(text: str, tokens: int, mark: str = " […] ") -> str:
 
 
 def truncate_text(text: str, tokens: int) -> str:
-    """The beginning of a text."""
+    """The beginning of a text, at most `tokens` long."""
     encoded = text.encode(errors="replace")
     room = tokens * BYTES_PER_TOKEN
     return text if len(encoded) <= room else encoded[:room].decode(errors="ignore")

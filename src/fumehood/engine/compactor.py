@@ -1,8 +1,8 @@
-"""Makes a long conversation short, and opens what it was made into.
+"""Compacts long conversations, and opens compaction items again.
 
-A compaction is an item that stands for everything before it: a summary by the model, the leading instructions and the
-user's latest messages word for word, and what hosted tools must not forget. It is sealed, since clients carry it. A
-model never sees the item; it is shown what the item stands for, as ordinary messages.
+A compaction item replaces everything before it. It holds a summary by the model, the leading instructions and latest
+user messages verbatim, and a state snapshot of each hosted tool. It is sealed, because clients carry it. The model sees
+its contents as ordinary messages.
 """
 
 import contextlib
@@ -60,11 +60,11 @@ from fumehood.worker_threads import run_in_worker
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_CONTEXT_WINDOW = 128_000  # tokens of a context window that nobody has told
-_MAX_STATE_BYTES = 10 << 20  # bytes; sealed and in base64 it is a third more
-_SUMMARY_STEPS = 64  # of the room, by which its oldest is left out of a summary
-_MAX_DIGESTS = 256  # of instructions that are not kept word for word
-_OPENED_CACHE_BYTES = 16 << 20  # bytes of opened ones that are kept
+DEFAULT_CONTEXT_WINDOW = 128_000  # tokens, if the model has none configured
+_MAX_STATE_BYTES = 10 << 20  # before sealing; base64 adds a third
+_SUMMARY_STEPS = 64  # steps per window in which the oldest part is left out of a summary
+_MAX_DIGESTS = 256  # of instructions that are not kept verbatim
+_OPENED_CACHE_BYTES = 16 << 20  # of opened compactions
 
 _SUMMARY_PROMPT = (
     "Stop here and write a summary of this conversation for yourself. It will take the place of everything above; of "
@@ -80,13 +80,13 @@ _CONTINUE_PROMPT = "Go on from where your summary ends."
 
 
 class _CompactionState(msgspec.Struct, kw_only=True):
-    """What is sealed.
+    """The sealed contents.
 
-    messages: instructions and what the user said, as it came, oldest first.
-    tools: items that hosted tools find in place of their calls; notes: what the model is told of them.
+    messages: raw instructions and user messages, oldest first.
+    tools: snapshot items of hosted tools; notes: their description for the model.
     open: messages that are not answered yet.
-    attached: what the files of messages are, by the place of the message among `messages` and `open`.
-    digests: of leading instructions that are not in `messages` as they were, for clients that send them each time.
+    attached: attachments of messages, by index in `messages` followed by `open`.
+    digests: of leading instructions that are not in `messages` unchanged, for clients that send them every time.
     """
 
     version: Literal[1] = 1
@@ -130,10 +130,10 @@ _NO_FILES: Mapping[int, tuple[Attachment, ...]] = {}
 
 @dataclass(frozen=True, slots=True)
 class OpenedCompaction:
-    """A compaction that is open.
+    """An unsealed compaction.
 
-    shown: what the model sees of it; remembered: what hosted tools see.
-    digests: of the instructions that it stands for; a client that sends them again says nothing new.
+    model_segment: what the model sees of it; tool_state: what hosted tools see.
+    digests: of the instructions that it replaces; a client that sends them again adds nothing new.
     """
 
     model_segment: ConversationSegment
@@ -144,12 +144,11 @@ class OpenedCompaction:
 
 @dataclass(frozen=True, slots=True)
 class ConversationWindow:
-    """What a response stands on, as the model is shown it.
+    """The conversation as the model sees it.
 
-    segments: the conversation from its last compaction on.
-    opened: how many of the segments are that compaction.
-    remembered: what hosted tools know from before it.
-    digests: of the instructions that it stands for.
+    segments: from the last compaction on; the first `compacted_segments` of them are that compaction.
+    tool_state: snapshots of hosted tools from before it.
+    digests: of the instructions that the compaction replaces.
     """
 
     segments: Sequence[ConversationSegment]
@@ -160,7 +159,7 @@ class ConversationWindow:
 
 @dataclass(frozen=True, slots=True)
 class CompactionResult:
-    """A compaction that was made, and what the conversation begins with from now on."""
+    """A new compaction item, and the window that begins with it."""
 
     item: CompactionItem
     window: ConversationWindow
@@ -171,9 +170,9 @@ class CompactionResult:
 
 
 class Compactor:
-    """Makes conversations short, and opens again what it made.
+    """Compacts conversations and opens compaction items.
 
-    `sealer`: None where nothing can be sealed; then nothing is compacted.
+    sealer: None disables compaction.
     """
 
     def __init__(
@@ -184,34 +183,32 @@ class Compactor:
         self._token_counter = token_counter
         self._opened_cache: dict[tuple[str, str], OpenedCompaction] = {}
         self._cache_size = 0
-        self._cache_lock = threading.Lock()  # large ones are opened beside the loop
+        self._cache_lock = threading.Lock()  # large items are opened in the worker thread
 
     @property
     def is_enabled(self) -> bool:
         return self._sealer is not None
 
-    # --- what the model is shown ---
+    # --- opening ---
 
     def build_window(
         self, caller: Caller, past: Sequence[ConversationSegment], added: ConversationSegment
     ) -> ConversationWindow:
-        """The conversation from its last compaction on; raises InvalidRequest for one that is not ours."""
+        """The conversation from its last compaction on. Raises InvalidRequest if that cannot be unsealed."""
         if added.compacted >= 0:
             return self._open_input_window(caller, added)
-        place = last_compaction_index(past)
-        if place < 0:
+        index = last_compaction_index(past)
+        if index < 0:
             return ConversationWindow(append_segments(past, (added,)))
-        opened, after = self._open_last(caller, past[place], "previous_response_id")
-        return _make_window(opened, (), (*after, *past[place + 1 :], added))
+        opened, after = self._open_last(caller, past[index], "previous_response_id")
+        return _make_window(opened, (), (*after, *past[index + 1 :], added))
 
     def _open_input_window(self, caller: Caller, added: ConversationSegment) -> ConversationWindow:
         for number, entry in enumerate(added.entries[: added.compacted]):
-            if (
-                entry.type == COMPACTION_TYPE
-            ):  # it is not needed, but nobody should get used to giving wrong ones
+            if entry.type == COMPACTION_TYPE:  # not needed, but an invalid one must not go unnoticed
                 self._open_entry(caller, entry, f"input[{number}].encrypted_content")
         opened, after = self._open_last(caller, added, f"input[{added.compacted}].encrypted_content")
-        # Clients put their instructions before everything, each time anew.
+        # Clients send their instructions first, every time.
         leading = leading_instructions(added.entries[: added.compacted])
         fresh = tuple([entry for entry in leading if _hash_content(entry) not in opened.digests])
         return _make_window(opened, (ConversationSegment(fresh),) if fresh else (), after)
@@ -219,7 +216,7 @@ class Compactor:
     def _open_last(
         self, caller: Caller, segment: ConversationSegment, where: str
     ) -> tuple[OpenedCompaction, Sequence[ConversationSegment]]:
-        """The last compaction of a segment, and what comes after it."""
+        """Open the last compaction of a segment; return it and what follows it."""
         opened = self._open_entry(caller, segment.entries[segment.compacted], where)
         after = segment.entries[segment.compacted + 1 :]
         return opened, (ConversationSegment(after),) if after else ()
@@ -234,7 +231,7 @@ class Compactor:
             return known
         try:
             if self._sealer is None:
-                raise InvalidSeal("this server seals nothing")
+                raise InvalidSeal("compaction is disabled on this server")
             state = _state_decoder.decode(self._sealer.unseal(caller.tenant, sealed))
             opened = _open_state(state, len(sealed))
         except InvalidSeal as error:
@@ -253,7 +250,7 @@ class Compactor:
         return opened
 
     def _cache_opened(self, key: tuple[str, str], opened: OpenedCompaction) -> None:
-        """So that the next turn finds what this one has rendered."""
+        """Cache it, so that the next turn finds its renderings."""
         with self._cache_lock:
             if key in self._opened_cache:
                 return
@@ -262,7 +259,7 @@ class Compactor:
             while self._cache_size > _OPENED_CACHE_BYTES:
                 self._cache_size -= self._opened_cache.pop(next(iter(self._opened_cache))).size
 
-    # --- making one ---
+    # --- compacting ---
 
     async def plan(
         self,
@@ -272,11 +269,11 @@ class Compactor:
         limit: int,
         context_window: int | None = None,
     ) -> CompactionPlan:
-        """What a compaction of this request would keep, and whether it would gain anything.
+        """Plan a compaction of this request.
 
-        counted: how many tokens the request has.
-        limit: tokens that the conversation should stay below. Where the client has said none, it is
-            `context_window`, and the conversation is to become a good deal shorter than it is.
+        counted: the tokens of the request.
+        limit: tokens that the conversation should stay below.
+        context_window: given if the client set no threshold; then the plan is for the conversation's present size.
         """
         segments, fixed = request.segments, self._token_counter.count_fixed(caller, request)
         scale = compute_token_scale(counted, estimate_fixed(request) + await estimate_segments(segments))
@@ -299,11 +296,10 @@ class Compactor:
         *,
         continues: bool,
     ) -> CompactionResult:
-        """What the request shows, made short by its model; raises ApiError.
+        """Summarise the conversation of the request and seal the result. Raises ApiError.
 
-        window: with what the request's conversation begins.
-        plan: what is kept of it.
-        goes_on: whether the model is asked to go on at once.
+        window: the beginning of the request's conversation. plan: what is kept of it.
+        continues: whether the model is to continue immediately.
         """
         if self._sealer is None:
             raise InvalidRequest("This server does not compact.", code="unsupported_parameter")
@@ -312,15 +308,15 @@ class Compactor:
         )
         kept = [*plan.kept_entries, *plan.unanswered]
         state = _CompactionState(messages=[Raw(entry.raw) for entry in plan.kept_entries], summary=summary)
-        state.attached = {place: entry.attachments for place, entry in enumerate(kept) if entry.attachments}
+        state.attached = {index: entry.attachments for index, entry in enumerate(kept) if entry.attachments}
         size = sum([entry.size for entry in plan.leading])
         state.digests = await run_in_worker(size, _collect_digests, window, plan)
         notes: list[str] = []
         for tool in self._tools:
-            memory = await tool.snapshot_state(caller, (window.tool_state, *request.segments), kept)
-            if memory is not None:
-                state.tools += [Raw(item) for item in memory.items]
-                notes.append(memory.note)
+            snapshot = await tool.snapshot_state(caller, (window.tool_state, *request.segments), kept)
+            if snapshot is not None:
+                state.tools += [Raw(item) for item in snapshot.items]
+                notes.append(snapshot.note)
         if notes:
             state.notes = [omit_middle("\n\n".join(notes), plan.budget.notes)]
         state.open = [Raw(entry.raw) for entry in plan.unanswered]
@@ -347,23 +343,23 @@ class Compactor:
         max_tokens: int,
     ) -> tuple[str, Usage | None]:
         thinking = compute_max_thinking_tokens(backend.get_profile(request.model).context_window)
-        asked = _make_message("user", _InputText(_SUMMARY_PROMPT.format(words=max_tokens // 2)))
+        prompt = _make_message("user", _InputText(_SUMMARY_PROMPT.format(words=max_tokens // 2)))
         request = replace(
             request,
-            segments=(*request.segments, ConversationSegment((asked,))),
+            segments=(*request.segments, ConversationSegment((prompt,))),
             tool_choice="none",
             sampling=_make_summary_sampling(request.sampling, max_tokens + thinking),
             streamed=True,
         )
-        # Nobody asks for the same summary again, so no cache is helped by large steps.
-        segments, left_out = await truncate_to_fit(
+        # Small steps: a summary request is never repeated, so there is no prompt cache to keep valid.
+        segments, omitted_tokens = await truncate_to_fit(
             self._token_counter, backend, caller, request, pinned_segments, steps_per_window=_SUMMARY_STEPS
         )
-        if left_out:
+        if omitted_tokens:
             logger.warning(
                 "a conversation is summarised without about %d tokens of its oldest part: "
                 "with the summary it does not fit into the context window of %r",
-                left_out,
+                omitted_tokens,
                 request.model,
             )
         text, usage = await _stream_summary(
@@ -377,15 +373,15 @@ class Compactor:
 async def _stream_summary(
     backend: ModelBackend, request: ModelRequest, max_tokens: int, thinking_tokens: int
 ) -> tuple[str, Usage | None]:
-    """What the model writes, up to so many tokens; one that writes without end is not listened to for long."""
-    pieces: list[str] = []
+    """Stream the summary, truncated to `max_tokens`; stop reading a model that writes far more."""
+    deltas: list[str] = []
     usage: Usage | None = None
     left = (max_tokens + thinking_tokens) * 4 * BYTES_PER_TOKEN
     async with contextlib.aclosing(backend.stream(request)) as batches:
         async for batch in batches:
             for event in batch:
                 if isinstance(event, ModelTextDelta):
-                    pieces.append(event.delta)
+                    deltas.append(event.delta)
                 if isinstance(event, ModelTextDelta | ModelReasoningDelta):
                     left -= len(event.delta)
                 elif isinstance(event, ModelTurnEnded):
@@ -393,7 +389,7 @@ async def _stream_summary(
             left -= len(batch)
             if left < 0:
                 break
-    return truncate_text("".join(pieces).strip(), max_tokens), usage
+    return truncate_text("".join(deltas).strip(), max_tokens), usage
 
 
 def _make_summary_sampling(sampling: SamplingParameters, max_tokens: int) -> SamplingParameters:
@@ -414,7 +410,7 @@ def _make_message(role: str, part: _OutputText | _InputText) -> ConversationEntr
 
 
 def _open_state(state: _CompactionState, size: int) -> OpenedCompaction:
-    """Raises InvalidRequest for what is no item."""
+    """Raises InvalidRequest for an invalid item."""
     attached = state.attached
     messages, unanswered = (
         _decode_entries(state.messages, attached),
@@ -435,9 +431,9 @@ def _decode_entries(
     items = [peek_item(raw, "compaction") for raw in raws]
     return tuple(
         ConversationEntry(
-            type=item.type, id=item.id, turn=0, raw=item.raw, attachments=attached.get(place, ())
+            type=item.type, id=item.id, turn=0, raw=item.raw, attachments=attached.get(index, ())
         )
-        for place, item in enumerate(items, first)
+        for index, item in enumerate(items, first)
     )
 
 
@@ -446,7 +442,7 @@ def _hash_content(entry: ConversationEntry) -> str:
 
 
 def _collect_digests(window: ConversationWindow, plan: CompactionPlan) -> list[str]:
-    """Of the instructions that the next compaction stands for, and does not have word for word; the latest last."""
+    """Digests of the instructions that the compaction replaces without keeping them verbatim, latest last."""
     kept = {_hash_content(entry) for entry in plan.instructions}
     known = dict.fromkeys([*sorted(window.digests), *map(_hash_content, plan.leading)])
     return [digest for digest in known if digest not in kept][-_MAX_DIGESTS:]

@@ -1,7 +1,7 @@
-"""The log of one run: numbered events, read by whoever subscribes.
+"""The event log of one run: numbered events for any number of readers.
 
-The run appends and never waits. What every reader of a foreground run has taken is forgotten, so a log is as long as
-its slowest reader is behind.
+The run appends and never waits. Events that every reader has read are discarded, so the length of the log is the lag
+of its slowest reader.
 """
 
 import asyncio
@@ -14,11 +14,10 @@ from fumehood.protocol.openai.stream_events import StreamEvent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagLimits:
-    """How far a reader may fall behind before the run is given up.
+    """How far a reader may lag before the run is cancelled.
 
-    events: how many a reader may be behind.
-    seconds: how long it may be further behind than that.
-    hard_events: how many are too many at once.
+    events, seconds: a lag of more than `events` may last `seconds`.
+    hard_events: a lag that cancels the run at once.
     """
 
     events: int = 10_000
@@ -33,8 +32,8 @@ def _noop() -> None:
 class EventLog:
     """The events of one run, for any number of readers.
 
-    kept: False for a run that nobody will ever subscribe to: events are dropped.
-    on_overrun: called once, when a reader is too far behind.
+    recording: False for a blocking run, which has no readers: events are dropped.
+    on_overrun: called once, when a reader exceeds the lag limits.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class EventLog:
         self._monotonic = monotonic
         self._on_overrun = on_overrun
         self._events: list[StreamEvent] = []
-        self._first_number = 0  # the number of the first event that is still here
+        self._first_number = 0  # sequence number of the oldest event that is not discarded
         self._next_number = 0
         self._lagging_since: float | None = None
         self._is_overrun = False
@@ -58,7 +57,7 @@ class EventLog:
         self._readers: list[EventLogReader] = []
 
     def append(self, events: Sequence[StreamEvent]) -> None:
-        """Number these, keep them, and wake the readers."""
+        """Number the events, append them and wake the readers."""
         if not self._is_recording:
             return
         number = self._next_number
@@ -72,31 +71,31 @@ class EventLog:
             self._check_lag()
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Mark the log as complete."""
         self._is_closed = True
-        self._on_overrun = _noop  # it leads to the run, and that to this
+        self._on_overrun = _noop  # breaks the reference cycle with the run
         self._wake_readers()
 
     def open_reader(self, after: int, on_available: Callable[[], None]) -> "EventLogReader":
-        """A reader of the events after that number."""
+        """Open a reader of the events after sequence number `after`; `on_available` is called when there are more."""
         reader = EventLogReader(self, after + 1, on_available)
         self._readers.append(reader)
         return reader
 
     async def read(self, after: int) -> AsyncGenerator[Sequence[StreamEvent]]:
-        """The events after that number, in batches of all that are there."""
-        news = asyncio.Event()
-        reader = self.open_reader(after, news.set)
+        """Yield the events after sequence number `after`, each time all that are available."""
+        available = asyncio.Event()
+        reader = self.open_reader(after, available.set)
         try:
             while True:
-                news.clear()
+                available.clear()
                 batch = reader.read_available()
                 if batch:
                     yield batch
                 elif reader.is_exhausted:
                     return
                 else:
-                    await news.wait()
+                    await available.wait()
         finally:
             reader.close()
 
@@ -105,12 +104,12 @@ class EventLog:
             reader.on_available()
 
     def read_from(self, position: int) -> Sequence[StreamEvent]:
-        """What came from that number on; for readers."""
+        """Return the events from `position` on. Raises InternalServerError if they are discarded. For readers."""
         if self._is_overrun or position < self._first_number:
             raise InternalServerError("The events were not read fast enough, and the response was cancelled.")
         if position > self._first_number or len(self._readers) > 1:
             return self._events[position - self._first_number :]
-        events, self._events = self._events, []  # nobody else wants them
+        events, self._events = self._events, []  # the only reader
         self._first_number = self._next_number
         self._lagging_since = None
         return events
@@ -119,15 +118,15 @@ class EventLog:
         return self._is_closed and position >= self._next_number
 
     def discard_read(self, position: int) -> None:
-        """Drop what every reader has taken, now that one has taken all before that number."""
+        """Discard what every reader has read, after one has advanced to `position`."""
         if position == self._first_number:
             return
-        done = min((reader.position for reader in self._readers), default=self._first_number)
-        if done >= self._next_number:
+        slowest = min((reader.position for reader in self._readers), default=self._first_number)
+        if slowest >= self._next_number:
             self._events.clear()
         else:
-            del self._events[: done - self._first_number]
-        self._first_number = done
+            del self._events[: slowest - self._first_number]
+        self._first_number = slowest
         if len(self._events) <= self._limits.events:
             self._lagging_since = None
 
@@ -144,12 +143,12 @@ class EventLog:
             self._events.clear()
             self._first_number = self._next_number
             self._wake_readers()
-            # Not at once: it is the run itself that appends, and it must not be cancelled by its own hand.
+            # Later: the caller is the run itself, which must not be cancelled inside `append`.
             asyncio.get_running_loop().call_soon(self._on_overrun)
 
 
 class EventLogReader:
-    """See `interfaces.Reading`."""
+    """See `interfaces.RunEventReader`."""
 
     __slots__ = ("_log", "on_available", "position")
 
@@ -171,4 +170,4 @@ class EventLogReader:
 
     def close(self) -> None:
         self._log.remove_reader(self)
-        self.on_available = _noop  # it leads to whoever holds this
+        self.on_available = _noop  # breaks the reference cycle with the owner

@@ -1,4 +1,4 @@
-"""What a response stands on: the conversation before it and the items of its request."""
+"""Loads the conversation before a request, and turns the items of the request into entries."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated
@@ -20,7 +20,7 @@ from fumehood.protocol.openai.responses import CreateResponse
 from fumehood.worker_threads import ITEM_COST_BYTES, WORKER_THRESHOLD_BYTES, run_in_worker
 
 _MAX_ITEMS = 10_000
-_MAX_BYTES = 128 << 20  # of a conversation; a body is small, but what it refers to may be large, and often
+_MAX_BYTES = 128 << 20  # of a conversation; a small body can reference large items, and repeatedly
 _OUTPUT_TYPE_BY_CALL = {
     "function_call": "function_call_output",
     "custom_tool_call": "custom_tool_call_output",
@@ -38,9 +38,9 @@ _call_tag_decoder = msgspec.json.Decoder(_CallTag)
 
 
 class ConversationHistory:
-    """Finds what a request stands on: its conversation and its items.
+    """Loads conversations and input items.
 
-    `tools`: the hosted ones, each under every type of item that it makes.
+    tools: hosted tools by each item type that they make.
     """
 
     def __init__(self, store: ConversationStore, tools: Mapping[str, HostedTool]) -> None:
@@ -48,7 +48,7 @@ class ConversationHistory:
         self._tools = tools
 
     async def load_past(self, request: CreateResponse, caller: Caller) -> Sequence[ConversationSegment]:
-        """The conversation that the request continues; raises PreviousNotFound."""
+        """Load the conversation that the request continues. Raises PreviousResponseNotFound."""
         previous = request.previous_response_id
         if previous is None:
             return ()
@@ -66,8 +66,9 @@ class ConversationHistory:
         past: Sequence[ConversationSegment],
         reserve_memory: ReserveMemory | None = None,
     ) -> tuple[ConversationEntry, ...]:
-        """The items of the request, references resolved; raises InvalidRequest, and what `take` raises, which is told
-        of those that are referred to.
+        """Load the items of the request with their references resolved.
+
+        Raises InvalidRequest, and what `reserve_memory` raises for the referenced items.
         """
         if request.input is None and not past and request.generate is not False:
             raise InvalidRequest(
@@ -82,14 +83,14 @@ class ConversationHistory:
             raise InvalidRequest(f"At most {_MAX_ITEMS} items can be given.", param="input")
         size = sum([ITEM_COST_BYTES + len(raw) for raw in raws])
         items = await run_in_worker(size, _peek_items, raws)
-        kept = await self._load_referenced(items, caller)
-        reserve_if_large(reserve_memory, sum([entry.size for entry in kept.values()]))
-        return await run_in_worker(size, self._build_entries, items, kept, past)
+        stored = await self._load_referenced(items, caller)
+        reserve_if_large(reserve_memory, sum([entry.size for entry in stored.values()]))
+        return await run_in_worker(size, self._build_entries, items, stored, past)
 
     async def _load_referenced(
         self, items: Sequence[InputItem], caller: Caller
     ) -> Mapping[str, ConversationEntry]:
-        """What the store knows of items that are referred to, or whose results the client may have left out."""
+        """Load the stored form of referenced items, reasoning, and hosted calls, whose results a client may omit."""
         ids = [
             item.id for item in items if item.id and (item.type in _STORED_TYPES or item.type in self._tools)
         ]
@@ -105,8 +106,8 @@ class ConversationHistory:
             [self._build_entry(item, stored, f"input[{number}]") for number, item in enumerate(items)]
         )
         check_size(entries, past)
-        cut = max((n for n, entry in enumerate(entries, 1) if entry.type == COMPACTION_TYPE), default=0)
-        _check_call_outputs(entries, () if cut else past, cut)
+        compacted = max((n for n, entry in enumerate(entries, 1) if entry.type == COMPACTION_TYPE), default=0)
+        _check_call_outputs(entries, () if compacted else past, compacted)
         return entries
 
     def _build_entry(
@@ -120,7 +121,7 @@ class ConversationHistory:
                 raise InvalidRequest(f"Item with id '{item.id}' not found.", param=where)
             return msgspec.structs.replace(known, turn=0)
         if item.type == "reasoning" and known is not None and known.type == item.type:
-            # With what was sealed, which clients seldom ask for.
+            # The stored item has the encrypted content, which clients seldom send back.
             return msgspec.structs.replace(known, turn=0)
         identity = item.id or new_item_id(item.type)
         entry = ConversationEntry(type=item.type, id=identity, turn=0, raw=item.raw)
@@ -152,13 +153,13 @@ def _make_user_message(text: str) -> ConversationEntry:
 
 
 def reserve_if_large(reserve_memory: ReserveMemory | None, size: int) -> None:
-    """Tell of what the store was read for. What is small takes no more than any request may."""
+    """Reserve memory for stored content; small amounts are covered by the request's own reservation."""
     if reserve_memory is not None and size >= WORKER_THRESHOLD_BYTES:
         reserve_memory(size)
 
 
 def check_size(entries: Sequence[ConversationEntry], past: Sequence[ConversationSegment]) -> None:
-    """Raises InvalidRequest. An item counts as often as it is referred to: the model is shown it as often."""
+    """Raises InvalidRequest if the conversation is too large. Each reference to an item counts: the model sees each."""
     size = sum([entry.size for entry in entries]) + conversation_size(past)
     if size > _MAX_BYTES:
         raise InvalidRequest(
@@ -171,16 +172,16 @@ def check_size(entries: Sequence[ConversationEntry], past: Sequence[Conversation
 def _check_call_outputs(
     entries: Sequence[ConversationEntry], past: Sequence[ConversationSegment], compacted_count: int = 0
 ) -> None:
-    """Every result belongs to a call, and every call of the last turn has its result.
+    """Check that every output belongs to a call, and that every call of the last turn has its output.
 
-    cut: how many of the entries a compaction stands for.
+    compacted_count: the number of entries that a compaction replaces. Raises InvalidRequest.
     """
     newest = past[-1].entries if past else ()
-    shown = list(enumerate(entries))[compacted_count:]
-    results = {_read_call_id(entry, number) for number, entry in shown if entry.type in _OUTPUT_TYPES}
-    calls = {_read_call_id(entry, number) for number, entry in shown if entry.type in _OUTPUT_TYPE_BY_CALL}
-    # One that was cut off is no call: nobody can answer it, and the model is not shown it.
-    cut_off = {
+    visible = list(enumerate(entries))[compacted_count:]
+    outputs = {_read_call_id(entry, number) for number, entry in visible if entry.type in _OUTPUT_TYPES}
+    calls = {_read_call_id(entry, number) for number, entry in visible if entry.type in _OUTPUT_TYPE_BY_CALL}
+    # An incomplete call cannot be answered, and the model does not see it.
+    incomplete = {
         _read_call_id(entry)
         for entry in newest
         if entry.type in _OUTPUT_TYPE_BY_CALL and _is_incomplete(entry)
@@ -191,25 +192,25 @@ def _check_call_outputs(
         if entry.type in _OUTPUT_TYPE_BY_CALL and not _is_incomplete(entry)
     }
     answered = {_read_call_id(entry) for entry in newest if entry.type in _OUTPUT_TYPES}
-    missing = calls - results - answered
+    missing = calls - outputs - answered
     if missing:
         raise InvalidRequest(f"No tool output found for function call {min(missing)}.", param="input")
-    strangers = results - calls
-    if vain := strangers & cut_off:
+    unmatched = outputs - calls
+    if rejected := unmatched & incomplete:
         raise InvalidRequest(
-            f"Function call {min(vain)} was cut off, so it cannot be answered: leave its output out.",
+            f"Function call {min(rejected)} was cut off, so it cannot be answered: leave its output out.",
             param="input",
         )
-    if strangers:
-        strangers -= {
+    if unmatched:
+        unmatched -= {
             _read_call_id(entry)
             for segment in past
             for entry in segment.entries
             if entry.type in _OUTPUT_TYPE_BY_CALL
         }
-    if strangers:
+    if unmatched:
         raise InvalidRequest(
-            f"No tool call found for function call output with call_id {min(strangers)}.", param="input"
+            f"No tool call found for function call output with call_id {min(unmatched)}.", param="input"
         )
 
 

@@ -1,8 +1,8 @@
-"""The loop: the model's turns and the calls between them, until it has answered.
+"""The agent loop: model turns and hosted calls, until the model answers.
 
-`Loop.drive` owns one response from `in_progress` to its end. It asks the model for a turn, lets a `Turn` make items
-and events of it, runs the hosted calls, and shows the model their results, until the model answers, calls something
-of the client's, or a limit is met. Then the response is committed, and only then told to be over.
+`AgentLoop.run` owns one response from `in_progress` to its end. It requests a turn from the model, assembles items and
+events from it, runs the hosted calls and sends their results back, until the model answers, calls a client tool, or
+reaches a limit. It commits the response before it emits the terminal event.
 """
 
 import asyncio
@@ -66,17 +66,17 @@ from fumehood.worker_threads import run_in_worker
 
 logger = logging.getLogger(__name__)
 
-# What the SDK knows; another code would not pass its strict mode.
+# The codes that the OpenAI SDK knows; its strict mode rejects any other.
 _RESPONSE_ERROR_CODES = frozenset({"server_error", "rate_limit_exceeded", "invalid_prompt"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopLimits:
-    """How much one response may take.
+    """Limits of one response.
 
-    turns: of the model in one response; in the last one it is offered no tools, so that it has to answer.
-    seconds: that a response may take in all.
-    characters: that the model may write in one turn, and a quarter of that in pieces; no honest model comes near.
+    turns: model turns; the last one offers no hosted tools, so that the model has to answer.
+    seconds: total duration.
+    characters: that the model may write in one turn, and a quarter of that in events; no honest model comes near.
     """
 
     turns: int = 64
@@ -85,11 +85,11 @@ class LoopLimits:
 
 
 class AgentLoop:
-    """One response.
+    """Makes one response.
 
-    failure: what went wrong, where it is a fault that a blocking caller should get as an HTTP error.
-    is_lost: whether nothing of the response is stored though it should be; a blocking caller must not be given its id.
-    lease: the right to write to the response, once it is recorded.
+    failure: the error that a blocking caller gets as an HTTP error, if any.
+    is_unstored: whether the response should have been stored and is not; a blocking caller must not get its id.
+    lease: the right to write to the response, once its row exists.
     """
 
     def __init__(
@@ -114,24 +114,22 @@ class AgentLoop:
         self._limits = limits
         self._token_counter = token_counter
         self._compactor = compactor
-        self._compaction_threshold = _find_compaction_threshold(
-            prepared, backend
-        )  # tokens beyond which the conversation is compacted
+        self._compaction_threshold = _find_compaction_threshold(prepared, backend)  # in tokens
         self._deadline = clock.monotonic() + limits.seconds
-        self._phase: Literal["new", "turning", "concluding"] = "new"
+        self._phase: Literal["new", "running", "finishing"] = "new"
         self._cancel_requested = False
         self._is_abandoned = False
-        self._timed_out = False  # it was given up because its time was over
+        self._timed_out = False  # cancelled because `limits.seconds` passed
         self._incomplete_reason: Literal["max_output_tokens", "content_filter"] | None = None
-        # What the model is shown: the conversation, and what this response has added to it.
+        # The conversation as the model sees it, and the segments that this response has added.
         self._window = prepared.window
         self._new_segments: list[ConversationSegment] = []
-        self._first_request: ModelRequest | None = None  # the request that `check` made, until it is sent
-        # The turn that is being made, and what the model was asked for it.
+        self._first_request: ModelRequest | None = None  # built by `validate_first_request`, until it is sent
+        # The current turn and its request.
         self._turn: TurnAssembler | None = None
         self._last_request: ModelRequest | None = None
-        self._omitted_tokens = 0  # tokens of the conversation, estimated, that it was not shown
-        # What the response has come to.
+        self._omitted_tokens = 0  # estimated tokens that truncation left out of the request
+        # The result so far.
         self._output = ResponseOutput(log)
         self._entries: list[ConversationEntry] = []
         self._hosted_call_count = 0
@@ -139,34 +137,34 @@ class AgentLoop:
         self._compaction_usage: Usage | None = None
 
     def validate_first_request(self) -> None:
-        """Raises InvalidRequest if the model cannot be shown what it would have to see first."""
+        """Build the first model request. Raises InvalidRequest if the backend cannot send it."""
         self._first_request = self._build_model_request(1, self._select_toolbox(1))
         self._backend.validate_request(self._first_request)
 
     def request_cancel(self) -> bool:
-        """Note that nobody wants the response any more; whether the task is to be cancelled for that, now.
+        """Request cancellation; return whether the caller has to cancel the task now.
 
-        It is not before the turns: they will find the note. Nor after them, when what is left is short, nor a second
-        time, when the loop may still be interrupting its code.
+        Not before the turns, which check the request first; not after them, when little is left to do; and not a
+        second time, when the loop may still be interrupting its code.
         """
         first, self._cancel_requested = not self._cancel_requested, True
-        return first and self._phase == "turning"
+        return first and self._phase == "running"
 
     def abandon(self) -> bool:
-        """As `give_up`, and write no end: whoever recovers the store will mark it failed."""
+        """As `request_cancel`, but store nothing: recovery marks the response as failed."""
         self._is_abandoned = True
         return self.request_cancel()
 
     async def run(self) -> Response:
-        """From the first event to the last; the response as it was told and kept."""
+        """Run from the first event to the last; return the response as emitted and stored."""
         opening = self._prepared.response
         self._log.append([ResponseCreated(response=opening), ResponseInProgress(response=opening)])
         status: ResponseStatus
         try:
-            # Nobody knows the id of a blocking call before it has ended, so nobody can ask what became of it.
+            # A blocking caller learns the id only at the end, so there is no row to look up before.
             if self._prepared.store and self._prepared.streamed:
                 self.lease = await self._store.begin_response(self._prepared.caller.tenant, opening)
-            self._phase = "turning"
+            self._phase = "running"
             if self._cancel_requested:
                 raise asyncio.CancelledError
             if self._prepared.generate:
@@ -193,7 +191,7 @@ class AgentLoop:
         return await self._finish(status)
 
     def _clear_cancellation(self) -> None:
-        """What is left to do is short and must not be lost."""
+        """Let the short rest complete: storing the response and emitting its end."""
         task = asyncio.current_task()
         while task is not None and task.cancelling():
             task.uncancel()
@@ -215,9 +213,7 @@ class AgentLoop:
     # --- turns ---
 
     async def _run_turns_with_timeout(self) -> None:
-        """Give the turns up when the response has taken too long. With one timer: `asyncio.timeout` would cost several
-        times as much.
-        """
+        """Run the turns, and cancel them after `limits.seconds`. One timer is cheaper than `asyncio.timeout`."""
         task = asyncio.current_task()
 
         def expire() -> None:
@@ -320,7 +316,7 @@ class AgentLoop:
             )
 
     async def _warn_if_turn_is_large(self, limit: int) -> None:
-        """Once: with the next request the turn is answered. Until then it stays as it is, however long."""
+        """Warn once per response: the last turn is not compacted before it is answered, however long it is."""
         segments = self._window.segments
         tokens = await run_in_worker(estimate_cost(segments[-1:]), estimate_last_turn, segments)
         if tokens > limit // 2:
@@ -334,7 +330,7 @@ class AgentLoop:
             )
 
     async def _compact_after_answer(self, number: int, turn: TurnAssembler) -> None:
-        """After the answer. What the client has to answer itself must stay in sight until it has."""
+        """Compact after the answer, unless calls wait for the client: those have to stay in the window."""
         if (
             self._compaction_threshold is not None
             and not self._incomplete_reason
@@ -344,7 +340,7 @@ class AgentLoop:
             await self._compact_if_needed(number, self._compaction_threshold, continues=False)
 
     async def _compact_if_needed(self, number: int, limit: int, *, continues: bool) -> None:
-        """Make the conversation short if it is too long. One that cannot be made short goes on as it is."""
+        """Compact the conversation if it exceeds `limit` tokens. If that fails, go on without."""
         request = self._build_model_request(number, self._select_toolbox(number))
         caller, window = self._prepared.caller, self._window
         count = await self._token_counter.count(self._backend, caller, request, threshold=limit)
@@ -360,7 +356,7 @@ class AgentLoop:
         except ApiError as error:
             logger.warning("response %s was not compacted: %s", self._prepared.response.id, error)
             if not isinstance(error, ModelRateLimited | ModelUnreachable | ServiceUnavailable):
-                self._compaction_threshold = None  # asked again, the model would say the same
+                self._compaction_threshold = None  # a retry would fail again
             return
         index, item = self._output.allocate_output_index(), compacted.item
         self._output.emit(
@@ -370,28 +366,28 @@ class AgentLoop:
         self._entries.append(compacted.to_entry(number))
         self._window, self._new_segments, self._first_request = compacted.window, [], None
         if compacted.usage is not None:
-            spent = self._compaction_usage
-            self._compaction_usage = compacted.usage if spent is None else spent + compacted.usage
+            usage = self._compaction_usage
+            self._compaction_usage = compacted.usage if usage is None else usage + compacted.usage
 
     def _select_toolbox(self, number: int) -> Toolbox:
-        """In the last turn, and with no hosted call left, the model has to answer or to call the client."""
-        over = number == self._limits.turns or self._count_remaining_calls() == 0
-        return self._prepared.toolbox.without_hosted() if over else self._prepared.toolbox
+        """Leave out the hosted tools in the last turn and when no hosted call is left."""
+        is_last = number == self._limits.turns or self._count_remaining_calls() == 0
+        return self._prepared.toolbox.without_hosted() if is_last else self._prepared.toolbox
 
     def _count_remaining_calls(self) -> int | None:
-        most = self._prepared.response.max_tool_calls
-        return None if most is None else max(0, most - self._hosted_call_count)
+        maximum = self._prepared.response.max_tool_calls
+        return None if maximum is None else max(0, maximum - self._hosted_call_count)
 
     def _count_remaining_tokens(self) -> int | None:
-        most = self._prepared.response.max_output_tokens
-        if most is None or self._usage is None:
-            return most
-        return max(0, most - self._usage.output_tokens)
+        maximum = self._prepared.response.max_output_tokens
+        if maximum is None or self._usage is None:
+            return maximum
+        return max(0, maximum - self._usage.output_tokens)
 
     def _build_model_request(self, number: int, toolbox: Toolbox) -> ModelRequest:
         prepared = self._prepared
         functions = [spec for spec in prepared.functions if _is_offered(spec, toolbox)]
-        # Whoever forces a call forces one: with the result there, the model must be able to answer.
+        # tool_choice forces a call in the first turn only: after it, the model must be able to answer.
         choice = prepared.choice if number == 1 or prepared.choice == "none" else "auto"
         sampling = msgspec.structs.replace(
             prepared.sampling, max_output_tokens=self._count_remaining_tokens()
@@ -411,10 +407,10 @@ class AgentLoop:
             wants_contents=self._prepared.wants_contents,
         )
 
-    # --- the end ---
+    # --- end of the response ---
 
     async def _finish(self, status: ResponseStatus) -> Response:
-        self._phase = "concluding"
+        self._phase = "finishing"
         for tool in self._prepared.toolbox.hosted_tools.values():
             tool.close()
         response = self._build_final_response(status)
@@ -425,7 +421,7 @@ class AgentLoop:
             self.is_unstored = self.lease is None
             self.failure.may_have_run = bool(self._output.items)
             expected = isinstance(error, ApiError | LeaseLost)
-            logger.warning("response %s was not kept: %s", response.id, error, exc_info=not expected)
+            logger.warning("response %s was not stored: %s", response.id, error, exc_info=not expected)
             response = self._build_final_response("failed")
         self._log.append(self._make_terminal_events(response))
         return response
@@ -454,22 +450,25 @@ class AgentLoop:
         if self._is_abandoned:
             raise ServiceUnavailable("The server stopped before the response had ended.", retry_after=1.0)
         if self.lease is None and response.status == "failed" and not response.output:
-            return  # a blocking caller gets an error and no id: there is nothing to come back to
+            return  # a blocking caller gets an error without an id, so nobody could retrieve it
         entries = (*self._list_unstored_entries(), *self._prepared.input.entries, *self._entries)
         await self._store.commit_response(self.lease, self._prepared.caller.tenant, response, entries)
 
     def _list_unstored_entries(self) -> list[ConversationEntry]:
-        """What came before and the store does not have: it is kept now, as if it had come in with this request."""
+        """The past that the caller holds and the store lacks: it is stored as if it had come with this request."""
         if not self._prepared.is_past_unstored:
             return []
         past = self._prepared.past
         return [msgspec.structs.replace(entry, turn=0) for segment in past for entry in segment.entries]
 
     def get_conversation(self) -> Sequence[ConversationSegment]:
-        """Everything from the last compaction up to the end of this response, once it has ended."""
-        whole = (*self._prepared.past, ConversationSegment((*self._prepared.input.entries, *self._entries)))
-        compacted = (number for number in reversed(range(len(whole))) if whole[number].compacted >= 0)
-        return whole[next(compacted, 0) :]
+        """After the end: the segments from the last compaction up to this response."""
+        segments = (
+            *self._prepared.past,
+            ConversationSegment((*self._prepared.input.entries, *self._entries)),
+        )
+        compacted = (index for index in reversed(range(len(segments))) if segments[index].compacted >= 0)
+        return segments[next(compacted, 0) :]
 
     def _make_terminal_events(self, response: Response) -> Sequence[StreamEvent]:
         if response.status == "completed":
@@ -480,15 +479,15 @@ class AgentLoop:
 
 
 def _find_compaction_threshold(prepared: PreparedRequest, backend: ModelBackend) -> int | None:
-    """How many tokens are too many, where the client wants that to be minded."""
+    """The number of tokens beyond which the conversation is compacted; None if the client did not ask for it."""
     if prepared.compaction is None:
         return None
     context_window = backend.get_profile(prepared.response.model).context_window
-    wanted = prepared.compaction.compact_threshold or (context_window or DEFAULT_CONTEXT_WINDOW) * 4 // 5
+    threshold = prepared.compaction.compact_threshold or (context_window or DEFAULT_CONTEXT_WINDOW) * 4 // 5
     if context_window is None:
-        return wanted
-    room = compute_input_token_limit(context_window, prepared.response.max_output_tokens)
-    return min(wanted, room, compute_max_threshold(context_window))
+        return threshold
+    input_limit = compute_input_token_limit(context_window, prepared.response.max_output_tokens)
+    return min(threshold, input_limit, compute_max_threshold(context_window))
 
 
 def _is_offered(spec: FunctionSpec, toolbox: Toolbox) -> bool:
@@ -509,7 +508,7 @@ def _describe_store_failure(error: Exception) -> ApiError:
         return error
     if isinstance(error, LeaseLost):
         return InternalServerError("The response was deleted or taken over by another server while it ran.")
-    return detect_resource_exhaustion(error) or InternalServerError("The response could not be kept.")
+    return detect_resource_exhaustion(error) or InternalServerError("The response could not be stored.")
 
 
 def _to_response_error(error: ApiError) -> ResponseError:

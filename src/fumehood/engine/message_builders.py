@@ -1,4 +1,4 @@
-"""Messages and reasoning as they are written, part by part."""
+"""Build messages and reasoning items from the deltas that the model writes."""
 
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -43,16 +43,13 @@ type FindFiles = Callable[[Sequence[str]], Awaitable[Sequence[ProducedFile]]]
 
 
 class MessageBuilder:
-    """A message of the assistant: text and refusals, one part after another.
-
-    The pieces of a part are joined once, when it is done.
-    """
+    """Builds an assistant message from text and refusal parts. The deltas of a part are joined once, at its end."""
 
     def __init__(self, output_index: int, phase: MessagePhase | None = None) -> None:
         self.id = new_id("msg")
         self.index = output_index
         self._phase: MessagePhase | UnsetType = phase or UNSET
-        self.open_text: list[str] | None = None  # the pieces of the text that is open
+        self.open_text: list[str] | None = None  # deltas of the open text part
         self.open_refusal: list[str] | None = None
         self.part_index = -1
         self._logprobs: list[Raw] = []
@@ -91,16 +88,16 @@ class MessageBuilder:
             logprobs=logprobs,
         )
 
-    def add_url_citation(self, source: UrlCitationAnnotation) -> StreamEvent:
-        self._url_citations.append(source)
-        return self._make_annotation_event(len(self._url_citations) - 1, source)
+    def add_url_citation(self, citation: UrlCitationAnnotation) -> StreamEvent:
+        self._url_citations.append(citation)
+        return self._make_annotation_event(len(self._url_citations) - 1, citation)
 
-    def _make_annotation_event(self, number: int, citation: Annotation) -> StreamEvent:
+    def _make_annotation_event(self, index: int, citation: Annotation) -> StreamEvent:
         return OutputTextAnnotationAdded(
             item_id=self.id,
             output_index=self.index,
             content_index=self.part_index,
-            annotation_index=number,
+            annotation_index=index,
             annotation=citation,
         )
 
@@ -114,11 +111,11 @@ class MessageBuilder:
     async def end_part(
         self, find_files: FindFiles, unlinked: Sequence[ProducedFile] = ()
     ) -> list[StreamEvent]:
-        """Close the part that is open, if one is. `unlinked`: files to cite even if no link leads to them."""
+        """Close the open part, if any. `unlinked`: files to cite even if the text does not link them."""
         if self.open_text is None:
             return self._end_refusal()
         text = "".join(self.open_text)
-        # Whoever is cancelled while files are looked up finds the part still open, and can cut it off.
+        # The part stays open during the lookup, so that a cancelled run can still abort it.
         citations = await _find_citations(text, find_files, unlinked)
         self.open_text = None
         return self._end_text(text, citations)
@@ -160,7 +157,7 @@ class MessageBuilder:
         )
 
     def abort_part(self) -> list[StreamEvent]:
-        """Close the open part as it stands, in a hurry: nothing is looked up."""
+        """Close the open part without looking up files."""
         if self.open_text is None:
             return self._end_refusal()
         text = "".join(self.open_text)
@@ -184,19 +181,19 @@ async def _find_citations(
 
 
 class ReasoningBuilder:
-    """Reasoning that the model shows, or tells the gist of, or keeps to itself under seal.
+    """Builds a reasoning item from text, summary paragraphs or encrypted content.
 
-    shown: whether it is known from the start that there will be text.
+    has_text: whether it is known from the start that there will be text.
     """
 
     def __init__(self, output_index: int, *, has_text: bool) -> None:
         self.id = new_id("rs")
         self.index = output_index
-        self.open_text: list[str] | None = None  # the pieces of the text, once it has begun
+        self.open_text: list[str] | None = None  # deltas of the text, once it has begun
         self._has_text = has_text
         self._summary: list[SummaryText] = []
         self._paragraph: list[str] = []
-        self._open_paragraph: int | None = None  # the server's number of the paragraph that is open
+        self._open_paragraph: int | None = None  # the model server's index of the open paragraph
 
     def begin(self) -> StreamEvent:
         item = ReasoningItem(id=self.id, content=[] if self._has_text else UNSET)

@@ -1,7 +1,7 @@
-"""Checks a request and gathers what its response stands on, before anything begins.
+"""Validates a request and loads everything that its run needs.
 
-Whatever can be refused is refused here, as an ApiError that names the parameter: after the first byte it would be too
-late for a status.
+Requests are rejected here, with an ApiError that names the parameter: once the stream has begun, it is too late for an
+HTTP status.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,18 +54,16 @@ _SERVICE_TIERS = frozenset({"default", "flex", "scale", "priority", "fast", "ult
 
 
 class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that a loop needs, checked.
+    """Everything that the loop needs, validated.
 
     wants_contents: whether the client asked for the contents of files that hosted tools produce.
-    generate: False if the model is not to be asked: what it will be shown is only made ready to be continued.
-    past: the conversation before this request.
-    unkept: whether the store does not have that conversation.
-    window: the conversation with what this request adds to it, as far as the model is shown it.
+    generate: False if the input is only stored, to be continued later, and the model is not asked.
+    past: the conversation before this request. is_past_unstored: whether the store does not have it.
+    window: the conversation with the input of this request, as far as the model sees it.
     input: what this request adds.
-    hidden: files in there that the model is not shown, and where they stand.
-    compaction: what the request says of it, if it asks for any.
-    functions: what the model is told that it may call.
-    others: tools that nobody here knows, and the model's server may.
+    hidden_files: files of the input that the model is not sent, each with its parameter path.
+    functions: the functions that the model may call.
+    other_tools: tool types unknown here, which the model server may know.
     """
 
     caller: Caller
@@ -88,17 +86,17 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     sampling: SamplingParameters
 
     def check_files(self) -> None:
-        """Raises InvalidRequest for a file that neither the model nor any code could look at."""
-        for where, file in self.hidden_files:
+        """Raises InvalidRequest if neither the model nor any code can read a file."""
+        for param, file in self.hidden_files:
             raise InvalidRequest(
                 f"The file {file.name} cannot be shown to this model, which takes no such files, and the request has "
                 "no code interpreter that could open it.",
-                param=where,
+                param=param,
                 code="unsupported_file",
             )
 
     def build_first_request(self) -> ModelRequest:
-        """What the model is asked first."""
+        """Build the request of the first turn."""
         return self.build_request(self.window.segments, self.functions, self.choice, self.sampling)
 
     def build_request(
@@ -122,10 +120,10 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestPreparer:
-    """Makes a `Prepared` of a request, or refuses it.
+    """Turns a request into a `PreparedRequest`, or rejects it.
 
-    tools: the hosted ones, each under every type that it serves.
-    disabled: types of hosted tools that this server could serve and does not.
+    tools: hosted tools by each tool type that they serve.
+    disabled_types: types of hosted tools that are switched off on this server.
     """
 
     def __init__(
@@ -155,11 +153,11 @@ class RequestPreparer:
         forward_files: bool = True,
         reserve_memory: ReserveMemory | None = None,
     ) -> PreparedRequest:
-        """Raises ApiError.
+        """Validate and load. Raises ApiError.
 
-        held: the conversation before the request, if the store does not keep it.
-        gives_files: whether a model is given files although nobody has said that it takes them.
-        take: as in `Runs.start`.
+        held_past: the conversation before the request, if the caller holds it instead of the store.
+        forward_files: whether to send files to a model of which nobody has configured that it takes them.
+        reserve_memory: as in `RunService.start`.
         """
         _reject_unsupported(request)
         if request.model is None:
@@ -218,13 +216,13 @@ class RequestPreparer:
     ) -> ResolvedAttachments:
         entries = await self._history.load_input(request, caller, past, reserve_memory)
 
-        def given() -> bool:
-            """Where nobody has said whether the model takes them, it is tried if nothing else could open them."""
+        def sends_files() -> bool:
+            """If `takes_files` is not configured, send them when no hosted tool could open them."""
             takes = self._models.get_backend(model).get_profile(model).takes_files
             tools = [self._tools[spec.type] for spec in specs if spec.type in self._tools]
             return (forward_files and not any(tool.finds_files for tool in tools)) if takes is None else takes
 
-        attached = await self._attachment_resolver.resolve(entries, caller, past, given, reserve_memory)
+        attached = await self._attachment_resolver.resolve(entries, caller, past, sends_files, reserve_memory)
         if attached.entries is not entries:
             check_size(attached.entries, past)
         return attached
@@ -232,22 +230,22 @@ class RequestPreparer:
     def _read_compaction(self, request: CreateResponse) -> ContextCompactionConfig | None:
         found: ContextCompactionConfig | None = None
         for number, raw in enumerate(request.context_management or ()):
-            where = f"context_management[{number}]"
+            param = f"context_management[{number}]"
             if found is not None:
                 raise InvalidRequest(
                     "Compaction can be asked for once; leave the others out.",
-                    param=where,
+                    param=param,
                     code="invalid_value",
                 )
             try:
                 found = msgspec.json.decode(raw, type=ContextCompactionConfig)
             except msgspec.DecodeError as error:
                 raise InvalidRequest(
-                    f"{where} cannot be read: {error}.", param=where, code="invalid_value"
+                    f"{param} cannot be read: {error}.", param=param, code="invalid_value"
                 ) from None
             if not self._compactor.is_enabled:
                 raise InvalidRequest(
-                    "This server does not compact.", param=where, code="unsupported_parameter"
+                    "This server does not compact.", param=param, code="unsupported_parameter"
                 )
         return found
 
@@ -268,7 +266,7 @@ class RequestPreparer:
     def _build_initial_response(
         self, request: CreateResponse, specs: Sequence[ToolSpec], choice: ToolChoice
     ) -> Response:
-        """The response as it begins: what was asked for, with OpenAI's defaults."""
+        """The response of `response.created`: the request with OpenAI's defaults."""
         text = request.text or TextConfig()
         return Response(
             id=new_id("resp"),
@@ -307,18 +305,18 @@ class RequestPreparer:
 
 
 def _is_allowed(spec: ToolSpec, choice: ToolChoice) -> bool:
-    """Whether the model may use what is nobody's here; what is forced leaves the others in sight."""
+    """Whether `tool_choice` allows a tool that is unknown here. Forcing one tool leaves the others visible."""
     if choice.allowed is None or (choice.mode == "required" and len(choice.allowed) == 1):
         return True
     return any(kind == spec.type and name in (None, spec.name) for kind, name in choice.allowed)
 
 
 def _count_sealed_bytes(past: Sequence[ConversationSegment], added: ConversationSegment) -> int:
-    """About how many bytes have to be looked at to find where the conversation begins."""
+    """Estimate how many bytes have to be unsealed to find the beginning of the window."""
     if added.compacted >= 0:
         return sum([len(entry.raw) for entry in added.entries[: added.compacted + 1]])
-    place = last_compaction_index(past)
-    return 0 if place < 0 else len(past[place].entries[past[place].compacted].raw)
+    index = last_compaction_index(past)
+    return 0 if index < 0 else len(past[index].entries[past[index].compacted].raw)
 
 
 def _reject_unsupported(request: CreateResponse) -> None:
@@ -358,13 +356,13 @@ def _decode_function(spec: ToolSpec, where: str) -> FunctionTool:
 
 @dataclass(frozen=True, slots=True)
 class _RequestTools:
-    """The tools of a request: what the model is told of each, and who answers."""
+    """The tools of a request: the function that the model sees for each, and who answers its calls."""
 
     specs: Mapping[str, FunctionSpec]
     types_by_name: Mapping[str, tuple[str, str | None]]  # function name -> type and name in the request
     hosted_tools: Mapping[str, ConfiguredTool]
     custom_tools: frozenset[str]
-    other_tools: Sequence[ToolSpec]  # that nobody serves here; the model's own server may
+    other_tools: Sequence[ToolSpec]  # unknown here; the model server may know them
 
     @classmethod
     def collect(
@@ -396,7 +394,7 @@ class _RequestTools:
         )
 
     def choose(self, choice: ToolChoice) -> tuple[list[FunctionSpec], ModelToolChoice]:
-        """What the model is told of, and what it must do; raises InvalidRequest for a tool that is not there."""
+        """The functions that the model sees, and its tool choice. Raises InvalidRequest for an unknown tool."""
         if choice.allowed is None:
             if choice.mode == "required" and not self.specs:
                 raise InvalidRequest(
@@ -411,7 +409,7 @@ class _RequestTools:
                 param="tool_choice",
             )
         if choice.mode == "required" and len(functions) == 1:
-            # The others stay visible: leaving them out would spoil the model server's cache of the prompt.
+            # The others stay visible: leaving them out would invalidate the model server's prompt cache.
             return list(self.specs.values()) if len(choice.allowed) == 1 else functions, functions[0]
         return functions, choice.mode
 
@@ -457,7 +455,7 @@ class _Grammar(msgspec.Struct):
 
 
 def _to_custom_tool_spec(spec: ToolSpec, where: str) -> FunctionSpec:
-    """A custom tool in the shape that every model knows: a function with one string."""
+    """Describe a custom tool as a function with one string, which every model can call."""
     try:
         tool = msgspec.json.decode(spec.raw, type=CustomTool)
         grammar = msgspec.json.decode(msgspec.json.encode(tool.format or {}), type=_Grammar)
@@ -465,21 +463,21 @@ def _to_custom_tool_spec(spec: ToolSpec, where: str) -> FunctionSpec:
         raise InvalidRequest(
             f"{where} holds a custom tool that cannot be read: {error}", param=where
         ) from None
-    rules = (
+    grammar_note = (
         f"\n\nThe input must follow this {grammar.syntax} grammar:\n{grammar.definition}"
         if grammar.definition
         else ""
     )
     return FunctionSpec(
         name=tool.name,
-        description=(tool.description or "") + rules,
+        description=(tool.description or "") + grammar_note,
         parameters=_CUSTOM_PARAMETERS,
         strict=True,
         custom=spec.raw,
     )
 
 
-# --- the rest -----------------------------------------------------------------------------------------
+# --- other parameters -----------------------------------------------------------------------------------------
 
 
 def _read_instructions(request: CreateResponse) -> str | None:
@@ -489,7 +487,7 @@ def _read_instructions(request: CreateResponse) -> str | None:
 
 
 def _read_service_tier(request: CreateResponse) -> str:
-    """The tier that serves it: what the model server does not know, nobody here can promise."""
+    """The requested tier if it is a known one, else `default`."""
     return request.service_tier if request.service_tier in _SERVICE_TIERS else "default"
 
 

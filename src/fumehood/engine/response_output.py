@@ -1,4 +1,4 @@
-"""The output of a response in the making, and the way of its events into the log."""
+"""Collects the output items of a response and appends its events to the log."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from fumehood.protocol.openai.stream_events import StreamEvent
 
 
 class ResponseOutput:
-    """The items of one response, each at its place, and the way of events into its log.
+    """The output items of one response, by output index.
 
-    files: what hosted calls have produced so far, for citations.
+    produced_files: what hosted calls have produced so far, for citations.
     """
 
     def __init__(self, log: EventLog) -> None:
@@ -20,11 +20,11 @@ class ResponseOutput:
 
     @property
     def items(self) -> list[OutputItem]:
-        """Those that are done, in their order."""
+        """The finished items, in order."""
         return [item for item in self._items if item is not None]
 
     def allocate_output_index(self) -> int:
-        """The output index of an item that begins now."""
+        """Reserve the output index of a new item."""
         self._items.append(None)
         return len(self._items) - 1
 

@@ -1,4 +1,4 @@
-"""Runs: tasks of their own, whose logs anybody may read."""
+"""Starts, drains and cancels runs. Each run is a task with an event log that any number of readers can follow."""
 
 import asyncio
 import logging
@@ -44,7 +44,7 @@ from fumehood.worker_threads import run_in_worker
 
 logger = logging.getLogger(__name__)
 
-# A good deal shorter than any store's lease, so that a slow database costs no run.
+# Much shorter than a store's lease, so that a slow database does not end a run.
 _LEASE_RENEWAL_SECONDS = 10.0
 
 
@@ -72,8 +72,8 @@ class EngineRun:
     def _finish(self, _: object) -> None:
         self._is_done = True
         self._on_done(self)
-        for tell in self._done_callbacks:
-            tell(self._outcome())
+        for callback in self._done_callbacks:
+            callback(self._outcome())
 
     def subscribe(self, after: int = -1) -> AsyncGenerator[Sequence[StreamEvent]]:
         return self._log.read(after)
@@ -82,7 +82,7 @@ class EngineRun:
         return self._log.open_reader(after, on_available)
 
     async def wait(self) -> Response:
-        # A waiter that is cancelled leaves the run alone: ending it is somebody's decision.
+        # Cancelling the waiter does not cancel the run; `cancel` does.
         await asyncio.shield(self.task)
         outcome = self._outcome()
         if isinstance(outcome, BaseException):
@@ -96,7 +96,7 @@ class EngineRun:
             self._done_callbacks.append(callback)
 
     def _outcome(self) -> Response | BaseException:
-        """What a waiter gets, or is raised to it."""
+        """What `wait` returns or raises."""
         try:
             response = self.task.result()
         except BaseException as error:
@@ -115,14 +115,14 @@ class EngineRun:
 
     def cancel(self, reason: str) -> None:
         if self._loop.request_cancel():
-            # Whoever has a reason of its own tells of it; that a client left is told with its request.
+            # Callers with a reason of their own log it; a client that disconnects is in the request log.
             logger.debug("response %s is cancelled: %s", self.id, reason)
             self.task.cancel(reason)
 
     def abandon(self) -> None:
-        """Stop it and write nothing more of it."""
+        """Stop the run and store nothing more of it."""
         if self._loop.abandon():
-            logger.warning("response %s is abandoned: the server stops at once", self.id)
+            logger.warning("response %s is abandoned: the server stops immediately", self.id)
             self.task.cancel()
 
 
@@ -131,7 +131,7 @@ class RunStore(ResponseStore, ConversationStore, Protocol):
 
 
 class EngineRunService:
-    """See `interfaces.Runs`."""
+    """See `interfaces.RunService`."""
 
     def __init__(
         self,
@@ -182,29 +182,28 @@ class EngineRunService:
             prepared.response.id = response_id
         backend = self._models.get_backend(prepared.response.model)
         if backend.get_profile(prepared.response.model).counts_tokens and _must_fit_context_window(prepared):
-            shown = prepared.build_first_request()
-            await run_in_worker(
-                _count_unrendered_bytes(prepared), backend.validate_request, shown
-            )  # or counting it would render it
-            await check_length(self._token_counter, backend, caller, shown)
+            first_request = prepared.build_first_request()
+            # Renders it in the worker thread; otherwise counting would render it in the event loop.
+            await run_in_worker(_count_unrendered_bytes(prepared), backend.validate_request, first_request)
+            await check_length(self._token_counter, backend, caller, first_request)
         return await self._start_run(prepared, backend)
 
     async def count_tokens(
         self, request: CreateResponse, caller: Caller, *, reserve_memory: ReserveMemory | None = None
     ) -> InputTokenCount:
-        prepared, backend, shown = await self._prepare_first_request(request, caller, reserve_memory)
-        count = await self._token_counter.count(backend, prepared.caller, shown)
+        prepared, backend, first_request = await self._prepare_first_request(request, caller, reserve_memory)
+        count = await self._token_counter.count(backend, prepared.caller, first_request)
         return InputTokenCount(input_tokens=count.tokens, exact=count.exact)
 
     async def compact(
         self, request: CreateResponse, caller: Caller, *, reserve_memory: ReserveMemory | None = None
     ) -> CompactedResponse:
-        # What one model could not read would keep the conversation from being compacted ever after.
-        prepared, backend, shown = await self._prepare_first_request(
+        # Files are left out: one that the model cannot read would make compaction fail for ever.
+        prepared, backend, first_request = await self._prepare_first_request(
             request, caller, reserve_memory, forward_files=False
         )
         self._reject_if_draining()
-        task = asyncio.create_task(self._compact(prepared, backend, shown))
+        task = asyncio.create_task(self._compact(prepared, backend, first_request))
         self._compaction_tasks.add(task)
         task.add_done_callback(self._compaction_tasks.discard)
         try:
@@ -218,15 +217,15 @@ class EngineRunService:
         self, prepared: PreparedRequest, backend: ModelBackend, model_request: ModelRequest
     ) -> CompactedResponse:
         context_window = backend.get_profile(model_request.model).context_window or DEFAULT_CONTEXT_WINDOW
-        told = prepared.compaction.compact_threshold if prepared.compaction is not None else None
-        limit = min(told or context_window, context_window)
+        threshold = prepared.compaction.compact_threshold if prepared.compaction is not None else None
+        limit = min(threshold or context_window, context_window)
         try:
             async with asyncio.timeout(self._limits.seconds):
                 count = await self._token_counter.count(
                     backend, prepared.caller, model_request, threshold=limit
                 )
                 plan = await self._compactor.plan(
-                    prepared.caller, model_request, count.tokens, limit, None if told else context_window
+                    prepared.caller, model_request, count.tokens, limit, None if threshold else context_window
                 )
                 compacted = await self._compactor.compact(
                     backend, prepared.caller, model_request, prepared.window, plan, continues=False
@@ -250,14 +249,14 @@ class EngineRunService:
         *,
         forward_files: bool = True,
     ) -> tuple[PreparedRequest, ModelBackend, ModelRequest]:
-        """What the model would be shown first; raises ApiError."""
+        """Prepare and validate the first model request. Raises ApiError."""
         prepared = await self._preparer.prepare(
             request, caller, forward_files=forward_files, reserve_memory=reserve_memory
         )
         backend = self._models.get_backend(prepared.response.model)
-        shown = prepared.build_first_request()
-        await run_in_worker(_count_unrendered_bytes(prepared), backend.validate_request, shown)
-        return prepared, backend, shown
+        first_request = prepared.build_first_request()
+        await run_in_worker(_count_unrendered_bytes(prepared), backend.validate_request, first_request)
+        return prepared, backend, first_request
 
     def _reject_if_draining(self) -> None:
         if self._is_draining:
@@ -294,24 +293,24 @@ class EngineRunService:
         return run
 
     async def _renew_leases(self) -> None:
-        """Until the end: a run whose lease is lost has been given up by everybody else, and must not go on.
+        """Renew leases until the service drains, and cancel runs whose lease is lost.
 
-        What nobody renews any more, because its end could not be written, is marked as failed.
+        Also marks responses as failed whose end could not be stored.
         """
         while True:
             await self._clock.sleep(_LEASE_RENEWAL_SECONDS)
             held = {run.lease: run for run in self._active_runs if run.lease is not None}
             try:
-                ours = set(await self._store.renew_leases(list(held))) if held else set[Lease]()
-                lost = await self._store.fail_orphaned_responses()
-            except Exception as error:  # whatever it was: without this task every run would lose its lease
+                renewed = set(await self._store.renew_leases(list(held))) if held else set[Lease]()
+                orphaned = await self._store.fail_orphaned_responses()
+            except Exception as error:  # anything: if this task ended, every run would lose its lease
                 expected = isinstance(error, ApiError)
                 logger.warning("leases could not be renewed: %s", error, exc_info=not expected)
                 continue
-            if lost:
-                logger.warning("%d responses whose end was not written have failed", lost)
+            if orphaned:
+                logger.warning("marked %d responses as failed: their end was not stored", orphaned)
             for lease, run in held.items():
-                if lease not in ours:
+                if lease not in renewed:
                     logger.warning("response %s is cancelled: its lease was lost", run.id)
                     run.cancel("its lease was lost")
 
@@ -342,14 +341,14 @@ class EngineRunService:
 
 
 def _count_unrendered_bytes(prepared: PreparedRequest) -> int:
-    """About how many bytes the model server has not been told of yet; what it was told of comes before all of them."""
-    unseen: list[ConversationSegment] = []
+    """Estimate the size of the segments at the end of the window that no model request has rendered yet."""
+    unrendered: list[ConversationSegment] = []
     for piece in reversed(conversation_pieces(prepared.window.segments)):
         for segment in reversed(piece.segments):
             if is_rendered(piece) or is_rendered(segment):
-                return estimate_cost(unseen)
-            unseen.append(segment)
-    return estimate_cost(unseen)
+                return estimate_cost(unrendered)
+            unrendered.append(segment)
+    return estimate_cost(unrendered)
 
 
 def _must_fit_context_window(prepared: PreparedRequest) -> bool:

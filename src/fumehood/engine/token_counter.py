@@ -1,7 +1,7 @@
-"""How many tokens a request has.
+"""Counts the tokens of a request.
 
-There is one way to know: the model server counts, where it can. Else the last usage that it told for this conversation
-is taken, and what came since is estimated; with no usage to stand on, all of it is.
+The model server counts where it can. Otherwise the last usage that it reported for the conversation is the base, and
+only what came since is estimated; without such a report, everything is.
 """
 
 import asyncio
@@ -22,16 +22,16 @@ from fumehood.worker_threads import ITEM_COST_BYTES, run_in_worker
 logger = logging.getLogger(__name__)
 
 BYTES_PER_TOKEN = 4
-_TOKENS_PER_MESSAGE = 4  # the marks around it
+_TOKENS_PER_MESSAGE = 4  # the delimiters around it
 _TOKENS_PER_IMAGE = 800
-_RENDERING_KEY = "tokens/1"  # under which a segment keeps its estimate
+_RENDERING_KEY = "tokens/1"  # under which a segment caches its estimate
 _MAX_USAGE_RECORDS = 10_000
-_COUNT_TIMEOUT_SECONDS = 10.0  # an estimate is better than waiting longer
+_COUNT_TIMEOUT_SECONDS = 10.0  # then the estimate is used
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCount:
-    """How many tokens a request has; exact if the model's server has counted them."""
+    """The number of tokens of a request; exact if the model server counted them."""
 
     tokens: int
     exact: bool
@@ -48,7 +48,7 @@ class _Part(msgspec.Struct):
 
 
 class _ItemText(msgspec.Struct):
-    """What of an item a model is shown, whatever its type."""
+    """The text fields of an item that a model sees, for every item type."""
 
     content: str | list[_Part] | None = None
     output: str | list[_Part] | None = None
@@ -61,17 +61,17 @@ _item_text_decoder = msgspec.json.Decoder(_ItemText)
 
 
 def estimate_segment(segment: ConversationSegment) -> int:
-    """An estimate for the segment, made once."""
-    kept = segment.renderings.get(_RENDERING_KEY)
-    if kept is None:
-        kept = segment.renderings[_RENDERING_KEY] = sum(map(estimate_entry, segment.entries)).to_bytes(8)
-    return int.from_bytes(kept)
+    """Estimate the tokens of a segment; the result is cached in it."""
+    cached = segment.renderings.get(_RENDERING_KEY)
+    if cached is None:
+        cached = segment.renderings[_RENDERING_KEY] = sum(map(estimate_entry, segment.entries)).to_bytes(8)
+    return int.from_bytes(cached)
 
 
 async def estimate_segments(segments: Sequence[ConversationSegment]) -> int:
-    """The estimates together; those that have yet to be made are made beside the loop if that takes long."""
-    unseen = [segment for segment in segments if _RENDERING_KEY not in segment.renderings]
-    await run_in_worker(estimate_cost(unseen), _estimate_each, unseen)
+    """Estimate the tokens of all segments; new estimates are made in the worker thread if they take long."""
+    missing = [segment for segment in segments if _RENDERING_KEY not in segment.renderings]
+    await run_in_worker(estimate_cost(missing), _estimate_each, missing)
     return sum(map(estimate_segment, segments))
 
 
@@ -81,29 +81,29 @@ def _estimate_each(segments: Sequence[ConversationSegment]) -> None:
 
 
 def estimate_cost(segments: Sequence[ConversationSegment]) -> int:
-    """What it takes to look at all that they hold, for `aside`."""
+    """The cost of reading all segments, for `run_in_worker`."""
     return sum([ITEM_COST_BYTES * len(segment.entries) + segment.size for segment in segments])
 
 
 def is_rendered(piece: ConversationPiece) -> bool:
-    """Whether a model server was told of it, so that there is more than an estimate."""
+    """Whether a model backend has rendered it, so that it holds more than an estimate."""
     return len(piece.renderings) > (_RENDERING_KEY in piece.renderings)
 
 
 def estimate_entry(entry: ConversationEntry) -> int:
-    seen = entry.exchange
-    if seen is not None:
-        texts = len(seen.name) + _count_utf8_bytes(seen.arguments) + _count_utf8_bytes(seen.output)
-        return 2 * _TOKENS_PER_MESSAGE + _TOKENS_PER_IMAGE * len(seen.images) + texts // BYTES_PER_TOKEN
-    if entry.type == "reasoning":  # few models are shown it again, and of those the usage tells
+    exchange = entry.exchange
+    if exchange is not None:
+        size = len(exchange.name) + _count_utf8_bytes(exchange.arguments) + _count_utf8_bytes(exchange.output)
+        return 2 * _TOKENS_PER_MESSAGE + _TOKENS_PER_IMAGE * len(exchange.images) + size // BYTES_PER_TOKEN
+    if entry.type == "reasoning":  # few models see it again, and their usage reports include it
         return 0
     try:
-        said = _item_text_decoder.decode(entry.raw)
+        item = _item_text_decoder.decode(entry.raw)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return len(entry.raw) // BYTES_PER_TOKEN
-    size = len(said.name) + _count_utf8_bytes(said.arguments) + _count_utf8_bytes(said.input)
-    pictures = 0
-    for content in (said.content, said.output):
+    size = len(item.name) + _count_utf8_bytes(item.arguments) + _count_utf8_bytes(item.input)
+    images = 0
+    for content in (item.content, item.output):
         if isinstance(content, str):
             size += _count_utf8_bytes(content)
             continue
@@ -113,12 +113,12 @@ def estimate_entry(entry: ConversationEntry) -> int:
                 + _count_utf8_bytes(part.refusal or "")
                 + len(part.file_data or "") * 3 // 4
             )
-            pictures += part.type == "input_image"
-    size += sum([len(one.text or "") for one in entry.attachments])
-    size += sum([len(one.data or "") * 3 // 4 for one in entry.attachments if one.kind != "picture"])
-    if not size and entry.type != "message":  # an item of a kind that says it otherwise
+            images += part.type == "input_image"
+    size += sum([len(file.text or "") for file in entry.attachments])
+    size += sum([len(file.data or "") * 3 // 4 for file in entry.attachments if file.kind != "picture"])
+    if not size and entry.type != "message":  # an item type with other text fields
         size = len(entry.raw)
-    return _TOKENS_PER_MESSAGE + _TOKENS_PER_IMAGE * pictures + -(-size // BYTES_PER_TOKEN)
+    return _TOKENS_PER_MESSAGE + _TOKENS_PER_IMAGE * images + -(-size // BYTES_PER_TOKEN)
 
 
 def _count_utf8_bytes(text: str) -> int:
@@ -126,7 +126,7 @@ def _count_utf8_bytes(text: str) -> int:
 
 
 def estimate_fixed(request: ModelRequest) -> int:
-    """What comes before the conversation."""
+    """Estimate what precedes the conversation: instructions and tools."""
     size = _count_utf8_bytes(request.instructions or "")
     for spec in request.function_tools:
         size += len(spec.name) + len(spec.description) + len(spec.parameters)
@@ -138,7 +138,7 @@ def estimate_fixed(request: ModelRequest) -> int:
 
 
 class _UsageRecord(NamedTuple):
-    """The conversation up to an item had so many tokens for that model, `fixed` of them before its beginning."""
+    """The reported tokens of a conversation up to an item, `fixed` of them before the conversation."""
 
     tenant: str
     model: str
@@ -147,8 +147,10 @@ class _UsageRecord(NamedTuple):
 
 
 class TokenCounter:
-    """Counts, and remembers what model servers told. An item that one wrote is found again by its id, be it that the
-    conversation is continued or that the client gives it back.
+    """Counts tokens, based on the usage that model servers report.
+
+    Usage is recorded under the id of the last item of a turn, so that it is found again when the conversation
+    continues or the client sends the item back.
     """
 
     def __init__(self) -> None:
@@ -162,58 +164,58 @@ class TokenCounter:
         entries: Sequence[ConversationEntry],
         omitted_tokens: int = 0,
     ) -> None:
-        """What the server told of a turn that made these entries.
+        """Record the usage of a turn that made these entries.
 
-        left_out: estimated tokens of the conversation that it was not shown.
+        omitted_tokens: estimated tokens that truncation left out of the request.
         """
-        if not entries or entries[-1].id is None or usage.input_tokens <= 0:  # some servers tell zeros
+        if not entries or entries[-1].id is None or usage.input_tokens <= 0:  # some servers report zeros
             return
-        told = usage.input_tokens + max(0, usage.output_tokens - usage.output_tokens_details.reasoning_tokens)
+        tokens = usage.input_tokens + max(
+            0, usage.output_tokens - usage.output_tokens_details.reasoning_tokens
+        )
         for entry in entries:
-            if entry.exchange is not None:  # its result was not written by the model, and will be read by it
-                told += _count_utf8_bytes(entry.exchange.output) // BYTES_PER_TOKEN
+            if entry.exchange is not None:  # its result is not part of this usage
+                tokens += _count_utf8_bytes(entry.exchange.output) // BYTES_PER_TOKEN
         if len(self._usage_records) >= _MAX_USAGE_RECORDS:
             del self._usage_records[next(iter(self._usage_records))]
         self._usage_records[entries[-1].id] = _UsageRecord(
-            caller.tenant, request.model, told + omitted_tokens, estimate_fixed(request)
+            caller.tenant, request.model, tokens + omitted_tokens, estimate_fixed(request)
         )
 
     async def estimate(self, caller: Caller, request: ModelRequest) -> int:
-        """The last usage, and what came since; costs what came since."""
+        """The last recorded usage plus an estimate of what came since."""
         fixed = estimate_fixed(request)
-        note, since = self._find_last_usage(caller, request)
-        if note is None:
+        record, since = self._find_last_usage(caller, request)
+        if record is None:
             return fixed + await estimate_segments(since)
-        return max(0, note.tokens + fixed - note.fixed) + await estimate_segments(since)
+        return max(0, record.tokens + fixed - record.fixed) + await estimate_segments(since)
 
     def count_fixed(self, caller: Caller, request: ModelRequest) -> int:
-        """What comes before this conversation, or came before it when the model was last asked: who has it compacted
-        does not send the tools again.
-        """
-        note, _ = self._find_last_usage(caller, request)
-        return max(estimate_fixed(request), 0 if note is None else note.fixed)
+        """Tokens before the conversation, now or in its last turn: a request for compaction may omit the tools."""
+        record, _ = self._find_last_usage(caller, request)
+        return max(estimate_fixed(request), 0 if record is None else record.fixed)
 
     def _find_last_usage(
         self, caller: Caller, request: ModelRequest
     ) -> tuple[_UsageRecord | None, list[ConversationSegment]]:
-        """The last note of this conversation, and what came since."""
-        whose = (caller.tenant, request.model)
+        """The last usage record of this conversation, and the segments since, newest first."""
+        owner = (caller.tenant, request.model)
         since: list[ConversationSegment] = []
         for segment in reversed(request.segments):
-            for place in range(len(segment.entries) - 1, -1, -1):
-                note = self._usage_records.get(segment.entries[place].id or "")
-                if note is not None and note[:2] == whose:
-                    since.append(ConversationSegment(segment.entries[place + 1 :]))
-                    return note, since
+            for index in range(len(segment.entries) - 1, -1, -1):
+                record = self._usage_records.get(segment.entries[index].id or "")
+                if record is not None and record[:2] == owner:
+                    since.append(ConversationSegment(segment.entries[index + 1 :]))
+                    return record, since
             since.append(segment)
         return None, since
 
     async def count(
         self, backend: ModelBackend, caller: Caller, request: ModelRequest, *, threshold: int = 0
     ) -> TokenCount:
-        """Raises InvalidRequest for what cannot be shown to the model.
+        """Count the tokens of a request. Raises InvalidRequest if the backend cannot render it.
 
-        around: the number that is of interest; a server is not asked about what is far below it.
+        threshold: the number of interest; far below it, the estimate suffices and the server is not asked.
         """
         estimated = await self.estimate(caller, request)
         if backend.get_profile(request.model).counts_tokens and estimated >= threshold // 2:
@@ -221,7 +223,9 @@ class TokenCounter:
                 async with asyncio.timeout(_COUNT_TIMEOUT_SECONDS):
                     tokens, exact = await backend.count_tokens(request)
             except (ModelError, TimeoutError) as error:
-                logger.warning("no count of tokens for %r: %s", request.model, error or "no answer in time")
+                logger.warning(
+                    "model %r did not count tokens, using an estimate: %s", request.model, error or "timeout"
+                )
             else:
                 if exact:
                     return TokenCount(tokens, exact=True)

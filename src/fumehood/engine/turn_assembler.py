@@ -1,8 +1,7 @@
-"""Turns what a model writes into items and events.
+"""Assembles output items and stream events from the events of one model turn.
 
-One `Turn` assembles one turn of the model. Items get their place when they begin, and events their number when they
-enter the log: nothing is counted anywhere else. Calls of hosted tools are handed to their sessions piece by piece;
-what those answer with is theirs.
+An item gets its output index when it begins, an event its sequence number when it enters the log. Fragments of hosted
+calls go to the sessions of their tools, which make the items.
 """
 
 import asyncio
@@ -44,7 +43,7 @@ from fumehood.worker_threads import WORKER_THRESHOLD_BYTES
 
 
 class Toolbox(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model may call: hosted tools, and the client's functions and custom tools, by name."""
+    """The tools that the model may call, by name: hosted tools, client functions, custom tools."""
 
     hosted_tools: Mapping[str, ConfiguredTool]
     functions: frozenset[str] = frozenset()
@@ -56,7 +55,7 @@ class Toolbox(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class HostedCall:
-    """A call that a hosted tool answers; `result` once it has."""
+    """A call of a hosted tool, and its result once there is one."""
 
     index: int
     call_id: str
@@ -66,22 +65,20 @@ class HostedCall:
 
 @dataclass(slots=True)
 class _UnknownCall:
-    """A call of something that is not there: only the model hears of it."""
+    """A call of an unknown tool: only the model learns of it."""
 
     call_id: str
     name: str
-    pieces: list[str] = field(default_factory=list[str])
+    fragments: list[str] = field(default_factory=list[str])
 
 
 class TurnAssembler:
-    """One turn of the model.
+    """Assembles one model turn.
 
-    ended: how the model's server said that it ended, once it has.
-    hosted: the calls that are run here; client_calls, ignored_calls: how many others there were.
-    context: what a hosted call is told, by its output index and its id.
-    most_hosted: how many hosted calls are still allowed; further ones are ignored.
-    one_call: only the first call of the turn counts.
-    most_written: how many characters the model may write, and a quarter of that in pieces.
+    make_context: makes the context of a hosted call from its output index and call id.
+    max_hosted_calls: further hosted calls are ignored. single_call: only the first call of the turn counts.
+    max_characters: that the model may write, and a quarter of that in events.
+    turn_end: the end of the turn, once the model server has sent it.
     """
 
     def __init__(
@@ -106,15 +103,15 @@ class TurnAssembler:
         self._max_hosted_calls = max_hosted_calls
         self._single_call = single_call
         self._max_characters = max_characters
-        self._character_count = 0  # characters
+        self._character_count = 0
         self._fragment_count = 0
-        # What is open: at most one message or one reasoning, and any number of calls, by the model's own keys. None is
-        # a call that is over, or is ignored.
+        # Open items: at most one message or reasoning item, and any number of calls by the model's keys. None stands
+        # for a call that is closed or ignored.
         self._message: MessageBuilder | None = None
-        self._phase: MessagePhase | None = None  # of the message that is to come
+        self._phase: MessagePhase | None = None  # of the next message
         self._reasoning: ReasoningBuilder | None = None
         self._open_calls: dict[int, HostedCall | ClientCallBuilder | _UnknownCall | None] = {}
-        # What is done: items by their output index, calls of what is not there, and events that wait to enter the log.
+        # Finished entries by output index, calls of unknown tools, and events that are not in the log yet.
         self._entries_by_index: dict[int, ConversationEntry] = {}
         self._unknown_calls: list[_UnknownCall] = []
         self._pending_events: list[StreamEvent] = []
@@ -122,8 +119,9 @@ class TurnAssembler:
     # --- while the model writes ---
 
     def try_feed(self, batch: Sequence[AnyModelEvent]) -> bool:
-        """As `feed`, but at once, for a batch that only goes on with the text or the calls that are open; whether it is
-        one. Nothing is done with any other. Raises ModelError.
+        """Feed a batch synchronously if it only continues open text or calls; otherwise do nothing.
+
+        Appends deltas without waking the run's task. Returns whether the batch was fed. Raises ModelError.
         """
         message = self._message
         in_text = message is not None and message.open_text is not None
@@ -135,14 +133,14 @@ class TurnAssembler:
             feeding.send(None)
         except StopIteration:
             return True
-        raise RuntimeError("What goes on has nothing to wait for.")
+        raise RuntimeError("Deltas must not await anything.")
 
     async def feed(self, batch: Sequence[AnyModelEvent]) -> None:
-        """Everything that one read brought; its events enter the log together. Raises ModelError."""
+        """Process the model events of one read; their stream events enter the log together. Raises ModelError."""
         pending = self._pending_events
         written = 0
         key = -1
-        fragments: list[str] = []  # of that call; it is fed with all of them at once
+        fragments: list[str] = []  # of call `key`, fed together
         for event in batch:
             if fragments and not (type(event) is ModelCallArgumentsDelta and event.key == key):
                 pending += self._feed_call(key, fragments)
@@ -185,7 +183,7 @@ class TurnAssembler:
         | ModelReasoningEnded
         | ModelPassthroughItem,
     ) -> int:
-        """What does not come by the thousand; how many characters it was."""
+        """Process an event other than the frequent deltas; return its number of characters."""
         match event:
             case ModelCallStarted():
                 await self._start_call(event)
@@ -218,7 +216,7 @@ class TurnAssembler:
 
     async def _pass_through_item(self, event: ModelPassthroughItem) -> None:
         if msgspec.json.decode(event.item, type=_ItemTag).type == COMPACTION_TYPE:
-            return  # one of another server's stands for nothing here, and nobody could go on after it
+            return  # it is sealed by another server, and the conversation could not continue from it
         self._close_reasoning()
         await self._close_message("completed")
         self._close_complete_calls()
@@ -236,9 +234,7 @@ class TurnAssembler:
             self._pending_events.clear()
 
     async def _flush_one_by_one(self) -> None:
-        """One by one where much was written: every event that closes something says all of it once more, and others
-        want to be served meanwhile.
-        """
+        """After a long turn, yield between events: each done event repeats the whole text, which takes time."""
         while self._character_count >= WORKER_THRESHOLD_BYTES and self._pending_events:
             self._output.emit([self._pending_events.pop(0)])
             await asyncio.sleep(0)
@@ -296,7 +292,7 @@ class TurnAssembler:
             self._record_item(message.index, item)
 
     async def _find_files(self, paths: Sequence[str]) -> list[ProducedFile]:
-        """What this response produced, and what its tools know from before."""
+        """Find files that this response produced, or that its tools know from earlier responses."""
         wanted = set(paths)
         known = {file.path: file for file in self._output.produced_files if file.path in wanted}
         missing = [path for path in paths if path not in known]
@@ -331,29 +327,29 @@ class TurnAssembler:
             self._pending_events += call.session.open()
             return call
         if event.name in self._toolbox.custom_tools:
-            written = CustomCallBuilder(self._output.allocate_output_index(), event.call_id, event.name)
+            builder = CustomCallBuilder(self._output.allocate_output_index(), event.call_id, event.name)
         elif event.name in self._toolbox.functions:
-            written = FunctionCallBuilder(self._output.allocate_output_index(), event.call_id, event.name)
+            builder = FunctionCallBuilder(self._output.allocate_output_index(), event.call_id, event.name)
         else:
             unknown = _UnknownCall(event.call_id, event.name)
             self._unknown_calls.append(unknown)
             return unknown
         self.client_call_count += 1
-        self._pending_events.append(written.begin())
-        return written
+        self._pending_events.append(builder.begin())
+        return builder
 
     def _feed_call(self, key: int, fragments: Sequence[str]) -> Sequence[StreamEvent]:
         call = self._open_calls.get(key)
         if isinstance(call, HostedCall):
             return call.session.feed(fragments)
         if isinstance(call, _UnknownCall):
-            call.pieces += fragments
+            call.fragments += fragments
         elif call is not None:
             return call.feed(fragments)
         return ()
 
     def _close_complete_calls(self) -> None:
-        """End the client's calls whose arguments are complete, now that another one begins."""
+        """Close the client calls with complete arguments, because another item begins."""
         for key, call in self._open_calls.items():
             if isinstance(call, ClientCallBuilder) and is_complete_json(call.arguments):
                 self._close_call(call, "completed")
@@ -364,26 +360,26 @@ class TurnAssembler:
         self._pending_events += events
         self._record_item(call.index, item)
 
-    # --- when the model has ended ---
+    # --- end of the turn ---
 
     @property
     def needs_next_turn(self) -> bool:
-        """Whether the model has something to read next: results of calls, with none left to the client."""
+        """Whether the model has to read call results next, and none is left to the client."""
         return (
             bool(self.hosted_calls or self._unknown_calls or self.ignored_call_count)
             and not self.client_call_count
         )
 
     async def finish(self, status: ItemStatus) -> None:
-        """Close everything that is open, hosted calls excepted."""
+        """Close all open items except hosted calls."""
         self._close_reasoning()
-        last = status == "completed" and not self._open_calls
-        await self._close_message(status, self._output.produced_files if last else ())
+        is_answer = status == "completed" and not self._open_calls
+        await self._close_message(status, self._output.produced_files if is_answer else ())
         self._close_client_calls(status)
         await self._flush_one_by_one()
 
     def abort(self, reason: str) -> None:
-        """As `finish`, in a hurry and with the hosted calls: nothing is awaited."""
+        """Close all open items, including hosted calls, without awaiting anything."""
         self._close_reasoning()
         if self._message is not None:
             self._pending_events += self._message.abort_part()
@@ -404,13 +400,13 @@ class TurnAssembler:
         self._open_calls = dict.fromkeys(self._open_calls)
 
     def record_result(self, call: HostedCall, result: ToolCallResult) -> None:
-        """A hosted call has its result."""
+        """Emit and record the result of a hosted call."""
         call.result = result
         self._output.emit(result.events)
         self._output.produced_files.extend(result.files)
         self._record_item(call.index, result.item, result.exchange)
-        for further in result.additional_items:
-            self._record_item(further.output_index, further.item, further.exchange)
+        for item in result.additional_items:
+            self._record_item(item.output_index, item.item, item.exchange)
 
     def _record_item(self, index: int, item: OutputItem, exchange: ToolExchange | None = None) -> None:
         self._output.set_item(index, item)
@@ -418,12 +414,12 @@ class TurnAssembler:
 
     @property
     def entries(self) -> tuple[ConversationEntry, ...]:
-        """What the turn made, in order."""
+        """The entries of the turn, in output order."""
         return tuple(self._entries_by_index[index] for index in sorted(self._entries_by_index))
 
     @property
     def unknown_call_entries(self) -> tuple[ConversationEntry, ...]:
-        """What only the model is told: that it called what is not there."""
+        """Entries that tell only the model that it called an unknown tool."""
         return tuple(
             ConversationEntry(
                 type="fumehood:unknown_call",
@@ -433,7 +429,7 @@ class TurnAssembler:
                 exchange=ToolExchange(
                     call_id=call.call_id,
                     name=call.name,
-                    arguments=arguments if is_complete_json(arguments := "".join(call.pieces)) else "{}",
+                    arguments=arguments if is_complete_json(arguments := "".join(call.fragments)) else "{}",
                     output=f"There is no tool named {call.name!r}. Use one of those that are offered, or answer.",
                 ),
             )

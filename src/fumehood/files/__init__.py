@@ -1,4 +1,7 @@
-"""What clients upload, and what becomes of it; its modules import `interfaces`, `protocol` and `serving`."""
+"""The Files API and the files of requests.
+
+Stores uploads within quotas, and loads the files and images that requests reference, inline, by id or by URL.
+"""
 
 from fumehood.files.input_file_loader import InputFileLoader, InputLimits
 from fumehood.files.uploaded_files import UploadedFiles, UploadSettings

@@ -1,4 +1,8 @@
-"""Tools that the gateway runs itself."""
+"""Hosted tools: the code interpreter and the shell.
+
+Both execute in the container that the request is bound to, and turn its output into items, events and text for the
+model.
+"""
 
 from fumehood.tools.call_output import OutputLimits
 from fumehood.tools.code_interpreter_tool import CodeInterpreterTool

@@ -1,4 +1,4 @@
-"""The arguments of a hosted call as a model has written them."""
+"""Decodes the arguments of hosted calls."""
 
 import msgspec
 from msgspec import Raw
@@ -7,7 +7,7 @@ _object_decoder = msgspec.json.Decoder(dict[str, Raw])
 
 
 def decode_arguments[ArgumentsT](decoder: msgspec.json.Decoder[ArgumentsT], text: str) -> ArgumentsT:
-    """Raises ValueError with a sentence for the model."""
+    """Decode arguments. Raises ValueError with a sentence for the model."""
     try:
         return decoder.decode(text)
     except msgspec.ValidationError as error:
@@ -17,8 +17,9 @@ def decode_arguments[ArgumentsT](decoder: msgspec.json.Decoder[ArgumentsT], text
 
 
 def to_replayable(text: str, fallback: dict[str, object]) -> str:
-    """As the model wrote them, if they are JSON: model servers refuse to be shown anything else. If not, what was
-    understood of them.
+    """Return the arguments as the model wrote them if they are a JSON object, which model servers require.
+
+    Otherwise encode `fallback`.
     """
     try:
         _object_decoder.decode(text)

@@ -1,4 +1,4 @@
-"""What a call of code says and shows, bounded whatever comes."""
+"""Collects the output of a call within limits."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -21,11 +21,11 @@ _TEXT_TYPES = ("text/plain", "text/markdown", "text/html", "text/latex", "applic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputLimits:
-    """How much of what a call says and shows is kept.
+    """How much output of a call is kept; of longer output, the beginning and the end.
 
-    model_output_characters: how much of the output the model is told; stored_output_characters: how much the item holds, of the
-        logs, of stdout and of stderr. Of more, the beginning and the end are kept.
-    images: how many pictures one call may show; image_bytes: how large one may be.
+    model_output_characters: sent to the model.
+    stored_output_characters: stored in the item, of the logs, stdout and stderr each.
+    images: displayed images of one call; image_bytes: size of one.
     """
 
     model_output_characters: int = 20_000
@@ -35,7 +35,7 @@ class OutputLimits:
 
 
 class HeadTailBuffer:
-    """Text of which the beginning and the end are kept, and counted what was left out between them."""
+    """Keeps the beginning and end of a text, and counts the characters omitted between them."""
 
     def __init__(self, limit: int) -> None:
         self._head: list[str] = []
@@ -71,13 +71,13 @@ class HeadTailBuffer:
                 self._tail_size -= len(self._tail.popleft())
 
     def add_line(self, text: str) -> None:
-        """On a line of its own."""
+        """Add text on a new line."""
         self.add(text if self._ends_line else f"\n{text}")
 
     def render(self, omission_mark: str = "[… {left_out:,} characters left out …]") -> str:
-        """At most as many characters as the limit, with the explanation in the place of what is left out.
+        """Return at most `limit` characters, with the mark in place of what is omitted.
 
-        Where that would take more than half of them, as only very low limits have it, it comes on top.
+        A mark longer than half of a very low limit is added on top of it.
         """
         head, tail = "".join(self._head), "".join(self._tail)
         if not self.is_truncated:
@@ -90,9 +90,9 @@ class HeadTailBuffer:
 
 
 class CallOutput:
-    """One call, event by event.
+    """The output of one call.
 
-    told: what the model reads; logs: what clients do. figures: the pictures that were shown, in order.
+    model_text: for the model; logs: for clients; images: displayed images, in order.
     """
 
     def __init__(self, limits: OutputLimits) -> None:
@@ -129,14 +129,14 @@ class CallOutput:
                 self._add_line(self.stderr, event.reason)
 
     def _add_display(self, data: Mapping[str, str], end: str) -> None:
-        picture = decode_display(data, self._limits.image_bytes)
-        if picture is None:
+        image = decode_display(data, self._limits.image_bytes)
+        if image is None:
             text = next((data[kind] for kind in _TEXT_TYPES if kind in data), "")
             self._add_line(self.stdout, text + end)
             return
         self._image_count += 1
         if self._image_count <= self._limits.images:
-            self.images.append(picture)
+            self.images.append(image)
             self.model_text.add_line(f"[figure {self._image_count}]\n")
         elif self._image_count == self._limits.images + 1:
             self.model_text.add_line(f"[more than {self._limits.images} figures: the others are left out]\n")

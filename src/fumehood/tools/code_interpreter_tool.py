@@ -1,7 +1,4 @@
-"""The hosted tool `code_interpreter`: Python in containers, for any model.
-
-docs/code-interpreter.md tells what the model is offered and what clients see.
-"""
+"""The hosted tool `code_interpreter`: Python in containers, for any model. See docs/code-interpreter.md."""
 
 import hashlib
 from collections.abc import Sequence
@@ -56,12 +53,12 @@ _PARAMETERS = Raw(
     )
 )
 _OUTPUT_NOT_STORED = "(the output was not kept)"
-_MAX_SNAPSHOT_CONTAINERS = 8  # containers of a conversation that is compacted
-_MAX_LISTED_FILES = 50  # files of the last one that the model is told of
+_MAX_SNAPSHOT_CONTAINERS = 8  # containers in the snapshot of a compaction
+_MAX_LISTED_FILES = 50  # files of a container in the snapshot and in the note for the model
 
 
 class _ContainerSnapshot(msgspec.Struct, kw_only=True, tag_field="type", tag=_ITEM_TYPE):
-    """What stands for the calls of a container once they are compacted."""
+    """Replaces the calls of a container after a compaction."""
 
     container_id: str
     files: list[ProducedFile]
@@ -74,7 +71,7 @@ class _ReplayedOutput(msgspec.Struct):
 
 
 class _ReplayedCall(msgspec.Struct):
-    """An item that a client gives back, with whatever it has left of it."""
+    """An item that a client sends back, possibly without its outputs."""
 
     id: str | None = None
     code: str | None = None
@@ -111,8 +108,8 @@ class CodeInterpreterTool:
         other_tools: Sequence[ConfiguredTool] = (),
     ) -> "ConfiguredCodeInterpreter":
         choice = read_container_choice(spec)
-        place = await bind_container(self._containers, self._uploads, caller, choice, past, other_tools)
-        return ConfiguredCodeInterpreter(place, self._settings, self._clock)
+        binding = await bind_container(self._containers, self._uploads, caller, choice, past, other_tools)
+        return ConfiguredCodeInterpreter(binding, self._settings, self._clock)
 
     def echo_spec(self, spec: ToolSpec) -> bytes:
         return echo_code_interpreter(spec)
@@ -137,29 +134,30 @@ class CodeInterpreterTool:
         past: Sequence[ConversationSegment],
         kept_items: Sequence[ConversationEntry] = (),
     ) -> ToolStateSnapshot | None:
-        """The containers that were used, by any tool, the latest last, each with its files; and files that wait."""
+        """Snapshot the containers that any tool used, latest last, with their files, and the files not copied yet."""
         ids = list_used_containers(past)[-_MAX_SNAPSHOT_CONTAINERS:]
-        remembered = [await self._snapshot_container(caller, container_id) for container_id in ids]
-        # A container may hold ten thousand files, and clients carry what is sealed with every request.
+        snapshots = [await self._snapshot_container(caller, container_id) for container_id in ids]
+        # A container may hold ten thousand files, and clients send the sealed snapshot with every request.
         items = [
-            msgspec.json.encode(replace(one, files=one.files[-_MAX_LISTED_FILES:])) for one in remembered
+            msgspec.json.encode(replace(snapshot, files=snapshot.files[-_MAX_LISTED_FILES:]))
+            for snapshot in snapshots
         ]
         files = collect_conversation_files(past, find_call_container)
-        if (waiting := await snapshot_files(files, kept_items)) is not None:
-            items.append(waiting)
+        if (pending := await snapshot_files(files, kept_items)) is not None:
+            items.append(pending)
         if not items:
             return None
         notes = [
-            f"The code interpreter was used in an earlier container, {one.container_id}."
-            for one in remembered[:-1]
+            f"The code interpreter was used in an earlier container, {snapshot.container_id}."
+            for snapshot in snapshots[:-1]
         ]
-        notes += [_describe_container(one) for one in remembered[-1:]]
+        notes += [_describe_container(snapshot) for snapshot in snapshots[-1:]]
         return ToolStateSnapshot(items, "\n".join([*notes, *_describe_given_files(files)]))
 
     async def _snapshot_container(self, caller: Caller, container_id: str) -> _ContainerSnapshot:
         try:
             records = await self._containers.list_files(caller, container_id)
-        except NotFound:  # it never began, or is over; whoever offers the next one has to know
+        except NotFound:  # it was never created, or expired; the next binding replaces it
             records = ()
         return _ContainerSnapshot(
             container_id=sanitize_name(container_id), files=[to_produced_file(record) for record in records]
@@ -167,7 +165,7 @@ class CodeInterpreterTool:
 
 
 class ConfiguredCodeInterpreter(ConfiguredContainerTool[CodeInterpreterToolSettings]):
-    """An `ConfiguredTool`."""
+    """A `ConfiguredTool`."""
 
     @property
     def function(self) -> FunctionSpec:
@@ -198,7 +196,7 @@ class ConfiguredCodeInterpreter(ConfiguredContainerTool[CodeInterpreterToolSetti
 def _describe_given_files(files: Sequence[ConversationFile]) -> list[str]:
     if not files:
         return []
-    names = ", ".join(one.file.name for one in files[-_MAX_LISTED_FILES:])
+    names = ", ".join(file.file.name for file in files[-_MAX_LISTED_FILES:])
     return [f"The user has given these files, which code finds in {DATA_DIRECTORY}: {names}."]
 
 

@@ -1,6 +1,6 @@
-"""Where the hosted calls of a request run: a container that all tools share.
+"""Binds a request to its container.
 
-A conversation has one container at a time, whichever tool has used it: what one call writes, the next finds.
+All hosted tools of a conversation share one container at a time, so that each call finds the files of earlier ones.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,10 @@ from fumehood.tools.container_inputs import PendingFiles, collect_conversation_f
 from fumehood.tools.produced_files import to_produced_file
 
 _CALL_TYPES = frozenset({"code_interpreter_call", "shell_call"})
-_GONE_NOTICE = "The container of the earlier calls is gone, with their variables and files; this call began in a new one."
+_GONE_NOTICE = (
+    "The container of the earlier calls is gone, with their variables and files; "
+    "this call began in a new one."
+)
 _EXPIRED_NOTICE = (
     "The container of the earlier calls has expired, with their variables and the files that they wrote; this call "
     "began in a new one, with the files that the user had put there."
@@ -31,13 +34,13 @@ _MAX_NAMED_FILES = 50
 
 @dataclass(slots=True)
 class ContainerBinding:
-    """The container of one request's calls, by its id; it begins with the first of them.
+    """The container of a request's hosted calls. It is created by the first of them.
 
-    spec: what it is to be like, if it is a new one.
-    news: what the model should know first; told with the first result, and then not again.
-    heir_of: the container that this one replaces, see `Containers.open`.
-    earlier: the container that the conversation has used last; had: the uploads that it was given.
-    carried: files that it has to be given before the first call; names: of those among them that the tools name.
+    spec: the specification of a new container.
+    notices: text for the model, sent once with the next result.
+    replaces: the container that this one replaces, see `ContainerService.open_container`.
+    previous_container: the last container of the conversation; previous_uploads: the uploads copied there.
+    pending_files: files to copy before the first call; file_names: names of the uploads among them.
     """
 
     containers: ContainerService
@@ -56,40 +59,39 @@ class ContainerBinding:
         self.pending_files = PendingFiles(self.containers, self.caller, self.container_id)
 
     def pop_notices(self) -> str:
-        news, self.notices = self.notices, ""
-        return news
+        notices, self.notices = self.notices, ""
+        return notices
 
     async def open(self) -> Container:
-        """The container, with the files that belong there. Raises ApiError."""
+        """Open the container and copy the pending files. Raises ApiError."""
         container = await self.containers.open_container(
             self.caller, self.container_id, self.spec, self.replaces
         )
         self._open_handles.append(container)
-        told = await self.pending_files.copy_to_container()
-        self.notices = "\n".join(filter(None, [self.notices, told]))
+        notice = await self.pending_files.copy_to_container()
+        self.notices = "\n".join(filter(None, [self.notices, notice]))
         return container
 
     def release(self) -> None:
-        """There will be no further call."""
+        """Release the container: there are no further calls."""
         while self._open_handles:
             self._open_handles.pop().release()
 
     async def add_uploads(self, uploads: FileService | None, choice: ContainerChoice) -> None:
-        """Have the uploads brought that a tool names; raises InvalidRequest for one that is not there."""
-        wanted = choice.spec.file_ids
+        """Schedule the uploads that a tool names. Raises InvalidRequest for a missing one."""
         try:
-            chosen = await resolve_uploads(
-                uploads, self.caller, wanted, self.previous_container, self.previous_uploads
+            files = await resolve_uploads(
+                uploads, self.caller, choice.spec.file_ids, self.previous_container, self.previous_uploads
             )
         except NotFound as error:
             raise InvalidRequest(
                 f"{choice.param_path}.file_ids: {error.message}", param="tools", code="file_not_found"
             ) from None
-        self.pending_files.add(chosen)
-        self.file_names = list(dict.fromkeys([*self.file_names, *(one.file.name for one in chosen)]))
+        self.pending_files.add(files)
+        self.file_names = list(dict.fromkeys([*self.file_names, *(file.file.name for file in files)]))
 
     async def list_files(self) -> Sequence[ProducedFile]:
-        """All that are there; none before it has begun, and once it is over."""
+        """All files of the container; none before it is created or after it expired."""
         try:
             records = await self.containers.list_files(self.caller, self.container_id)
         except NotFound:
@@ -97,7 +99,7 @@ class ContainerBinding:
         return [to_produced_file(record) for record in records]
 
     def describe(self) -> tuple[str, str]:
-        """What a model should know of its directory and of its network, whatever it runs there."""
+        """Describe the working directory and the network for the tool description."""
         network = "There is no network."
         if isinstance(self.spec.network, NetworkAllowlist):
             domains = ", ".join(sanitize_name(domain) for domain in self.spec.network.allowed_domains)
@@ -114,7 +116,7 @@ class ContainerBinding:
 
 
 class ConfiguredContainerTool[Settings]:
-    """What offered tools that run in containers have in common: one container for all calls of a request."""
+    """Base of configured tools that run in the container of a request."""
 
     def __init__(self, binding: ContainerBinding, settings: Settings, clock: Clock) -> None:
         self.binding = binding
@@ -135,28 +137,28 @@ async def bind_container(
     caller: Caller,
     choice: ContainerChoice,
     past: Sequence[ConversationSegment],
-    beside: Sequence[ConfiguredTool],
+    other_tools: Sequence[ConfiguredTool],
 ) -> ContainerBinding:
-    """The container that is named; else that of another tool of the request, else the one which the conversation used
-    last, else a new one; with the files of the conversation. Raises ApiError, with `tools` for its parameter.
+    """Bind a tool to the container that it names, else to that of another tool of the request, else to the last one of
+    the conversation, else to a new one. Raises ApiError with the parameter `tools`.
     """
     _check_spec(containers, choice)
-    shared = _find_shared_binding(beside)
+    shared = _find_shared_binding(other_tools)
     if choice.container_id is not None:
-        place = await _bind_named(containers, caller, choice.container_id, choice.spec)
+        binding = await _bind_named(containers, caller, choice.container_id, choice.spec)
     elif shared is not None:
         shared.spec = _merge_specs(shared.spec, choice.spec)
         await shared.add_uploads(uploads, choice)
         return shared
     else:
-        place = await _bind_automatic(containers, caller, choice.spec, past)
-    await place.add_uploads(uploads, choice)
-    place.pending_files.add(collect_conversation_files(past, find_call_container))
-    return place
+        binding = await _bind_automatic(containers, caller, choice.spec, past)
+    await binding.add_uploads(uploads, choice)
+    binding.pending_files.add(collect_conversation_files(past, find_call_container))
+    return binding
 
 
-def _find_shared_binding(beside: Sequence[ConfiguredTool]) -> ContainerBinding | None:
-    for tool in beside:
+def _find_shared_binding(other_tools: Sequence[ConfiguredTool]) -> ContainerBinding | None:
+    for tool in other_tools:
         if isinstance(tool, ConfiguredContainerTool):
             return tool.binding
     return None
@@ -167,7 +169,7 @@ async def _bind_named(
 ) -> ContainerBinding:
     try:
         await containers.check_active(caller, container_id)
-        await containers.get_container(caller, container_id)  # a use of it, from now on
+        await containers.get_container(caller, container_id)  # counts as use, so that it does not expire now
     except (NotFound, ContainerExpired) as error:
         raise type(error)(error.message, param="tools") from None
     return ContainerBinding(containers, caller, container_id, spec)
@@ -176,23 +178,24 @@ async def _bind_named(
 async def _bind_automatic(
     containers: ContainerService, caller: Caller, spec: ContainerSpec, past: Sequence[ConversationSegment]
 ) -> ContainerBinding:
-    earlier = _find_latest_container(past)
-    if earlier is None:
+    used = list_used_containers(past)
+    if not used:
         return ContainerBinding(containers, caller, containers.reserve_id(), spec)
+    previous = used[-1]
     try:
-        # A use of it: while the model thinks, it must not be the one that was idle longest.
-        record = await containers.get_container(caller, earlier)
+        # Counts as use: it must not be evicted as the most idle container while the model thinks.
+        record = await containers.get_container(caller, previous)
     except NotFound:
         return ContainerBinding(
-            containers, caller, containers.reserve_id(), spec, _GONE_NOTICE, previous_container=earlier
+            containers, caller, containers.reserve_id(), spec, _GONE_NOTICE, previous_container=previous
         )
-    had = frozenset(record.spec.file_ids)
+    uploads = frozenset(record.spec.file_ids)
     if record.status == "expired":
         return ContainerBinding(
-            containers, caller, containers.reserve_id(), spec, _EXPIRED_NOTICE, earlier, earlier, had
+            containers, caller, containers.reserve_id(), spec, _EXPIRED_NOTICE, previous, previous, uploads
         )
     return ContainerBinding(
-        containers, caller, earlier, spec, previous_container=earlier, previous_uploads=had
+        containers, caller, previous, spec, previous_container=previous, previous_uploads=uploads
     )
 
 
@@ -204,23 +207,23 @@ def _check_spec(containers: ContainerService, choice: ContainerChoice) -> None:
 
 
 def _merge_specs(one: ContainerSpec, other: ContainerSpec) -> ContainerSpec:
-    """What both ask for, where they share a container: who says nothing takes what the other says."""
-    chosen: dict[str, object] = {}
+    """Merge the specifications of two tools that share a container. Raises InvalidRequest if they conflict."""
+    merged: dict[str, object] = {}
     for setting in msgspec.structs.fields(ContainerSpec):
-        usual, mine, theirs = (getattr(spec, setting.name) for spec in (DEFAULT_SPEC, one, other))
+        default, first, second = (getattr(spec, setting.name) for spec in (DEFAULT_SPEC, one, other))
         if setting.name == "file_ids":
-            chosen[setting.name] = tuple(dict.fromkeys((*mine, *theirs)))
-        elif mine != theirs and usual not in (mine, theirs):
+            merged[setting.name] = tuple(dict.fromkeys((*first, *second)))
+        elif first != second and default not in (first, second):
             raise InvalidRequest(
-                f"code_interpreter and shell share one container, and ask for another {setting.name} of it each.",
+                f"code_interpreter and shell share one container, but ask for a different {setting.name}.",
                 param="tools",
             )
         else:
-            chosen[setting.name] = theirs if mine == usual else mine
-    return msgspec.convert(chosen, ContainerSpec)
+            merged[setting.name] = second if first == default else first
+    return msgspec.convert(merged, ContainerSpec)
 
 
-# ---- along the conversation -------------------------------------------------------------------------------------
+# ---- containers of the conversation -----------------------------------------------------------------------------
 
 
 class _Environment(msgspec.Struct):
@@ -228,7 +231,7 @@ class _Environment(msgspec.Struct):
 
 
 class _CallLocation(msgspec.Struct):
-    """Where a call says that it ran; a local shell's says nowhere."""
+    """The container of a call; a local shell call has none."""
 
     container_id: str | None = None
     environment: _Environment | None = None
@@ -238,18 +241,18 @@ _location_decoder = msgspec.json.Decoder(_CallLocation)
 
 
 def find_call_container(entry: ConversationEntry) -> str | None:
-    """The container that a call used; None for an item that is no such call."""
+    """The container of a hosted call; None for any other item."""
     if entry.type not in _CALL_TYPES:
         return None
     try:
-        used = _location_decoder.decode(entry.raw)
+        location = _location_decoder.decode(entry.raw)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return None
-    return used.container_id or (used.environment.container_id if used.environment else None)
+    return location.container_id or (location.environment.container_id if location.environment else None)
 
 
 def list_used_containers(past: Sequence[ConversationSegment]) -> list[str]:
-    """All that calls have used, each once, the latest last."""
+    """The containers of all calls, each once, the latest last."""
     found: dict[str, None] = {}
     for segment in past:
         for entry in segment.entries:
@@ -258,12 +261,3 @@ def list_used_containers(past: Sequence[ConversationSegment]) -> list[str]:
                 found.pop(container_id, None)
                 found[container_id] = None
     return list(found)
-
-
-def _find_latest_container(past: Sequence[ConversationSegment]) -> str | None:
-    for segment in reversed(past):
-        for entry in reversed(segment.entries):
-            container_id = find_call_container(entry)
-            if container_id is not None:
-                return container_id
-    return None

@@ -1,4 +1,4 @@
-"""Which container a tool asks for, in every shape in which clients say it."""
+"""Parses the container configuration of tools, in all forms that clients send."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from fumehood.protocol.sandbox.sandbox_messages import MemoryTier
 
 
 class _AutoContainer(msgspec.Struct, kw_only=True):
-    """What a new container is to be like. Nulls are tolerated, and so are fields that nobody here knows."""
+    """Settings of a new container. Nulls and unknown fields are accepted."""
 
     memory_limit: str | None = None
     file_ids: list[str] | None = None
@@ -42,7 +42,7 @@ class _ShellConfig(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class ContainerChoice:
-    """An existing container by its id, or None and what a new one is to be like; `where` says it in the tool."""
+    """An existing container by id, or the specification of a new one; `param_path` is its field in the tool."""
 
     container_id: str | None
     spec: ContainerSpec
@@ -50,8 +50,9 @@ class ContainerChoice:
 
 
 def read_container_choice(spec: ToolSpec) -> ContainerChoice:
-    """The container that a code interpreter asks for; raises InvalidRequest. Whether there may be such a one,
-    `Containers.approve` says.
+    """Read the container of a code interpreter. Raises InvalidRequest.
+
+    `ContainerService.validate_spec` checks whether the server allows it.
     """
     try:
         container = msgspec.json.decode(spec.raw, type=_CodeInterpreterConfig).container
@@ -69,7 +70,7 @@ def read_container_choice(spec: ToolSpec) -> ContainerChoice:
 
 
 def read_shell_environment(spec: ToolSpec) -> ContainerChoice | None:
-    """The container that a shell asks for; None for a shell that is the client's to run. Raises InvalidRequest."""
+    """Read the container of a shell; None for a shell that the client runs. Raises InvalidRequest."""
     try:
         environment = msgspec.json.decode(spec.raw, type=_ShellConfig).environment
     except msgspec.DecodeError as error:
@@ -100,7 +101,7 @@ def _read_memory_tier(container: _AutoContainer, where: str) -> MemoryTier:
 def _read_container_spec(container: _AutoContainer, where: str) -> ContainerSpec:
     memory = _read_memory_tier(container, where)
     if container.skills:
-        raise _invalid_tool(f"{where}.skills is not served by this server.")
+        raise _invalid_tool(f"{where}.skills is not supported by this server.")
     try:
         network = parse_network_policy(container.network_policy, f"{where}.network_policy")
     except InvalidRequest as error:
@@ -110,7 +111,7 @@ def _read_container_spec(container: _AutoContainer, where: str) -> ContainerSpec
 
 
 def echo_code_interpreter(spec: ToolSpec) -> bytes:
-    """A code interpreter as its response shows it: with a container, and without secrets. Raises InvalidRequest."""
+    """The tool as the response echoes it: with a container and without secrets. Raises InvalidRequest."""
     try:
         tool = msgspec.json.decode(spec.raw, type=dict[str, Raw])
         container = msgspec.json.decode(spec.raw, type=_CodeInterpreterConfig).container
@@ -126,7 +127,7 @@ def echo_code_interpreter(spec: ToolSpec) -> bytes:
 
 
 def echo_shell(spec: ToolSpec) -> bytes:
-    """As `echoed`, for a shell."""
+    """As `echo_code_interpreter`, for a shell."""
     try:
         tool = msgspec.json.decode(spec.raw, type=dict[str, Raw])
         environment = msgspec.json.decode(spec.raw, type=_ShellConfig).environment
@@ -141,8 +142,8 @@ def _remove_secrets(raw: Raw, policy: Mapping[str, Raw] | None) -> Raw:
     if policy is None:
         return raw
     fields = msgspec.json.decode(raw, type=dict[str, Raw])
-    shown = {key: value for key, value in policy.items() if key != "domain_secrets"}
-    return Raw(msgspec.json.encode({**fields, "network_policy": shown}))
+    public = {key: value for key, value in policy.items() if key != "domain_secrets"}
+    return Raw(msgspec.json.encode({**fields, "network_policy": public}))
 
 
 def _invalid_tool(message: str) -> InvalidRequest:

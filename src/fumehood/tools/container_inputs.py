@@ -1,7 +1,7 @@
-"""Files of a conversation on their way into a container.
+"""Copies the files of a conversation into its container.
 
-They are put there with the first call, once. That a file was there when a call ran is read off the conversation itself,
-whoever keeps it: a call of that container comes after the file.
+Files are copied once, with the first call. Whether a container has a file already follows from the conversation: one of
+its calls comes after the file.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from fumehood.worker_threads import run_in_worker
 _SNAPSHOT_TYPE = "fumehood:files"
 _MAX_NAMED_FILES = 20
 _MAX_SNAPSHOT_FILES = 500
-_MAX_CARRIED_CHARACTERS = 3 << 20  # characters of contents that a compaction takes along
+_MAX_CARRIED_CHARACTERS = 3 << 20  # contents that a compaction carries along
 
 
 class _FileSnapshot(msgspec.Struct):
@@ -41,10 +41,10 @@ _snapshot_decoder = msgspec.json.Decoder(_FilesSnapshot)
 
 @dataclass(slots=True)
 class ConversationFile:
-    """A file that the conversation speaks of.
+    """A file of the conversation.
 
-    entry, place: the item that has it, and its number among the files there; None once that was compacted.
-    containers: those that had a call after it.
+    entry, part_index: the item with the file, and its index among the item's files; None after a compaction.
+    containers: those with a call after the file.
     """
 
     file: Attachment
@@ -56,24 +56,24 @@ class ConversationFile:
 def collect_conversation_files(
     past: Sequence[ConversationSegment], container_of: Callable[[ConversationEntry], str | None]
 ) -> list[ConversationFile]:
-    """All files of a conversation, each once.
+    """All files of a conversation, by unique name.
 
-    container_of: where a call ran; None for an item that is none.
+    container_of: returns the container of a call, None for any other item.
     """
-    known: dict[str, ConversationFile] = {}
+    files: dict[str, ConversationFile] = {}
     for segment in past:
         for entry in segment.entries:
             if entry.type == _SNAPSHOT_TYPE:
-                known |= {one.file.name: one for one in _restore_files(entry)}
-            elif known and (container := container_of(entry)) is not None:
-                for one in known.values():
-                    one.containers.add(container)
-            for place, file in enumerate(entry.attachments):
-                if file.name:
-                    before = known.get(file.name)
-                    seen = before.containers if before is not None else set[str]()
-                    known[file.name] = ConversationFile(file, entry, place, seen)
-    return list(known.values())
+                files |= {restored.file.name: restored for restored in _restore_files(entry)}
+            elif files and (container := container_of(entry)) is not None:
+                for file in files.values():
+                    file.containers.add(container)
+            for index, attachment in enumerate(entry.attachments):
+                if attachment.name:
+                    previous = files.get(attachment.name)
+                    containers = previous.containers if previous is not None else set[str]()
+                    files[attachment.name] = ConversationFile(attachment, entry, index, containers)
+    return list(files.values())
 
 
 async def resolve_uploads(
@@ -83,16 +83,15 @@ async def resolve_uploads(
     previous_container: str | None,
     previous_uploads: Collection[str],
 ) -> list[ConversationFile]:
-    """The uploads that a request wants in its container.
+    """Resolve the uploads that a tool names in `file_ids`.
 
-    Raises NotFound for one that is not there, unless the conversation has used a container before: what that was given
-    is there, and for the rest it is too late to refuse the request.
-    earlier: that container; had: the uploads that it was given.
+    Raises NotFound for a missing one, unless the conversation already used a container: then the request must not fail.
+    previous_container: that container; previous_uploads: the uploads that were copied there.
     """
-    chosen: list[ConversationFile] = []
+    resolved: list[ConversationFile] = []
     names = FreeNameAllocator(())
     for file_id in file_ids:
-        given = (
+        containers = (
             {previous_container}
             if previous_container is not None and file_id in previous_uploads
             else set[str]()
@@ -102,66 +101,70 @@ async def resolve_uploads(
         except NotFound:
             if previous_container is None:
                 raise
-            if given:
+            if containers:
                 continue
             name = sanitize_file_name(file_id)
-        chosen.append(
-            ConversationFile(Attachment(name=names.allocate(name), file_id=file_id), containers=given)
+        resolved.append(
+            ConversationFile(Attachment(name=names.allocate(name), file_id=file_id), containers=containers)
         )
-    return chosen
+    return resolved
 
 
 async def _find_filename(uploads: FileService | None, caller: Caller, file_id: str) -> str:
     if uploads is None:
-        raise NotFound("this server keeps no uploads.")
+        raise NotFound("this server stores no uploads.")
     return (await uploads.get_file(caller, file_id)).filename
 
 
 async def snapshot_files(
     files: Sequence[ConversationFile], kept: Sequence[ConversationEntry]
 ) -> bytes | None:
-    """What has to be remembered of them once their items are compacted, all but those that are kept; for `files_of`."""
+    """Encode the files for a compaction, to be read by `collect_conversation_files`; None if there are none."""
     contents = await _collect_inline_contents(files, kept)
-    remembered = [
+    snapshots = [
         _FileSnapshot(
-            replace(one.file, text=None, left_out=0, data=contents.get(one.file.name)), sorted(one.containers)
+            replace(file.file, text=None, left_out=0, data=contents.get(file.file.name)),
+            sorted(file.containers),
         )
-        for one in files[-_MAX_SNAPSHOT_FILES:]
+        for file in files[-_MAX_SNAPSHOT_FILES:]
     ]
-    return msgspec.json.encode(_FilesSnapshot(remembered)) if remembered else None
+    return msgspec.json.encode(_FilesSnapshot(snapshots)) if snapshots else None
 
 
 async def _collect_inline_contents(
     files: Sequence[ConversationFile], kept: Sequence[ConversationEntry]
 ) -> dict[str, str]:
-    """Contents that are nowhere but in items which are going, by the names of the files: the latest that there is room
-    for, since whoever carries the conversation carries them as well.
+    """Contents that exist only in items which the compaction removes, by file name.
+
+    The latest ones that fit: the client carries them with every request.
     """
-    found: dict[str, str] = {}
+    contents: dict[str, str] = {}
     room = _MAX_CARRIED_CHARACTERS
-    staying = {id(entry) for entry in kept}
-    for one in reversed(files):
-        if one.containers or one.file.file_id or id(one.entry) in staying:
+    kept_ids = {id(entry) for entry in kept}
+    for file in reversed(files):
+        if file.containers or file.file.file_id or id(file.entry) in kept_ids:
             continue
-        data = await _read_inline_data(one)
+        data = await _read_inline_data(file)
         if data is not None and len(data) <= room:
-            found[one.file.name] = data
+            contents[file.file.name] = data
             room -= len(data)
-    return found
+    return contents
 
 
 def _restore_files(entry: ConversationEntry) -> list[ConversationFile]:
     try:
-        memory = _snapshot_decoder.decode(entry.raw)
+        snapshot = _snapshot_decoder.decode(entry.raw)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return []
     return [
-        ConversationFile(one.file, containers=set(one.containers)) for one in memory.files if one.file.name
+        ConversationFile(file.file, containers=set(file.containers))
+        for file in snapshot.files
+        if file.file.name
     ]
 
 
 class PendingFiles:
-    """The files that a container has to be given before the next call."""
+    """Files to copy into a container before its next call."""
 
     def __init__(self, containers: ContainerService, caller: Caller, container_id: str) -> None:
         self._containers = containers
@@ -171,83 +174,84 @@ class PendingFiles:
         self._lock = asyncio.Lock()
 
     def add(self, files: Sequence[ConversationFile]) -> None:
-        self._pending += [one for one in files if self._container_id not in one.containers]
+        self._pending += [file for file in files if self._container_id not in file.containers]
 
     async def copy_to_container(self) -> str:
-        """Put them there, where that was not done yet; what there is to tell the model. Raises nothing of its own."""
+        """Copy the pending files; return a notice for the model. Failures become part of the notice."""
         if not self._pending:
             return ""
-        async with self._lock:  # calls may run side by side
-            waiting, self._pending = self._pending, []
-            return await self._copy_all(waiting) if waiting else ""
+        async with self._lock:  # calls may run in parallel
+            pending, self._pending = self._pending, []
+            return await self._copy_all(pending) if pending else ""
 
-    async def _copy_all(self, waiting: Sequence[ConversationFile]) -> str:
+    async def _copy_all(self, pending: Sequence[ConversationFile]) -> str:
         try:
             records = await self._containers.list_files(self._caller, self._container_id)
         except NotFound:
             records = ()
-        there = {record.path: record for record in records}
-        brought: list[str] = []
+        existing = {record.path: record for record in records}
+        copied: list[str] = []
         missing: list[str] = []
-        for one in waiting:
-            if one.containers and one.file.name in there and there[one.file.name].source == "user":
-                continue  # it came along from the container before this one
+        for pending_file in pending:
+            name = pending_file.file.name
+            if pending_file.containers and name in existing and existing[name].source == "user":
+                continue  # it was copied from the previous container
             try:
-                record = await self._copy_file(one, there)
+                record = await self._copy_file(pending_file, existing)
             except (ApiError, SandboxError) as error:
-                missing.append(f"{one.file.name} is not there: {error.message}")
+                missing.append(f"{name} is not there: {error.message}")
             else:
-                there[record.path] = record
-                brought.append(_describe_path(one.file.name, record.path))
-        return "\n".join([*_describe_copied(list(dict.fromkeys(brought))), *missing])
+                existing[record.path] = record
+                copied.append(_describe_path(name, record.path))
+        return "\n".join([*_describe_copied(list(dict.fromkeys(copied))), *missing])
 
     async def _copy_file(
-        self, one: ConversationFile, there: Mapping[str, ContainerFileRecord]
+        self, file: ConversationFile, existing: Mapping[str, ContainerFileRecord]
     ) -> ContainerFileRecord:
         """Raises ApiError."""
-        content = await _read_content(one)
+        content = await _read_content(file)
         if content is None:
-            if not one.file.file_id:
+            if not file.file.file_id:
                 raise NotFound("it was given too long ago.")
             (record,) = await self._containers.copy_uploads(
-                self._caller, self._container_id, [one.file.file_id]
+                self._caller, self._container_id, [file.file.file_id]
             )
             return record
-        known = there.get(one.file.name)
+        known = existing.get(file.file.name)
         if known is not None and await self._has_content(known, content):
             return known
-        path = find_free_name(one.file.name, there)
+        path = find_free_name(file.file.name, existing)
         return await self._containers.write_file(self._caller, self._container_id, path, content)
 
     async def _has_content(self, record: ContainerFileRecord, content: bytes) -> bool:
         if record.bytes != len(content):
             return False
         start = 0
-        pieces = self._containers.read_file(self._caller, self._container_id, record.id)
-        async with aclosing(pieces):
-            async for piece in pieces:
-                if content[start : start + len(piece)] != piece:
+        chunks = self._containers.read_file(self._caller, self._container_id, record.id)
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                if content[start : start + len(chunk)] != chunk:
                     return False
-                start += len(piece)
+                start += len(chunk)
         return start == len(content)
 
 
-async def _read_content(one: ConversationFile) -> bytes | None:
-    """What the conversation itself holds; None if it only refers to it."""
-    data = None if one.file.file_id else await _read_inline_data(one)
+async def _read_content(file: ConversationFile) -> bytes | None:
+    """The inline content; None if the conversation only references the file."""
+    data = None if file.file.file_id else await _read_inline_data(file)
     return None if data is None else await run_in_worker(len(data), _decode_data, data)
 
 
-async def _read_inline_data(one: ConversationFile) -> str | None:
-    """That content as it is written in the conversation, mostly a data: URL; None if it is not there."""
-    if one.file.data is not None or one.entry is None:
-        return one.file.data
-    return await run_in_worker(len(one.entry.raw), _find_inline_data, one.entry, one.part_index)
+async def _read_inline_data(file: ConversationFile) -> str | None:
+    """The inline content as written in the conversation, mostly a data: URL; None if there is none."""
+    if file.file.data is not None or file.entry is None:
+        return file.file.data
+    return await run_in_worker(len(file.entry.raw), _find_inline_data, file.entry, file.part_index)
 
 
-def _find_inline_data(entry: ConversationEntry, place: int) -> str | None:
+def _find_inline_data(entry: ConversationEntry, part_index: int) -> str | None:
     parts = find_file_parts(entry.type, entry.raw)
-    return parts[place].part.inline_data if place < len(parts) else None
+    return parts[part_index].part.inline_data if part_index < len(parts) else None
 
 
 def _decode_data(data: str) -> bytes | None:
@@ -261,5 +265,5 @@ def _describe_path(name: str, path: str) -> str:
     return f"{DATA_DIRECTORY}/{path}" + ("" if path == name else f" ({name})")
 
 
-def _describe_copied(brought: Sequence[str]) -> list[str]:
-    return [f"Files of the user: {join_names(brought, _MAX_NAMED_FILES)}."] if brought else []
+def _describe_copied(paths: Sequence[str]) -> list[str]:
+    return [f"Files of the user: {join_names(paths, _MAX_NAMED_FILES)}."] if paths else []

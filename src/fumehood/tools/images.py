@@ -1,4 +1,4 @@
-"""Pictures that code shows or writes, recognised by what they are and not by what they claim."""
+"""Recognises images that code displays or writes, by their content."""
 
 import base64
 import binascii
@@ -32,7 +32,7 @@ class DecodedImage:
 
     @property
     def is_viewable_by_models(self) -> bool:
-        """Models take pixels, no drawings."""
+        """Models accept raster images, not SVG."""
         return self.mime != _SVG
 
     def to_data_url(self) -> str:
@@ -40,7 +40,7 @@ class DecodedImage:
 
 
 def decode_display(data: Mapping[str, str], max_bytes: int) -> DecodedImage | None:
-    """The best picture of a display, of at most so many bytes; None if there is none."""
+    """Decode the best image of a display; None if there is none of at most `max_bytes`."""
     for mime in _SUFFIXES:
         text = data.get(mime)
         if text is None or len(text) > 2 * max_bytes:
@@ -56,7 +56,7 @@ def has_image_suffix(path: str) -> bool:
 
 
 def detect_media_type(content: bytes) -> str | None:
-    """The MIME type of a picture that begins so, drawings included."""
+    """The MIME type of an image, including SVG; None if it is none."""
     return detect_image_type(content) or (_SVG if b"<svg" in content[:_SNIFFED_BYTES].lower() else None)
 
 

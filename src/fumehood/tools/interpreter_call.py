@@ -1,4 +1,4 @@
-"""One call of the code interpreter, from its first character to its result."""
+"""One call of the code interpreter: streams its code, executes it, and builds the result."""
 
 import sys
 from collections.abc import AsyncGenerator, Sequence
@@ -56,12 +56,11 @@ _OMISSION_MARK = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeInterpreterToolSettings:
-    """How the code interpreter runs code, and what the model is told of it.
+    """Settings of the code interpreter.
 
     execution_timeout: seconds that the code of one call may run.
-    keeps_variables: whether they are there in the next call: what the containers do, for the model to know.
-    inline: how much of what produced files hold is sent inside of items.
-    python, libraries: what the model is told is there.
+    keeps_variables: whether containers keep variables between calls; only for the tool description.
+    python, libraries: for the tool description.
     """
 
     execution_timeout: float = 60.0
@@ -117,7 +116,7 @@ class InterpreterCallSession:
             for delta in self._code_field.feed(fragments)
         ]
 
-    # ---- when it has written --------------------------------------------------------------------------------------
+    # ---- execution --------------------------------------------------------------------------------------
 
     async def run(self) -> AsyncGenerator[ToolCallStep]:
         try:
@@ -134,7 +133,7 @@ class InterpreterCallSession:
         async with aclosing(self._execute(container, arguments)) as steps:
             async for step in steps:
                 yield step
-        gatherer = ProducedFileCollector(
+        collector = ProducedFileCollector(
             self._binding.containers,
             container,
             self._context.caller,
@@ -142,7 +141,7 @@ class InterpreterCallSession:
             max_images=self._settings.output.images,
             content_budget=self._settings.inline.total_bytes if self._context.wants_contents else None,
         )
-        yield self._finish(await gatherer.collect(self._output.images))
+        yield self._finish(await collector.collect(self._output.images))
 
     def _read_arguments(self) -> _InterpreterArguments:
         """Raises ValueError with a sentence for the model."""
@@ -154,7 +153,7 @@ class InterpreterCallSession:
     async def _execute(
         self, container: Container, arguments: _InterpreterArguments
     ) -> AsyncGenerator[Sequence[StreamEvent]]:
-        """Run the code, at most as long as the whole response has; what it says is in `self._output`."""
+        """Run the code within the deadline of the response; its output goes to `self._output`."""
         remaining = self._context.deadline - self._clock.monotonic()
         request = ExecuteRequest(
             code=arguments.code,
@@ -170,11 +169,11 @@ class InterpreterCallSession:
                     yield (CodeInterpreterCallInterpreting(item_id=self._id, output_index=self._index),)
 
     def abort(self, reason: str) -> ToolCallResult:
-        ran = 0.0 if self._started_at is None else self._clock.monotonic() - self._started_at
-        self._output.add_event(make_end("interrupted", f"The call was not finished: {reason}.", ran))
+        seconds = 0.0 if self._started_at is None else self._clock.monotonic() - self._started_at
+        self._output.add_event(make_end("interrupted", f"The call was not finished: {reason}.", seconds))
         return self._build_result("incomplete", self._finish_code(), ProducedFiles())
 
-    # ---- what comes of it -----------------------------------------------------------------------------------------
+    # ---- result -----------------------------------------------------------------------------------------
 
     def _finish_code(self) -> tuple[StreamEvent, ...]:
         if self._is_code_done:
@@ -187,7 +186,7 @@ class InterpreterCallSession:
         )
 
     def _fail(self, reason: str) -> ToolCallResult:
-        """The result of a call that never ran."""
+        """The result of a call that did not run."""
         self._output.add_event(make_end("lost", reason))
         return self._finish(ProducedFiles())
 
@@ -233,7 +232,7 @@ class InterpreterCallSession:
         return ToolCallResult(events=(*events, done), item=item, exchange=exchange, files=produced.files)
 
     def _format_for_model(self, produced: ProducedFiles, end: ExecutionEnd) -> str:
-        """What the model reads: news, output, files, and the exit code if it is not 0."""
+        """The text for the model: notices, output, files, and a nonzero exit code."""
         lines = [self._binding.pop_notices(), self._output.model_text.render(_OMISSION_MARK).rstrip("\n")]
         lines.append(describe_files(produced.files))
         if end.exit_code:

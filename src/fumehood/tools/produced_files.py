@@ -1,4 +1,4 @@
-"""What a call of code leaves behind: files, and pictures among them."""
+"""Collects the files and images that a call produced."""
 
 import base64
 import hashlib
@@ -29,10 +29,10 @@ _MAX_CONTENTS = 100  # files of one call whose content is sent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InlineLimits:
-    """How much of produced files is sent inside of items.
+    """How much content of produced files is sent inside items.
 
-    file_bytes: the largest file; pictures beyond it are addresses of container files.
-    total_bytes: of all contents of one call, pictures in `outputs` not counted.
+    file_bytes: the largest file; larger images are sent as URLs of container files.
+    total_bytes: all contents of one call, without the images in `outputs`.
     """
 
     file_bytes: int = 1 << 20
@@ -41,11 +41,11 @@ class InlineLimits:
 
 @dataclass(slots=True)
 class ProducedFiles:
-    """What a call has left: files and pictures.
+    """The files and images of a call.
 
-    files: every file, the figures that were shown last. images: for clients. urls: data: URLs for models that see.
-    details: of each file, by its id.
-    missing: files that could not be fetched; complete: whether there are none.
+    files: all files, saved figures last. images: for clients. model_image_urls: data: URLs for models.
+    details: of each file, by id.
+    missing: files that could not be fetched. is_complete: whether there are none.
     """
 
     files: list[ProducedFile] = field(default_factory=list[ProducedFile])
@@ -55,11 +55,11 @@ class ProducedFiles:
     missing: list[MissingFile] = field(default_factory=list[MissingFile])
     is_complete: bool = True
 
-    def add_image(self, picture: DecodedImage | None, file: ProducedFile | None, inline_bytes: int) -> None:
-        if picture is not None and len(picture.content) <= inline_bytes:
-            url = picture.to_data_url()
+    def add_image(self, image: DecodedImage | None, file: ProducedFile | None, inline_bytes: int) -> None:
+        if image is not None and len(image.content) <= inline_bytes:
+            url = image.to_data_url()
             self.images.append(CodeInterpreterImage(url=url))
-            if picture.is_viewable_by_models:
+            if image.is_viewable_by_models:
                 self.model_image_urls.append(url)
         elif file is not None:
             self.images.append(CodeInterpreterImage(url=make_content_url(file)))
@@ -71,17 +71,16 @@ class ProducedFiles:
 
 @dataclass(frozen=True, slots=True)
 class _ImageFile:
-    """`picture` is None where it is too large to be carried around."""
+    """An image that code wrote; `image` is None if it is too large to be sent inline."""
 
     file: ProducedFile
     image: DecodedImage | None
 
 
 class ProducedFileCollector:
-    """For one call, or one command of it.
+    """Collects the files of one call or command.
 
-    limits: up to which size what files hold is sent. most: how many pictures there may be.
-    contents_left: bytes of contents that may still be sent; None where the client has not asked for them.
+    content_budget: bytes of file contents that may still be sent; None if the client did not ask for contents.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class ProducedFileCollector:
         self._content_budget = content_budget
 
     async def collect(self, figures: Sequence[DecodedImage]) -> ProducedFiles:
-        """The files that the container has found, with the figures beside them; pictures in the order of showing."""
+        """Collect new files of the container and save the displayed figures; images in display order."""
         collected = await self._container.collect_files()
         records = collected.files
         produced = ProducedFiles(
@@ -116,30 +115,30 @@ class ProducedFileCollector:
             if has_image_suffix(record.path) and len(written) < self._max_images:
                 await self._detect_image(record, file, written)
         for figure in figures:
-            # A file that was written and then shown is one picture.
+            # A file that is written and then displayed is one image.
             same = written.pop(_hash_content(figure.content), None)
             file = await self._save_figure(figure) if same is None else same.file
             if same is None and file is not None:
                 produced.files.append(file)
                 digests[file.file_id] = _hash_content(figure.content)
             produced.add_image(figure, file, self._inline_bytes)
-        for found in list(written.values())[: max(0, self._max_images - len(figures))]:
-            produced.add_image(found.image, found.file, self._inline_bytes)
+        for image_file in list(written.values())[: max(0, self._max_images - len(figures))]:
+            produced.add_image(image_file.image, image_file.file, self._inline_bytes)
         contents = await self._read_contents(produced.files, digests)
         size = sum(map(len, contents.values())) + ITEM_COST_BYTES * len(produced.files)
         produced.details = await run_in_worker(size, _describe_files, produced.files, digests, contents)
         return produced
 
     async def _read_contents(
-        self, files: Sequence[ProducedFile], kept: Mapping[str, str]
+        self, files: Sequence[ProducedFile], digests: Mapping[str, str]
     ) -> dict[str, bytes]:
-        """What the files hold that are small enough, by id, in their order, until there is no more room."""
+        """Read the contents of small files, by id, in order, until the budget is used up."""
         contents: dict[str, bytes] = {}
         left = self._content_budget or 0
         for file in files:
             if not left or len(contents) >= _MAX_CONTENTS:
                 break
-            if file.file_id not in kept or file.bytes > min(self._inline_bytes, left):
+            if file.file_id not in digests or file.bytes > min(self._inline_bytes, left):
                 continue
             content = await self._read(file.file_id)
             if content is not None and len(content) == file.bytes:
@@ -148,14 +147,14 @@ class ProducedFileCollector:
         return contents
 
     async def _read(self, file_id: str) -> bytes | None:
-        """The content of a file, or a little more than is sent of one; None if it cannot be read."""
+        """Read a file, at most a little more than the inline limit; None if it cannot be read."""
         content = b""
         try:
             async with aclosing(
                 self._containers.read_file(self._caller, self._container.id, file_id)
-            ) as pieces:
-                async for piece in pieces:
-                    content += piece
+            ) as chunks:
+                async for chunk in chunks:
+                    content += chunk
                     if len(content) > self._inline_bytes:
                         break
         except (ApiError, SandboxError):
@@ -179,7 +178,7 @@ class ProducedFileCollector:
     async def _save_figure(self, figure: DecodedImage) -> ProducedFile | None:
         try:
             record = await self._container.save_file(f"{_FIGURE_NAME}{figure.suffix}", figure.content)
-        except (ApiError, SandboxError):  # there is no room for it
+        except (ApiError, SandboxError):  # for example, the container is full
             return None
         return to_produced_file(record)
 
@@ -227,12 +226,12 @@ def _to_missing_file(file: FileEntry) -> MissingFile:
 
 
 def describe_files(files: Sequence[ProducedFile]) -> str:
-    """What the model is told of them; nothing where there are none."""
+    """List the files for the model; empty if there are none."""
     return f"Files: {join_names([file.path for file in files], _MAX_NAMED_FILES)}" if files else ""
 
 
 def make_content_url(file: ProducedFile) -> str:
-    """Where the gateway serves it."""
+    """The path of the file's content in the gateway's API."""
     return f"/v1/containers/{file.container_id}/files/{file.file_id}/content"
 
 

@@ -1,7 +1,7 @@
-"""One call of the shell, from its first character to its result.
+"""One call of the shell: streams its commands, runs them one after another, and builds the result.
 
-A call is two items. The first, the commands, is done when the model has written it; the second, what they say, begins
-then, and grows while they run, one after another.
+A call makes two items: `shell_call` with the commands, done when the model has written them, and `shell_call_output`,
+which grows while they run.
 """
 
 from collections.abc import AsyncGenerator, Iterable, Sequence
@@ -67,19 +67,16 @@ TOOL_NAME = "shell"
 MAX_COMMANDS = 64
 _OMISSION_MARK = "[{left_out:,} characters are left out here. Write to a file, and look at parts of it.]"
 _MAX_HEADING_LENGTH = 200
-_CONTINUABLE_STATUSES = RAN_STATUSES | {
-    "timeout"
-}  # after anything else the rest would not find what it stands on
+_CONTINUABLE_STATUSES = RAN_STATUSES | {"timeout"}  # after any other, the container has lost its state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShellToolSettings:
-    """How the shell runs commands, and what the model is told of it.
+    """Settings of the shell.
 
     execution_timeout: seconds that one command may run; the model may choose less.
-    keeps_processes: whether what runs in the background is there in the next call: what the containers do, for the
-        model to know.
-    inline: how much of what produced files hold is sent inside of items; larger pictures are not shown to models.
+    keeps_processes: whether containers keep background processes between calls; only for the tool description.
+    inline: limits of file contents in items; larger images are not sent to models.
     """
 
     execution_timeout: float = 60.0
@@ -115,7 +112,7 @@ class ShellCallSession:
         self._context = context
         self._index = context.output_index
         self._commands_field = StringArrayScanner("commands")
-        self._announced_commands = 0  # commands that were told
+        self._announced_commands = 0  # commands with an added event
         self._call = ShellCall(
             id=new_id("sh"),
             call_id=context.call_id,
@@ -150,7 +147,7 @@ class ShellCallSession:
             events.append(ShellCallCommandDone(output_index=index, command_index=number, command=command))
         return events
 
-    # ---- when it has written --------------------------------------------------------------------------------------
+    # ---- execution --------------------------------------------------------------------------------------
 
     async def run(self) -> AsyncGenerator[ToolCallStep]:
         try:
@@ -159,24 +156,24 @@ class ShellCallSession:
             yield self._build_unrun_result(f"Nothing ran: {error}.")
             return
         self._call = replace(self._call, action=arguments.action, status="completed")
-        answer = self._call_output = _ShellOutputBuilder(arguments, self._settings.output, self._context)
-        yield [OutputItemDone(output_index=self._index, item=self._call), answer.make_added_event()]
+        output = self._call_output = _ShellOutputBuilder(arguments, self._settings.output, self._context)
+        yield [OutputItemDone(output_index=self._index, item=self._call), output.make_added_event()]
         try:
             container = await self._binding.open()
         except ApiError as error:
-            events = answer.end_all(f"The command did not run: {error.message}")
+            events = output.end_all(f"The command did not run: {error.message}")
             yield self._build_result(events, ProducedFiles())
             return
         produced = ProducedFiles()
         for command in arguments.commands:
-            if answer.stop_reason is not None:
+            if output.stop_reason is not None:
                 break
-            async with aclosing(self._run_command(container, command, arguments, answer)) as steps:
+            async with aclosing(self._run_command(container, command, arguments, output)) as steps:
                 async for step in steps:
                     yield step
             await self._collect_files(container, produced)
-        await self._drop_deleted_files(produced, len(answer.command_outputs))
-        yield self._build_result(answer.end_all(answer.stop_reason or ""), produced)
+        await self._drop_deleted_files(produced, len(output.command_outputs))
+        yield self._build_result(output.end_all(output.stop_reason or ""), produced)
 
     def _read_arguments(self) -> _ShellArguments:
         """Raises ValueError with a sentence for the model."""
@@ -186,51 +183,52 @@ class ShellCallSession:
         return arguments
 
     async def _run_command(
-        self, container: Container, command: str, arguments: _ShellArguments, answer: "_ShellOutputBuilder"
+        self, container: Container, command: str, arguments: _ShellArguments, output: "_ShellOutputBuilder"
     ) -> AsyncGenerator[Sequence[StreamEvent]]:
-        longest = self._settings.execution_timeout * 1000
+        max_ms = self._settings.execution_timeout * 1000
         request = ExecuteRequest(
             code=command,
             language="shell",
-            timeout_seconds=min(longest, arguments.timeout_ms or longest) / 1000,  # of any size: no float yet
+            timeout_seconds=min(max_ms, arguments.timeout_ms or max_ms)
+            / 1000,  # the model may send a huge integer
         )
         remaining = self._context.deadline - self._clock.monotonic()
-        answer.begin_command()
+        output.begin_command()
         async with aclosing(execute_within(container, request, remaining)) as events:
             async for event in events:
-                if not isinstance(event, ExecutionStarted) and (step := answer.add_event(event)):
+                if not isinstance(event, ExecutionStarted) and (step := output.add_event(event)):
                     yield step
 
     async def _collect_files(self, container: Container, produced: ProducedFiles) -> None:
-        """What a command left, beside what those before it did."""
+        """Add the files of a command to those of the previous ones."""
         settings = self._settings
-        left = None
+        budget = None
         if self._context.wants_contents:
             sent = sum(file.bytes for file in produced.details.values() if file.content is not None)
-            left = max(0, settings.inline.total_bytes - sent)
-        gatherer = ProducedFileCollector(
+            budget = max(0, settings.inline.total_bytes - sent)
+        collector = ProducedFileCollector(
             self._binding.containers,
             container,
             self._context.caller,
             limits=settings.inline,
             max_images=max(0, settings.output.images - len(produced.model_image_urls)),
-            content_budget=left,
+            content_budget=budget,
         )
-        found = await gatherer.collect(())
-        again = {file.file_id for file in found.files}
-        produced.files = [file for file in produced.files if file.file_id not in again] + found.files
-        produced.details |= found.details
-        produced.model_image_urls += found.model_image_urls
-        # What one command could not fetch, the look after the next one may have.
-        produced.missing, produced.is_complete = found.missing, found.is_complete
+        added = await collector.collect(())
+        added_ids = {file.file_id for file in added.files}
+        produced.files = [file for file in produced.files if file.file_id not in added_ids] + added.files
+        produced.details |= added.details
+        produced.model_image_urls += added.model_image_urls
+        # The last collection counts: it may have fetched what an earlier one could not.
+        produced.missing, produced.is_complete = added.missing, added.is_complete
 
     async def _drop_deleted_files(self, produced: ProducedFiles, commands: int) -> None:
-        """What one command wrote, a later one may have removed."""
+        """Drop files that a later command deleted."""
         if commands > 1 and produced.files:
-            there = {file.file_id for file in await self._binding.list_files()}
-            produced.files = [file for file in produced.files if file.file_id in there]
+            existing = {file.file_id for file in await self._binding.list_files()}
+            produced.files = [file for file in produced.files if file.file_id in existing]
 
-    # ---- what comes of it -----------------------------------------------------------------------------------------
+    # ---- result -----------------------------------------------------------------------------------------
 
     def abort(self, reason: str) -> ToolCallResult:
         reason = f"The call was not finished: {reason}."
@@ -239,7 +237,7 @@ class ShellCallSession:
         return self._build_result(self._call_output.end_all(reason), ProducedFiles())
 
     def _build_unrun_result(self, reason: str) -> ToolCallResult:
-        """The result of a call that never ran: it is one item only."""
+        """The result of a call that did not run: only the first item."""
         commands = self._commands_field.values[: self._announced_commands]
         last = len(commands) - 1
         events: list[StreamEvent] = []
@@ -253,19 +251,19 @@ class ShellCallSession:
         return ToolCallResult(events=events, item=self._call, exchange=exchange)
 
     def _build_result(self, events: Sequence[StreamEvent], produced: ProducedFiles) -> ToolCallResult:
-        answer = self._call_output
-        if answer is None:
+        output = self._call_output
+        if output is None:
             raise AssertionError("a result without commands that ran")
-        item, done = answer.finish(produced)
+        item, done = output.finish(produced)
         images = tuple(produced.model_image_urls) if self._context.accepts_images else ()
-        exchange = self._make_exchange(self._format_for_model(answer, produced.files), images)
+        exchange = self._make_exchange(self._format_for_model(output, produced.files), images)
         return ToolCallResult(
             events=(*events, done),
             item=self._call,
             exchange=replace(exchange, tells="call", output="", images=()),
             additional_items=[
                 AdditionalItem(
-                    output_index=answer.index,
+                    output_index=output.index,
                     item=item,
                     exchange=replace(exchange, tells="result", arguments=""),
                 )
@@ -282,16 +280,16 @@ class ShellCallSession:
             images=images,
         )
 
-    def _format_for_model(self, answer: "_ShellOutputBuilder", files: Sequence[ProducedFile]) -> str:
-        """What the model reads: news, what each command said and how it ended, and files."""
-        lines = [self._binding.pop_notices(), *answer.format_for_model(), describe_files(files)]
+    def _format_for_model(self, output: "_ShellOutputBuilder", files: Sequence[ProducedFile]) -> str:
+        """The text for the model: notices, output and exit code of each command, and files."""
+        lines = [self._binding.pop_notices(), *output.format_for_model(), describe_files(files)]
         return "\n".join(line for line in lines if line) or NO_OUTPUT
 
 
 class _ShellOutputBuilder:
-    """The second item of a call, command by command.
+    """Builds the item `shell_call_output`, command by command.
 
-    said: what the commands that have begun said. stopped: why the rest will not run.
+    command_outputs: of the commands that have begun. stop_reason: why the rest will not run.
     """
 
     def __init__(self, arguments: _ShellArguments, limits: OutputLimits, context: ToolCallContext) -> None:
@@ -300,7 +298,7 @@ class _ShellOutputBuilder:
         self.stop_reason: str | None = None
         self._commands = arguments.commands
         self._limits = _divide_limits(limits, len(self._commands), arguments.max_output_length)
-        self._streamed_characters = 0  # characters of the command that runs
+        self._streamed_characters = 0  # of the running command
         self._item = ShellCallOutput(
             id=new_id("sho"), call_id=context.call_id, max_output_length=arguments.max_output_length
         )
@@ -313,7 +311,7 @@ class _ShellOutputBuilder:
         self._streamed_characters = 0
 
     def add_event(self, event: ExecutionEvent) -> list[StreamEvent]:
-        """An event of the command that runs."""
+        """Add an event of the running command."""
         self.command_outputs[-1].add_event(event)
         match event:
             case Stdout(text):
@@ -326,11 +324,11 @@ class _ShellOutputBuilder:
                 if event.status not in _CONTINUABLE_STATUSES:
                     self.stop_reason = "The command did not run, since one before it did not come to its end."
                 return [self._make_done_event(len(self.command_outputs) - 1)]
-            case _:  # a shell shows nothing else
+            case _:  # a shell sends no other events
                 return []
 
     def _make_delta_events(self, text: ShellOutputText) -> list[StreamEvent]:
-        """The event for it, until as much was sent as is kept: of more, the item shows the beginning and the end."""
+        """Stream deltas up to the stored length; of longer output, the item has the beginning and the end."""
         if self._streamed_characters > self._limits.stored_output_characters:
             return []
         self._streamed_characters += len(text.stdout) + len(text.stderr)
@@ -347,7 +345,7 @@ class _ShellOutputBuilder:
         )
 
     def end_all(self, reason: str) -> list[StreamEvent]:
-        """End what runs, and what has not begun, for this reason."""
+        """End the running command and all that have not begun, with this reason."""
         events: list[StreamEvent] = []
         if self.command_outputs and self.command_outputs[-1].end is None:
             events += self.add_event(make_end("interrupted", reason))
@@ -357,61 +355,60 @@ class _ShellOutputBuilder:
         return events
 
     def finish(self, produced: ProducedFiles) -> tuple[ShellCallOutput, StreamEvent]:
-        ends = [one.end or make_end("lost", "") for one in self.command_outputs]
-        whole = all(end.status in _CONTINUABLE_STATUSES for end in ends)
-        status: ItemStatus = "completed" if whole else "incomplete"
-        output = [_to_shell_output(one) for one in self.command_outputs]
+        ends = [output.end or make_end("lost", "") for output in self.command_outputs]
+        all_ended = all(end.status in _CONTINUABLE_STATUSES for end in ends)
+        status: ItemStatus = "completed" if all_ended else "incomplete"
+        contents = [_to_shell_output(output) for output in self.command_outputs]
         execution = ExecutionDetails(
-            stdout=_join_lines(one.stdout for one in output),
-            stderr=_join_lines(one.stderr for one in output),
+            stdout=_join_lines(content.stdout for content in contents),
+            stderr=_join_lines(content.stderr for content in contents),
             exit_code=ends[-1].exit_code,
             duration_ms=sum(end.duration_ms for end in ends),
             files=produced.list_details(),
             files_complete=produced.is_complete,
             missing_files=produced.missing,
-            truncated=any(one.is_truncated for one in self.command_outputs),
+            truncated=any(output.is_truncated for output in self.command_outputs),
         )
-        item = replace(self._item, output=output, status=status, execution=execution)
+        item = replace(self._item, output=contents, status=status, execution=execution)
         return item, OutputItemDone(output_index=self.index, item=item)
 
     def format_for_model(self) -> list[str]:
         lines: list[str] = []
-        for command, said in zip(self._commands, self.command_outputs, strict=True):
+        for command, output in zip(self._commands, self.command_outputs, strict=True):
             if len(self._commands) > 1:
                 lines.append(f"$ {_format_heading(command)}")
-            lines.append(said.model_text.render(_OMISSION_MARK).rstrip("\n"))
-            if said.end is not None and said.end.exit_code:
-                lines.append(f"Exit code: {said.end.exit_code}")
+            lines.append(output.model_text.render(_OMISSION_MARK).rstrip("\n"))
+            if output.end is not None and output.end.exit_code:
+                lines.append(f"Exit code: {output.end.exit_code}")
         return lines
 
 
 def _divide_limits(limits: OutputLimits, commands: int, length: int | None) -> OutputLimits:
-    """The share of one command, so that all together keep to what one call may say."""
-    model, kept = (
-        most // commands for most in (limits.model_output_characters, limits.stored_output_characters)
-    )
+    """The share of one command, so that all commands together stay within the limits of a call."""
+    model = limits.model_output_characters // commands
+    stored = limits.stored_output_characters // commands
     return OutputLimits(
         model_output_characters=min(model, length or model),
-        stored_output_characters=min(kept, length or kept),
+        stored_output_characters=min(stored, length or stored),
         images=0,
     )
 
 
-def _to_shell_output(said: CallOutput) -> ShellCallOutputContent:
-    end = said.end or make_end("lost", "")
+def _to_shell_output(output: CallOutput) -> ShellCallOutputContent:
+    end = output.end or make_end("lost", "")
     return ShellCallOutputContent(
-        stdout=said.stdout.render(),
-        stderr=said.stderr.render(),
+        stdout=output.stdout.render(),
+        stderr=output.stderr.render(),
         outcome=ShellTimeout() if end.status == "timeout" else ShellExit(exit_code=end.exit_code),
     )
 
 
 def _join_lines(texts: Iterable[str]) -> str:
-    """Each beginning with a line of its own."""
-    whole = ""
+    """Join texts, each beginning on a new line."""
+    joined = ""
     for text in texts:
-        whole += f"\n{text}" if text and whole and whole[-1] != "\n" else text
-    return whole
+        joined += f"\n{text}" if text and joined and joined[-1] != "\n" else text
+    return joined
 
 
 def _format_heading(command: str) -> str:

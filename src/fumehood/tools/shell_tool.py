@@ -1,7 +1,6 @@
-"""The hosted tool `shell`: commands in containers, for any model.
+"""The hosted tool `shell`: commands in containers, for any model. See docs/shell.md.
 
-A shell whose environment is the client's own machine is not served here: it stays the client's to run. docs/shell.md
-tells what the model is offered and what clients see.
+A shell with a local environment is a client tool and is left to the client.
 """
 
 from collections.abc import Sequence
@@ -76,7 +75,7 @@ class _ReplayedOutput(msgspec.Struct):
 
 
 class _ReplayedItem(msgspec.Struct):
-    """An item that a client gives back, a call or its result, with whatever it has left of it."""
+    """A call or result that a client sends back, possibly with fields missing."""
 
     call_id: str
     action: _Action | None = None
@@ -87,7 +86,7 @@ _replayed_decoder = msgspec.json.Decoder(_ReplayedItem)
 
 
 class ShellTool:
-    """A `HostedTool`. One that is not enabled still knows which shells are none of its business."""
+    """A `HostedTool`. A disabled one still leaves local shells to the client."""
 
     types = frozenset({TOOL_NAME})
     item_types = frozenset({_CALL_TYPE, _OUTPUT_TYPE})
@@ -120,22 +119,22 @@ class ShellTool:
             return None
         if not self._enabled:
             raise InvalidRequest(f"{TOOL_NAME} is not enabled on this server.", param="tools")
-        place = await bind_container(self._containers, self._uploads, caller, choice, past, other_tools)
-        return ConfiguredShell(place, self._settings, self._clock)
+        binding = await bind_container(self._containers, self._uploads, caller, choice, past, other_tools)
+        return ConfiguredShell(binding, self._settings, self._clock)
 
     def echo_spec(self, spec: ToolSpec) -> bytes:
         return echo_shell(spec)
 
     def rebuild_exchange(self, entry: ConversationEntry) -> ToolExchange | None:
-        """For a call in a container, and for any result: whoever shows it knows whether its call was shown."""
+        """Rebuild a call in a container, or any result; the backend drops a result without its call."""
         try:
             item = _replayed_decoder.decode(entry.raw)
         except (msgspec.DecodeError, UnicodeError, RecursionError):
             return None
         if entry.type == _OUTPUT_TYPE:
-            told = _format_outputs(item.output or ())
+            output = _format_outputs(item.output or ())
             return ToolExchange(
-                call_id=item.call_id, name=TOOL_NAME, arguments="", output=told, tells="result"
+                call_id=item.call_id, name=TOOL_NAME, arguments="", output=output, tells="result"
             )
         if find_call_container(entry) is None:
             return None
@@ -150,13 +149,13 @@ class ShellTool:
         past: Sequence[ConversationSegment],
         kept_items: Sequence[ConversationEntry] = (),
     ) -> ToolStateSnapshot | None:
-        """Nothing of its own: the code interpreter remembers the containers of both."""
+        """None: the code interpreter's snapshot covers the containers of both tools."""
         del caller, past, kept_items
         return None
 
 
 class ConfiguredShell(ConfiguredContainerTool[ShellToolSettings]):
-    """An `ConfiguredTool`."""
+    """A `ConfiguredTool`."""
 
     @property
     def function(self) -> FunctionSpec:
@@ -166,7 +165,7 @@ class ConfiguredShell(ConfiguredContainerTool[ShellToolSettings]):
         return ShellCallSession(self.binding, self._settings, self._clock, context)
 
     def _describe(self) -> str:
-        kept = (
+        state = (
             "Files, and what runs in the background, are kept from call to call."
             if self._settings.keeps_processes
             else "Files are kept from call to call; nothing goes on running in the background."
@@ -177,7 +176,7 @@ class ConfiguredShell(ConfiguredContainerTool[ShellToolSettings]):
             "their exit codes if these are not 0, and the names of the files they wrote.\n"
             "- Commands run one after another, whether or not those before them failed; each in a shell of its own, so "
             "that `cd` and variables do not outlast it: join what belongs together with &&.\n"
-            f"- {kept} They are shared with the code interpreter, if you have one.\n"
+            f"- {state} They are shared with the code interpreter, if you have one.\n"
             f"- {directory}\n"
             "- `python` is there; `pip install` installs packages. There is no keyboard: nothing can ask you back.\n"
             f"- {network}\n"
@@ -185,11 +184,11 @@ class ConfiguredShell(ConfiguredContainerTool[ShellToolSettings]):
         )
 
 
-def _format_outputs(output: Sequence[_ReplayedOutput]) -> str:
+def _format_outputs(outputs: Sequence[_ReplayedOutput]) -> str:
     lines: list[str] = []
-    for said in output:
-        lines += [(said.stdout or "").rstrip("\n"), (said.stderr or "").rstrip("\n")]
-        outcome = said.outcome or _Outcome()
+    for output in outputs:
+        lines += [(output.stdout or "").rstrip("\n"), (output.stderr or "").rstrip("\n")]
+        outcome = output.outcome or _Outcome()
         if outcome.type == "timeout":
             lines.append("It ran too long and was stopped.")
         elif outcome.exit_code:
