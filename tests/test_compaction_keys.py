@@ -90,5 +90,5 @@ async def test_wrong_keys_are_refused_before_anything_is_served(tmp_path: Path, 
 
 
 def test_one_place_for_keys_is_enough(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="leave one or the other out"):
+    with pytest.raises(ConfigError, match="set only one of them"):
         config(tmp_path, keys_env="KEYS", keys_file="keys")

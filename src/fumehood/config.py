@@ -1,7 +1,7 @@
-"""Every setting of the gateway in one checked tree: file, then environment.
+"""The settings of the gateway: reads them from a YAML file and the environment, and validates them.
 
-A setting is a field of one of these Structs and is described in config.example.yaml. Secrets are not settings: a
-setting whose name ends in `_env` names the variable that holds one.
+config.example.yaml describes every setting. Secrets are not settings: a setting whose name ends in `_env` names the
+environment variable that holds one.
 """
 
 import difflib
@@ -29,7 +29,7 @@ _ORIGIN = re.compile(r"https?://[a-z0-9.\-\[\]:]+")
 
 
 class ConfigError(ValueError):
-    """One sentence: where, which setting, and what to do; never a value that could be a secret."""
+    """One sentence: the source, the setting, and what to do. It never contains a value that could be a secret."""
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,12 +37,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class ServerSettings(_Section, frozen=True):
-    """Where the gateway listens, and to whom.
-
-    hosts: names by which clients may call the server besides localhost and addresses.
-    cors_origins: web pages that may ask it, as browsers write their origins; `*` for all.
-    grace: seconds that running responses have to end when the server is stopped.
-    """
+    """Where the gateway listens, and for whom."""
 
     host: str = "127.0.0.1"
     port: Port = 8080
@@ -52,22 +47,17 @@ class ServerSettings(_Section, frozen=True):
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether only this machine can reach the server."""
         if self.host == "localhost":
             return True
         try:
             return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:  # a name can mean anything
+        except ValueError:  # a host name can resolve to anything
             return False
 
 
 class StorageSettings(_Section, frozen=True):
-    """Where everything is kept that outlives the process.
-
-    url: sqlite:///FILE; four slashes make the file's path absolute.
-    blobs: the directory of files that were uploaded or produced; no two databases may share one.
-    min_free_bytes: of its disk, that no file may take.
-    """
+    """The database and the directory of files."""
 
     url: str = "sqlite:///fumehood.db"
     blobs: str = "./blobs"
@@ -79,23 +69,14 @@ class StorageSettings(_Section, frozen=True):
 
 
 class CompactionSettings(_Section, frozen=True):
-    """Where the keys are that seal compacted conversations; with neither, one is made beside the store.
-
-    keys_file: keys in base64, one a line; keys_env: the variable that holds them, with spaces or commas between.
-    """
+    """The keys that seal compacted conversations. Without any, a key is created beside the database."""
 
     keys_file: str | None = None
     keys_env: str | None = None
 
 
 class InputSettings(_Section, frozen=True):
-    """What of the files and pictures in requests the models are shown.
-
-    image_bytes: the largest picture; file_bytes: the largest other file, for models that take such.
-    fetch_urls: whether those that are given by their address are fetched; fetch_bytes, fetch_timeout: how large they
-        may be, and how long that may take. fetch_private_networks: private networks that may be reached for it.
-    pass_urls: whether addresses that are not fetched are passed on to the model's server, which may fetch them itself.
-    """
+    """Files and images in requests."""
 
     image_bytes: Positive = 20 << 20
     file_bytes: Positive = 32 << 20
@@ -111,26 +92,7 @@ class AuthSettings(_Section, frozen=True):
 
 
 class CodeInterpreterSettings(_Section, frozen=True):
-    """How the code interpreter runs code, and where.
-
-    isolation: `container` keeps variables and files from call to call, `execution` files only.
-    execution_timeout, claim_timeout: seconds that code may run, and that a sandbox may be waited for.
-    sandbox_url, sandbox_token_env: a sandbox server that runs elsewhere, and the variable that holds its token.
-    sandbox_template, sandbox_warm_pool: pods that are claimed in a cluster.
-    sandbox_mode … sandbox_config: how the sandbox server is started that is used where neither is given; its own
-        settings are in docs/sandbox-server.md.
-    allowed_domains: the most that a request may allow its container to reach; `*` stands for every domain.
-    always_include_outputs: show outputs also to clients that did not ask for them.
-    inline_bytes: files up to this size are sent in the item: pictures as data: URLs, others on request in base64.
-    inline_total_bytes: of all contents that `fumehood:execution` holds of one call.
-    model_output_characters, stored_output_characters: how much of what code prints the model is told, and how much the item holds.
-    file_bytes, container_bytes, container_files: what is kept of the files that code writes, and, the last two, how
-        much a user may put into a container.
-    idle_minutes, max_idle_minutes: how long a container lives that nobody uses, and what a client may choose.
-    max_lifetime_hours: how long a container lives at most.
-    retention_hours, retained_bytes: how long an expired container and the files that users put there are remembered,
-        and how many bytes of such files for one tenant.
-    """
+    """The code interpreter, its containers, and the sandbox server that runs them."""
 
     isolation: Literal["container", "execution"] = "container"
     execution_timeout: Seconds = 60.0
@@ -166,20 +128,13 @@ class CodeInterpreterSection(_Section, frozen=True):
 
 
 class ShellSettings(_Section, frozen=True):
-    """How the shell runs commands.
-
-    execution_timeout: seconds that one command may run.
-    model_output_characters, stored_output_characters: how much of what the commands of a call say the model is told, and how much the
-        item holds.
-    """
-
     execution_timeout: Seconds = 60.0
     model_output_characters: Annotated[int, Meta(ge=100)] = 20_000
     stored_output_characters: Annotated[int, Meta(ge=100)] = 1 << 18
 
 
 class ShellSection(_Section, frozen=True):
-    """Runs in the containers of the code interpreter, and only where that is enabled."""
+    """The shell runs in the containers of the code interpreter, and only if that is enabled."""
 
     enabled: bool = True
     settings: ShellSettings = ShellSettings()
@@ -212,13 +167,7 @@ class ProvidersSection(_Section, frozen=True):
 
 
 class FileSettings(_Section, frozen=True):
-    """What clients may upload.
-
-    file_bytes: the largest file.
-    tenant_bytes, tenant_files: all that one tenant may have at a time.
-    concurrent_uploads: how many of them may be on their way.
-    types: extensions that are accepted besides the usual ones; `*` accepts everything.
-    """
+    """Limits of uploads."""
 
     file_bytes: Positive = 2 << 30
     tenant_bytes: Positive = 64 << 30
@@ -228,18 +177,7 @@ class FileSettings(_Section, frozen=True):
 
 
 class LimitSettings(_Section, frozen=True):
-    """How much may be asked of the gateway.
-
-    requests_per_minute, concurrent, containers_per_tenant, body_bytes: what each key may do, unless it was made with
-        other limits; `concurrent` are responses in the making at once.
-    concurrent_total: the same of everybody together.
-    body_bytes_total: the bodies of all requests that are worked on, and the files and large conversations that they
-        refer to, together.
-    min_body_bytes_per_second: that a body, an upload or a message has to come with, on the whole; 0 lets it drip.
-    turns, response_seconds: how often the model may be asked for one response, and how long that may take.
-    max_turn_characters: that the model may write each time.
-    max_reader_lag_events, max_reader_lag_seconds: how far a reader of a stream may fall behind, and for how long.
-    """
+    """Limits of requests, responses and readers."""
 
     requests_per_minute: Positive | None = None
     concurrent: Positive = 64
@@ -256,13 +194,7 @@ class LimitSettings(_Section, frozen=True):
 
 
 class TelemetrySettings(_Section, frozen=True):
-    """What the gateway tells of itself, and to whom.
-
-    otlp: where spans, metrics and events are sent.
-    profile: how tool calls are written in what is recorded of a conversation, if that is recorded at all.
-    content_bytes: how much of it, for one span or event.
-    redact: MODULE:FUNCTION, which is given every text before it is recorded, and gives back what may be.
-    """
+    """Metrics, traces and logs."""
 
     metrics: bool = True
     otlp: str | None = None
@@ -274,7 +206,7 @@ class TelemetrySettings(_Section, frozen=True):
 
 
 class GatewayConfig(_Section, frozen=True):
-    """With no model named, the built-in `direct` one serves: it runs the code that it is sent."""
+    """All settings. Without models, the built-in `direct` model executes the code of the user's message."""
 
     server: ServerSettings = ServerSettings()
     models: tuple[ModelSettings, ...] = ()
@@ -294,10 +226,7 @@ class GatewayConfig(_Section, frozen=True):
 def load_config(
     file: Path | None, environ: Mapping[str, str], overrides: Mapping[str, object] | None = None
 ) -> GatewayConfig:
-    """The file's settings, the environment's on top of them, and `given` (by dotted path) on top of both.
-
-    Raises Misconfigured.
-    """
+    """Read the file, then the environment, then `overrides` by dotted path; later ones win. Raises ConfigError."""
     tree = {} if file is None else _read_yaml(file)
     where = "the configuration" if file is None else str(file)
     for variable, text in sorted(environ.items()):
@@ -317,14 +246,14 @@ def load_config(
 
 
 def resolve_secret(environ: Mapping[str, str], variable: str | None, setting: str) -> str | None:
-    """What the variable that a setting names holds; raises Misconfigured if there is none."""
+    """Read the secret from the variable that `setting` names. Raises ConfigError if it is missing or malformed."""
     if variable is None:
         return None
     try:
         return read_secret(environ, variable)
     except (KeyError, ValueError):
         raise ConfigError(
-            f"{setting} names the variable {variable}, which holds nothing that could be a key."
+            f"{setting} names the variable {variable}, which is not set or holds no valid key."
         ) from None
 
 
@@ -332,7 +261,7 @@ def _read_yaml(file: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        written: object = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content: object = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}.") from None
     except UnicodeError:
@@ -343,15 +272,15 @@ def _read_yaml(file: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file} is not YAML{line}: {getattr(error, 'problem', 'it cannot be read')}."
         ) from None
-    if written is None:
+    if content is None:
         return {}
-    if not isinstance(written, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"{file} should hold sections such as `server:` and `models:`.")
-    return cast("dict[str, Any]", written)
+    return cast("dict[str, Any]", content)
 
 
 def _parse_variable_name(variable: str) -> list[str] | None:
-    """The setting that a variable names; None for one that is not about settings."""
+    """The path of the setting that a variable names; None if it names none."""
     rest = variable.removeprefix(ENV_PREFIX)
     if rest == variable or ("__" not in rest and rest != "MODELS"):
         return None
@@ -381,7 +310,7 @@ def _find_setting_type(path: Sequence[str], variable: str) -> Any:
 
 
 def _parse_variable(kind: Any, text: str, variable: str) -> object:
-    """What a variable says, as the file would say it."""
+    """Convert the text of a variable to what the file would hold."""
     plain, optional = _unwrap_optional(kind)
     if optional and text.strip().lower() in ("", "null", "none"):
         return None
@@ -404,17 +333,17 @@ def _parse_structured_variable(kind: Any, text: str, variable: str) -> object:
         raise ConfigError(f"{variable} should hold JSON.") from None
 
 
-# ---- what cannot be served --------------------------------------------------------------------------------------
+# ---- consistency checks --------------------------------------------------------------------------------------
 
 
 def _find_problems(config: GatewayConfig) -> Iterator[str]:
-    """What is wrong although every single setting is well formed."""
+    """Problems in settings that are valid one by one."""
     for number, model in enumerate(config.models):
         for problem in _find_variable_problems("api_key_env", model.api_key_env):
             yield f"models[{number}].{problem}"
     for origin in config.server.cors_origins:
         if origin != "*" and _ORIGIN.fullmatch(origin) is None:
-            yield "server.cors_origins: an origin is written as browsers do, e.g. https://app.example; or *."
+            yield "server.cors_origins: write an origin as browsers do, e.g. https://app.example, or *."
     interpreter = config.providers.code_interpreter
     if interpreter.enabled:
         for problem in _find_interpreter_problems(interpreter.settings):
@@ -424,20 +353,20 @@ def _find_problems(config: GatewayConfig) -> Iterator[str]:
     for problem in _find_variable_problems("keys_env", config.compaction.keys_env):
         yield f"compaction.{problem}"
     if config.compaction.keys_env is not None and config.compaction.keys_file is not None:
-        yield "compaction.keys_env: it excludes keys_file; leave one or the other out."
+        yield "compaction.keys_env: it excludes keys_file; set only one of them."
     if not config.storage.url.startswith(_SQLITE_PREFIX) or config.storage.url == _SQLITE_PREFIX:
-        yield "storage.url: only sqlite:///FILE is there."
-    for name, asked in (
+        yield "storage.url: only sqlite:///FILE is supported."
+    for name, enabled in (
         ("providers.file_search.enabled", config.providers.file_search.enabled),
         ("providers.web_search.enabled", config.providers.web_search.enabled),
     ):
-        if asked:
-            yield f"{name}: this version cannot do that yet; leave it out."
+        if enabled:
+            yield f"{name}: this version does not support it yet; set it to false."
 
 
 def _find_telemetry_problems(settings: TelemetrySettings) -> Iterator[str]:
     if settings.otlp is not None and not settings.otlp.startswith(("http://", "https://")):
-        yield "telemetry.otlp: an address is written as http://HOST:4318."
+        yield "telemetry.otlp: write a URL such as http://HOST:4318."
 
 
 def _find_input_problems(settings: InputSettings) -> Iterator[str]:
@@ -445,36 +374,36 @@ def _find_input_problems(settings: InputSettings) -> Iterator[str]:
         try:
             ipaddress.ip_network(network)
         except ValueError:
-            yield "inputs.fetch_private_networks: a network is written as 10.1.0.0/16."
+            yield "inputs.fetch_private_networks: write a network as 10.1.0.0/16."
 
 
 def _find_interpreter_problems(settings: CodeInterpreterSettings) -> Iterator[str]:
-    claims = settings.sandbox_template is not None or settings.sandbox_warm_pool is not None
-    if settings.sandbox_url is not None and claims:
-        yield "sandbox_url: it excludes sandbox_template and sandbox_warm_pool; leave one or the other out."
-    if claims:
-        yield "sandbox_template: this version claims no pods yet; give a sandbox_url, or neither."
+    uses_cluster = settings.sandbox_template is not None or settings.sandbox_warm_pool is not None
+    if settings.sandbox_url is not None and uses_cluster:
+        yield "sandbox_url: it excludes sandbox_template and sandbox_warm_pool; set only one kind."
+    if uses_cluster:
+        yield "sandbox_template: this version cannot claim pods yet; set sandbox_url, or neither."
     if settings.sandbox_url is not None:
         yield from _find_url_problems("sandbox_url", settings.sandbox_url)
     elif settings.sandbox_token_env is not None:
-        yield "sandbox_token_env: a token goes with a sandbox_url; the embedded server needs none."
+        yield "sandbox_token_env: it needs a sandbox_url; the embedded server has no token."
     yield from _find_variable_problems("sandbox_token_env", settings.sandbox_token_env)
     if settings.idle_minutes > settings.max_idle_minutes:
-        yield "idle_minutes: it is more than max_idle_minutes, which is the most that anybody may have."
+        yield "idle_minutes: it must not exceed max_idle_minutes."
 
 
 def _find_url_problems(setting: str, url: str) -> Iterator[str]:
     if url.startswith("unix:/"):
         return
     try:
-        check_url(setting, url, "http://127.0.0.1:8000 or unix:/run/sandboxd.sock")
+        check_url(setting, url, "http://127.0.0.1:8000 or unix:/run/sandbox.sock")
     except ValueError as error:
         yield f"{error}."
 
 
 def _find_variable_problems(setting: str, variable: str | None) -> Iterator[str]:
     if variable is not None and _VARIABLE_NAME.fullmatch(variable) is None:
-        yield f"{setting}: give the name of a variable, not what it holds."
+        yield f"{setting}: give the name of a variable, not its value."
 
 
 # ---- names and types --------------------------------------------------------------------------------------------
@@ -502,7 +431,7 @@ def _is_section(kind: Any) -> bool:
 
 
 def _check_names(tree: object, kind: Any, where: str, path: str) -> None:
-    """Refuse what no setting is called, with what was probably meant, and what no choice is called."""
+    """Reject unknown settings, with a suggestion, and unknown choices. Raises ConfigError."""
     if get_origin(kind) is Literal and isinstance(tree, str) and tree not in get_args(kind):
         raise ConfigError(f"{where}: {path}: {tree[:200]!r} is not one of {', '.join(get_args(kind))}.")
     if get_origin(kind) is tuple and isinstance(tree, list):
@@ -517,7 +446,7 @@ def _check_names(tree: object, kind: Any, where: str, path: str) -> None:
             raise ConfigError(f"{where}: {_describe_unknown_setting(str(name), hints, path)}")
         below, _ = _unwrap_optional(hints[name])
         if value is None and (_is_section(below) or get_origin(below) is tuple):
-            del section[name]  # a heading with nothing below it
+            del section[name]  # an empty section
         else:
             _check_names(value, below, where, f"{path}.{name}" if path else name)
 
@@ -525,15 +454,17 @@ def _check_names(tree: object, kind: Any, where: str, path: str) -> None:
 def _describe_unknown_setting(name: str, known: Mapping[str, Any], path: str) -> str:
     full = f"{path}.{name}" if path else name
     if f"{name}_env" in known:
-        return f"{full} is not written down: put it into a variable, and name that with {name}_env."
+        return (
+            f"{full} must not be in the configuration: put it into a variable, and name that in {name}_env."
+        )
     close = difflib.get_close_matches(name, known, n=1)
     advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}."
     return f"there is no setting {full[:200]}; {advice}"
 
 
 def _format_validation_error(text: str) -> str:
-    """msgspec's words, with the setting first."""
-    said, _, place = text.partition(" - at ")
-    setting = place.strip("`").removeprefix("$").removeprefix(".")
-    said = said.replace("`", "").replace("Expected", "expected", 1).replace("Invalid", "invalid", 1)
-    return f"{setting}: {said}." if setting else f"{said}."
+    """msgspec's message with the setting first."""
+    message, _, path = text.partition(" - at ")
+    setting = path.strip("`").removeprefix("$").removeprefix(".")
+    message = message.replace("`", "").replace("Expected", "expected", 1).replace("Invalid", "invalid", 1)
+    return f"{setting}: {message}." if setting else f"{message}."

@@ -1,4 +1,4 @@
-"""Puts a gateway together from its configuration, and takes it apart again."""
+"""Assembles a gateway from its configuration, serves it, and closes it."""
 
 import asyncio
 import contextlib
@@ -96,11 +96,11 @@ logger = logging.getLogger(__name__)
 
 
 class StartupError(Exception):
-    """Something that the configuration asks for cannot be had here; says what, and what to do."""
+    """The gateway cannot start on this machine. The message says why and what to do."""
 
 
 class SystemClock:
-    """A `Clock` that tells the time of this machine."""
+    """A `Clock` with the time of this machine."""
 
     def now(self) -> float:
         return time.time()
@@ -114,7 +114,7 @@ class SystemClock:
 
 @dataclass(frozen=True, slots=True)
 class AssembledGateway:
-    """A gateway with everything behind and around it, ready to be served; `open` if no key is needed."""
+    """A gateway that is ready to be served; `is_keyless` if it accepts requests without a key."""
 
     app: Application
     runs: RunService
@@ -128,49 +128,49 @@ async def serve(
     sock: socket.socket,
     on_ready: Callable[[AssembledGateway], None],
 ) -> None:
-    """Until a signal comes; raises Misconfigured, CannotServe."""
-    lines = BufferedRequestLog(_write_to_stderr, config.telemetry.log_format)
-    async with assemble_gateway(config, environ, lines) as parts:
+    """Serve until a signal arrives. Raises ConfigError, StartupError."""
+    request_log = BufferedRequestLog(_write_to_stderr, config.telemetry.log_format)
+    async with assemble_gateway(config, environ, request_log) as gateway:
         server = GatewayServer(
-            parts.app,
+            gateway.app,
             sock,
-            lambda: parts.runs.drain(config.server.shutdown_grace),
-            on_stalled=parts.metrics.record_stalled_reader,
+            lambda: gateway.runs.drain(config.server.shutdown_grace),
+            on_stalled=gateway.metrics.record_stalled_reader,
         )
-        await server.run(lambda: on_ready(parts))
-    lines.flush()
+        await server.run(lambda: on_ready(gateway))
+    request_log.flush()
 
 
 def _write_to_stderr(lines: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads it any more
+    with contextlib.suppress(OSError):  # the reader of the pipe is gone
         sys.stderr.write(lines)
         sys.stderr.flush()
 
 
 @asynccontextmanager
 async def assemble_gateway(
-    config: GatewayConfig, environ: Mapping[str, str], log: RequestLog = log_to_logger
+    config: GatewayConfig, environ: Mapping[str, str], request_log: RequestLog = log_to_logger
 ) -> AsyncGenerator[AssembledGateway]:
-    """Everything that the configuration asks for, until the block is left; then it is closed, last things first.
+    """Open everything that the configuration asks for, and close it in reverse order when the block is left.
 
-    Raises Misconfigured, CannotServe.
+    Raises ConfigError, StartupError.
     """
     clock = SystemClock()
     async with AsyncExitStack() as stack:
-        figures = GatewayStats()
-        store = await _open_store(config, figures, stack)
-        callers = await _open_authentication(config, store, clock, stack)
-        keyless = not isinstance(callers, ApiKeyAuthenticator) or callers.allows_anonymous
-        _check_cors_origins(config, keyless)
+        stats = GatewayStats()
+        store = await _open_store(config, stats, stack)
+        authenticator = await _open_authentication(config, store, clock, stack)
+        is_keyless = not isinstance(authenticator, ApiKeyAuthenticator) or authenticator.allows_anonymous
+        _check_cors_origins(config, is_keyless)
         blobs = await _open_blobs(config, store, clock, stack)
         files = await stack.enter_async_context(
             UploadedFiles(store, blobs, clock, _build_upload_settings(config.files))
         )
-        models = _open_models(config, clock, environ, figures, stack)
-        signals = open_telemetry(config, environ, figures, stack)
-        chosen = config.providers.code_interpreter
-        sandboxes = await _open_sandboxes(chosen.settings, environ, stack, start=chosen.enabled)
-        metrics = _build_metrics(config, figures, sandboxes)
+        models = _open_models(config, clock, environ, stats, stack)
+        telemetry = open_telemetry(config, environ, stats, stack)
+        interpreter = config.providers.code_interpreter
+        sandboxes = await _open_sandboxes(interpreter.settings, environ, stack, start=interpreter.enabled)
+        metrics = _build_metrics(config, stats, sandboxes)
         stack.enter_context(EventLoopLagMonitor(metrics.loop_lag))
         sealer = _build_sealer(config, environ)
         containers = await stack.enter_async_context(
@@ -182,13 +182,13 @@ async def assemble_gateway(
                 _build_container_settings(config),
                 sealer=sealer,
                 uploads=files,
-                metrics=figures.containers,
+                metrics=stats.containers,
             )
         )
         tools = _build_tools(config, containers, files, clock)
         runs: RunService = EngineRunService(
-            models if signals is None else signals.instrument_models(models),
-            tools if signals is None else signals.instrument_tools(tools),
+            models if telemetry is None else telemetry.instrument_models(models),
+            tools if telemetry is None else telemetry.instrument_tools(tools),
             store,
             clock,
             limits=LoopLimits(
@@ -199,13 +199,13 @@ async def assemble_gateway(
             lag_limits=LagLimits(
                 events=config.limits.max_reader_lag_events, seconds=config.limits.max_reader_lag_seconds
             ),
-            disabled_tools=frozenset() if chosen.enabled else frozenset({CODE_INTERPRETER}),
+            disabled_tools=frozenset() if interpreter.enabled else frozenset({CODE_INTERPRETER}),
             sealer=sealer,
             attachments=_build_input_file_loader(config, files, stack),
-            stats=figures,
+            stats=stats,
         )
-        if signals is not None:
-            runs = signals.instrument_runs(runs)
+        if telemetry is not None:
+            runs = telemetry.instrument_runs(runs)
         gateway = Gateway(
             runs=runs,
             store=store,
@@ -213,27 +213,27 @@ async def assemble_gateway(
             containers=containers,
             files=files,
             max_file_bytes=config.files.file_bytes,
-            authenticator=callers,
+            authenticator=authenticator,
             cors=CorsPolicy(config.server.cors_origins),
             metrics=metrics,
-            request_log=log,
+            request_log=request_log,
             limits=_build_limits(config, clock),
-            always_include=(INCLUDE_CODE_OUTPUTS,) if chosen.settings.always_include_outputs else (),
+            always_include=(INCLUDE_CODE_OUTPUTS,) if interpreter.settings.always_include_outputs else (),
             min_bytes_per_second=config.limits.min_body_bytes_per_second,
             serve_metrics=config.telemetry.metrics,
             pass_fields={name for model in config.models for name in model.pass_fields},
-            readiness_problem=SandboxReadiness(sandboxes, clock) if chosen.enabled else None,
+            readiness_problem=SandboxReadiness(sandboxes, clock) if interpreter.enabled else None,
         )
-        app = gateway if signals is None else signals.wrap_application(gateway)
-        yield AssembledGateway(app, runs, metrics, keyless)
+        app = gateway if telemetry is None else telemetry.wrap_application(gateway)
+        yield AssembledGateway(app, runs, metrics, is_keyless)
 
 
-def _check_cors_origins(config: GatewayConfig, keyless: bool) -> None:
-    """Raises Misconfigured."""
-    if keyless and ANY_ORIGIN in config.server.cors_origins:
+def _check_cors_origins(config: GatewayConfig, is_keyless: bool) -> None:
+    """Raises ConfigError."""
+    if is_keyless and ANY_ORIGIN in config.server.cors_origins:
         raise ConfigError(
             "server.cors_origins: without keys, * would let every web page run code here: name the origins, or "
-            "make a key with `fumehood keys create`."
+            "create a key with `fumehood keys create`."
         )
 
 
@@ -244,7 +244,7 @@ def _open_models(
     stats: GatewayStats,
     stack: AsyncExitStack,
 ) -> ModelProvider:
-    """Raises Misconfigured."""
+    """Raises ConfigError."""
     try:
         models = open_model_registry(config.models, clock, environ, stats.models)
     except ValueError as error:
@@ -255,13 +255,13 @@ def _open_models(
 
 def _build_limits(config: GatewayConfig, clock: Clock) -> RequestLimits:
     limits = config.limits
-    usual = ApiKeyLimits(
+    defaults = ApiKeyLimits(
         requests_per_minute=limits.requests_per_minute,
         concurrent=limits.concurrent,
         body_bytes=limits.body_bytes,
     )
     return RequestLimits(
-        usual,
+        defaults,
         max_concurrent=limits.concurrent_total,
         max_memory_bytes=limits.body_bytes_total,
         monotonic=clock.monotonic,
@@ -269,28 +269,28 @@ def _build_limits(config: GatewayConfig, clock: Clock) -> RequestLimits:
 
 
 def _build_sealer(config: GatewayConfig, environ: Mapping[str, str]) -> AesGcmSealer:
-    """Raises Misconfigured."""
+    """Raises ConfigError."""
     settings = config.compaction
-    own = config.storage.database_path.with_name(config.storage.database_path.name + ".keys")
-    where = settings.keys_env or settings.keys_file or str(own)
+    default_file = config.storage.database_path.with_name(config.storage.database_path.name + ".keys")
+    source = settings.keys_env or settings.keys_file or str(default_file)
     try:
         if settings.keys_env is not None:
             keys = parse_keys(resolve_secret(environ, settings.keys_env, "compaction.keys_env") or "")
         else:
             keys = (
-                load_or_create_keys(own)
+                load_or_create_keys(default_file)
                 if settings.keys_file is None
                 else read_keys_file(Path(settings.keys_file))
             )
         return AesGcmSealer(keys)
     except InvalidSealingKeys as error:
-        raise ConfigError(f"compaction: {where}: {error}.") from None
+        raise ConfigError(f"compaction: {source}: {error}.") from None
 
 
 def open_telemetry(
     config: GatewayConfig, environ: Mapping[str, str], stats: GatewayStats, stack: AsyncExitStack
 ) -> "OtlpPipeline | None":
-    """None, and nothing imported, unless the operator says where to; raises Misconfigured."""
+    """Open the OTLP pipeline; None, without importing OpenTelemetry, if no endpoint is set. Raises ConfigError."""
     endpoint = config.telemetry.otlp
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return None
@@ -308,50 +308,50 @@ def open_telemetry(
         redact=load_redactor(config.telemetry.redact),
         models=[model.match for model in config.models if not model.is_pattern],
     )
-    signals = OtlpPipeline(settings, environ, stats)
-    stack.push_async_callback(signals.close)
-    return signals
+    pipeline = OtlpPipeline(settings, environ, stats)
+    stack.push_async_callback(pipeline.close)
+    return pipeline
 
 
-def load_redactor(named: str | None) -> Callable[[str], str] | None:
-    """The operator's own function; raises Misconfigured."""
-    if named is None:
+def load_redactor(target: str | None) -> Callable[[str], str] | None:
+    """Import the operator's redaction function, MODULE:FUNCTION. Raises ConfigError."""
+    if target is None:
         return None
-    module, _, name = named.partition(":")
+    module, _, name = target.partition(":")
     try:
-        found: object = getattr(importlib.import_module(module), name)
+        function: object = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"telemetry.redact: {named} cannot be found: {error}.") from error
-    if not callable(found):
-        raise ConfigError(f"telemetry.redact: {named} is no function.")
+        raise ConfigError(f"telemetry.redact: {target} cannot be found: {error}.") from error
+    if not callable(function):
+        raise ConfigError(f"telemetry.redact: {target} is no function.")
 
     def redact(text: str) -> str:
-        said = found(text)
-        if not isinstance(said, str):
-            raise TypeError(f"{named} gave back no text")
-        return said
+        redacted = function(text)
+        if not isinstance(redacted, str):
+            raise TypeError(f"{target} did not return a string")
+        return redacted
 
     return redact
 
 
 def _check_otel_variables(environ: Mapping[str, str]) -> None:
-    """Whoever chose another way of sending, or no address, would wait for it in vain. Raises Misconfigured."""
+    """Reject protocols and exporters that are not supported, instead of sending nothing. Raises ConfigError."""
     for variable in _OTLP_ENDPOINT_VARIABLES:
-        address = environ.get(variable, "").strip().lower()
-        if address and not address.startswith(("http://", "https://")):
-            raise ConfigError(f"{variable}: an address is written as http://HOST:4318.")
+        url = environ.get(variable, "").strip().lower()
+        if url and not url.startswith(("http://", "https://")):
+            raise ConfigError(f"{variable}: write a URL such as http://HOST:4318.")
     for signal in _OTEL_SIGNALS:
         variable = f"OTEL_{signal}_EXPORTER"
         if environ.get(variable, "otlp").strip().lower() not in ("", "otlp", "none"):
-            raise ConfigError(f"{variable}: otlp and none are there.")
+            raise ConfigError(f"{variable}: only otlp and none are supported.")
     for infix in ("", *(f"{signal}_" for signal in _OTEL_SIGNALS)):
         variable = f"OTEL_EXPORTER_OTLP_{infix}PROTOCOL"
         if environ.get(variable, "http/protobuf").strip().lower() not in ("", "http/protobuf"):
-            raise ConfigError(f"{variable}: only http/protobuf is there.")
+            raise ConfigError(f"{variable}: only http/protobuf is supported.")
 
 
 def _build_metrics(config: GatewayConfig, stats: GatewayStats, sandboxes: SandboxProvider) -> GatewayMetrics:
-    """A sandbox server elsewhere is somebody else's too, and tells its figures itself."""
+    """A remote sandbox server serves its own metrics; those of the embedded one are included."""
     embedded = sandboxes if isinstance(sandboxes, LocalSandboxProvider) else None
     if not config.providers.code_interpreter.enabled:
         embedded = None
@@ -368,8 +368,8 @@ async def _open_store(config: GatewayConfig, stats: GatewayStats, stack: AsyncEx
     except StoreOpenError as error:
         raise StartupError(str(error)) from error
     stack.push_async_callback(store.close)
-    if lost := await store.fail_orphaned_responses():
-        logger.warning("responses_lost", extra={"fields": {"number": lost}})
+    if orphaned := await store.fail_orphaned_responses():
+        logger.warning("responses_lost", extra={"fields": {"number": orphaned}})
     return store
 
 
@@ -398,19 +398,19 @@ def _build_upload_settings(settings: FileSettings) -> UploadSettings:
 async def _open_authentication(
     config: GatewayConfig, store: ApiKeyStore, clock: Clock, stack: AsyncExitStack
 ) -> Authenticator:
-    """Those who have a key. Who may reach an open server at all, the caller has made sure of."""
-    everybody = AnonymousAuthenticator(config.server.allowed_hosts)
+    """Open authentication by key, or anonymous access if the settings allow it. Raises ConfigError."""
+    anonymous = AnonymousAuthenticator(config.server.allowed_hosts)
     if not config.auth.required:
-        return everybody
-    holders = await stack.enter_async_context(ApiKeyAuthenticator(store, clock, everybody))
-    if not holders.key_count and not config.server.is_loopback:
+        return anonymous
+    keys = await stack.enter_async_context(ApiKeyAuthenticator(store, clock, anonymous))
+    if not keys.key_count and not config.server.is_loopback:
         raise ConfigError(
-            f"server.host: {config.server.host} can be reached from other machines and there are no keys: make one "
+            f"server.host: {config.server.host} can be reached from other machines and there are no keys: create one "
             "with `fumehood keys create`, or listen on 127.0.0.1."
         )
-    if not holders.key_count and not holders.allows_anonymous:
-        logger.warning("all keys were revoked: nobody can be served until `fumehood keys create` makes one")
-    return holders
+    if not keys.key_count and not keys.allows_anonymous:
+        logger.warning("all keys are revoked: requests are rejected until `fumehood keys create` creates one")
+    return keys
 
 
 def _build_container_settings(config: GatewayConfig) -> ContainerSettings:
@@ -432,32 +432,32 @@ def _build_container_settings(config: GatewayConfig) -> ContainerSettings:
         ),
         concurrent_uploads=config.files.concurrent_uploads,
         sandboxes_survive_restart=settings.sandbox_url is not None,
-        single_process=True,  # one process has the database, and keeps others away
+        single_process=True,  # the process holds a lock on the database
     )
 
 
 def _build_input_file_loader(
     config: GatewayConfig, files: FileService, stack: AsyncExitStack
 ) -> InputFileLoader:
-    """Who finds the files of requests; nothing is fetched from anywhere unless the operator says so."""
+    """Build the loader of input files; it fetches or passes on URLs only if the operator allows it."""
     settings = config.inputs
-    addresses: UrlFetcher | UrlPassthrough | None = None
-    private = parse_networks(settings.fetch_private_networks)
+    url_handler: UrlFetcher | UrlPassthrough | None = None
+    private_networks = parse_networks(settings.fetch_private_networks)
     if settings.fetch_urls:
         limits = FetchLimits(bytes=settings.fetch_bytes, seconds=settings.fetch_timeout)
-        addresses = UrlFetcher(limits, private)
-        stack.callback(addresses.close)
+        url_handler = UrlFetcher(limits, private_networks)
+        stack.callback(url_handler.close)
     elif settings.pass_urls:
-        addresses = UrlPassthrough(private)
+        url_handler = UrlPassthrough(private_networks)
     return InputFileLoader(
-        files, addresses, InputLimits(image_bytes=settings.image_bytes, file_bytes=settings.file_bytes)
+        files, url_handler, InputLimits(image_bytes=settings.image_bytes, file_bytes=settings.file_bytes)
     )
 
 
 def _build_tools(
     config: GatewayConfig, containers: ContainerService, files: FileService, clock: Clock
 ) -> list[HostedTool]:
-    """The shell is there in any case: it knows which shells are the client's own."""
+    """The shell tool always exists: it recognises shells that the client runs."""
     interpreter, shell = config.providers.code_interpreter, config.providers.shell
     settings = interpreter.settings
     inline = InlineLimits(file_bytes=settings.inline_bytes, total_bytes=settings.inline_total_bytes)
@@ -498,7 +498,7 @@ def _build_tools(
 async def _open_sandboxes(
     settings: CodeInterpreterSettings, environ: Mapping[str, str], stack: AsyncExitStack, *, start: bool
 ) -> RemoteSandboxProvider | LocalSandboxProvider:
-    """A server elsewhere, or one of our own, started at once: if code cannot be isolated, nothing is served."""
+    """Open a remote sandbox server, or start a local one; if that cannot isolate code, raises StartupError."""
     if settings.sandbox_url is not None:
         token = resolve_secret(
             environ, settings.sandbox_token_env, "providers.code_interpreter.settings.sandbox_token_env"
@@ -537,7 +537,7 @@ def _build_local_settings(
 
 
 def _is_sandbox_variable(variable: str) -> bool:
-    """Whether the sandbox server may know it: its settings, and where packages come from, which may hold a password."""
+    """Whether the sandbox server gets the variable: its settings, and package indexes, which may contain a password."""
     if variable.startswith("FUMEHOOD_SANDBOX_"):
         return variable not in (
             "FUMEHOOD_SANDBOX_TOKEN",

@@ -113,7 +113,7 @@ def test_a_place_that_others_can_reach_is_not_opened_by_a_setting_alone(host: st
         (
             [],
             {"FUMEHOOD_SERVER__CORS_ORIGINS": "https://app.example/"},
-            "server.cors_origins: an origin is written as browsers do",
+            "server.cors_origins: write an origin as browsers do",
         ),
         # Specification 003, US4-2 and FR-016.
         (

@@ -116,7 +116,7 @@ async def test_a_picture_is_one_by_its_content() -> None:
     assert (found.kind, found.media_type, found.name) == ("picture", "image/png", "photo.txt")
     assert found.data == inline(PNG, "image/png")
     for content in (PDF, b"<svg/>", PNG + b"\0" * 1000):
-        with pytest.raises(InvalidRequest, match="no picture for a model") as refused:
+        with pytest.raises(InvalidRequest, match="cannot be sent to a model") as refused:
             await house.of_upload("x.png", content, "input_image")
         assert refused.value.param == "file_id"
 
@@ -271,7 +271,7 @@ async def test_what_was_fetched_is_kept_like_what_came_inline() -> None:
         )
         found = await of(type="input_image", image_url=f"{base}/p")
         assert (found.name, found.kind, found.data) == ("p", "picture", inline(PNG, "image/png"))
-        with pytest.raises(InvalidRequest, match="leads to is no PNG") as refused:
+        with pytest.raises(InvalidRequest, match="leads to no PNG") as refused:
             await of(type="input_image", image_url=f"{base}/other")
         assert refused.value.param == "image_url"
         with pytest.raises(NotFound, match="not public") as missing:

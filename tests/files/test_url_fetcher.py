@@ -38,7 +38,7 @@ async def refusal(fetching: Awaitable[FetchedFile]) -> str:
         await fetching
     said = str(caught.value)
     assert HERE not in said
-    return said.removeprefix("The address cannot be fetched: ")
+    return said.removeprefix("The URL cannot be fetched: ")
 
 
 def answers(status: int, headers: list[tuple[str, str]], body: bytes) -> Callable[[ReceivedRequest], Reply]:
@@ -85,19 +85,19 @@ async def test_addresses_that_are_not_public_are_refused(address: str) -> None:
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("file:///etc/passwd", "it is no http or https address."),
-        ("ftp://files.test/x", "it is no http or https address."),
-        ("//files.test/x", "it is no http or https address."),
-        ("http://", "it is no http or https address."),
-        ("http://[::1", "it is no http or https address."),
-        ("http://files.test:99999/", "it is no http or https address."),
-        ("http://files.test/" + "x" * 9000, "it is no http or https address."),
+        ("file:///etc/passwd", "it is no http or https URL."),
+        ("ftp://files.test/x", "it is no http or https URL."),
+        ("//files.test/x", "it is no http or https URL."),
+        ("http://", "it is no http or https URL."),
+        ("http://[::1", "it is no http or https URL."),
+        ("http://files.test:99999/", "it is no http or https URL."),
+        ("http://files.test/" + "x" * 9000, "it is no http or https URL."),
         ("http://user:secret@files.test/x", "it holds a user or a password."),
         ("http://[fe80::1%25eth0]/", "it leads to an address that is not public."),
         ("http://2130706433/", "its name has no address."),
         ("http://0x7f.1/", "its name has no address."),
         ("http://nobody.invalid/", "its name has no address."),
-        ("http://①②⑦.⓪.⓪.①:1/", "its server does not answer as it should."),
+        ("http://①②⑦.⓪.⓪.①:1/", "its server does not respond properly."),
     ],
 )
 async def test_addresses_that_are_none(url: str, why: str) -> None:
@@ -175,13 +175,13 @@ async def test_every_redirection_is_looked_at() -> None:
             )
         for target in ("file:///etc/passwd", "gopher://files.test/"):
             assert (
-                await refusal(subject.fetch(f"{base}/redirect?{target}")) == "it is no http or https address."
+                await refusal(subject.fetch(f"{base}/redirect?{target}")) == "it is no http or https URL."
             )
     async with Website(reply=answers(302, [("Location", "http://[::1]/")], b"")) as site:
         said = await refusal(fetcher().fetch(f"http://files.test:{site.port}/"))
         assert said == "it leads to an address that is not public."
     async with Website(reply=answers(307, [("Location", "/again")], b"")) as site:
-        assert await refusal(fetcher().fetch(f"http://files.test:{site.port}/")) == "it leads on and on."
+        assert await refusal(fetcher().fetch(f"http://files.test:{site.port}/")) == "it redirects too often."
         assert len(site.seen) == 6
 
 
@@ -215,9 +215,9 @@ async def test_the_address_that_was_checked_is_the_one_that_is_used() -> None:
         ),
         (
             answers(200, [*TEXT, ("Content-Encoding", "gzip")], b"x"),
-            "its server compresses it, unasked.",
+            "its server compresses it although that was not requested.",
         ),
-        (answers(302, [("Location", "http://[")], b""), "its server does not answer as it should."),
+        (answers(302, [("Location", "http://[")], b""), "its server does not respond properly."),
     ],
 )
 async def test_answers_that_are_refused(reply: Callable[[ReceivedRequest], Reply], why: str) -> None:

@@ -242,8 +242,8 @@ def test_a_signal_without_an_address_is_sent_nowhere(
     [
         ({"OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, {}, "OTEL_EXPORTER_OTLP_PROTOCOL: only http/protobuf"),
         ({"OTEL_EXPORTER_OTLP_LOGS_PROTOCOL": "http/json"}, {}, "OTEL_EXPORTER_OTLP_LOGS_PROTOCOL"),
-        ({"OTEL_EXPORTER_OTLP_LOGS_ENDPOINT": "collector:4318"}, {}, "_LOGS_ENDPOINT: an address is written"),
-        ({"OTEL_METRICS_EXPORTER": "prometheus"}, {}, "OTEL_METRICS_EXPORTER: otlp and none"),
+        ({"OTEL_EXPORTER_OTLP_LOGS_ENDPOINT": "collector:4318"}, {}, "_LOGS_ENDPOINT: write a URL"),
+        ({"OTEL_METRICS_EXPORTER": "prometheus"}, {}, "OTEL_METRICS_EXPORTER: only otlp and none"),
         ({}, {"redact": "no.such:thing"}, "telemetry.redact: no.such:thing cannot be found"),
         ({}, {"redact": "json"}, "telemetry.redact: json cannot be found"),
         ({}, {"redact": "json:__name__"}, "is no function"),

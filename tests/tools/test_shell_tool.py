@@ -481,7 +481,7 @@ async def test_what_cannot_be_shared_is_refused() -> None:
         first = await shop.interpreter.tool.configure(
             make_tool_spec({"type": "auto", "memory_limit": "4g"}), SOMEBODY, []
         )
-        with pytest.raises(InvalidRequest, match="another memory of it"):
+        with pytest.raises(InvalidRequest, match="a different memory"):
             await shop.shell.configure(shell_spec({**AUTO, "memory_limit": "16g"}), SOMEBODY, [], [first])
 
 
@@ -518,7 +518,7 @@ async def test_one_that_is_not_enabled_is_refused() -> None:
     ("environment", "message"),
     [
         ({"type": "container_auto", "memory_limit": "8g"}, "environment.memory_limit must be one of"),
-        ({"type": "container_auto", "skills": [{"type": "inline"}]}, "environment.skills is not served"),
+        ({"type": "container_auto", "skills": [{"type": "inline"}]}, "environment.skills is not supported"),
         ({"type": "container_auto", "network_policy": {"type": "open"}}, "environment.network_policy"),
         (
             {

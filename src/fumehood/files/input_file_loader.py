@@ -1,4 +1,4 @@
-"""What the files and pictures of an input are: uploads, inline content, addresses."""
+"""Loads the files and images of an input: uploads, inline content and URLs."""
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -32,20 +32,16 @@ _IMAGE_FORMATS = "PNG, JPEG, GIF or WebP"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputLimits:
-    """How much of an input's files a model is shown.
-
-    image_bytes: the largest picture that is shown to a model. file_bytes: the largest other file; a larger one is
-        there for code alone.
-    """
+    """The largest image and the largest other file that are sent to a model. Code can read larger files."""
 
     image_bytes: int = 20 << 20
     file_bytes: int = 32 << 20
 
 
 class InputFileLoader:
-    """`Attachments` over uploads.
+    """An `AttachmentLoader` on uploads.
 
-    addresses: who fetches what they lead to, or lets them pass to the model's server; without anybody they are refused.
+    url_handler: fetches URLs, or passes them on to the model server; None rejects them.
     """
 
     def __init__(
@@ -67,32 +63,30 @@ class InputFileLoader:
         reserve_memory: ReserveMemory | None = None,
     ) -> Attachment:
         reserve_memory = reserve_memory or _reserve_nothing
-        is_picture = part.type == "input_image"
+        is_image = part.type == "input_image"
         if part.inline_data is not None:
             found = await run_in_worker(
-                len(part.inline_data), _load_inline_image if is_picture else _load_inline_file, part
+                len(part.inline_data), _load_inline_image if is_image else _load_inline_file, part
             )
             return self._check_size(found, "image_url")
         if part.file_id is not None:
             record = await self._find_upload(caller, part.file_id)
-            if is_picture:
+            if is_image:
                 return await self._load_uploaded_image(caller, record, reserve_memory)
             return await self._load_uploaded_file(caller, record, with_content, reserve_memory)
-        address = part.picture_url if is_picture else part.file_url
-        if not address:
-            choices = "an image_url or a file_id" if is_picture else "a file_id, file_data or a file_url"
+        url = part.picture_url if is_image else part.file_url
+        if not url:
+            choices = "an image_url or a file_id" if is_image else "a file_id, file_data or a file_url"
             raise InvalidRequest(
                 f"An {part.type} needs {choices}.", param="file_id", code="missing_required_parameter"
             )
-        return await self._load_url(part, address, reserve_memory)
+        return await self._load_url(part, url, reserve_memory)
 
     def _check_size(self, found: Attachment, param: str) -> Attachment:
-        """What is there whole, if a model may be shown it; a file that is none for a model is there for code. Raises
-        InvalidRequest.
-        """
+        """Mark a file as too large for a model; it is left to code. Raises InvalidRequest for such an image."""
         if found.kind == "picture" and found.bytes > self._limits.image_bytes:
             raise InvalidRequest(
-                f"The picture is larger than {self._limits.image_bytes:,} bytes, so it is none for a model.",
+                f"The image is larger than {self._limits.image_bytes:,} bytes, so it cannot be sent to a model.",
                 param=param,
                 code="invalid_value",
             )
@@ -131,7 +125,7 @@ class InputFileLoader:
         )
 
     async def _load_uploaded_file(
-        self, caller: Caller, record: UploadedFileRecord, whole: bool, reserve_memory: ReserveMemory
+        self, caller: Caller, record: UploadedFileRecord, with_content: bool, reserve_memory: ReserveMemory
     ) -> Attachment:
         start = await self._read_upload(caller, record, MAX_TEXT_BYTES)
         named = guess_media_type(record.filename)
@@ -146,7 +140,7 @@ class InputFileLoader:
             left_out=left_out,
         )
         reserve_memory(found.size)
-        if text is not None or not whole or record.bytes > self._limits.file_bytes:
+        if text is not None or not with_content or record.bytes > self._limits.file_bytes:
             return found
         reserve_memory(_compute_data_url_size(record.bytes))
         content = await self._read_upload(caller, record, record.bytes)
@@ -154,26 +148,26 @@ class InputFileLoader:
         return replace(found, data=data)
 
     async def _read_upload(self, caller: Caller, record: UploadedFileRecord, max_bytes: int) -> bytes:
-        pieces: AsyncGenerator[bytes] = self._uploads.read_file(
+        chunks: AsyncGenerator[bytes] = self._uploads.read_file(
             caller, record.id, 0, min(max_bytes, record.bytes)
         )
-        async with aclosing(pieces):
-            return b"".join([piece async for piece in pieces])
+        async with aclosing(chunks):
+            return b"".join([chunk async for chunk in chunks])
 
-    # ---- addresses ----------------------------------------------------------------------------------------------
+    # ---- URLs ---------------------------------------------------------------------------------------------------
 
-    async def _load_url(self, part: InputFilePart, address: str, reserve_memory: ReserveMemory) -> Attachment:
+    async def _load_url(self, part: InputFilePart, url: str, reserve_memory: ReserveMemory) -> Attachment:
         param = "image_url" if part.type == "input_image" else "file_url"
         try:
             match self._url_handler:
                 case None:
                     raise _urls_not_supported(param)
-                case UrlPassthrough() as passing:
-                    passing.check(address)
+                case UrlPassthrough() as passthrough:
+                    passthrough.check(url)
                     return Attachment()
                 case UrlFetcher() as fetcher:
                     return await self._attach_fetched(
-                        part, await fetcher.fetch(address, reserve_memory), param, reserve_memory
+                        part, await fetcher.fetch(url, reserve_memory), param, reserve_memory
                     )
         except UrlRejected as error:
             raise NotFound(str(error), param=param, code="invalid_value") from None
@@ -181,14 +175,14 @@ class InputFileLoader:
     async def _attach_fetched(
         self, part: InputFilePart, fetched: FetchedFile, param: str, reserve_memory: ReserveMemory
     ) -> Attachment:
-        """What was fetched, as if it had come inline: nobody is asked for it again."""
+        """Attach fetched content as if it had been inline, so that it is not fetched again."""
         if part.type != "input_image":
             name = sanitize_file_name(part.filename or fetched.name)
             found = _make_file_attachment(name, fetched.media_type, fetched.content)
         else:
             media_type = detect_image_type(fetched.content)
             if media_type is None:
-                raise InvalidRequest(f"What the address leads to is no {_IMAGE_FORMATS}.", param=param)
+                raise InvalidRequest(f"The URL leads to no {_IMAGE_FORMATS}.", param=param)
             found = _make_image_attachment(
                 sanitize_file_name(fetched.name or default_picture_name(media_type)),
                 media_type,
@@ -201,11 +195,10 @@ class InputFileLoader:
 
 
 def _urls_not_supported(param: str) -> NotFound:
-    kind = "picture" if param == "image_url" else "file"
+    kind = "image" if param == "image_url" else "file"
     return NotFound(
-        f"This server neither fetches what a {param} leads to nor passes it on to the model's server: send the {kind} "
-        "inline, or upload it and send its file_id. Who runs the server may allow it with inputs.fetch_urls or "
-        "inputs.pass_urls.",
+        f"This server neither fetches a {param} nor passes it on to the model server: send the {kind} inline, or "
+        "upload it and send its file_id. The operator can allow URLs with inputs.fetch_urls or inputs.pass_urls.",
         param=param,
         code="unsupported_parameter",
     )
@@ -219,14 +212,14 @@ def _reserve_nothing(_: int) -> None:
 
 
 def _load_inline_image(part: InputFilePart) -> Attachment:
-    told, content = _decode_content(part.inline_data or "", "image_url")
-    media_type = detect_image_type(content) or told
+    declared_type, content = _decode_content(part.inline_data or "", "image_url")
+    media_type = detect_image_type(content) or declared_type
     return _make_image_attachment(default_picture_name(media_type), media_type, content)
 
 
 def _load_inline_file(part: InputFilePart) -> Attachment:
-    told, content = _decode_content(part.inline_data or "", "file_data")
-    return _make_file_attachment(sanitize_file_name(part.filename or "file"), told, content)
+    declared_type, content = _decode_content(part.inline_data or "", "file_data")
+    return _make_file_attachment(sanitize_file_name(part.filename or "file"), declared_type, content)
 
 
 def _decode_content(data: str, param: str) -> tuple[str, bytes]:
@@ -240,30 +233,31 @@ def _make_image_attachment(name: str, media_type: str, content: bytes) -> Attach
     return Attachment(name=name, kind="picture", media_type=media_type, bytes=len(content))
 
 
-def _make_file_attachment(name: str, told: str, content: bytes) -> Attachment:
-    kind = "binary" if decode_text(told, content) is None else "text"
-    return Attachment(name=name, kind=kind, media_type=guess_media_type(name, told), bytes=len(content))
+def _make_file_attachment(name: str, declared_type: str, content: bytes) -> Attachment:
+    kind = "binary" if decode_text(declared_type, content) is None else "text"
+    media_type = guess_media_type(name, declared_type)
+    return Attachment(name=name, kind=kind, media_type=media_type, bytes=len(content))
 
 
 def _compute_data_url_size(size: int) -> int:
-    """How large so many bytes are as a data: URL."""
+    """The size of `size` bytes in base64."""
     return (size + 2) // 3 * 4
 
 
-def _decode_beginning(named: str, start: bytes, size: int) -> tuple[str | None, int]:
-    """As much of a text as is shown, and about how many bytes that leaves out; None for what is no text.
+def _decode_beginning(media_type: str, start: bytes, size: int) -> tuple[str | None, int]:
+    """The text that is sent to a model, and about how many bytes of it are left out; None for a binary file.
 
-    A name can say that a file is text, but not that it is none: anybody can be wrong.
+    A media type can say that a file is text, but not that it is none: names are often wrong.
     """
-    text = decode_text(named if is_text_media_type(named) else "", start, whole=len(start) == size)
+    text = decode_text(media_type if is_text_media_type(media_type) else "", start, whole=len(start) == size)
     if text is None:
         return None, 0
     return text[:MAX_TEXT_CHARACTERS], len(text[MAX_TEXT_CHARACTERS:]) + size - len(start)
 
 
-def _not_an_image(record: UploadedFileRecord, why: str) -> InvalidRequest:
+def _not_an_image(record: UploadedFileRecord, reason: str) -> InvalidRequest:
     return InvalidRequest(
-        f"The file '{record.id}' ({sanitize_name(record.filename)}) {why}, so it is no picture for a model.",
+        f"The file '{record.id}' ({sanitize_name(record.filename)}) {reason}, so it cannot be sent to a model.",
         param="file_id",
         code="invalid_value",
     )

@@ -1,7 +1,6 @@
-"""Files that clients upload: whose they are, how many, how large, how long.
+"""The Files API: stores uploads within quotas, and deletes them when they expire. See docs/files.md.
 
-What comes is counted as it comes, and nothing is told of before it is on the disk. docs/files.md tells what users may
-expect of it.
+Quotas are checked while the content arrives; a file is listed only when it is on the disk.
 """
 
 import asyncio
@@ -24,20 +23,18 @@ logger = logging.getLogger(__name__)
 
 MIN_LIFETIME_SECONDS = 3600
 MAX_LIFETIME_SECONDS = 30 * 86_400
-_BATCH_LIFETIME_SECONDS = MAX_LIFETIME_SECONDS  # of those for which nothing was said
+_BATCH_LIFETIME_SECONDS = MAX_LIFETIME_SECONDS  # the default for purpose `batch`
 _DEFAULT_FILENAME = "upload"
 _SWEEP_BATCH = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UploadSettings:
-    """What clients may upload.
+    """Limits of uploads.
 
-    file_bytes: the largest file.
-    tenant: how many files a tenant may have, and how many bytes they may be together.
-    at_once: how many a tenant may upload at the same time.
-    types: what may be in them.
-    sweep_seconds: how often those are deleted whose time is over.
+    file_bytes: the largest file. tenant_quota: files and bytes of one tenant.
+    concurrent_uploads: of one tenant.
+    sweep_seconds: interval in which expired files are deleted.
     """
 
     file_bytes: int = 2 << 30
@@ -48,7 +45,7 @@ class UploadSettings:
 
 
 class UploadedFiles:
-    """`Files` in a store and blobs. `async with` deletes meanwhile what has expired."""
+    """A `FileService` on a store and blobs. `async with` runs the sweeper that deletes expired files."""
 
     def __init__(
         self, store: UploadStore, blobs: ReferencedBlobs, clock: Clock, settings: UploadSettings | None = None
@@ -71,7 +68,7 @@ class UploadedFiles:
 
     @property
     def incoming_count(self) -> int:
-        """How many files are being uploaded now."""
+        """The number of uploads in progress."""
         return sum(map(len, self._incoming.values()))
 
     # ---- upload ---------------------------------------------------------------------------------------------------
@@ -85,40 +82,40 @@ class UploadedFiles:
         known = metadata if isinstance(metadata, FileUploadMetadata) else metadata()
         if known is not None:
             _check_lifetime(known)
-        with self._track_incoming(caller.tenant) as arrival:
+        with self._track_incoming(caller.tenant) as incoming:
             async with (
-                aclosing(self._check_content(known, content, arrival)) as pieces,
-                self._blobs.put_pinned(pieces) as kept,
+                aclosing(self._check_content(known, content, incoming)) as chunks,
+                self._blobs.put_pinned(chunks) as blob,
             ):
                 described = metadata if isinstance(metadata, FileUploadMetadata) else metadata()
                 if described is None:
                     raise InvalidRequest("A file needs a name and a purpose.", param="file")
                 _check_lifetime(described)
-                self._settings.accepted_types.check(_clean_filename(described), bytes(arrival.head))
-                record = self._make_record(caller.tenant, described, kept)
-                self._untrack_incoming(arrival)  # or whoever looks while it is written would count it twice
+                self._settings.accepted_types.check(_clean_filename(described), bytes(incoming.head))
+                record = self._make_record(caller.tenant, described, blob)
+                self._untrack_incoming(incoming)  # first, or it would count twice while it is written
                 if not await self._store.add_upload(record, self._settings.tenant_quota):
                     raise _quota_exceeded(self._settings.tenant_quota)
                 return record
 
     @contextmanager
     def _track_incoming(self, tenant: str) -> "Generator[_IncomingUpload]":
-        """While something of the tenant's arrives; raises RateLimited."""
+        """Track an upload while it arrives. Raises RateLimited."""
         others = self._incoming.get(tenant, [])
         if len(others) >= self._settings.concurrent_uploads:
             raise RateLimited(
-                f"{self._settings.concurrent_uploads} files are being uploaded, as many as may be at once; try again soon.",
+                f"Upload limit reached ({self._settings.concurrent_uploads} at once). Try again soon.",
                 retry_after=1.0,
             )
-        arrival = _IncomingUpload(tenant)
-        self._incoming[tenant] = [*others, arrival]
+        incoming = _IncomingUpload(tenant)
+        self._incoming[tenant] = [*others, incoming]
         try:
-            yield arrival
+            yield incoming
         finally:
-            self._untrack_incoming(arrival)
+            self._untrack_incoming(incoming)
 
     def _untrack_incoming(self, incoming: "_IncomingUpload") -> None:
-        """It has arrived, or never will; so what the others know of their tenant is not true any more."""
+        """Forget an upload that ended. The tenant's other uploads have to read its usage again."""
         others = [other for other in self._incoming.pop(incoming.tenant, ()) if other is not incoming]
         for other in others:
             other.tenant_usage = None
@@ -128,56 +125,58 @@ class UploadedFiles:
     async def _check_content(
         self, known: FileUploadMetadata | None, content: AsyncIterable[bytes], incoming: "_IncomingUpload"
     ) -> AsyncGenerator[bytes]:
-        """The content, as long as there is room for it and it is what it may be; else raises ApiError."""
+        """Pass the content through while it fits the limits and types. Raises ApiError."""
         await self._check_quota(incoming)
-        async for piece in content:
-            incoming.bytes += len(piece)
+        async for chunk in content:
+            incoming.bytes += len(chunk)
             if incoming.bytes > self._settings.file_bytes:
                 raise BodyTooLarge(
                     f"The file is larger than {self._settings.file_bytes} bytes.", param="file"
                 )
             await self._check_quota(incoming)
             if len(incoming.head) < HEAD_BYTES:
-                incoming.head += piece[: HEAD_BYTES - len(incoming.head)]
+                incoming.head += chunk[: HEAD_BYTES - len(incoming.head)]
                 if known is not None and len(incoming.head) == HEAD_BYTES:
                     self._settings.accepted_types.check(_clean_filename(known), bytes(incoming.head))
-            yield piece
+            yield chunk
 
     async def _check_quota(self, incoming: "_IncomingUpload") -> None:
-        """Raises InvalidRequest if there is none for all that the tenant has and is uploading."""
+        """Raises InvalidRequest if the tenant's files and uploads exceed its quota."""
         if self._is_within_quota(incoming):
             return
-        incoming.tenant_usage = await self._store.get_upload_totals(incoming.tenant)  # it may be less by now
+        incoming.tenant_usage = await self._store.get_upload_totals(
+            incoming.tenant
+        )  # some may be deleted by now
         if not self._is_within_quota(incoming):
             raise _quota_exceeded(self._settings.tenant_quota)
 
     def _is_within_quota(self, incoming: "_IncomingUpload") -> bool:
         if incoming.tenant_usage is None:
             return False
-        others, most = self._incoming[incoming.tenant], self._settings.tenant_quota
-        coming = sum(other.bytes for other in others)
+        uploads, quota = self._incoming[incoming.tenant], self._settings.tenant_quota
+        incoming_bytes = sum(upload.bytes for upload in uploads)
         return (
-            incoming.tenant_usage.files + len(others) <= most.files
-            and incoming.tenant_usage.bytes + coming <= most.bytes
+            incoming.tenant_usage.files + len(uploads) <= quota.files
+            and incoming.tenant_usage.bytes + incoming_bytes <= quota.bytes
         )
 
-    def _make_record(self, tenant: str, new: FileUploadMetadata, kept: BlobRef) -> UploadedFileRecord:
+    def _make_record(self, tenant: str, new: FileUploadMetadata, blob: BlobRef) -> UploadedFileRecord:
         now = self._clock.now()
-        life = new.expires_after
-        if life is None and new.purpose == "batch":
-            life = _BATCH_LIFETIME_SECONDS
+        lifetime = new.expires_after
+        if lifetime is None and new.purpose == "batch":
+            lifetime = _BATCH_LIFETIME_SECONDS
         return UploadedFileRecord(
             id=new_id("file", "-"),
             tenant=tenant,
             filename=_clean_filename(new),
-            bytes=kept.bytes,
+            bytes=blob.bytes,
             purpose=new.purpose,
             created_at=now,
-            expires_at=None if life is None else now + life,
-            blob=kept.name,
+            expires_at=None if lifetime is None else now + lifetime,
+            blob=blob.name,
         )
 
-    # ---- afterwards -----------------------------------------------------------------------------------------------
+    # ---- access -----------------------------------------------------------------------------------------------
 
     async def get_file(self, caller: Caller, file_id: str) -> UploadedFileRecord:
         record = await self._store.get_upload(caller.tenant, file_id)
@@ -195,32 +194,32 @@ class UploadedFiles:
     ) -> AsyncGenerator[bytes]:
         record = await self.get_file(caller, file_id)
         try:
-            async with aclosing(self._blobs.read(record.blob, start, end)) as pieces:
-                async for piece in pieces:
-                    yield piece
+            async with aclosing(self._blobs.read(record.blob, start, end)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
         except KeyError:
             if await self._store.get_upload(caller.tenant, file_id) is not None:
-                logger.error("The content of %s is not there.", record.id)
+                logger.error("The blob of file %s is missing.", record.id)
             raise _not_found(file_id) from None
 
     async def delete_file(self, caller: Caller, file_id: str) -> None:
         await self.get_file(caller, file_id)
         deleted = await self._store.delete_upload(caller.tenant, file_id)
-        if deleted is None:  # somebody else was faster
+        if deleted is None:  # another request deleted it first
             raise _not_found(file_id)
         await self._blobs.delete_unreferenced([deleted.blob])
 
-    # ---- the end of their time ------------------------------------------------------------------------------------
+    # ---- expiry ------------------------------------------------------------------------------------
 
     async def sweep(self) -> int:
-        """Delete what has expired; how many there were."""
-        number = 0
+        """Delete expired files; return their number."""
+        count = 0
         while expired := await self._store.list_expired_uploads(self._clock.now(), _SWEEP_BATCH):
             for record in expired:
                 await self._store.delete_upload(record.tenant, record.id)
             await self._blobs.delete_unreferenced(record.blob for record in expired)
-            number += len(expired)
-        return number
+            count += len(expired)
+        return count
 
     async def _sweep_forever(self) -> None:
         while True:
@@ -235,10 +234,10 @@ class UploadedFiles:
 
 @dataclass(slots=True, eq=False)
 class _IncomingUpload:
-    """A file that is being uploaded.
+    """An upload in progress.
 
-    bytes, head: how much of it there is, and its beginning.
-    kept: what its tenant has besides, as far as is known.
+    bytes, head: the size so far, and the first bytes.
+    tenant_usage: the stored files of its tenant; None if it has to be read again.
     """
 
     tenant: str
@@ -248,7 +247,7 @@ class _IncomingUpload:
 
 
 def _clean_filename(new: FileUploadMetadata) -> str:
-    """The last part of what the client called it, whatever its system writes between parts."""
+    """The last path component of the client's name, with / or \\ as separator."""
     name = sanitize_name(new.filename.replace("\\", "/").rpartition("/")[2].strip())
     return name if name.strip(".") else _DEFAULT_FILENAME
 
@@ -265,9 +264,9 @@ def _check_lifetime(new: FileUploadMetadata) -> None:
         )
 
 
-def _quota_exceeded(most: FileTotals) -> InvalidRequest:
+def _quota_exceeded(quota: FileTotals) -> InvalidRequest:
     return InvalidRequest(
-        f"There is no room for this file: at most {most.files} files of together {most.bytes} bytes are kept. "
+        f"There is no room for this file: the quota is {quota.files} files and {quota.bytes} bytes in total. "
         "Delete some, or let them expire.",
         param="file",
         code="storage_quota_exceeded",

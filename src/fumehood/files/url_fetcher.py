@@ -1,7 +1,7 @@
-"""Fetches what an address of somebody's leads to, or lets it pass.
+"""Fetches the URLs of requests, protected against server-side request forgery, or passes them on.
 
-A name is looked up once, what came is checked, and the connection is made to just that. Every redirection is looked at
-as if it had been the address. Nothing of ours goes along: no credentials, no cookies, no proxy of the environment.
+The host name is resolved once; the resolved addresses are checked, and the connection goes to one of them. Every
+redirect is checked like the first URL. Requests carry no credentials and no cookies, and ignore proxy variables.
 """
 
 import asyncio
@@ -31,15 +31,15 @@ _HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "fumeh
 
 
 class UrlRejected(Exception):
-    """The address must not or cannot be fetched; a sentence for whoever gave it, which names no address of ours."""
+    """The URL must not or cannot be fetched. The message is for the caller and names no internal address."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchLimits:
-    """What is fetched from an address.
+    """Limits of a fetch.
 
-    bytes: the largest answer. seconds: for all of it, from looking up the name on.
-    media_types: how the type of an answer may begin.
+    bytes: the largest response. seconds: total time, including name resolution.
+    media_types: accepted prefixes of the media type.
     """
 
     bytes: int = 20 << 20
@@ -49,7 +49,7 @@ class FetchLimits:
 
 @dataclass(frozen=True, slots=True)
 class FetchedFile:
-    """`name` is the last part of the address, as it stands there; `media_type` what the server called it."""
+    """`name` is the last part of the URL path; `media_type` comes from the server."""
 
     content: bytes
     media_type: str
@@ -57,9 +57,9 @@ class FetchedFile:
 
 
 class UrlFetcher:
-    """Fetches files from addresses that callers name, and that are not to be trusted.
+    """Fetches files from untrusted URLs.
 
-    private: networks that may be reached although nobody else can reach them.
+    private_networks: private networks that may be reached nevertheless.
     """
 
     def __init__(
@@ -74,31 +74,31 @@ class UrlFetcher:
         self._resolver = resolver or DnsResolver({}, timeout=self._limits.seconds)
 
     async def fetch(self, url: str, reserve_memory: Callable[[int], None] = lambda _: None) -> FetchedFile:
-        """Raises FetchRefused, and what `take` raises, which is told of the bytes as they come."""
+        """Raises UrlRejected, and what `reserve_memory` raises; it is called with the size of each chunk."""
         try:
             async with asyncio.timeout(self._limits.seconds):
                 return await self._follow_redirects(url, reserve_memory)
         except TimeoutError:
             raise _make_rejection(f"it took longer than {self._limits.seconds:g} seconds") from None
-        except (aiohttp.ClientError, OSError, ValueError):  # their words may tell of our network
-            raise _make_rejection("its server does not answer as it should") from None
+        except (aiohttp.ClientError, OSError, ValueError):  # their messages may describe our network
+            raise _make_rejection("its server does not respond properly") from None
 
     def close(self) -> None:
         self._resolver.close()
 
     async def _follow_redirects(self, url: str, reserve_memory: Callable[[int], None]) -> FetchedFile:
-        address = _parse_url(url)
+        current = _parse_url(url)
         for _ in range(_MAX_REDIRECTS + 1):
-            found = await self._request(address, reserve_memory)
-            if isinstance(found, FetchedFile):
-                return found
-            if address.scheme == "https" and found.scheme != "https":
-                raise _make_rejection("it leads from https to http")
-            address = found
-        raise _make_rejection("it leads on and on")
+            result = await self._request(current, reserve_memory)
+            if isinstance(result, FetchedFile):
+                return result
+            if current.scheme == "https" and result.scheme != "https":
+                raise _make_rejection("it redirects from https to http")
+            current = result
+        raise _make_rejection("it redirects too often")
 
     async def _request(self, url: URL, reserve_memory: Callable[[int], None]) -> FetchedFile | URL:
-        """The answer, or where it leads to."""
+        """Return the file, or the target of a redirect."""
         pinned = _PinnedResolver(await self._resolve_allowed(url))
         connector = aiohttp.TCPConnector(resolver=pinned, use_dns_cache=False, force_close=True)
         async with (
@@ -109,28 +109,29 @@ class UrlFetcher:
                 auto_decompress=False,
                 timeout=aiohttp.ClientTimeout(total=None, sock_read=self._limits.seconds),
             ) as session,
-            session.get(url, headers=_HEADERS, allow_redirects=False) as answer,
+            session.get(url, headers=_HEADERS, allow_redirects=False) as response,
         ):
-            if answer.status in _REDIRECT_STATUSES:
-                return _parse_url(str(url.join(URL(answer.headers.get("Location", "")))))
-            if answer.status != HTTPStatus.OK:
-                raise _make_rejection(f"its server answers with status {answer.status}")
-            return FetchedFile(await self._read_body(answer, reserve_memory), answer.content_type, url.name)
+            if response.status in _REDIRECT_STATUSES:
+                return _parse_url(str(url.join(URL(response.headers.get("Location", "")))))
+            if response.status != HTTPStatus.OK:
+                raise _make_rejection(f"its server answers with status {response.status}")
+            content = await self._read_body(response, reserve_memory)
+            return FetchedFile(content, response.content_type, url.name)
 
     async def _read_body(
-        self, answer: aiohttp.ClientResponse, reserve_memory: Callable[[int], None]
+        self, response: aiohttp.ClientResponse, reserve_memory: Callable[[int], None]
     ) -> bytes:
-        if answer.headers.get("Content-Encoding", "identity") != "identity":
-            raise _make_rejection("its server compresses it, unasked")
-        if not answer.content_type.startswith(self._limits.media_types):
+        if response.headers.get("Content-Encoding", "identity") != "identity":
+            raise _make_rejection("its server compresses it although that was not requested")
+        if not response.content_type.startswith(self._limits.media_types):
             raise _make_rejection(
-                f"it is of the type {sanitize_name(answer.content_type, 100)}, which is not fetched"
+                f"it is of the type {sanitize_name(response.content_type, 100)}, which is not fetched"
             )
         content = bytearray()
-        if (answer.content_length or 0) <= self._limits.bytes:
-            async for piece in answer.content.iter_chunked(_CHUNK_BYTES):
-                reserve_memory(len(piece))
-                content += piece
+        if (response.content_length or 0) <= self._limits.bytes:
+            async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+                reserve_memory(len(chunk))
+                content += chunk
                 if len(content) > self._limits.bytes:
                     break
             else:
@@ -138,7 +139,7 @@ class UrlFetcher:
         raise _make_rejection(f"it is larger than {self._limits.bytes:,} bytes")
 
     async def _resolve_allowed(self, url: URL) -> list[str]:
-        """The addresses that it may be fetched from."""
+        """Resolve the host to the IP addresses that are allowed. Raises UrlRejected if there is none."""
         host = url.raw_host or ""
         try:
             found = [str(ipaddress.ip_address(host))]
@@ -156,37 +157,37 @@ class UrlFetcher:
         if not self._addresses.is_allowed(text):
             return False
         address = ipaddress.ip_address(text)
-        # What translates to IPv4 here may lead to a network of ours.
+        # A NAT64 address may be translated to a private IPv4 address.
         return address not in _NAT64 or any(address in network for network in self._private_networks)
 
 
 class UrlPassthrough:
-    """Lets addresses pass to the model's server, which fetches what they lead to from where it stands. Those that lead
-    to no public address by their own words are refused; where a name leads, only that server will find out.
+    """Passes URLs on to the model server, which fetches them itself.
 
-    private: networks that may be reached although nobody else can reach them.
+    URLs that name a non-public address are rejected; what a host name resolves to, only the model server knows.
+    private_networks: private networks that are allowed nevertheless.
     """
 
     def __init__(self, private_networks: tuple[IpNetwork, ...] = ()) -> None:
         self._addresses = AddressPolicy(private_networks)
 
     def check(self, url: str) -> None:
-        """Raises FetchRefused."""
+        """Raises UrlRejected."""
         host = (_parse_url(url).raw_host or "").rstrip(".")
         if not url.isascii() or not url.isprintable() or any(mark in url for mark in " \\"):
-            raise _make_rejection("it is no http or https address")  # or not the same one to everybody
+            raise _make_rejection("it is no http or https URL")  # parsers could disagree about it
         try:
             ipaddress.ip_address(host)
         except ValueError:
-            public = _is_public_name(host) and "://[" not in url
+            is_public = _is_public_name(host) and "://[" not in url
         else:
-            public = self._addresses.is_allowed(host)
-        if not public:
+            is_public = self._addresses.is_allowed(host)
+        if not is_public:
             raise _make_rejection("it leads to an address that is not public")
 
 
 class _PinnedResolver(AbstractResolver):
-    """Knows the addresses that were checked, and no others."""
+    """Resolves every host to the checked addresses."""
 
     def __init__(self, addresses: list[str]) -> None:
         self._addresses = addresses
@@ -212,14 +213,14 @@ class _PinnedResolver(AbstractResolver):
 
 
 def _parse_url(text: str) -> URL:
-    """Raises FetchRefused."""
+    """Raises UrlRejected."""
     try:
         url = URL(text) if len(text) <= _MAX_URL_LENGTH else URL()
-        whole = url.scheme in ("http", "https") and bool(url.raw_host) and url.explicit_port != 0
+        is_valid = url.scheme in ("http", "https") and bool(url.raw_host) and url.explicit_port != 0
     except ValueError:
-        whole, url = False, URL()
-    if not whole:
-        raise _make_rejection("it is no http or https address")
+        is_valid, url = False, URL()
+    if not is_valid:
+        raise _make_rejection("it is no http or https URL")
     if url.user is not None or url.password is not None:
         raise _make_rejection("it holds a user or a password")
     if "%" in (url.raw_host or ""):
@@ -228,7 +229,7 @@ def _parse_url(text: str) -> URL:
 
 
 def _is_public_name(host: str) -> bool:
-    """Whether it may be a name that all know and read alike, and is no number in disguise: 127.1, 0x7f000001."""
+    """Whether it can be a public domain name, and not a number in disguise: 127.1, 0x7f000001."""
     host = host.lower()
     last = host.rpartition(".")[2]
     is_number = last.isdigit() or last.startswith("0x")
@@ -237,5 +238,5 @@ def _is_public_name(host: str) -> bool:
     )
 
 
-def _make_rejection(why: str) -> UrlRejected:
-    return UrlRejected(f"The address cannot be fetched: {why}.")
+def _make_rejection(reason: str) -> UrlRejected:
+    return UrlRejected(f"The URL cannot be fetched: {reason}.")
