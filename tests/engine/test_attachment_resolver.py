@@ -11,8 +11,7 @@ from fumehood.files.input_file_loader import InputFileLoader, InputLimits
 from fumehood.interfaces import Caller
 from fumehood.models.chat_completions.chat_renderer import ChatDialect, ChatRenderer
 from fumehood.models.responses_api.encrypted_reasoning import ReasoningOrigin
-from fumehood.models.responses_api.responses_renderer import ResponsesDialect as ResponsesDialect
-from fumehood.models.responses_api.responses_renderer import ResponsesRenderer
+from fumehood.models.responses_api.responses_renderer import ResponsesDialect, ResponsesRenderer
 from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import ConversationEntry
 from fumehood.protocol.model_turns import ModelProfile, ModelRequest

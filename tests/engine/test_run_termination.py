@@ -385,7 +385,9 @@ async def test_a_response_whose_end_was_not_written_has_failed_soon(
     assert kept is not None
     assert (told.status, kept.status) == ("failed", "in_progress")
     async with asyncio.timeout(60):
-        await wait_until(lambda: engine.clock.advance(10) is None and "marked 1 responses as failed" in caplog.text)
+        await wait_until(
+            lambda: engine.clock.advance(10) is None and "marked 1 responses as failed" in caplog.text
+        )
     kept = await engine.store.get_response("", run.id)
     assert kept is not None
     assert kept.status == "failed"
