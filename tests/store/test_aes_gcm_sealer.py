@@ -108,7 +108,7 @@ def test_bad_keys_are_refused_without_showing_them(text: str, message: str) -> N
     assert not text or text not in str(refused.value)
 
 
-def test_a_key_is_made_once_and_kept_to_ourselves(tmp_path: Path) -> None:
+def test_a_key_file_is_created_once_with_mode_0600(tmp_path: Path) -> None:
     file = tmp_path / "below" / "gateway.db.keys"
     keys = load_or_create_keys(file)
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -29,7 +29,7 @@ def _get_segments(cached: ConversationCache, response_id: str) -> list[Conversat
     return list(found)
 
 
-def test_a_turn_is_shared_by_all_that_stand_on_it() -> None:
+def test_a_turn_is_shared_by_its_continuations() -> None:
     cached = ConversationCache(1 << 20)
     _append_turns(cached, "a", 3)
     cached.append("t", "fork", "a0", ThreadPosition(2, 1), _entries("fork"))
@@ -65,7 +65,7 @@ def test_long_conversations_and_their_forks_share_segment_runs(steps: list[int])
 
 
 @pytest.mark.parametrize("size", [1000, 100_000])
-def test_forks_weigh_what_is_kept_of_their_stretches(size: int) -> None:
+def test_forks_count_the_memory_of_their_segment_runs(size: int) -> None:
     cached = ConversationCache(1 << 30)
     _append_turns(cached, "a", 15, size)
     for number in range(50):
@@ -137,7 +137,7 @@ def test_the_least_used_go_first_and_nothing_is_left_of_them() -> None:
     assert cached.memory_bytes == 0
 
 
-def test_one_that_is_too_large_is_given_and_not_kept() -> None:
+def test_a_conversation_above_the_limit_is_returned_but_not_cached() -> None:
     cached = ConversationCache(1000)
     loaded = cached.load("t", "a", [(ThreadPosition(1, 0), _entries("a", 5000))])
     assert loaded[0].entries == _entries("a", 5000)
@@ -145,7 +145,7 @@ def test_one_that_is_too_large_is_given_and_not_kept() -> None:
     assert cached.memory_bytes == 0
 
 
-def test_a_dropped_response_leaves_what_others_stand_on() -> None:
+def test_removing_a_response_keeps_shared_turns() -> None:
     cached = ConversationCache(1 << 20)
     _append_turns(cached, "a", 2)
     first, second = _get_segments(cached, "a1")

@@ -151,7 +151,7 @@ async def test_a_job_may_say_that_it_is_long(database: Database) -> None:
     assert await database.read(_select_all) == [1, 2]
 
 
-async def test_who_is_told_and_breaks_holds_up_nobody(
+async def test_a_failing_callback_does_not_block_others(
     database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(_: object) -> None:
@@ -182,7 +182,7 @@ async def test_readers_cannot_write(database: Database) -> None:
     assert await database.read(_select_all) == []
 
 
-async def test_closing_does_what_was_asked_before(tmp_path: Path) -> None:
+async def test_close_finishes_queued_jobs(tmp_path: Path) -> None:
     database = await Database.open(tmp_path / "test.db")
     await database.write(lambda db: db.execute("CREATE TABLE t (n INTEGER PRIMARY KEY)") and None)
     jobs = [

@@ -78,7 +78,7 @@ async def test_a_deleted_container_and_a_deleted_upload_leave_file_and_log(tmp_p
     await store.close()
 
 
-async def test_somebody_who_reads_only_delays_it(tmp_path: Path) -> None:
+async def test_a_reader_only_delays_the_erasure(tmp_path: Path) -> None:
     store = await SqliteStore.open(tmp_path / "store.db")
     response = await store_response(store, MARK)
     with closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as reader:
@@ -109,7 +109,7 @@ asyncio.run(main())
 """
 
 
-async def test_what_a_killed_process_left_in_the_log_goes_at_the_next_start(tmp_path: Path) -> None:
+async def test_the_next_start_erases_what_a_killed_process_deleted(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     done = await asyncio.to_thread(
         subprocess.run, [sys.executable, "-c", _KILLED, str(path), MARK], cwd=ROOT, env={**os.environ}

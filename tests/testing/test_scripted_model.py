@@ -123,7 +123,7 @@ async def test_what_is_beyond_the_script_fails_there_and_at_the_end() -> None:
         model.assert_consumed()
 
 
-async def test_turns_that_nobody_asked_for_fail_at_the_end() -> None:
+async def test_unused_turns_fail_at_the_end() -> None:
     with pytest.raises(AssertionError, match="was not requested"):
         async with ScriptedModel(says("a")):
             pass

@@ -64,7 +64,7 @@ async def test_what_was_not_expected_fails_there_and_at_the_end() -> None:
         provider.assert_consumed()
 
 
-async def test_steps_that_nobody_took_fail_at_the_end() -> None:
+async def test_unused_steps_fail_at_the_end() -> None:
     def asks_for_a_plot(request: ExecuteRequest) -> bool:
         return "plot" in request.code
 

@@ -48,7 +48,7 @@ async def test_answers_in_order() -> None:
     tool.assert_consumed()
 
 
-async def test_a_call_that_nobody_expected() -> None:
+async def test_an_unexpected_call() -> None:
     tool = ScriptedTool(ToolAnswer("one", arguments="{}"))
     with pytest.raises(AssertionError, match=r"expected '\{\}'"):
         await run_call(tool, "[]")
@@ -56,7 +56,7 @@ async def test_a_call_that_nobody_expected() -> None:
         tool.assert_consumed()
 
 
-async def test_answers_that_nobody_asked_for() -> None:
+async def test_unused_answers() -> None:
     with pytest.raises(AssertionError, match="was not used"):
         ScriptedTool(ToolAnswer("one")).assert_consumed()
 

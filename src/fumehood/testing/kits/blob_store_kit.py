@@ -30,7 +30,7 @@ async def stream_chunks(*chunks: bytes) -> AsyncGenerator[bytes]:
 
 
 class BlobStoreKit:
-    async def test_what_went_in_comes_out(self, blobs: BlobStore) -> None:
+    async def test_content_is_read_as_written(self, blobs: BlobStore) -> None:
         for content in (b"", b"x", bytes(range(256)) * 20_000):
             name = await blobs.put(content)
             assert name == hashlib.sha256(content).hexdigest()
@@ -54,7 +54,7 @@ class BlobStoreKit:
         assert await blobs.put(b"gone") == name
         assert await read_blob(blobs, name) == b"gone"
 
-    async def test_other_names_are_nobodys(self, blobs: BlobStore) -> None:
+    async def test_invalid_names_are_unknown(self, blobs: BlobStore) -> None:
         real = await blobs.put(b"real")
         for name in (
             "",
@@ -189,7 +189,7 @@ class ReferencedBlobsKit:
                 raise RuntimeError("no room")
         assert await _list_all_names(primitive, -60) == set()
 
-    async def test_many_are_kept_together(
+    async def test_many_are_put_together(
         self, blobs: ReferencedBlobs, primitive: BlobStore, store: Store
     ) -> None:
         contents = [b"%d" % (number % 30) for number in range(40)]

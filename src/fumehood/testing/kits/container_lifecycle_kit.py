@@ -231,7 +231,7 @@ class ContainerUserFilesKit:
         ):
             assert await subject.read_content(name, record.id, start=start, end=end) == wanted
 
-    async def test_a_file_that_comes_in_pieces(self, subject: ContainerSubject) -> None:
+    async def test_a_file_in_chunks(self, subject: ContainerSubject) -> None:
         async def pieces() -> AsyncGenerator[bytes]:
             for number in range(100):
                 yield bytes([number]) * 1000
@@ -332,7 +332,7 @@ class ContainerUserFilesKit:
             await subject.containers.copy_uploads(SOMEBODY, name, ["file-unknown"])
         assert await subject.list_paths(name) == ["out-2.txt", "out.txt"]
 
-    async def test_uploads_of_somebody_else_are_not_there(self, subject: ContainerSubject) -> None:
+    async def test_uploads_of_other_tenants_are_absent(self, subject: ContainerSubject) -> None:
         if subject.upload is None:
             pytest.skip("the adapter has no uploads")
         file_id = await subject.upload("out.txt", b"one")

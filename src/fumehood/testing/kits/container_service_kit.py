@@ -83,7 +83,7 @@ class ContainerIdentityKit:
         with pytest.raises(NotFound):
             await subject.read_content(container.id, files["out.txt"].id, STRANGER)
 
-    async def test_one_that_nobody_uses_expires(self, subject: ContainerSubject) -> None:
+    async def test_an_idle_container_expires(self, subject: ContainerSubject) -> None:
         if subject.advance_clock is None:
             pytest.skip("the adapter cannot let time pass")
         container = await subject.open_container(spec=ContainerSpec(idle_minutes=20))
@@ -153,9 +153,7 @@ class ContainerExecutionKit:
         done = await asyncio.gather(*(subject.run(handle, "prints hello") for handle in handles))
         assert [collect_stdout(events) for events in done] == ["hello\n"] * 3
 
-    async def test_after_a_lost_sandbox_comes_another_one_with_the_files(
-        self, subject: ContainerSubject
-    ) -> None:
+    async def test_a_lost_sandbox_is_replaced_with_its_files(self, subject: ContainerSubject) -> None:
         if subject.destroy_sandbox is None or not subject.keeps_variables:
             pytest.skip("there is no sandbox between calls, or the adapter cannot end it")
         container = await subject.open_container()

@@ -85,7 +85,7 @@ class ContainerStoreKit:
         assert await store.put_container(three)
         assert len(await store.find_containers("a", running=True)) == 3
 
-    async def test_of_many_that_begin_at_once_one_is_beside_nobody(self, subject: StoreSubject) -> None:
+    async def test_of_many_concurrent_containers_one_is_added(self, subject: StoreSubject) -> None:
         stores = itertools.cycle((subject.store, subject.second_store or subject.store))
         put = [next(stores).put_container(_make_container(number), known_running=[]) for number in range(20)]
         async with asyncio.timeout(60):

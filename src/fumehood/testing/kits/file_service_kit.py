@@ -189,7 +189,7 @@ class FileServiceKit:
         assert subject.count_blobs() == len(kept)
         assert sum(record.bytes for record in kept) <= MAX_TENANT_BYTES
 
-    async def test_what_goes_wrong_leaves_nothing(self, subject: FileServiceSubject) -> None:
+    async def test_failed_uploads_leave_nothing(self, subject: FileServiceSubject) -> None:
         async def broken() -> AsyncGenerator[bytes]:
             yield b"x" * 5000
             raise ConnectionResetError("the client is gone")

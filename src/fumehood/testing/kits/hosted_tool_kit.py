@@ -155,7 +155,7 @@ def make_conversation_item(item: OutputItem) -> ConversationEntry:
 class HostedToolKit:
     """All tests of the seam."""
 
-    async def test_what_the_model_is_told(self, subject: ToolSubject) -> None:
+    async def test_the_function_that_the_model_sees(self, subject: ToolSubject) -> None:
         function = (await subject.configure()).function
         assert function.name.isidentifier()
         assert function.description
@@ -163,7 +163,7 @@ class HostedToolKit:
         assert schema["type"] == "object"
         assert "properties" in schema
 
-    async def test_the_configuration_is_shown(self, subject: ToolSubject) -> None:
+    async def test_the_configuration_is_echoed(self, subject: ToolSubject) -> None:
         assert subject.spec.type in subject.tool.types
         echoed = msgspec.json.decode(subject.tool.echo_spec(subject.spec))
         assert echoed["type"] == subject.spec.type
@@ -182,7 +182,7 @@ class HostedToolKit:
         )
         assert get_model_output(result)
 
-    async def test_arguments_that_cannot_be_taken_are_told_to_the_model(self, subject: ToolSubject) -> None:
+    async def test_invalid_arguments_are_reported_to_the_model(self, subject: ToolSubject) -> None:
         for arguments in subject.invalid_arguments:
             events, result = await run_call(await subject.start_call(), arguments)
             assert_call_complete(events, result, subject.tool)
@@ -235,7 +235,7 @@ class HostedToolKit:
         assert [result.exchange.call_id for result in results] == ["call_0", "call_1", "call_2"]
         assert len({str(decode_fields(result.item)["id"]) for result in results}) == 3
 
-    async def test_an_item_that_comes_back(self, subject: ToolSubject) -> None:
+    async def test_an_item_that_a_client_sends_back(self, subject: ToolSubject) -> None:
         _, result = await run_call(await subject.start_call(), subject.valid_arguments)
         made = [(result.item, result.exchange)]
         made += [(further.item, further.exchange) for further in result.additional_items]

@@ -114,16 +114,14 @@ class ModelBackendKit:
         if end.usage is not None:
             assert end.usage.total_tokens >= end.usage.input_tokens + end.usage.output_tokens > 0
 
-    async def test_what_cannot_be_shown_is_refused_before_anything_happens(
-        self, subject: ModelSubject
-    ) -> None:
+    async def test_invalid_requests_are_refused_before_anything_happens(self, subject: ModelSubject) -> None:
         request = _skip_if_missing(subject.invalid_request)
         with pytest.raises(InvalidRequest):
             subject.backend.validate_request(request)
         with pytest.raises(InvalidRequest):
             await anext(subject.backend.stream(request))
 
-    async def test_what_can_be_shown_passes_the_check(self, subject: ModelSubject) -> None:
+    async def test_valid_requests_pass_validation(self, subject: ModelSubject) -> None:
         assert subject.backend.validate_request(subject.text_request) is None
 
     async def test_a_failure_before_the_first_batch_leaves_nothing(self, subject: ModelSubject) -> None:

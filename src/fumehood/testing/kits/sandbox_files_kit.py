@@ -230,7 +230,7 @@ class SandboxFilesKit:
             assert (again.files, sorted(again.deleted)) == (changes.files, ["doomed.txt", "out.txt"])
             assert (await sandbox.list_files(changes.mark)).files == []
 
-    async def test_a_mark_of_nobody_gives_everything(self, subject: _SandboxFilesSubject) -> None:
+    async def test_an_unknown_mark_lists_everything(self, subject: _SandboxFilesSubject) -> None:
         async with subject.create_sandbox() as sandbox:
             await sandbox.write_file("here.txt", b"x")
             listing = await sandbox.list_files("not-a-mark")
@@ -266,9 +266,7 @@ class SandboxFilesKit:
             ):
                 assert newer == {"out.txt", "d1/1.txt"}
 
-    async def test_what_one_of_many_files_cannot_be_is_told_for_itself(
-        self, subject: _SandboxFilesSubject
-    ) -> None:
+    async def test_each_refused_file_of_many_is_reported(self, subject: _SandboxFilesSubject) -> None:
         async with subject.create_sandbox() as sandbox:
             await sandbox.write_file("folder/file.txt", b"x")
             bad = [*BAD_NAMES, "folder", "folder/file.txt/below"]

@@ -139,7 +139,7 @@ class SandboxProviderKit:
         await subject.provider.destroy(ref)
         assert ref.id not in [info.id for info in await subject.provider.list_sandboxes()]
 
-    async def test_each_is_another_one(self, subject: SandboxSubject) -> None:
+    async def test_sandboxes_are_separate(self, subject: SandboxSubject) -> None:
         async with subject.create_sandbox() as one, subject.create_sandbox() as other:
             assert one.id != other.id
             await one.write_file("mine.txt", b"mine")
@@ -154,7 +154,7 @@ class SandboxProviderKit:
             names = [info.id for info in await subject.provider.list_sandboxes()]
             assert names.count("kit-again") == 1
 
-    async def test_asked_at_once_a_name_is_made_once(self, subject: SandboxSubject) -> None:
+    async def test_concurrent_creates_of_a_name_make_one_sandbox(self, subject: SandboxSubject) -> None:
         asked = [subject.provider.create(SandboxSpec(), "kit-at-once") for _ in range(3)]
         refs = await asyncio.gather(*asked)
         try:
@@ -203,7 +203,7 @@ class SandboxProviderKit:
                 await sandbox.interrupt()
             await subject.provider.destroy(SandboxRef(sandbox.id))
 
-    async def test_a_name_can_be_given_again(self, subject: SandboxSubject) -> None:
+    async def test_a_name_can_be_reused(self, subject: SandboxSubject) -> None:
         async with subject.create_sandbox("kit-reborn") as sandbox:
             await sandbox.write_file("old.txt", b"x")
         async with subject.create_sandbox("kit-reborn") as sandbox:

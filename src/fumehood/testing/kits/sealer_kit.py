@@ -25,6 +25,6 @@ class SealerKit:
             sealer.unseal(other, sealer.seal("tenant", b"state"))
 
     @pytest.mark.parametrize("text", ["", "?", "AAAA", "=" * 40, "Ä" * 40, "\ud800", "A" * 10_000])
-    def test_what_was_never_sealed_is_refused(self, sealer: Sealer, text: str) -> None:
+    def test_invalid_seals_are_refused(self, sealer: Sealer, text: str) -> None:
         with pytest.raises(InvalidSeal):
             sealer.unseal("tenant", text)

@@ -49,7 +49,7 @@ _SECONDS = 60
 class ResponseStoreKit:
     """Responses are read as they were written."""
 
-    async def test_a_response_comes_back_whole(self, subject: StoreSubject) -> None:
+    async def test_a_response_is_read_as_written(self, subject: StoreSubject) -> None:
         response = await store_response(subject.store, "whole")
         response.usage = Usage(input_tokens=1)  # the store has a copy
         found = await subject.store.get_response("tenant", response.id)
@@ -58,7 +58,7 @@ class ResponseStoreKit:
         assert found is not None
         assert found.output == response.output
 
-    async def test_what_is_given_out_can_be_changed(self, subject: StoreSubject) -> None:
+    async def test_returned_responses_are_copies(self, subject: StoreSubject) -> None:
         response = await store_response(subject.store)
         found = await subject.store.get_response("tenant", response.id)
         assert found is not None
@@ -244,7 +244,7 @@ class ResponseStoreKit:
 class ConversationStoreKit:
     """Conversations are continued, forked and deleted."""
 
-    async def test_a_conversation_goes_on(self, subject: StoreSubject) -> None:
+    async def test_a_conversation_is_continued(self, subject: StoreSubject) -> None:
         store = subject.store
         tip: Response | None = None
         for number in range(30):
@@ -342,7 +342,7 @@ class ResponseDeletionKit:
         assert await store.list_input_items("tenant", response.id) is None
         assert await find_stored_items(store, one.entries) == []
 
-    async def test_items_stay_while_somebody_stands_on_them(self, subject: StoreSubject) -> None:
+    async def test_items_stay_while_a_response_refers_to_them(self, subject: StoreSubject) -> None:
         store = subject.store
         first, tip = make_response(store, "first"), make_response(store, "tip")
         tip.response.previous_response_id = (await first.complete(await first.begin())).id
@@ -357,7 +357,7 @@ class ResponseDeletionKit:
         assert await store.delete_response("tenant", more.id)
         assert await find_stored_items(store, [*first.entries, *tip.entries]) == []
 
-    async def test_the_end_of_a_conversation_goes_alone(self, subject: StoreSubject) -> None:
+    async def test_deleting_the_last_response_keeps_the_rest(self, subject: StoreSubject) -> None:
         store = subject.store
         first = await store_response(store, "first")
         last = make_response(store, "last", after=first)
@@ -391,7 +391,7 @@ class ResponseDeletionKit:
         assert await store.delete_response("tenant", twig.id)
         assert await find_stored_items(store, [*first.entries, *middle.entries]) == []
 
-    async def test_what_runs_stands_on_what_it_continues(self, subject: StoreSubject) -> None:
+    async def test_a_running_response_protects_what_it_continues(self, subject: StoreSubject) -> None:
         store = subject.store
         first = await store_response(store, "first")
         one = make_response(store, "one", after=first)
@@ -424,7 +424,7 @@ class ResponseDeletionKit:
 class IdempotencyStoreKit:
     """A key stands for one request, until it is released or expires."""
 
-    async def test_a_claim_stands_until_it_is_released_or_expires(self, subject: StoreSubject) -> None:
+    async def test_a_claim_lasts_until_it_is_released_or_expires(self, subject: StoreSubject) -> None:
         store = subject.store
         first, second = (IdempotencyClaim(bytes([number]) * 32, f"resp_{number}") for number in (1, 2))
         assert await store.get_idempotency_claim("a", "key") is None
