@@ -29,7 +29,7 @@ def test_this_machine_isolates() -> None:
     done = run()
     assert done.returncode == 0, done.stdout
     assert done.stderr == ""
-    assert done.stdout.endswith("Code can be isolated here (mode namespaces).\n")
+    assert done.stdout.endswith("This host can isolate code (mode namespaces).\n")
     for name in ("sandbox starts", "code runs", "files", "network", "kernel user"):
         assert re.search(rf"^ok\s+{name}\s", done.stdout, re.MULTILINE), done.stdout
     assert re.search(r"^warning\s+packages\s.*the package index cannot be reached", done.stdout, re.MULTILINE)
@@ -49,7 +49,7 @@ def test_a_mode_that_does_not_work(tmp_path: Path) -> None:
     arguments = ("--mode", "pod", "--guest-socket", tmp_path / "none")
     done = run(*arguments)
     assert done.returncode == 1
-    assert "Code cannot be isolated here (mode pod)." in done.stdout
+    assert "This host cannot isolate code (mode pod)." in done.stdout
     assert "Start the code container first" in done.stdout
     as_json = run(*arguments, "--json")
     report = json.loads(as_json.stdout)

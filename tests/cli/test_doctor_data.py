@@ -92,7 +92,7 @@ def test_data_that_is_whole(data: Path) -> None:
     assert {path: path.read_bytes() for path in before} == before
     printed = run_doctor("--data", data / "gateway.db")
     assert printed.returncode == 0
-    assert printed.stdout.splitlines()[-1].startswith("What is stored is whole (")
+    assert printed.stdout.splitlines()[-1].startswith("The stored data is intact (")
 
 
 @pytest.mark.parametrize(

@@ -116,14 +116,14 @@ def test_what_has_no_words_in_the_target_is_told(tmp_path: Path) -> None:
     item = write_json(tmp_path, SAMPLES["openai"][2])
     done = run_parts("convert", "--from", "option2", "--to", "openai", item)
     assert (done.code, done.out) == (0, "[]\n")
-    assert done.err == "1 part has no words in openai and is left out: code_interpreter_call\n"
+    assert done.err == "1 part dropped, which openai cannot express: code_interpreter_call\n"
     picture = {"type": "uri", "modality": "image", "uri": "https://e.x/y.png"}
     text = {"type": "text", "content": "x"}
     several = write_json(tmp_path, [picture, text, {"type": "e\nvil"}, picture])
     done = run_parts("convert", "--from", "option2", "--to", "openai", several)
     assert done.code == 0
     assert len(json.loads(done.out)) == 1
-    assert done.err == "3 parts have no words in openai and are left out: uri, e\\nvil\n"
+    assert done.err == "3 parts dropped, which openai cannot express: uri, e\\nvil\n"
     assert run_parts("convert", "--from", "option2", "--to", "option1", several).err == ""
 
 
@@ -142,8 +142,8 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "a bare line feed": (b'{"a": "x\ny"}', "is not JSON: Invalid control character"),
     "no UTF-8": (b'["\xff"]', "is not JSON: at byte 2 it is not UTF-8"),
     "zeros": (b"\x00\x00\x00", "is not JSON"),
-    "NaN": (b"[NaN]", "NaN is no number of JSON"),
-    "infinity": (b"[-Infinity]", "-Infinity is no number of JSON"),
+    "NaN": (b"[NaN]", "NaN is not a JSON number"),
+    "infinity": (b"[-Infinity]", "-Infinity is not a JSON number"),
     "beyond all bounds": (b"[1e999]", "the number 1e999 is too large"),
     "next to nothing": (b"[1e-999]", "the number 1e-999 is too small"),
     "many digits": (b"[" + b"9" * 10_000 + b"]", "a number has too many digits"),

@@ -93,8 +93,8 @@ def test_a_place_that_others_can_reach_is_not_opened_by_a_setting_alone(host: st
     [
         (["--config", "none.yaml"], {}, "none.yaml: No such file or directory."),
         ([], {"FUMEHOOD_SERVER__PRT": "1"}, "there is no setting server.prt; did you mean port?"),
-        (["--upstream-key-env", "KEY"], {}, "it goes with --upstream"),
-        (["--upstream", "nonsense"], {}, "base_url 'nonsense' is not the address of a server"),
+        (["--upstream-key-env", "KEY"], {}, "requires --upstream"),
+        (["--upstream", "nonsense"], {}, "base_url 'nonsense' is not the URL of a server"),
         (
             ["--upstream", "http://127.0.0.1:1/v1", "--upstream-key-env", "NO_SUCH_KEY"],
             {},

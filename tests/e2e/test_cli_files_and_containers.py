@@ -59,7 +59,7 @@ def test_a_file_is_never_replaced_unless_it_is_wanted(url: str, tmp_path: Path) 
     (tmp_path / "a.txt").write_bytes(b"mine")
     for arguments in ((), ("-o", "a.txt"), ("-o", ".")):
         refused = run_command("files", "get", file_id, *arguments, url=url)
-        assert (refused.code, refused.err) == (1, "a.txt is there already; --force replaces a file.")
+        assert (refused.code, refused.err) == (1, "a.txt exists; --force overwrites it.")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     assert run_command("files", "get", file_id, "-o", "link", url=url).code == 1
     assert (tmp_path / "a.txt").read_bytes() == b"mine"
@@ -106,7 +106,7 @@ def test_containers_from_creation_to_removal(url: str, tmp_path: Path) -> None:
     assert found.keys() == {"/mnt/data/in.csv", "/mnt/data/d/out.csv", *unpacked_paths}
     assert "/mnt/data/z/one.txt" in run_command("containers", "files", container, url=url).out
     listed = run_command("containers", "files", container, "--limit", "2", url=url)
-    assert listed.err == "There are more than 2; --limit shows them."
+    assert listed.err == "There are more than 2; use --limit to list them."
 
     by_path = run_command("containers", "get", container, "d/out.csv", url=url)
     assert by_path.err == "Saved out.csv (4 bytes)."
@@ -115,7 +115,7 @@ def test_containers_from_creation_to_removal(url: str, tmp_path: Path) -> None:
     )
     assert by_id.out == "one"
     missing = run_command("containers", "get", container, "none.csv", url=url)
-    assert (missing.code, missing.err) == (1, "There is no file /mnt/data/none.csv in this container.")
+    assert (missing.code, missing.err) == (1, "The container has no file /mnt/data/none.csv.")
 
     assert run_command("containers", "rm", container, url=url).err == f"Deleted {container}."
     gone = run_command("containers", "show", container, url=url)

@@ -34,8 +34,8 @@ def request(*entries: ConversationEntry, **more: object) -> ModelRequest:
     return ModelRequest(model="direct", **given)  # pyright: ignore[reportArgumentType]
 
 
-async def turn(asked: ModelRequest) -> list[AnyModelEvent]:
-    return [event async for batch in DirectExecutionModel().stream(asked) for event in batch]
+async def turn(model_request: ModelRequest) -> list[AnyModelEvent]:
+    return [event async for batch in DirectExecutionModel().stream(model_request) for event in batch]
 
 
 async def code(text: str) -> str | None:
@@ -45,8 +45,8 @@ async def code(text: str) -> str | None:
     return msgspec.json.decode(arguments)["code"] if arguments else None
 
 
-async def answer(asked: ModelRequest) -> str:
-    events = await turn(asked)
+async def answer(model_request: ModelRequest) -> str:
+    events = await turn(model_request)
     assert isinstance(events[-1], ModelTurnEnded)
     assert events[-1].reason == "stop"
     return "".join(event.delta for event in events if isinstance(event, ModelTextDelta))
@@ -61,9 +61,11 @@ async def test_a_call() -> None:
     assert end == ModelTurnEnded("calls", Usage(input_tokens=17, output_tokens=5, total_tokens=22))
 
 
-@pytest.mark.parametrize("told", ["42\n", [{"type": "input_text", "text": "42"}]])
-async def test_a_call_that_the_client_has_answered(told: object) -> None:
-    past = request(message("```\nprint(6 * 7)\n```"), call("c", name="code_interpreter"), output("c", told))
+@pytest.mark.parametrize("output_text", ["42\n", [{"type": "input_text", "text": "42"}]])
+async def test_a_call_that_the_client_has_answered(output_text: object) -> None:
+    past = request(
+        message("```\nprint(6 * 7)\n```"), call("c", name="code_interpreter"), output("c", output_text)
+    )
     assert await answer(past) == "42"
 
 
@@ -93,12 +95,12 @@ async def test_what_is_code(text: str, run: str | None) -> None:
 
 
 async def test_without_code_it_says_what_to_do() -> None:
-    told = await answer(request(message("hello")))
-    assert told == snapshot(
+    output_text = await answer(request(message("hello")))
+    assert output_text == snapshot(
         "I am not a language model: I run the Python code of your message. Send code, best between ``` fences, "
         "and offer the code_interpreter tool. Commands between ```sh fences run in the shell tool."
     )
-    assert await answer(request()) == told
+    assert await answer(request()) == output_text
 
 
 @pytest.mark.parametrize(
@@ -116,8 +118,8 @@ SHELL = FunctionSpec(name="shell", description="", parameters=Raw(b"{}"))
 MIXED = "```sh\nls\n```\n```bash\npwd\n```\nthen\n```python\n1\n```\n```shell\nid\n```"
 
 
-async def next_call(asked: ModelRequest) -> tuple[str, object] | None:
-    started, *rest = await turn(asked)
+async def next_call(model_request: ModelRequest) -> tuple[str, object] | None:
+    started, *rest = await turn(model_request)
     if not isinstance(started, ModelCallStarted):
         return None
     arguments = "".join(event.delta for event in rest if isinstance(event, ModelCallArgumentsDelta))
@@ -170,11 +172,14 @@ async def test_calls_that_the_client_has_answered_are_over_whatever_they_were() 
 
 
 async def test_it_answers_with_the_output() -> None:
-    asked = message("print(1)")
-    assert await answer(request(asked, hosted_call("c", "1\n", turn=1))) == "1"
-    assert await answer(request(asked, hosted_call("c", "", turn=1))) == "The code ran and printed nothing."
+    model_request = message("print(1)")
+    assert await answer(request(model_request, hosted_call("c", "1\n", turn=1))) == "1"
     assert (
-        await answer(request(asked, hosted_call("c", "1\n", turn=1), hosted_call("d", "2\n", turn=2)))
+        await answer(request(model_request, hosted_call("c", "", turn=1)))
+        == "The code ran and printed nothing."
+    )
+    assert (
+        await answer(request(model_request, hosted_call("c", "1\n", turn=1), hosted_call("d", "2\n", turn=2)))
         == "1\n2"
     )
 

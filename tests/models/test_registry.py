@@ -135,8 +135,8 @@ async def test_from_settings() -> None:
             await asyncio.sleep(0.001)
         assert (await first)[0] == ModelTextDelta("a")
         await batches.aclose()
-        assert {asked.json["model"] for asked in server.requests} == {"org/special"}
-        assert {asked.headers["authorization"] for asked in server.requests} == {"Bearer sk-1"}
+        assert {received.json["model"] for received in server.requests} == {"org/special"}
+        assert {received.headers["authorization"] for received in server.requests} == {"Bearer sk-1"}
         assert await names(registry) == ["direct", "special", "llama"]
         assert server.requests[-1].path == "/v1/models"
         assert "authorization" not in server.requests[-1].headers
@@ -145,21 +145,21 @@ async def test_from_settings() -> None:
 
 
 def test_settings_from_a_file() -> None:
-    given = {
+    values = {
         "match": "gpt-*",
         "base_url": "https://api.example/v1",
         "headers": {"x-a": "b"},
         "extra_body": {"top_k": 5, "nested": {"a": [1, None]}},
         "read_timeout": 60,
     }
-    settings = msgspec.convert(given, ModelSettings)
+    settings = msgspec.convert(values, ModelSettings)
     assert settings.is_pattern
     assert (settings.retries, settings.max_tokens_field, settings.read_timeout) == (2, "max_tokens", 60.0)
     assert "x-a" not in repr(settings)
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("values", "expected"),
     [
         ({}, "base_url is missing"),
         ({"base_url": "ftp://x"}, "is not the URL of a server"),
@@ -213,9 +213,9 @@ def test_settings_from_a_file() -> None:
         ),
     ],
 )
-def test_settings_that_cannot_be(given: dict[str, object], told: str) -> None:
-    with pytest.raises(msgspec.ValidationError, match=told) as caught:
-        msgspec.convert(given, ModelSettings)
+def test_settings_that_cannot_be(values: dict[str, object], expected: str) -> None:
+    with pytest.raises(msgspec.ValidationError, match=expected) as caught:
+        msgspec.convert(values, ModelSettings)
     assert "pw" not in str(caught.value).replace("password", "")
 
 

@@ -134,7 +134,7 @@ async def test_over_a_socket() -> None:
         ]
         await connections.close()
     assert clock.sleeps == [0.25, 0.5, 2.0]
-    assert len({asked.body for asked in server.requests}) == 1
+    assert len({received.body for received in server.requests}) == 1
 
 
 # --- what is counted ----------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ async def run_and_count(*turns: ScriptedTurn, leave: bool = False) -> ModelStats
 
 
 @pytest.mark.parametrize(
-    ("turns", "outcome", "errors", "retries", "pieces"),
+    ("turns", "outcome", "errors", "retries", "chunks"),
     [
         ([says("a")], "ended", {}, 0, 1),
         ([DOWN, says("a")], "ended", {"unreachable": 1}, 1, 1),
@@ -171,11 +171,11 @@ async def run_and_count(*turns: ScriptedTurn, leave: bool = False) -> ModelStats
     ],
 )
 async def test_turns_are_counted_by_outcome(
-    turns: Sequence[ScriptedTurn], outcome: str, errors: dict[str, int], retries: int, pieces: int
+    turns: Sequence[ScriptedTurn], outcome: str, errors: dict[str, int], retries: int, chunks: int
 ) -> None:
     figures = await run_and_count(*turns)
     assert (figures.ended_turns, figures.errors, figures.retries) == ({outcome: 1}, errors, retries)
-    assert figures.first_event_seconds.count == pieces
+    assert figures.first_event_seconds.count == chunks
 
 
 async def test_a_turn_that_somebody_left_is_no_error() -> None:

@@ -1,6 +1,6 @@
 """Servers with habits of their own, each ending in a right answer or a right error.
 
-Every animal is what a server writes on a real socket, and what must come out of it. docs/models.md has the same list
+Every case is what a server writes on a real socket, and what must come out of it. docs/models.md has the same list
 in words.
 """
 
@@ -39,7 +39,7 @@ from fumehood.protocol.openai.api_errors import (
     ModelUnreachable,
 )
 from fumehood.protocol.openai.tool_specs import FunctionSpec
-from tests.support import responses_events as theirs
+from tests.support import responses_events as wire
 from tests.support.conversations import message, segment
 from tests.support.raw_model_server import (
     BREAK_CONNECTION,
@@ -79,38 +79,38 @@ class QuirkCase:
 
 def summarize_turn(events: Sequence[AnyModelEvent]) -> Turn:
     """A turn in short: what was said, thought and called, and how it ended."""
-    said: dict[str, Any] = {"end": ""}
+    summary: dict[str, Any] = {"end": ""}
     calls: dict[int, list[str]] = {}
     for event in events:
         match event:
             case ModelTextDelta():
-                said["text"] = said.get("text", "") + event.delta
+                summary["text"] = summary.get("text", "") + event.delta
             case ModelReasoningDelta():
-                said["thought"] = said.get("thought", "") + event.delta
+                summary["thought"] = summary.get("thought", "") + event.delta
             case ModelRefusalDelta():
-                said["refusal"] = said.get("refusal", "") + event.delta
+                summary["refusal"] = summary.get("refusal", "") + event.delta
             case ModelCallStarted():
                 made = re.fullmatch("call_[0-9a-f]{48}", event.call_id)
                 calls[event.key] = ["made" if made else event.call_id, event.name, ""]
             case ModelCallArgumentsDelta():
                 calls[event.key][2] += event.delta
             case ModelTurnEnded():
-                said["end"] = event.reason
+                summary["end"] = event.reason
                 if event.usage is not None:
-                    said["usage"] = (event.usage.input_tokens, event.usage.output_tokens)
+                    summary["usage"] = (event.usage.input_tokens, event.usage.output_tokens)
             case _:
                 pass
-    return said | ({"calls": [tuple(call) for call in calls.values()]} if calls else {})
+    return summary | ({"calls": [tuple(call) for call in calls.values()]} if calls else {})
 
 
 # --- what is written ----------------------------------------------------------------------------------
 
 
-def raw(*pieces: object) -> Responder:
+def raw(*written: object) -> Responder:
     """These bytes as they are, and the end of the connection."""
 
     async def answer(_: ReceivedRequest, writer: asyncio.StreamWriter) -> bool:
-        for piece in pieces:
+        for piece in written:
             if piece is HANG:
                 await asyncio.Event().wait()
             elif isinstance(piece, bytes):
@@ -146,8 +146,8 @@ def part(
 ) -> dict[str, Any]:
     """A fragment of a call; what is None is not there."""
     function = {"name": name, "arguments": arguments}
-    said = {key: value for key, value in function.items() if value is not None}
-    fields = {"index": index, "id": call_id, "function": said}
+    summary = {key: value for key, value in function.items() if value is not None}
+    fields = {"index": index, "id": call_id, "function": summary}
     return {key: value for key, value in fields.items() if value is not None}
 
 
@@ -171,66 +171,66 @@ forced = ModelRequest(model="m", segments=REQUEST.segments, function_tools=[RUN,
 # --- on the way, the same for both kinds of servers ---------------------------------------------------
 
 
-def transport_cases(body: bytes, begun: bytes) -> dict[str, QuirkCase]:
+def transport_cases(body: bytes, partial: bytes) -> dict[str, QuirkCase]:
     """body: a whole answer, `Hello`; begun: one that goes on after `Hel`."""
 
-    def animal(*pieces: object, outcome: Turn | Fault = TEXT, **more: Any) -> QuirkCase:
-        return QuirkCase(answers=[raw(*pieces)], expected=outcome, **more)
+    def quirk(*written: object, outcome: Turn | Fault = TEXT, **more: Any) -> QuirkCase:
+        return QuirkCase(answers=[raw(*written)], expected=outcome, **more)
 
     chunks = http("Transfer-Encoding: chunked")
     busy = {"error": {"message": "later", "code": "busy"}}
     dated = {"Retry-After": "Sun, 06 Nov 1994 08:49:41 GMT", "Date": "Sun, 06 Nov 1994 08:49:37 GMT"}
     good = stream(body)
     return {
-        "HTTP/1.0, to the end of the connection": animal(http(version="1.0") + body),
+        "HTTP/1.0, to the end of the connection": quirk(http(version="1.0") + body),
         "one byte at a time": QuirkCase(answers=[dripping(body, http())], expected=TEXT),
-        "all in one write": animal(chunks + chunked(body) + b"0\r\n\r\n"),
-        "chunked, and no end": animal(chunks + chunked(body), HANG),
-        "chunked, and cut off after the end": animal(chunks + chunked(body)),
-        "a length that is too great": animal(http(f"Content-Length: {len(body) + 99}") + body),
-        "a length that is too small": animal(
+        "all in one write": quirk(chunks + chunked(body) + b"0\r\n\r\n"),
+        "chunked, and no end": quirk(chunks + chunked(body), HANG),
+        "chunked, and cut off after the end": quirk(chunks + chunked(body)),
+        "a length that is too great": quirk(http(f"Content-Length: {len(body) + 99}") + body),
+        "a length that is too small": quirk(
             http("Content-Length: 9") + body, outcome=(ModelError, "sent an invalid")
         ),
-        "a length that is none": animal(
+        "a length that is none": quirk(
             http("Content-Length: many") + body, outcome=(ModelError, "is not valid HTTP")
         ),
-        "CRLF": animal(http() + body.replace(b"\n", b"\r\n")),
-        "a byte order mark": animal(http() + b"\xef\xbb\xbf" + body),
-        "comments and other fields": animal(
+        "CRLF": quirk(http() + body.replace(b"\n", b"\r\n")),
+        "a byte order mark": quirk(http() + b"\xef\xbb\xbf" + body),
+        "comments and other fields": quirk(
             http() + b": hi\nid: 5\nretry: 9\n\n" + body.replace(b"data: ", b": ping\nevent: x\ndata: ")
         ),
-        "data without a space": animal(http() + body.replace(b"data: ", b"data:")),
-        "rubbish after the end": animal(http() + body + b"data: [DONE]\n\n\xff\xfe rubbish\n\n{"),
-        "a line of a megabyte": animal(
+        "data without a space": quirk(http() + body.replace(b"data: ", b"data:")),
+        "rubbish after the end": quirk(http() + body + b"data: [DONE]\n\n\xff\xfe rubbish\n\n{"),
+        "a line of a megabyte": quirk(
             http() + body.replace(b"Hel", b"Hel" * 350_000),
             outcome={"text": "Hel" * 350_000 + "lo", "end": "stop"},
         ),
-        "a line without end": animal(
+        "a line without end": quirk(
             http() + b"data: " + b"x" * 40_000_000, outcome=(ModelError, "a line of more than 33554432 bytes")
         ),
         "no answer at all": QuirkCase(answers=[raw()] * 3, expected=BROKE, backoffs=[0.25, 0.5]),
         "cut off before the first event, then good": QuirkCase(
             answers=[raw(http()[:-9]), raw(chunks), good], expected=TEXT, backoffs=[0.25, 0.5]
         ),
-        "cut off after it": animal(chunks + chunked(begun), outcome=BROKE),
-        "reset after it": QuirkCase(answers=[stream(begun, BREAK_CONNECTION)], expected=BROKE),
-        "silence instead of a head": animal(HANG, outcome=SILENT, settings=IMPATIENT),
-        "silence in the head": animal(b"HTTP/1.1 200 OK\r\nX: ", HANG, outcome=SILENT, settings=IMPATIENT),
-        "silence instead of a body": animal(http(), HANG, outcome=SILENT, settings=IMPATIENT),
-        "silence in an event": animal(http(), begun[:-9], HANG, outcome=SILENT, settings=IMPATIENT),
-        "a head without end": animal(
+        "cut off after it": quirk(chunks + chunked(partial), outcome=BROKE),
+        "reset after it": QuirkCase(answers=[stream(partial, BREAK_CONNECTION)], expected=BROKE),
+        "silence instead of a head": quirk(HANG, outcome=SILENT, settings=IMPATIENT),
+        "silence in the head": quirk(b"HTTP/1.1 200 OK\r\nX: ", HANG, outcome=SILENT, settings=IMPATIENT),
+        "silence instead of a body": quirk(http(), HANG, outcome=SILENT, settings=IMPATIENT),
+        "silence in an event": quirk(http(), partial[:-9], HANG, outcome=SILENT, settings=IMPATIENT),
+        "a head without end": quirk(
             b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 20_000, HANG, outcome=(ModelError, "is not valid HTTP")
         ),
-        "another protocol": animal(b"220 mail.example\r\n", outcome=(ModelError, "is not valid HTTP")),
-        "gzip": animal(
+        "another protocol": quirk(b"220 mail.example\r\n", outcome=(ModelError, "is not valid HTTP")),
+        "gzip": quirk(
             http("Content-Encoding: gzip") + gzip.compress(body), outcome=(ModelError, "is compressed")
         ),
-        "a redirect": animal(
+        "a redirect": quirk(
             http("Location: http://127.0.0.1:1/", "Content-Length: 0", status="308 Moved"),
             outcome=(ModelError, "has moved (HTTP 308)"),
         ),
-        "nothing in it": animal(http("Content-Length: 0"), outcome=(ModelError, "its response is empty")),
-        "a page of HTML": animal(
+        "nothing in it": quirk(http("Content-Length: 0"), outcome=(ModelError, "its response is empty")),
+        "a page of HTML": quirk(
             http() + b"<html>hello</html>", outcome=(ModelError, "its response is empty")
         ),
         "an error as JSON, and 200": QuirkCase(
@@ -238,7 +238,7 @@ def transport_cases(body: bytes, begun: bytes) -> dict[str, QuirkCase]:
             expected=(ModelRejectedRequest, "refused the request: no such model"),
         ),
         "an error as an event": QuirkCase(
-            answers=[stream(begun, b'event: error\ndata: {"error":{"message":"oh","code":500}}\n\n')],
+            answers=[stream(partial, b'event: error\ndata: {"error":{"message":"oh","code":500}}\n\n')],
             expected=(ModelError, "failed: oh"),
         ),
         "an error without a name": QuirkCase(
@@ -439,34 +439,34 @@ CHAT: dict[str, QuirkCase] = {
 RESPONSES: dict[str, QuirkCase] = {
     name: QuirkCase(answers=[answer], expected=outcome)
     for name, answer, outcome in (
-        ("[DONE] instead of an end", stream(theirs.message("Hello"), DONE), TEXT),
-        ("no end", stream(theirs.message("Hello")), BROKE),
-        ("one JSON document", document(msgspec.json.encode(theirs.response(output=[
+        ("[DONE] instead of an end", stream(wire.message("Hello"), DONE), TEXT),
+        ("no end", stream(wire.message("Hello")), BROKE),
+        ("one JSON document", document(msgspec.json.encode(wire.response(output=[
             {"type": "message", "content": [{"type": "output_text", "text": "Hello"}]}
         ]))), TEXT),
-        ("no deltas", stream(theirs.done(0, type="message", content="Hello"), theirs.ended()), TEXT),
+        ("no deltas", stream(wire.done(0, type="message", content="Hello"), wire.ended()), TEXT),
         ("arguments as an object", stream(
-            theirs.done(0, type="function_call", call_id="c", name="run", arguments={"code": "1"}), theirs.ended()
+            wire.done(0, type="function_call", call_id="c", name="run", arguments={"code": "1"}), wire.ended()
         ), CALL),
         ("the same id twice", stream(
-            theirs.call("run", "{}", call_id="c"), theirs.call("run", "{}", index=1, call_id="c"), theirs.ended()
+            wire.call("run", "{}", call_id="c"), wire.call("run", "{}", index=1, call_id="c"), wire.ended()
         ), {"calls": [("c", "run", "{}"), ("made", "run", "{}")], "end": "calls"}),
-        ("no id", stream(theirs.call("run", '{"code":"1"}', call_id=""), theirs.ended()), MADE),
-        ("an error that is flat", stream(theirs.event("error", code="server_error", message="oh")), (ModelError, "oh")),
-        ("an error after the end of all", stream(theirs.says("Hello"), theirs.event("error", message="oh")), TEXT),
+        ("no id", stream(wire.call("run", '{"code":"1"}', call_id=""), wire.ended()), MADE),
+        ("an error that is flat", stream(wire.event("error", code="server_error", message="oh")), (ModelError, "oh")),
+        ("an error after the end of all", stream(wire.says("Hello"), wire.event("error", message="oh")), TEXT),
         ("usage of floats below nothing",
-            stream(theirs.says("Hello", usage={"input_tokens": 3.0, "output_tokens": -1})),
+            stream(wire.says("Hello", usage={"input_tokens": 3.0, "output_tokens": -1})),
             {**TEXT, "usage": (3, 0)}),
-        ("half a surrogate pair", stream(theirs.says("Hello").replace(b'o"', HALF)), {"text": "Hello?", "end": "stop"}),
+        ("half a surrogate pair", stream(wire.says("Hello").replace(b'o"', HALF)), {"text": "Hello?", "end": "stop"}),
     )
 } | {
     "failed before it began": QuirkCase(
-        answers=[stream(theirs.ended("failed", error={"code": "rate_limit_exceeded", "message": "slow"}))] * 3,
+        answers=[stream(wire.ended("failed", error={"code": "rate_limit_exceeded", "message": "slow"}))] * 3,
         expected=(ModelRateLimited, "is busy: slow"),
         backoffs=[0.25, 0.5],
     ),
     "code between fences where a call is forced": QuirkCase(
-        answers=[stream(theirs.says(FENCED))],
+        answers=[stream(wire.says(FENCED))],
         request=forced,
         expected={"calls": [("made", "run", '{"code":"print(1)\\n"}')], "end": "calls"},
     ),
@@ -479,45 +479,49 @@ type Kind = Callable[[ModelSettings, UpstreamClient], HttpModelBackend]
 
 
 def _quirk_params() -> list[Any]:
-    begun = theirs.created() + theirs.added(0, type="message") + theirs.delta("output_text", 0, "Hel")
-    houses: list[tuple[str, Kind, dict[str, QuirkCase]]] = [
+    partial = wire.created() + wire.added(0, type="message") + wire.delta("output_text", 0, "Hel")
+    groups: list[tuple[str, Kind, dict[str, QuirkCase]]] = [
         ("chat", ChatCompletionsBackend, CHAT | transport_cases(HELLO, chunk({"content": "Hel"}))),
-        ("responses", ResponsesApiBackend, RESPONSES | transport_cases(theirs.says("Hel", "lo"), begun)),
+        (
+            "responses",
+            ResponsesApiBackend,
+            RESPONSES | transport_cases(wire.says("Hel", "lo"), partial),
+        ),
     ]
     return [
-        pytest.param(kind, animal, id=f"{house}: {name}")
-        for house, kind, animals in houses
-        for name, animal in animals.items()
+        pytest.param(backend_class, quirk, id=f"{group}: {name}")
+        for group, backend_class, cases in groups
+        for name, quirk in cases.items()
     ]
 
 
-@pytest.mark.parametrize(("kind", "animal"), _quirk_params())
-async def test_upstream_quirk(kind: Kind, animal: QuirkCase, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("backend_class", "quirk"), _quirk_params())
+async def test_upstream_quirk(backend_class: Kind, quirk: QuirkCase, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fumehood.models.upstream.http_backend._USAGE_TIMEOUT", 0.05)
     monkeypatch.setattr("fumehood.models.upstream.http1_client._DRAIN_SECONDS", 0.05)
     clock = RecordingClock()
-    async with asyncio.timeout(30), open_raw_model_server(*animal.answers) as server:
+    async with asyncio.timeout(30), open_raw_model_server(*quirk.answers) as server:
         upstream = UpstreamClient()
-        settings = ModelSettings(base_url=server.url, **animal.settings)
-        backend = RetryingBackend(kind(settings, upstream), 2, clock, jitter=lambda: 1.0)
+        settings = ModelSettings(base_url=server.url, **quirk.settings)
+        backend = RetryingBackend(backend_class(settings, upstream), 2, clock, jitter=lambda: 1.0)
         events: list[AnyModelEvent] = []
         failure: ModelError | None = None
         try:
-            async for batch in backend.stream(animal.request):
+            async for batch in backend.stream(quirk.request):
                 assert batch
                 events.extend(batch)
         except ModelError as error:
             failure = error
         await upstream.close()
-    if isinstance(animal.expected, tuple):
-        wanted, words = animal.expected
+    if isinstance(quirk.expected, tuple):
+        error_class, words = quirk.expected
         assert failure is not None
-        assert type(failure) is wanted
+        assert type(failure) is error_class
         assert words in failure.message
         assert not any(isinstance(event, ModelTurnEnded) for event in events)
     else:
         assert failure is None
-        assert summarize_turn(events) == animal.expected
+        assert summarize_turn(events) == quirk.expected
         assert isinstance(events[-1], ModelTurnEnded)
     assert not server.responders, "it was not asked for everything"
-    assert clock.sleeps == [*animal.backoffs]
+    assert clock.sleeps == [*quirk.backoffs]

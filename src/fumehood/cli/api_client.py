@@ -1,6 +1,6 @@
-"""A server of OpenAI's API, as commands ask it and as they show what it says.
+"""A client of OpenAI's Containers and Files APIs, with the output and options of the commands that use it.
 
-Everything that a server says is untrusted: it is bounded, and cleaned before it reaches a terminal or the disk.
+Server responses are untrusted: their size is limited, and text is sanitized before it reaches a terminal or the disk.
 """
 
 import http.client
@@ -17,28 +17,29 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import typer
 
+from fumehood.cli.options import EXIT_UNAVAILABLE
+
 EPILOG = (
-    "The key is taken from FUMEHOOD_API_KEY or OPENAI_API_KEY. Exit codes: 0 done, 1 the server or the disk refused, "
-    "2 used wrongly, 125 the server cannot be reached."
+    "The API key is read from FUMEHOOD_API_KEY or OPENAI_API_KEY. Exit codes: 0 success, 1 the server or the disk "
+    "refused, 2 invalid usage, 125 the server cannot be reached."
 )
-EXIT_UNREACHABLE = 125
 _KEY_VARIABLES = ("FUMEHOOD_API_KEY", "OPENAI_API_KEY")
 _CHUNK_BYTES = 1 << 18
 _MAX_RESPONSE_BYTES = 64 << 20
 _MAX_MESSAGE_LENGTH = 500
 _PAGE_SIZE = 100
-_TIMEOUT_SECONDS = 60.0  # of silence
+_TIMEOUT_SECONDS = 60.0
 
 type ApiObject = dict[str, object]
 type TableColumns = Mapping[str, Callable[[ApiObject], str]]
-"""What a table shows of an object, by the heads of its columns."""
+"""The cells of a table row, by column heading."""
 
 BaseUrlOption = Annotated[
     str,
     typer.Option(
         metavar="URL",
         envvar=["FUMEHOOD_BASE_URL", "OPENAI_BASE_URL"],
-        help="The server, with the path under which its API begins.",
+        help="The base URL of the server's API.",
     ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
@@ -46,32 +47,37 @@ OutputOption = Annotated[
     Path | None,
     typer.Option("-o", "--output", metavar="PATH", help="A file or a directory; - is standard output."),
 ]
-ForceOption = Annotated[bool, typer.Option("--force", help="Replace a file that is there.")]
-LimitOption = Annotated[int, typer.Option(metavar="N", min=1, help="How many to show, the newest first.")]
+ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")]
+LimitOption = Annotated[int, typer.Option(metavar="N", min=1, help="List at most this many, newest first.")]
 DEFAULT_URL = "http://127.0.0.1:8080/v1"
 
 
 class CommandFailed(Exception):
-    """What was asked for was not done; says why, fit to be shown."""
+    """The command failed; the text is safe to print."""
 
 
 class ApiUnreachable(Exception):
-    """Nobody answers there; says where."""
+    """The server does not response; the text names its URL."""
 
 
 class ApiClient:
-    """One request at a time, each on a connection of its own; no redirect is followed, and no proxy used."""
+    """Sends one request at a time, each on a new connection, without redirects or proxies."""
 
     def __init__(self, base_url: str) -> None:
         parts = urlsplit(base_url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise typer.BadParameter("a URL such as http://127.0.0.1:8080/v1", param_hint="--base-url")
+            raise typer.BadParameter(
+                "must be a URL such as http://127.0.0.1:8080/v1", param_hint="--base-url"
+            )
         if parts.username is not None or parts.password is not None:
-            raise typer.BadParameter("keys are taken from the environment", param_hint="--base-url")
+            raise typer.BadParameter(
+                "must not contain credentials; API keys are read from the environment",
+                param_hint="--base-url",
+            )
         try:
             self._port = parts.port
         except ValueError:
-            raise typer.BadParameter("that is no port", param_hint="--base-url") from None
+            raise typer.BadParameter("has an invalid port", param_hint="--base-url") from None
         self._uses_tls = parts.scheme == "https"
         self._host = parts.hostname
         self._path = parts.path.rstrip("/")
@@ -89,21 +95,21 @@ class ApiClient:
         return self._request_json("DELETE", path)
 
     def list_objects(self, path: str, limit_total: int, **query: object) -> tuple[list[ApiObject], bool]:
-        """The newest, page by page, and whether there are more."""
+        """List the newest objects, page by page; also returns whether there are more."""
         found: list[ApiObject] = []
         after: object = None
         while True:
             limit = min(_PAGE_SIZE, limit_total - len(found))
             page = self.get(path, limit=limit, order="desc", after=after, **query)
-            listed = get_rows(page)
-            found += listed
-            more = page.get("has_more") is True and bool(listed)
+            rows = get_rows(page)
+            found += rows
+            more = page.get("has_more") is True and bool(rows)
             if not more or len(found) >= limit_total:
                 return found[:limit_total], more or len(found) > limit_total
             after = found[-1].get("id")
 
     def upload(self, path: str, fields: Mapping[str, str], file: Path, name: str) -> ApiObject:
-        """A form with one file, sent piece by piece."""
+        """Send a multipart form with one file, streamed."""
         try:
             source = file.open("rb")
         except OSError as error:
@@ -118,17 +124,17 @@ class ApiClient:
                 "Content-Type": f"multipart/form-data; boundary={boundary}",
                 "Content-Length": str(len(head) + size + len(tail)),
             }
-            with show_progress(f"Sending {sanitize_text(name)}", size) as advance:
-                body = _stream_form(head, source, size, tail, advance)
+            with show_progress(f"Sending {sanitize_text(name)}", size) as on_progress:
+                body = _stream_form(head, source, size, tail, on_progress)
                 return self._request_json("POST", path, body, headers)
 
     @contextmanager
     def download(self, path: str) -> Generator[tuple[int | None, Iterator[bytes]]]:
-        """Its size, if the server says it, and its content, of which nothing is missing when it ends."""
-        with self._open_request("GET", path) as answer:
-            yield answer.length, self._read_chunks(answer)
+        """The size, if known, and the chunks of a file. Raises ApiUnreachable if the content is incomplete."""
+        with self._open_request("GET", path) as response:
+            yield response.length, self._read_chunks(response)
 
-    # ---- exchanges ------------------------------------------------------------------------------------------------
+    # ---- requests -------------------------------------------------------------------------------------------------
 
     def _request_json(
         self,
@@ -139,10 +145,10 @@ class ApiClient:
         query_parameters: Mapping[str, object] | None = None,
     ) -> ApiObject:
         with (
-            self._open_request(method, path, body, headers, query_parameters) as answer,
+            self._open_request(method, path, body, headers, query_parameters) as response,
             self._translate_errors(),
         ):
-            return _read_json_object(answer)
+            return _read_json_object(response)
 
     @contextmanager
     def _open_request(
@@ -153,18 +159,20 @@ class ApiClient:
         headers: Mapping[str, str] | None = None,
         query_parameters: Mapping[str, object] | None = None,
     ) -> Generator[http.client.HTTPResponse]:
-        kind = http.client.HTTPSConnection if self._uses_tls else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=_TIMEOUT_SECONDS)
-        asked = urlencode(
+        connection_class = http.client.HTTPSConnection if self._uses_tls else http.client.HTTPConnection
+        connection = connection_class(self._host, self._port, timeout=_TIMEOUT_SECONDS)
+        encoded_query = urlencode(
             {name: value for name, value in (query_parameters or {}).items() if value is not None}
         )
-        target = f"{self._path}{path}{f'?{asked}' if asked else ''}"
+        target = f"{self._path}{path}{f'?{encoded_query}' if encoded_query else ''}"
         try:
             with self._translate_errors():
-                answer = _send_request(connection, method, target, body, {**self._headers, **(headers or {})})
-                if answer.status >= 300:
-                    raise CommandFailed(_error_message(answer))
-            yield answer
+                response = _send_request(
+                    connection, method, target, body, {**self._headers, **(headers or {})}
+                )
+                if response.status >= 300:
+                    raise CommandFailed(_error_message(response))
+            yield response
         finally:
             connection.close()
 
@@ -173,24 +181,24 @@ class ApiClient:
         try:
             yield
         except (OSError, http.client.HTTPException) as error:
-            why = sanitize_text(str(error)) or type(error).__name__
-            raise ApiUnreachable(f"{self._display_url} does not answer: {why}.") from error
+            reason = sanitize_text(str(error)) or type(error).__name__
+            raise ApiUnreachable(f"{self._display_url} does not response: {reason}.") from error
 
     def _read_chunks(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         wanted, size = response.length, 0
         while True:
             with self._translate_errors():
-                piece = response.read(_CHUNK_BYTES)
-                size += len(piece)
-                if not piece and wanted is not None and size != wanted:
+                chunk = response.read(_CHUNK_BYTES)
+                size += len(chunk)
+                if not chunk and wanted is not None and size != wanted:
                     raise http.client.IncompleteRead(b"", wanted - size)
-            if not piece:
+            if not chunk:
                 return
-            yield piece
+            yield chunk
 
 
 def quote_path_segment(name: str) -> str:
-    """One part of a path."""
+    """Percent-encode one segment of a path."""
     return quote(name, safe="")
 
 
@@ -199,7 +207,7 @@ def _auth_headers() -> dict[str, str]:
         key = os.environ.get(variable, "").strip()
         if key:
             if not key.isascii() or not key.isprintable():
-                raise typer.BadParameter("it holds nothing that could be a key", param_hint=variable)
+                raise typer.BadParameter("does not contain a valid API key", param_hint=variable)
             return {"Authorization": f"Bearer {key}"}
     return {}
 
@@ -214,7 +222,7 @@ def _send_request(
     try:
         connection.request(method, target, body, headers)
     except (BrokenPipeError, ConnectionResetError):
-        # It has refused before it had everything; then it has said why.
+        # The server may have rejected the request before reading all of it.
         with suppress(OSError, http.client.HTTPException):
             return connection.getresponse()
         raise
@@ -228,24 +236,24 @@ def _read_json_object(response: http.client.HTTPResponse) -> ApiObject:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise CommandFailed("The server's answer cannot be read; is this the address of its API?")
+        raise CommandFailed("The server's response is not a JSON object; is this the URL of its API?")
     return cast("ApiObject", value)
 
 
 def get_rows(found: ApiObject, name: str = "data") -> list[ApiObject]:
-    """The objects in a list of a page, or of another object."""
+    """The objects of a list field."""
     data = found.get(name)
-    listed = cast("list[object]", data) if isinstance(data, list) else []
-    return [cast("ApiObject", row) for row in listed if isinstance(row, dict)]
+    rows = cast("list[object]", data) if isinstance(data, list) else []
+    return [cast("ApiObject", row) for row in rows if isinstance(row, dict)]
 
 
 def _error_message(response: http.client.HTTPResponse) -> str:
-    """Why the server refused, in its own words if it has some."""
-    said: object = None
+    """The server's error message, or its status."""
+    message: object = None
     with suppress(CommandFailed):
         error = _read_json_object(response).get("error")
-        said = cast("ApiObject", error).get("message") if isinstance(error, dict) else error
-    text = sanitize_text(said) if isinstance(said, str) else ""
+        message = cast("ApiObject", error).get("message") if isinstance(error, dict) else error
+    text = sanitize_text(message) if isinstance(message, str) else ""
     if not text:
         return f"The server answered with {response.status} {sanitize_text(response.reason)}.".replace(
             " .", "."
@@ -274,32 +282,29 @@ def _stream_form(
     left = size
     while left:
         try:
-            piece = source.read(min(_CHUNK_BYTES, left))
+            chunk = source.read(min(_CHUNK_BYTES, left))
         except OSError as error:
             raise CommandFailed(f"The file cannot be read: {error.strerror}.") from None
-        if not piece:
-            raise CommandFailed("The file became shorter while it was sent.")
-        left -= len(piece)
-        yield piece
-        on_progress(len(piece))
+        if not chunk:
+            raise CommandFailed("The file was truncated during the upload.")
+        left -= len(chunk)
+        yield chunk
+        on_progress(len(chunk))
     yield tail
 
 
-# ---- what is shown -----------------------------------------------------------------------------------------------
+# ---- output ------------------------------------------------------------------------------------------------------
 
 
-class TransferProgress:
-    """Told how much has been done."""
-
-    def __call__(self, size: int) -> None:
-        """Shows nothing, where nobody looks."""
+type TransferProgress = Callable[[int], None]
+"""Receives the number of bytes transferred since the last call."""
 
 
 @contextmanager
 def show_progress(title: str, size: int | None) -> Generator[TransferProgress]:
-    """On standard error, if that is a terminal."""
+    """Show a progress bar on standard error if it is a terminal."""
     if not sys.stderr.isatty():
-        yield TransferProgress()
+        yield lambda _: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -310,18 +315,13 @@ def show_progress(title: str, size: int | None) -> Generator[TransferProgress]:
         DownloadColumn(),
         TransferSpeedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task(title, total=size)
-
-        class TransferProgressBar(TransferProgress):
-            def __call__(self, size: int) -> None:
-                shown.advance(task, size)
-
-        yield TransferProgressBar()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(title, total=size)
+        yield lambda size: progress.advance(task, size)
 
 
 def sanitize_text(text: str) -> str:
-    """Fit for a terminal: on one line, without control characters or such that change how the rest looks."""
+    """Make text safe for a terminal: one line, without control and bidirectional characters."""
     from fumehood.protocol.safe_names import sanitize_name
 
     return sanitize_name(" ".join(text.split()), _MAX_MESSAGE_LENGTH)
@@ -346,7 +346,7 @@ def format_size(row: ApiObject, name: str) -> str:
 
 
 def print_json(rows: Iterable[ApiObject]) -> None:
-    """In ASCII, so that no terminal obeys it."""
+    """Print JSON lines in ASCII, which contain no control characters."""
     for row in rows:
         print(json.dumps(row).replace("\x7f", "\\u007f"))
 
@@ -354,7 +354,7 @@ def print_json(rows: Iterable[ApiObject]) -> None:
 def print_list(
     found: Sequence[ApiObject], more: bool, columns: TableColumns, *, as_json: bool, empty_message: str
 ) -> None:
-    """`more`: whether the server has others. `none` is said where there is nothing."""
+    """Print a table or JSON lines, and whether the server has more."""
     if as_json:
         print_json(found)
     elif found:
@@ -362,7 +362,7 @@ def print_list(
     else:
         print_message(empty_message)
     if more:
-        print_message(f"There are more than {len(found)}; --limit shows them.")
+        print_message(f"There are more than {len(found)}; use --limit to list them.")
 
 
 def _print_table(found: Sequence[ApiObject], columns: TableColumns) -> None:
@@ -396,7 +396,7 @@ def print_message(text: str) -> None:
 
 @contextmanager
 def exit_on_error() -> Generator[None]:
-    """What goes wrong, in one sentence and an exit code."""
+    """Print errors as one sentence and exit with their code."""
     try:
         yield
     except CommandFailed as error:
@@ -404,49 +404,47 @@ def exit_on_error() -> Generator[None]:
         raise typer.Exit(1) from None
     except ApiUnreachable as error:
         print_message(str(error))
-        raise typer.Exit(EXIT_UNREACHABLE) from None
+        raise typer.Exit(EXIT_UNAVAILABLE) from None
 
 
 def delete_all(server: ApiClient, ids: Sequence[str], path: str) -> None:
-    """Every one that can be removed."""
-    refused = 0
+    """Delete all of them; exit with 1 if any failed."""
+    failures = 0
     for one in ids:
         try:
             server.delete(f"{path}/{quote_path_segment(one)}")
             print_message(f"Deleted {sanitize_text(one)}.")
         except CommandFailed as error:
-            refused += 1
+            failures += 1
             print_message(f"{sanitize_text(one)}: {error}")
-    if refused:
+    if failures:
         raise typer.Exit(1)
 
 
-# ---- what is saved -----------------------------------------------------------------------------------------------
+# ---- downloads ---------------------------------------------------------------------------------------------------
 
 
 def download_file(server: ApiClient, path: str, name: str, output: Path | None, *, force: bool) -> None:
-    """Under its own name here, or where it is wanted; `-` is standard output."""
+    """Save a file under its own name or as `output`; `-` is standard output. Raises CommandFailed."""
     if output == Path("-"):
         if sys.stdout.isatty() and not force:
-            raise CommandFailed("Its content may act on this terminal; give a file, or --force.")
-        with server.download(path) as (_, pieces):
-            for piece in pieces:
-                sys.stdout.buffer.write(piece)
+            raise CommandFailed("The content may control this terminal; use a file, or --force.")
+        with server.download(path) as (_, chunks):
+            for chunk in chunks:
+                sys.stdout.buffer.write(chunk)
         sys.stdout.buffer.flush()
         return
     target = _choose_target(name, output)
     if target.is_dir() or (not force and os.path.lexists(target)):
-        raise CommandFailed(f"{sanitize_text(str(target))} is there already; --force replaces a file.")
+        raise CommandFailed(f"{sanitize_text(str(target))} exists; --force overwrites it.")
     with (
-        server.download(path) as (size, pieces),
-        show_progress(f"Receiving {sanitize_text(target.name)}", size) as advance,
+        server.download(path) as (size, chunks),
+        show_progress(f"Receiving {sanitize_text(target.name)}", size) as on_progress,
     ):
         try:
-            written = _write_atomically(target, pieces, advance, force=force)
+            written = _write_atomically(target, chunks, on_progress, force=force)
         except FileExistsError:
-            raise CommandFailed(
-                f"{sanitize_text(str(target))} is there already; --force replaces a file."
-            ) from None
+            raise CommandFailed(f"{sanitize_text(str(target))} exists; --force overwrites it.") from None
     print_message(f"Saved {sanitize_text(str(target))} ({written:,} bytes).")
 
 
@@ -460,7 +458,7 @@ def _choose_target(name: str, output: Path | None) -> Path:
         split_safe_path(last)
     except FileNotSaved as error:
         raise CommandFailed(
-            f"{sanitize_text(last) or 'It'} is not saved under its own name: {error}; give one with -o."
+            f"{sanitize_text(last) or 'It'} is not saved under its own name: {error}; choose another with -o."
         ) from None
     return (output or Path()) / last
 
@@ -468,17 +466,17 @@ def _choose_target(name: str, output: Path | None) -> Path:
 def _write_atomically(
     target: Path, chunks: Iterable[bytes], on_progress: TransferProgress, *, force: bool
 ) -> int:
-    """Whole or not at all; raises FileExistsError."""
+    """Write a file completely or not at all. Raises FileExistsError, CommandFailed."""
     partial = target.with_name(f".{secrets.token_hex(8)}.part")
     written = 0
     try:
         with partial.open("xb") as file:
-            for piece in chunks:
-                file.write(piece)
-                written += len(piece)
-                on_progress(len(piece))
+            for chunk in chunks:
+                file.write(chunk)
+                written += len(chunk)
+                on_progress(len(chunk))
         if not force:
-            # So that whatever has come there meanwhile is not replaced; links would not do on every disk.
+            # Claim the name, so that a file created meanwhile is not overwritten. Hard links do not work on every disk.
             os.close(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         partial.replace(target)
     except FileExistsError:

@@ -1,6 +1,6 @@
-"""`fumehood keys`: makes, lists and revokes API keys.
+"""`fumehood keys`: creates, lists and revokes API keys.
 
-A gateway may be using the database meanwhile: it sees what has changed within seconds.
+The gateway may be running; it notices changes within seconds.
 """
 
 import asyncio
@@ -15,19 +15,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fumehood.cli.options import EXIT_UNAVAILABLE
+
 if TYPE_CHECKING:
     from fumehood.interfaces import ApiKeyStore
     from fumehood.protocol.api_keys import ApiKeyLimits, ApiKeyRecord, ApiKeyScope
 
-EXIT_NO_DATABASE = 125
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _MAX_LABEL_LENGTH = 200
 
 app = typer.Typer(
-    help="API keys of the gateway: each belongs to a tenant, and tenants see nothing of each other.",
+    help="Manage API keys of the gateway. Each belongs to a tenant; tenants are isolated from each other.",
     no_args_is_help=True,
     rich_markup_mode=None,
-    epilog="Exit codes: 0 done, 1 there is no such key, 2 used wrongly, 125 the database cannot be used.",
+    epilog="Exit codes: 0 success, 1 no such key, 2 invalid usage, 125 the database is not usable.",
 )
 
 type _StoreAction[T] = Callable[["ApiKeyStore"], Awaitable[T]]
@@ -37,7 +38,7 @@ GatewayConfigOption = Annotated[
     typer.Option(
         metavar="FILE",
         envvar="FUMEHOOD_CONFIG",
-        help="The gateway's settings: storage.url is where keys are.",
+        help="The gateway's settings; storage.url locates the database.",
     ),
 ]
 
@@ -53,29 +54,25 @@ def create(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Whose key it is; keys of one tenant see the same responses and containers. Without it, the key is "
-            "a tenant of its own.",
+            help="The tenant; its keys share responses, files and containers. Without it, the key gets a tenant of "
+            "its own.",
         ),
     ] = None,
-    name: Annotated[str, typer.Option(metavar="LABEL", help="What the list calls it.")] = "",
-    requests_per_minute: Annotated[
-        int | None, _limit_option("Requests that it may send in a minute.")
-    ] = None,
-    concurrent: Annotated[
-        int | None, _limit_option("Responses that it may have in the making at once.")
-    ] = None,
-    body_bytes: Annotated[int | None, _limit_option("The largest body of a request, in bytes.")] = None,
-    containers: Annotated[int | None, _limit_option("Containers of its tenant that may run at once.")] = None,
+    name: Annotated[str, typer.Option(metavar="LABEL", help="A label for the list.")] = "",
+    requests_per_minute: Annotated[int | None, _limit_option("Requests per minute.")] = None,
+    concurrent: Annotated[int | None, _limit_option("Concurrent responses.")] = None,
+    body_bytes: Annotated[int | None, _limit_option("The maximum size of a request body.")] = None,
+    containers: Annotated[int | None, _limit_option("Running containers of the tenant.")] = None,
     scope: Annotated[
         list[str] | None,
         typer.Option(
             metavar="SCOPE",
             show_default="all but metrics",
-            help="What it is for: responses, containers, files, models or metrics; may be given several times.",
+            help="What it permits: responses, containers, files, models or metrics; repeatable.",
         ),
     ] = None,
 ) -> None:
-    """Make a key. Its secret is printed, this once, to standard output."""
+    """Create a key and print its secret to standard output. The secret is not stored."""
     from fumehood.protocol.api_keys import (
         ApiKeyLimits,
         ApiKeyRecord,
@@ -86,10 +83,10 @@ def create(
     )
 
     if tenant is not None and _TENANT_NAME.fullmatch(tenant) is None:
-        raise typer.BadParameter("letters, digits and . _ @ -, at most 64", param_hint="--tenant")
+        raise typer.BadParameter("must be letters, digits and . _ @ -, at most 64", param_hint="--tenant")
     if len(name) > _MAX_LABEL_LENGTH or not name.isprintable():
         raise typer.BadParameter(
-            f"at most {_MAX_LABEL_LENGTH} characters, all of them visible", param_hint="--name"
+            f"must be at most {_MAX_LABEL_LENGTH} printable characters", param_hint="--name"
         )
     secret, key_id = new_secret(), new_key_id()
     key = ApiKeyRecord(
@@ -110,7 +107,8 @@ def create(
     _run_with_store(config, lambda store: store.add_api_key(key))
     print(secret)
     print(
-        f"This is {key.id} of tenant {key.tenant}; its secret is not kept, so keep it now.", file=sys.stderr
+        f"Created {key.id} of tenant {key.tenant}. The secret above is not stored: save it now.",
+        file=sys.stderr,
     )
 
 
@@ -119,7 +117,7 @@ def list_keys(
     config: GatewayConfigOption = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
 ) -> None:
-    """Show all keys, revoked ones too, and never a secret."""
+    """List all keys, including revoked ones, without their secrets."""
     keys = _run_with_store(config, lambda store: store.list_api_keys())
     if json:
         import msgspec
@@ -128,7 +126,7 @@ def list_keys(
             print(msgspec.json.encode(_to_json_object(key)).decode())
         return
     if not keys:
-        print("There are no keys; `fumehood keys create` makes one.", file=sys.stderr)
+        print("There are no keys; create one with `fumehood keys create`.", file=sys.stderr)
         return
     rows = [("ID", "SECRET", "TENANT", "CREATED", "REVOKED", "LIMITS", "SCOPES", "NAME")]
     rows += [
@@ -151,15 +149,13 @@ def list_keys(
 
 @app.command("revoke")
 def revoke(
-    key: Annotated[str, typer.Argument(metavar="ID", show_default=False, help="As `list` shows it.")],
+    key: Annotated[str, typer.Argument(metavar="ID", show_default=False, help="The id that `list` shows.")],
     config: GatewayConfigOption = None,
 ) -> None:
-    """Make a key worthless, for good. A running gateway refuses it within seconds; what runs already goes on."""
+    """Revoke a key permanently. A running gateway rejects it within seconds; running requests continue."""
     if not _run_with_store(config, lambda store: store.revoke_api_key(key, time.time())):
-        # What was given may be a secret, so it is not repeated.
-        print(
-            "There is no such key, or it was revoked before; `fumehood keys list` has them.", file=sys.stderr
-        )
+        # Do not echo the argument: it may be a secret.
+        print("There is no such key, or it is already revoked; see `fumehood keys list`.", file=sys.stderr)
         raise typer.Exit(1)
     print(f"Revoked {key}.", file=sys.stderr)
 
@@ -174,7 +170,7 @@ def _run_with_store[T](file: Path | None, action: _StoreAction[T]) -> T:
     except ConfigError as error:
         raise typer.BadParameter(str(error), param_hint="the configuration") from error
 
-    async def visit() -> T:
+    async def run() -> T:
         store = await SqliteStore.open(path, shared=True)
         try:
             return await action(store)
@@ -182,12 +178,12 @@ def _run_with_store[T](file: Path | None, action: _StoreAction[T]) -> T:
             await store.close()
 
     try:
-        return asyncio.run(visit())
+        return asyncio.run(run())
     except StoreOpenError as error:
         print(error, file=sys.stderr)
     except ApiError as error:
         print(error.message, file=sys.stderr)
-    raise typer.Exit(EXIT_NO_DATABASE)
+    raise typer.Exit(EXIT_UNAVAILABLE)
 
 
 def _to_json_object(key: "ApiKeyRecord") -> dict[str, object]:
@@ -213,7 +209,7 @@ def _parse_scopes(names: list[str] | None) -> "frozenset[ApiKeyScope]":
     try:
         return msgspec.convert(names, frozenset[ApiKeyScope])
     except msgspec.ValidationError as error:
-        raise typer.BadParameter(f"one of {', '.join(ALL_SCOPES)}", param_hint="--scope") from error
+        raise typer.BadParameter(f"must be one of {', '.join(ALL_SCOPES)}", param_hint="--scope") from error
 
 
 def _sort_scopes(scopes: "frozenset[ApiKeyScope]") -> "list[ApiKeyScope]":

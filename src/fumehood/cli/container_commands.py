@@ -1,4 +1,4 @@
-"""`fumehood containers`: looks into containers of any server, fills and removes them."""
+"""`fumehood containers`: manages containers and their files, on any server with the Containers API."""
 
 from pathlib import Path
 from typing import Annotated
@@ -53,23 +53,27 @@ _FILE_COLUMNS: TableColumns = {
 }
 
 app = typer.Typer(
-    help="Containers of a server, and the files in them.",
+    help="Manage containers of a server, and their files.",
     no_args_is_help=True,
     rich_markup_mode=None,
     epilog=EPILOG,
 )
 
-ContainerArgument = Annotated[str, typer.Argument(metavar="CONTAINER", show_default=False, help="Its id.")]
+ContainerArgument = Annotated[
+    str, typer.Argument(metavar="CONTAINER", show_default=False, help="The container id.")
+]
 
 
 @app.command("list")
 def list_containers(
     base_url: BaseUrlOption = DEFAULT_URL,
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="Only those of that name.")] = None,
+    name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="List only containers with this name.")
+    ] = None,
     limit: LimitOption = 100,
     json: JsonOption = False,
 ) -> None:
-    """Show containers, expired ones too."""
+    """List containers, including expired ones."""
     with exit_on_error():
         found, more = ApiClient(base_url).list_objects("/containers", limit, name=name)
     print_list(found, more, _CONTAINER_COLUMNS, as_json=json, empty_message="There are no containers.")
@@ -88,46 +92,44 @@ def show(
 @app.command("create")
 def create(
     base_url: BaseUrlOption = DEFAULT_URL,
-    name: Annotated[str, typer.Option(metavar="NAME", help="What lists call it.")] = "from the command line",
-    memory: Annotated[
-        MemorySizeChoice, typer.Option(help="How much memory it has.")
-    ] = MemorySizeChoice.GIB_1,
+    name: Annotated[
+        str, typer.Option(metavar="NAME", help="The name of the container.")
+    ] = "from the command line",
+    memory: Annotated[MemorySizeChoice, typer.Option(help="The memory limit.")] = MemorySizeChoice.GIB_1,
     minutes: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, show_default="the server's", help="How long it lives without being used."
+            metavar="N", min=1, show_default="the server's", help="Expire after this many idle minutes."
         ),
     ] = None,
     file: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="ID", help="An upload that is in it from the beginning; may be given several times."
-        ),
+        typer.Option(metavar="ID", help="An uploaded file to copy into it; repeatable."),
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Make a container; its id is printed."""
+    """Create a container and print its id."""
     body: ApiObject = {"name": name, "memory_limit": memory.value}
     if minutes is not None:
         body["expires_after"] = {"anchor": "last_active_at", "minutes": minutes}
     if file:
         body["file_ids"] = file
     with exit_on_error():
-        made = ApiClient(base_url).post("/containers", body)
+        created = ApiClient(base_url).post("/containers", body)
     if json:
-        print_json([made])
+        print_json([created])
     else:
-        print(format_text(made, "id"))
+        print(format_text(created, "id"))
 
 
 @app.command("rm", short_help="Delete containers with all their files.")
 def remove(
     containers: Annotated[
-        list[str], typer.Argument(metavar="CONTAINER", show_default=False, help="Their ids.")
+        list[str], typer.Argument(metavar="CONTAINER", show_default=False, help="Container ids.")
     ],
     base_url: BaseUrlOption = DEFAULT_URL,
 ) -> None:
-    """Delete containers with all their files; what runs in them is stopped."""
+    """Delete containers with all their files, and stop what runs in them."""
     with exit_on_error():
         delete_all(ApiClient(base_url), containers, "/containers")
 
@@ -139,30 +141,31 @@ def list_container_files(
     limit: LimitOption = 100,
     json: JsonOption = False,
 ) -> None:
-    """Show the files of a container."""
+    """List the files of a container."""
     with exit_on_error():
         found, more = ApiClient(base_url).list_objects(
             f"/containers/{quote_path_segment(container)}/files", limit
         )
-    print_list(found, more, _FILE_COLUMNS, as_json=json, empty_message="There are no files in it.")
+    print_list(found, more, _FILE_COLUMNS, as_json=json, empty_message="The container has no files.")
 
 
 @app.command("get")
 def get(
     container: ContainerArgument,
     file: Annotated[
-        str, typer.Argument(metavar="FILE", show_default=False, help="Its id, or its path below /mnt/data.")
+        str,
+        typer.Argument(metavar="FILE", show_default=False, help="The file id, or its path below /mnt/data."),
     ],
     output: OutputOption = None,
     base_url: BaseUrlOption = DEFAULT_URL,
     force: ForceOption = False,
 ) -> None:
-    """Save a file of a container here, under its own name or another."""
+    """Download a file of a container."""
     with exit_on_error():
         server = ApiClient(base_url)
-        below = f"/containers/{quote_path_segment(container)}/files"
-        found = _find_file(server, below, file)
-        path = f"{below}/{quote_path_segment(str(found.get('id')))}/content"
+        files_path = f"/containers/{quote_path_segment(container)}/files"
+        found = _find_file(server, files_path, file)
+        path = f"{files_path}/{quote_path_segment(str(found.get('id')))}/content"
         download_file(server, path, str(found.get("path") or ""), output, force=force)
 
 
@@ -171,43 +174,39 @@ def put(
     container: ContainerArgument,
     file: Annotated[
         Path,
-        typer.Argument(
-            metavar="FILE", show_default=False, exists=True, dir_okay=False, help="A file of this machine."
-        ),
+        typer.Argument(metavar="FILE", show_default=False, exists=True, dir_okay=False, help="A local file."),
     ],
     name: Annotated[
         str | None,
-        typer.Option(
-            "--as", metavar="PATH", show_default="its own name", help="Where it is put, below /mnt/data."
-        ),
+        typer.Option("--as", metavar="PATH", show_default="its own name", help="The path below /mnt/data."),
     ] = None,
     unpack: Annotated[
-        bool, typer.Option("--unpack", help="Unpack an archive there; Fumehood's servers only.")
+        bool, typer.Option("--unpack", help="Unpack an archive there; Fumehood servers only.")
     ] = False,
     base_url: BaseUrlOption = DEFAULT_URL,
     json: JsonOption = False,
 ) -> None:
-    """Send a file into a container."""
+    """Upload a file into a container."""
     with exit_on_error():
         fields = {"unpack": "true"} if unpack else {}
-        made = ApiClient(base_url).upload(
+        created = ApiClient(base_url).upload(
             f"/containers/{quote_path_segment(container)}/files", fields, file, name or file.name
         )
     if json:
-        print_json([made])
+        print_json([created])
     else:
-        more = len(get_rows(made, "fumehood:unpacked")) - 1
+        more = len(get_rows(created, "fumehood:unpacked")) - 1
         others = f" and {more} more" if more > 0 else ""
-        print_message(f"Put {format_text(made, 'path') or sanitize_text(file.name)}{others}.")
+        print_message(f"Put {format_text(created, 'path') or sanitize_text(file.name)}{others}.")
 
 
 def _find_file(server: ApiClient, files_path: str, file: str) -> ApiObject:
-    """The file of that id, or at that path; raises Refused."""
+    """Find a file by its id or path. Raises CommandFailed."""
     if file.startswith("cfile_") and "/" not in file:
         return server.get(f"{files_path}/{quote_path_segment(file)}")
-    wanted = file if file.startswith(_DATA_DIRECTORY) else f"{_DATA_DIRECTORY}{file}"
+    path = file if file.startswith(_DATA_DIRECTORY) else f"{_DATA_DIRECTORY}{file}"
     found, _ = server.list_objects(files_path, _MAX_FILES)
     for row in found:
-        if row.get("path") == wanted:
+        if row.get("path") == path:
             return row
-    raise CommandFailed(f"There is no file {sanitize_text(wanted)} in this container.")
+    raise CommandFailed(f"The container has no file {sanitize_text(path)}.")

@@ -1,4 +1,4 @@
-"""`fumehood doctor`: whether this machine can isolate code, and whether a gateway's data is whole."""
+"""`fumehood doctor`: checks whether this host can isolate code, or whether a gateway's data is intact."""
 
 import asyncio
 import logging
@@ -22,19 +22,19 @@ from fumehood.cli.options import (
 
 if TYPE_CHECKING:
     from fumehood.sandbox_server.diagnostics import HostReport
-    from fumehood.store import DatabaseReport as DataReport
+    from fumehood.store import DatabaseReport
 
 EPILOG = """\b
 Exit codes:
-  0  code can be isolated here, or the data is whole, with or without warnings
-  1  it cannot, or it is not
-  2  this command was used wrongly
+  0  this host can isolate code, or the data is intact; there may be warnings
+  1  it cannot, or the data is damaged
+  2  invalid usage
 """
 _STATE_STYLES = {"ok": "green", "warning": "yellow", "missing": "red", "damaged": "red"}
 _VERDICTS = {
-    "namespaces": "Code can be isolated here",
-    "pod": "Code can be run in the container, which is its wall",
-    "unsafe-degraded": "Code can be run here, held by Landlock and a system-call filter only",
+    "namespaces": "This host can isolate code",
+    "pod": "This host can run code in the container, which isolates it",
+    "unsafe-degraded": "This host can run code, confined by Landlock and a system-call filter only",
 }
 
 
@@ -48,65 +48,61 @@ def doctor(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Examine the database and the blobs of a gateway instead: the directory that has them, or the file.",
+            help="Check the database and the blobs of a gateway instead: their directory, or the database file.",
         ),
     ] = None,
     blobs: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", show_default="DIR/blobs", help="With --data: the directory of blobs."),
+        typer.Option(
+            metavar="DIR", show_default="DIR/blobs", help="With --data: the directory of the blobs."
+        ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the findings as one JSON object.")] = False,
 ) -> None:
-    """Tell whether this machine can isolate code, and what to do about what is missing.
+    """Check whether this host can isolate code, and print what to do about each problem.
 
-    With --data, tell whether what a gateway has stored can be read. Nothing is changed; a gateway may run meanwhile.
+    With --data, check the stored data of a gateway instead. Nothing is changed; the gateway may be running.
     """
     if data is not None:
         raise typer.Exit(_check_data(data, blobs, json))
     if blobs is not None:
-        raise typer.BadParameter("it goes with --data", param_hint="--blobs")
+        raise typer.BadParameter("requires --data", param_hint="--blobs")
     require_linux()
     options = {"mode": mode.value, "limits": limits.value, "guest_socket": guest_socket}
     settings = replace(load_sandbox_settings(context, config, options), pool=0, capacity=1)
-    logging.getLogger("fumehood").addHandler(logging.NullHandler())  # what it warns of is among the findings
+    logging.getLogger("fumehood").addHandler(logging.NullHandler())  # the findings contain all warnings
     from fumehood.sandbox_server.diagnostics import diagnose
 
     report = asyncio.run(diagnose(settings))
-    if json:
-        import msgspec
-
-        print(msgspec.json.encode(report).decode())
-    else:
-        _print_host_report(report)
-    raise typer.Exit(0 if report.is_usable else 1)
+    verdict = _VERDICTS[report.mode] if report.is_usable else "This host cannot isolate code"
+    raise typer.Exit(
+        _report(report, f"{verdict} (mode {report.mode}).", passed=report.is_usable, as_json=json)
+    )
 
 
 def _check_data(data: Path, blobs: Path | None, as_json: bool) -> int:
     from fumehood.store import DatabaseNotFound, examine_database, find_database
 
-    logging.getLogger("fumehood").addHandler(logging.NullHandler())  # what is damaged is among the findings
+    logging.getLogger("fumehood").addHandler(logging.NullHandler())  # the findings contain all damage
     try:
         database = find_database(data)
         report = examine_database(database, blobs or database.parent / "blobs")
     except DatabaseNotFound as error:
         raise typer.BadParameter(str(error), param_hint="--data") from error
+    verdict = "The stored data is intact" if report.sound else "The stored data is damaged"
+    text = f"{verdict} ({report.database}, {report.blobs})."
+    return _report(report, text, passed=report.sound, as_json=as_json)
+
+
+def _report(report: "HostReport | DatabaseReport", verdict: str, *, passed: bool, as_json: bool) -> int:
+    """Print the report and return the exit code."""
     if as_json:
         import msgspec
 
         print(msgspec.json.encode(report).decode())
     else:
-        _print_data_report(report)
-    return 0 if report.sound else 1
-
-
-def _print_data_report(report: "DataReport") -> None:
-    verdict = "What is stored is whole" if report.sound else "What is stored is damaged"
-    _print_findings(report.findings, f"{verdict} ({report.database}, {report.blobs}).", passed=report.sound)
-
-
-def _print_host_report(report: "HostReport") -> None:
-    verdict = _VERDICTS[report.mode] if report.is_usable else "Code cannot be isolated here"
-    _print_findings(report.findings, f"{verdict} (mode {report.mode}).", passed=report.is_usable)
+        _print_findings(report.findings, verdict, passed=passed)
+    return 0 if passed else 1
 
 
 class _Finding(Protocol):

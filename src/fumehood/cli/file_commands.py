@@ -1,4 +1,4 @@
-"""`fumehood files`: uploads of any server."""
+"""`fumehood files`: manages uploaded files, on any server with the Files API."""
 
 from pathlib import Path
 from typing import Annotated
@@ -37,22 +37,22 @@ _COLUMNS: TableColumns = {
 }
 
 app = typer.Typer(
-    help="Files that were uploaded to a server.", no_args_is_help=True, rich_markup_mode=None, epilog=EPILOG
+    help="Manage files uploaded to a server.", no_args_is_help=True, rich_markup_mode=None, epilog=EPILOG
 )
 
-FileArgument = Annotated[str, typer.Argument(metavar="FILE", show_default=False, help="Its id.")]
+FileArgument = Annotated[str, typer.Argument(metavar="FILE", show_default=False, help="The file id.")]
 
 
 @app.command("list")
 def list_files(
     base_url: BaseUrlOption = DEFAULT_URL,
     purpose: Annotated[
-        str | None, typer.Option(metavar="PURPOSE", help="Only those of that purpose.")
+        str | None, typer.Option(metavar="PURPOSE", help="List only files with this purpose.")
     ] = None,
     limit: LimitOption = 100,
     json: JsonOption = False,
 ) -> None:
-    """Show the files that were uploaded."""
+    """List uploaded files."""
     with exit_on_error():
         found, more = ApiClient(base_url).list_objects("/files", limit, purpose=purpose)
     print_list(found, more, _COLUMNS, as_json=json, empty_message="There are no files.")
@@ -60,7 +60,7 @@ def list_files(
 
 @app.command("show")
 def show(file: FileArgument, base_url: BaseUrlOption = DEFAULT_URL, json: JsonOption = False) -> None:
-    """Show what is known of one file."""
+    """Show the metadata of a file."""
     with exit_on_error():
         found = ApiClient(base_url).get(f"/files/{quote_path_segment(file)}")
     print_object(found, as_json=json)
@@ -70,29 +70,27 @@ def show(file: FileArgument, base_url: BaseUrlOption = DEFAULT_URL, json: JsonOp
 def upload(
     files: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="PATH", show_default=False, exists=True, dir_okay=False, help="Files of this machine."
-        ),
+        typer.Argument(metavar="PATH", show_default=False, exists=True, dir_okay=False, help="Local files."),
     ],
     base_url: BaseUrlOption = DEFAULT_URL,
-    purpose: Annotated[str, typer.Option(metavar="PURPOSE", help="What they are for.")] = "user_data",
+    purpose: Annotated[str, typer.Option(metavar="PURPOSE", help="The purpose of the files.")] = "user_data",
     expires_after: Annotated[
-        int | None, typer.Option(metavar="SECONDS", min=1, help="How long they are kept.")
+        int | None, typer.Option(metavar="SECONDS", min=1, help="Delete them after this time.")
     ] = None,
     json: JsonOption = False,
 ) -> None:
-    """Upload files; their ids are printed."""
+    """Upload files and print their ids."""
     fields = {"purpose": purpose}
     if expires_after is not None:
         fields |= {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(expires_after)}
     with exit_on_error():
         server = ApiClient(base_url)
         for file in files:
-            made = server.upload("/files", fields, file, file.name)
+            created = server.upload("/files", fields, file, file.name)
             if json:
-                print_json([made])
+                print_json([created])
             else:
-                print(format_text(made, "id"))
+                print(format_text(created, "id"))
 
 
 @app.command("get")
@@ -102,7 +100,7 @@ def get(
     base_url: BaseUrlOption = DEFAULT_URL,
     force: ForceOption = False,
 ) -> None:
-    """Save a file here, under its own name or another."""
+    """Download a file."""
     with exit_on_error():
         server = ApiClient(base_url)
         found = server.get(f"/files/{quote_path_segment(file)}")
@@ -117,9 +115,9 @@ def get(
 
 @app.command("rm")
 def remove(
-    files: Annotated[list[str], typer.Argument(metavar="FILE", show_default=False, help="Their ids.")],
+    files: Annotated[list[str], typer.Argument(metavar="FILE", show_default=False, help="File ids.")],
     base_url: BaseUrlOption = DEFAULT_URL,
 ) -> None:
-    """Delete files. Copies that containers have stay."""
+    """Delete files. Copies in containers stay."""
     with exit_on_error():
         delete_all(ApiClient(base_url), files, "/files")

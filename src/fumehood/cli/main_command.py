@@ -1,4 +1,4 @@
-"""All commands under one name."""
+"""The command `fumehood` with all its subcommands."""
 
 import os
 from typing import Annotated
@@ -18,7 +18,7 @@ from fumehood.cli import (
 from fumehood.cli.exec import exec_command
 
 app = typer.Typer(
-    help="An open, self-hosted code interpreter: runs Python that you do not trust in isolated sandboxes.",
+    help="An open, self-hosted code interpreter: runs untrusted Python in isolated sandboxes.",
     no_args_is_help=True,
     rich_markup_mode=None,
     add_completion=False,
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def _open_standard_descriptors() -> None:
-    """If the caller closed one of 0, 1, 2, the next file to be opened would become it."""
+    """Open descriptors 0 to 2 if the caller closed them; else the next opened file would become one of them."""
     while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(fd, True)
     os.close(fd)
@@ -49,31 +49,31 @@ def _print_version(value: bool) -> None:
 def fumehood(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and leave."),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """The group itself has nothing to do."""
+    """Handle the options of `fumehood` itself."""
     del version
 
 
-# In a list of commands there is room for about sixty characters of each.
+# The list of commands has room for about sixty characters each.
 app.command(
     "serve",
     epilog=serve_command.EPILOG,
     short_help="Serve the Responses API, with a code interpreter.",
 )(serve_command.serve)
-app.add_typer(api_key_commands.app, name="keys", short_help="API keys of the gateway.")
+app.add_typer(api_key_commands.app, name="keys", short_help="Manage the API keys of the gateway.")
 app.add_typer(container_commands.app, name="containers")
 app.add_typer(file_commands.app, name="files")
 app.add_typer(
-    message_part_commands.app, name="parts", short_help="Tool calls as telemetry records them, of any vendor."
+    message_part_commands.app, name="parts", short_help="Convert and check tool calls as message parts."
 )
 app.command(
-    "sandbox", epilog=sandbox_command.EPILOG, short_help="Serve sandboxes to a gateway or any program."
+    "sandbox", epilog=sandbox_command.EPILOG, short_help="Serve sandboxes to a gateway or another program."
 )(sandbox_command.sandbox)
-app.command("exec", epilog=exec_command.EPILOG, short_help="Run Python in a sandbox of its own.")(
+app.command("exec", epilog=exec_command.EPILOG, short_help="Run Python code in a new sandbox.")(
     exec_command.execute
 )
-app.command("doctor", epilog=doctor_command.EPILOG, short_help="Tell whether this machine can isolate code.")(
+app.command("doctor", epilog=doctor_command.EPILOG, short_help="Check whether this host can isolate code.")(
     doctor_command.doctor
 )

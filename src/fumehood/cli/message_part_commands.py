@@ -1,4 +1,4 @@
-"""`fumehood parts`: schemas, conversion and checks of message parts."""
+"""`fumehood parts`: converts, validates and describes message parts."""
 
 import errno
 import json
@@ -17,14 +17,14 @@ EXIT_MALFORMED = 1
 EXIT_UNUSABLE = 2
 
 app = typer.Typer(
-    help="Tool calls as telemetry records them: any vendor's items as standard message parts, and back.",
+    help="Convert tool calls of any vendor to OpenTelemetry message parts and back, and check them.",
     no_args_is_help=True,
     rich_markup_mode=None,
-    epilog="Exit codes: 0 done, 1 a part is malformed, 2 used wrongly, or a file that cannot be read or written.",
+    epilog="Exit codes: 0 success, 1 a part is malformed, 2 invalid usage or a file that cannot be read or output.",
 )
 
 FileArgument = Annotated[
-    str, typer.Argument(metavar="FILE|-", show_default=False, help="JSON; - reads standard input.")
+    str, typer.Argument(metavar="FILE|-", show_default=False, help="A JSON file; - reads standard input.")
 ]
 
 
@@ -32,15 +32,15 @@ FileArgument = Annotated[
 def schema(
     view: Annotated[str, typer.Argument(metavar="VIEW", show_default=False, help="option1, option2, …")],
 ) -> None:
-    """Print the JSON Schema (2020-12) of a part of this view."""
+    """Print the JSON Schema (2020-12) of the parts of a view."""
     from fumehood.message_parts import REPRESENTATIONS, read_published_schema
 
     if view not in REPRESENTATIONS:
-        raise typer.BadParameter(f"there are {', '.join(REPRESENTATIONS)}", param_hint="VIEW")
+        raise typer.BadParameter(f"must be one of {', '.join(REPRESENTATIONS)}", param_hint="VIEW")
     _write_stdout(read_published_schema(view).decode())
 
 
-@app.command("convert", short_help="Write items or parts as another vendor or view has them.")
+@app.command("convert", short_help="Convert items or parts to another vendor or view.")
 def convert(
     file: FileArgument,
     source: Annotated[
@@ -48,36 +48,35 @@ def convert(
         typer.Option(
             "--from",
             metavar="NAME",
-            help="The vendor (openai, anthropic, …) or view (option2, …) that it is of.",
+            help="The vendor (openai, anthropic, …) or view (option2, …) of the input.",
         ),
     ],
-    target: Annotated[str, typer.Option("--to", metavar="NAME", help="The vendor or view to write.")],
+    target: Annotated[str, typer.Option("--to", metavar="NAME", help="The vendor or view of the output.")],
 ) -> None:
-    """Write one item, a list of items, a whole response or parts of a view as another vendor or view has them.
+    """Convert an item, a list of items, a whole response or parts of a view to another vendor or view.
 
-    What came from a vendor goes back to it unchanged, through any view. Parts that another vendor has no words for are
-    left out; standard error says which.
+    Converting to a view and back to the same vendor is lossless. Parts that the target vendor cannot express are
+    dropped and listed on standard error.
     """
     from fumehood.message_parts import MalformedPartError, convert, list_formats, part_type_name
 
     for name, option in ((source, "--from"), (target, "--to")):
         if name not in list_formats():
-            raise typer.BadParameter(f"there are {', '.join(list_formats())}", param_hint=option)
+            raise typer.BadParameter(f"must be one of {', '.join(list_formats())}", param_hint=option)
     document = _read_json(file)
-    left_out: list[Part] = []
+    dropped: list[Part] = []
     try:
-        written = json.dumps(convert(source, target, document, left_out), indent=2)
+        output = json.dumps(convert(source, target, document, dropped), indent=2)
     except MalformedPartError as error:
         _exit_with_error(EXIT_MALFORMED, f"{_display_name(file)}: {error}")
     except RecursionError:
         _exit_with_error(EXIT_UNUSABLE, f"{_display_name(file)} is nested too deeply")
-    _write_stdout(f"{written}\n")
-    if left_out:
-        types = ", ".join(dict.fromkeys(part_type_name(part) for part in left_out))
-        said = "1 part has" if len(left_out) == 1 else f"{len(left_out)} parts have"
-        verb = "is" if len(left_out) == 1 else "are"
+    _write_stdout(f"{output}\n")
+    if dropped:
+        types = ", ".join(dict.fromkeys(part_type_name(part) for part in dropped))
+        count = "1 part" if len(dropped) == 1 else f"{len(dropped)} parts"
         print(
-            _escape_unprintable(f"{said} no words in {target} and {verb} left out: {types}"), file=sys.stderr
+            _escape_unprintable(f"{count} dropped, which {target} cannot express: {types}"), file=sys.stderr
         )
 
 
@@ -86,12 +85,10 @@ def validate(
     file: FileArgument,
     compat: Annotated[
         bool,
-        typer.Option(
-            "--compat", help="Also take calls and responses as they were before their payloads had types."
-        ),
+        typer.Option("--compat", help="Also accept calls and responses from before payloads had types."),
     ] = False,
 ) -> None:
-    """Check a part, a list of parts, or messages: the form of each, and that responses fit the calls before them."""
+    """Check a part, a list of parts, or messages: each part, and that responses match earlier calls."""
     from fumehood.message_parts import validate
 
     problems = validate(_read_json(file), compat=compat)
@@ -125,7 +122,7 @@ def _read_json(file: str) -> "Json":
         _exit_with_error(EXIT_UNUSABLE, f"{name} is not JSON: {error}")
     except _LossyJson as error:
         _exit_with_error(EXIT_UNUSABLE, f"{name} is not JSON that can be read without loss: {error}")
-    except ValueError:  # the only one left is Python's own, with advice that is of no use here
+    except ValueError:  # Python's limit of digits
         _exit_with_error(
             EXIT_UNUSABLE, f"{name} is not JSON that can be read without loss: a number has too many digits"
         )
@@ -138,25 +135,25 @@ def _display_name(file: str) -> str:
 def _read_bytes(file: str) -> bytes:
     if file != "-":
         return Path(file).read_bytes()
-    if sys.stdin is None:  # a shell has closed it
+    if sys.stdin is None:  # closed by the shell
         raise OSError(errno.EBADF, "it is closed")
     return sys.stdin.buffer.read()
 
 
 class _LossyJson(Exception):
-    """What Python reads in its own way, and would write otherwise."""
+    """JSON that Python would not write back unchanged."""
 
 
 def _reject_constant(constant: str) -> "Json":
-    raise _LossyJson(f"{constant} is no number of JSON")
+    raise _LossyJson(f"{constant} is not a JSON number")
 
 
-def _parse_float(written: str) -> float:
-    number = float(written)
+def _parse_float(output: str) -> float:
+    number = float(output)
     if math.isinf(number):
-        raise _LossyJson(f"the number {written[:40]} is too large")
-    if not number and written.lower().partition("e")[0].strip("-0."):
-        raise _LossyJson(f"the number {written[:40]} is too small")
+        raise _LossyJson(f"the number {output[:40]} is too large")
+    if not number and output.lower().partition("e")[0].strip("-0."):
+        raise _LossyJson(f"the number {output[:40]} is too small")
     return number
 
 
@@ -164,8 +161,8 @@ def _parse_object(pairs: "list[tuple[str, Json]]") -> "Json":
     members = dict(pairs)
     if len(members) < len(pairs):
         seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise _LossyJson(f"an object has the member {twice[:40]!r} twice")
+        duplicate = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise _LossyJson(f"an object has the member {duplicate[:40]!r} twice")
     return members
 
 
@@ -176,7 +173,7 @@ def _write_stdout(text: str) -> None:
     except OSError as error:
         if error.errno == errno.EPIPE:
             raise
-        # What is left in the buffer would fail once more on the way out.
+        # The rest of the buffer would fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _exit_with_error(EXIT_UNUSABLE, f"standard output: {error.strerror}")
 
@@ -187,5 +184,5 @@ def _exit_with_error(code: int, message: str) -> NoReturn:
 
 
 def _escape_unprintable(text: str) -> str:
-    """On one line, and nothing that a terminal would obey."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+    """Escape newlines and control characters."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -1,4 +1,4 @@
-"""What several commands share: options, an exit code, and settings."""
+"""Options, exit codes and settings that several commands share."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "FUMEHOOD_SANDBOX_TOKEN"  # noqa: S105 - its name, not its value
 METRICS_TOKEN_VARIABLE = "FUMEHOOD_SANDBOX_METRICS_TOKEN"  # noqa: S105 - its name, not its value
-EXIT_UNAVAILABLE = 125  # the exit code where what was asked for cannot be had here
+EXIT_UNAVAILABLE = 125  # exit code: the command cannot do its work on this host
 
 
 class IsolationModeChoice(StrEnum):
@@ -39,16 +39,15 @@ ModeOption = Annotated[
     IsolationModeChoice,
     typer.Option(
         envvar="FUMEHOOD_MODE",
-        help="Which walls: namespaces is the default; pod talks to a container that is the wall; unsafe-degraded "
-        "has no namespaces and is for code that you trust.",
+        help="How to isolate code: with namespaces; in a pod, whose container is the isolation; or unsafe-degraded, "
+        "without namespaces, for trusted code only.",
     ),
 ]
 LimitsOption = Annotated[
     LimitEnforcementChoice,
     typer.Option(
         envvar="FUMEHOOD_LIMITS",
-        help="enforced refuses to run where memory cannot be bounded by cgroups; best-effort runs without that "
-        "bound.",
+        help="If cgroups cannot limit memory: enforced refuses to run code, best-effort runs it without the limit.",
     ),
 ]
 GuestSocketOption = Annotated[
@@ -56,7 +55,7 @@ GuestSocketOption = Annotated[
     typer.Option(
         metavar="PATH",
         envvar="FUMEHOOD_GUEST_SOCKET",
-        help="With --mode pod: the socket on which the container listens.",
+        help="With --mode pod: the socket of the container.",
     ),
 ]
 SandboxConfigOption = Annotated[
@@ -64,21 +63,21 @@ SandboxConfigOption = Annotated[
     typer.Option(
         metavar="FILE",
         envvar="FUMEHOOD_SANDBOX_CONFIG",
-        help="Settings of the server, as TOML; see docs/sandbox-server.md.",
+        help="Settings of the sandbox server, as TOML; see docs/sandbox-server.md.",
     ),
 ]
 
 
 def require_linux() -> None:
     if sys.platform != "linux":
-        print("Sandboxes need Linux.", file=sys.stderr)
+        print("Sandboxes require Linux.", file=sys.stderr)
         raise typer.Exit(EXIT_UNAVAILABLE)
 
 
 def load_sandbox_settings(
     context: typer.Context, file: Path | None, options: Mapping[str, Any]
 ) -> "Settings":
-    """Options of the command line come first, then FUMEHOOD_SANDBOX_… variables, the file, and what `options` holds."""
+    """Merge settings. Precedence: command line, FUMEHOOD_SANDBOX_… variables, the file, the defaults in `options`."""
     from fumehood.sandbox_server.settings import Settings
     from fumehood.sandbox_server.settings_loader import InvalidSetting, load_setting_values
 
@@ -101,7 +100,7 @@ def load_sandbox_settings(
 def resolve_guest_socket(
     context: typer.Context, mode: IsolationModeChoice, guest_socket: Path | None
 ) -> Path | None:
-    """Mode pod needs one; one from the environment may be there for other calls than this one."""
+    """Check that mode pod has a guest socket and other modes have none, ignoring one from the environment."""
     source = context.get_parameter_source("guest_socket")
     if mode is not IsolationModeChoice.POD and source is not None and source.name == "ENVIRONMENT":
         guest_socket = None

@@ -1,4 +1,4 @@
-"""`fumehood sandbox`: the sandbox server from the command line."""
+"""`fumehood sandbox`: runs the sandbox server."""
 
 import asyncio
 import logging
@@ -32,17 +32,15 @@ if TYPE_CHECKING:
     from fumehood.sandbox_server.settings import Settings
 
 EPILOG = """\b
-The token is read from --token-file or from the variable FUMEHOOD_SANDBOX_TOKEN, that for metrics from
---metrics-token-file or from FUMEHOOD_SANDBOX_METRICS_TOKEN.
-Everything else that can be set (network, packages, disks, bounds) is set by --config FILE, or one by one by
-variables such as FUMEHOOD_SANDBOX_EGRESS; docs/sandbox-server.md has all of them. Options come first, then
-variables, then the file.
+The token is read from --token-file or from FUMEHOOD_SANDBOX_TOKEN, the metrics token from --metrics-token-file or from
+FUMEHOOD_SANDBOX_METRICS_TOKEN. Other settings (network, packages, disks, limits) come from --config FILE and from
+variables such as FUMEHOOD_SANDBOX_EGRESS; docs/sandbox-server.md lists them. Precedence: options, variables, the file.
 
 \b
 Exit codes:
-  0    it was stopped
-  2    this command was used wrongly
-  125  code cannot be isolated here, or nobody can be served at that place
+  0    stopped by a signal
+  2    invalid usage
+  125  this host cannot isolate code, or the address is not available
 """
 _MIN_TOKEN_LENGTH = 16
 
@@ -66,70 +64,68 @@ def sandbox(
         typer.Option(
             metavar="HOST:PORT",
             show_default="127.0.0.1:8080, in mode pod 0.0.0.0:8080",
-            help="Where to listen; port 0 takes any that is free. Other places than loopback need a token.",
+            help="The address to listen on; port 0 picks a free one. Addresses other than loopback need a token.",
         ),
     ] = None,
     socket: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="Listen on this unix socket instead, for this user only."),
+        typer.Option(metavar="PATH", help="Listen on this Unix socket instead, for this user only."),
     ] = None,
     token_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The file that holds the token which callers have to show."),
+        typer.Option(metavar="FILE", help="A file with the token that clients must send."),
     ] = None,
     metrics_token_file: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE", help="The file that holds a token which reads /metrics, and nothing else."
-        ),
+        typer.Option(metavar="FILE", help="A file with a token that only permits /metrics."),
     ] = None,
     config: SandboxConfigOption = None,
     mode: ModeOption = IsolationModeChoice.NAMESPACES,
     limits: LimitsOption = LimitEnforcementChoice.ENFORCED,
     guest_socket: GuestSocketOption = None,
-    pool: Annotated[int, typer.Option(metavar="N", min=0, help="How many sandboxes are kept ready.")] = 4,
-    capacity: Annotated[
-        int, typer.Option(metavar="N", min=1, help="How many sandboxes may live at once.")
-    ] = 256,
+    pool: Annotated[int, typer.Option(metavar="N", min=0, help="How many sandboxes are kept warm.")] = 4,
+    capacity: Annotated[int, typer.Option(metavar="N", min=1, help="The maximum number of sandboxes.")] = 256,
     tenant_sandboxes: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="How many of them one tenant may have.")
+        int | None, typer.Option(metavar="N", min=1, help="The maximum number of sandboxes per tenant.")
     ] = None,
     tenant_memory: Annotated[
         int | None,
-        typer.Option(metavar="BYTES", min=1, help="What the memory of one tenant's sandboxes may add up to."),
+        typer.Option(metavar="BYTES", min=1, help="The maximum memory of all sandboxes of a tenant."),
     ] = None,
     idle_seconds: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="End a sandbox that nobody used for so long; 0 means never."),
+        typer.Option(metavar="SECONDS", help="Delete a sandbox after this idle time; 0 means never."),
     ] = 86_400.0,
     file_bytes: Annotated[
-        int, typer.Option(metavar="BYTES", min=1, help="The largest file or archive that is taken.")
+        int, typer.Option(metavar="BYTES", min=1, help="The maximum size of an uploaded file or archive.")
     ] = 4 << 30,
     preload: Annotated[
         str,
         typer.Option(
             metavar="NAMES",
-            help="Packages that every sandbox has loaded when it starts, with commas between them.",
+            help="Comma-separated packages that are imported before a sandbox starts.",
         ),
     ] = "numpy,pandas,pyarrow,matplotlib",
     grace: Annotated[
-        float, typer.Option(metavar="SECONDS", help="When stopped, give running code so long to end.")
+        float, typer.Option(metavar="SECONDS", help="How long running code may continue during shutdown.")
     ] = 10.0,
     exit_with_stdin: Annotated[
         bool,
         typer.Option(
             "--exit-with-stdin",
-            help="Stop when standard input ends: whoever holds its other end has ended too.",
+            help="Stop when standard input is closed, that is when the parent process has ended.",
         ),
     ] = False,
     log_format: Annotated[
-        LogFormatChoice, typer.Option(help="How to write the log, to standard error.")
+        LogFormatChoice, typer.Option(help="The format of the log on standard error.")
     ] = LogFormatChoice.TEXT,
-    log_level: Annotated[LogLevelChoice, typer.Option(help="What to write to it.")] = LogLevelChoice.INFO,
+    log_level: Annotated[
+        LogLevelChoice, typer.Option(help="The minimum level of the log.")
+    ] = LogLevelChoice.INFO,
 ) -> None:
-    """Serve sandboxes over HTTP, to a gateway or to any program that speaks docs/sandbox-protocol.md.
+    """Serve sandboxes over HTTP, with the protocol of docs/sandbox-protocol.md.
 
-    SIGTERM or Ctrl-C stops it in good order, a second one at once.
+    SIGTERM or Ctrl-C shuts it down gracefully, a second one at once.
     """
     _check_seconds(idle_seconds, "--idle-seconds")
     _check_seconds(grace, "--grace")
@@ -155,8 +151,8 @@ def sandbox(
     _check_metrics_token(token, metrics_token)
     if token is None and not address.is_loopback:
         raise typer.BadParameter(
-            f"{address.host} can be reached from other machines: put a token into a file and name it with "
-            f"--token-file, or set {TOKEN_VARIABLE}",
+            f"{address.host} can be reached from other machines: put a token into a file and pass --token-file, or set "
+            f"{TOKEN_VARIABLE}",
             param_hint="--listen",
         )
     structured_logging.configure_logging(log_format.value, getattr(logging, log_level.value.upper()))
@@ -193,29 +189,27 @@ def _check_metrics_token(token: str | None, metrics_token: str | None) -> None:
         return
     if token is None:
         raise typer.BadParameter(
-            "without --token-file everybody may read the metrics, and everything else",
+            "requires --token-file: without it, everybody may read the metrics",
             param_hint="--metrics-token-file",
         )
     if token == metrics_token:
-        raise typer.BadParameter(
-            "it is the token itself: make another one", param_hint="--metrics-token-file"
-        )
+        raise typer.BadParameter("must differ from the token", param_hint="--metrics-token-file")
 
 
 def _load_token(file: Path | None, option: str, variable: str) -> str | None:
-    """What callers have to show; never from the command line, where every process could read it."""
+    """Read a token from its file or variable; never from the command line, which every process can read."""
     if file is not None:
         hint = option
         token = _read_token_file(file, option)
     else:
         hint = variable
-        given = os.environ.pop(variable, None)
-        if given is None:
+        value = os.environ.pop(variable, None)
+        if value is None:
             return None
-        token = given.strip()
+        token = value.strip()
     if len(token) < _MIN_TOKEN_LENGTH or not token.isascii() or not token.isprintable() or " " in token:
         raise typer.BadParameter(
-            f"a token has at least {_MIN_TOKEN_LENGTH} printable characters and no spaces", param_hint=hint
+            f"a token needs at least {_MIN_TOKEN_LENGTH} printable characters and no spaces", param_hint=hint
         )
     return token
 
@@ -253,12 +247,12 @@ def _run(
         print(error, file=sys.stderr)
         return EXIT_UNAVAILABLE
     try:
-        limit_supervisor_capabilities()  # a port may have needed more, and threads have to come after
+        limit_supervisor_capabilities()  # after binding a port, which may need more, and before any thread starts
         if exit_with_stdin:
             threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
         _serve(settings, listener, tokens, grace)
     except IsolationUnavailable as error:
-        print(f"Code cannot be isolated here, so nothing is served. {error.reason}", file=sys.stderr)
+        print(f"This host cannot isolate code, so the server does not start. {error.reason}", file=sys.stderr)
         print(error.advice, file=sys.stderr)
         return EXIT_UNAVAILABLE
     finally:

@@ -1,4 +1,4 @@
-"""`fumehood serve`: the gateway from the command line."""
+"""`fumehood serve`: runs the gateway."""
 
 import asyncio
 import gc
@@ -16,17 +16,16 @@ if TYPE_CHECKING:
     from fumehood.config import GatewayConfig
     from fumehood.http_server.listening_sockets import ListeningSocket
 
-_GC_THRESHOLD = 20_000  # how many more may be there before they are looked through
+_GC_THRESHOLD = 20_000  # allocations before a collection of the youngest generation
 EPILOG = """\b
-Settings come from --config FILE, and one by one from variables such as FUMEHOOD_SERVER__PORT; options come first, then
-variables, then the file. config.example.yaml has all of them. Keys are never settings: name the variables that hold
-them.
+Settings come from --config FILE and from variables such as FUMEHOOD_SERVER__PORT. Precedence: options, variables, the
+file. config.example.yaml lists all settings. API keys are not settings: set the names of the variables that hold them.
 
 \b
 Exit codes:
-  0    it was stopped
-  2    this command was used wrongly, or the configuration cannot be served
-  125  code cannot be isolated here, or nobody can be served at that place
+  0    stopped by a signal
+  2    invalid usage or configuration
+  125  this host cannot isolate code, or the address is not available
 """
 
 
@@ -38,7 +37,7 @@ def serve(
         ),
     ] = None,
     host: Annotated[
-        str | None, typer.Option(metavar="HOST", show_default="127.0.0.1", help="Where to listen.")
+        str | None, typer.Option(metavar="HOST", show_default="127.0.0.1", help="The address to listen on.")
     ] = None,
     port: Annotated[
         int | None,
@@ -47,37 +46,37 @@ def serve(
             min=0,
             max=65535,
             show_default="8080",
-            help="Where to listen; 0 takes any free port.",
+            help="The port to listen on; 0 picks a free one.",
         ),
     ] = None,
     upstream: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
-            help="Ask this server for every model, e.g. http://127.0.0.1:8000/v1: any that has /chat/completions.",
+            help="Use this server for every model, e.g. http://127.0.0.1:8000/v1; it must have /chat/completions.",
         ),
     ] = None,
     upstream_key_env: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The variable that holds the key of --upstream."),
+        typer.Option(metavar="NAME", help="The environment variable with the API key of --upstream."),
     ] = None,
     allow_unauthenticated: Annotated[
         bool,
         typer.Option(
             "--allow-unauthenticated",
-            help="With auth.required: false in the settings, let other machines in without keys.",
+            help="With auth.required: false, serve other machines without API keys.",
         ),
     ] = False,
 ) -> None:
-    """Serve the Responses API: any model behind it, with a code interpreter of its own.
+    """Serve the Responses API over any model server, with a code interpreter.
 
-    SIGTERM or Ctrl-C stops it in good order, a second one at once.
+    SIGTERM or Ctrl-C shuts it down gracefully, a second one at once.
     """
     settings = _load_config(config, host, port, upstream, upstream_key_env)
     if not (settings.server.is_loopback or settings.auth.required or allow_unauthenticated):
         raise typer.BadParameter(
             f"{settings.server.host} can be reached from other machines and auth.required is false: listen on "
-            "127.0.0.1, or give --allow-unauthenticated to let everybody in",
+            "127.0.0.1, or use --allow-unauthenticated to serve everybody",
             param_hint="--host",
         )
     from fumehood.sandbox_server import structured_logging
@@ -93,18 +92,18 @@ def _load_config(
 ) -> "GatewayConfig":
     from fumehood.config import ConfigError, load_config
 
-    given: dict[str, object] = {}
+    overrides: dict[str, object] = {}
     if host is not None:
-        given["server.host"] = host
+        overrides["server.host"] = host
     if port is not None:
-        given["server.port"] = port
+        overrides["server.port"] = port
     if upstream is not None:
         model = {"match": "*", "base_url": upstream}
-        given["models"] = [model if key_variable is None else {**model, "api_key_env": key_variable}]
+        overrides["models"] = [model if key_variable is None else {**model, "api_key_env": key_variable}]
     elif key_variable is not None:
-        raise typer.BadParameter("it goes with --upstream", param_hint="--upstream-key-env")
+        raise typer.BadParameter("requires --upstream", param_hint="--upstream-key-env")
     try:
-        return load_config(file, os.environ, given)
+        return load_config(file, os.environ, overrides)
     except ConfigError as error:
         raise typer.BadParameter(str(error), param_hint="the configuration") from error
 
@@ -138,10 +137,10 @@ def _serve(settings: "GatewayConfig", listener: "ListeningSocket") -> None:
 
     from fumehood.wiring import AssembledGateway, serve
 
-    def ready(parts: AssembledGateway) -> None:
+    def ready(gateway: AssembledGateway) -> None:
         _tune_garbage_collector()
         print(
-            _format_welcome(listener.url, is_direct=not settings.models, needs_key=not parts.is_keyless),
+            _format_welcome(listener.url, is_direct=not settings.models, needs_key=not gateway.is_keyless),
             flush=True,
         )
 
@@ -150,28 +149,26 @@ def _serve(settings: "GatewayConfig", listener: "ListeningSocket") -> None:
 
 
 def _tune_garbage_collector() -> None:
-    """What is there when serving begins will stay, and a request leaves next to no cycles behind: looking for them as
-    often as Python does takes a twentieth of all time.
-    """
+    """Collect less often: startup objects stay alive and requests leave almost no cycles. Saves 5 % of the CPU."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_THRESHOLD, 20, 20)
 
 
-def _format_welcome(where: str, *, is_direct: bool, needs_key: bool) -> str:
-    lines = [f"Serving the Responses API on {where}/v1", "", "Try it:"]
+def _format_welcome(url: str, *, is_direct: bool, needs_key: bool) -> str:
+    lines = [f"Serving the Responses API on {url}/v1", "", "Try it:"]
     key = ' -H "authorization: Bearer $OPENAI_API_KEY"' if needs_key else ""
     if is_direct:
         lines += [
-            f"  curl {where}/v1/responses{key} -H 'content-type: application/json' -d '",
+            f"  curl {url}/v1/responses{key} -H 'content-type: application/json' -d '",
             '    {"model": "direct", "tools": [{"type": "code_interpreter"}], "stream": true,',
             '     "input": "```python\\nprint(6 * 7)\\n```"}\'',
             "",
-            "No model is configured: `direct` runs the code that it is sent. Name a model server with --upstream URL.",
+            "No model is configured: `direct` runs the code it is sent. Set a model server with --upstream URL.",
         ]
     else:
         lines += [
-            f"  curl {where}/v1/models{key}",
-            f"  OPENAI_BASE_URL={where}/v1 OPENAI_API_KEY={'fh-…' if needs_key else 'none'} python your_program.py",
+            f"  curl {url}/v1/models{key}",
+            f"  OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={'fh-…' if needs_key else 'none'} python your_program.py",
         ]
     return "\n".join(lines)

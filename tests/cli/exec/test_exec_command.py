@@ -147,7 +147,7 @@ def test_nothing_runs_where_nothing_isolates(tmp_path: Path) -> None:
     done = run("exec", "--mode", "pod", "--guest-socket", tmp_path / "none", "-c", "print('ran')")
     assert done.returncode == 125
     assert done.stdout == ""
-    assert "Code cannot be isolated here, so nothing was run." in done.stderr
+    assert "This host cannot isolate code, so nothing was run." in done.stderr
     assert "Start the code container first" in done.stderr
     as_json = run(
         "exec", "--json", "--mode", "pod", "--guest-socket", tmp_path / "none", "-c", "print('ran')"
@@ -331,7 +331,7 @@ def test_a_picture_without_a_place_for_it_does_not_end_the_run() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("went on\n")
-    assert "A picture was not saved: " in done.stderr
+    assert "An image was not saved: " in done.stderr
 
 
 # ---- signals and terminals ------------------------------------------------------------------------------------

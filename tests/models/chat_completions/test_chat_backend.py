@@ -86,12 +86,12 @@ async def failure(*answers: Responder, **settings: object) -> ModelError:
 async def test_the_least_that_is_sent() -> None:
     async with upstream(stream(says("a")), headers={"x-team": "blue"}) as (backend, server):
         assert await turn(backend) == [ModelTextDelta("a"), ModelTurnEnded("stop")]
-    (asked,) = server.requests
-    assert (asked.method, asked.path) == ("POST", "/v1/chat/completions")
-    assert asked.headers["authorization"] == f"Bearer {KEY}"
-    assert asked.headers["x-team"] == "blue"
-    assert asked.headers["content-type"] == "application/json"
-    assert asked.json == {
+    (received,) = server.requests
+    assert (received.method, received.path) == ("POST", "/v1/chat/completions")
+    assert received.headers["authorization"] == f"Bearer {KEY}"
+    assert received.headers["x-team"] == "blue"
+    assert received.headers["content-type"] == "application/json"
+    assert received.json == {
         "messages": [{"role": "user", "content": "hi"}],
         "model": "small",
         "stream": True,
@@ -217,7 +217,7 @@ async def test_other_formats_and_fields() -> None:
     ):
         for request in requests:
             await turn(backend, request)
-    first, second = (asked.json for asked in server.requests)
+    first, second = (received.json for received in server.requests)
     assert (first["max_tokens"], first["response_format"]) == (5, {"type": "json_object"})
     assert "stream_options" not in first
     assert "response_format" not in second
@@ -261,8 +261,8 @@ async def test_what_cannot_be_shown_is_not_sent() -> None:
 
 async def test_what_one_read_brings_is_one_batch() -> None:
     go = asyncio.Event()
-    pieces = [chunk({"content": "a"}) + chunk({"content": "b"}), go, chunk({"content": "c"}) + says("d")]
-    async with upstream(stream(*pieces)) as (backend, _), aclosing(backend.stream(REQUEST)) as batches:
+    chunks = [chunk({"content": "a"}) + chunk({"content": "b"}), go, chunk({"content": "c"}) + says("d")]
+    async with upstream(stream(*chunks)) as (backend, _), aclosing(backend.stream(REQUEST)) as batches:
         assert await anext(batches) == [ModelTextDelta("a"), ModelTextDelta("b")]
         go.set()
         rest: list[Sequence[AnyModelEvent]] = [batch async for batch in batches]
@@ -273,13 +273,16 @@ async def test_what_is_taken_is_not_given() -> None:
     first, second = asyncio.Event(), asyncio.Event()
     offered: list[Sequence[AnyModelEvent]] = []
 
-    def take(batch: Sequence[AnyModelEvent]) -> bool:
+    def handle_event(batch: Sequence[AnyModelEvent]) -> bool:
         offered.append(batch)
         second.set()
         return batch == [ModelTextDelta("b")]
 
-    pieces = [chunk({"content": "a"}), first, chunk({"content": "b"}), second, says("c")]
-    async with upstream(stream(*pieces)) as (backend, _), aclosing(backend.stream(REQUEST, take)) as batches:
+    chunks = [chunk({"content": "a"}), first, chunk({"content": "b"}), second, says("c")]
+    async with (
+        upstream(stream(*chunks)) as (backend, _),
+        aclosing(backend.stream(REQUEST, handle_event)) as batches,
+    ):
         assert await anext(batches) == [ModelTextDelta("a")]  # before which nothing is offered
         assert offered == []
         first.set()
@@ -339,10 +342,10 @@ async def test_leaving_tells_the_server() -> None:
 
 @pytest.mark.parametrize("status", ["401 Unauthorized", "403 Forbidden"])
 async def test_our_credentials_are_not_the_callers_business(status: str) -> None:
-    told = await failure(error(status, {"error": {"message": f"Incorrect API key provided: {KEY}"}}))
-    assert type(told) is ModelError
-    assert told.status == 502
-    assert told.message == (
+    raised = await failure(error(status, {"error": {"message": f"Incorrect API key provided: {KEY}"}}))
+    assert type(raised) is ModelError
+    assert raised.status == 502
+    assert raised.message == (
         f"The server of the model 'small' does not accept the gateway's credentials (HTTP {status[:3]}); "
         "the operator of the gateway must check the model's api_key_env."
     )
@@ -364,45 +367,45 @@ async def test_too_long() -> None:
             {"error": {"message": "exceeds the available context size", "code": 500}},
         ),
     ]:
-        told = await failure(error(status, body))
-        assert isinstance(told, ModelRejectedRequest)
-        assert (told.status, told.wire_code, told.param) == (400, "context_length_exceeded", "input")
+        raised = await failure(error(status, body))
+        assert isinstance(raised, ModelRejectedRequest)
+        assert (raised.status, raised.wire_code, raised.param) == (400, "context_length_exceeded", "input")
 
 
 async def test_refused() -> None:
-    told = await failure(
+    raised = await failure(
         error(
             "422 Unprocessable Entity", {"error": {"message": f"bad\nvalue for {KEY}", "code": "bad_value"}}
         )
     )
-    assert isinstance(told, ModelRejectedRequest)
-    assert (told.status, told.type, told.wire_code) == (400, "invalid_request_error", "bad_value")
-    assert told.message == snapshot(
+    assert isinstance(raised, ModelRejectedRequest)
+    assert (raised.status, raised.type, raised.wire_code) == (400, "invalid_request_error", "bad_value")
+    assert raised.message == snapshot(
         "The server of the model 'small' refused the request (HTTP 422): bad value for [hidden]."
     )
-    told = await failure(error("400 Bad Request", {"detail": [{"msg": "field required", "loc": ["body"]}]}))
-    assert told.message.endswith(": field required.")
-    told = await failure(
+    raised = await failure(error("400 Bad Request", {"detail": [{"msg": "field required", "loc": ["body"]}]}))
+    assert raised.message.endswith(": field required.")
+    raised = await failure(
         error("404 Not Found", {"error": {"message": "no model small", "code": "model_not_found"}})
     )
-    assert isinstance(told, ModelRejectedRequest)
-    assert told.wire_code == "model_not_found"
-    told = await failure(document(b"<html>Not here</html>", "404 Not Found"))
-    assert type(told) is ModelError
-    assert "base_url" in told.message
+    assert isinstance(raised, ModelRejectedRequest)
+    assert raised.wire_code == "model_not_found"
+    raised = await failure(document(b"<html>Not here</html>", "404 Not Found"))
+    assert type(raised) is ModelError
+    assert "base_url" in raised.message
 
 
 async def test_busy() -> None:
     busy = {"error": {"message": "slow down", "code": "rate_limit_exceeded"}}
-    told = await failure(error("429 Too Many Requests", busy, headers={"Retry-After": "7"}))
-    assert isinstance(told, ModelRateLimited)
-    assert (told.status, told.retry_after, told.wire_code) == (429, 7.0, "rate_limit_exceeded")
-    told = await failure(error("429 Too Many Requests", busy, headers={"Retry-After": "Fri, 31 Dec 1999"}))
-    assert told.retry_after is None
-    told = await failure(
+    raised = await failure(error("429 Too Many Requests", busy, headers={"Retry-After": "7"}))
+    assert isinstance(raised, ModelRateLimited)
+    assert (raised.status, raised.retry_after, raised.wire_code) == (429, 7.0, "rate_limit_exceeded")
+    raised = await failure(error("429 Too Many Requests", busy, headers={"Retry-After": "Fri, 31 Dec 1999"}))
+    assert raised.retry_after is None
+    raised = await failure(
         error("429 Too Many Requests", {"error": {"message": "pay", "code": "insufficient_quota"}})
     )
-    assert told.wire_code == "insufficient_quota"
+    assert raised.wire_code == "insufficient_quota"
 
 
 @pytest.mark.parametrize(
@@ -417,10 +420,10 @@ async def test_busy() -> None:
     ],
 )
 async def test_other_failures(status: str, kind: type[ModelError]) -> None:
-    told = await failure(document(b"\xff" * 200_000, status, headers={"Location": "http://127.0.0.1:1/"}))
-    assert type(told) is kind
-    assert status[:3] in told.message
-    assert len(told.message) < 500
+    raised = await failure(document(b"\xff" * 200_000, status, headers={"Location": "http://127.0.0.1:1/"}))
+    assert type(raised) is kind
+    assert status[:3] in raised.message
+    assert len(raised.message) < 500
 
 
 async def test_no_server() -> None:
@@ -453,14 +456,14 @@ async def test_an_answer_that_is_cut_off() -> None:
 
 
 async def test_a_body_that_ends_too_early() -> None:
-    told = await failure(stream(chunk({"content": "a"})))
-    assert isinstance(told, ModelUnreachable)
+    raised = await failure(stream(chunk({"content": "a"})))
+    assert isinstance(raised, ModelUnreachable)
 
 
 async def test_silence() -> None:
-    told = await failure(stream(chunk({"content": "a"}), asyncio.Event()), read_timeout=0.05)
-    assert isinstance(told, ModelTimeout)
-    assert (told.status, told.message) == (
+    raised = await failure(stream(chunk({"content": "a"}), asyncio.Event()), read_timeout=0.05)
+    assert isinstance(raised, ModelTimeout)
+    assert (raised.status, raised.message) == (
         504,
         "The server of the model 'small' sent nothing for 0.05 seconds.",
     )
@@ -472,8 +475,8 @@ async def test_what_is_not_http() -> None:
         await writer.drain()
         return False
 
-    told = await failure(answer)
-    assert "is not valid HTTP" in told.message
+    raised = await failure(answer)
+    assert "is not valid HTTP" in raised.message
 
 
 async def test_nothing_secret_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -513,10 +516,10 @@ async def test_a_server_that_counts_is_asked() -> None:
             with pytest.raises(ModelError):
                 await backend.count_tokens(request)
         await connections.close()
-        asked = server.requests[0]
-        assert asked.path == "/v1/tokenize"
-        assert asked.headers["authorization"] == f"Bearer {KEY}"
-        assert asked.json == snapshot(
+        received = server.requests[0]
+        assert received.path == "/v1/tokenize"
+        assert received.headers["authorization"] == f"Bearer {KEY}"
+        assert received.json == snapshot(
             {
                 "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}],
                 "model": "served",
@@ -540,9 +543,9 @@ async def test_the_count_uses_the_clients_template_arguments() -> None:
         request = msgspec.structs.replace(REQUEST, sampling=SamplingParameters(passthrough=passed))
         assert await ChatCompletionsBackend(settings, connections).count_tokens(request) == (7, True)
         await connections.close()
-        asked = server.requests[0].json
-        assert asked["chat_template_kwargs"] == {"think": False}
-        assert not {"seed", "n"} & set(asked)
+        received = server.requests[0].json
+        assert received["chat_template_kwargs"] == {"think": False}
+        assert not {"seed", "n"} & set(received)
 
 
 async def test_the_count_is_an_estimate() -> None:
@@ -591,13 +594,13 @@ async def test_an_answer_that_comes_at_once_is_read_beside_the_loop_and_told_bit
 ) -> None:
     here = threading.get_ident()
     read: list[bool] = []
-    take = ChatStreamParser._handle_event  # pyright: ignore[reportPrivateUsage]
+    handle_event = ChatStreamParser._handle_event  # pyright: ignore[reportPrivateUsage]
 
-    def taking(*arguments: Any) -> bool:
+    def record_thread(*arguments: Any) -> bool:
         read.append(threading.get_ident() != here)
-        return take(*arguments)
+        return handle_event(*arguments)
 
-    monkeypatch.setattr(ChatStreamParser, "_handle_event", taking)
+    monkeypatch.setattr(ChatStreamParser, "_handle_event", record_thread)
     async with upstream(answer) as (model, _):
         request = msgspec.structs.replace(REQUEST, streamed=False)
         batches = [batch async for batch in model.stream(request)]

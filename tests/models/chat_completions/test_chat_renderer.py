@@ -24,17 +24,17 @@ from tests.support.conversations import (
 
 
 def test_roles_and_instructions() -> None:
-    given = segment(
+    items = segment(
         message("s", "system"), message("d", "developer"), message("u"), message("a", "assistant")
     )
-    assert render(given, instructions="Be brief.") == [
+    assert render(items, instructions="Be brief.") == [
         {"role": "system", "content": "Be brief."},
         {"role": "system", "content": "s"},
         {"role": "system", "content": "d"},
         {"role": "user", "content": "u"},
         {"role": "assistant", "content": "a"},
     ]
-    assert render(given, dialect=ChatDialect(developer_role=True))[1] == {"role": "developer", "content": "d"}
+    assert render(items, dialect=ChatDialect(developer_role=True))[1] == {"role": "developer", "content": "d"}
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
@@ -43,15 +43,27 @@ def test_a_conversation_without_a_user_gets_its_last_system_message_as_the_users
     role: str, developer_role: bool
 ) -> None:
     dialect = ChatDialect(developer_role=developer_role)
-    asked = segment(message("be kind", "system"), message("do it", role), hosted_call("c1", "done"))
-    said = segment(message("well", "assistant"))
-    assert [one["role"] for one in render(asked, dialect=dialect)] == ["system", "user", "assistant", "tool"]
-    assert render(asked, said, dialect=dialect)[1] == {"role": "user", "content": "do it"}
+    request_segment = segment(message("be kind", "system"), message("do it", role), hosted_call("c1", "done"))
+    answer_segment = segment(message("well", "assistant"))
+    assert [one["role"] for one in render(request_segment, dialect=dialect)] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+    ]
+    assert render(request_segment, answer_segment, dialect=dialect)[1] == {"role": "user", "content": "do it"}
     # The same segments, once the user says something: what is kept of them has not changed.
-    shown = "developer" if role == "developer" and developer_role else "system"
-    later = render(asked, said, segment(message("and now?")), dialect=dialect)
-    assert [one["role"] for one in later] == ["system", shown, "assistant", "tool", "assistant", "user"]
-    assert render(asked, said, dialect=dialect)[1]["role"] == "user"
+    rendered_items = "developer" if role == "developer" and developer_role else "system"
+    later = render(request_segment, answer_segment, segment(message("and now?")), dialect=dialect)
+    assert [one["role"] for one in later] == [
+        "system",
+        rendered_items,
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+    ]
+    assert render(request_segment, answer_segment, dialect=dialect)[1]["role"] == "user"
 
 
 def test_the_last_of_several_system_turns_is_the_users() -> None:
@@ -69,15 +81,18 @@ def test_the_last_of_several_system_turns_is_the_users() -> None:
 def test_neither_words_nor_pictures_of_tools_are_taken_for_a_users_message() -> None:
     text = '{"role":"user","content":"x"} {"role":"system","content":"y"}'
     drawn = hosted_call("c1", text, images=[IMAGE_URL])
-    shown = render(segment(message(text, "system"), drawn), dialect=ChatDialect(takes_images=True))
-    assert [one["role"] for one in shown] == ["user", "assistant", "tool", "user"]
-    assert shown[0] == {"role": "user", "content": text}
+    rendered_items = render(segment(message(text, "system"), drawn), dialect=ChatDialect(takes_images=True))
+    assert [one["role"] for one in rendered_items] == ["user", "assistant", "tool", "user"]
+    assert rendered_items[0] == {"role": "user", "content": text}
 
 
 def test_text_alone_is_a_string() -> None:
     parts = [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]
-    said = [{"type": "output_text", "text": "c", "logprobs": None}, {"type": "refusal", "refusal": "no"}]
-    assert summarize_messages(render(segment(message(parts), message(said, "assistant")))) == [
+    answer_segment = [
+        {"type": "output_text", "text": "c", "logprobs": None},
+        {"type": "refusal", "refusal": "no"},
+    ]
+    assert summarize_messages(render(segment(message(parts), message(answer_segment, "assistant")))) == [
         "user a\nb",
         "assistant cno",
     ]
@@ -133,12 +148,12 @@ def test_files_of_text_are_text(data: str) -> None:
 )
 def test_other_files_are_files_to_models_that_take_them(content: bytes, mime: str | None) -> None:
     part = {"type": "input_file", "filename": "x", "file_data": inline(content, mime)}
-    given = segment(message([part]))
-    (rendered,) = render(given, dialect=ChatDialect(takes_files=True))
+    items = segment(message([part]))
+    (rendered,) = render(items, dialect=ChatDialect(takes_files=True))
     data = inline(content, mime or "application/octet-stream")
     assert rendered["content"] == [{"type": "file", "file": {"filename": "x", "file_data": data}}]
-    (told,) = render(given)
-    assert told["content"] == (
+    (expected,) = render(items)
+    assert expected["content"] == (
         f"The file x ({mime or 'of unknown type'}, {len(content)} bytes) cannot be shown here. "
         "If there is a code interpreter, it finds it as /mnt/data/x."
     )
@@ -163,8 +178,8 @@ def test_what_an_id_stands_for_was_found_before() -> None:
         Attachment(name="z.png", kind="picture", gone=True),
         Attachment(),
     )
-    given = ConversationSegment((msgspec.structs.replace(message(parts), attachments=found),))
-    (rendered,) = render(given, dialect=ChatDialect(takes_files=True))
+    items = ConversationSegment((msgspec.structs.replace(message(parts), attachments=found),))
+    (rendered,) = render(items, dialect=ChatDialect(takes_files=True))
     assert rendered["content"] == [
         {
             "type": "text",
@@ -198,7 +213,7 @@ def test_of_a_long_text_the_beginning_is_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "told"),
+    ("part", "expected"),
     [
         ({"type": "input_hologram"}, "Content of type 'input_hologram' cannot be shown"),
         ({"type": "input_image", "file_id": "file-1"}, "An input_image needs an image_url"),
@@ -209,9 +224,9 @@ def test_of_a_long_text_the_beginning_is_shown() -> None:
         ({}, "cannot be decoded"),
     ],
 )
-def test_parts_that_cannot_be_shown(part: dict[str, object], told: str) -> None:
+def test_parts_that_cannot_be_shown(part: dict[str, object], expected: str) -> None:
     error = render_refused(segment(message([part])))
-    assert told in error.message
+    assert expected in error.message
     assert (error.status, error.param) == (400, "input")
 
 
@@ -223,10 +238,10 @@ def test_messages_of_nobody() -> None:
 
 
 def test_pictures_follow_the_results_where_the_model_sees() -> None:
-    given = segment(
+    items = segment(
         hosted_call("h1", "[figure 1]", turn=1, images=[IMAGE_URL]), hosted_call("h2", "b", turn=1)
     )
-    seeing = render(given, dialect=ChatDialect(takes_images=True))
+    seeing = render(items, dialect=ChatDialect(takes_images=True))
     assert summarize_messages(seeing) == ["assistant h1 h2", "tool [figure 1] -> h1", "tool b -> h2", "user"]
     assert seeing[3]["content"] == snapshot(
         [
@@ -234,7 +249,7 @@ def test_pictures_follow_the_results_where_the_model_sees() -> None:
             {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
         ]
     )
-    assert summarize_messages(render(given)) == ["assistant h1 h2", "tool [figure 1] -> h1", "tool b -> h2"]
+    assert summarize_messages(render(items)) == ["assistant h1 h2", "tool [figure 1] -> h1", "tool b -> h2"]
 
 
 def test_pictures_wait_for_the_clients_results() -> None:
@@ -266,15 +281,15 @@ def test_a_result_of_pictures_alone_says_where_they_are() -> None:
 
 def test_reasoning_is_replayed_on_demand() -> None:
     summary = entry({"type": "reasoning", "summary": [{"type": "summary_text", "text": "short"}]}, 2)
-    given = segment(
+    items = segment(
         reasoning("hm", 1),
         reasoning("so", 1),
         message("a", "assistant", 1),
         summary,
         message("b", "assistant", 2),
     )
-    assert render(given) == [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert render(given, dialect=ChatDialect(replay_reasoning=True)) == [
+    assert render(items) == [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert render(items, dialect=ChatDialect(replay_reasoning=True)) == [
         {"role": "assistant", "content": "a", "reasoning_content": "hm\nso"},
         {"role": "assistant", "content": "b", "reasoning_content": "short"},
     ]

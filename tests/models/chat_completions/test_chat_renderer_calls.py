@@ -164,17 +164,17 @@ def test_custom_tools_are_functions_with_one_input() -> None:
 
 
 def test_a_call_without_result_is_an_error() -> None:
-    told = "No tool output found for function call c1."
-    assert render_refused(segment(call("c1", turn=1))).message == told
-    assert render_refused(segment(call("c1", turn=1)), segment(message("go on"))).message == told
-    assert render_refused(segment(call("c1"), message("go on"))).message == told
+    message_text = "No tool output found for function call c1."
+    assert render_refused(segment(call("c1", turn=1))).message == message_text
+    assert render_refused(segment(call("c1", turn=1)), segment(message("go on"))).message == message_text
+    assert render_refused(segment(call("c1"), message("go on"))).message == message_text
     half = segment(call("c0", turn=1), call("c1", turn=1))
-    assert render_refused(half, segment(output("c0", "a"))).message == told
+    assert render_refused(half, segment(output("c0", "a"))).message == message_text
 
 
 def test_a_result_without_call_is_an_error() -> None:
-    told = "No tool call found for function call output with call_id c9."
-    assert render_refused(segment(message("go"), output("c9", "a"))).message == told
+    message_text = "No tool call found for function call output with call_id c9."
+    assert render_refused(segment(message("go"), output("c9", "a"))).message == message_text
 
 
 def test_a_call_that_was_cut_off_is_not_shown() -> None:
@@ -189,7 +189,7 @@ def test_a_call_that_was_cut_off_is_not_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "shown"),
+    ("written", "expected"),
     [
         ("", "{}"),
         ('{"x', '{"invalid_json":"{\\"x"}'),
@@ -197,10 +197,10 @@ def test_a_call_that_was_cut_off_is_not_shown() -> None:
         ('{"x": 1}', '{"x": 1}'),
     ],
 )
-def test_arguments_are_always_an_object(written: str, shown: str) -> None:
+def test_arguments_are_always_an_object(written: str, expected: str) -> None:
     for made in (call("c", written), hosted_call("c", "", arguments=written)):
         rendered = render(segment(made, *([output("c", "")] if made.exchange is None else [])))
-        assert rendered[0]["tool_calls"][0]["function"]["arguments"] == shown
+        assert rendered[0]["tool_calls"][0]["function"]["arguments"] == expected
 
 
 # --- calls whose results are items of their own ---------------------------------------------------------
@@ -214,9 +214,9 @@ def test_calls_and_results_that_are_two_items() -> None:
         shell_output("a", "one", turn=1, images=[IMAGE_URL]),
         message("done", "assistant", turn=2),
     )
-    shown = render(turn, dialect=ChatDialect(takes_images=True))
-    assert summarize_messages(shown)[:4] == ["user go", "assistant a b", "tool one -> a", "tool two -> b"]
-    assert shown[4]["content"][1]["image_url"] == {"url": IMAGE_URL}
+    expected = render(turn, dialect=ChatDialect(takes_images=True))
+    assert summarize_messages(expected)[:4] == ["user go", "assistant a b", "tool one -> a", "tool two -> b"]
+    assert expected[4]["content"][1]["image_url"] == {"url": IMAGE_URL}
 
 
 def test_two_items_that_a_client_gives_back() -> None:

@@ -44,10 +44,10 @@ def parser(*functions: str, max_line_bytes: int = 1 << 25, decode_repeats: bool 
     )
 
 
-def parse(*pieces: bytes, functions: Sequence[str] = ()) -> list[AnyModelEvent]:
+def parse(*chunks: bytes, functions: Sequence[str] = ()) -> list[AnyModelEvent]:
     """The events of a turn that ends well."""
     reading = parser(*functions)
-    events = [event for piece in pieces for event in reading.feed(piece)]
+    events = [event for part in chunks for event in reading.feed(part)]
     events += reading.finish()
     assert reading.failure is None, reading.failure
     assert reading.has_ended
@@ -56,10 +56,10 @@ def parse(*pieces: bytes, functions: Sequence[str] = ()) -> list[AnyModelEvent]:
     return events
 
 
-def fail(*pieces: bytes) -> tuple[list[AnyModelEvent], ModelError]:
+def fail(*chunks: bytes) -> tuple[list[AnyModelEvent], ModelError]:
     """The events of a turn that does not, and why."""
     reading = parser()
-    events = [event for piece in pieces for event in reading.feed(piece)]
+    events = [event for part in chunks for event in reading.feed(part)]
     events += reading.finish()
     assert reading.failure is not None
     assert not reading.has_ended
@@ -211,7 +211,7 @@ USAGE = {
 
 
 @pytest.mark.parametrize(
-    "pieces",
+    "chunks",
     [
         [chunk(finish="stop", usage=USAGE), DONE],
         [chunk(finish="stop"), data({"choices": [], "usage": USAGE}), DONE],
@@ -220,8 +220,8 @@ USAGE = {
     ],
     ids=["last chunk", "alone", "without choices and done", "on every chunk"],
 )
-def test_usage(pieces: list[bytes]) -> None:
-    assert parse(*pieces) == [
+def test_usage(chunks: list[bytes]) -> None:
+    assert parse(*chunks) == [
         ModelTurnEnded(
             "stop",
             Usage(
@@ -438,8 +438,8 @@ def test_habits_of_event_streams(change: Callable[[bytes], bytes]) -> None:
 def test_long_lines_in_small_pieces() -> None:
     text = "x" * 1_000_000
     body = says("a", text, "b")
-    pieces = [body[start : start + 1000] for start in range(0, len(body), 1000)]
-    assert parse(*pieces) == [
+    chunks = [body[start : start + 1000] for start in range(0, len(body), 1000)]
+    assert parse(*chunks) == [
         ModelTextDelta("a"),
         ModelTextDelta(text),
         ModelTextDelta("b"),
@@ -474,7 +474,7 @@ def test_types_that_are_a_little_off() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "expected_text"),
     [
         (b"data: rubbish\n\n", "Expecting value"),
         (b'data: {"choices": 5}\n\n', "Expected `array"),
@@ -482,12 +482,12 @@ def test_types_that_are_a_little_off() -> None:
         (b"data: " + b"[" * 100_000 + b"\n\n", "recursion"),
     ],
 )
-def test_what_cannot_be_read_ends_the_turn(line: bytes, told: str) -> None:
+def test_what_cannot_be_read_ends_the_turn(line: bytes, expected_text: str) -> None:
     events, error = fail(chunk({"content": "a"}), line, says("b"))
     assert events == [ModelTextDelta("a")]
     assert error.status == 502
     assert "sent an invalid chat completions response" in error.message
-    assert told in error.message
+    assert expected_text in error.message
 
 
 def test_an_answer_in_one_piece() -> None:
@@ -536,7 +536,7 @@ def test_an_answer_to_something_else(body: bytes) -> None:
 
 
 def test_errors_within_the_stream() -> None:
-    for said, kind, code in [
+    for reported, kind, code in [
         ({"message": "overloaded", "code": 503}, ModelUnreachable, "server_error"),
         ({"message": "slow down", "type": "rate_limit_error"}, ModelRateLimited, "rate_limit_exceeded"),
         (
@@ -549,15 +549,15 @@ def test_errors_within_the_stream() -> None:
         ("just a string", ModelError, "server_error"),
         ({}, ModelError, "server_error"),
     ]:
-        events, error = fail(chunk({"content": "a"}), data({"error": said}), says("b"))
+        events, error = fail(chunk({"content": "a"}), data({"error": reported}), says("b"))
         assert events == [ModelTextDelta("a")]
-        assert type(error) is kind, said
+        assert type(error) is kind, reported
         assert error.wire_code == code
 
 
 def test_an_error_without_a_field_of_its_own() -> None:
-    told = {"object": "error", "message": "the prompt is too long", "code": 400}
-    for body in (data(told), json.dumps(told).encode()):
+    expected_text = {"object": "error", "message": "the prompt is too long", "code": 400}
+    for body in (data(expected_text), json.dumps(expected_text).encode()):
         _, error = fail(body)
         assert error.wire_code == "context_length_exceeded"
 
@@ -608,9 +608,9 @@ def streams(draw: st.DrawFn) -> bytes:
     return (start + separator.join([*lines, "data: [DONE]"]) + separator).encode()
 
 
-def outcome(pieces: Sequence[bytes], decode_repeats: bool = True) -> tuple[list[AnyModelEvent], str | None]:
+def outcome(chunks: Sequence[bytes], decode_repeats: bool = True) -> tuple[list[AnyModelEvent], str | None]:
     reading = parser("f", "fg", decode_repeats=decode_repeats)
-    events = [event for piece in pieces for event in reading.feed(piece)]
+    events = [event for part in chunks for event in reading.feed(part)]
     events += reading.finish()
     return events, reading.failure and reading.failure.message
 
@@ -618,9 +618,9 @@ def outcome(pieces: Sequence[bytes], decode_repeats: bool = True) -> tuple[list[
 @given(streams(), st.data())
 def test_any_split_gives_the_same_events(body: bytes, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(body)), max_size=10)))
-    pieces = [body[start:end] for start, end in itertools.pairwise([0, *cuts, len(body)])]
+    chunks = [body[start:end] for start, end in itertools.pairwise([0, *cuts, len(body)])]
     whole = outcome([body])
-    assert outcome(pieces) == whole
+    assert outcome(chunks) == whole
     assert outcome([bytes([byte]) for byte in body]) == whole
 
 
@@ -630,6 +630,6 @@ def test_reading_in_runs_gives_the_same_events(body: bytes) -> None:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6))
-def test_rubbish_is_refused_and_nothing_worse(pieces: list[bytes]) -> None:
-    events, failure = outcome([b"data: ", *pieces])
+def test_rubbish_is_refused_and_nothing_worse(chunks: list[bytes]) -> None:
+    events, failure = outcome([b"data: ", *chunks])
     assert failure is not None or isinstance(events[-1], ModelTurnEnded)

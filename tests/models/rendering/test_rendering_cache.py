@@ -53,16 +53,16 @@ def test_half_of_what_was_kept_is_as_good_as_nothing(lost: str) -> None:
 
 def test_whoever_names_many_models_does_not_have_as_many_copies_kept() -> None:
     large = tuple(segment(message(text * 20_000)) for text in "abc")
-    stretch = SegmentRun(large)
+    run = SegmentRun(large)
     for name in map(str, range(20)):
-        for conversation in (Conversation((stretch,)), large):
+        for conversation in (Conversation((run,)), large):
             render_segments(conversation, name, lambda entries, _: (entries[0].raw, b"left"))
-            kept = [sum(map(len, one.renderings.values())) for one in large]
-            assert all(held <= 3 * one.size for held, one in zip(kept, large, strict=True))
+            cached = [sum(map(len, one.renderings.values())) for one in large]
+            assert all(held <= 3 * one.size for held, one in zip(cached, large, strict=True))
             assert (
-                sum(len(said) + len(left) for said, left in stretch.renderings.values()) <= 3 * stretch.size
+                sum(len(message_) + len(carry) for message_, carry in run.renderings.values()) <= 3 * run.size
             )
-    assert all(one.renderings for one in (stretch, *large))
+    assert all(one.renderings for one in (run, *large))
 
 
 def test_the_same_call_left_open_by_another_conversation() -> None:
@@ -106,12 +106,12 @@ def test_every_call_is_answered_in_order(made: list[list[ConversationEntry]], ta
     dialect = ChatDialect(takes_images=takes_images)
     messages = render(*(ConversationSegment(tuple(entries)) for entries in made), dialect=dialect)
     expected: list[str] = []
-    for said in messages:
-        if said["role"] == "tool":
-            assert said["tool_call_id"] == expected.pop(0)
+    for message_ in messages:
+        if message_["role"] == "tool":
+            assert message_["tool_call_id"] == expected.pop(0)
         else:
             assert expected == []
-            expected = [made_call["id"] for made_call in said.get("tool_calls", [])]
+            expected = [made_call["id"] for made_call in message_.get("tool_calls", [])]
     assert expected == []
 
 
@@ -140,8 +140,8 @@ def test_in_whatever_pieces_a_conversation_is_the_same(
     for _ in range(3):
         begin = data.draw(st.integers(0, len(segments) - 1))
         end = data.draw(st.integers(begin, len(segments)))
-        stretch = SegmentRun(tuple(segments[begin:end]))
-        whole = Conversation((*segments[:begin], stretch, *segments[end:]))
+        run = SegmentRun(tuple(segments[begin:end]))
+        whole = Conversation((*segments[:begin], run, *segments[end:]))
         for flag in data.draw(st.permutations([False, True])):
             dialect = ChatDialect(takes_images=flag)
             assert render(*whole, dialect=dialect) == expected[flag]
@@ -152,13 +152,13 @@ def test_in_whatever_pieces_a_conversation_is_the_same(
 
 def test_a_stretch_is_rendered_once_and_its_segments_keep_nothing() -> None:
     segments = tuple(segment(message(text), message(text.upper(), "assistant", turn=1)) for text in "abc")
-    stretch, dialect = SegmentRun(segments), ChatDialect()
+    run, dialect = SegmentRun(segments), ChatDialect()
     once = render_conversation(Conversation((segments[0], SegmentRun(segments[1:]))), dialect)
-    assert render_conversation(Conversation((stretch,)), dialect) == once
+    assert render_conversation(Conversation((run,)), dialect) == once
     assert [one.renderings for one in segments] == [{}, {}, {}]
-    ((name, (text, left)),) = stretch.renderings.items()
-    stretch.renderings[name] = (text.replace(b'"b"', b'"x"'), left)
-    assert [said["content"] for said in render_conversation(Conversation((stretch,)), dialect)] == [
+    ((name, (text, carry)),) = run.renderings.items()
+    run.renderings[name] = (text.replace(b'"b"', b'"x"'), carry)
+    assert [message_["content"] for message_ in render_conversation(Conversation((run,)), dialect)] == [
         "a",
         "A",
         "x",

@@ -91,10 +91,10 @@ async def render_sent_input(*segments: ConversationSegment, **settings: Any) -> 
 async def test_the_least_that_is_sent() -> None:
     async with upstream(stream(says("a"))) as (backend, server):
         assert await turn(backend) == [ModelMessageStarted(), ModelTextDelta("a"), ModelTurnEnded("stop")]
-    (asked,) = server.requests
-    assert (asked.method, asked.path) == ("POST", "/v1/responses")
-    assert asked.headers["authorization"] == f"Bearer {KEY}"
-    assert asked.json == {
+    (received,) = server.requests
+    assert (received.method, received.path) == ("POST", "/v1/responses")
+    assert received.headers["authorization"] == f"Bearer {KEY}"
+    assert received.json == {
         "input": [{"type": "message", "role": "user", "content": "hi"}],
         "model": "small",
         "stream": True,
@@ -190,7 +190,7 @@ async def test_everything_that_can_be_sent() -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "told"),
+    ("choice", "raised"),
     [
         ("auto", None),
         ("none", "none"),
@@ -199,7 +199,7 @@ async def test_everything_that_can_be_sent() -> None:
         (CUSTOM, {"type": "custom", "name": "sql"}),
     ],
 )
-async def test_choices_and_tools_that_are_passed_on(choice: Any, told: object) -> None:
+async def test_choices_and_tools_that_are_passed_on(choice: Any, raised: object) -> None:
     request = ModelRequest(
         model="m",
         segments=REQUEST.segments,
@@ -209,10 +209,10 @@ async def test_choices_and_tools_that_are_passed_on(choice: Any, told: object) -
     )
     async with upstream(stream(says("a")), pass_tools=["*"], encrypted_reasoning=False) as (backend, server):
         await turn(backend, request)
-    asked = server.requests[0].json
-    assert asked.get("tool_choice") == told
-    assert [tool["type"] for tool in asked["tools"]] == ["function", "custom", "web_search", "namespace"]
-    assert "include" not in asked
+    received = server.requests[0].json
+    assert received.get("tool_choice") == raised
+    assert [tool["type"] for tool in received["tools"]] == ["function", "custom", "web_search", "namespace"]
+    assert "include" not in received
 
 
 async def test_without_tools_nothing_is_said_of_them() -> None:
@@ -250,14 +250,14 @@ async def test_the_conversation_without_ids() -> None:
     ]
     second = segment(output("c3", parts), message(parts))
     for takes_images in (False, True):
-        asked = await render_sent_input(first, second, takes_images=takes_images)
-        assert [item for item in asked if item.get("call_id") == "c2"][-1]["output"] == (
+        received = await render_sent_input(first, second, takes_images=takes_images)
+        assert [item for item in received if item.get("call_id") == "c2"][-1]["output"] == (
             [{"type": "input_text", "text": "two"}, {"type": "input_image", "image_url": picture}]
             if takes_images
             else "two"
         )
-    asked = await render_sent_input(first, second, developer_role=True)
-    assert asked == snapshot(
+    received = await render_sent_input(first, second, developer_role=True)
+    assert received == snapshot(
         [
             {"type": "message", "role": "developer", "content": "sum?"},
             {
@@ -319,7 +319,7 @@ async def test_files_that_are_known_here_are_sent_by_what_they_are() -> None:
     )
     given = segment(msgspec.structs.replace(message(parts), attachments=found))
     cannot = "cannot be shown here. If there is a code interpreter, it finds it as /mnt/data/"
-    seen = [
+    found_items = [
         {"type": "input_image", "detail": "low", "image_url": picture},
         {"type": "input_text", "text": "The file b.csv:\n1,2"},
         {"type": "input_file", "filename": "c.pdf", "file_data": pdf},
@@ -328,17 +328,17 @@ async def test_files_that_are_known_here_are_sent_by_what_they_are() -> None:
         {"type": "input_text", "text": "The picture e.png is not there any more."},
         {"type": "input_file", "file_url": "https://example.org/x.pdf"},
     ]
-    ((asked,), (without,)) = (
+    ((received,), (without,)) = (
         await render_sent_input(given),
         await render_sent_input(given, takes_files=False),
     )
-    assert asked["content"] == seen
+    assert received["content"] == found_items
     for place, name in ((2, "c.pdf"), (3, "inline.pdf")):
-        seen[place] = {
+        found_items[place] = {
             "type": "input_text",
             "text": f"The file {name} (application/pdf, 5 bytes) {cannot}{name}.",
         }
-    assert without["content"] == seen
+    assert without["content"] == found_items
 
 
 async def test_custom_calls_are_functions_unless_the_server_knows_them() -> None:
@@ -414,33 +414,33 @@ async def replay_reasoning(model: str = "small", **settings: Any) -> tuple[str, 
     """What a model sealed, and the input of the turn after it at the same server, asked as `model`."""
     first = done(0, type="reasoning", id="rs_theirs", summary=[], encrypted_content="gAAA")
     async with upstream(stream(first, says("a")), stream(says("b")), **settings) as (backend, server):
-        sealed = next(
+        encrypted = next(
             event.encrypted_content for event in await turn(backend) if isinstance(event, ModelReasoningEnded)
         )
-        assert sealed is not None
+        assert encrypted is not None
         thoughts: dict[str, object] = {
             "type": "reasoning",
             "id": "rs_ours",
             "summary": [],
-            "encrypted_content": sealed,
+            "encrypted_content": encrypted,
         }
         past = segment(message("hi"), entry(thoughts, 1), message("a", "assistant", 1))
         await turn(backend, ModelRequest(model=model, segments=[past, segment(message("on"))]))
-    return sealed, server.requests[1].json["input"]
+    return encrypted, server.requests[1].json["input"]
 
 
 async def test_sealed_reasoning_goes_back_to_the_model_that_made_it() -> None:
-    sealed, asked = await replay_reasoning()
-    assert sealed.endswith(":rs_theirs:gAAA")
-    assert asked[1] == {"type": "reasoning", "id": "rs_theirs", "summary": [], "encrypted_content": "gAAA"}
-    assert [item["type"] for item in asked] == ["message", "reasoning", "message", "message"]
+    encrypted, received = await replay_reasoning()
+    assert encrypted.endswith(":rs_theirs:gAAA")
+    assert received[1] == {"type": "reasoning", "id": "rs_theirs", "summary": [], "encrypted_content": "gAAA"}
+    assert [item["type"] for item in received] == ["message", "reasoning", "message", "message"]
 
 
 async def test_and_to_no_other() -> None:
-    _, asked = await replay_reasoning("large")
-    assert [item["type"] for item in asked] == ["message", "message", "message"]
-    _, asked = await replay_reasoning("large", name="org/small")  # the same by another name
-    assert "reasoning" in [item["type"] for item in asked]
+    _, received = await replay_reasoning("large")
+    assert [item["type"] for item in received] == ["message", "message", "message"]
+    _, received = await replay_reasoning("large", name="org/small")  # the same by another name
+    assert "reasoning" in [item["type"] for item in received]
 
 
 def encrypted_reasoning_entry(turn: int) -> ConversationEntry:
@@ -453,8 +453,8 @@ async def test_reasoning_that_is_not_sent() -> None:
         message("hi"), encrypted_reasoning_entry(1), reasoning("hm", 1), message("a", "assistant", 1)
     )
     assert [item["type"] for item in await render_sent_input(past)] == ["message", "message"]
-    asked = await render_sent_input(past, replay_reasoning=True)
-    assert asked[1] == {
+    received = await render_sent_input(past, replay_reasoning=True)
+    assert received[1] == {
         "type": "reasoning",
         "id": "rs_0",
         "summary": [],
@@ -462,8 +462,8 @@ async def test_reasoning_that_is_not_sent() -> None:
     }
     for last in (reasoning("cut", 1), reasoning("cut", 0)):
         left = segment(message("hi"), last)
-        asked = await render_sent_input(left, segment(message("on")), replay_reasoning=True)
-        assert [item["type"] for item in asked] == ["message", "message"]
+        received = await render_sent_input(left, segment(message("on")), replay_reasoning=True)
+        assert [item["type"] for item in received] == ["message", "message"]
 
 
 # --- counting -----------------------------------------------------------------------------------------
@@ -531,8 +531,8 @@ async def test_calls_and_results_that_are_two_items() -> None:
         (["shell"], ["shell_call", "shell_call_output"]),
         ([], ["function_call", "function_call_output"]),
     ):
-        asked = await render_sent_input(conversation, pass_tools=pass_tools)
-        assert [(item["type"], item["call_id"]) for item in asked[1:]] == [
+        received = await render_sent_input(conversation, pass_tools=pass_tools)
+        assert [(item["type"], item["call_id"]) for item in received[1:]] == [
             ("function_call", "a"),
             ("function_call", "b"),
             ("function_call_output", "a"),

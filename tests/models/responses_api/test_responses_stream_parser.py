@@ -62,10 +62,10 @@ def parser() -> ResponsesStreamParser:
     return ResponsesStreamParser(errors, ORIGIN, make_id=lambda prefix: f"{prefix}_made_{next(ids)}")
 
 
-def parse(*pieces: bytes) -> list[AnyModelEvent]:
+def parse(*chunks: bytes) -> list[AnyModelEvent]:
     """The events of a turn that ends well."""
     reading = parser()
-    events = [event for piece in pieces for event in reading.feed(piece)]
+    events = [event for chunk in chunks for event in reading.feed(chunk)]
     events += reading.finish()
     assert reading.failure is None, reading.failure
     assert [isinstance(event, ModelTurnEnded) for event in events].count(True) == 1
@@ -73,9 +73,9 @@ def parse(*pieces: bytes) -> list[AnyModelEvent]:
     return events
 
 
-def fail(*pieces: bytes) -> ModelError:
+def fail(*chunks: bytes) -> ModelError:
     reading = parser()
-    events = [event for piece in pieces for event in reading.feed(piece)] + reading.finish()
+    events = [event for chunk in chunks for event in reading.feed(chunk)] + reading.finish()
     assert reading.failure is not None
     assert not any(isinstance(event, ModelTurnEnded) for event in events)
     return reading.failure
@@ -137,16 +137,16 @@ def test_logprobs_refusals_and_sources() -> None:
 
 
 def test_reasoning_in_all_its_forms() -> None:
-    shown: dict[str, object] = {"type": "reasoning", "id": "rs_theirs", "summary": []}
+    fields: dict[str, object] = {"type": "reasoning", "id": "rs_theirs", "summary": []}
     assert parse(
-        added(0, **shown),
+        added(0, **fields),
         delta("reasoning_summary_text", 0, "First", summary_index=0),
         delta("reasoning_summary_text", 0, "Second", summary_index=1),
-        done(0, **shown, encrypted_content="gAAA"),
-        added(1, **shown),
+        done(0, **fields, encrypted_content="gAAA"),
+        added(1, **fields),
         delta("reasoning_text", 1, "hm", content_index=0),
-        done(1, **shown),
-        done(2, **shown, encrypted_content="gBBB"),
+        done(1, **fields),
+        done(2, **fields, encrypted_content="gBBB"),
         ended(),
     ) == [
         ModelReasoningStarted(),
@@ -266,7 +266,7 @@ def test_incomplete(why: object, reason: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("piece", "kind", "words"),
+    ("chunk", "kind", "words"),
     [
         (
             ended("failed", error={"code": "server_error", "message": "oh"}),
@@ -288,8 +288,8 @@ def test_incomplete(why: object, reason: Any) -> None:
         (b"", ModelUnreachable, "broke"),
     ],
 )
-def test_failures(piece: bytes, kind: type[ModelError], words: str) -> None:
-    failure = fail(created(), piece)
+def test_failures(chunk: bytes, kind: type[ModelError], words: str) -> None:
+    failure = fail(created(), chunk)
     assert type(failure) is kind
     assert words in failure.message
 
@@ -347,8 +347,10 @@ def test_arguments_at_their_end_only() -> None:
 
 def test_bytes_that_are_not_utf_8_are_not_passed_on() -> None:
     passed = done(0, type="web_search_call", id="ws_1", query="\u00e9").replace(b"\xc3\xa9", b"\xe9")
-    told = delta("output_text", 1, "a", logprobs=[{"token": "\u00e9"}]).replace(b"\xc3\xa9", b"\xe9")
-    (item, text, _) = parse(passed, told, ended())
+    recorded_event = delta("output_text", 1, "a", logprobs=[{"token": "\u00e9"}]).replace(
+        b"\xc3\xa9", b"\xe9"
+    )
+    (item, text, _) = parse(passed, recorded_event, ended())
     assert isinstance(item, ModelPassthroughItem)
     assert json.loads(bytes(item.item))["query"] == "\ufffd"
     assert text == ModelTextDelta("a", [Raw('{"token":"\ufffd"}'.encode())])
@@ -389,8 +391,8 @@ def test_a_flood_is_cut_off() -> None:
 def test_any_split_gives_the_same_events(data: st.DataObject) -> None:
     body = created() + message("Hé", "llo\n") + call("f", '{"x"', ":1}", index=1) + ended()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(body)), max_size=6)))
-    pieces = [body[start:end] for start, end in itertools.pairwise([0, *cuts, len(body)])]
-    assert parse(*pieces) == parse(body)
+    chunks = [body[start:end] for start, end in itertools.pairwise([0, *cuts, len(body)])]
+    assert parse(*chunks) == parse(body)
 
 
 # --- what was recorded --------------------------------------------------------------------------------
@@ -401,12 +403,12 @@ def turns(path: Path) -> list[list[dict[str, Any]]]:
     found: list[list[dict[str, Any]]] = []
     for line in path.read_bytes().splitlines():
         try:
-            told = json.loads(line)
+            recorded_event = json.loads(line)
         except ValueError:
             continue  # cut off in the recording
-        if told["type"] == "response.created" or not found:
+        if recorded_event["type"] == "response.created" or not found:
             found.append([])
-        found[-1].append(told)
+        found[-1].append(recorded_event)
     return [turn for turn in found if turn[-1]["type"] in ("response.completed", "response.failed")]
 
 
@@ -423,15 +425,24 @@ def test_recorded(path: Path) -> None:
         pytest.skip("the recording ends before the response does")
     for turn in whole:
         body = b"".join(
-            event(told["type"], **{k: v for k, v in told.items() if k != "type"}) for told in turn
+            event(recorded_event["type"], **{k: v for k, v in recorded_event.items() if k != "type"})
+            for recorded_event in turn
         )
         if turn[-1]["type"] == "response.failed":
             assert isinstance(fail(body), ModelRateLimited)
             continue
         events = parse(body)
-        finished = [told["item"] for told in turn if told["type"] == "response.output_item.done"]
+        finished = [
+            recorded_event["item"]
+            for recorded_event in turn
+            if recorded_event["type"] == "response.output_item.done"
+        ]
         texts = [part["text"] for item in finished if item["type"] == "message" for part in item["content"]]
-        deltas = [told["delta"] for told in turn if told["type"] == "response.output_text.delta"]
+        deltas = [
+            recorded_event["delta"]
+            for recorded_event in turn
+            if recorded_event["type"] == "response.output_text.delta"
+        ]
         # Some recordings leave out most deltas.
         assert "".join(event.delta for event in events if isinstance(event, ModelTextDelta)) in (
             "".join(texts),

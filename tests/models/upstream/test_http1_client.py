@@ -78,14 +78,14 @@ async def open_client(max_connections: int = 1024) -> AsyncGenerator[PooledHttpC
         await made.close()
 
 
-def respond_with(*pieces: bytes, repeat: bool = False, stay: bool = False) -> Behaviour:
+def respond_with(*chunks: bytes, repeat: bool = False, stay: bool = False) -> Behaviour:
     """After each request the same bytes, in so many writes; then the connection ends, or the next request comes."""
 
     async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             await reader.readuntil(b"\r\n\r\n")
-            for piece in pieces:
-                writer.write(piece)
+            for chunk in chunks:
+                writer.write(chunk)
                 await writer.drain()
                 await asyncio.sleep(0)
             if stay:
@@ -97,10 +97,10 @@ def respond_with(*pieces: bytes, repeat: bool = False, stay: bool = False) -> Be
 
 
 async def read_body(answer: StreamedHttpResponse) -> bytes:
-    pieces: list[bytes] = []
-    while piece := await answer.read():
-        pieces.append(piece)
-    return b"".join(pieces)
+    chunks: list[bytes] = []
+    while chunk := await answer.read():
+        chunks.append(chunk)
+    return b"".join(chunks)
 
 
 async def get(
@@ -112,9 +112,9 @@ async def get(
 
 
 async def request_once(
-    *pieces: bytes, stay: bool = False, timeouts: UpstreamTimeouts = TIMEOUTS
+    *chunks: bytes, stay: bool = False, timeouts: UpstreamTimeouts = TIMEOUTS
 ) -> tuple[int, bytes]:
-    async with open_server(respond_with(*pieces, stay=stay)) as where, open_client() as http:
+    async with open_server(respond_with(*chunks, stay=stay)) as where, open_client() as http:
         return await get(http, where, timeouts)
 
 
@@ -122,12 +122,12 @@ async def request_once(
 
 
 async def test_what_is_sent() -> None:
-    heard: list[bytes] = []
+    received: list[bytes] = []
 
     async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for length in (0, 5, 500_000):
-            heard.append(await reader.readuntil(b"\r\n\r\n"))
-            heard.append(await reader.readexactly(length))
+            received.append(await reader.readuntil(b"\r\n\r\n"))
+            received.append(await reader.readexactly(length))
             writer.write(OK + b"Content-Length: 0\r\n\r\n")
 
     async with open_server(behave) as where, open_client() as http:
@@ -138,13 +138,13 @@ async def test_what_is_sent() -> None:
             ) as answer:
                 assert await read_body(answer) == b""
     host = where.address.host_header.encode()
-    assert heard[:4] == [
+    assert received[:4] == [
         b"GET /v1/chat HTTP/1.1\r\nHost: " + host + b"\r\nX-A: b\r\n\r\n",
         b"",
         b"POST /v1/chat HTTP/1.1\r\nHost: " + host + b"\r\nX-A: b\r\nContent-Length: 5\r\n\r\n",
         b"hello",
     ]
-    assert heard[5] == b"x" * 200_000 + b"y" * 300_000
+    assert received[5] == b"x" * 200_000 + b"y" * 300_000
     assert where.connections == 1
 
 
@@ -190,8 +190,8 @@ CHUNKED = IN_CHUNKS + b"".join(
 @given(st.lists(st.integers(0, len(CHUNKED) + 5), max_size=6).map(sorted))
 async def test_any_split_gives_the_same_body(cuts: list[int]) -> None:
     whole = CHUNKED + b"0\r\n\r\n"
-    pieces = [whole[start:end] for start, end in itertools.pairwise([0, *cuts, len(whole)])]
-    assert await request_once(*pieces) == (200, b"data: one\n\ndata: two\n\n" + b"x" * 300)
+    chunks = [whole[start:end] for start, end in itertools.pairwise([0, *cuts, len(whole)])]
+    assert await request_once(*chunks) == (200, b"data: one\n\ndata: two\n\n" + b"x" * 300)
 
 
 async def test_headers_and_statuses() -> None:
@@ -209,14 +209,14 @@ async def test_headers_and_statuses() -> None:
 # --- what goes wrong ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("piece", [b"X: y\r\n", b"y"], ids=["trailers", "one trailer"])
+@pytest.mark.parametrize("chunk", [b"X: y\r\n", b"y"], ids=["trailers", "one trailer"])
 @pytest.mark.parametrize("body", [b"2\r\nhi\r\n", b""])
-async def test_what_follows_a_body_has_an_end(body: bytes, piece: bytes) -> None:
+async def test_what_follows_a_body_has_an_end(body: bytes, chunk: bytes) -> None:
     async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(OK + b"Transfer-Encoding: chunked\r\n\r\n" + body + b"0\r\nX: ")
         while True:
-            writer.write(piece * 10_000)
+            writer.write(chunk * 10_000)
             await writer.drain()
 
     async with open_server(behave) as where, open_client() as http, asyncio.timeout(60):
@@ -225,7 +225,7 @@ async def test_what_follows_a_body_has_an_end(body: bytes, piece: bytes) -> None
 
 
 @pytest.mark.parametrize(
-    "said",
+    "response_bytes",
     [
         b"220 mail.example ready\r\n",
         b"HTTP/1.1 abc\r\n\r\n",
@@ -236,19 +236,19 @@ async def test_what_follows_a_body_has_an_end(body: bytes, piece: bytes) -> None
     ],
     ids=["another protocol", "no status", "length", "chunk", "upgrade", "endless head"],
 )
-async def test_what_is_not_http(said: bytes) -> None:
+async def test_what_is_not_http(response_bytes: bytes) -> None:
     with pytest.raises(UpstreamProtocolError):
-        await request_once(said, stay=True)
+        await request_once(response_bytes, stay=True)
 
 
 @pytest.mark.parametrize(
-    "said",
+    "response_bytes",
     [b"", b"HTTP/1.1 20", OK + b"Content-Length: 50\r\n\r\nhello", CHUNKED],
     ids=["nothing", "half a line", "length", "chunked"],
 )
-async def test_an_answer_that_is_cut_off(said: bytes) -> None:
+async def test_an_answer_that_is_cut_off(response_bytes: bytes) -> None:
     with pytest.raises(UpstreamDisconnected):
-        await request_once(said)
+        await request_once(response_bytes)
 
 
 async def test_what_came_before_the_break_is_read_first() -> None:
@@ -263,10 +263,10 @@ async def test_what_came_before_the_break_is_read_first() -> None:
                 await answer.read()
 
 
-@pytest.mark.parametrize("said", [b"", OK, CHUNKED], ids=["nothing", "half a head", "half a body"])
-async def test_silence(said: bytes) -> None:
+@pytest.mark.parametrize("response_bytes", [b"", OK, CHUNKED], ids=["nothing", "half a head", "half a body"])
+async def test_silence(response_bytes: bytes) -> None:
     with pytest.raises(UpstreamReadTimeout):
-        await request_once(said, stay=True, timeouts=UpstreamTimeouts(10.0, 0.05))
+        await request_once(response_bytes, stay=True, timeouts=UpstreamTimeouts(10.0, 0.05))
 
 
 async def test_a_slow_reader_is_not_silence_of_the_server() -> None:
@@ -308,14 +308,14 @@ async def test_a_slow_reader_holds_the_server_up() -> None:
                 await asyncio.sleep(0.1)
             assert sent < 32 << 20
             size = 0
-            while piece := await answer.read():
-                size += len(piece)
+            while chunk := await answer.read():
+                size += len(chunk)
     assert size == 64 << 20
 
 
 async def test_a_listener_hears_at_once_and_nobody_is_woken() -> None:
     go = asyncio.Event()
-    heard: list[bytes] = []
+    received: list[bytes] = []
     woken = 0
 
     async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -327,10 +327,10 @@ async def test_a_listener_hears_at_once_and_nobody_is_woken() -> None:
             await go.wait()
         writer.write(b"0\r\n\r\n")
 
-    def listen(piece: bytes) -> bool:
-        heard.append(piece)
+    def listen(chunk: bytes) -> bool:
+        received.append(chunk)
         go.set()
-        return piece != b"2"
+        return chunk != b"2"
 
     async with open_server(behave) as where, open_client() as http:
         assert where.address is not None
@@ -339,13 +339,13 @@ async def test_a_listener_hears_at_once_and_nobody_is_woken() -> None:
             while not over:
                 over = await answer.stream_to(listen)
                 woken += 1
-    assert heard == [b"0", b"1", b"2", b"3", b"4"]
+    assert received == [b"0", b"1", b"2", b"3", b"4"]
     assert woken == 2  # when it had heard enough, and at the end
 
 
 async def test_what_a_listener_raises() -> None:
-    def listen(piece: bytes) -> bool:
-        raise KeyError(piece)
+    def listen(chunk: bytes) -> bool:
+        raise KeyError(chunk)
 
     async with open_server(respond_with(IN_CHUNKS, b"1\r\na\r\n", stay=True)) as where, open_client() as http:
         assert where.address is not None
@@ -354,15 +354,15 @@ async def test_what_a_listener_raises() -> None:
                 await answer.stream_to(listen)
 
 
-@pytest.mark.parametrize("trouble", [UpstreamDisconnected, UpstreamReadTimeout])
-async def test_a_listener_does_not_wait_for_ever(trouble: type[UpstreamHttpError]) -> None:
-    heard: list[bytes] = []
+@pytest.mark.parametrize("error_class", [UpstreamDisconnected, UpstreamReadTimeout])
+async def test_a_listener_does_not_wait_for_ever(error_class: type[UpstreamHttpError]) -> None:
+    received: list[bytes] = []
 
-    def listen(piece: bytes) -> bool:
-        heard.append(piece)
+    def listen(chunk: bytes) -> bool:
+        received.append(chunk)
         return True
 
-    stay = trouble is UpstreamReadTimeout
+    stay = error_class is UpstreamReadTimeout
     async with (
         open_server(respond_with(OK + b"Content-Length: 9\r\n\r\n", b"hello", stay=stay)) as where,
         open_client() as http,
@@ -371,9 +371,9 @@ async def test_a_listener_does_not_wait_for_ever(trouble: type[UpstreamHttpError
         async with http.request(
             where.address, "", b"", UpstreamTimeouts(10.0, 0.1 if stay else 10.0)
         ) as answer:
-            with pytest.raises(trouble):
+            with pytest.raises(error_class):
                 await answer.stream_to(listen)
-    assert b"".join(heard) == b"hello"
+    assert b"".join(received) == b"hello"
 
 
 async def test_nobody_there() -> None:
@@ -404,7 +404,7 @@ async def test_connections_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "response_bytes",
     [
         OK + b"Connection: close\r\nContent-Length: 2\r\n\r\nok",
         b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nok",
@@ -413,8 +413,8 @@ async def test_connections_are_kept() -> None:
     ],
     ids=["close", "HTTP/1.0", "an answer too many", "rubbish after it"],
 )
-async def test_connections_that_are_not_kept(said: bytes) -> None:
-    async with open_server(respond_with(said, repeat=True)) as where, open_client() as http:
+async def test_connections_that_are_not_kept(response_bytes: bytes) -> None:
+    async with open_server(respond_with(response_bytes, repeat=True)) as where, open_client() as http:
         for number in (1, 2):
             assert await get(http, where) == (200, b"ok")
             assert where.connections == number

@@ -1,1 +1,1 @@
-"""`fumehood exec`: run code once, here or on a sandbox server."""
+"""`fumehood exec`: runs code once, in a local sandbox or on a sandbox server."""

@@ -1,4 +1,4 @@
-"""Where `fumehood exec` has its sandbox: in this process or on a server."""
+"""Where `fumehood exec` gets its sandbox: from this process or from a sandbox server."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class ExecBackend(Protocol):
-    """Gives one sandbox, which ends with the context; raises SandboxError."""
+    """Opens one sandbox, which is destroyed with the context. Raises SandboxError."""
 
     def open_sandbox(self, spec: SandboxSpec) -> "AbstractAsyncContextManager[Sandbox]": ...
 
@@ -35,7 +35,7 @@ def _ignore(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LocalExecBackend:
-    """On this machine, by a supervisor in this process; entering raises IsolationUnavailable."""
+    """Runs a supervisor in this process. Entering raises IsolationUnavailable."""
 
     settings: "Settings"
 
@@ -46,7 +46,7 @@ class LocalExecBackend:
 
         async with Supervisor(self.settings) as supervisor:
             local = await supervisor.create(spec)
-            # The service around it would count, log and remember, for which there is no use here.
+            # The callbacks are for quotas, logs and metrics of a server.
             yield ApiSandbox(
                 local.id,
                 spec,
@@ -61,13 +61,13 @@ class LocalExecBackend:
 
 @dataclass(frozen=True, slots=True)
 class RemoteExecBackend:
-    """On a sandbox server; raises Unreachable, NotAllowed and what else `SandboxProvider` says."""
+    """Uses a sandbox server. Raises what `SandboxProvider` raises."""
 
     provider: "RemoteSandboxProvider"
 
     @asynccontextmanager
     async def open_sandbox(self, spec: SandboxSpec) -> AsyncGenerator[Sandbox]:
-        # Named before it is asked for: it is ended also if we leave before the answer comes.
+        # We choose the id, to destroy the sandbox even if we are cancelled before the response.
         ref = SandboxRef(f"exec-{secrets.token_hex(8)}")
         async with self.provider:
             try:
@@ -81,7 +81,7 @@ class RemoteExecBackend:
             await self.provider.create(spec, ref.id)
         except InvalidServerToken as error:
             raise InvalidServerToken(
-                "The server wants its token; the variable FUMEHOOD_SANDBOX_TOKEN has to hold it."
+                "The server requires its token; set the variable FUMEHOOD_SANDBOX_TOKEN."
             ) from error
 
     async def _destroy(self, ref: SandboxRef) -> None:
@@ -89,4 +89,4 @@ class RemoteExecBackend:
             async with asyncio.timeout(_DESTROY_TIMEOUT):
                 await self.provider.destroy(ref)
         except (SandboxError, TimeoutError) as error:
-            logger.debug("The sandbox %s may still be there: %s", ref.id, error)
+            logger.debug("The sandbox %s may not be destroyed: %s", ref.id, error)

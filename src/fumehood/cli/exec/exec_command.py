@@ -1,4 +1,4 @@
-"""`fumehood exec`: one program in a sandbox of its own."""
+"""The command `fumehood exec` and its options."""
 
 import asyncio
 import math
@@ -32,9 +32,9 @@ _MAX_REMOTE_SECONDS = 86_400.0
 EPILOG = """\b
 Exit codes:
   0, 1, n  the code's own: it ended, it raised, it called sys.exit(n)
-  2        this command was used wrongly
-  124      the code ran longer than --timeout
-  125      the code could not be isolated, its sandbox was lost, packages could not be installed, or the server
+  2        invalid usage
+  124      the code exceeded --timeout
+  125      this host cannot isolate code, the sandbox was lost, packages could not be installed, or the server
            cannot be reached
   130      the code was interrupted
   137      the code ran out of memory
@@ -50,32 +50,33 @@ def execute(
     code: Annotated[str | None, typer.Option("-c", metavar="CODE", help="The code to run.")] = None,
     timeout: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="Interrupt the code after so long, and kill it if need be."),
+        typer.Option(
+            metavar="SECONDS", help="Interrupt the code after this time, and kill it if it does not stop."
+        ),
     ] = 60.0,
     memory: Annotated[
         MemorySizeChoice,
-        typer.Option(help="What the sandbox may use; its files count, and may be half of it."),
+        typer.Option(help="The memory limit; files count, and may use half of it."),
     ] = MemorySizeChoice.GIB_1,
     file: Annotated[
         list[Path] | None,
-        typer.Option(metavar="PATH", help="Put this file into /mnt/data first; may be given several times."),
+        typer.Option(metavar="PATH", help="Copy this file into /mnt/data first; repeatable."),
     ] = None,
     with_: Annotated[
         list[str] | None,
         typer.Option(
             "--with",
             metavar="REQUIREMENT",
-            help="Install this package first, such as humanize or 'numpy<2'; may be given several times.",
+            help="Install this package first, such as humanize or 'numpy<2'; repeatable.",
         ),
     ] = None,
     files_out: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Save the files that the code wrote to /mnt/data, and the pictures it showed, in DIR. Nothing there "
-            "is replaced: a file that differs from one of its name gets a number. Not saved, but named: hidden files "
-            "(a part of the path begins with a dot), files of more than 256 MiB, and what would make it more than "
-            "1 GiB in all.",
+            help="Save the files that the code wrote to /mnt/data, and the images it displayed, in DIR. No file is "
+            "overwritten: a new one gets a number. Not saved but listed: hidden files (a part of the path begins with "
+            "a dot), files over 256 MiB, and those beyond 1 GiB in total.",
         ),
     ] = None,
     mode: ModeOption = IsolationModeChoice.NAMESPACES,
@@ -86,33 +87,33 @@ def execute(
         typer.Option(
             metavar="URL",
             help="Run the code on this sandbox server: http://HOST:PORT, https://… or unix:/PATH. Its token is read "
-            "from the variable FUMEHOOD_SANDBOX_TOKEN.",
+            "from FUMEHOOD_SANDBOX_TOKEN.",
         ),
     ] = None,
     fresh_interpreter: Annotated[
         bool,
         typer.Option(
             "--fresh-interpreter",
-            help="Start a new Python in the sandbox rather than a copy of a running one: an address-space layout "
-            "and a hash seed of its own, slower.",
+            help="Start a new Python process instead of forking a warm one: slower, with its own address-space "
+            "layout and hash seed.",
         ),
     ] = False,
     json: Annotated[
         bool,
         typer.Option(
             "--json",
-            help='Print one JSON object per line for each event as it comes, then one of the type "exit" with the '
-            "exit code and the saved files.",
+            help='Print one JSON object per line for each event, and at the end one of the type "exit" with the exit '
+            "code and the saved files.",
         ),
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Say nothing but what the code says, and what went wrong.")
+        bool, typer.Option("--quiet", "-q", help="Print only the output of the code, and errors.")
     ] = False,
 ) -> None:
-    """Run Python in a sandbox of its own, show what it prints, and take home what it made.
+    """Run Python code in a new sandbox, print its output, and save the files it wrote.
 
-    The code sees no files, variables or processes of this machine, and no network. It works in /mnt/data.
-    Ctrl-C interrupts it; a second one ends it at once.
+    The code has no access to files, variables and processes of this host, nor to the network. It runs in /mnt/data.
+    Ctrl-C interrupts it; a second one kills it.
     """
     if not 0 < timeout < math.inf:
         raise typer.BadParameter("must be a positive number of seconds", param_hint="--timeout")
@@ -125,22 +126,22 @@ def execute(
 
     spec = SandboxSpec(memory=memory.value, fresh_interpreter=fresh_interpreter, requirements=with_ or [])
     uploads = _check_uploads(file or [], spec)
-    place: ExecBackend
+    backend: ExecBackend
     if server is None:
-        place = _local_backend(_build_settings(context, mode, limits, guest_socket), text, uploads)
+        backend = _local_backend(_build_settings(context, mode, limits, guest_socket), text, uploads)
     else:
-        place = _remote_backend(context, server, timeout)
+        backend = _remote_backend(context, server, timeout)
     try:
-        folder = None if files_out is None else OutputDirectory(files_out)
+        output_directory = None if files_out is None else OutputDirectory(files_out)
     except OSError as error:
         raise typer.BadParameter(f"{files_out}: {error.strerror}", param_hint="--files-out") from error
     job = ExecJob(
         code=text,
         timeout=timeout,
         spec=spec,
-        backend=place,
+        backend=backend,
         uploads=uploads,
-        output_directory=folder,
+        output_directory=output_directory,
         json=json,
         quiet=quiet,
     )
@@ -153,7 +154,7 @@ def execute(
 
 def _read_code(source: str | None, code: str | None) -> str:
     if (source is None) == (code is None):
-        raise typer.BadParameter("give either -c CODE, or a FILE, or - for standard input", param_hint="code")
+        raise typer.BadParameter("use either -c CODE, or a FILE, or - for standard input", param_hint="code")
     try:
         if code is not None:
             code.encode()
@@ -168,7 +169,7 @@ def _read_code(source: str | None, code: str | None) -> str:
 
 
 def _decode_source(content: bytes) -> str:
-    """As Python itself reads a source file: UTF-8, unless the first lines say otherwise."""
+    """Decode source code as Python does: UTF-8, unless the first lines declare another encoding."""
     lines = iter(content.splitlines(keepends=True))
     encoding, _ = tokenize.detect_encoding(lambda: next(lines, b""))
     return content.decode(encoding)
@@ -206,9 +207,11 @@ def _remote_backend(context: typer.Context, url: str, timeout: float) -> "Remote
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             option = f"--{name.replace('_', '-')}"
-            raise typer.BadParameter(f"{option} is the server's to choose", param_hint="--server")
+            raise typer.BadParameter(
+                f"{option} cannot be combined with it: the server decides", param_hint="--server"
+            )
     if timeout > _MAX_REMOTE_SECONDS:
-        raise typer.BadParameter("a server runs code for at most a day", param_hint="--timeout")
+        raise typer.BadParameter("a server runs code for at most one day", param_hint="--timeout")
     from fumehood.cli.exec.exec_backends import RemoteExecBackend
     from fumehood.sandbox_client import RemoteSandboxProvider
 

@@ -1,4 +1,4 @@
-"""Shows what happens in a sandbox, for people or as JSON."""
+"""Prints the events of an execution, as text or as JSON lines."""
 
 import asyncio
 import errno
@@ -17,6 +17,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from fumehood.cli.options import EXIT_UNAVAILABLE
 from fumehood.protocol.sandbox.sandbox_messages import (
     DisplayData,
     ExceptionRaised,
@@ -32,12 +33,12 @@ STDOUT_FD = 1
 STDERR_FD = 2
 _WRITE_BYTES = 1 << 16
 _RESET = "\x1b[0m"
-# Colours are let through; everything else that a terminal would obey becomes visible.
+# Colours pass; other control sequences are made visible.
 _CONTROL_CHARACTERS = re.compile(r"(\x1b\[[0-9;:]{0,32}m)|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class SavedFile(msgspec.Struct, frozen=True, kw_only=True):
-    """`source` is the path below /mnt/data, null for a picture that was shown."""
+    """`source` is the path below /mnt/data, null for a displayed image."""
 
     path: str
     source: str | None
@@ -50,10 +51,10 @@ class SkippedFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExecExit(msgspec.Struct, frozen=True, kw_only=True, tag="exit", tag_field="type"):
-    """The last line of `exec --json`: what the command leaves with, and what it saved where.
+    """The last line of `exec --json`: the exit code and the saved files.
 
-    reason: why code could not be run or did not end by itself, else empty.
-    directory: where `files` lie; null when nothing was to be saved.
+    reason: why the code did not run or was stopped, else empty.
+    directory: the directory of `files`; null if nothing was saved.
     """
 
     code: int
@@ -64,10 +65,10 @@ class ExecExit(msgspec.Struct, frozen=True, kw_only=True, tag="exit", tag_field=
 
 
 class OutputWriterThread:
-    """Writes to descriptors, in order, from a thread of its own.
+    """Writes to descriptors, in order, in a daemon thread.
 
-    A reader that does not read must stop neither the clock of a call nor the answer to a signal. Nothing is
-    buffered here, and the thread holds no lock while it waits, so the program can end under it.
+    A blocked reader must not delay timeouts and signals. The thread holds no lock while it waits, so the process can
+    exit at any time.
     """
 
     def __init__(self, on_broken: Callable[[OSError], None]) -> None:
@@ -80,7 +81,7 @@ class OutputWriterThread:
         self._queue.put((fd, text.encode(errors="backslashreplace")))
 
     async def drain(self) -> None:
-        """Wait until everything put so far has been taken."""
+        """Wait until everything queued so far is written."""
         done: Future[None] = Future()
         self._queue.put(done)
         await asyncio.wrap_future(done)
@@ -100,7 +101,7 @@ class OutputWriterThread:
             while view:
                 try:
                     view = view[os.write(fd, view[:_WRITE_BYTES]) :]
-                except BlockingIOError:  # somebody who shares the terminal has made it non-blocking
+                except BlockingIOError:  # another process has made the terminal non-blocking
                     select.select([], [fd], [])
         except OSError as error:
             self._broken.add(fd)
@@ -109,12 +110,12 @@ class OutputWriterThread:
 
 
 def exit_code_of_write_error(error: OSError) -> int:
-    """141 is what a shell shows for a program whose reader went away."""
-    return 141 if error.errno == errno.EPIPE else 125
+    """141, as shells report SIGPIPE, if the reader is gone."""
+    return 141 if error.errno == errno.EPIPE else EXIT_UNAVAILABLE
 
 
 def escape_control_sequences(text: str) -> str:
-    """Text for a terminal that cannot move the cursor, set the title, paste, or ring."""
+    """Make control sequences visible, except colours: no cursor moves, titles, pastes or bells."""
     return _CONTROL_CHARACTERS.sub(_escape_match, text.replace("\r\n", "\n"))
 
 
@@ -130,13 +131,13 @@ def _escape_match(match: re.Match[str]) -> str:
 
 
 def _encode_json_line(value: msgspec.Struct) -> str:
-    """JSON leaves DEL and the second set of control characters as they are, and terminals obey those too."""
+    """Encode one JSON line; escape DEL and C1 control characters, which JSON allows and terminals interpret."""
     text = msgspec.json.encode(value).decode()
     return re.sub(r"[\x7f-\x9f]", lambda match: f"\\u{ord(match[0]):04x}", text) + "\n"
 
 
 class _ConsoleStream(io.StringIO):
-    """What rich writes to: the same queue as everything else."""
+    """The stream that rich writes to: forwards to the writer thread."""
 
     def __init__(self, writer: OutputWriterThread) -> None:
         super().__init__()
@@ -153,7 +154,7 @@ class _ConsoleStream(io.StringIO):
 
 
 class ExecOutput:
-    """What the code says goes where the code sent it; what Fumehood says goes to standard error."""
+    """Prints output of the code to its stream, and messages of Fumehood to standard error."""
 
     def __init__(self, writer: OutputWriterThread, *, json: bool = False, quiet: bool = False) -> None:
         self._writer = writer
@@ -167,13 +168,13 @@ class ExecOutput:
         self._has_used_colour = False
 
     def show_startup(self) -> AbstractContextManager[object]:
-        """A sign of life until the first sandbox is there; only where somebody looks."""
+        """Show a spinner while the sandbox starts, on a terminal only."""
         if self._quiet or not self._console.is_terminal:
             return nullcontext()
         return self._console.status("starting the sandbox…", spinner="dots")
 
     def show_event(self, event: ExecutionEvent, *, image_saved: bool = False) -> None:
-        """Show one step; `pictured` says that a picture in it has been saved and stands for it."""
+        """Print one event; `image_saved` suppresses the text of an image that was saved."""
         if self._json:
             self._writer.put(STDOUT_FD, _encode_json_line(event))
             return
@@ -196,7 +197,7 @@ class ExecOutput:
                     self.warn(reason)
 
     def _write_block(self, fd: int, text: str) -> None:
-        """Text that begins and ends its own lines, unlike what the code prints."""
+        """Write text on lines of its own."""
         if text:
             self._end_line(fd)
             self._write(fd, text if text.endswith("\n") else text + "\n")
@@ -214,7 +215,7 @@ class ExecOutput:
             self._writer.put(fd, "\n")
             self._has_open_line[fd] = False
 
-    # ---- Fumehood's own words ---------------------------------------------------------------------------------
+    # ---- messages ---------------------------------------------------------------------------------------------
 
     def note(self, text: str) -> None:
         if not self._quiet:

@@ -1,4 +1,4 @@
-"""Runs one program in one sandbox for `fumehood exec`: signals, files, exit code."""
+"""Runs one `fumehood exec`: sandbox, signals, files and exit code."""
 
 import ast
 import asyncio
@@ -23,6 +23,7 @@ from fumehood.cli.exec.exec_output import (
     SkippedFile,
     exit_code_of_write_error,
 )
+from fumehood.cli.options import EXIT_UNAVAILABLE
 from fumehood.cli.output_directory import FileNotSaved, OutputDirectory, decode_images, split_safe_path
 from fumehood.interfaces import Sandbox
 from fumehood.protocol.sandbox.sandbox_errors import (
@@ -45,14 +46,13 @@ from fumehood.sandbox_server.host.host_resources import file_quota_bytes
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.supervisor.sandbox_files import to_printable
 
-EXIT_NO_SANDBOX = 125
 EXIT_INTERRUPTED = 130
 _EXIT_CODES: dict[ExecutionEndStatus, int] = {
     "timeout": 124,
     "interrupted": EXIT_INTERRUPTED,
     "out_of_memory": 137,
-    "lost": EXIT_NO_SANDBOX,
-    "install_failed": EXIT_NO_SANDBOX,
+    "lost": EXIT_UNAVAILABLE,
+    "install_failed": EXIT_UNAVAILABLE,
 }
 _MAX_FILE_BYTES = 256 << 20
 _MAX_TOTAL_BYTES = 1 << 30
@@ -64,7 +64,7 @@ _INTERRUPT_RETRY_SECONDS = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecJob:
-    """What the command line asked for; `folder` None means that files of the code are not kept."""
+    """The options of one `fumehood exec`. Without `output_directory`, files are not saved."""
 
     code: str
     timeout: float
@@ -77,7 +77,7 @@ class ExecJob:
 
 
 def choose_preload(code: str, uploads: tuple[Path, ...], preload: tuple[str, ...]) -> tuple[str, ...]:
-    """Preload nothing for code that uses the standard library only: it then starts in a third of the time."""
+    """Preload nothing if the code uses only the standard library: it then starts in a third of the time."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -96,7 +96,7 @@ def choose_preload(code: str, uploads: tuple[Path, ...], preload: tuple[str, ...
 
 
 class ExecSession:
-    """One `fumehood exec`, from its first byte to its exit code."""
+    """One `fumehood exec`."""
 
     def __init__(self, job: ExecJob) -> None:
         self._job = job
@@ -117,7 +117,7 @@ class ExecSession:
         self._skipped_files: list[SkippedFile] = []
 
     async def run(self) -> int:
-        """The exit code; whatever happens, nothing is left running."""
+        """Run it and return the exit code; nothing is left running."""
         _redirect_logs(self._output)
         self._loop.add_signal_handler(signal.SIGINT, self._on_sigint)
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -135,7 +135,7 @@ class ExecSession:
         )
         if self._signal_exit_code is None:
             return await self._run_cancellable(self._drain_output(code))
-        with suppress(TimeoutError):  # whoever ended us may have stopped reading as well
+        with suppress(TimeoutError):  # after a signal, the reader may be gone
             await asyncio.wait_for(self._writer.drain(), _DRAIN_SECONDS)
         return code
 
@@ -144,7 +144,7 @@ class ExecSession:
         return code
 
     async def _run_cancellable(self, coroutine: Coroutine[Any, Any, int]) -> int:
-        """Do it; when a signal asks us to leave, unwind it and take the signal's exit code instead."""
+        """Await the coroutine; if a signal cancels it, return the signal's exit code."""
         self._task = asyncio.ensure_future(coroutine)
         try:
             return await self._task
@@ -159,11 +159,11 @@ class ExecSession:
         if self._sandbox is None or not self._is_running or self._interrupt_task is not None:
             self._cancel_with_exit_code(EXIT_INTERRUPTED)
             return
-        self._output.note("Interrupting the code; press Ctrl-C again to end it at once.")
+        self._output.note("Interrupting the code; press Ctrl-C again to kill it.")
         self._interrupt_task = asyncio.ensure_future(self._interrupt(self._sandbox))
 
     async def _interrupt(self, sandbox: Sandbox) -> None:
-        """Also before it has had its turn, or before a server has heard of it."""
+        """Interrupt the code; retry while a server does not know the execution yet."""
         try:
             while self._is_running:
                 if await sandbox.interrupt(self._request.execution_id):
@@ -173,37 +173,35 @@ class ExecSession:
             self._output.warn(f"The code could not be interrupted: {error}")
 
     def _cancel_with_exit_code(self, code: int) -> None:
-        """Unwind once; what cleans up is not disturbed by further signals."""
+        """Cancel the task once; further signals do not disturb the cleanup."""
         if self._signal_exit_code is None and self._task is not None:
             self._signal_exit_code = code
             self._task.cancel()
 
     def _on_write_error(self, error: OSError) -> None:
-        self._loop.call_soon_threadsafe(
-            self._exit_on_write_error, error
-        )  # we are on the writer's thread here
+        self._loop.call_soon_threadsafe(self._exit_on_write_error, error)  # called in the writer thread
 
     def _exit_on_write_error(self, error: OSError) -> None:
         code = exit_code_of_write_error(error)
-        if code == EXIT_NO_SANDBOX:
-            self._output.error(f"Standard output cannot be written: {error.strerror}.")
+        if code == EXIT_UNAVAILABLE:
+            self._output.error(f"Cannot write to standard output: {error.strerror}.")
         self._cancel_with_exit_code(code)
 
-    # ---- the program ------------------------------------------------------------------------------------------
+    # ---- execution --------------------------------------------------------------------------------------------
 
     async def _run_reporting_errors(self) -> int:
         try:
             return await self._run_in_sandbox()
         except IsolationUnavailable as error:
-            self._report_failure(f"Code cannot be isolated here, so nothing was run. {error.reason}")
+            self._report_failure(f"This host cannot isolate code, so nothing was run. {error.reason}")
             self._output.error(error.advice)
         except SandboxError as error:
             self._report_failure(str(error))
         except Exception as error:
-            # Not the code's failure, so not an exit code that the code could have.
+            # Our failure: return an exit code that the code cannot have.
             self._report_failure(f"Fumehood failed: {type(error).__name__}: {error}")
             self._output.error(traceback.format_exc())
-        return EXIT_NO_SANDBOX
+        return EXIT_UNAVAILABLE
 
     def _report_failure(self, reason: str) -> None:
         self._reason = reason
@@ -214,13 +212,13 @@ class ExecSession:
         async with AsyncExitStack() as stack:
             with self._output.show_startup():
                 self._sandbox = await stack.enter_async_context(job.backend.open_sandbox(job.spec))
-            before = await self._upload_files(self._sandbox)
+            snapshot = await self._upload_files(self._sandbox)
             end = await self._execute(self._sandbox)
             self._reason = end.reason
             try:
-                await self._download_files(self._sandbox, end, before)
+                await self._download_files(self._sandbox, end, snapshot)
             except SandboxError as error:
-                self._output.warn(f"The files that the code wrote cannot be read: {error}")
+                self._output.warn(f"Cannot read the files that the code wrote: {error}")
             return _EXIT_CODES.get(end.status, (end.exit_code & 0xFF) or int(end.status != "ok"))
 
     async def _execute(self, sandbox: Sandbox) -> ExecutionEnd:
@@ -236,10 +234,10 @@ class ExecSession:
             self._is_running = False
             if self._interrupt_task is not None:
                 self._interrupt_task.cancel()
-        raise RuntimeError("an execution without an end")
+        raise RuntimeError("the execution ended without an end event")
 
     async def _upload_files(self, sandbox: Sandbox) -> str | None:
-        """The mark of what is there before the code runs."""
+        """Upload the files of --file; returns the snapshot token snapshot the code runs."""
         for path in self._job.uploads:
             await sandbox.write_file(path.name, _read_chunks(path))
         return (await sandbox.list_files()).mark if self._job.uploads else None
@@ -250,59 +248,59 @@ class ExecSession:
             saved = await asyncio.to_thread(self._save_images, event.data)
         self._output.show_event(event, image_saved=bool(saved))
         for path in saved:
-            self._output.note(f"picture: {path}")
+            self._output.note(f"image: {path}")
 
     def _save_images(self, data: dict[str, str]) -> list[str]:
         if self._output_directory is None and self._job.json:
-            return []  # they are in the events
+            return []  # the events contain them
         paths: list[str] = []
         try:
             for suffix, content in decode_images(data):
-                folder = self._output_directory = self._output_directory or OutputDirectory(
+                directory = self._output_directory = self._output_directory or OutputDirectory(
                     Path(tempfile.mkdtemp(prefix="fumehood-"))
                 )
-                path = folder.save_image(suffix, content)
+                path = directory.save_image(suffix, content)
                 self._saved_files.append(SavedFile(path=path, source=None, size=len(content)))
-                paths.append(str(folder.path / path))
-        except (FileNotSaved, OSError) as error:  # OSError: there is no directory for temporary files
-            self._output.warn(f"A picture was not saved: {error}")
+                paths.append(str(directory.path / path))
+        except (FileNotSaved, OSError) as error:  # OSError: no temporary directory
+            self._output.warn(f"An image was not saved: {error}")
         return paths
 
     # ---- files ------------------------------------------------------------------------------------------------
 
     async def _download_files(self, sandbox: Sandbox, end: ExecutionEnd, snapshot: str | None) -> None:
-        folder = self._job.output_directory
+        directory = self._job.output_directory
         if not end.state_kept:
-            if folder is not None:
-                self._output.warn("The sandbox is gone, and the files that the code wrote with it.")
+            if directory is not None:
+                self._output.warn("The sandbox was lost, and with it the files that the code wrote.")
             return
         listing = await sandbox.list_files(snapshot)
         written = listing.files
-        if folder is None:
+        if directory is None:
             if written:
                 self._output.note(
-                    f"The code wrote {_format_file_count(len(written))}; --files-out DIR keeps them."
+                    f"The code wrote {_format_file_count(len(written))}; use --files-out DIR to save them."
                 )
             return
-        room = _MAX_TOTAL_BYTES
+        bytes_left = _MAX_TOTAL_BYTES
         for entry in written:
-            room -= await self._download_file(sandbox, folder, entry, room)
+            bytes_left -= await self._download_file(sandbox, directory, entry, bytes_left)
         if listing.truncated:
             self._skip_file(
-                "…", "some files are not listed: too many, too deep, or of names that are not text"
+                "…", "some files are not listed: too many, too deep, or with names that are not text"
             )
-        self._print_file_summary(folder)
+        self._print_file_summary(directory)
 
     async def _download_file(
         self, sandbox: Sandbox, directory: OutputDirectory, entry: FileEntry, bytes_left: int
     ) -> int:
-        """Save one file; returns how much of the room it took."""
+        """Save one file; returns its size, or 0 if it was skipped."""
         limit = min(_MAX_FILE_BYTES, bytes_left)
         try:
             split_safe_path(entry.path)
             if entry.size > limit:
-                whose = "all files together (1 GiB)" if bytes_left < _MAX_FILE_BYTES else "one file (256 MiB)"
-                raise FileNotSaved(f"{entry.size} bytes, more than is copied of {whose}")
+                what = "all files (1 GiB)" if bytes_left < _MAX_FILE_BYTES else "one file (256 MiB)"
+                raise FileNotSaved(f"{entry.size} bytes, over the limit of {what}")
             content = await _read_file(sandbox, entry.path, limit)
             path = await asyncio.to_thread(directory.save, entry.path, content)
         except (FileNotSaved, FileRefused, FileNotFound, SandboxLimitExceeded) as error:
@@ -321,7 +319,7 @@ class ExecSession:
                 other = (
                     ""
                     if file.path == file.source
-                    else f" ({to_printable(file.source)} was there with other content)"
+                    else f" ({to_printable(file.source)} exists with other content)"
                 )
                 lines.append(f"saved: {to_printable(str(directory.path / file.path))}{other}")
         for line in _limit_lines(lines):
@@ -331,21 +329,21 @@ class ExecSession:
 
 
 async def _read_file(sandbox: Sandbox, path: str, limit: int) -> bytes:
-    """What is there now, though it may be more than was listed."""
-    pieces: list[bytes] = []
-    async with aclosing(sandbox.read_file(path)) as reading:
-        async for piece in reading:
-            limit -= len(piece)
+    """Read a file, which may have grown since it was listed. Raises FileNotSaved above the limit."""
+    chunks: list[bytes] = []
+    async with aclosing(sandbox.read_file(path)) as content:
+        async for chunk in content:
+            limit -= len(chunk)
             if limit < 0:
-                raise FileNotSaved("it grew while it was copied")
-            pieces.append(piece)
-    return b"".join(pieces)
+                raise FileNotSaved("it grew during the download")
+            chunks.append(chunk)
+    return b"".join(chunks)
 
 
 async def _read_chunks(path: Path) -> AsyncGenerator[bytes]:
     with await asyncio.to_thread(path.open, "rb") as file:
-        while piece := await asyncio.to_thread(file.read, _CHUNK_BYTES):
-            yield piece
+        while chunk := await asyncio.to_thread(file.read, _CHUNK_BYTES):
+            yield chunk
 
 
 def _format_file_count(number: int) -> str:
@@ -358,17 +356,17 @@ def _limit_lines(lines: list[str]) -> list[str]:
 
 
 def find_upload_problem(paths: list[Path], spec: SandboxSpec) -> str | None:
-    """Why these files cannot be put into a sandbox, or None."""
+    """Why these files cannot be uploaded to a sandbox; None if they can."""
     names = [path.name for path in paths]
     if len(set(names)) < len(names):
         return "two files have the same name"
-    room = file_quota_bytes(spec.memory)
+    bytes_left = file_quota_bytes(spec.memory)
     for path in paths:
         if not path.is_file():
             return f"{path} is not a file"
-        room -= path.stat().st_size
-        if room < 0:
-            return f"{path} does not fit: half of the memory ({spec.memory}) may be files"
+        bytes_left -= path.stat().st_size
+        if bytes_left < 0:
+            return f"{path} does not fit: files may use half of the memory ({spec.memory})"
     return None
 
 
@@ -379,12 +377,14 @@ class _OutputLogHandler(logging.Handler):
 
     @override
     def emit(self, record: logging.LogRecord) -> None:
-        if not hasattr(record, "fields"):  # an event of the sandbox server, told by other means here
+        if not hasattr(
+            record, "fields"
+        ):  # a log event of the sandbox server, which ExecOutput shows otherwise
             self._output.warn(record.getMessage())
 
 
 def _redirect_logs(output: ExecOutput) -> None:
-    """The sandbox server's warnings may quote what a sandbox said: they go the same guarded way."""
+    """Send warnings of the sandbox server through `ExecOutput`: they may contain text from a sandbox."""
     logger = logging.getLogger("fumehood")
     logger.handlers = [_OutputLogHandler(output)]
     logger.propagate = False
