@@ -102,7 +102,7 @@ def test_names_that_are_not_for_the_disk(name: str, tmp_path: Path) -> None:
     with server(answering({"id": "file-1", "filename": name})) as (url, _):
         refused = run_command("files", "get", "file-1", url=url)
         assert refused.code == 1
-        assert "give one with -o" in refused.err
+        assert "choose another with -o" in refused.err
         assert list(tmp_path.iterdir()) == []
         assert run_command("files", "get", "file-1", "-o", "chosen", url=url).code == 0
 

@@ -88,7 +88,7 @@ def test_a_key_without_a_tenant_is_one() -> None:
     [
         (["create", "--tenant", "a/b"], "letters, digits"),
         (["create", "--tenant", ""], "letters, digits"),
-        (["create", "--name", "a\nb"], "visible"),
+        (["create", "--name", "a\nb"], "printable"),
         (["create", "--concurrent", "0"], "--concurrent"),
         (["create", "--scope", "everything"], "one of responses, containers, files, models, metrics"),
         (["create", "--scope", "metrics", "--scope", ""], "one of responses"),

@@ -57,7 +57,7 @@ class CommandFailed(Exception):
 
 
 class ApiUnreachable(Exception):
-    """The server does not response; the text names its URL."""
+    """The server does not answer; the text names its URL."""
 
 
 class ApiClient:
@@ -182,7 +182,7 @@ class ApiClient:
             yield
         except (OSError, http.client.HTTPException) as error:
             reason = sanitize_text(str(error)) or type(error).__name__
-            raise ApiUnreachable(f"{self._display_url} does not response: {reason}.") from error
+            raise ApiUnreachable(f"{self._display_url} does not answer: {reason}.") from error
 
     def _read_chunks(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         wanted, size = response.length, 0

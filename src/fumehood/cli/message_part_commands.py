@@ -20,7 +20,7 @@ app = typer.Typer(
     help="Convert tool calls of any vendor to OpenTelemetry message parts and back, and check them.",
     no_args_is_help=True,
     rich_markup_mode=None,
-    epilog="Exit codes: 0 success, 1 a part is malformed, 2 invalid usage or a file that cannot be read or output.",
+    epilog="Exit codes: 0 success, 1 a part is malformed, 2 invalid usage or a file that cannot be read or written.",
 )
 
 FileArgument = Annotated[

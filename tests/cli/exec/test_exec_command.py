@@ -267,7 +267,7 @@ def test_hostile_files_through_standard_input(tmp_path: Path) -> None:
     }
     assert "10737418240 bytes" in dict(skipped)["sparse"]
     assert "names that are not text" in dict(skipped)["…"]
-    assert "a link stands" in dict(skipped)["link/inside"]
+    assert "a file or a link" in dict(skipped)["link/inside"]
 
 
 def test_json(tmp_path: Path) -> None:
@@ -279,7 +279,13 @@ def test_json(tmp_path: Path) -> None:
     assert done.returncode == 1
     *lines, last = done.stdout.splitlines()
     events = [msgspec.json.decode(line, type=ExecutionEvent) for line in lines]
-    assert [type(event).__name__ for event in events] == ["Stdout", "Stderr", "Display", "Raised", "End"]
+    assert [type(event).__name__ for event in events] == [
+        "Stdout",
+        "Stderr",
+        "DisplayData",
+        "ExceptionRaised",
+        "ExecutionEnd",
+    ]
     assert events[0] == Stdout("out\x9b\n")
     assert "\x9b" not in done.stdout
     assert isinstance(events[-1], ExecutionEnd)
@@ -309,7 +315,7 @@ def test_hidden_files_and_files_without_an_end_stay_behind(tmp_path: Path) -> No
     assert [file["path"] for file in last["files"]] == ["a/plain"]
     skipped = {file["path"]: file["reason"] for file in last["skipped"]}
     assert skipped.keys() == {".envrc", ".git/hooks/post-checkout", "a/.b/c", "large"}
-    assert skipped.pop("large") == f"{(256 << 20) + 1} bytes, more than is copied of one file (256 MiB)"
+    assert skipped.pop("large") == f"{(256 << 20) + 1} bytes, over the limit of one file (256 MiB)"
     assert set(skipped.values()) == {"hidden: a part of its path begins with a dot"}
     assert [path.name for path in (tmp_path / "out").rglob("*")] == ["a", "plain"]
     assert done.stderr.count("not saved: ") == 4

@@ -237,7 +237,7 @@ class ExecSession:
         raise RuntimeError("the execution ended without an end event")
 
     async def _upload_files(self, sandbox: Sandbox) -> str | None:
-        """Upload the files of --file; returns the snapshot token snapshot the code runs."""
+        """Upload the files of --file; returns the snapshot token before the code runs."""
         for path in self._job.uploads:
             await sandbox.write_file(path.name, _read_chunks(path))
         return (await sandbox.list_files()).mark if self._job.uploads else None

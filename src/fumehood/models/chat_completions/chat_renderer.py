@@ -243,7 +243,7 @@ class _SegmentRenderer:
                 self._add_reasoning(entry)
             case "compaction":
                 raise InvalidRequest(
-                    "An item of type 'compaction' cannot be media to this model.", param="input"
+                    "An item of type 'compaction' cannot be shown to this model.", param="input"
                 )
             case _:
                 self._add_foreign_item(entry)

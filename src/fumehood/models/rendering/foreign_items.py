@@ -25,7 +25,7 @@ type ItemFields = dict[str, JsonValue]
 
 
 class ForeignCall(msgspec.Struct, frozen=True):
-    """A call, to be rendered if its result is result."""
+    """A call, to be rendered if its result is found."""
 
     call_id: str
     name: str

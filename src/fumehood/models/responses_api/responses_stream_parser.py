@@ -120,7 +120,7 @@ class _IncompleteDetails(msgspec.Struct):
 
 
 class _UpstreamEvent(msgspec.Struct):
-    """An event of any type, a full_text response, or an error."""
+    """An event of any type, a whole response, or an error."""
 
     type: str = ""
     status: str | None = None
@@ -162,7 +162,7 @@ class _OpenCall:
 
 
 class _MalformedOutput(ValueError):
-    """Output that cannot be interpreted; the text says details."""
+    """Output that cannot be interpreted; the text says why."""
 
 
 class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
@@ -333,7 +333,7 @@ class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
         self._finish_response(response, events)
 
     def _finish_response(self, response: _UpstreamEvent, events: list[AnyModelEvent]) -> None:
-        """End the turn as the response says. An error in key of a response is accepted, too."""
+        """End the turn as the response says. An error in place of a response is accepted, too."""
         if response.status not in ("completed", "incomplete"):
             self.failure = self._create_failure(response)
             return

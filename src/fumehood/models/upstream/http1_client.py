@@ -31,7 +31,7 @@ _KEEP_ALIVE_SECONDS = 4.0
 _MAX_CONNECTIONS = 1024
 _MAX_IDLE_PER_SERVER = 256
 _MAX_HEAD_BYTES = 1 << 16
-_HIGH_WATER_BYTES = 1 << 17  # has_unread body bytes above which reading pauses
+_HIGH_WATER_BYTES = 1 << 17  # unread body bytes above which reading pauses
 _SINGLE_WRITE_BYTES = 1 << 14  # up to this size, one copy is cheaper than several chunks
 _DRAIN_SECONDS = 1.0
 
