@@ -39,23 +39,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--model", default="gpt-5.2")
     parser.add_argument("--here", action="store_true", help="keep the files on this machine")
-    asked = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
 
     session = Session()
     session.bus.subscribe(ToolInvoked, lambda event: print(f"· {event.name}: {event.result.message[:200]}"))
-    make_workspace = HostWorkspaceSection if asked.here else OpenAIContainerWorkspaceSection
+    make_workspace = HostWorkspaceSection if options.here else OpenAIContainerWorkspaceSection
     workspace = make_workspace(
         session=session,
-        mounts=[HostMount(str(asked.directory), "code", exclude_glob=LEFT_OUT, max_bytes=20_000_000)],
-        allowed_host_roots=[asked.directory],
+        mounts=[HostMount(str(options.directory), "code", exclude_glob=LEFT_OUT, max_bytes=20_000_000)],
+        allowed_host_roots=[options.directory],
     )
     task = MarkdownSection(
         title="Task", key="task", template="Review the code in `code/`. Read before you judge."
     )
     prompt = Prompt(PromptTemplate[Review](ns="examples", key="review", sections=[task, workspace]))
-    hosted = OpenAIHostedToolsConfig(code_interpreter=not asked.here)
+    hosted = OpenAIHostedToolsConfig(code_interpreter=not options.here)
     try:
-        with OpenAIAdapter(model=asked.model, hosted_tools=hosted) as adapter:
+        with OpenAIAdapter(model=options.model, hosted_tools=hosted) as adapter:
             review = adapter.evaluate(prompt, session=session).output
     finally:
         workspace.cleanup()

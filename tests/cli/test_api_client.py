@@ -27,11 +27,11 @@ type Reply = Callable[[BaseHTTPRequestHandler], None]
 @contextmanager
 def server(reply: Reply) -> Generator[tuple[str, list[dict[str, str]]]]:
     """One that answers everything in the same way; its address, and the headers of the requests."""
-    seen: list[dict[str, str]] = []
+    requests: list[dict[str, str]] = []
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            seen.append(dict(self.headers))
+            requests.append(dict(self.headers))
             reply(self)
 
         do_POST = do_DELETE = do_GET  # noqa: N815 (http.server's names)
@@ -43,7 +43,7 @@ def server(reply: Reply) -> Generator[tuple[str, list[dict[str, str]]]]:
         thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield f"http://127.0.0.1:{running.server_port}/v1", seen
+            yield f"http://127.0.0.1:{running.server_port}/v1", requests
         finally:
             running.shutdown()
             thread.join()
@@ -64,11 +64,11 @@ def answering(body: object, status: int = 200, length: int | None = None, locati
 
 
 def test_the_key_comes_from_the_environment_and_is_never_shown() -> None:
-    with server(answering({"error": {"message": "no"}}, 401)) as (url, seen):
+    with server(answering({"error": {"message": "no"}}, 401)) as (url, requests):
         first = run_command("files", "list", url=url, OPENAI_API_KEY="fh-one", FUMEHOOD_API_KEY="fh-two")
         run_command("files", "list", "--base-url", url, OPENAI_API_KEY="fh-one")
         run_command("files", "list", OPENAI_BASE_URL=url)
-    assert [headers.get("Authorization") for headers in seen] == ["Bearer fh-two", "Bearer fh-one", None]
+    assert [headers.get("Authorization") for headers in requests] == ["Bearer fh-two", "Bearer fh-one", None]
     assert (first.code, first.err) == (1, "no.")
     refused = run_command("files", "list", OPENAI_API_KEY="fh-\nX: y")
     assert refused.code == 2
@@ -81,18 +81,18 @@ HOSTILE = "\x1b]0;owned\x07\x9b31m\u202egnp.exe\r\nsecond line"
 def test_what_a_server_says_does_not_act_on_the_terminal() -> None:
     row = {"id": HOSTILE, "filename": f"[red]{HOSTILE}", "bytes": "x", "created_at": 1e300, "purpose": None}
     with server(answering({"data": [row], "has_more": False})) as (url, _):
-        shown = run_command("files", "list", url=url)
+        table = run_command("files", "list", url=url)
         as_json = run_command("files", "list", "--json", url=url)
-    for text in (shown.out, as_json.out):
+    for text in (table.out, as_json.out):
         assert not {char for char in text if char != "\n" and (ord(char) < 32 or 126 < ord(char) < 160)}
         assert "\u202e" not in text
-    assert "[red]" in shown.out
-    assert len(shown.out.splitlines()) == 2
+    assert "[red]" in table.out
+    assert len(table.out.splitlines()) == 2
     assert json.loads(as_json.out)["id"] == HOSTILE
     with server(answering({"error": {"message": HOSTILE * 1000}}, 400)) as (url, _):
-        said = run_command("files", "list", url=url).err
-    assert len(said) < 600
-    assert "\x1b" not in said
+        error_text = run_command("files", "list", url=url).err
+    assert len(error_text) < 600
+    assert "\x1b" not in error_text
 
 
 @pytest.mark.parametrize(
@@ -119,10 +119,10 @@ def test_a_download_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     def reply(request: BaseHTTPRequestHandler) -> None:
         (half if request.path.endswith("/content") else whole)(request)
 
-    with server(reply) as (url, seen):
+    with server(reply) as (url, requests):
         for arguments in ((), ("--force",)):
             assert run_command("files", "get", "file-1", *arguments, url=url).code == 125
-    assert len(seen) == 4
+    assert len(requests) == 4
     assert list(tmp_path.iterdir()) == []
 
 
@@ -137,18 +137,18 @@ def test_answers_that_are_none() -> None:
 
 def test_a_list_without_end_comes_to_one() -> None:
     page = {"data": [{"id": "file-1"}] * 100, "has_more": True}
-    with server(answering(page)) as (url, seen):
-        done = run_command("files", "list", "--limit", "250", url=url)
-    assert len(done.out.splitlines()) == 251
-    assert len(seen) == 3
+    with server(answering(page)) as (url, requests):
+        result = run_command("files", "list", "--limit", "250", url=url)
+    assert len(result.out.splitlines()) == 251
+    assert len(requests) == 3
 
 
 def test_nobody_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    done = run_command("containers", "list", url=f"http://127.0.0.1:{port}/v1")
-    assert done.code == 125
-    assert done.err.startswith(f"http://127.0.0.1:{port}/v1 does not answer: ")
+    result = run_command("containers", "list", url=f"http://127.0.0.1:{port}/v1")
+    assert result.code == 125
+    assert result.err.startswith(f"http://127.0.0.1:{port}/v1 does not answer: ")
 
 
 def test_a_refusal_in_the_middle_of_an_upload_is_told(tmp_path: Path) -> None:
@@ -162,8 +162,8 @@ def test_a_refusal_in_the_middle_of_an_upload_is_told(tmp_path: Path) -> None:
             pass
 
     with server(refuse) as (url, _):
-        done = run_command("files", "upload", "big", url=url)
-    assert (done.code, done.err) == (1, "That is too large.")
+        result = run_command("files", "upload", "big", url=url)
+    assert (result.code, result.err) == (1, "That is too large.")
 
 
 def test_progress_is_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

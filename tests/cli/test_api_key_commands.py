@@ -7,26 +7,17 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from fumehood.cli import app
 from fumehood.store.migrations import MIGRATIONS, migrate
 from tests.support import gateway_process
+from tests.support.cli_runner import CommandResult, run_command
 
 NO_CODE: dict[str, Any] = {"providers": {"code_interpreter": {"enabled": False}}}
 TIMEOUT_SECONDS = 60.0
-
-
-@dataclass
-class KeysResult:
-    code: int
-    out: str
-    err: str
 
 
 @pytest.fixture(autouse=True)
@@ -34,10 +25,8 @@ def isolated_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def run_keys(*arguments: str) -> KeysResult:
-    result = CliRunner().invoke(app, ["keys", *arguments], env={"COLUMNS": "300"})
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    return KeysResult(result.exit_code, result.stdout.strip(), result.stderr.strip())
+def run_keys(*arguments: str) -> CommandResult:
+    return run_command("keys", *arguments)
 
 
 def list_keys(*arguments: str) -> list[dict[str, Any]]:
@@ -49,16 +38,16 @@ def read_all_bytes(directory: Path) -> bytes:
 
 
 def test_a_key_is_made_listed_and_revoked(tmp_path: Path) -> None:
-    done = run_keys("create", "--tenant", "acme", "--name", "a lap-top", "--concurrent", "3")
-    assert done.code == 0
-    secret = done.out
+    result = run_keys("create", "--tenant", "acme", "--name", "a lap-top", "--concurrent", "3")
+    assert result.code == 0
+    secret = result.out
     assert secret.startswith("fh-")
     assert len(secret) == 46
     (key,) = list_keys()
-    assert key["id"] in done.err
+    assert key["id"] in result.err
     assert (key["tenant"], key["name"], key["limits"]) == ("acme", "a lap-top", {"concurrent": 3})
     assert secret.endswith(key["hint"])
-    assert secret not in done.err + run_keys("list").out
+    assert secret not in result.err + run_keys("list").out
     assert secret.encode() not in read_all_bytes(tmp_path)
     assert run_keys("revoke", key["id"]).code == 0
     assert list_keys()[0]["revoked_at"] is not None
@@ -96,17 +85,17 @@ def test_a_key_without_a_tenant_is_one() -> None:
     ],
 )
 def test_what_cannot_be_done(arguments: list[str], words: str) -> None:
-    done = run_keys(*arguments)
-    assert done.code == 2
-    assert words in done.err
+    result = run_keys(*arguments)
+    assert result.code == 2
+    assert words in result.err
     assert not list(Path().glob("*.db"))
 
 
 def test_a_key_that_is_not_there_is_not_repeated() -> None:
     secret = run_keys("create").out
-    done = run_keys("revoke", secret)
-    assert done.code == 1
-    assert secret not in done.err + done.out
+    result = run_keys("revoke", secret)
+    assert result.code == 1
+    assert secret not in result.err + result.out
 
 
 def _downgrade_database(path: Path) -> None:
@@ -127,10 +116,10 @@ def test_a_gateway_of_another_release_is_left_alone() -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.write("4711\n")
         lock.flush()
-        done = run_keys("create")
-    assert done.code == 125
-    assert done.out == ""
-    assert "a gateway of another release is using it (process 4711)" in done.err
+        result = run_keys("create")
+    assert result.code == 125
+    assert result.out == ""
+    assert "a gateway of another release is using it (process 4711)" in result.err
 
 
 # --- beside a gateway that runs -----------------------------------------------------------------------

@@ -58,17 +58,17 @@ def test_the_page_has_no_option_that_is_not_there(command: str) -> None:
     heading, _, section = _section(command).partition("\n")
     others = {name for name in re.findall(r"fumehood (\w+)", heading) if name != command}
     known |= {option for name, options in COMMANDS.items() if name.split()[0] in others for option in options}
-    told = {
+    documented = {
         option
         for row in re.findall(r"^\| (.*?) \|", section, re.MULTILINE)
         for option in _OPTION.findall(row)
     }
-    assert told <= known, f"there is no {sorted(told - known)}"
+    assert documented <= known, f"there is no {sorted(documented - known)}"
 
 
 @pytest.mark.parametrize("group", ["", "keys", "containers", "files", "parts"])
 def test_lists_of_commands_say_whole_sentences(group: str) -> None:
-    shown = CliRunner().invoke(app, [*group.split(), "--help"], env={"COLUMNS": "80"}).stdout
-    listed = shown.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
+    help_text = CliRunner().invoke(app, [*group.split(), "--help"], env={"COLUMNS": "80"}).stdout
+    listed = help_text.partition("Commands:\n")[2].partition("\n\n")[0].splitlines()
     assert len(listed) > 2
     assert [line for line in listed if not line.endswith(".") or line.endswith("...")] == []

@@ -26,13 +26,15 @@ def run(*args: str | Path, **variables: str) -> subprocess.CompletedProcess[str]
 
 
 def test_this_machine_isolates() -> None:
-    done = run()
-    assert done.returncode == 0, done.stdout
-    assert done.stderr == ""
-    assert done.stdout.endswith("This host can isolate code (mode namespaces).\n")
+    result = run()
+    assert result.returncode == 0, result.stdout
+    assert result.stderr == ""
+    assert result.stdout.endswith("This host can isolate code (mode namespaces).\n")
     for name in ("sandbox starts", "code runs", "files", "network", "kernel user"):
-        assert re.search(rf"^ok\s+{name}\s", done.stdout, re.MULTILINE), done.stdout
-    assert re.search(r"^warning\s+packages\s.*the package index cannot be reached", done.stdout, re.MULTILINE)
+        assert re.search(rf"^ok\s+{name}\s", result.stdout, re.MULTILINE), result.stdout
+    assert re.search(
+        r"^warning\s+packages\s.*the package index cannot be reached", result.stdout, re.MULTILINE
+    )
     for name in (
         "kernel",
         "user namespaces",
@@ -42,15 +44,15 @@ def test_this_machine_isolates() -> None:
         "Landlock",
         "cgroups",
     ):
-        assert re.search(rf"^(ok|warning)\s+{name}\s", done.stdout, re.MULTILINE), done.stdout
+        assert re.search(rf"^(ok|warning)\s+{name}\s", result.stdout, re.MULTILINE), result.stdout
 
 
 def test_a_mode_that_does_not_work(tmp_path: Path) -> None:
     arguments = ("--mode", "pod", "--guest-socket", tmp_path / "none")
-    done = run(*arguments)
-    assert done.returncode == 1
-    assert "This host cannot isolate code (mode pod)." in done.stdout
-    assert "Start the code container first" in done.stdout
+    result = run(*arguments)
+    assert result.returncode == 1
+    assert "This host cannot isolate code (mode pod)." in result.stdout
+    assert "Start the code container first" in result.stdout
     as_json = run(*arguments, "--json")
     report = json.loads(as_json.stdout)
     assert as_json.returncode == 1
@@ -62,26 +64,26 @@ def test_a_mode_that_does_not_work(tmp_path: Path) -> None:
 
 def test_each_thing_is_said_once() -> None:
     """Where no package is installed, its name stands in one line, without the modules below it."""
-    done = run(FUMEHOOD_SANDBOX_PRELOAD="no_such,nor_this")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("no_such") == 1
-    assert done.stdout.count("pip install 'fumehood[sandbox]'") == 1
-    assert "preload" not in done.stdout
+    result = run(FUMEHOOD_SANDBOX_PRELOAD="no_such,nor_this")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("no_such") == 1
+    assert result.stdout.count("pip install 'fumehood[sandbox]'") == 1
+    assert "preload" not in result.stdout
 
 
 def test_unsafe_degraded() -> None:
-    done = run("--mode", "unsafe-degraded", **QUICKLY)
-    assert done.returncode == 0, done.stdout
-    assert done.stderr == ""
-    assert re.search(r"^ok\s+network\s+off: the filter allows no socket\s*$", done.stdout, re.MULTILINE)
+    result = run("--mode", "unsafe-degraded", **QUICKLY)
+    assert result.returncode == 0, result.stdout
+    assert result.stderr == ""
+    assert re.search(r"^ok\s+network\s+off: the filter allows no socket\s*$", result.stdout, re.MULTILINE)
 
 
 @pytest.mark.skipif(has_cgroups(), reason="memory can be bounded here")
 def test_where_memory_cannot_be_bounded() -> None:
-    done = run("--limits", "enforced")
-    assert done.returncode == 1
-    assert re.search(r"^missing\s+cgroups\s", done.stdout, re.MULTILINE)
-    assert "--limits best-effort" in done.stdout
+    result = run("--limits", "enforced")
+    assert result.returncode == 1
+    assert re.search(r"^missing\s+cgroups\s", result.stdout, re.MULTILINE)
+    assert "--limits best-effort" in result.stdout
 
 
 def test_settings_from_the_environment(tmp_path: Path) -> None:
@@ -96,12 +98,12 @@ def test_settings_from_the_environment(tmp_path: Path) -> None:
 def test_settings_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "sandbox.toml"
     file.write_text(f'mode = "pod"\nguest_socket = "{tmp_path}/none"\ncapacity = 9\n')
-    done = run("--config", file, "--json")
-    assert (done.returncode, json.loads(done.stdout)["mode"]) == (1, "pod")
+    result = run("--config", file, "--json")
+    assert (result.returncode, json.loads(result.stdout)["mode"]) == (1, "pod")
     file.write_text('disk = "off"\n')
-    done = run("--config", file)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "did you mean disks?" in " ".join(done.stderr.split())
+    result = run("--config", file)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "did you mean disks?" in " ".join(result.stderr.split())
 
 
 def test_wrong_use() -> None:

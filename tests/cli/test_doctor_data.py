@@ -25,9 +25,9 @@ def run_doctor(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 def findings(data: Path, code: int, *more: str | Path) -> dict[str, dict[str, str]]:
-    done = run_doctor("--data", data, "--json", *more)
-    assert (done.returncode, done.stderr) == (code, ""), done.stdout
-    report = json.loads(done.stdout)
+    result = run_doctor("--data", data, "--json", *more)
+    assert (result.returncode, result.stderr) == (code, ""), result.stdout
+    report = json.loads(result.stdout)
     assert report["sound"] is (code == 0)
     return {finding["name"]: finding for finding in report["findings"]}
 
@@ -180,13 +180,13 @@ def test_while_a_gateway_runs(tmp_path: Path) -> None:
 
 
 def test_nothing_to_examine(tmp_path: Path) -> None:
-    done = run_doctor("--data", tmp_path)
-    assert done.returncode == 2
-    assert "There is no database in" in " ".join(done.stderr.split())
+    result = run_doctor("--data", tmp_path)
+    assert result.returncode == 2
+    assert "There is no database in" in " ".join(result.stderr.split())
     assert run_doctor("--blobs", tmp_path).returncode == 2
 
 
 def test_help_tells_of_it() -> None:
-    done = run_doctor("--help")
-    assert "--data" in done.stdout
-    assert "--blobs" in done.stdout
+    result = run_doctor("--help")
+    assert "--data" in result.stdout
+    assert "--blobs" in result.stdout

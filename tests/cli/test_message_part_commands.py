@@ -25,8 +25,8 @@ class PartsResult:
     err: str
 
 
-def run_parts(*arguments: str, given: str | None = None) -> PartsResult:
-    result = CliRunner().invoke(app, ["parts", *arguments], input=given, env={"COLUMNS": "300"})
+def run_parts(*arguments: str, stdin: str | None = None) -> PartsResult:
+    result = CliRunner().invoke(app, ["parts", *arguments], input=stdin, env={"COLUMNS": "300"})
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
     return PartsResult(result.exit_code, result.stdout, result.stderr)
 
@@ -39,9 +39,9 @@ def write_json(directory: Path, document: Any) -> str:
 
 def test_schemas_are_printed() -> None:
     for view in REPRESENTATIONS:
-        done = run_parts("schema", view)
-        assert done.code == 0
-        jsonschema_rs.meta.validate(json.loads(done.out))
+        result = run_parts("schema", view)
+        assert result.code == 0
+        jsonschema_rs.meta.validate(json.loads(result.out))
     unknown = run_parts("schema", "option9")
     assert unknown.code == 2
     assert "option3-alternative" in unknown.err
@@ -54,7 +54,7 @@ def test_items_come_back_equal(view: str, tmp_path: Path) -> None:
         there = run_parts("convert", "--from", "openai", "--to", view, write_json(tmp_path, document))
         assert there.code == 0, there.err
         assert run_parts("validate", write_json(tmp_path, json.loads(there.out))) == PartsResult(0, "", "")
-        back = run_parts("convert", "--from", view, "--to", "openai", "-", given=there.out)
+        back = run_parts("convert", "--from", view, "--to", "openai", "-", stdin=there.out)
         assert json.loads(back.out) == document
 
 
@@ -89,10 +89,10 @@ def test_any_vendor_or_view_may_be_named(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_malformed_is_told(document: Any, reason: str, tmp_path: Path) -> None:
-    done = run_parts("validate", write_json(tmp_path, document))
-    assert done.code == 1
-    assert done.out == ""
-    assert reason in done.err
+    result = run_parts("validate", write_json(tmp_path, document))
+    assert result.code == 1
+    assert result.out == ""
+    assert reason in result.err
 
 
 def test_the_form_before_is_taken_if_asked_for(tmp_path: Path) -> None:
@@ -100,37 +100,37 @@ def test_the_form_before_is_taken_if_asked_for(tmp_path: Path) -> None:
     assert run_parts("validate", file).code == 1
     assert run_parts("validate", "--compat", file).code == 0
     upgraded = run_parts("convert", "--from", "option1-compat", "--to", "option1", file)
-    assert run_parts("validate", "-", given=upgraded.out).code == 0
+    assert run_parts("validate", "-", stdin=upgraded.out).code == 0
 
 
 def test_malformed_parts_are_not_converted(tmp_path: Path) -> None:
-    done = run_parts(
+    result = run_parts(
         "convert", "--from", "option2", "--to", "openai", write_json(tmp_path, [{"type": "text"}])
     )
-    assert (done.code, done.out) == (1, "")
-    assert "part 0: a text part needs `content`" in done.err
+    assert (result.code, result.out) == (1, "")
+    assert "part 0: a text part needs `content`" in result.err
 
 
 def test_what_has_no_words_in_the_target_is_told(tmp_path: Path) -> None:
     """As when an item is taken for a part of a view: nothing would be left of it, and nobody would know."""
     item = write_json(tmp_path, SAMPLES["openai"][2])
-    done = run_parts("convert", "--from", "option2", "--to", "openai", item)
-    assert (done.code, done.out) == (0, "[]\n")
-    assert done.err == "1 part dropped, which openai cannot express: code_interpreter_call\n"
+    result = run_parts("convert", "--from", "option2", "--to", "openai", item)
+    assert (result.code, result.out) == (0, "[]\n")
+    assert result.err == "1 part dropped, which openai cannot express: code_interpreter_call\n"
     picture = {"type": "uri", "modality": "image", "uri": "https://e.x/y.png"}
     text = {"type": "text", "content": "x"}
     several = write_json(tmp_path, [picture, text, {"type": "e\nvil"}, picture])
-    done = run_parts("convert", "--from", "option2", "--to", "openai", several)
-    assert done.code == 0
-    assert len(json.loads(done.out)) == 1
-    assert done.err == "3 parts dropped, which openai cannot express: uri, e\\nvil\n"
+    result = run_parts("convert", "--from", "option2", "--to", "openai", several)
+    assert result.code == 0
+    assert len(json.loads(result.out)) == 1
+    assert result.err == "3 parts dropped, which openai cannot express: uri, e\\nvil\n"
     assert run_parts("convert", "--from", "option2", "--to", "option1", several).err == ""
 
 
 @pytest.mark.parametrize("vendor", SAMPLES)
 def test_nothing_of_a_vendors_own_is_left_out(vendor: str, tmp_path: Path) -> None:
     there = run_parts("convert", "--from", vendor, "--to", "option2", write_json(tmp_path, SAMPLES[vendor]))
-    back = run_parts("convert", "--from", "option2", "--to", vendor, "-", given=there.out)
+    back = run_parts("convert", "--from", "option2", "--to", vendor, "-", stdin=there.out)
     assert (there.err, back.err) == ("", "")
 
 
@@ -161,11 +161,11 @@ def test_what_cannot_be_read_is_refused_in_one_line(
     content, reason = REFUSED[case]
     file = tmp_path / "hostile.json"
     file.write_bytes(content)
-    done = run_parts(*command, str(file))
-    assert (done.code, done.out) == (2, "")
-    assert done.err.startswith(f"{file} ")
-    assert reason in done.err
-    assert done.err.count("\n") == 1
+    result = run_parts(*command, str(file))
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith(f"{file} ")
+    assert reason in result.err
+    assert result.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", [("validate",), CONVERT])
@@ -189,34 +189,34 @@ def test_json_in_any_of_its_encodings_is_read(encoding: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("depth", [10, 200, 400, 800, 900, 950, 980])
 def test_what_is_nested_deeply_is_converted_or_refused(depth: int) -> None:
-    given = (
+    stdin = (
         f'{{"type": "function_call", "call_id": "c", "name": "f", "arguments": {"[" * depth}{"]" * depth}}}'
     )
-    done = run_parts(*CONVERT, "-", given=given)
-    assert (done.code == 0) == (done.err == "")
-    assert done.code == 0 or done == PartsResult(2, "", "standard input is nested too deeply\n")
-    assert done.code == 0 or depth > 100
+    result = run_parts(*CONVERT, "-", stdin=stdin)
+    assert (result.code == 0) == (result.err == "")
+    assert result.code == 0 or result == PartsResult(2, "", "standard input is nested too deeply\n")
+    assert result.code == 0 or depth > 100
 
 
 def test_half_a_character_is_text_as_any_other(tmp_path: Path) -> None:
     item = {"type": "shell_call_output", "call_id": "c", "output": "\ud800", "\udfff": "\udfff"}
     there = run_parts(*CONVERT, write_json(tmp_path, item))
     assert there.code == 0, there.err
-    back = run_parts("convert", "--from", "option2", "--to", "openai", "-", given=there.out)
+    back = run_parts("convert", "--from", "option2", "--to", "openai", "-", stdin=there.out)
     assert json.loads(back.out) == item
     response = {"type": "shell", "outputs": "\ud800"}
     malformed = {"type": "server_tool_call_response", "server_tool_call_response": response}
-    done = run_parts("validate", write_json(tmp_path, malformed))
-    assert (done.code, done.out) == (1, "")
-    assert done.err == "`server_tool_call_response`: Expected `array | null`, got `str` - at `$.outputs`\n"
+    result = run_parts("validate", write_json(tmp_path, malformed))
+    assert (result.code, result.out) == (1, "")
+    assert result.err == "`server_tool_call_response`: Expected `array | null`, got `str` - at `$.outputs`\n"
 
 
 def test_a_document_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
     evil = "\x1b[2J\rfine\nall is fine\u202e\u0085"
     call = {"type": "server_tool_call", "id": evil, "name": "x", "server_tool_call": {"type": "x"}}
-    done = run_parts("validate", write_json(tmp_path, [call, call]))
-    assert done.code == 1
-    assert done.err == ("[1]: the id \\x1b[2J\\rfine\\nall is fine\\u202e\\x85 is called a second time\n")
+    result = run_parts("validate", write_json(tmp_path, [call, call]))
+    assert result.code == 1
+    assert result.err == ("[1]: the id \\x1b[2J\\rfine\\nall is fine\\u202e\\x85 is called a second time\n")
 
 
 def shell(line: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:

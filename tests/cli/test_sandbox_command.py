@@ -28,7 +28,7 @@ TOKEN = "correct-horse-battery-staple"
 
 
 def command(*args: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
+    result = subprocess.run(
         [FUMEHOOD, "sandbox", *args],
         env={**build_environment(), **environ},
         capture_output=True,
@@ -37,8 +37,8 @@ def command(*args: str | Path, **environ: str) -> subprocess.CompletedProcess[st
         check=False,
     )
     if not has_cgroups():
-        done.stderr = strip_limits_warning(done.stderr)
-    return done
+        result.stderr = strip_limits_warning(result.stderr)
+    return result
 
 
 class SandboxServerProcess:
@@ -220,11 +220,11 @@ def test_the_walls_are_chosen_by_the_most_particular(tmp_path: Path) -> None:
 
 
 def test_a_setting_that_is_misspelt() -> None:
-    done = command("--listen", "127.0.0.1:0", FUMEHOOD_SANDBOX_EGRESS_DOMAIN="example.org")
-    assert (done.returncode, done.stdout) == (2, "")
+    result = command("--listen", "127.0.0.1:0", FUMEHOOD_SANDBOX_EGRESS_DOMAIN="example.org")
+    assert (result.returncode, result.stdout) == (2, "")
     assert (
         "FUMEHOOD_SANDBOX_EGRESS_DOMAIN: there is no such setting; did you mean egress_domains?"
-        in done.stderr
+        in result.stderr
     )
 
 
@@ -266,7 +266,7 @@ def test_unix_socket(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "code", "said"),
+    ("args", "code", "expected"),
     [
         (["--listen", "0.0.0.0:0"], 2, f"set {TOKEN_VARIABLE}"),
         (["--listen", "[::]:0"], 2, "--token-file"),
@@ -286,15 +286,15 @@ def test_unix_socket(tmp_path: Path) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_used_wrongly(args: list[str], code: int, said: str) -> None:
+def test_used_wrongly(args: list[str], code: int, expected: str) -> None:
     if code == 2:  # found before anything is started
-        done = CliRunner().invoke(app, ["sandbox", *args])
-        assert done.exit_code == code
-        assert said in " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.stderr).split())
+        result = CliRunner().invoke(app, ["sandbox", *args])
+        assert result.exit_code == code
+        assert expected in " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.stderr).split())
     else:
         ran = command(*args)
         assert (ran.returncode, ran.stdout) == (code, "")
-        assert said in ran.stderr
+        assert expected in ran.stderr
 
 
 @pytest.mark.parametrize("token", ["", "short", "with space in the middle", "ünïcödé-ünïcödé-ü"])
@@ -302,10 +302,10 @@ def test_tokens_that_are_none(tmp_path: Path, token: str) -> None:
     file = tmp_path / "token"
     file.write_text(token)
     file.chmod(0o600)
-    done = CliRunner().invoke(app, ["sandbox", "--listen", "127.0.0.1:0", "--token-file", str(file)])
-    assert done.exit_code == 2
-    assert "at least 16 printable characters" in " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.stderr).split())
-    assert not token or token not in done.stderr
+    result = CliRunner().invoke(app, ["sandbox", "--listen", "127.0.0.1:0", "--token-file", str(file)])
+    assert result.exit_code == 2
+    assert "at least 16 printable characters" in " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.stderr).split())
+    assert not token or token not in result.stderr
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o660, 0o606, 0o620])
@@ -314,10 +314,10 @@ def test_a_token_file_that_others_can_read_or_change_is_refused(tmp_path: Path, 
     file.write_text(TOKEN)
     file.chmod(mode)
     ran = command("--listen", "127.0.0.1:0", "--token-file", str(file))
-    said = " ".join(re.sub(r"[│╭╮╰╯─]", " ", ran.stderr).split())
+    expected = " ".join(re.sub(r"[│╭╮╰╯─]", " ", ran.stderr).split())
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert "Restrict it: chmod 600" in said
-    assert TOKEN not in said
+    assert "Restrict it: chmod 600" in expected
+    assert TOKEN not in expected
 
 
 def test_a_token_for_metrics(tmp_path: Path) -> None:
@@ -333,20 +333,20 @@ def test_a_token_for_metrics(tmp_path: Path) -> None:
         assert running.ask("GET", "/metrics", token=f"token-{TOKEN}")[0] == 200
     alone = CliRunner().invoke(app, ["sandbox", "--metrics-token-file", str(files["metrics"])])
     same = ["--token-file", str(files["token"]), "--metrics-token-file", str(files["token"])]
-    for done, said in (
+    for result, expected in (
         (alone, "without --token-file"),
         (CliRunner().invoke(app, ["sandbox", *same]), "another one"),
     ):
-        assert done.exit_code == 2
-        assert said in " ".join(re.sub(r"[│╭╮╰╯─]", " ", done.stderr).split())
+        assert result.exit_code == 2
+        assert expected in " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.stderr).split())
 
 
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         place = f"127.0.0.1:{taken.getsockname()[1]}"
-        done = command("--listen", place)
-    assert done.returncode == 125
-    assert done.stderr == (
+        result = command("--listen", place)
+    assert result.returncode == 125
+    assert result.stderr == (
         f"Cannot listen on {place}: Address already in use. Choose another port, or 0 for any.\n"
     )
 

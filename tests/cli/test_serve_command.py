@@ -38,7 +38,7 @@ def run_refused(*options: str, environment: dict[str, str] | None = None) -> Ser
 
 def run(*options: str, cwd: Path, environment: dict[str, str] | None = None) -> ServeResult:
     """A server that should not start, as a process of its own."""
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "fumehood", "serve", *options],
         capture_output=True,
         text=True,
@@ -46,8 +46,8 @@ def run(*options: str, cwd: Path, environment: dict[str, str] | None = None) -> 
         cwd=cwd,
         env={**os.environ, **(environment or {})},
     )
-    assert "Traceback" not in done.stderr
-    return ServeResult(done.returncode, " ".join(done.stderr.split()))
+    assert "Traceback" not in result.stderr
+    return ServeResult(result.returncode, " ".join(result.stderr.split()))
 
 
 def get(url: str) -> Any:
@@ -67,25 +67,25 @@ def isolated_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_says_what_it_is_for() -> None:
-    done = run_refused("--help")
-    assert done.code == 0
+    result = run_refused("--help")
+    assert result.code == 0
     for word in ("--config", "--host", "--port", "--upstream", "--upstream-key-env", "FUMEHOOD_SERVER__PORT"):
-        assert word in done.stderr
+        assert word in result.stderr
 
 
 @pytest.mark.parametrize("options", [(), ("--allow-unauthenticated",)])
 def test_a_place_that_others_can_reach_is_refused_without_keys(options: tuple[str, ...]) -> None:
-    done = run_refused("--host", "0.0.0.0", "--port", "0", *options)
-    assert done.code == 2
-    assert "0.0.0.0 can be reached from other machines and there are no keys" in done.stderr
-    assert "make one with `fumehood keys create`" in done.stderr
+    result = run_refused("--host", "0.0.0.0", "--port", "0", *options)
+    assert result.code == 2
+    assert "0.0.0.0 can be reached from other machines and there are no keys" in result.stderr
+    assert "make one with `fumehood keys create`" in result.stderr
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "gateway.example"])
 def test_a_place_that_others_can_reach_is_not_opened_by_a_setting_alone(host: str) -> None:
-    done = run_refused("--host", host, environment={"FUMEHOOD_AUTH__REQUIRED": "false"})
-    assert done.code == 2
-    assert f"{host} can be reached from other machines and auth.required is false" in done.stderr
+    result = run_refused("--host", host, environment={"FUMEHOOD_AUTH__REQUIRED": "false"})
+    assert result.code == 2
+    assert f"{host} can be reached from other machines and auth.required is false" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -126,24 +126,24 @@ def test_a_place_that_others_can_reach_is_not_opened_by_a_setting_alone(host: st
 def test_what_cannot_be_served_is_said_in_one_sentence(
     options: list[str], environment: dict[str, str], words: str
 ) -> None:
-    done = run_refused("--port", "0", *options, environment=environment)
-    assert done.code == 2
-    assert words in done.stderr
+    result = run_refused("--port", "0", *options, environment=environment)
+    assert result.code == 2
+    assert words in result.stderr
 
 
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        done = run_refused("--port", str(taken.getsockname()[1]))
-    assert done.code == 125
-    assert ": Address already in use. Choose another port" in done.stderr
+        result = run_refused("--port", str(taken.getsockname()[1]))
+    assert result.code == 125
+    assert ": Address already in use. Choose another port" in result.stderr
 
 
 def test_where_code_cannot_be_isolated_nobody_is_served(tmp_path: Path) -> None:
     nowhere = tmp_path / "settings.toml"
     nowhere.write_text('mode = "pod"\nguest_socket = "/nonexistent/guest.sock"\n')
-    done = run("--port", "0", environment={f"{SETTINGS}SANDBOX_CONFIG": str(nowhere)}, cwd=tmp_path)
-    assert done.code == 125
-    assert "`fumehood doctor` says what to do." in done.stderr
+    result = run("--port", "0", environment={f"{SETTINGS}SANDBOX_CONFIG": str(nowhere)}, cwd=tmp_path)
+    assert result.code == 125
+    assert "`fumehood doctor` says what to do." in result.stderr
 
 
 def test_it_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
@@ -194,6 +194,6 @@ def test_it_is_not_ready_while_its_sandbox_server_is_away(tmp_path: Path) -> Non
 
 def test_two_servers_do_not_share_a_database(tmp_path: Path) -> None:
     with gateway_process.run_gateway(tmp_path, NO_CODE):
-        done = run("--config", str(tmp_path / "config.json"), "--port", "0", cwd=tmp_path)
-    assert done.code == 125
-    assert "gateway.db" in done.stderr
+        result = run("--config", str(tmp_path / "config.json"), "--port", "0", cwd=tmp_path)
+    assert result.code == 125
+    assert "gateway.db" in result.stderr

@@ -1,4 +1,4 @@
-"""Commands that ask a server, run in this process."""
+"""Runs commands of the command line in this process."""
 
 import json
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ class CommandResult:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """What `--json` printed, where all went well."""
+        """The rows that `--json` printed."""
         assert self.code == 0, self
         return [json.loads(line) for line in self.out.splitlines()]
 
 
 def clear_server_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the environment of whoever runs the tests says of servers and keys."""
+    """Remove servers and API keys from the environment."""
     for name in ("FUMEHOOD_BASE_URL", "OPENAI_BASE_URL", "FUMEHOOD_API_KEY", "OPENAI_API_KEY"):
         monkeypatch.delenv(name, raising=False)
 

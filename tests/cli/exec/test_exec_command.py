@@ -37,7 +37,7 @@ TIMEOUT_SECONDS = 60
 def run(
     *args: str | Path, stdin: str | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
+    result = subprocess.run(
         [FUMEHOOD, *args],
         input=stdin,
         cwd=cwd,
@@ -48,8 +48,8 @@ def run(
         check=False,
     )
     if not has_cgroups():
-        done.stderr = strip_limits_warning(done.stderr)
-    return done
+        result.stderr = strip_limits_warning(result.stderr)
+    return result
 
 
 needs_memory_bounds = pytest.mark.skipif(not has_cgroups(), reason="this user may not bound memory here")
@@ -117,10 +117,10 @@ while True:
     ids=["ends", "raises", "exits", "dies", "MemoryError", "memory bomb"],
 )
 def test_exit_code(code: str, exit_code: int, stdout: str, stderr: str) -> None:
-    done = run("exec", "-c", code)
-    assert (done.returncode, done.stdout) == (exit_code, stdout), done.stderr
-    assert re.search(stderr, done.stderr, re.DOTALL)
-    assert stderr or not done.stderr
+    result = run("exec", "-c", code)
+    assert (result.returncode, result.stdout) == (exit_code, stdout), result.stderr
+    assert re.search(stderr, result.stderr, re.DOTALL)
+    assert stderr or not result.stderr
 
 
 @pytest.mark.parametrize(
@@ -133,9 +133,9 @@ def test_exit_code(code: str, exit_code: int, stdout: str, stderr: str) -> None:
     ids=["loop", "deaf loop", "fork bomb"],
 )
 def test_time_out(code: str, reason: str) -> None:
-    done = run("exec", "--json", "--timeout", "1", "-c", code)
-    assert done.returncode == 124
-    *_, end, last = [json.loads(line) for line in done.stdout.splitlines()]
+    result = run("exec", "--json", "--timeout", "1", "-c", code)
+    assert result.returncode == 124
+    *_, end, last = [json.loads(line) for line in result.stdout.splitlines()]
     assert end["type"] == "end"
     assert end["status"] == "timeout"
     assert end["duration_ms"] < 4000
@@ -144,11 +144,11 @@ def test_time_out(code: str, reason: str) -> None:
 
 
 def test_nothing_runs_where_nothing_isolates(tmp_path: Path) -> None:
-    done = run("exec", "--mode", "pod", "--guest-socket", tmp_path / "none", "-c", "print('ran')")
-    assert done.returncode == 125
-    assert done.stdout == ""
-    assert "This host cannot isolate code, so nothing was run." in done.stderr
-    assert "Start the code container first" in done.stderr
+    result = run("exec", "--mode", "pod", "--guest-socket", tmp_path / "none", "-c", "print('ran')")
+    assert result.returncode == 125
+    assert result.stdout == ""
+    assert "This host cannot isolate code, so nothing was run." in result.stderr
+    assert "Start the code container first" in result.stderr
     as_json = run(
         "exec", "--json", "--mode", "pod", "--guest-socket", tmp_path / "none", "-c", "print('ran')"
     )
@@ -162,12 +162,12 @@ def test_nothing_runs_where_nothing_isolates(tmp_path: Path) -> None:
 def test_refuses_without_cgroups() -> None:
     script = 'umount -l /sys/fs/cgroup && exec "$@"'
     command = ["unshare", "-m", "sh", "-c", script, "sh", FUMEHOOD, "exec", "-c", "print('ran')"]
-    done = subprocess.run(
+    result = subprocess.run(
         command, env=build_environment(), capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
     )
-    assert (done.returncode, done.stdout) == (125, ""), done.stderr
-    assert "Mount a cgroup file system" in done.stderr
-    assert "best-effort" in done.stderr
+    assert (result.returncode, result.stdout) == (125, ""), result.stderr
+    assert "Mount a cgroup file system" in result.stderr
+    assert "best-effort" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -190,10 +190,10 @@ def test_refuses_without_cgroups() -> None:
 )
 def test_wrong_use(args: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(app, ["exec", *args])
-    assert done.exit_code == 2
-    assert done.stdout == ""
-    assert "Usage: " in done.stderr
+    result = CliRunner().invoke(app, ["exec", *args])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Usage: " in result.stderr
 
 
 def test_code_must_be_text(tmp_path: Path) -> None:
@@ -214,13 +214,13 @@ def test_file_with_uploads_and_subdirectories(tmp_path: Path) -> None:
         )
     )
     args = ("exec", "--file", "numbers.csv", "--files-out", "out", "sum.py")
-    done = run(*args, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+    result = run(*args, cwd=tmp_path)
+    assert (result.returncode, result.stdout) == (0, "2\n"), result.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["a"], (
         "what was uploaded is not brought back"
     )
     assert (tmp_path / "out/a/b/total.txt").read_text() == "é6"
-    assert done.stderr == "saved: out/a/b/total.txt\n"
+    assert result.stderr == "saved: out/a/b/total.txt\n"
     (tmp_path / "out/a/b/total.txt").write_text("mine")
     assert run(*args, "--quiet", cwd=tmp_path).stderr == ""
     assert (tmp_path / "out/a/b/total.txt").read_text() == "mine"
@@ -242,21 +242,21 @@ print("\x1b[2Jraw")
 
 
 def test_hostile_files_through_standard_input(tmp_path: Path) -> None:
-    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    out, outside = tmp_path / "out", tmp_path / "elsewhere"
     out.mkdir()
-    elsewhere.mkdir()
-    (elsewhere / "secret").write_text("mine")
-    (out / "link").symlink_to(elsewhere)
-    (out / "taken").symlink_to(elsewhere / "secret")
-    done = run("exec", "--files-out", out, "-", stdin=_HOSTILE)
-    assert (done.returncode, done.stdout) == (0, "\x1b[2Jraw\n"), "a pipe gets the output as it is"
-    assert (elsewhere / "secret").read_text() == "mine"
-    assert [path.name for path in elsewhere.iterdir()] == ["secret"]
+    outside.mkdir()
+    (outside / "secret").write_text("mine")
+    (out / "link").symlink_to(outside)
+    (out / "taken").symlink_to(outside / "secret")
+    result = run("exec", "--files-out", out, "-", stdin=_HOSTILE)
+    assert (result.returncode, result.stdout) == (0, "\x1b[2Jraw\n"), "a pipe gets the output as it is"
+    assert (outside / "secret").read_text() == "mine"
+    assert [path.name for path in outside.iterdir()] == ["secret"]
     saved = {path.name for path in out.iterdir() if not path.is_symlink()}
     assert saved == {"x" * 255, "-rf", "taken-2", "good.txt"}
     assert all(stat.S_IMODE((out / name).stat().st_mode) & 0o111 == 0 for name in saved)
-    assert "\x1b" not in done.stderr
-    skipped = re.findall(r"^not saved: ([^:]+): (.*)$", done.stderr, re.MULTILINE)
+    assert "\x1b" not in result.stderr
+    skipped = re.findall(r"^not saved: ([^:]+): (.*)$", result.stderr, re.MULTILINE)
     assert dict(skipped).keys() == {
         "n\\x0al",
         "e\\x1b[31m",
@@ -275,9 +275,9 @@ def test_json(tmp_path: Path) -> None:
         "import sys, matplotlib.pyplot as plt\nprint('out\\x9b'); print('err', file=sys.stderr)\n"
         "plt.plot([1, 2]); plt.show()\nopen('made.txt', 'w').write('x')\nraise KeyError('no')"
     )
-    done = run("exec", "--json", "--files-out", tmp_path / "out", "-c", code)
-    assert done.returncode == 1
-    *lines, last = done.stdout.splitlines()
+    result = run("exec", "--json", "--files-out", tmp_path / "out", "-c", code)
+    assert result.returncode == 1
+    *lines, last = result.stdout.splitlines()
     events = [msgspec.json.decode(line, type=ExecutionEvent) for line in lines]
     assert [type(event).__name__ for event in events] == [
         "Stdout",
@@ -287,7 +287,7 @@ def test_json(tmp_path: Path) -> None:
         "ExecutionEnd",
     ]
     assert events[0] == Stdout("out\x9b\n")
-    assert "\x9b" not in done.stdout
+    assert "\x9b" not in result.stdout
     assert isinstance(events[-1], ExecutionEnd)
     picture = (tmp_path / "out/figure-1.png").stat().st_size
     assert json.loads(last) == {
@@ -309,16 +309,16 @@ def test_hidden_files_and_files_without_an_end_stay_behind(tmp_path: Path) -> No
         "for name in ('.envrc', '.git/hooks/post-checkout', 'a/.b/c', 'a/plain'): open(name, 'w').write('x')\n"
         "os.truncate(os.open('large', os.O_CREAT | os.O_RDWR), (256 << 20) + 1)"
     )
-    done = run("exec", "--json", "--files-out", tmp_path / "out", "-c", code)
-    assert done.returncode == 0, done.stderr
-    last = json.loads(done.stdout.splitlines()[-1])
+    result = run("exec", "--json", "--files-out", tmp_path / "out", "-c", code)
+    assert result.returncode == 0, result.stderr
+    last = json.loads(result.stdout.splitlines()[-1])
     assert [file["path"] for file in last["files"]] == ["a/plain"]
     skipped = {file["path"]: file["reason"] for file in last["skipped"]}
     assert skipped.keys() == {".envrc", ".git/hooks/post-checkout", "a/.b/c", "large"}
     assert skipped.pop("large") == f"{(256 << 20) + 1} bytes, over the limit of one file (256 MiB)"
     assert set(skipped.values()) == {"hidden: a part of its path begins with a dot"}
     assert [path.name for path in (tmp_path / "out").rglob("*")] == ["a", "plain"]
-    assert done.stderr.count("not saved: ") == 4
+    assert result.stderr.count("not saved: ") == 4
 
 
 def test_a_picture_without_a_place_for_it_does_not_end_the_run() -> None:
@@ -327,7 +327,7 @@ def test_a_picture_without_a_place_for_it_does_not_end_the_run() -> None:
         "import sys, tempfile; tempfile.tempdir = '/nowhere'; from fumehood.cli import main\n"
         f"sys.argv = ['fumehood', 'exec', '-c', {code!r}]; main()"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", source],
         env=build_environment(),
         capture_output=True,
@@ -335,9 +335,9 @@ def test_a_picture_without_a_place_for_it_does_not_end_the_run() -> None:
         timeout=TIMEOUT_SECONDS,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("went on\n")
-    assert "An image was not saved: " in done.stderr
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith("went on\n")
+    assert "An image was not saved: " in result.stderr
 
 
 # ---- signals and terminals ------------------------------------------------------------------------------------
@@ -455,12 +455,13 @@ def test_code_cannot_drive_the_terminal() -> None:
     terminal.until("Z")
     assert terminal.close() == 1
     assert "starting the sandbox…" in terminal.output
-    shown = terminal.output[terminal.output.index("A␛") :]
-    assert shown.startswith("A␛]0;owned␇␛[2J\x1b[31mred\\x9b2J␈␡Z\r\n")
+    displayed = terminal.output[terminal.output.index("A␛") :]
+    assert displayed.startswith("A␛]0;owned␇␛[2J\x1b[31mred\\x9b2J␈␡Z\r\n")
     assert (
-        set(re.findall(r"\x1b\S*?[@-Z\\^-~]", shown.replace("\x1b[31m", "").replace("\x1b[0m", ""))) == set()
+        set(re.findall(r"\x1b\S*?[@-Z\\^-~]", displayed.replace("\x1b[31m", "").replace("\x1b[0m", "")))
+        == set()
     )
-    assert "ValueError: ␛[3J" in shown
+    assert "ValueError: ␛[3J" in displayed
 
 
 def test_second_interrupt_ends_deaf_code() -> None:
@@ -480,10 +481,10 @@ def test_second_interrupt_ends_deaf_code() -> None:
 @settings(database=None)  # the working directory may not be ours to write to
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_neutral_text_has_no_controls_but_colours(text: str) -> None:
-    shown = re.sub(r"\x1b\[[0-9;:]*m", "", escape_control_sequences(text))
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", shown)
+    displayed = re.sub(r"\x1b\[[0-9;:]*m", "", escape_control_sequences(text))
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", displayed)
     if text.isprintable():
-        assert shown == text
+        assert displayed == text
 
 
 @pytest.mark.parametrize(

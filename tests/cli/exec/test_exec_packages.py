@@ -35,11 +35,11 @@ def _exec(index: FakePackageIndex, directory: Path, *arguments: str) -> subproce
 
 def test_with_packages(index: FakePackageIndex, tmp_path: Path) -> None:
     code = "import os\n!pip --version > /dev/null\nimport hello, world\nprint(hello.x, world.x)"
-    done = _exec(index, tmp_path, "--with", "hello", "--with", "world>=1", "-c", code)
-    assert (done.stdout, done.returncode) == ("hello world\n", 0), done.stderr
+    result = _exec(index, tmp_path, "--with", "hello", "--with", "world>=1", "-c", code)
+    assert (result.stdout, result.returncode) == ("hello world\n", 0), result.stderr
 
 
 def test_what_cannot_be_installed_is_said_and_nothing_runs(index: FakePackageIndex, tmp_path: Path) -> None:
-    done = _exec(index, tmp_path, "--with", "--index-url=x", "-c", "print('ran')")
-    assert (done.stdout, done.returncode) == ("", 125)
-    assert "options are not accepted" in strip_limits_warning(done.stderr)
+    result = _exec(index, tmp_path, "--with", "--index-url=x", "-c", "print('ran')")
+    assert (result.stdout, result.returncode) == ("", 125)
+    assert "options are not accepted" in strip_limits_warning(result.stderr)

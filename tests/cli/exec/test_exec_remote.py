@@ -83,17 +83,17 @@ def command() -> Generator[RemoteExec]:
     ids=["ends", "raises", "exits", "dies"],
 )
 def test_exit_code(command: RemoteExec, code: str, exit_code: int, stdout: str, stderr: str) -> None:
-    done = command.run("-c", code)
-    assert (done.returncode, done.stdout) == (exit_code, stdout), done.stderr
-    assert re.search(stderr, done.stderr, re.DOTALL)
-    assert stderr or not done.stderr
+    result = command.run("-c", code)
+    assert (result.returncode, result.stdout) == (exit_code, stdout), result.stderr
+    assert re.search(stderr, result.stderr, re.DOTALL)
+    assert stderr or not result.stderr
     assert command.list_sandboxes() == []
 
 
 def test_time_out(command: RemoteExec) -> None:
-    done = command.run("--json", "--timeout", "1", "-c", "while True: pass")
-    assert done.returncode == 124
-    *_, end, last = [json.loads(line) for line in done.stdout.splitlines()]
+    result = command.run("--json", "--timeout", "1", "-c", "while True: pass")
+    assert result.returncode == 124
+    *_, end, last = [json.loads(line) for line in result.stdout.splitlines()]
     assert (end["type"], end["status"], last["code"]) == ("end", "timeout", 124)
 
 
@@ -103,11 +103,11 @@ def test_files_in_and_out(command: RemoteExec, tmp_path: Path) -> None:
         "import os\nos.makedirs('a')\nopen('a/total.txt', 'w').write(str(sum(map(int, open('numbers.csv')))))\n"
         "open('.hidden', 'w').write('x')\nNone"
     )
-    done = command.run(
+    result = command.run(
         "--json", "--file", tmp_path / "numbers.csv", "--files-out", tmp_path / "out", "-c", code
     )
-    assert done.returncode == 0, done.stderr
-    last = json.loads(done.stdout.splitlines()[-1])
+    assert result.returncode == 0, result.stderr
+    last = json.loads(result.stdout.splitlines()[-1])
     assert last["files"] == [{"path": "a/total.txt", "source": "a/total.txt", "size": 1}]
     assert [skipped["path"] for skipped in last["skipped"]] == [".hidden"]
     assert (tmp_path / "out/a/total.txt").read_text() == "6"
@@ -154,9 +154,9 @@ def test_a_reader_that_leaves_ends_the_code(command: RemoteExec) -> None:
 
 
 def test_requirements_are_the_servers_to_judge(command: RemoteExec) -> None:
-    done = command.run("--with", "--index-url=http://127.0.0.1:1", "-c", "print('ran')")
-    assert (done.returncode, done.stdout) == (125, "")
-    assert "--index-url" in done.stderr
+    result = command.run("--with", "--index-url=http://127.0.0.1:1", "-c", "print('ran')")
+    assert (result.returncode, result.stdout) == (125, "")
+    assert "--index-url" in result.stderr
     assert command.list_sandboxes() == []
 
 
@@ -164,9 +164,9 @@ def test_a_server_that_cannot_be_reached(tmp_path: Path) -> None:
     with socket.socket() as taken:  # bound, but nobody listens
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        done = RemoteExec(url).run("-c", "print('ran')")
-    assert (done.returncode, done.stdout) == (125, "")
-    assert done.stderr == f"The sandbox server at {url} cannot be reached: Connection refused.\n"
+        result = RemoteExec(url).run("-c", "print('ran')")
+    assert (result.returncode, result.stdout) == (125, "")
+    assert result.stderr == f"The sandbox server at {url} cannot be reached: Connection refused.\n"
     as_json = RemoteExec(f"unix:{tmp_path}/none").run("--json", "-c", "print('ran')")
     (last,) = [json.loads(line) for line in as_json.stdout.splitlines()]
     assert (last["type"], last["code"], as_json.returncode) == ("exit", 125, 125)
@@ -175,12 +175,12 @@ def test_a_server_that_cannot_be_reached(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("token", [None, "another-token-altogether"])
 def test_a_wrong_token(command: RemoteExec, token: str | None) -> None:
-    done = command.run("-c", "print('ran')", token=token)
-    assert (done.returncode, done.stdout) == (125, "")
-    assert len(strip_limits_warning(done.stderr).splitlines()) == 1
-    assert "the variable FUMEHOOD_SANDBOX_TOKEN has to hold it" in done.stderr
-    assert TOKEN not in done.stderr
-    assert token is None or token not in done.stderr
+    result = command.run("-c", "print('ran')", token=token)
+    assert (result.returncode, result.stdout) == (125, "")
+    assert len(strip_limits_warning(result.stderr).splitlines()) == 1
+    assert "the variable FUMEHOOD_SANDBOX_TOKEN has to hold it" in result.stderr
+    assert TOKEN not in result.stderr
+    assert token is None or token not in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -195,8 +195,8 @@ def test_a_wrong_token(command: RemoteExec, token: str | None) -> None:
     ids=" ".join,
 )
 def test_wrong_use(args: Sequence[str]) -> None:
-    done = CliRunner().invoke(app, ["exec", "-c", "1", *args])
-    assert done.exit_code == 2
-    assert done.stdout == ""
-    assert "Usage: " in done.stderr
-    assert "passw0rd" not in done.stderr
+    result = CliRunner().invoke(app, ["exec", "-c", "1", *args])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Usage: " in result.stderr
+    assert "passw0rd" not in result.stderr
