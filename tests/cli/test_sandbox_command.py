@@ -334,7 +334,7 @@ def test_a_token_for_metrics(tmp_path: Path) -> None:
     alone = CliRunner().invoke(app, ["sandbox", "--metrics-token-file", str(files["metrics"])])
     same = ["--token-file", str(files["token"]), "--metrics-token-file", str(files["token"])]
     for result, expected in (
-        (alone, "without --token-file"),
+        (alone, "requires --token-file"),
         (CliRunner().invoke(app, ["sandbox", *same]), "another one"),
     ):
         assert result.exit_code == 2

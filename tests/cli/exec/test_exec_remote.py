@@ -178,7 +178,7 @@ def test_a_wrong_token(command: RemoteExec, token: str | None) -> None:
     result = command.run("-c", "print('ran')", token=token)
     assert (result.returncode, result.stdout) == (125, "")
     assert len(strip_limits_warning(result.stderr).splitlines()) == 1
-    assert "the variable FUMEHOOD_SANDBOX_TOKEN has to hold it" in result.stderr
+    assert "set the variable FUMEHOOD_SANDBOX_TOKEN" in result.stderr
     assert TOKEN not in result.stderr
     assert token is None or token not in result.stderr
 
