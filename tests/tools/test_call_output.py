@@ -83,13 +83,13 @@ def test_the_page_tells_the_bounds() -> None:
     output, files, containers = OutputLimits(), ContainerFileLimits(), ContainerSettings()
     assert f"more than {output.model_output_characters:,} characters" in page
     assert f"at most {output.stored_output_characters:,} characters" in page
-    assert f"At most\n  {output.images} a call" in page
-    assert f"Up to {CodeInterpreterToolSettings().inline.file_bytes >> 20} MiB the URL holds" in page
+    assert f"at\n  most {output.images} a call" in page
+    assert f"Up to {CodeInterpreterToolSettings().inline.file_bytes >> 20} MiB the URL is" in page
     assert f"| one file | {files.file_bytes >> 20} MiB;" in page
     assert f"| all files of a container | {files.container_bytes >> 30} GiB," in page
     assert f"| files of a container | {files.files:,};" in page
     assert f"| time for copying | {files.sync_timeout:g} s;" in page
-    assert f"It expires after {containers.idle_minutes} minutes" in page
-    assert f"| `claim_timeout` | {containers.claim_timeout:g} s |" in page
-    assert f"`limits.containers_per_tenant` ({containers.containers_per_tenant})" in page
-    assert f"| `execution_timeout` | {CodeInterpreterToolSettings().execution_timeout:g} s |" in page
+    assert f"A container expires after {containers.idle_minutes} minutes" in page
+    assert f"`claim_timeout` ({containers.claim_timeout:g} s)" in page
+    assert f"A tenant can have {containers.containers_per_tenant} active ones\n(`limits" in page
+    assert f"`execution_timeout` ({CodeInterpreterToolSettings().execution_timeout:g} s)" in page
