@@ -335,7 +335,7 @@ def test_a_token_for_metrics(tmp_path: Path) -> None:
     same = ["--token-file", str(files["token"]), "--metrics-token-file", str(files["token"])]
     for result, expected in (
         (alone, "requires --token-file"),
-        (CliRunner().invoke(app, ["sandbox", *same]), "another one"),
+        (CliRunner().invoke(app, ["sandbox", *same]), "must differ from the token"),
     ):
         assert result.exit_code == 2
         assert expected in " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.stderr).split())
