@@ -52,7 +52,7 @@ def _id_fields(mappings: list[ItemMapping], *, call: bool) -> str:
 
 
 def vendor_table() -> Iterator[str]:
-    yield "| vendor | `--from`, `--to` | server's call and response | id of the call | id of the response | OpenAI's items, too |"
+    yield "| vendor | `--from`, `--to` | call and response | call id | response id | OpenAI's items, too |"
     yield "|---|---|---|---|---|---|"
     for vendor in VENDORS.values():
         own = _own_mappings(vendor)

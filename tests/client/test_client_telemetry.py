@@ -429,12 +429,15 @@ def test_nothing_that_was_said_is_told_unless_it_is_asked_for(openai_stand_in: O
     assert not any(SECRET in span.to_json() or "Do it." in span.to_json() for span in spans)
 
 
-@pytest.mark.parametrize("view", [view for view in REPRESENTATIONS if view != "option1-compat"])
-def test_content_is_told_in_the_chosen_view(openai_stand_in: OpenAIStandIn, view: str) -> None:
+@pytest.mark.parametrize(
+    "representation",
+    [representation for representation in REPRESENTATIONS if representation != "option1-compat"],
+)
+def test_content_is_told_in_the_chosen_view(openai_stand_in: OpenAIStandIn, representation: str) -> None:
     recorded = TelemetryRecorder()
     said = response(function_call("c1", '{"sql": "x"}'), code_call())
     openai_stand_in.server.script(said, response(message("done")))
-    telemetry = recorded.telemetry(capture_content=True, representation=view)
+    telemetry = recorded.telemetry(capture_content=True, representation=representation)
     openai_stand_in.adapter(observer=telemetry, hosted_tools=HOSTED).evaluate(prompt(query_tool))
     evaluation, first, function, second = recorded.spans()
     for span, attribute in (

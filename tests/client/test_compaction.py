@@ -76,10 +76,10 @@ def test_without_compaction_every_evaluation_starts_afresh(gateway_without_code:
         gateway_server.adapter().evaluate(create_prompt("Which word was it?"), session=session).text
         == "I do not know."
     )
-    kept = gateway_server.adapter(compaction=CompactionConfig(enabled=False))
+    manual = gateway_server.adapter(compaction=CompactionConfig(enabled=False))
     for text in ("Remember: the code word is heliotrope.", "Which word was it?"):
         gateway_server.model.script(*[thinker.answer] * 3)
-        found = kept.evaluate(create_prompt(text), session=session)
+        found = manual.evaluate(create_prompt(text), session=session)
     assert found.text == "heliotrope"
 
 
@@ -164,9 +164,9 @@ def test_a_failed_compaction_leaves_everything_as_it_was(openai_stand_in: OpenAI
     answer: Any = failed.value.response
     assert answer.text == "one"
     assert session[CompactionState].all() == ()
-    kept = session[Transcript].latest()
-    assert kept is not None
-    assert len(kept.items) == 2
+    transcript = session[Transcript].latest()
+    assert transcript is not None
+    assert len(transcript.items) == 2
     openai_stand_in.server.script(large_response("two", 5))
     adapter.evaluate(create_prompt("2"), session=session)
     assert len(openai_stand_in.server.asked[0]["input"]) == 3
@@ -196,8 +196,8 @@ def test_a_compaction_ends_by_the_deadline(openai_stand_in: OpenAIStandIn, on_th
     else:
         assert adapter.evaluate(create_prompt("Look."), session=session, deadline=soon).text == "one"
     over.set()
-    kept = session[Transcript].latest()
-    assert (0 if kept is None else len(kept.items)) == (0 if on_the_way else 2)
+    transcript = session[Transcript].latest()
+    assert (0 if transcript is None else len(transcript.items)) == (0 if on_the_way else 2)
     assert session[CompactionState].all() == ()
 
 

@@ -54,10 +54,10 @@ def project(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def mounted(project: Path) -> Iterator[Callable[..., OpenAIContainerWorkspaceSection]]:
+def create_workspace(project: Path) -> Iterator[Callable[..., OpenAIContainerWorkspaceSection]]:
     made: list[OpenAIContainerWorkspaceSection] = []
 
-    def mounted(**more: Any) -> OpenAIContainerWorkspaceSection:
+    def create_workspace(**more: Any) -> OpenAIContainerWorkspaceSection:
         made.append(
             OpenAIContainerWorkspaceSection(
                 session=Session(),
@@ -68,7 +68,7 @@ def mounted(project: Path) -> Iterator[Callable[..., OpenAIContainerWorkspaceSec
         )
         return made[-1]
 
-    yield mounted
+    yield create_workspace
     for workspace in made:
         workspace.sync_on_cleanup = False
         workspace.cleanup()
@@ -102,7 +102,7 @@ class RequestInterceptor:
 
 
 @pytest.fixture
-def interferes(openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> RequestInterceptor:
+def interceptor(openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> RequestInterceptor:
     return RequestInterceptor(openai_stand_in, monkeypatch)
 
 
@@ -110,9 +110,9 @@ def interferes(openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_one_that_a_tool_has_renewed_is_not_made_a_third_time(
-    openai_stand_in: OpenAIStandIn, mounted: Mounted
+    openai_stand_in: OpenAIStandIn, create_workspace: Mounted
 ) -> None:
-    workspace = mounted(client=openai_stand_in.client)
+    workspace = create_workspace(client=openai_stand_in.client)
 
     def note(params: NoParams, *, context: ToolContext) -> ToolResult[NoParams]:
         openai_stand_in.server.expire()
@@ -132,8 +132,10 @@ def test_one_that_a_tool_has_renewed_is_not_made_a_third_time(
     assert openai_stand_in.server.asked[-1]["tools"][1]["container"] == workspace.container_id
 
 
-def test_threads_that_find_it_expired_share_another(openai_stand_in: OpenAIStandIn, mounted: Mounted) -> None:
-    files = mounted(client=openai_stand_in.client).filesystem
+def test_threads_that_find_it_expired_share_another(
+    openai_stand_in: OpenAIStandIn, create_workspace: Mounted
+) -> None:
+    files = create_workspace(client=openai_stand_in.client).filesystem
     files.ensure_container()
     openai_stand_in.server.script()
     openai_stand_in.server.expire()
@@ -148,24 +150,24 @@ def test_threads_that_find_it_expired_share_another(openai_stand_in: OpenAIStand
 
 
 def test_one_that_expires_between_the_list_and_the_file(
-    openai_stand_in: OpenAIStandIn, interferes: RequestInterceptor, mounted: Mounted
+    openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, create_workspace: Mounted
 ) -> None:
-    files = mounted(client=openai_stand_in.client).filesystem
+    files = create_workspace(client=openai_stand_in.client).filesystem
     files.write_text("notes.txt", "mine")
 
     def expire(method: str, path: str) -> None:
         if path.endswith("/content"):
-            interferes.says = lambda method, path: None
+            interceptor.says = lambda method, path: None
             openai_stand_in.server.expire()
 
-    interferes.says = expire
+    interceptor.says = expire
     assert files.read_text("notes.txt") == "mine"
 
 
 def test_what_took_the_place_of_something_else_is_there_again(
-    openai_stand_in: OpenAIStandIn, mounted: Mounted
+    openai_stand_in: OpenAIStandIn, create_workspace: Mounted
 ) -> None:
-    files = mounted(client=openai_stand_in.client).filesystem
+    files = create_workspace(client=openai_stand_in.client).filesystem
     files.delete("project/src/main.py")
     files.write_text("project/src", "a file now")
     files.write_text("notes.txt", "n")
@@ -180,11 +182,11 @@ def test_what_took_the_place_of_something_else_is_there_again(
 
 
 def test_one_that_could_not_be_filled_is_not_left_behind(
-    openai_stand_in: OpenAIStandIn, interferes: RequestInterceptor, mounted: Mounted
+    openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, create_workspace: Mounted
 ) -> None:
-    files = mounted(client=openai_stand_in.client).filesystem
+    files = create_workspace(client=openai_stand_in.client).filesystem
     openai_stand_in.server.containers.clear()
-    interferes.says = lambda method, path: error(413, "Too large.") if path.endswith("/files") else None
+    interceptor.says = lambda method, path: error(413, "Too large.") if path.endswith("/files") else None
     with pytest.raises(PromptEvaluationError, match=r"\(413\): Too large\. \(.*exclude_glob"):
         files.ensure_container()
     assert openai_stand_in.server.containers == {}
@@ -192,7 +194,7 @@ def test_one_that_could_not_be_filled_is_not_left_behind(
 
 
 def test_a_busy_provider_of_containers_is_asked_again(
-    openai_stand_in: OpenAIStandIn, interferes: RequestInterceptor, mounted: Mounted
+    openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, create_workspace: Mounted
 ) -> None:
     busy = [error(429, "Slow down.", retry_after_ms="1"), error(503, "Later."), Reply(closes=True)]
     tried: set[str] = set()
@@ -205,9 +207,9 @@ def test_a_busy_provider_of_containers_is_asked_again(
         tried.add(kind)
         return busy.pop(0)
 
-    interferes.says = refuse
+    interceptor.says = refuse
     openai_stand_in.server.script(response(message("fine")))
-    workspace = mounted()
+    workspace = create_workspace()
     adapter = openai_stand_in.adapter(hosted_tools=HOSTED, throttle=QUICK)
     assert adapter.evaluate(create_prompt(workspace)).text == "fine"
     assert workspace.filesystem.read_text("project/README.md") == "# Hi"
@@ -215,7 +217,7 @@ def test_a_busy_provider_of_containers_is_asked_again(
 
 
 def test_a_deadline_holds_for_the_upload_too(
-    openai_stand_in: OpenAIStandIn, interferes: RequestInterceptor, mounted: Mounted
+    openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, create_workspace: Mounted
 ) -> None:
     over = threading.Event()
 
@@ -225,8 +227,8 @@ def test_a_deadline_holds_for_the_upload_too(
         over.wait(60)
         return Reply(closes=True)
 
-    interferes.says = hang
-    workspace = mounted()
+    interceptor.says = hang
+    workspace = create_workspace()
     with pytest.raises(DeadlineExceededError):
         openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(
             create_prompt(workspace), deadline=Deadline.after(0.3)
@@ -236,8 +238,10 @@ def test_a_deadline_holds_for_the_upload_too(
     assert workspace.container_id is None
 
 
-def test_a_workspace_that_was_cleaned_up_is_refused(openai_stand_in: OpenAIStandIn, mounted: Mounted) -> None:
-    workspace = mounted(client=openai_stand_in.client)
+def test_a_workspace_that_was_cleaned_up_is_refused(
+    openai_stand_in: OpenAIStandIn, create_workspace: Mounted
+) -> None:
+    workspace = create_workspace(client=openai_stand_in.client)
     here = HostWorkspaceSection(session=Session())
     for section in (workspace, here):
         section.cleanup()
@@ -261,9 +265,9 @@ def environment(openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("environment")
 def test_results_come_back_after_the_adapter_was_closed(
-    openai_stand_in: OpenAIStandIn, mounted: Mounted, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, create_workspace: Mounted, tmp_path: Path
 ) -> None:
-    workspace = mounted(sync_on_cleanup=True, sync_dir=tmp_path / "back")
+    workspace = create_workspace(sync_on_cleanup=True, sync_dir=tmp_path / "back")
     adapter = OpenAIAdapter(model="gpt-4.1", hosted_tools=HOSTED)
     openai_stand_in.server.script(response(message("one")), response(message("two")))
     for text in ("one", "two"):
@@ -282,9 +286,9 @@ def test_results_come_back_after_the_adapter_was_closed(
 
 @pytest.mark.usefixtures("environment")
 def test_files_can_be_written_before_the_first_evaluation(
-    openai_stand_in: OpenAIStandIn, mounted: Mounted
+    openai_stand_in: OpenAIStandIn, create_workspace: Mounted
 ) -> None:
-    workspace = mounted()
+    workspace = create_workspace()
     workspace.filesystem.write_text("notes.txt", "mine")
     openai_stand_in.server.script(response(message("fine")))
     with OpenAIAdapter(model="gpt-4.1", hosted_tools=HOSTED) as adapter:
@@ -299,9 +303,11 @@ def test_files_can_be_written_before_the_first_evaluation(
 
 
 def test_files_that_cannot_come_back_do_not_keep_the_others(
-    openai_stand_in: OpenAIStandIn, mounted: Mounted, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, create_workspace: Mounted, tmp_path: Path
 ) -> None:
-    workspace = mounted(client=openai_stand_in.client, sync_on_cleanup=True, sync_dir=tmp_path / "back")
+    workspace = create_workspace(
+        client=openai_stand_in.client, sync_on_cleanup=True, sync_dir=tmp_path / "back"
+    )
     made = workspace.filesystem.ensure_container()
     openai_stand_in.server.containers[made].files |= {
         "cfile_a": ("a", b"1"),
@@ -330,14 +336,14 @@ def test_files_that_cannot_come_back_do_not_keep_the_others(
 
 
 def test_a_file_that_breaks_off_leaves_the_old_one(
-    openai_stand_in: OpenAIStandIn, interferes: RequestInterceptor, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, tmp_path: Path
 ) -> None:
     files = ContainerFilesystem(client=openai_stand_in.client, container_config=ContainerConfig())
     files.policy = ThrottlePolicy(max_attempts=2, base_delay=0)
     files.write("a.txt", b"new")
     (tmp_path / "a.txt").write_text("old")
     short = Reply(b"ne", headers={"content-length": "3", "connection": "close"})
-    interferes.says = lambda method, path: short if path.endswith("/content") else None
+    interceptor.says = lambda method, path: short if path.endswith("/content") else None
     with pytest.raises(PromptEvaluationError, match="2 attempts"):
         files.download_all(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
@@ -368,7 +374,7 @@ def download_threads() -> list[threading.Thread]:
 
 
 def test_files_come_back_eight_at_a_time(
-    openai_stand_in: OpenAIStandIn, interferes: RequestInterceptor, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, tmp_path: Path
 ) -> None:
     eight, lock = threading.Barrier(8), threading.Lock()
     now = most = 0
@@ -384,7 +390,7 @@ def test_files_come_back_eight_at_a_time(
                 now -= 1
 
     files = filesystem_with_files(openai_stand_in, 24)
-    interferes.says = wait_for_the_others
+    interceptor.says = wait_for_the_others
     files.download_all(tmp_path / "new")
     assert {path.name: path.read_text() for path in (tmp_path / "new/out").iterdir()} == {
         str(number): str(number) for number in range(24)
@@ -394,7 +400,7 @@ def test_files_come_back_eight_at_a_time(
 
 
 def test_the_first_error_ends_the_others(
-    openai_stand_in: OpenAIStandIn, interferes: RequestInterceptor, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, tmp_path: Path
 ) -> None:
     """Also those of which nothing comes, and those that wait to be tried again."""
     eight, never = threading.Barrier(8), threading.Event()
@@ -414,7 +420,7 @@ def test_the_first_error_ends_the_others(
 
     files = filesystem_with_files(openai_stand_in, 100)
     files.policy = ThrottlePolicy(max_total_delay=10_000)
-    interferes.says = refuse_one
+    interceptor.says = refuse_one
     (tmp_path / "out").mkdir()
     (tmp_path / "out/7").write_text("old")
     try:
@@ -434,7 +440,7 @@ def test_the_first_error_ends_the_others(
 
 
 def test_who_interrupts_a_download_need_not_wait_for_it(
-    openai_stand_in: OpenAIStandIn, interferes: RequestInterceptor, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, tmp_path: Path
 ) -> None:
     never = threading.Event()
     interrupted = threading.Lock()
@@ -447,7 +453,7 @@ def test_who_interrupts_a_download_need_not_wait_for_it(
             never.wait(60)
 
     files = filesystem_with_files(openai_stand_in, 3)
-    interferes.says = stall
+    interceptor.says = stall
     try:
         with pytest.raises(KeyboardInterrupt):
             files.download_all(tmp_path)
@@ -460,7 +466,7 @@ def test_who_interrupts_a_download_need_not_wait_for_it(
 
 
 def test_what_fails_is_told_in_the_order_of_the_names(
-    openai_stand_in: OpenAIStandIn, interferes: RequestInterceptor, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, tmp_path: Path
 ) -> None:
     eight = threading.Barrier(8)
     files = filesystem_with_files(openai_stand_in, 8)
@@ -472,7 +478,7 @@ def test_what_fails_is_told_in_the_order_of_the_names(
         eight.wait(20)
         return error(404, f"There is no file {path.split('/')[-2]} in the container.")
 
-    interferes.says = lose_all
+    interceptor.says = lose_all
     with pytest.raises(OSError, match=r"8 file\(s\) could not be brought back, among them 'out/0'") as failed:
         files.download_all(tmp_path)
     assert listed[0] in str(failed.value)
@@ -483,11 +489,11 @@ def test_what_fails_is_told_in_the_order_of_the_names(
 
 
 def test_unpacking_touches_nothing_that_is_there(
-    openai_stand_in: OpenAIStandIn, mounted: Mounted, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, create_workspace: Mounted, tmp_path: Path
 ) -> None:
     """The prompt says it in every turn; what an earlier one has made of the files has to stay."""
     openai_stand_in.server.script(response(message("fine")))
-    workspace = mounted()
+    workspace = create_workspace()
     openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace))
     text: str = openai_stand_in.server.asked[0]["input"][0]["content"]
     place = tmp_path / "data"
@@ -505,9 +511,9 @@ def test_unpacking_touches_nothing_that_is_there(
 
 
 def test_what_is_written_goes_before_what_was_unpacked(
-    openai_stand_in: OpenAIStandIn, mounted: Mounted
+    openai_stand_in: OpenAIStandIn, create_workspace: Mounted
 ) -> None:
-    files = mounted(client=openai_stand_in.client).filesystem
+    files = create_workspace(client=openai_stand_in.client).filesystem
     stored = openai_stand_in.server.containers[files.ensure_container()].files
     stored["cfile_x"] = ("project/src/main.py", b"unpacked")
     assert files.read("project/src/main.py") == b"unpacked"

@@ -48,8 +48,8 @@ class LateGateway:
 
 
 @pytest.fixture(scope="module")
-def late(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LateGateway]:
-    directory = tmp_path_factory.mktemp("late")
+def late_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LateGateway]:
+    directory = tmp_path_factory.mktemp("late_gateway")
     clock = directory / "clock"
     clock.write_text("0")
     program = (str(Path(shifted_clock_gateway.__file__)),)
@@ -64,14 +64,14 @@ def late(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LateGateway]:
 
 
 @pytest.fixture
-def workspace(late: LateGateway, tmp_path: Path) -> Iterator[OpenAIContainerWorkspaceSection]:
+def workspace(late_gateway: LateGateway, tmp_path: Path) -> Iterator[OpenAIContainerWorkspaceSection]:
     (tmp_path / "data.csv").write_text("1,2")
     made = OpenAIContainerWorkspaceSection(
         session=Session(),
         mounts=(HostMount(str(tmp_path / "data.csv"), "in/data.csv"),),
         allowed_host_roots=(tmp_path,),
         container_config=ContainerConfig("1g"),
-        client=late.gateway_server.client,
+        client=late_gateway.gateway_server.client,
         sync_on_cleanup=True,
         sync_dir=tmp_path / "back",
     )
@@ -79,51 +79,53 @@ def workspace(late: LateGateway, tmp_path: Path) -> Iterator[OpenAIContainerWork
     made.cleanup()
 
 
-def evaluate(late: LateGateway, workspace: OpenAIContainerWorkspaceSection, *tools: AnyTool) -> list[str]:
+def evaluate(
+    late_gateway: LateGateway, workspace: OpenAIContainerWorkspaceSection, *tools: AnyTool
+) -> list[str]:
     """What its code has printed."""
-    session, heard = Session(), list[ToolInvoked]()
-    session.bus.subscribe(ToolInvoked, heard.append)
+    session, events = Session(), list[ToolInvoked]()
+    session.bus.subscribe(ToolInvoked, events.append)
     task = MarkdownSection(title="Task", key="task", template="Look.", tools=tools)
     prompt = Prompt(ns="tests", key="idle", sections=[task, workspace])
-    late.gateway_server.adapter(hosted_tools=HOSTED).evaluate(prompt, session=session)
-    return [event.result.message.strip() for event in heard if event.name == "code_interpreter"]
+    late_gateway.gateway_server.adapter(hosted_tools=HOSTED).evaluate(prompt, session=session)
+    return [event.result.message.strip() for event in events if event.name == "code_interpreter"]
 
 
 def test_a_workspace_outlives_its_idle_container(
-    late: LateGateway, workspace: OpenAIContainerWorkspaceSection, tmp_path: Path
+    late_gateway: LateGateway, workspace: OpenAIContainerWorkspaceSection, tmp_path: Path
 ) -> None:
-    model, client = late.gateway_server.model, late.gateway_server.client
+    model, client = late_gateway.gateway_server.model, late_gateway.gateway_server.client
     workspace.filesystem.write_text("notes.txt", "mine")
     model.script(code_call(f"open('made.txt', 'w').write('x'); {LOOKS}"), text_answer("Done."))
-    assert evaluate(late, workspace) == ["./in/data.csv ./made.txt ./notes.txt"]
+    assert evaluate(late_gateway, workspace) == ["./in/data.csv ./made.txt ./notes.txt"]
     first = workspace.container_id or ""
-    late.pass_time(19)
+    late_gateway.pass_time(19)
     assert workspace.filesystem.is_file("made.txt")  # looking at it is using it
-    late.pass_time(19)
+    late_gateway.pass_time(19)
     assert workspace.filesystem.is_alive()
-    late.pass_time(21)
+    late_gateway.pass_time(21)
     assert client.containers.retrieve(first).status == "expired"
     model.script(code_call(LOOKS), text_answer("Done."))
-    assert evaluate(late, workspace) == ["./in/data.csv ./notes.txt"]  # what code has made is lost
+    assert evaluate(late_gateway, workspace) == ["./in/data.csv ./notes.txt"]  # what code has made is lost
     assert workspace.container_id not in (None, first)
-    late.pass_time(21)
+    late_gateway.pass_time(21)
     assert workspace.filesystem.read_text("notes.txt") == "mine"
-    late.pass_time(21)
+    late_gateway.pass_time(21)
     workspace.cleanup()
     assert (tmp_path / "back/in/data.csv").read_text() == "1,2"
     assert (tmp_path / "back/notes.txt").read_text() == "mine"
 
 
 def test_an_idle_container_is_replaced_in_the_middle_of_an_evaluation(
-    late: LateGateway, workspace: OpenAIContainerWorkspaceSection
+    late_gateway: LateGateway, workspace: OpenAIContainerWorkspaceSection
 ) -> None:
     def think(params: NoParams, *, context: ToolContext) -> ToolResult[NoParams]:
         _ = context
-        late.pass_time(21)
+        late_gateway.pass_time(21)
         return ToolResult.ok(params)
 
     tool = Tool[NoParams, NoParams](name="think", description="Think for long.", handler=think)
-    late.gateway_server.model.script(
+    late_gateway.gateway_server.model.script(
         code_call("print(open('in/data.csv').read())"),
         tool_calls(tool_call("think", {}, call_id="call_2")),
         tool_calls(
@@ -131,15 +133,15 @@ def test_an_idle_container_is_replaced_in_the_middle_of_an_evaluation(
         ),
         text_answer("Done."),
     )
-    assert evaluate(late, workspace, tool) == ["1,2", "1,2"]
+    assert evaluate(late_gateway, workspace, tool) == ["1,2", "1,2"]
 
 
-def test_one_that_was_only_named_is_not_replaced(late: LateGateway) -> None:
-    container = late.gateway_server.client.containers.create(name="mine", memory_limit="1g").id
-    late.pass_time(21)
+def test_one_that_was_only_named_is_not_replaced(late_gateway: LateGateway) -> None:
+    container = late_gateway.gateway_server.client.containers.create(name="mine", memory_limit="1g").id
+    late_gateway.pass_time(21)
     python = OpenAICodeInterpreterTool(container=ExistingContainerRef(container))
     task = MarkdownSection(title="Task", key="task", template="Look.", tools=(python,))
-    late.gateway_server.model.script()
+    late_gateway.gateway_server.model.script()
     with pytest.raises(ContainerExpiredError, match=container):
-        late.gateway_server.adapter().evaluate(Prompt(ns="tests", key="idle", sections=[task]))
-    assert not late.gateway_server.model.requests
+        late_gateway.gateway_server.adapter().evaluate(Prompt(ns="tests", key="idle", sections=[task]))
+    assert not late_gateway.gateway_server.model.requests

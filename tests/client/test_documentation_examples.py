@@ -98,9 +98,9 @@ def openai(openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> O
 
 
 def collect_invocations(session: Session) -> list[ToolInvoked]:
-    heard: list[ToolInvoked] = []
-    session.bus.subscribe(ToolInvoked, heard.append)
-    return heard
+    events: list[ToolInvoked] = []
+    session.bus.subscribe(ToolInvoked, events.append)
+    return events
 
 
 def test_first(run: Run, gateway: GatewayServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,7 +280,7 @@ def test_story_2(run: Run, gateway: GatewayServer) -> None:
 
 def test_story_3(run: Run, openai: OpenAIStandIn) -> None:
     session = Session()
-    heard = collect_invocations(session)
+    events = collect_invocations(session)
     workspace = OpenAIContainerWorkspaceSection(session=session)
     query = {
         "type": "function_call",
@@ -302,8 +302,8 @@ def test_story_3(run: Run, openai: OpenAIStandIn) -> None:
         Prompt(names["template"]), session=session, resources={DatabaseConnection: DatabaseConnection()}
     )
     assert found.output == AnalysisResult([])
-    assert [event.name for event in heard] == ["web_search", "code_interpreter", "run_query"]
-    assert heard[2].result.message == "Query returned 1 rows"
+    assert [event.name for event in events] == ["web_search", "code_interpreter", "run_query"]
+    assert events[2].result.message == "Query returned 1 rows"
     workspace.cleanup()
 
 

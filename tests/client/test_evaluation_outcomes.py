@@ -61,14 +61,14 @@ from tests.support.openai_server import Reply, error, message, response
 
 def test_another_bus_hears_everything_once(openai_stand_in: OpenAIStandIn) -> None:
     openai_stand_in.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
-    bus, heard = InProcessDispatcher(), list[str]()
+    bus, events = InProcessDispatcher(), list[str]()
     for kind in (PromptRendered, ToolInvoked, PromptExecuted):
-        bus.subscribe(kind, lambda event: heard.append(type(event).__name__))
+        bus.subscribe(kind, lambda event: events.append(type(event).__name__))
     openai_stand_in.adapter().evaluate(prompt(query_tool), session=Session(bus=bus), bus=bus)
-    assert heard == ["PromptRendered", "ToolInvoked", "PromptExecuted"]
+    assert events == ["PromptRendered", "ToolInvoked", "PromptExecuted"]
     openai_stand_in.server.script(response(message("done")))
     openai_stand_in.adapter().evaluate(prompt(), bus=bus)
-    assert heard[3:] == ["PromptRendered", "PromptExecuted"]
+    assert events[3:] == ["PromptRendered", "PromptExecuted"]
 
 
 def test_a_budget_ends_an_evaluation_before_the_next_request(openai_stand_in: OpenAIStandIn) -> None:
@@ -321,10 +321,10 @@ def test_a_malformed_response_is_read_as_far_as_it_goes_or_refused(
             inner = functools.reduce(operator.getitem, path[:-1], body)
             inner[path[-1]] = junk
     shared_stand_in.server.script(Reply(body), response(message("done")))
-    session, heard = listen()
+    session, events = listen()
     with contextlib.suppress(FumehoodError):
         shared_stand_in.adapter(hosted_tools=HOSTED).evaluate(prompt(query_tool), session=session)
     assert shared_stand_in.server.asked
-    for event in heard:
+    for event in events:
         assert isinstance(event.result.message, str)
         assert isinstance(event.call_id, str | None)

@@ -61,9 +61,9 @@ def task(*tools: AnyTool, template: str = "Tell me about ${topic}.") -> Markdown
 
 
 def collect_invocations(session: Session) -> list[ToolInvoked]:
-    heard: list[ToolInvoked] = []
-    session.bus.subscribe(ToolInvoked, heard.append)
-    return heard
+    events: list[ToolInvoked] = []
+    session.bus.subscribe(ToolInvoked, events.append)
+    return events
 
 
 def test_a_function_is_run_and_its_result_shown_to_the_model(gateway_server: GatewayServer) -> None:
@@ -72,10 +72,10 @@ def test_a_function_is_run_and_its_result_shown_to_the_model(gateway_server: Gat
     )
     prompt = Prompt(ns="tests", key="echo", sections=(task(echo_tool),))
     session = Session()
-    heard = collect_invocations(session)
+    events = collect_invocations(session)
     response = gateway_server.adapter().evaluate(prompt, Topic("echoes"), session=session)
     assert response.text == "It said hello."
-    assert [(event.name, event.params, event.call_id, event.result.success) for event in heard] == [
+    assert [(event.name, event.params, event.call_id, event.result.success) for event in events] == [
         ("echo", Echo("hello"), "call_7", True)
     ]
     first, second = gateway_server.model.requests
@@ -90,10 +90,10 @@ def test_python_is_run_and_its_result_told(gateway_server: GatewayServer) -> Non
         code_call("open('a.csv', 'w').write('1,2'); print(6 * 7)"), text_answer("42: sandbox:/mnt/data/a.csv")
     )
     session = Session()
-    heard = collect_invocations(session)
+    events = collect_invocations(session)
     prompt = Prompt(ns="tests", key="python", sections=(task(OpenAICodeInterpreterTool()),))
     response = gateway_server.adapter().evaluate(prompt, Topic("sums"), session=session)
-    (event,) = heard
+    (event,) = events
     value = event.result.value
     assert isinstance(value, CodeInterpreterResult)
     assert (value.stdout, value.exit_code, event.result.success) == ("42\n", 0, True)
@@ -105,11 +105,11 @@ def test_python_is_run_and_its_result_told(gateway_server: GatewayServer) -> Non
 def test_hosted_tools(gateway_server: GatewayServer) -> None:
     gateway_server.model.script(code_call("1 / 0"), text_answer("It failed."))
     session = Session()
-    heard = collect_invocations(session)
+    events = collect_invocations(session)
     adapter = gateway_server.adapter(hosted_tools=HOSTED)
     adapter.evaluate(Prompt(ns="tests", key="python", sections=(task(),)), Topic("zero"), session=session)
-    assert [(event.name, event.result.success) for event in heard] == [("code_interpreter", False)]
-    value = heard[0].result.value
+    assert [(event.name, event.result.success) for event in events] == [("code_interpreter", False)]
+    value = events[0].result.value
     assert isinstance(value, CodeInterpreterResult)
     assert "ZeroDivisionError" in value.stderr
     assert value.exit_code == 1
@@ -123,12 +123,12 @@ def test_python_and_a_function_in_one_evaluation(gateway_server: GatewayServer) 
         text_answer("42"),
     )
     session = Session()
-    heard = collect_invocations(session)
+    events = collect_invocations(session)
     prompt = Prompt(ns="tests", key="both", sections=(task(echo_tool, OpenAICodeInterpreterTool()),))
     response = gateway_server.adapter().evaluate(prompt, Topic("sums"), session=session)
     assert response.text == "42"
-    assert [event.name for event in heard] == ["code_interpreter", "echo", "code_interpreter"]
-    first, _, last = (event.result.value for event in heard)
+    assert [event.name for event in events] == ["code_interpreter", "echo", "code_interpreter"]
+    first, _, last = (event.result.value for event in events)
     assert isinstance(first, CodeInterpreterResult)
     assert isinstance(last, CodeInterpreterResult)
     assert last.stdout == "42\n"
@@ -183,12 +183,12 @@ def workspace(gateway_server: GatewayServer, project: Path) -> Iterator[OpenAICo
 def evaluate(gateway_server: GatewayServer, workspace: OpenAIContainerWorkspaceSection, code: str) -> Any:
     """What came of this code, as the bus tells it."""
     gateway_server.model.script(code_call(code), text_answer("Done."))
-    session, heard = Session(), list[ToolInvoked]()
-    session.bus.subscribe(ToolInvoked, heard.append)
+    session, events = Session(), list[ToolInvoked]()
+    session.bus.subscribe(ToolInvoked, events.append)
     task = MarkdownSection(title="Task", key="task", template="Add them.")
     prompt = Prompt(ns="tests", key="add", sections=[task, workspace])
     gateway_server.adapter(hosted_tools=HOSTED).evaluate(prompt, session=session)
-    return heard[0].result.value
+    return events[0].result.value
 
 
 @pytest.mark.slow

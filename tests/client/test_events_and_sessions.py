@@ -36,33 +36,33 @@ def invoked(name: str) -> ToolInvoked:
 
 def test_every_handler_is_told_though_one_fails(caplog: pytest.LogCaptureFixture) -> None:
     bus = InProcessDispatcher()
-    heard: list[str] = []
+    events: list[str] = []
 
     def fails(event: ToolInvoked) -> None:
         raise RuntimeError("oops")
 
     def hears(event: ToolInvoked) -> None:
-        heard.append(event.name)
+        events.append(event.name)
 
     bus.subscribe(ToolInvoked, fails)
     bus.subscribe(ToolInvoked, hears)
     with caplog.at_level(logging.ERROR):
         bus.publish(invoked("one"))
-    assert heard == ["one"]
+    assert events == ["one"]
     assert "A handler of ToolInvoked failed." in caplog.text
     bus.unsubscribe(ToolInvoked, fails)
     caplog.clear()
     bus.publish(invoked("two"))
-    assert (heard, caplog.text) == (["one", "two"], "")
+    assert (events, caplog.text) == (["one", "two"], "")
 
 
 def test_a_bus_that_is_given_twice_is_told_once() -> None:
     bus, other = InProcessEventBus(), InProcessDispatcher()
-    heard: list[str] = []
+    events: list[str] = []
     for one in (bus, other):
-        one.subscribe(ToolInvoked, lambda event: heard.append(event.name))
+        one.subscribe(ToolInvoked, lambda event: events.append(event.name))
     FanOutEventBus(bus, bus, None, NullEventBus(), other).publish(invoked("x"))
-    assert heard == ["x", "x"]
+    assert events == ["x", "x"]
 
 
 def test_events_have_an_id_and_a_time() -> None:

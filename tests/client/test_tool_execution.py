@@ -50,9 +50,9 @@ def test_calls_are_always_answered_and_told(openai_stand_in: OpenAIStandIn) -> N
         ),
         response(message("done")),
     )
-    session, heard = listen()
+    session, events = listen()
     found = openai_stand_in.adapter().evaluate(prompt(query_tool), session=session)
-    assert [(event.call_id, event.name, event.result.success) for event in heard] == [
+    assert [(event.call_id, event.name, event.result.success) for event in events] == [
         ("c1", "run_query", True),
         ("c2", "run_query", False),
         ("c3", "run_query", False),
@@ -61,11 +61,11 @@ def test_calls_are_always_answered_and_told(openai_stand_in: OpenAIStandIn) -> N
     ]
     outputs = openai_stand_in.server.asked[1]["input"][-5:]
     assert [item["call_id"] for item in outputs] == ["c1", "c2", "c3", "c4", "c5"]
-    assert [item["output"] for item in outputs] == [event.rendered_output for event in heard]
+    assert [item["output"] for item in outputs] == [event.rendered_output for event in events]
     assert "database is down" in outputs[2]["output"]
     assert "no tool 'unknown'" in outputs[3]["output"]
     assert "returned NoneType, not a ToolResult" in outputs[4]["output"]
-    assert heard[1].params == '{"sql": 1}'
+    assert events[1].params == '{"sql": 1}'
     assert session[Answer].all() == ()  # what the handler that raised had written is undone
     assert [item.get("type", item.get("role")) for item in found.transcript] == [
         "system",
@@ -77,10 +77,10 @@ def test_calls_are_always_answered_and_told(openai_stand_in: OpenAIStandIn) -> N
 
 def test_a_limit_that_a_tool_meets_ends_the_evaluation_and_is_told(openai_stand_in: OpenAIStandIn) -> None:
     openai_stand_in.server.script(response(function_call("c1", '{"sql": "nested"}')))
-    session, heard = listen()
+    session, events = listen()
     with pytest.raises(DeadlineExceededError, match="inner prompt"):
         openai_stand_in.adapter().evaluate(prompt(query_tool), session=session)
-    assert [(event.call_id, event.result.success) for event in heard] == [("c1", False)]
+    assert [(event.call_id, event.result.success) for event in events] == [("c1", False)]
     assert session[Answer].all() == ()
 
 
@@ -106,21 +106,21 @@ def test_a_result_that_cannot_be_shown_is_a_failure_of_the_tool(
 
     odd = Tool[Query, Any](name="run_query", description="x", handler=handler)
     openai_stand_in.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
-    session, heard = listen()
+    session, events = listen()
     openai_stand_in.adapter().evaluate(prompt(odd), session=session)
-    assert [event.result.success for event in heard] == [False]
+    assert [event.result.success for event in events] == [False]
     assert said in openai_stand_in.server.asked[1]["input"][-1]["output"]
 
 
 def test_policies_are_asked_before_a_handler(openai_stand_in: OpenAIStandIn) -> None:
     openai_stand_in.server.script(response(function_call("c1", '{"sql": "drop"}')), response(message("done")))
-    session, heard = listen()
+    session, events = listen()
 
     def careful(tool: AnyTool, params: Any, context: ToolContext) -> str | None:
         return "it drops" if params.sql == "drop" else None
 
     openai_stand_in.adapter().evaluate(prompt(query_tool, policies=[careful]), session=session)
-    assert heard[0].result.message == "'run_query' may not be called now: it drops"
+    assert events[0].result.message == "'run_query' may not be called now: it drops"
 
 
 def test_reasoning_and_hosted_calls_are_replayed_as_they_came(openai_stand_in: OpenAIStandIn) -> None:
@@ -166,7 +166,7 @@ def test_provider_output_goes_to_its_handler_first_with_the_same_context(
         seen.append(("function", params, context))
         return ToolResult.ok(params)
 
-    session, heard = listen()
+    session, events = listen()
     openai_stand_in.server.script(
         response(code_call(), function_call("c1", '{"sql": "x"}')), response(message("done", NOTE))
     )
@@ -176,7 +176,7 @@ def test_provider_output_goes_to_its_handler_first_with_the_same_context(
     assert seen[0][2] is seen[1][2]  # one context, whoever is called
 
     seen.clear()
-    heard.clear()
+    events.clear()
     openai_stand_in.server.script(response(code_call(), message("done", NOTE)))
     found = openai_stand_in.adapter().evaluate(prompt(both), session=session)
     assert [kind for kind, _, _ in seen] == ["provider"]
@@ -187,7 +187,11 @@ def test_provider_output_goes_to_its_handler_first_with_the_same_context(
         "completed",
         (NOTE,),
     )
-    assert (heard[0].name, heard[0].call_id, heard[0].result.message) == ("code_interpreter", "ci_1", "1+1")
+    assert (events[0].name, events[0].call_id, events[0].result.message) == (
+        "code_interpreter",
+        "ci_1",
+        "1+1",
+    )
     assert found.annotations == (NOTE,)
     assert found.files[0].file_id == "cfile_1"
 
@@ -198,7 +202,7 @@ def test_provider_output_goes_to_its_handler_first_with_the_same_context(
     assert seen[0][2] is seen[1][2]
     context = seen[0][2]
     assert (context.prompt.name, context.session, context.adapter.provider) == ("task", session, "openai")
-    assert heard[-1].result.value == CodeInterpreterResult(stdout="from the handler")
+    assert events[-1].result.value == CodeInterpreterResult(stdout="from the handler")
 
 
 def test_a_handler_of_the_providers_output_fails_as_any_other(openai_stand_in: OpenAIStandIn) -> None:
@@ -208,15 +212,15 @@ def test_a_handler_of_the_providers_output_fails_as_any_other(openai_stand_in: O
             raise DeadlineExceededError("the inner prompt was late", phase="deadline")
         return data.code
 
-    session, heard = listen()
+    session, events = listen()
     tool = OpenAICodeInterpreterTool(handle_provider_output=handle)
     openai_stand_in.server.script(response(code_call(), message("done")))
     openai_stand_in.adapter().evaluate(prompt(tool), session=session)
-    assert "returned str, not a ToolResult" in heard[0].result.message
+    assert "returned str, not a ToolResult" in events[0].result.message
     openai_stand_in.server.script(response(code_call(code="late"), message("done")))
     with pytest.raises(DeadlineExceededError, match="inner prompt"):
         openai_stand_in.adapter().evaluate(prompt(tool), session=session)
-    assert [(event.call_id, event.result.success) for event in heard] == [("ci_1", False)] * 2
+    assert [(event.call_id, event.result.success) for event in events] == [("ci_1", False)] * 2
     assert session[Answer].all() == ()
 
 
@@ -241,17 +245,17 @@ def test_without_a_handler_for_it_the_report_is_decoded_into_the_parameters(
         config={"container": {"type": "auto"}},
         handler=handler,
     )
-    session, heard = listen()
+    session, events = listen()
     openai_stand_in.server.script(
         response(code_call(), code_call(code=5), code_call(code="fail"), message("done"))
     )
     openai_stand_in.adapter().evaluate(prompt(tool), session=session)
-    assert [(event.name, event.result.success) for event in heard] == [
+    assert [(event.name, event.result.success) for event in events] == [
         ("python", True),
         ("python", False),
         ("python", False),
     ]
-    assert (heard[0].params, heard[0].result.value) == (Ran("1+1", "completed"), Answer(3))
+    assert (events[0].params, events[0].result.value) == (Ran("1+1", "completed"), Answer(3))
 
 
 @pytest.mark.parametrize(
@@ -278,11 +282,11 @@ def test_searches_are_told_like_any_tool(
 ) -> None:
     name = str(item["type"]).removesuffix("_call")
     openai_stand_in.server.script(response(item, message("found")))
-    session, heard = listen()
+    session, events = listen()
     found = openai_stand_in.adapter().evaluate(prompt(query_tool, sections=(section,)), session=session)
-    assert [(event.name, event.call_id, event.result.success) for event in heard] == [
+    assert [(event.name, event.call_id, event.result.success) for event in events] == [
         (name, item["id"], True)
     ]
-    assert isinstance(heard[0].params, ProviderToolCallData)
+    assert isinstance(events[0].params, ProviderToolCallData)
     assert list(found.transcript)[1] == item
     assert found.transcript[2]["type"] == "message"

@@ -103,7 +103,7 @@ def test_patterns_match_at_any_depth(tmp_path: Path, made: list[HostWorkspaceSec
     for name in names:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("x")
-    for exclude, include, kept in (
+    for exclude, include, remaining in (
         ((".git/*",), (), ["a/b/c.txt", "a/b/keep.py", "a/build/out/keep.py", "buildx/keep.py", "keep.py"]),
         ((".git", "build"), ("*.py",), ["a/b/keep.py", "buildx/keep.py", "keep.py"]),
         ((), ("a/**/keep.py",), ["a/b/keep.py", "a/build/out/keep.py"]),
@@ -112,7 +112,7 @@ def test_patterns_match_at_any_depth(tmp_path: Path, made: list[HostWorkspaceSec
     ):
         mount = HostMount(str(root), "r", include_glob=include, exclude_glob=exclude)
         made.append(workspace(mount, roots=(root,)))
-        assert [path.removeprefix("r/") for path in made[-1].filesystem.glob("**")] == kept
+        assert [path.removeprefix("r/") for path in made[-1].filesystem.glob("**")] == remaining
 
 
 def test_a_file_can_be_mounted(repo: Path, made: list[HostWorkspaceSection]) -> None:
@@ -350,10 +350,12 @@ def test_cleanup_removes_the_copies_and_keeps_what_is_asked_for(repo: Path, tmp_
     plain.cleanup()
     assert not plain.temp_dir.exists()
     assert plain.sync_dir is None
-    kept = workspace(HostMount(str(repo)), roots=(repo,), sync_on_cleanup=True, sync_dir=tmp_path / "kept")
-    kept.filesystem.write_text("report.txt", "done")
-    kept.cleanup()
-    assert not kept.temp_dir.exists()
+    remaining = workspace(
+        HostMount(str(repo)), roots=(repo,), sync_on_cleanup=True, sync_dir=tmp_path / "kept"
+    )
+    remaining.filesystem.write_text("report.txt", "done")
+    remaining.cleanup()
+    assert not remaining.temp_dir.exists()
     assert (tmp_path / "kept/report.txt").read_text() == "done"
     assert (tmp_path / "kept/repo/src/main.py").read_text() == "print(1)"
     fresh = workspace(sync_on_cleanup=True, roots=())

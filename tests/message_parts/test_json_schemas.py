@@ -64,8 +64,8 @@ PAYLOADS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @cache
-def validator(view: str) -> jsonschema_rs.Draft202012Validator:
-    return jsonschema_rs.Draft202012Validator(json.loads(read_published_schema(view)))
+def validator(representation: str) -> jsonschema_rs.Draft202012Validator:
+    return jsonschema_rs.Draft202012Validator(json.loads(read_published_schema(representation)))
 
 
 def build_part(form_type: str, kind: str) -> dict[str, Any]:
@@ -80,33 +80,36 @@ def build_part(form_type: str, kind: str) -> dict[str, Any]:
 
 
 FORMS_AND_KINDS = [
-    (view, form, kind)
-    for view, types in REPRESENTATIONS.items()
+    (representation, form, kind)
+    for representation, types in REPRESENTATIONS.items()
     for form in types
     for kind in PAYLOADS
-    if view != "option1-compat"
+    if representation != "option1-compat"
 ]
 
 
-def validate_both_ways(view: str, made: Any, *, compat: bool = False) -> bool:
+def validate_both_ways(representation: str, made: Any, *, compat: bool = False) -> bool:
     """Whether the part is valid; our own check and the schema must say the same."""
-    valid = validator(view).is_valid(made)
+    valid = validator(representation).is_valid(made)
     assert (find_part_error(made, compat=compat) == "") == valid, (made, find_part_error(made, compat=compat))
     return valid
 
 
-@pytest.mark.parametrize("view", REPRESENTATIONS)
-def test_what_is_published_is_what_the_types_say(view: str) -> None:
-    assert (PUBLISHED_SCHEMAS / f"{view}.json").read_text(encoding="utf-8") == schema_text(view)
-    assert (
-        json.loads(read_published_schema(view))["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+@pytest.mark.parametrize("representation", REPRESENTATIONS)
+def test_what_is_published_is_what_the_types_say(representation: str) -> None:
+    assert (PUBLISHED_SCHEMAS / f"{representation}.json").read_text(encoding="utf-8") == schema_text(
+        representation
     )
-    jsonschema_rs.meta.validate(json.loads(read_published_schema(view)))
+    assert (
+        json.loads(read_published_schema(representation))["$schema"]
+        == "https://json-schema.org/draft/2020-12/schema"
+    )
+    jsonschema_rs.meta.validate(json.loads(read_published_schema(representation)))
 
 
 def test_every_kind_is_in_every_schema() -> None:
-    for view in REPRESENTATIONS:
-        definitions = json.loads(read_published_schema(view))["$defs"]
+    for representation in REPRESENTATIONS:
+        definitions = json.loads(read_published_schema(representation))["$defs"]
         for kind in TOOL_KINDS.values():
             for side in (kind.call, kind.response):
                 assert definitions[side.__name__]["properties"]["type"]["const"] == kind.name
@@ -114,13 +117,13 @@ def test_every_kind_is_in_every_schema() -> None:
     assert set(PAYLOADS) - {"divination"} == set(TOOL_KINDS)
 
 
-@pytest.mark.parametrize(("view", "form", "kind"), FORMS_AND_KINDS)
-def test_good_parts_are_taken_and_malformed_ones_are_not(view: str, form: str, kind: str) -> None:
+@pytest.mark.parametrize(("representation", "form", "kind"), FORMS_AND_KINDS)
+def test_good_parts_are_taken_and_malformed_ones_are_not(representation: str, form: str, kind: str) -> None:
     good = build_part(form, kind)
-    assert validate_both_ways(view, good)
-    assert validate_both_ways(view, {**good, "id": None, "new": {"more": 1}})
+    assert validate_both_ways(representation, good)
+    assert validate_both_ways(representation, {**good, "id": None, "new": {"more": 1}})
     for bad in iter_malformed_parts(form, kind):
-        assert not validate_both_ways(view, bad), bad
+        assert not validate_both_ways(representation, bad), bad
 
 
 NO_PAYLOADS: list[Any] = [None, "text", [], {}, {"type": None}, {"type": 7}]
@@ -186,12 +189,15 @@ TYPED = [
 ]
 
 
-@pytest.mark.parametrize("view", [view for view in REPRESENTATIONS if view != "option1-compat"])
-def test_every_member_that_has_a_type_refuses_others(view: str) -> None:
+@pytest.mark.parametrize(
+    "representation",
+    [representation for representation in REPRESENTATIONS if representation != "option1-compat"],
+)
+def test_every_member_that_has_a_type_refuses_others(representation: str) -> None:
     for kind, side, member in TYPED:
         form = next(
             form
-            for form in REPRESENTATIONS[view]
+            for form in REPRESENTATIONS[representation]
             if (TOOL_PART_TYPES[form].call, TOOL_PART_TYPES[form].response)[side]
         )
         good = build_part(form, kind)
@@ -199,19 +205,24 @@ def test_every_member_that_has_a_type_refuses_others(view: str) -> None:
         refused = [
             value
             for value in VALUES
-            if not validate_both_ways(view, {**good, key: {**good[key], member: value}})
+            if not validate_both_ways(representation, {**good, key: {**good[key], member: value}})
         ]
         assert refused, (kind, member)
     assert len(TYPED) > 25
 
 
 def test_halves_of_two_kinds_are_not_one_tool() -> None:
-    for view, form in (("option3", "server_tool"), ("option3-alternative", "server_tool_execution")):
+    for representation, form in (
+        ("option3", "server_tool"),
+        ("option3-alternative", "server_tool_execution"),
+    ):
         made = build_part(form, "mcp")
         made[TOOL_PART_TYPES[form].response] = {"type": "function", "result": 1}
-        assert not validate_both_ways(view, made)
+        assert not validate_both_ways(representation, made)
         for side in (TOOL_PART_TYPES[form].call, TOOL_PART_TYPES[form].response):
-            assert not validate_both_ways(view, {**build_part(form, "mcp"), side: {"type": "divination"}})
+            assert not validate_both_ways(
+                representation, {**build_part(form, "mcp"), side: {"type": "divination"}}
+            )
 
 
 def test_names_of_functions_and_mcp_tools_are_their_makers() -> None:
@@ -222,10 +233,10 @@ def test_names_of_functions_and_mcp_tools_are_their_makers() -> None:
 
 
 @pytest.mark.parametrize("vendor", SAMPLES)
-@pytest.mark.parametrize("view", REPRESENTATIONS)
-def test_every_vendors_parts_are_valid(view: str, vendor: str) -> None:
-    for made in to_representation(view, from_vendor(vendor, SAMPLES[vendor])):
-        assert list(validator(view).iter_errors(made)) == []
+@pytest.mark.parametrize("representation", REPRESENTATIONS)
+def test_every_vendors_parts_are_valid(representation: str, vendor: str) -> None:
+    for made in to_representation(representation, from_vendor(vendor, SAMPLES[vendor])):
+        assert list(validator(representation).iter_errors(made)) == []
 
 
 @settings(max_examples=200)
@@ -233,10 +244,10 @@ def test_every_vendors_parts_are_valid(view: str, vendor: str) -> None:
 def test_the_check_and_the_schemas_agree(seed: int) -> None:
     """On parts with members left out, replaced and put in at random."""
     chance = random.Random(seed)
-    view, form, kind = chance.choice(FORMS_AND_KINDS)
+    representation, form, kind = chance.choice(FORMS_AND_KINDS)
     made = damage_json(build_part(form, kind), chance)
-    if isinstance(made, dict) and made.get("type") in REPRESENTATIONS[view]:
-        validate_both_ways(view, made)
+    if isinstance(made, dict) and made.get("type") in REPRESENTATIONS[representation]:
+        validate_both_ways(representation, made)
 
 
 # What JSON has and Python's types do not: 1.0 is an integer, numbers have no bounds, half a character is text.
@@ -351,10 +362,10 @@ def test_option_2_is_what_opentelemetry_adopted() -> None:
         "server_tool_call": "ServerToolCallPart",
         "server_tool_call_response": "ServerToolCallResponsePart",
     }
-    seen: set[str] = set()
+    parts: set[str] = set()
     for vendor, items in SAMPLES.items():
         for made in to_representation("option2", from_vendor(vendor, items)):
             if title := named.get(str(made["type"])):
                 jsonschema_rs.validate({**definitions, "$ref": f"#/$defs/{title}"}, made)
-                seen.add(title)
-    assert seen == set(named.values())
+                parts.add(title)
+    assert parts == set(named.values())

@@ -57,7 +57,7 @@ def insert_secret(value: Json) -> Json:
 
 
 def dump_parts(parts: list[Part]) -> str:
-    return json.dumps([to_representation(view, parts) for view in REPRESENTATIONS])
+    return json.dumps([to_representation(representation, parts) for representation in REPRESENTATIONS])
 
 
 @pytest.mark.parametrize("vendor", ["openai", "anthropic", "gemini-interactions", "bedrock", "mistral"])
@@ -128,8 +128,8 @@ def test_what_cannot_be_looked_through_is_not_shown(depth: int) -> None:
 def test_everything_may_be_redacted(vendor: str) -> None:
     """Parts are parts when no text is left in them."""
     clean = redact_parts(from_vendor(vendor, SAMPLES[vendor]), lambda _: "")
-    for view in REPRESENTATIONS:
-        assert validate([*to_representation(view, clean)]) == []
+    for representation in REPRESENTATIONS:
+        assert validate([*to_representation(representation, clean)]) == []
     assert "print(2)" not in dump_parts(clean)
 
 
@@ -156,8 +156,8 @@ def test_without_the_way_back_a_part_is_what_the_view_says() -> None:
 def test_data_is_replaced_by_its_digest(vendor: str) -> None:
     parts = replace_inline_data(from_vendor(vendor, SAMPLES[vendor]))
     assert DATA not in dump_parts(parts)
-    for view in REPRESENTATIONS:
-        assert validate([*to_representation(view, parts)]) == []
+    for representation in REPRESENTATIONS:
+        assert validate([*to_representation(representation, parts)]) == []
     if DATA in json.dumps(SAMPLES[vendor]):
         assert DIGEST in dump_parts(parts)
         assert f"urn:{DIGEST}" in json.dumps(to_vendor(vendor, parts))
@@ -225,8 +225,10 @@ def test_data_is_found_wherever_a_vendor_puts_it(vendor: str, item: Any) -> None
     parts = replace_inline_data(from_vendor(vendor, [item]))
     assert DATA not in dump_parts(parts)
     assert DIGEST in dump_parts(parts)
-    for view in REPRESENTATIONS:
-        assert [problem for problem in map(find_part_error, to_representation(view, parts)) if problem] == []
+    for representation in REPRESENTATIONS:
+        assert [
+            problem for problem in map(find_part_error, to_representation(representation, parts)) if problem
+        ] == []
     assert DATA not in json.dumps(to_vendor(vendor, parts))
 
 
@@ -373,8 +375,8 @@ def replace_texts(value: Json, text: str) -> Json:
 @given(limit=st.integers(0, 60_000), text=st.text(min_size=1, max_size=3))
 def test_whatever_is_cut_is_valid_and_within_the_bound(vendor: str, limit: int, text: str) -> None:
     long = replace_texts(SAMPLES[vendor], text * 9000)
-    for view in REPRESENTATIONS:
-        cut = truncate_parts(to_representation(view, from_vendor(vendor, long)), limit)
+    for representation in REPRESENTATIONS:
+        cut = truncate_parts(to_representation(representation, from_vendor(vendor, long)), limit)
         assert len(json.dumps(cut, separators=(",", ":"))) <= limit or not cut
         assert [problem for problem in validate([*cut]) if "no call" not in problem.reason] == []
 

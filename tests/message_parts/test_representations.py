@@ -1,4 +1,4 @@
-"""How parts look in each view, and what becomes of parts that others wrote."""
+"""How parts look in each representation, and what becomes of parts that others wrote."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ CODE = OPENAI[2]
 
 
 def represent_items(representation: str, items: Any, vendor: str = "openai") -> list[Any]:
-    """As the view shows it to somebody who does not care for the way back."""
+    """As the representation shows it to somebody who does not care for the way back."""
     written: Any = convert(vendor, representation, items)
     return [{key: value for key, value in part.items() if key != "fumehood.source"} for part in written]
 
@@ -171,11 +171,13 @@ def test_tools_of_the_client_are_not_the_servers() -> None:
         "server_tool_call_response",
     ]
     assert [part["type"] for part in represent_items("option2", ours)] == ["tool_call", "tool_call_response"]
-    for view in REPRESENTATIONS:
-        parts = from_representation(to_representation(view, from_vendor("openai", [*theirs, *ours])))
+    for representation in REPRESENTATIONS:
+        parts = from_representation(
+            to_representation(representation, from_vendor("openai", [*theirs, *ours]))
+        )
         assert [
             part.execution for part in parts if isinstance(part, ToolCallPart | ToolCallResponsePart)
-        ] == [*("server", "server", "client", "client")], view
+        ] == [*("server", "server", "client", "client")], representation
 
 
 def test_the_id_is_what_call_and_result_share() -> None:
@@ -231,10 +233,10 @@ def test_what_was_never_seen_as_a_call_says_so() -> None:
     assert {
         part.provenance for part in observed if isinstance(part, ToolCallPart | ToolCallResponsePart)
     } == {"observed"}
-    for view in REPRESENTATIONS:
-        again = from_representation(to_representation(view, parts))
+    for representation in REPRESENTATIONS:
+        again = from_representation(to_representation(representation, parts))
         assert [part.provenance for part in again if isinstance(part, ToolCallPart)] == ["synthesized"] * 2, (
-            view
+            representation
         )
 
 
@@ -264,10 +266,10 @@ def test_what_an_answer_is_grounded_in_was_searched_for(
     assert isinstance(result, ToolCallResponsePart)
     assert (call.kind, result.kind, call.provenance, result.provenance) == (kind, kind, *["synthesized"] * 2)
     assert (call.payload, result.payload) == (asked, found)
-    for view in REPRESENTATIONS:
-        written: Any = convert("gemini", view, document)
+    for representation in REPRESENTATIONS:
+        written: Any = convert("gemini", representation, document)
         assert validate(written) == []
-        assert convert(view, "gemini", written) == document
+        assert convert(representation, "gemini", written) == document
 
 
 def test_parallel_calls_keep_their_order_in_one_object_each() -> None:
@@ -334,10 +336,10 @@ def test_parallel_calls_keep_their_order_in_one_object_each() -> None:
     ],
 )
 def test_parts_that_others_wrote_keep_what_they_have(part: Any) -> None:
-    view = {"server_tool": "option3", "server_tool_execution": "option3-alternative"}.get(
+    representation = {"server_tool": "option3", "server_tool_execution": "option3-alternative"}.get(
         part["type"], "option2"
     )
-    assert to_representation(view, from_representation([part])) == [part]
+    assert to_representation(representation, from_representation([part])) == [part]
 
 
 CALL: Any = {"type": "weird", "q": 1}
@@ -366,7 +368,7 @@ FOREIGN: dict[str, list[list[Any]]] = {
 for _view in ("option1", "option2"):
     _calls, _responses = FOREIGN[_view]
     FOREIGN[_view].append([*_calls, *_responses])
-# What has a meaning of its own in some view, and what has not.
+# What has a meaning of its own in some representation, and what has not.
 MEMBERS = st.fixed_dictionaries(
     {},
     optional={
@@ -381,21 +383,21 @@ MEMBERS = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.parametrize("view", FOREIGN)
+@pytest.mark.parametrize("representation", FOREIGN)
 @given(data=st.data())
 def test_members_that_others_added_stay_with_their_part_through_every_view(
-    view: str, data: st.DataObject
+    representation: str, data: st.DataObject
 ) -> None:
-    parts = [data.draw(MEMBERS) | part for part in data.draw(st.sampled_from(FOREIGN[view]))]
+    parts = [data.draw(MEMBERS) | part for part in data.draw(st.sampled_from(FOREIGN[representation]))]
     assume(not any(map(find_part_error, parts)))
     for other in REPRESENTATIONS:
         written: Any = json.loads(json.dumps(to_representation(other, from_representation(parts))))
         assert [problem for problem in map(find_part_error, written) if problem] == []
-        assert to_representation(view, from_representation(written)) == parts
+        assert to_representation(representation, from_representation(written)) == parts
 
 
-@pytest.mark.parametrize("view", REPRESENTATIONS)
-def test_halves_that_ran_in_two_places_are_two_parts_in_every_view(view: str) -> None:
+@pytest.mark.parametrize("representation", REPRESENTATIONS)
+def test_halves_that_ran_in_two_places_are_two_parts_in_every_view(representation: str) -> None:
     """Others may write a call as the server's and its response as the client's; neither is lost or told twice."""
     call: Any = {"type": "function", "arguments": "{}"}
     response: Any = {"type": "function", "result": "r"}
@@ -408,7 +410,7 @@ def test_halves_that_ran_in_two_places_are_two_parts_in_every_view(view: str) ->
         {"type": "server_tool_call_response", "id": "b", "server_tool_call_response": response},
     ]
     parts = [*calls, *responses]
-    written: Any = json.loads(json.dumps(to_representation(view, from_representation(parts))))
+    written: Any = json.loads(json.dumps(to_representation(representation, from_representation(parts))))
     assert validate(written) == []
     assert to_representation("option2", from_representation(written)) == parts
 
@@ -469,8 +471,8 @@ ASIDE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ASIDE)
-@pytest.mark.parametrize("view", REPRESENTATIONS)
-def test_what_waits_in_a_source_from_elsewhere_takes_no_ones_place(view: str, name: str) -> None:
+@pytest.mark.parametrize("representation", REPRESENTATIONS)
+def test_what_waits_in_a_source_from_elsewhere_takes_no_ones_place(representation: str, name: str) -> None:
     call: Any = {"type": "weird", "q": 1}
     parts: list[Any] = [
         {"type": "server_tool_call", "id": "a", "name": "t", "server_tool_call": call},
@@ -482,9 +484,9 @@ def test_what_waits_in_a_source_from_elsewhere_takes_no_ones_place(view: str, na
         source = {"call": aside} if part["type"] == "server_tool" else aside
         hostile = [*parts]
         hostile[number] = {**part, "fumehood.source": source}
-        written: Any = json.loads(json.dumps(to_representation(view, from_representation(hostile))))
+        written: Any = json.loads(json.dumps(to_representation(representation, from_representation(hostile))))
         assert validate(written) == []
-        shown = to_representation(view, from_representation(parts))
+        shown = to_representation(representation, from_representation(parts))
         assert [each["type"] for each in written] == [each["type"] for each in shown]
         assert [each["id"] for each in written] == [each["id"] for each in shown]
 
@@ -514,14 +516,14 @@ def test_files_that_a_command_left_are_told_with_its_output() -> None:
         }
 
     file: Any = {"type": "bash_code_execution_output", "file_id": "f"}
-    for files, told in (
+    for files, attributes in (
         ([file, {**file, "file_id": "g"}], {"file_ids": ["f", "g"]}),
         ([], {}),
         ([file, 5], {}),
     ):
         (result,) = from_vendor("anthropic", [ran(*files)])
         assert isinstance(result, ToolCallResponsePart)
-        assert result.payload["outputs"] == [{"stdout": "o", "stderr": "", "exit_code": 0, **told}]
+        assert result.payload["outputs"] == [{"stdout": "o", "stderr": "", "exit_code": 0, **attributes}]
         assert to_vendor("anthropic", [result]) == [ran(*files)]
     (result,) = drop_vendor_items(from_vendor("anthropic", [ran(file)]))
     assert to_vendor("anthropic", [result]) == [ran(file)]
@@ -581,14 +583,14 @@ def test_a_result_that_was_parted_from_its_call_goes_another_way() -> None:
 
 
 def test_what_the_user_said_is_not_put_into_the_mouth_of_the_model() -> None:
-    told: list[Json] = [
+    attributes: list[Json] = [
         {"type": "message", "role": role, "content": "x"} for role in ("user", "system", "assistant")
     ]
-    parts = from_vendor("openai", told)
-    for view in REPRESENTATIONS:
-        again = drop_vendor_items(from_representation(to_representation(view, parts)))
+    parts = from_vendor("openai", attributes)
+    for representation in REPRESENTATIONS:
+        again = drop_vendor_items(from_representation(to_representation(representation, parts)))
         made: Any = to_vendor("openai", again)
-        assert [item["role"] for item in made] == ["user", "system", "assistant"], view
+        assert [item["role"] for item in made] == ["user", "system", "assistant"], representation
     entries: Any = to_vendor("mistral", parts)
     assert [entry["type"] for entry in entries] == ["message.input", "message.input", "message.output"]
     steps: Any = to_vendor("gemini-interactions", parts)
@@ -610,8 +612,11 @@ def test_a_tool_of_others_may_have_the_name_of_a_kind() -> None:
         "name": "web_search",
         "arguments": "{}",
     }
-    for view in REPRESENTATIONS:
-        assert convert(view, "openai", convert("openai", view, [asked, called])) == [asked, called]
+    for representation in REPRESENTATIONS:
+        assert convert(representation, "openai", convert("openai", representation, [asked, called])) == [
+            asked,
+            called,
+        ]
 
 
 def test_a_result_may_name_its_call_by_either_id() -> None:
@@ -682,5 +687,5 @@ def test_opentelemetry_takes_the_messages() -> None:
             json.loads((OTEL / f"gen-ai-{name}-messages.json").read_bytes())
         )
         for vendor, items in SAMPLES.items():
-            for view in REPRESENTATIONS:
-                schema.validate(to_messages(view, from_vendor(vendor, items), reason))
+            for representation in REPRESENTATIONS:
+                schema.validate(to_messages(representation, from_vendor(vendor, items), reason))

@@ -363,25 +363,25 @@ def test_what_is_rarely_streamed_adds_up_as_well(name: str) -> None:
     assert assemble_stream(vendor, events) == whole
     assert json.dumps(events) == before
     for count in range(len(events)):
-        assembly = StreamAssembler(vendor)
+        assembler = StreamAssembler(vendor)
         for event in events[:count]:
-            assembly.feed(event)
-        assert validate([*to_representation("option2", assembly.build_parts("cancelled"))]) == []
+            assembler.feed(event)
+        assert validate([*to_representation("option2", assembler.build_parts("cancelled"))]) == []
 
 
 @pytest.mark.parametrize("vendor", STREAMED)
 def test_at_every_moment_the_parts_are_parts(vendor: str) -> None:
     events, _ = STREAMED[vendor]
-    assembly = StreamAssembler(vendor)
+    assembler = StreamAssembler(vendor)
     said = ""
     for event in events:
-        assembly.feed(event)
-        parts = assembly.build_parts()
-        for view in ("option1", "option2", "option3"):
+        assembler.feed(event)
+        parts = assembler.build_parts()
+        for representation in ("option1", "option2", "option3"):
             # A stream may begin in the middle of a turn, with the result of a call that was told before.
             problems = [
                 problem
-                for problem in validate([*to_representation(view, parts)])
+                for problem in validate([*to_representation(representation, parts)])
                 if "no call before" not in problem.reason
             ]
             assert problems == []
@@ -390,7 +390,7 @@ def test_at_every_moment_the_parts_are_parts(vendor: str) -> None:
         said = text
     codes = [
         part.payload["code"]
-        for part in assembly.build_parts()
+        for part in assembler.build_parts()
         if isinstance(part, ToolCallPart) and "code" in part.payload
     ]
     assert codes == ["print(2)"]
@@ -404,42 +404,42 @@ def test_a_call_that_was_cut_off_is_there_as_far_as_it_came(vendor: str) -> None
         for number, event in enumerate(events)
         if "pri" in json.dumps(event) or '"pr' in json.dumps(event)
     )
-    assembly = StreamAssembler(vendor)
+    assembler = StreamAssembler(vendor)
     for event in events[: cut + 1]:
-        assembly.feed(event)
-    (call,) = [part for part in assembly.build_parts("cancelled") if isinstance(part, ToolCallPart)]
+        assembler.feed(event)
+    (call,) = [part for part in assembler.build_parts("cancelled") if isinstance(part, ToolCallPart)]
     assert str(call.payload["code"]) in ("print", "pri", "pr")
     assert call.status == "cancelled"
-    assert [part.status for part in assembly.build_parts() if isinstance(part, ToolCallPart)] == [
+    assert [part.status for part in assembler.build_parts() if isinstance(part, ToolCallPart)] == [
         "in_progress"
     ]
-    assert not [part for part in assembly.build_parts() if isinstance(part, ToolCallResponsePart)]
+    assert not [part for part in assembler.build_parts() if isinstance(part, ToolCallResponsePart)]
 
 
 def test_a_call_that_failed_says_so() -> None:
     failed: Any = {"type": "code_interpreter_call", "id": "ci", "status": "failed", "container_id": "c", "code": "1",
               "outputs": None}  # fmt: skip
-    assembly = StreamAssembler("openai")
-    assembly.feed(
+    assembler = StreamAssembler("openai")
+    assembler.feed(
         {"type": "response.output_item.added", "output_index": 0, "item": {**failed, "status": "in_progress"}}
     )
-    assembly.feed({"type": "response.code_interpreter_call.failed", "output_index": 0})
-    (call,) = assembly.build_parts()
+    assembler.feed({"type": "response.code_interpreter_call.failed", "output_index": 0})
+    (call,) = assembler.build_parts()
     assert isinstance(call, ToolCallPart)
     assert call.status == "failed"
-    assembly.feed({"type": "response.output_item.done", "output_index": 0, "item": failed})
-    assert assembly.build_document() == [failed]
+    assembler.feed({"type": "response.output_item.done", "output_index": 0, "item": failed})
+    assert assembler.build_document() == [failed]
 
 
 @pytest.mark.parametrize("end", ["completed", "incomplete", "failed", "cancelled"])
 def test_the_last_event_has_the_last_word(end: str) -> None:
     begun: Any = {"type": "web_search_call", "id": "ws", "status": "in_progress", "action": {"query": "q"}}
-    told = {**begun, "status": "incomplete"}
+    attributes = {**begun, "status": "incomplete"}
     events: Events = [
         {"type": "response.output_item.added", "output_index": 0, "item": begun},
-        {"type": f"response.{end}", "response": {"status": end, "output": [told]}},
+        {"type": f"response.{end}", "response": {"status": end, "output": [attributes]}},
     ]
-    assert assemble_stream("openai", events) == [told]
+    assert assemble_stream("openai", events) == [attributes]
     events[-1]["response"]["output"] = []
     assert assemble_stream("openai", events) == [begun]
 
@@ -452,10 +452,10 @@ JUNK: list[Any] = [None, 5, [], {}, {"type": None}, {"type": "response.output_te
 @given(data=st.data())
 def test_events_out_of_order_or_from_elsewhere_do_no_harm(vendor: str, data: st.DataObject) -> None:
     pool = [*JUNK, *(event for events, _ in STREAMED.values() for event in events)]
-    assembly = StreamAssembler(vendor)
+    assembler = StreamAssembler(vendor)
     for event in data.draw(st.lists(st.sampled_from(pool), max_size=20)):
-        assembly.feed(event)
-    assert isinstance(assembly.build_parts(), list)
+        assembler.feed(event)
+    assert isinstance(assembler.build_parts(), list)
 
 
 @given(value=st.recursive(

@@ -20,11 +20,11 @@ def test_the_tables_are_what_the_converters_say() -> None:
 def test_every_view_and_its_parts_are_named() -> None:
     rows = dict(re.findall(r"^\| `(option[\w-]+)` \| (.*) \|$", TEXT, re.MULTILINE))
     assert set(rows) == set(REPRESENTATIONS) - {"option1-compat"}
-    for view, row in rows.items():
-        assert f"`{REPRESENTATIONS[view][0]}`" in row
+    for representation, row in rows.items():
+        assert f"`{REPRESENTATIONS[representation][0]}`" in row
         for key in (
-            TOOL_PART_TYPES[REPRESENTATIONS[view][0]].call,
-            TOOL_PART_TYPES[REPRESENTATIONS[view][0]].response,
+            TOOL_PART_TYPES[REPRESENTATIONS[representation][0]].call,
+            TOOL_PART_TYPES[REPRESENTATIONS[representation][0]].response,
         ):
             assert f"`{key}`" in row or not key
     assert "`option1-compat`" in TEXT

@@ -102,8 +102,8 @@ def test_what_does_not_fit_is_told(document: Any, reasons: list[str]) -> None:
     assert find_problems(document) == reasons
 
 
-@pytest.mark.parametrize("view", REPRESENTATIONS)
+@pytest.mark.parametrize("representation", REPRESENTATIONS)
 @pytest.mark.parametrize("vendor", SAMPLES)
-def test_what_vendors_send_fits(vendor: str, view: str) -> None:
+def test_what_vendors_send_fits(vendor: str, representation: str) -> None:
     """Each call of the samples has its response, so nothing is to be said of any of them."""
-    assert find_problems(convert(vendor, view, SAMPLES[vendor])) == []
+    assert find_problems(convert(vendor, representation, SAMPLES[vendor])) == []

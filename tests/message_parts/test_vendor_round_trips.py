@@ -1,4 +1,4 @@
-"""What came from a vendor goes back to it, whatever it was and through every view."""
+"""What came from a vendor goes back to it, whatever it was and through every representation."""
 
 import json
 import random
@@ -54,11 +54,11 @@ def assert_round_trip(vendor: str, document: Json) -> None:
     parts = from_vendor(vendor, document)
     assert is_same_json(document, given_), "what is given is not changed"
     assert is_same_json(to_vendor(vendor, parts), document)
-    for view in REPRESENTATIONS:
-        written = json.loads(json.dumps(convert(vendor, view, document)))
+    for representation in REPRESENTATIONS:
+        written = json.loads(json.dumps(convert(vendor, representation, document)))
         for part in written:
             assert find_part_error(part) == "", part
-        assert is_same_json(convert(view, vendor, written), document), view
+        assert is_same_json(convert(representation, vendor, written), document), representation
 
 
 @pytest.mark.parametrize("vendor", SAMPLES)
@@ -73,13 +73,13 @@ def test_whole_responses_go_back(vendor: str, document: Any) -> None:
     assert_round_trip(vendor, document)
 
 
-@pytest.mark.parametrize("view", REPRESENTATIONS)
-def test_parts_of_several_responses_go_back_to_each_of_them(view: str) -> None:
+@pytest.mark.parametrize("representation", REPRESENTATIONS)
+def test_parts_of_several_responses_go_back_to_each_of_them(representation: str) -> None:
     """As somebody has them who reads the spans of a conversation one after another."""
     item: Any = SAMPLES["openai"][2]
     for vendor, document in DOCUMENTS:
-        parts: Any = convert(vendor, view, document)
-        assert is_same_json(convert(view, vendor, [*parts, *parts, *parts]), [document] * 3), vendor
+        parts: Any = convert(vendor, representation, document)
+        assert is_same_json(convert(representation, vendor, [*parts, *parts, *parts]), [document] * 3), vendor
     response: Any = {"id": "other", "output": [item]}
     for documents, expected in (
         ([item, response], [item, response]),
@@ -87,12 +87,12 @@ def test_parts_of_several_responses_go_back_to_each_of_them(view: str) -> None:
         ([item, item], [item, item]),
         ([[item, item], response], {**response, "output": [item, item, item]}),
     ):
-        several: list[Any] = [convert("openai", view, each) for each in documents]
-        assert convert(view, "openai", [part for parts in several for part in parts]) == expected
+        several: list[Any] = [convert("openai", representation, each) for each in documents]
+        assert convert(representation, "openai", [part for parts in several for part in parts]) == expected
 
 
-@pytest.mark.parametrize("view", REPRESENTATIONS)
-def test_parallel_calls_of_several_answers_go_back_in_their_order(view: str) -> None:
+@pytest.mark.parametrize("representation", REPRESENTATIONS)
+def test_parallel_calls_of_several_answers_go_back_in_their_order(representation: str) -> None:
     uses: list[Any] = [
         {"type": "server_tool_use", "id": name, "name": "web_search", "input": {"query": name}}
         for name in "abc"
@@ -101,11 +101,11 @@ def test_parallel_calls_of_several_answers_go_back_in_their_order(view: str) -> 
         {"type": "web_search_tool_result", "tool_use_id": name, "content": []} for name in "acb"
     ]
     blocks: list[Any] = [*uses, {"type": "text", "text": "x"}, *results]
-    parts: Any = convert("anthropic", view, blocks)
-    assert convert(view, "anthropic", [*parts, *parts]) == [*blocks, *blocks]
+    parts: Any = convert("anthropic", representation, blocks)
+    assert convert(representation, "anthropic", [*parts, *parts]) == [*blocks, *blocks]
     # Without one of them, the others keep their order.
     fewer = [part for part in parts if part["type"] != "text"]
-    assert convert(view, "anthropic", fewer) == [*uses, *results]
+    assert convert(representation, "anthropic", fewer) == [*uses, *results]
 
 
 @pytest.mark.parametrize("vendor", SAMPLES)
@@ -128,7 +128,7 @@ def test_anything_goes_back(vendor: str, document: Json) -> None:
 
 @pytest.mark.parametrize("vendor", SAMPLES)
 def test_every_shape_has_a_sample(vendor: str) -> None:
-    seen = {
+    parts = {
         part.vendor_type
         for part in from_vendor(vendor, SAMPLES[vendor])
         if isinstance(part, ToolCallPart | ToolCallResponsePart)
@@ -140,18 +140,18 @@ def test_every_shape_has_a_sample(vendor: str) -> None:
         own -= {f"{member}:{tool}" for member in ("toolCall", "toolResponse") for tool in GEMINI_UNSAMPLED}
     if vendor == "anthropic":
         own.remove("server_tool_use:tool_search_tool_bm25")
-    assert own <= seen
+    assert own <= parts
 
 
 GEMINI_UNSAMPLED = ("GOOGLE_SEARCH_IMAGE", "FILE_SEARCH", "GOOGLE_MAPS")
 
 
-@pytest.mark.parametrize("view", REPRESENTATIONS)
+@pytest.mark.parametrize("representation", REPRESENTATIONS)
 @pytest.mark.parametrize("vendor", SAMPLES)
-def test_one_view_leads_to_another(vendor: str, view: str) -> None:
-    """From view to view nothing is lost either."""
+def test_one_view_leads_to_another(vendor: str, representation: str) -> None:
+    """From representation to representation nothing is lost either."""
     for other in REPRESENTATIONS:
-        through = convert(view, other, convert(vendor, view, SAMPLES[vendor]))
+        through = convert(representation, other, convert(vendor, representation, SAMPLES[vendor]))
         assert is_same_json(convert(other, vendor, through), SAMPLES[vendor])
 
 

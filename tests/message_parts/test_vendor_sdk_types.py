@@ -179,8 +179,8 @@ def assert_changed_item_round_trips(vendor: str, place: int, seed: int, texts: l
     tries = (replace_texts(items[place], chance, texts) for _ in range(6))
     made = next((item for item in tries if is_accepted_by(through, item)), None)
     assume(made is not None)
-    for view in REPRESENTATIONS:
-        back = convert(view, vendor, convert(vendor, view, made))
+    for representation in REPRESENTATIONS:
+        back = convert(representation, vendor, convert(vendor, representation, made))
         assert back == made
         assert through(back) == made
 

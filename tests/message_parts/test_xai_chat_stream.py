@@ -119,47 +119,47 @@ def test_a_call_that_is_told_twice_is_one_call() -> None:
 
 def test_both_kinds_of_names_are_understood() -> None:
     assert assemble_stream("xai", _camel(CHUNKS)) == _camel(WHOLE)
-    told, camel = (from_vendor("xai", document) for document in (WHOLE, _camel(WHOLE)))
-    assert [type(part) for part in told] == [type(part) for part in camel]
+    attributes, camel = (from_vendor("xai", document) for document in (WHOLE, _camel(WHOLE)))
+    assert [type(part) for part in attributes] == [type(part) for part in camel]
     assert to_vendor("xai", camel) == _camel(WHOLE)
 
 
 def test_at_every_moment_the_parts_are_parts_and_texts_only_grow() -> None:
-    assembly, said = StreamAssembler("xai"), ""
+    assembler, said = StreamAssembler("xai"), ""
     for each in CHUNKS:
-        assembly.feed(each)
-        parts = assembly.build_parts()
-        for view in ("option1", "option2", "option3", "option3-alternative"):
-            assert validate([*to_representation(view, parts)]) == []
+        assembler.feed(each)
+        parts = assembler.build_parts()
+        for representation in ("option1", "option2", "option3", "option3-alternative"):
+            assert validate([*to_representation(representation, parts)]) == []
         text = "".join(part.content for part in parts if isinstance(part, TextPart))
         assert text.startswith(said)
         said = text
     assert said == "It is 2."
 
 
-def _statuses(assembly: StreamAssembler, ended: Any = None) -> list[tuple[str, str, str | None]]:
+def _statuses(assembler: StreamAssembler, ended: Any = None) -> list[tuple[str, str, str | None]]:
     return [
         (type(part).__name__, part.kind, part.status)
-        for part in assembly.build_parts(ended)
+        for part in assembler.build_parts(ended)
         if isinstance(part, ToolCallPart | ToolCallResponsePart)
     ]
 
 
 def test_what_ended_before_the_stream_broke_off_stays_as_it_ended() -> None:
-    assembly = StreamAssembler("xai")
+    assembler = StreamAssembler("xai")
     for each in CHUNKS[:3]:
-        assembly.feed(each)
-    assert _statuses(assembly) == [("ToolCallPart", "code_interpreter", "in_progress")]
-    assert _statuses(assembly, "cancelled") == [("ToolCallPart", "code_interpreter", "cancelled")]
+        assembler.feed(each)
+    assert _statuses(assembler) == [("ToolCallPart", "code_interpreter", "in_progress")]
+    assert _statuses(assembler, "cancelled") == [("ToolCallPart", "code_interpreter", "cancelled")]
     for each in CHUNKS[3:5]:
-        assembly.feed(each)
+        assembler.feed(each)
     ran, answered = (
         ("ToolCallPart", "code_interpreter", None),
         ("ToolCallResponsePart", "code_interpreter", "completed"),
     )
-    assert _statuses(assembly, "cancelled") == [ran, answered, ("ToolCallPart", "web_search", "cancelled")]
-    assembly.feed(CHUNKS[5])
-    assert _statuses(assembly, "cancelled") == [
+    assert _statuses(assembler, "cancelled") == [ran, answered, ("ToolCallPart", "web_search", "cancelled")]
+    assembler.feed(CHUNKS[5])
+    assert _statuses(assembler, "cancelled") == [
         ran,
         answered,
         ("ToolCallPart", "web_search", None),
@@ -203,10 +203,10 @@ def split_streams(draw: st.DrawFn) -> tuple[list[Object], Object]:
 def test_however_it_is_cut_it_adds_up(made: tuple[list[Object], Object], broken: int) -> None:
     chunks, whole = made
     assert assemble_stream("xai", chunks) == whole
-    assembly = StreamAssembler("xai")
+    assembler = StreamAssembler("xai")
     for each in chunks[:broken]:
-        assembly.feed(each)
-    assert to_vendor("xai", assembly.build_parts()) == assembly.build_document()
+        assembler.feed(each)
+    assert to_vendor("xai", assembler.build_parts()) == assembler.build_document()
 
 
 NOTHINGS: list[Any] = [[], [{}], [{"outputs": None}], [{"outputs": [None, {"delta": []}]}]]

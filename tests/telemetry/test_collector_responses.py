@@ -55,8 +55,10 @@ class VerboseCollector(BaseHTTPRequestHandler):
 def running_collector(
     answer: bytes, times: int = 1, pause: float = 0.0, *, chunked: bool = False
 ) -> Generator[tuple[str, type[VerboseCollector]]]:
-    told = {"answer": answer, "times": times, "pause": pause, "chunked": chunked}
-    handler = type("_Talker", (VerboseCollector,), {**told, "asked_by": set[int](), "cut": threading.Event()})
+    attributes = {"answer": answer, "times": times, "pause": pause, "chunked": chunked}
+    handler = type(
+        "_Talker", (VerboseCollector,), {**attributes, "asked_by": set[int](), "cut": threading.Event()}
+    )
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, args=[0.02])
     thread.start()

@@ -80,7 +80,7 @@ def run(**more: Any) -> RunRecord:
     return RunRecord(request=asked, model=asked.model, streamed=False, response=response)
 
 
-def turn(pieces: list[AnyModelEvent], *entries: ConversationEntry, **more: Any) -> TurnRecord:
+def turn(events: list[AnyModelEvent], *entries: ConversationEntry, **more: Any) -> TurnRecord:
     function = FunctionSpec(name="f", description="What f does.", parameters=Raw(b'{"type": "object"}'))
     request = ModelRequest(
         model="m",
@@ -90,16 +90,16 @@ def turn(pieces: list[AnyModelEvent], *entries: ConversationEntry, **more: Any) 
         other_tools=[ToolSpec("web_search", None, b"{}")],
         **more,
     )
-    seen = start_turn(request)
-    seen.events = []
-    seen.add_events(pieces)
-    return seen
+    record = start_turn(request)
+    record.events = []
+    record.add_events(events)
+    return record
 
 
-def capture_content(seen: SpanRecord, profile: ProfileName = "option2", **settings: Any) -> dict[str, Any]:
-    ContentCapture(profile, in_events=True, **settings).on_end(seen)
-    assert json.loads(json.dumps(seen.content)) == seen.content
-    return seen.content
+def capture_content(record: SpanRecord, profile: ProfileName = "option2", **settings: Any) -> dict[str, Any]:
+    ContentCapture(profile, in_events=True, **settings).on_end(record)
+    assert json.loads(json.dumps(record.content)) == record.content
+    return record.content
 
 
 def redact_word(word: str) -> Callable[[str], str]:
@@ -175,7 +175,7 @@ def test_what_is_recorded_of_a_turn_is_what_the_model_was_asked_and_said(profile
     passed = ModelPassthroughItem(
         Raw(msgspec.json.encode({"type": "web_search_call", "id": "ws", "status": "completed"}))
     )
-    pieces: list[AnyModelEvent] = [
+    events: list[AnyModelEvent] = [
         *(
             ModelReasoningDelta("Let me "),
             ModelReasoningDelta("see."),
@@ -191,7 +191,7 @@ def test_what_is_recorded_of_a_turn_is_what_the_model_was_asked_and_said(profile
         ),
         *(ModelCallArgumentsDelta(1, "JSON"), ModelTurnEnded("calls")),
     ]
-    content = capture_content(turn(pieces, entry(message("user", "Hi")), entry(item)), profile)
+    content = capture_content(turn(events, entry(message("user", "Hi")), entry(item)), profile)
     check_against_schemas(content, profile)
     assert [each["role"] for each in content[INPUT_MESSAGES]][:2] == ["user", "assistant"]
     parts = [part for each in content[OUTPUT_MESSAGES] for part in each["parts"]]
@@ -215,10 +215,10 @@ def test_what_is_recorded_of_a_turn_is_what_the_model_was_asked_and_said(profile
     ],
 )
 def test_why_it_ended_is_told(changes: dict[str, Any], reason: str) -> None:
-    seen = run()
-    assert seen.response is not None
-    seen.response = msgspec.structs.replace(seen.response, **changes)
-    assert capture_content(seen)[OUTPUT_MESSAGES][0]["finish_reason"] == reason
+    record = run()
+    assert record.response is not None
+    record.response = msgspec.structs.replace(record.response, **changes)
+    assert capture_content(record)[OUTPUT_MESSAGES][0]["finish_reason"] == reason
 
 
 def test_a_call_is_recorded_as_the_model_wrote_and_read_it() -> None:
@@ -230,11 +230,11 @@ def test_a_call_is_recorded_as_the_model_wrote_and_read_it() -> None:
 
 
 def test_everything_that_is_recorded_was_redacted() -> None:
-    pieces: list[AnyModelEvent] = [ModelTextDelta("A secret."), ModelTurnEnded("stop")]
-    seen = turn(pieces, entry(message("user", "My secret.")))
-    assert seen.request is not None
-    seen.request = msgspec.structs.replace(seen.request, instructions="Keep the secret.")
-    content = capture_content(seen, redact=redact_word("secret"))
+    events: list[AnyModelEvent] = [ModelTextDelta("A secret."), ModelTurnEnded("stop")]
+    record = turn(events, entry(message("user", "My secret.")))
+    assert record.request is not None
+    record.request = msgspec.structs.replace(record.request, instructions="Keep the secret.")
+    content = capture_content(record, redact=redact_word("secret"))
     check_against_schemas(content, "option2")
     assert "secret" not in json.dumps(content)
     assert json.dumps(content, ensure_ascii=False).count("…") == 3
@@ -267,8 +267,8 @@ def test_however_much_was_said_what_is_recorded_is_bounded_and_valid(
             ]
         else:
             entries.append(entry(message(kind, "ü" * size)))
-    pieces: list[AnyModelEvent] = [ModelTextDelta("x" * 30_000), ModelTurnEnded("stop")]
-    content = capture_content(turn(pieces, *entries), profile, max_bytes=longest)
+    events: list[AnyModelEvent] = [ModelTextDelta("x" * 30_000), ModelTurnEnded("stop")]
+    content = capture_content(turn(events, *entries), profile, max_bytes=longest)
     check_against_schemas(content, profile)
     assert len(json.dumps(content)) <= longest
     kept = sum(len(each["parts"]) for each in content[INPUT_MESSAGES])
@@ -285,6 +285,6 @@ def test_what_is_too_much_to_be_read_is_said_to_be_missing(given: Any) -> None:
 
 
 def test_nothing_is_looked_at_for_a_span_that_is_not_recorded() -> None:
-    seen = run()
-    ContentCapture().on_end(seen)
-    assert seen.content == {}
+    record = run()
+    ContentCapture().on_end(record)
+    assert record.content == {}

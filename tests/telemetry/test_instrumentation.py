@@ -101,26 +101,31 @@ async def run_instrumented(
 
 
 async def test_everything_is_told_when_it_begins_and_when_it_has_ended() -> None:
-    notes = RecordingListener()
-    assert await run_instrumented(RecordDispatcher([notes], on_start=notes.on_start)) == "completed"
-    assert [type(seen) for seen in notes.started] == [RunRecord, TurnRecord, ToolCallRecord, TurnRecord]
-    assert [type(seen) for seen in notes.ended] == [TurnRecord, ToolCallRecord, TurnRecord, RunRecord]
-    run = notes.started[0]
+    listener = RecordingListener()
+    assert await run_instrumented(RecordDispatcher([listener], on_start=listener.on_start)) == "completed"
+    assert [type(record) for record in listener.started] == [
+        RunRecord,
+        TurnRecord,
+        ToolCallRecord,
+        TurnRecord,
+    ]
+    assert [type(record) for record in listener.ended] == [TurnRecord, ToolCallRecord, TurnRecord, RunRecord]
+    run = listener.started[0]
     assert isinstance(run, RunRecord)
     assert run.response_summary is not None
     assert (run.turns, run.calls) == (2, 1)
-    first, second = _turns(notes)
+    first, second = _turns(listener)
     assert first.time_to_first_chunk < run.time_to_first_token < run.duration_ns
     assert (
         run.generation_time
         == first.duration_ns - first.time_to_first_chunk + second.duration_ns - second.time_to_first_chunk
     )
-    for turn in _turns(notes):
+    for turn in _turns(listener):
         assert turn.run is run
         assert 0 < turn.time_to_first_chunk < turn.duration_ns <= run.duration_ns
         assert turn.end is not None
         assert turn.events is None
-    assert all(not seen.error for seen in notes.ended)
+    assert all(not record.error for record in listener.ended)
 
 
 class CapturingListener(RecordingListener):
@@ -142,42 +147,42 @@ class CapturingListener(RecordingListener):
 
 
 async def test_what_was_said_is_seen_at_once_and_not_kept(caplog: pytest.LogCaptureFixture) -> None:
-    notes, recorder = RecordingListener(), CapturingListener()
-    await run_instrumented(RecordDispatcher([notes], recorder))
-    assert [seen.content for seen in notes.ended] == [
+    listener, recorder = RecordingListener(), CapturingListener()
+    await run_instrumented(RecordDispatcher([listener], recorder))
+    assert [record.content for record in listener.ended] == [
         {"said": 5},
         {"heard": '{"text":"x"}'},
         {"said": 4},
         {"status": "completed"},
     ]
-    assert recorder.ended == notes.ended
+    assert recorder.ended == listener.ended
     assert not caplog.records
-    for seen in notes.ended:
-        match seen:
+    for record in listener.ended:
+        match record:
             case RunRecord():
-                assert (seen.request, seen.response) == (None, None)
-                assert seen.response_summary is not None
+                assert (record.request, record.response) == (None, None)
+                assert record.response_summary is not None
             case TurnRecord():
-                assert (seen.request, seen.events) == (None, None)
+                assert (record.request, record.events) == (None, None)
             case _:
-                assert isinstance(seen, ToolCallRecord)
-                assert (seen.arguments, seen.output) == ("", "")
+                assert isinstance(record, ToolCallRecord)
+                assert (record.arguments, record.output) == ("", "")
 
 
 async def test_ends_are_told_together_and_soon() -> None:
-    notes = RecordingListener()
-    observer = RecordDispatcher([notes])
+    listener = RecordingListener()
+    dispatcher = RecordDispatcher([listener])
     for number in range(100):
-        observer.end(ToolCallRecord(name="f", call_id=str(number), duration_ns=1))
-        assert len(notes.ended) == (0 if number < 63 else 64)
+        dispatcher.end(ToolCallRecord(name="f", call_id=str(number), duration_ns=1))
+        assert len(listener.ended) == (0 if number < 63 else 64)
     async with asyncio.timeout(30):
-        while len(notes.ended) < 100:
+        while len(listener.ended) < 100:
             await asyncio.sleep(0.05)
-    assert [seen.call_id for seen in notes.ended if isinstance(seen, ToolCallRecord)] == [
+    assert [record.call_id for record in listener.ended if isinstance(record, ToolCallRecord)] == [
         *map(str, range(100))
     ]
-    observer.flush()
-    assert len(notes.ended) == 100
+    dispatcher.flush()
+    assert len(listener.ended) == 100
 
 
 async def test_connections_made_meanwhile_keep_nothing_of_what_was_seen() -> None:
@@ -190,41 +195,43 @@ async def test_connections_made_meanwhile_keep_nothing_of_what_was_seen() -> Non
         kept.append(copy_context())
         return gate
 
-    before = {id(seen) for seen in live_records()}
+    before = {id(record) for record in live_records()}
     assert await run_instrumented(RecordDispatcher([]), EchoTool(gate=connecting)) == "completed"
     assert len(kept) == 1
-    assert [seen for seen in live_records() if id(seen) not in before] == []
+    assert [record for record in live_records() if id(record) not in before] == []
     with kept[0].run(start_timing, "late") as late:
         assert late.name == "late"
 
 
-def _turns(notes: RecordingListener) -> list[TurnRecord]:
-    return [seen for seen in notes.ended if isinstance(seen, TurnRecord)]
+def _turns(listener: RecordingListener) -> list[TurnRecord]:
+    return [record for record in listener.ended if isinstance(record, TurnRecord)]
 
 
 async def test_a_turn_that_is_left_is_told_once_and_as_cancelled() -> None:
-    notes = RecordingListener()
-    observer = RecordDispatcher([notes])
+    listener = RecordingListener()
+    dispatcher = RecordDispatcher([listener])
     model = ScriptedModel([*says("a", deltas=1), asyncio.Event()])
     batches = (
-        InstrumentedModelProvider(ScriptedModelProvider(model), observer)
+        InstrumentedModelProvider(ScriptedModelProvider(model), dispatcher)
         .get_backend("m")
         .stream(ModelRequest(model="m"))
     )
     assert await anext(batches)
     await batches.aclose()
     await batches.aclose()
-    observer.flush()
+    dispatcher.flush()
     assert [request.model for request in model.aborted_requests] == ["m"]
-    (turn,) = _turns(notes)
+    (turn,) = _turns(listener)
     assert (turn.error, turn.end) == ("cancelled", None)
     assert 0 < turn.time_to_first_chunk < turn.duration_ns
 
 
 async def test_a_listener_that_breaks_is_nobodys_trouble(caplog: pytest.LogCaptureFixture) -> None:
-    broken, notes = FailingListener(), RecordingListener()
-    assert await run_instrumented(RecordDispatcher([broken, notes], on_start=broken.on_start)) == "completed"
-    assert len(notes.ended) == 4
+    broken, listener = FailingListener(), RecordingListener()
+    assert (
+        await run_instrumented(RecordDispatcher([broken, listener], on_start=broken.on_start)) == "completed"
+    )
+    assert len(listener.ended) == 4
     said = [
         record.getMessage() for record in caplog.records if record.name == "fumehood.telemetry.span_records"
     ]

@@ -43,12 +43,12 @@ async def emit_events(
 
 def create_turn(error: str = "") -> TurnRecord:
     request = ModelRequest(model="m", sampling=SamplingParameters(temperature=0.5))
-    seen = start_turn(request, ("127.0.0.1", 8000))
-    seen.events, seen.error = [], error
-    seen.add_events([ModelTextDelta("Hello.")])
+    record = start_turn(request, ("127.0.0.1", 8000))
+    record.events, record.error = [], error
+    record.add_events([ModelTextDelta("Hello.")])
     if not error:
-        seen.add_events([ModelTurnEnded("stop", Usage(input_tokens=7, output_tokens=2))])
-    return seen
+        record.add_events([ModelTurnEnded("stop", Usage(input_tokens=7, output_tokens=2))])
+    return record
 
 
 def event_attributes(record: ReadableLogRecord) -> dict[str, Any]:
@@ -62,9 +62,9 @@ async def test_a_turn_has_an_event_where_it_is_asked_for() -> None:
     assert record.log_record.event_name == "gen_ai.client.inference.operation.details"
     assert record.log_record.severity_number == SeverityNumber.INFO
     assert record.log_record.span_id == turn.span.get_span_context().span_id
-    told = event_attributes(record)
-    assert told.pop("gen_ai.response.time_to_first_chunk") > 0
-    assert told == {
+    attributes = event_attributes(record)
+    assert attributes.pop("gen_ai.response.time_to_first_chunk") > 0
+    assert attributes == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "fumehood",
         "gen_ai.request.model": "m",
@@ -84,14 +84,14 @@ async def test_what_was_said_is_in_the_event_only_where_it_is_recorded_there(wit
     (record,) = await emit_events(
         create_turn(), capture=capture, with_details=True, with_content=with_content
     )
-    told = event_attributes(record)
-    assert (OUTPUT_MESSAGES in told, INPUT_MESSAGES in told) == (with_content, with_content)
+    attributes = event_attributes(record)
+    assert (OUTPUT_MESSAGES in attributes, INPUT_MESSAGES in attributes) == (with_content, with_content)
     if with_content:
         # Structured, as events can have it.
-        (message,) = told[OUTPUT_MESSAGES]
+        (message,) = attributes[OUTPUT_MESSAGES]
         assert dict(message["parts"][0]) == {"type": "text", "content": "Hello."}
     else:
-        assert "Hello." not in str(told)
+        assert "Hello." not in str(attributes)
 
 
 async def test_a_turn_that_failed_is_an_exception_without_its_words() -> None:

@@ -60,7 +60,7 @@ async def test_a_streamed_run_with_a_call_is_counted_by_the_conventions() -> Non
         for each in metrics.instruments
         if each.name != "gen_ai.client.token.usage"
     }
-    pieces = counted.pop("gen_ai.client.operation.time_per_output_chunk")
+    events = counted.pop("gen_ai.client.operation.time_per_output_chunk")
     assert counted == {
         "gen_ai.client.operation.duration": [(CHAT, 2)],
         "gen_ai.client.operation.time_to_first_chunk": [(CHAT, 2)],
@@ -73,7 +73,7 @@ async def test_a_streamed_run_with_a_call_is_counted_by_the_conventions() -> Non
         "gen_ai.execute_tool.duration": [({"gen_ai.tool.name": "echo", "gen_ai.tool.type": "extension"}, 1)],
         "fumehood.sandbox.phase.duration": [],
     }
-    assert [labels for labels, _ in pieces] == [CHAT]
+    assert [labels for labels, _ in events] == [CHAT]
     (turns,) = read_points(metrics, "gen_ai.invoke_agent.inference_calls")
     (calls,) = read_points(metrics, "gen_ai.invoke_agent.tool_calls")
     assert (turns.sum, calls.sum) == (2, 1)
@@ -92,13 +92,13 @@ async def test_what_is_not_streamed_has_no_first_pieces() -> None:
 
 
 def create_turn(model: str = "m", *, error: str = "", server: tuple[str, int] | None = None) -> TurnRecord:
-    seen = start_turn(ModelRequest(model=model), server)
-    seen.error = error
+    record = start_turn(ModelRequest(model=model), server)
+    record.error = error
     if not error:
-        seen.add_events(says("x"))
-        seen.add_events([ModelTurnEnded("stop", Usage(input_tokens=1, output_tokens=2))])
-    seen.duration_ns = 1
-    return seen
+        record.add_events(says("x"))
+        record.add_events([ModelTurnEnded("stop", Usage(input_tokens=1, output_tokens=2))])
+    record.duration_ns = 1
+    return record
 
 
 def test_errors_and_servers_are_told() -> None:

@@ -147,15 +147,15 @@ def test_content_is_where_the_operator_wants_it(
         set_all({"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.address, CAPTURE_CONTENT_VARIABLE: capture}),
         OtlpPipelineSettings(profile="option1"),
     )
-    told = {span.name: decode_attributes(span.attributes) for _, span in receiver.spans}
+    attributes = {span.name: decode_attributes(span.attributes) for _, span in receiver.spans}
     for name in ("invoke_agent", "chat scripted"):
-        assert ("gen_ai.output.messages" in told[name]) is spans
-        assert ("gen_ai.input.messages" in told[name]) is spans
-    assert ("gen_ai.tool.call.result" in told["execute_tool echo"]) is spans
+        assert ("gen_ai.output.messages" in attributes[name]) is spans
+        assert ("gen_ai.input.messages" in attributes[name]) is spans
+    assert ("gen_ai.tool.call.result" in attributes["execute_tool echo"]) is spans
     assert bool(receiver.events) is events
     assert all("gen_ai.output.messages" in decode_attributes(each.attributes) for each in receiver.events)
     if not spans and not events:
-        assert "Done" not in str(told)
+        assert "Done" not in str(attributes)
 
 
 class SilentServer:

@@ -166,8 +166,8 @@ def request(metadata: object) -> CreateResponse:
 
 
 def test_a_message_may_say_it_itself() -> None:
-    told = {"ws_request_header_traceparent": PARENT, "ws_request_header_tracestate": "a=1", "more": [1]}
-    found = span_context(ON.extract_parent(request(told)))
+    attributes = {"ws_request_header_traceparent": PARENT, "ws_request_header_tracestate": "a=1", "more": [1]}
+    found = span_context(ON.extract_parent(request(attributes)))
     assert found is not None
     assert (f"{found.trace_id:032x}", found.trace_state.to_header()) == (TRACE, "a=1")
 
