@@ -173,8 +173,9 @@ class FileServiceKit:
 
     async def test_files_of_a_tenant(self, subject: FileServiceSubject) -> None:
         records = [await subject.upload(b"%d" % number) for number in range(MAX_TENANT_FILES)]
-        with pytest.raises(InvalidRequest, match="at most"):
+        with pytest.raises(InvalidRequest) as refused:
             await subject.upload(b"more")
+        assert refused.value.wire_code == "storage_quota_exceeded"
         await subject.files.delete_file(ANN, records[0].id)
         await subject.upload(b"more")
         assert len(await subject.files.list_files(ANN, PageQuery(limit=100))) == MAX_TENANT_FILES
