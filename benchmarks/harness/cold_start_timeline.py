@@ -158,7 +158,7 @@ class SupervisorTimeline:
 
 
 def _instrumented_copy(directory: str) -> Path:
-    copy = Path(directory) / "sandbox_server"
+    copy = Path(directory) / "fumehood" / "sandbox_server"
     shutil.copytree(
         Path(jail_launcher.__file__).parents[1],
         copy,
@@ -168,7 +168,7 @@ def _instrumented_copy(directory: str) -> Path:
     (copy / "inside" / "timeline_recorder.py").write_text(_RECORDER)
     zygote = copy / "inside" / "processes" / "zygote.py"
     zygote.write_text(zygote.read_text() + _INSTALL)
-    for path in [Path(directory), *copy.rglob("*"), copy]:
+    for path in [Path(directory), copy.parent, copy, *copy.rglob("*")]:
         path.chmod(0o755)
     return copy
 

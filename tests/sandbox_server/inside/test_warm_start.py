@@ -113,7 +113,7 @@ async def test_what_one_sandbox_changes_no_other_sees() -> None:
         assert (await run(first, look)).stdout == "7 True # behind\n"
 
 
-async def test_rehearsed_programs_leave_nothing() -> None:
+async def test_warm_up_programs_leave_nothing() -> None:
     async with Supervisor(settings()) as supervisor:
         sandbox = await supervisor.create()
         outcome = await run(
