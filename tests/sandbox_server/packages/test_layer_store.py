@@ -164,7 +164,7 @@ def test_requests_are_remembered(store: LayerStore) -> None:
     assert store.load_record(_key(7)) is None
 
 
-def test_one_turn_at_a_time(store: LayerStore) -> None:
+def test_a_request_has_one_lock(store: LayerStore) -> None:
     with store.try_lock_request(_key(1)) as mine, store.try_lock_request(_key(1)) as other:
         assert (mine, other) == (True, False)
     with store.try_lock_request(_key(1)) as again:
