@@ -316,7 +316,7 @@ def test_answers_that_end_too_soon() -> None:
     for said in (b"", b"\0\0\0\0\1x", b"\0\0\0\0\1x\0\0\0\0\5abc"):
         answers = BundleReader(["a", "b"])
         answers.feed(said)
-        with pytest.raises(InvalidBundle, match="it ended"):
+        with pytest.raises(InvalidBundle, match="the body ended"):
             answers.finish()
 
 

@@ -260,7 +260,7 @@ def test_without_a_place_for_bytecode_code_runs_and_doctor_says_why(python: Path
     (packages / "bytecode").chmod(0o777)
     done = _fumehood(python, packages, "exec", "-c", ASK)
     assert (done.returncode, done.stdout) == (0, "[]\nFalse False\n"), done.stderr
-    assert f"import them slowly: others can write to {packages / 'bytecode'}" in done.stderr
+    assert f"imports are slow: others can write to {packages / 'bytecode'}" in done.stderr
     report = json.loads(_fumehood(python, packages, "doctor", "--json").stdout)
     (finding,) = [finding for finding in report["findings"] if finding["name"] == "bytecode"]
     assert finding["state"] == "warning"
