@@ -9,8 +9,8 @@ from tests.support.scripted_gateway import ScriptedGateway, run_gateway
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running() -> AsyncIterator[ScriptedGateway]:
-    async with run_gateway(body_bytes=100_000) as served:
-        yield served
+    async with run_gateway(body_bytes=100_000) as gateway:
+        yield gateway
 
 
 @pytest_asyncio.fixture(loop_scope="module")

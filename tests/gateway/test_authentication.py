@@ -181,21 +181,21 @@ async def test_refusals_are_openais_and_hold_no_key() -> None:
 
     async with (
         ApiKeyAuthenticator(store, FakeClock(), AnonymousAuthenticator()) as holders,
-        run_gateway(authenticator=holders, request_log=log) as served,
+        run_gateway(authenticator=holders, request_log=log) as gateway,
     ):
-        for party in (TenantClient(served, "fh-wrong"), TenantClient(served, secret + "x")):
+        for party in (TenantClient(gateway, "fh-wrong"), TenantClient(gateway, secret + "x")):
             answer = await party.create()
             assert answer.error == (401, "invalid_api_key", None)
             assert answer.json["error"]["type"] == "invalid_request_error"
             assert answer.headers["www-authenticate"] == "Bearer"
             assert party.secret not in answer.body.decode()
-        assert served.runs.requests == []
-        answer = await TenantClient(served, secret).ask(
+        assert gateway.runs.requests == []
+        answer = await TenantClient(gateway, secret).ask(
             "GET", "/v1/models", **{"OpenAI-Organization": "org-x", "OpenAI-Project": "proj_x"}
         )
         assert answer.status == 200
-        refused = await TenantClient(served, secret).ask("GET", "/metrics")
-        figures = await TenantClient(served, scraper).ask("GET", "/metrics")
+        refused = await TenantClient(gateway, secret).ask("GET", "/metrics")
+        figures = await TenantClient(gateway, scraper).ask("GET", "/metrics")
     assert refused.error == (403, "missing_scope", None)
     assert b"fumehood_requests" in figures.body
     for told in (figures.body.decode(), repr(lines)):

@@ -28,8 +28,8 @@ async def real() -> AsyncIterator[ScriptedGateway]:
     clock = FakeClock()
     store = MemoryStore(clock)
     models = ScriptedModelProvider(ScriptedModel(*([says("yes")] * 1000)))
-    async with run_gateway(runs=EngineRunService(models, [], store, clock), store=store) as served:
-        yield served
+    async with run_gateway(runs=EngineRunService(models, [], store, clock), store=store) as gateway:
+        yield gateway
 
 
 async def ask(real: ScriptedGateway, **fields: Any) -> HttpResponse:

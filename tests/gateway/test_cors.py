@@ -22,9 +22,9 @@ def told(answer: HttpResponse) -> dict[str, str]:
 
 
 async def test_nothing_is_told_unless_origins_were_named() -> None:
-    async with run_gateway() as served:
-        answer = await served.request("GET", "/v1/models", headers={"origin": PAGE})
-        question = await served.request("OPTIONS", "/v1/responses", headers=QUESTION)
+    async with run_gateway() as gateway:
+        answer = await gateway.request("GET", "/v1/models", headers={"origin": PAGE})
+        question = await gateway.request("OPTIONS", "/v1/responses", headers=QUESTION)
     assert told(answer) == {}
     assert question.error[:2] == (405, "method_not_allowed")
     assert told(question) == {}
@@ -35,19 +35,19 @@ async def test_a_browser_asks_without_a_key() -> None:
     secret = await put_key(store)
     async with (
         ApiKeyAuthenticator(store, FakeClock(), AnonymousAuthenticator()) as holders,
-        run_gateway(authenticator=holders, cors=CorsPolicy((PAGE,))) as served,
+        run_gateway(authenticator=holders, cors=CorsPolicy((PAGE,))) as gateway,
     ):
-        question = await served.request("OPTIONS", "/v1/responses", headers=QUESTION)
+        question = await gateway.request("OPTIONS", "/v1/responses", headers=QUESTION)
         assert question.status == 204
         assert told(question)["access-control-allow-origin"] == PAGE
         assert told(question)["access-control-allow-methods"] == "GET, HEAD, POST"
         assert told(question)["access-control-allow-headers"] == QUESTION["access-control-request-headers"]
         assert told(question)["vary"] == "origin"
         assert "access-control-allow-credentials" not in question.headers
-        refused = await served.request("GET", "/v1/models", headers={"origin": PAGE})
+        refused = await gateway.request("GET", "/v1/models", headers={"origin": PAGE})
         assert refused.status == 401  # and the page can read why
         assert told(refused)["access-control-allow-origin"] == PAGE
-        answer = await TenantClient(served, secret).ask("GET", "/v1/models", origin=PAGE)
+        answer = await TenantClient(gateway, secret).ask("GET", "/v1/models", origin=PAGE)
         assert answer.status == 200
         assert "x-request-id" in told(answer)["access-control-expose-headers"]
 
@@ -56,17 +56,17 @@ async def test_a_browser_asks_without_a_key() -> None:
     "origin", ["https://evil.example", "null", "https://app.example.evil.example", "http://app.example", ""]
 )
 async def test_other_pages_are_told_nothing(origin: str) -> None:
-    async with run_gateway(cors=CorsPolicy((PAGE,))) as served:
-        question = await served.request("OPTIONS", "/v1/responses", headers={**QUESTION, "origin": origin})
-        answer = await served.request("GET", "/v1/models", headers={"origin": origin})
+    async with run_gateway(cors=CorsPolicy((PAGE,))) as gateway:
+        question = await gateway.request("OPTIONS", "/v1/responses", headers={**QUESTION, "origin": origin})
+        answer = await gateway.request("GET", "/v1/models", headers={"origin": origin})
     assert told(question) == {"vary": "origin"}
     assert told(answer) == {"vary": "origin"}
 
 
 async def test_every_page() -> None:
-    async with run_gateway(cors=CorsPolicy(("*",))) as served:
-        question = await served.request("OPTIONS", "/v1/nowhere", headers=QUESTION)
-        answer = await served.create_response(headers={"origin": PAGE}, stream=True)
+    async with run_gateway(cors=CorsPolicy(("*",))) as gateway:
+        question = await gateway.request("OPTIONS", "/v1/nowhere", headers=QUESTION)
+        answer = await gateway.create_response(headers={"origin": PAGE}, stream=True)
     assert told(question)["access-control-allow-origin"] == "*"
     assert told(question)["access-control-allow-methods"] == ""
     assert told(answer)["access-control-allow-origin"] == "*"
@@ -74,9 +74,9 @@ async def test_every_page() -> None:
 
 
 async def test_what_is_no_question_is_answered_as_ever() -> None:
-    async with run_gateway(cors=CorsPolicy((PAGE,))) as served:
-        plain = await served.request("OPTIONS", "/v1/responses", headers={"origin": PAGE})
-        strange = await served.request(
+    async with run_gateway(cors=CorsPolicy((PAGE,))) as gateway:
+        plain = await gateway.request("OPTIONS", "/v1/responses", headers={"origin": PAGE})
+        strange = await gateway.request(
             "OPTIONS", "/v1/responses", headers={**QUESTION, "access-control-request-headers": "a b;c"}
         )
     assert plain.status == 405
@@ -94,22 +94,22 @@ def test_who_may_open_a_socket() -> None:
 
 async def test_a_form_of_another_page_is_refused() -> None:
     """A browser sends one without asking first, and without a key it would be everybody's."""
-    async with run_gateway(cors=CorsPolicy((PAGE,))) as served:
+    async with run_gateway(cors=CorsPolicy((PAGE,))) as gateway:
         for origin in ("https://evil.example", "null", ""):
-            refused = await served.upload("a.txt", b"x", headers={"origin": origin})
+            refused = await gateway.upload("a.txt", b"x", headers={"origin": origin})
             assert refused.error[:2] == (403, "forbidden")
-        assert (await served.request("GET", "/v1/files")).json["data"] == []
-        for origin in (PAGE, served.base):
-            assert (await served.upload("a.txt", b"x", headers={"origin": origin})).status == 200
+        assert (await gateway.request("GET", "/v1/files")).json["data"] == []
+        for origin in (PAGE, gateway.base):
+            assert (await gateway.upload("a.txt", b"x", headers={"origin": origin})).status == 200
 
 
 async def test_an_empty_post_of_another_page_is_refused() -> None:
     """A browser sends one without asking first."""
     form = {"content-type": "text/plain"}
-    async with run_gateway(cors=CorsPolicy((PAGE,))) as served:
+    async with run_gateway(cors=CorsPolicy((PAGE,))) as gateway:
         for path in ("/v1/responses/resp_1/cancel", "/v1/responses/compact", "/v1/containers"):
-            refused = await served.request("POST", path, headers={"origin": "https://evil.example", **form})
+            refused = await gateway.request("POST", path, headers={"origin": "https://evil.example", **form})
             assert refused.error[:2] == (403, "forbidden"), path
-        for headers in ({"origin": PAGE}, {"origin": served.base}, {}):
-            answer = await served.request("POST", "/v1/responses/resp_1/cancel", headers={**headers, **form})
+        for headers in ({"origin": PAGE}, {"origin": gateway.base}, {}):
+            answer = await gateway.request("POST", "/v1/responses/resp_1/cancel", headers={**headers, **form})
             assert answer.status == 404

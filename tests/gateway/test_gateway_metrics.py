@@ -30,14 +30,14 @@ from tests.support.two_tenant_gateway import TenantClient, put_key
 from tests.support.websocket_client import open_socket
 
 
-async def page(served: ScriptedGateway) -> MetricsPage:
-    return MetricsPage.parse((await served.request("GET", "/metrics")).body.decode())
+async def page(gateway: ScriptedGateway) -> MetricsPage:
+    return MetricsPage.parse((await gateway.request("GET", "/metrics")).body.decode())
 
 
 async def test_everything_that_can_be_counted_is_there_from_the_beginning() -> None:
     """So that a rate sees the first one, too. What has a route or a model for a label cannot be."""
-    async with run_gateway() as served:
-        shown = await page(served)
+    async with run_gateway() as gateway:
+        shown = await page(gateway)
     counters = {name for name, kind in shown.kinds.items() if kind == "counter"}
     without = counters - {name for name, _ in shown.samples}
     assert without == {
@@ -58,16 +58,16 @@ async def test_limits_are_counted_by_name() -> None:
     )
     async with (
         ApiKeyAuthenticator(store, FakeClock(), AnonymousAuthenticator()) as holders,
-        run_gateway(authenticator=holders, limits=RequestLimits(max_concurrent=1)) as served,
+        run_gateway(authenticator=holders, limits=RequestLimits(max_concurrent=1)) as gateway,
     ):
-        served.runs.script = lambda response: [text_events(response)[:2]]
-        waits = asyncio.ensure_future(TenantClient(served, ann).create())
-        await served.runs.started.wait()
-        answers = [await TenantClient(served, who).create() for who in (ann, ben, ben)]
+        gateway.runs.script = lambda response: [text_events(response)[:2]]
+        waits = asyncio.ensure_future(TenantClient(gateway, ann).create())
+        await gateway.runs.started.wait()
+        answers = [await TenantClient(gateway, who).create() for who in (ann, ben, ben)]
         assert [answer.status for answer in answers] == [429, 429, 429]
-        served.runs.runs[0].cancel("enough")
+        gateway.runs.runs[0].cancel("enough")
         await waits
-        shown = MetricsPage.parse((await TenantClient(served, scraper).ask("GET", "/metrics")).body.decode())
+        shown = MetricsPage.parse((await TenantClient(gateway, scraper).ask("GET", "/metrics")).body.decode())
     limits = ("key_concurrency", "server_concurrency", "rate", "key_memory", "server_memory")
     assert [shown.value("fumehood_limit_rejections_total", limit=limit) for limit in limits] == [
         1,
@@ -88,8 +88,8 @@ async def test_large_bodies_beyond_a_limit() -> None:
             more.reserve(200)
         with limits.memory_budget(somebody) as more, pytest.raises(ServiceUnavailable):
             more.reserve(201)
-    async with run_gateway(limits=limits) as served:
-        shown = await page(served)
+    async with run_gateway(limits=limits) as gateway:
+        shown = await page(gateway)
     assert shown.value("fumehood_limit_rejections_total", limit="key_memory") == 1
     assert shown.value("fumehood_limit_rejections_total", limit="server_memory") == 1
 
@@ -99,13 +99,13 @@ async def test_those_who_may_not_ask() -> None:
     scraper = await put_key(store, scopes=["metrics"])
     async with (
         ApiKeyAuthenticator(store, FakeClock(), AnonymousAuthenticator()) as holders,
-        run_gateway(authenticator=holders) as served,
+        run_gateway(authenticator=holders) as gateway,
     ):
-        assert (await served.create_response()).status == 401
-        assert (await TenantClient(served, "fh-wrong").create()).status == 401
-        assert (await TenantClient(served, "fh-wrong").create()).status == 401
-        assert (await TenantClient(served, scraper).create()).status == 403
-        shown = MetricsPage.parse((await TenantClient(served, scraper).ask("GET", "/metrics")).body.decode())
+        assert (await gateway.create_response()).status == 401
+        assert (await TenantClient(gateway, "fh-wrong").create()).status == 401
+        assert (await TenantClient(gateway, "fh-wrong").create()).status == 401
+        assert (await TenantClient(gateway, scraper).create()).status == 403
+        shown = MetricsPage.parse((await TenantClient(gateway, scraper).ask("GET", "/metrics")).body.decode())
     reasons = ("missing_key", "unknown_key", "scope", "host")
     assert [shown.value("fumehood_auth_rejections_total", reason=reason) for reason in reasons] == [
         1,
@@ -113,19 +113,19 @@ async def test_those_who_may_not_ask() -> None:
         1,
         0,
     ]
-    async with run_gateway() as served:
-        assert (await served.create_response(headers={"host": "evil.example"})).status == 403
-        assert (await page(served)).value("fumehood_auth_rejections_total", reason="host") == 1
+    async with run_gateway() as gateway:
+        assert (await gateway.create_response(headers={"host": "evil.example"})).status == 403
+        assert (await page(gateway)).value("fumehood_auth_rejections_total", reason="host") == 1
 
 
 async def test_sockets_that_are_open() -> None:
-    async with run_gateway() as served:
-        async with open_socket(served) as one, open_socket(served) as other:
+    async with run_gateway() as gateway:
+        async with open_socket(gateway) as one, open_socket(gateway) as other:
             await one.create_and_read()
             await other.create_and_read()
-            assert (await page(served)).value("fumehood_open_websockets") == 2
+            assert (await page(gateway)).value("fumehood_open_websockets") == 2
         async with asyncio.timeout(30):
-            while (await page(served)).value("fumehood_open_websockets"):
+            while (await page(gateway)).value("fumehood_open_websockets"):
                 await asyncio.sleep(0.01)
 
 
@@ -139,10 +139,10 @@ async def test_compactions_within_a_response() -> None:
             if isinstance(event, ResponseCompleted)
         ]
 
-    async with run_gateway() as served:
-        served.runs.script = compacts
-        await served.create_response()
-        assert (await page(served)).value("fumehood_compactions_total", kind="automatic") == 1
+    async with run_gateway() as gateway:
+        gateway.runs.script = compacts
+        await gateway.create_response()
+        assert (await page(gateway)).value("fumehood_compactions_total", kind="automatic") == 1
 
 
 async def test_a_blocked_loop_is_seen() -> None:
@@ -176,9 +176,9 @@ async def test_its_figures_are_on_the_page_unless_it_does_not_answer(monkeypatch
     )
     async with (
         LocalSandboxProvider(settings) as local,
-        run_gateway(metrics=GatewayMetrics(fetch_sandbox_metrics=local.metrics)) as served,
+        run_gateway(metrics=GatewayMetrics(fetch_sandbox_metrics=local.metrics)) as gateway,
     ):
-        shown = await page(served)
+        shown = await page(gateway)
         assert (
             shown.value("fumehood_local_sandbox_server_up"),
             shown.value("fumehood_sandbox_instances"),
@@ -188,7 +188,7 @@ async def test_its_figures_are_on_the_page_unless_it_does_not_answer(monkeypatch
         monkeypatch.setattr(gateway_metrics, "_SANDBOX_METRICS_TIMEOUT", 0.2)
         for blow in (signal.SIGSTOP, signal.SIGKILL):
             os.kill(pid, blow)
-            shown = await page(served)
+            shown = await page(gateway)
             assert shown.value("fumehood_local_sandbox_server_up") == 0
             assert "fumehood_sandbox_instances" not in shown.kinds
             assert shown.value("fumehood_requests_total", route="/metrics", status="200") >= 1
@@ -201,9 +201,9 @@ async def test_its_figures_are_on_the_page_unless_it_does_not_answer(monkeypatch
 
 
 async def test_without_one_nothing_is_said_of_it() -> None:
-    async with run_gateway() as served:
+    async with run_gateway() as gateway:
         assert not [
             name
-            for name, _ in (await page(served)).samples
+            for name, _ in (await page(gateway)).samples
             if name.startswith(("fumehood_sandbox", "fumehood_local_sandbox"))
         ]

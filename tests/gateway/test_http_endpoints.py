@@ -166,9 +166,9 @@ async def test_a_compressed_body_is_refused(gateway: ScriptedGateway) -> None:
 async def test_a_name_that_is_not_ours_is_refused(host: str, status: int) -> None:
     from fumehood.gateway.authentication import AnonymousAuthenticator
 
-    async with run_gateway(authenticator=AnonymousAuthenticator(("known.example",))) as served:
+    async with run_gateway(authenticator=AnonymousAuthenticator(("known.example",))) as gateway:
         for _ in range(2):
-            assert (await served.request("GET", "/v1/models", headers={"host": host})).status == status
+            assert (await gateway.request("GET", "/v1/models", headers={"host": host})).status == status
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ async def test_a_caller_who_leaves_early_is_no_error(
 
 
 @pytest.mark.parametrize(
-    ("refusal", "expected", "retry"),
+    ("rejection", "expected", "retry"),
     [
         (PreviousResponseNotFound("no", param="x"), (400, "previous_response_not_found", "x"), None),
         (RateLimited("later", retry_after=7), (429, "rate_limit_exceeded", None), "7"),
@@ -269,9 +269,9 @@ async def test_a_caller_who_leaves_early_is_no_error(
     ],
 )  # fmt: skip
 async def test_what_the_engine_refuses(
-    gateway: ScriptedGateway, refusal: Exception, expected: Any, retry: str | None
+    gateway: ScriptedGateway, rejection: Exception, expected: Any, retry: str | None
 ) -> None:
-    gateway.runs.refusal = refusal
+    gateway.runs.rejection = rejection
     for streamed in (False, True):
         answer = await gateway.create_response(stream=streamed)
         assert answer.error == expected
@@ -281,7 +281,7 @@ async def test_what_the_engine_refuses(
 async def test_a_fault_of_ours_is_a_500_that_tells_nothing_and_is_logged_once(
     gateway: ScriptedGateway, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gateway.runs.refusal = RuntimeError("a secret")
+    gateway.runs.rejection = RuntimeError("a secret")
     answer = await gateway.create_response()
     assert answer.error == (500, "server_error", None)
     assert b"secret" not in answer.body
@@ -330,16 +330,16 @@ async def test_a_head_without_end_is_refused(gateway: ScriptedGateway) -> None:
 
 
 async def test_more_responses_at_once_than_allowed() -> None:
-    async with run_gateway(max_concurrent=1) as served:
-        served.runs.script = lambda response: [text_events(response)[:2]]
-        async with served.post_response(stream=True) as (reader, _):
+    async with run_gateway(max_concurrent=1) as gateway:
+        gateway.runs.script = lambda response: [text_events(response)[:2]]
+        async with gateway.post_response(stream=True) as (reader, _):
             await reader.readuntil(b"\r\n\r\n")
-            refused = await served.create_response()
-            run = served.runs.runs[0]
+            refused = await gateway.create_response()
+            run = gateway.runs.runs[0]
             run.emit(*text_events(run.response)[2:])
             await reader.readuntil(b"0\r\n\r\n")
-        served.runs.script = lambda response: [text_events(response)]
-        assert (await served.create_response()).status == 200
+        gateway.runs.script = lambda response: [text_events(response)]
+        assert (await gateway.create_response()).status == 200
     assert refused.error == (429, "rate_limit_exceeded", None)
     assert refused.headers["retry-after"] == "1"
 
@@ -353,15 +353,15 @@ async def test_health_readiness_and_figures() -> None:
     async def unready() -> str | None:
         return reason
 
-    async with run_gateway(readiness_problem=unready) as served:
-        assert (await served.request("GET", "/healthz")).json == {"status": "ok"}
-        refused = await served.request("GET", "/readyz")
+    async with run_gateway(readiness_problem=unready) as gateway:
+        assert (await gateway.request("GET", "/healthz")).json == {"status": "ok"}
+        refused = await gateway.request("GET", "/readyz")
         assert (refused.status, refused.json["error"]["message"]) == (503, reason)
         reason = None
-        assert (await served.request("GET", "/readyz")).json == {"status": "ready"}
-        await served.create_response()
-        await served.request("GET", "/v1/responses/resp_very_secret")
-        figures = await served.request("GET", "/metrics")
+        assert (await gateway.request("GET", "/readyz")).json == {"status": "ready"}
+        await gateway.create_response()
+        await gateway.request("GET", "/v1/responses/resp_very_secret")
+        figures = await gateway.request("GET", "/metrics")
     text = figures.body.decode()
     assert figures.headers["content-type"].startswith("text/plain")
     assert 'fumehood_requests_total{route="/v1/responses",status="200"} 1.0' in text
@@ -395,36 +395,36 @@ async def test_one_line_a_request_without_content(
 
 
 async def test_a_stopped_server_lets_streams_end() -> None:
-    async with run_gateway() as served:
-        served.runs.script = lambda response: [text_events(response)[:2]]
-        async with served.post_response(stream=True) as (reader, _):
+    async with run_gateway() as gateway:
+        gateway.runs.script = lambda response: [text_events(response)[:2]]
+        async with gateway.post_response(stream=True) as (reader, _):
             await reader.readuntil(b"\r\n\r\n")
-            served.server.stop()
+            gateway.server.stop()
             body = await reader.readuntil(b"0\r\n\r\n")
-        await served.task
+        await gateway.task
         assert body.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-        assert served.runs.drained == 1.0
+        assert gateway.runs.drained == 1.0
         with pytest.raises(OSError):
-            await asyncio.open_connection("127.0.0.1", served.port)
+            await asyncio.open_connection("127.0.0.1", gateway.port)
 
 
 async def test_a_second_stop_is_at_once() -> None:
-    async with run_gateway() as served:
-        served.runs.script = lambda response: [text_events(response)[:2]]
-        served.runs.stubborn = True
-        async with served.post_response(stream=True) as (reader, _):
+    async with run_gateway() as gateway:
+        gateway.runs.script = lambda response: [text_events(response)[:2]]
+        gateway.runs.stubborn = True
+        async with gateway.post_response(stream=True) as (reader, _):
             await reader.readuntil(b"\r\n\r\n")
-            served.server.stop()
-            await served.runs.draining.wait()
-            assert not served.task.done()
-            served.server.stop()
+            gateway.server.stop()
+            await gateway.runs.draining.wait()
+            assert not gateway.task.done()
+            gateway.server.stop()
             async with asyncio.timeout(4):  # less than connections are waited for otherwise
-                await served.task
+                await gateway.task
 
 
 async def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_context, "_BODY_TIMEOUT", 0.1)
-    async with run_gateway() as served, served.open_connection() as (reader, writer):
+    async with run_gateway() as gateway, gateway.open_connection() as (reader, writer):
         writer.write(
             b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             b"content-length: 10\r\n\r\n{"
@@ -437,7 +437,7 @@ async def test_a_body_that_drips(path: str, monkeypatch: pytest.MonkeyPatch) -> 
     """Something comes all the time, and yet it ends."""
     monkeypatch.setattr(request_context, "_BODY_TIMEOUT", 0.2)
     kind = "application/json" if path == "/v1/responses" else form_type()["content-type"]
-    async with run_gateway() as served, served.open_connection() as (reader, writer):
+    async with run_gateway() as gateway, gateway.open_connection() as (reader, writer):
         writer.write(
             f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {kind}\r\n"
             "content-length: 100000\r\n\r\n".encode()
@@ -452,5 +452,5 @@ async def test_a_body_that_drips(path: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_figures_may_be_hidden() -> None:
-    async with run_gateway(serve_metrics=False) as served:
-        assert (await served.request("GET", "/metrics")).status == 404
+    async with run_gateway(serve_metrics=False) as gateway:
+        assert (await gateway.request("GET", "/metrics")).status == 404

@@ -42,14 +42,14 @@ async def test_a_key_without_the_scope_of_a_route_is_refused(method: str, path: 
     body = None if method != "POST" else {"model": "scripted", "input": "hi"}
     async with (
         ApiKeyAuthenticator(store, FakeClock(), AnonymousAuthenticator()) as holders,
-        run_gateway(authenticator=holders) as served,
+        run_gateway(authenticator=holders) as gateway,
     ):
-        refused = await TenantClient(served, others).ask(method, place, body)
+        refused = await TenantClient(gateway, others).ask(method, place, body)
         assert refused.error == MISSING
         assert refused.json["error"]["type"] == "invalid_request_error"
         assert f"Missing scopes: {scope}." in refused.json["error"]["message"]
-        assert served.runs.requests == []
-        answer = await TenantClient(served, only).ask(method, place, body)
+        assert gateway.runs.requests == []
+        answer = await TenantClient(gateway, only).ask(method, place, body)
         assert answer.status not in (401, 403)
 
 
@@ -58,20 +58,20 @@ async def test_a_metrics_key_reads_metrics_and_runs_no_code() -> None:
     scraper = await put_key(store, scopes=["metrics"])
     async with (
         ApiKeyAuthenticator(store, FakeClock(), AnonymousAuthenticator()) as holders,
-        run_gateway(authenticator=holders) as served,
+        run_gateway(authenticator=holders) as gateway,
     ):
-        party = TenantClient(served, scraper)
+        party = TenantClient(gateway, scraper)
         assert (await party.ask("GET", "/metrics")).status == 200
         for (method, path), scope in ROUTES.items():
             if scope in TENANT_SCOPES:
                 answer = await party.ask(method, re.sub(r"\{.*?\}", "none", path), {})
                 assert answer.error == MISSING, (method, path)
-        with pytest.raises(InvalidStatus) as refusal:
-            async with open_socket(served, additional_headers=party.headers):
+        with pytest.raises(InvalidStatus) as rejection:
+            async with open_socket(gateway, additional_headers=party.headers):
                 pass
-        assert refusal.value.response.status_code == 403
-        assert b"missing_scope" in (refusal.value.response.body or b"")
-        assert served.runs.requests == []
+        assert rejection.value.response.status_code == 403
+        assert b"missing_scope" in (rejection.value.response.body or b"")
+        assert gateway.runs.requests == []
 
 
 async def test_a_key_for_which_no_scopes_were_named_is_for_everything_but_metrics() -> None:
@@ -79,18 +79,18 @@ async def test_a_key_for_which_no_scopes_were_named_is_for_everything_but_metric
     secret = await put_key(store)
     async with (
         ApiKeyAuthenticator(store, FakeClock(), AnonymousAuthenticator()) as holders,
-        run_gateway(authenticator=holders) as served,
+        run_gateway(authenticator=holders) as gateway,
     ):
-        party = TenantClient(served, secret)
+        party = TenantClient(gateway, secret)
         assert (await party.create()).status == 200
         for path in ("/v1/models", "/v1/containers", "/v1/files"):
             assert (await party.ask("GET", path)).status == 200
         assert (await party.ask("GET", "/metrics")).error == MISSING
-        async with open_socket(served, additional_headers=party.headers):
+        async with open_socket(gateway, additional_headers=party.headers):
             pass
 
 
 async def test_where_no_keys_are_needed_everything_is_allowed() -> None:
-    async with run_gateway() as served:
-        assert (await served.request("GET", "/metrics")).status == 200
-        assert (await served.create_response()).status == 200
+    async with run_gateway() as gateway:
+        assert (await gateway.request("GET", "/metrics")).status == 200
+        assert (await gateway.create_response()).status == 200

@@ -72,10 +72,10 @@ async def test_ten_thousand_items_leave_the_loop_free() -> None:
     clock, model = FakeClock(), CheckingModel()
     store = MemoryStore(clock)
     runs = EngineRunService(ScriptedModelProvider(model), [], store, clock)
-    async with run_gateway(runs=runs, store=store, body_bytes=32 << 20) as served:
-        few = await served.create_response(input=[message("one")])
-        many = await served.create_response(input=[message(f"number {number}") for number in range(10_000)])
-        wrong = await served.create_response(input=[*[message("right")] * 5000, {"content": "whose?"}])
+    async with run_gateway(runs=runs, store=store, body_bytes=32 << 20) as gateway:
+        few = await gateway.create_response(input=[message("one")])
+        many = await gateway.create_response(input=[message(f"number {number}") for number in range(10_000)])
+        wrong = await gateway.create_response(input=[*[message("right")] * 5000, {"content": "whose?"}])
     assert (few.status, many.status) == (200, 200)
     assert model.threads[0] == threading.get_ident()
     assert model.threads[1] != threading.get_ident()
@@ -183,17 +183,17 @@ async def test_a_large_compaction_is_opened_beside_the_loop() -> None:
 
 
 async def test_only_so_much_of_all_bodies_is_held() -> None:
-    async with run_gateway(limits=RequestLimits(max_memory_bytes=1_000_000)) as served:
-        served.runs.script = lambda response: [text_events(response)[:2]]
-        async with served.post_response(stream=True, input=BIG) as (reader, _):
+    async with run_gateway(limits=RequestLimits(max_memory_bytes=1_000_000)) as gateway:
+        gateway.runs.script = lambda response: [text_events(response)[:2]]
+        async with gateway.post_response(stream=True, input=BIG) as (reader, _):
             await reader.readuntil(b"\r\n\r\n")
-            served.runs.script = lambda response: [text_events(response)]
-            answer = await served.create_response(input=BIG)
-            small = await served.create_response(input="hi")
-            run = served.runs.runs[0]
+            gateway.runs.script = lambda response: [text_events(response)]
+            answer = await gateway.create_response(input=BIG)
+            small = await gateway.create_response(input="hi")
+            run = gateway.runs.runs[0]
             run.emit(*text_events(run.response)[2:])
             await reader.readuntil(b"0\r\n\r\n")
-        again = await served.create_response(input=BIG)
+        again = await gateway.create_response(input=BIG)
     assert answer.error == (503, "server_error", None)
     assert answer.headers["retry-after"] == "1"
     assert (small.status, again.status) == (200, 200)
@@ -204,59 +204,59 @@ async def test_a_run_that_may_be_asked_for_again_holds_its_body_when_nobody_is_t
 ) -> None:
     monkeypatch.setattr(idempotency, "DISCONNECT_GRACE_SECONDS", 600.0)
     key = {"idempotency-key": "one"}
-    async with run_gateway(limits=RequestLimits(max_memory_bytes=1_000_000)) as served:
-        served.runs.script = lambda response: [text_events(response)[:2]]
-        async with served.post_response(key, stream=True, input=BIG) as (reader, writer):
+    async with run_gateway(limits=RequestLimits(max_memory_bytes=1_000_000)) as gateway:
+        gateway.runs.script = lambda response: [text_events(response)[:2]]
+        async with gateway.post_response(key, stream=True, input=BIG) as (reader, writer):
             await reader.readuntil(b"\r\n\r\n")
             writer.transport.abort()
         async with asyncio.timeout(PATIENCE):
-            while b"\nfumehood_open_streams 0.0\n" not in (await served.request("GET", "/metrics")).body:
+            while b"\nfumehood_open_streams 0.0\n" not in (await gateway.request("GET", "/metrics")).body:
                 await asyncio.sleep(0)
-        served.runs.script = lambda response: [text_events(response)]
-        meanwhile = await served.create_response(input=BIG)
-        run = served.runs.runs[0]
+        gateway.runs.script = lambda response: [text_events(response)]
+        meanwhile = await gateway.create_response(input=BIG)
+        run = gateway.runs.runs[0]
         run.emit(*text_events(run.response)[2:])
         async with asyncio.timeout(PATIENCE):
-            while (again := await served.create_response(input=BIG)).status == 503:
+            while (again := await gateway.create_response(input=BIG)).status == 503:
                 pass
-        refused = await served.create_response(
+        refused = await gateway.create_response(
             headers={"idempotency-key": "two"}, input=BIG, include=["nothing"]
         )
-        last = await served.create_response(headers={"idempotency-key": "three"}, input=BIG)
+        last = await gateway.create_response(headers={"idempotency-key": "three"}, input=BIG)
     assert (meanwhile.status, again.status, refused.status, last.status) == (503, 200, 400, 200)
 
 
 async def test_what_was_refused_holds_nothing() -> None:
-    async with run_gateway(limits=RequestLimits(max_memory_bytes=1_000_000)) as served:
-        served.runs.refusal = InvalidRequest("No.")
+    async with run_gateway(limits=RequestLimits(max_memory_bytes=1_000_000)) as gateway:
+        gateway.runs.rejection = InvalidRequest("No.")
         for _ in range(3):
-            assert (await served.create_response(input=BIG)).status == 400
-            assert (await served.create_response(input=BIG, include=["nothing"])).status == 400
-        served.runs.refusal = None
-        assert (await served.create_response(input=BIG)).status == 200
+            assert (await gateway.create_response(input=BIG)).status == 400
+            assert (await gateway.create_response(input=BIG, include=["nothing"])).status == 400
+        gateway.runs.rejection = None
+        assert (await gateway.create_response(input=BIG)).status == 200
 
 
 async def test_what_a_short_request_refers_to_is_held_like_a_body() -> None:
-    async with run_gateway(limits=RequestLimits(max_memory_bytes=1_000_000)) as served:
-        served.runs.refers_to = 700_000
-        served.runs.script = lambda response: [text_events(response)[:2]]
-        async with served.post_response(stream=True) as (reader, _):
+    async with run_gateway(limits=RequestLimits(max_memory_bytes=1_000_000)) as gateway:
+        gateway.runs.refers_to = 700_000
+        gateway.runs.script = lambda response: [text_events(response)[:2]]
+        async with gateway.post_response(stream=True) as (reader, _):
             await reader.readuntil(b"\r\n\r\n")
             answers = [
-                await served.create_response(),
-                await served.create_response(headers={"idempotency-key": "one"}),
-                await served.create_response(input=BIG),
+                await gateway.create_response(),
+                await gateway.create_response(headers={"idempotency-key": "one"}),
+                await gateway.create_response(input=BIG),
             ]
-            async with connect_websocket(served.port) as socket:
+            async with connect_websocket(gateway.port) as socket:
                 await socket.ask()
                 over_socket = error_of((await socket.read_response())[-1])
-            served.runs.script = lambda response: [text_events(response)]
-            run = served.runs.runs[0]
+            gateway.runs.script = lambda response: [text_events(response)]
+            run = gateway.runs.runs[0]
             run.emit(*text_events(run.response)[2:])
             await reader.readuntil(b"0\r\n\r\n")
         again = [
-            await served.create_response(),
-            await served.create_response(headers={"idempotency-key": "one"}),
+            await gateway.create_response(),
+            await gateway.create_response(headers={"idempotency-key": "one"}),
         ]
     assert [answer.error for answer in answers] == [(503, "server_error", None)] * 3
     assert over_socket == (503, "server_error", None)
@@ -276,18 +276,18 @@ async def test_uploads_that_an_input_names_are_held_until_the_response_is_there(
         ScriptedModelProvider(model), [], store, clock, attachments=InputFileLoader(uploads)
     )
     limits = RequestLimits(max_memory_bytes=1_000_000)
-    async with run_gateway(runs=runs, store=store, limits=limits) as served:
-        first = await served.create_response(input=asked)
+    async with run_gateway(runs=runs, store=store, limits=limits) as gateway:
+        first = await gateway.create_response(input=asked)
         paths = ("", "/input_tokens", "/compact")
         with limits.memory_budget(Caller()) as room:
             room.reserve(100_000)
             refusals = [
-                await served.request("POST", f"/v1/responses{path}", {"model": "small", "input": asked})
+                await gateway.request("POST", f"/v1/responses{path}", {"model": "small", "input": asked})
                 for path in paths
             ]
-        again = await served.create_response(input=asked)
+        again = await gateway.create_response(input=asked)
     assert (first.status, again.status) == (200, 200)
-    assert [refusal.error for refusal in refusals] == [(503, "server_error", None)] * 3
+    assert [rejection.error for rejection in refusals] == [(503, "server_error", None)] * 3
 
 
 async def test_the_conversation_that_a_short_request_continues_is_held_like_a_body() -> None:
@@ -297,25 +297,25 @@ async def test_the_conversation_that_a_short_request_continues_is_held_like_a_bo
     runs = EngineRunService(ScriptedModelProvider(model), [], store, clock, sealer=PlainSealer())
     limits = RequestLimits(max_memory_bytes=1_000_000)
     paths = ("", "/input_tokens", "/compact")
-    async with run_gateway(runs=runs, store=store, limits=limits) as served:
-        large, small = [(await served.create_response(input=said)).json["id"] for said in (BIG, "hi")]
-        [item, *_] = (await served.request("GET", f"/v1/responses/{large}/input_items")).json["data"]
+    async with run_gateway(runs=runs, store=store, limits=limits) as gateway:
+        large, small = [(await gateway.create_response(input=said)).json["id"] for said in (BIG, "hi")]
+        [item, *_] = (await gateway.request("GET", f"/v1/responses/{large}/input_items")).json["data"]
         continued: list[Any] = [
             {"model": "small", "input": "and?", "previous_response_id": large},
             {"model": "small", "input": [{"type": "item_reference", "id": item["id"]}]},
         ]
-        async with connect_websocket(served.port) as socket:
+        async with connect_websocket(gateway.port) as socket:
             held = await socket.create_and_read(input=BIG)  # which is not stored, but here
             with limits.memory_budget(Caller()) as room:
                 room.reserve(500_000)
                 answers = [
-                    await served.request("POST", f"/v1/responses{path}", body)
+                    await gateway.request("POST", f"/v1/responses{path}", body)
                     for path in paths
                     for body in continued
                 ]
-                of_small = await served.create_response(previous_response_id=small)
+                of_small = await gateway.create_response(previous_response_id=small)
                 over_socket = await socket.read_error(previous_response_id=held["id"])
-        again = [await served.request("POST", "/v1/responses", body) for body in continued]
+        again = [await gateway.request("POST", "/v1/responses", body) for body in continued]
         with limits.memory_budget(Caller()) as room:  # all of it was given back
             room.reserve(1_000_000)
     assert [answer.error for answer in answers] == [(503, "server_error", None)] * 6
@@ -329,9 +329,9 @@ async def test_what_can_never_be_held_is_not_to_come_again() -> None:
     runs = EngineRunService(ScriptedModelProvider(ScriptedModel(says(BIG))), [], store, clock)
     async with run_gateway(
         runs=runs, store=store, limits=RequestLimits(max_memory_bytes=1_000_000)
-    ) as served:
-        first = await served.create_response(input=BIG)  # which is more with its answer
-        answer = await served.create_response(previous_response_id=first.json["id"])
+    ) as gateway:
+        first = await gateway.create_response(input=BIG)  # which is more with its answer
+        answer = await gateway.create_response(previous_response_id=first.json["id"])
     assert answer.error == (413, "request_too_large", None)
     assert "retry-after" not in answer.headers
 
@@ -345,20 +345,20 @@ async def test_what_is_read_from_the_store_is_held_while_it_is_sent() -> None:
     keys: list[Any] = [
         {"stream": stream, "headers": {"idempotency-key": f"{stream}"}} for stream in (False, True)
     ]
-    async with run_gateway(runs=runs, store=store, limits=limits) as served:
+    async with run_gateway(runs=runs, store=store, limits=limits) as gateway:
         large, small = [
-            f"/v1/responses/{(await served.create_response(input=said)).json['id']}" for said in (BIG, "hi")
+            f"/v1/responses/{(await gateway.create_response(input=said)).json['id']}" for said in (BIG, "hi")
         ]
         paths = [f"{of}{what}" for of in (large, small) for what in ("", "/input_items")]
         with limits.memory_budget(Caller()) as room:
             room.reserve(1_500_000)
-            answers = [await served.request("GET", path) for path in paths]
-        again = [await served.request("GET", path) for path in paths]
-        told = [await served.create_response(**key) for key in keys]
+            answers = [await gateway.request("GET", path) for path in paths]
+        again = [await gateway.request("GET", path) for path in paths]
+        told = [await gateway.create_response(**key) for key in keys]
         with limits.memory_budget(Caller()) as room:
             room.reserve(1_500_000)
-            told += [await served.create_response(**key) for key in keys]
-        told += [await served.create_response(**key) for key in keys]
+            told += [await gateway.create_response(**key) for key in keys]
+        told += [await gateway.create_response(**key) for key in keys]
         with limits.memory_budget(Caller()) as room:  # all of it was given back
             room.reserve(2_000_000)
     assert [answer.status for answer in answers] == [503, 503, 200, 200]
@@ -389,38 +389,38 @@ async def test_a_long_answer_waits_for_its_reader_piece_by_piece(size: int) -> N
 
 
 async def test_messages_are_held_from_when_they_wait_until_they_are_answered_or_forgotten() -> None:
-    async with run_gateway(limits=RequestLimits(max_memory_bytes=1_000_000)) as served:
-        served.runs.script = lambda response: [text_events(response)[:2]]
-        async with connect_websocket(served.port) as socket:
+    async with run_gateway(limits=RequestLimits(max_memory_bytes=1_000_000)) as gateway:
+        gateway.runs.script = lambda response: [text_events(response)[:2]]
+        async with connect_websocket(gateway.port) as socket:
             await socket.ask()
             await socket.ask(input=BIG)  # waits in the lane
             await socket.ask(stream_id="other", input=BIG)
             assert error_of((await socket.read_response())[-1]) == (503, "server_error", None)
-            assert (await served.create_response(input=BIG)).status == 503
-            served.runs.script = lambda response: [text_events(response)]
-            first = served.runs.runs[0]
+            assert (await gateway.create_response(input=BIG)).status == 503
+            gateway.runs.script = lambda response: [text_events(response)]
+            first = gateway.runs.runs[0]
             first.emit(*text_events(first.response)[2:])
             for _ in range(2):
                 assert (await socket.read_response())[-1]["type"] == "response.completed"
-            assert (await served.create_response(input=BIG)).status == 200
+            assert (await gateway.create_response(input=BIG)).status == 200
 
-            served.runs.script = lambda response: [text_events(response)[:2]]
+            gateway.runs.script = lambda response: [text_events(response)[:2]]
             await socket.ask()
             await socket.ask(input=BIG)
             await socket.ask(stream_id="other", input=BIG)
             assert error_of((await socket.read_response())[-1]) == (503, "server_error", None)
         async with asyncio.timeout(PATIENCE):
-            await served.runs.runs[-1].ended.wait()
-        served.runs.script = lambda response: [text_events(response)]
-        assert (await served.create_response(input=BIG)).status == 200
+            await gateway.runs.runs[-1].ended.wait()
+        gateway.runs.script = lambda response: [text_events(response)]
+        assert (await gateway.create_response(input=BIG)).status == 200
 
 
 async def test_a_body_of_too_many_values_is_refused() -> None:
     """Decoding them would keep everybody waiting for seconds, be it in another thread."""
     start = b'{"model":"small","input":'
-    async with run_gateway(body_bytes=32 << 20) as served:
-        few = await served.request("POST", "/v1/responses", start + b'"' + b"1," * 510_000 + b'"}')
-        many = await served.request("POST", "/v1/responses", start + b"[" + b"1," * 510_000 + b"1]}")
+    async with run_gateway(body_bytes=32 << 20) as gateway:
+        few = await gateway.request("POST", "/v1/responses", start + b'"' + b"1," * 510_000 + b'"}')
+        many = await gateway.request("POST", "/v1/responses", start + b"[" + b"1," * 510_000 + b"1]}")
     assert few.status == 200
     assert many.error == (400, "invalid_json", None)
     assert "more than 500000 JSON values" in many.json["error"]["message"]

@@ -91,11 +91,11 @@ def test_it_fits_the_types() -> None:
 
 
 async def test_it_is_served() -> None:
-    async with run_gateway() as served:
-        answer = await served.request("GET", "/openapi.json")
+    async with run_gateway() as gateway:
+        answer = await gateway.request("GET", "/openapi.json")
     assert answer.json == DOCUMENT
-    async with run_gateway(serve_metrics=False) as served:
-        assert "/metrics" not in (await served.request("GET", "/openapi.json")).json["paths"]
+    async with run_gateway(serve_metrics=False) as gateway:
+        assert "/metrics" not in (await gateway.request("GET", "/openapi.json")).json["paths"]
 
 
 # --- kept ---------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class Target:
     """A gateway with keys on a loop of its own, over the real engine and SQLite: what attacks it is blocking code."""
 
     def __init__(self, directory: Path) -> None:
-        self.house: TenantGateway | None = None
+        self.tenant_gateway: TenantGateway | None = None
         self.objects: TenantObjects | None = None
         self._directory = directory
         self._ready = threading.Event()
@@ -117,8 +117,8 @@ class Target:
 
     async def _serve(self) -> None:
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
-        async with two_tenants(self._directory, body_bytes=100_000) as self.house:
-            self.objects = await create_objects(self.house.ann)
+        async with two_tenants(self._directory, body_bytes=100_000) as self.tenant_gateway:
+            self.objects = await create_objects(self.tenant_gateway.ann)
             self._ready.set()
             await self._done.wait()
 
@@ -157,8 +157,8 @@ def test_very_many_requests(case: Any, target: Target) -> None:
 
 def check(case: Any, target: Target) -> None:
     """What the description allows and what it does not: no answer is a 5xx or one that it does not have."""
-    house, objects = target.house, target.objects
-    assert house is not None
+    tenant_gateway, objects = target.tenant_gateway, target.objects
+    assert tenant_gateway is not None
     assert objects is not None
     parameters: dict[str, Any] = case.path_parameters or {}
     for name, value in parameters.items():  # half of the time something that is there
@@ -167,16 +167,16 @@ def check(case: Any, target: Target) -> None:
     body: Any = case.body
     if isinstance(body, dict) and isinstance(cast("dict[str, Any]", body).get("model"), str):
         body["model"] = "scripted"
-    before = house.table_rows()
+    before = tenant_gateway.table_rows()
     headers: dict[str, str] = case.headers or {}
     answer = case.call(
-        base_url=house.served.base,
+        base_url=tenant_gateway.gateway.base,
         timeout=30,
-        headers={**headers, "authorization": f"Bearer {house.ann.secret}"},
+        headers={**headers, "authorization": f"Bearer {tenant_gateway.ann.secret}"},
     )
     assert answer.status_code < 500, (case, answer.text)
     described = case.operation.definition.raw["responses"]
     assert str(answer.status_code) in described, (answer.status_code, answer.text)
     if answer.status_code >= 400:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-        assert house.table_rows() == before, "a request that was refused has left something"
+        assert tenant_gateway.table_rows() == before, "a request that was refused has left something"

@@ -44,8 +44,8 @@ class Target:
         models = ScriptedModelProvider(ScriptedModel(*([says("yes")] * 5000)))
         async with run_gateway(
             runs=EngineRunService(models, [], store, clock), store=store, body_bytes=200_000
-        ) as served:
-            self.port, self._done, self._loop = served.port, asyncio.Event(), asyncio.get_running_loop()
+        ) as gateway:
+            self.port, self._done, self._loop = gateway.port, asyncio.Event(), asyncio.get_running_loop()
             self._ready.set()
             await self._done.wait()
 

@@ -21,7 +21,7 @@ from tests.support.two_tenant_gateway import TenantClient, put_key, two_tenants
 
 @dataclass
 class Parties:
-    served: ScriptedGateway
+    gateway: ScriptedGateway
     clock: FakeClock
     ann: TenantClient
     ben: TenantClient
@@ -36,9 +36,9 @@ async def parties(
     limits = RequestLimits(usual, max_concurrent=total, monotonic=clock.monotonic)
     async with (
         ApiKeyAuthenticator(store, clock, AnonymousAuthenticator()) as holders,
-        run_gateway(authenticator=holders, limits=limits) as served,
+        run_gateway(authenticator=holders, limits=limits) as gateway,
     ):
-        yield Parties(served, clock, *(TenantClient(served, secret) for secret in secrets))
+        yield Parties(gateway, clock, *(TenantClient(gateway, secret) for secret in secrets))
 
 
 def told(answer: HttpResponse) -> tuple[str, str, str]:
@@ -49,68 +49,68 @@ def told(answer: HttpResponse) -> tuple[str, str, str]:
 
 
 async def test_requests_in_a_minute() -> None:
-    async with parties(ApiKeyLimits(requests_per_minute=2)) as house:
-        assert told(await house.ann.create()) == ("2", "1", "30s")
-        assert told(await house.ann.create()) == ("2", "0", "1m0s")
-        refused = await house.ann.create()
+    async with parties(ApiKeyLimits(requests_per_minute=2)) as tenant_gateway:
+        assert told(await tenant_gateway.ann.create()) == ("2", "1", "30s")
+        assert told(await tenant_gateway.ann.create()) == ("2", "0", "1m0s")
+        refused = await tenant_gateway.ann.create()
         assert refused.error == (429, "rate_limit_exceeded", None)
         assert refused.headers["retry-after"] == "30"
         assert told(refused) == ("2", "0", "1m0s")
-        assert told(await house.ben.create()) == ("2", "1", "30s")
-        house.clock.advance(29.9)
-        assert (await house.ann.create()).headers["retry-after"] == "1"
-        house.clock.advance(0.2)
-        assert told(await house.ann.create()) == ("2", "0", "1m0s")
-        assert len(house.served.runs.requests) == 4
+        assert told(await tenant_gateway.ben.create()) == ("2", "1", "30s")
+        tenant_gateway.clock.advance(29.9)
+        assert (await tenant_gateway.ann.create()).headers["retry-after"] == "1"
+        tenant_gateway.clock.advance(0.2)
+        assert told(await tenant_gateway.ann.create()) == ("2", "0", "1m0s")
+        assert len(tenant_gateway.gateway.runs.requests) == 4
 
 
 async def test_what_asks_no_model_is_not_counted() -> None:
-    async with parties(ApiKeyLimits(requests_per_minute=1)) as house:
+    async with parties(ApiKeyLimits(requests_per_minute=1)) as tenant_gateway:
         for _ in range(3):
-            answer = await house.ann.ask("GET", "/v1/models")
+            answer = await tenant_gateway.ann.ask("GET", "/v1/models")
             assert answer.status == 200
             assert "x-ratelimit-limit-requests" not in answer.headers
 
 
 async def test_a_request_that_is_refused_has_counted() -> None:
-    async with parties(ApiKeyLimits(requests_per_minute=2)) as house:
-        refused = await house.ann.ask("POST", "/v1/responses", b"{")
+    async with parties(ApiKeyLimits(requests_per_minute=2)) as tenant_gateway:
+        refused = await tenant_gateway.ann.ask("POST", "/v1/responses", b"{")
         assert refused.status == 400
         assert told(refused) == ("2", "1", "30s")
 
 
 async def test_a_key_has_limits_of_its_own() -> None:
     usual = ApiKeyLimits(requests_per_minute=5, body_bytes=1000)
-    async with parties(usual, ann=ApiKeyLimits(requests_per_minute=60, body_bytes=100)) as house:
-        assert told(await house.ann.create()) == ("60", "59", "1s")
-        assert told(await house.ben.create()) == ("5", "4", "12s")
-        assert (await house.ann.create(input="x" * 100)).error == (413, "request_too_large", None)
-        assert (await house.ben.create(input="x" * 100)).status == 200
-        assert (await house.ben.create(input="x" * 1000)).error == (413, "request_too_large", None)
+    async with parties(usual, ann=ApiKeyLimits(requests_per_minute=60, body_bytes=100)) as tenant_gateway:
+        assert told(await tenant_gateway.ann.create()) == ("60", "59", "1s")
+        assert told(await tenant_gateway.ben.create()) == ("5", "4", "12s")
+        assert (await tenant_gateway.ann.create(input="x" * 100)).error == (413, "request_too_large", None)
+        assert (await tenant_gateway.ben.create(input="x" * 100)).status == 200
+        assert (await tenant_gateway.ben.create(input="x" * 1000)).error == (413, "request_too_large", None)
 
 
 async def test_responses_at_once_of_one_key() -> None:
-    async with parties(ApiKeyLimits(concurrent=1)) as house:
-        runs = house.served.runs
+    async with parties(ApiKeyLimits(concurrent=1)) as tenant_gateway:
+        runs = tenant_gateway.gateway.runs
         runs.script = lambda response: [text_events(response)[:2]]
-        async with house.served.session.post(
-            house.served.url("/v1/responses"),
+        async with tenant_gateway.gateway.session.post(
+            tenant_gateway.gateway.url("/v1/responses"),
             json={"model": "small", "input": "hi", "stream": True},
-            headers={"authorization": f"Bearer {house.ann.secret}"},
+            headers={"authorization": f"Bearer {tenant_gateway.ann.secret}"},
         ) as running:
             runs.script = lambda response: [text_events(response)]
-            refused = await house.ann.create()
+            refused = await tenant_gateway.ann.create()
             assert refused.error == (429, "rate_limit_exceeded", None)
             assert refused.headers["retry-after"] == "1"
             for path in ("input_tokens", "compact"):
                 body = {"model": "small", "input": "hi"}
-                refused = await house.ann.ask("POST", f"/v1/responses/{path}", body)
+                refused = await tenant_gateway.ann.ask("POST", f"/v1/responses/{path}", body)
                 assert refused.error == (429, "rate_limit_exceeded", None)
-            assert (await house.ben.create()).status == 200
+            assert (await tenant_gateway.ben.create()).status == 200
             run = runs.runs[0]
             run.emit(*text_events(run.response)[2:])
             assert b"[DONE]" in await running.read()
-        assert (await house.ann.create()).status == 200
+        assert (await tenant_gateway.ann.create()).status == 200
 
 
 def test_all_keys_together() -> None:
@@ -206,13 +206,13 @@ def test_no_more_pass_than_the_rate_allows(rate: int, bursts: list[tuple[float, 
 
 
 async def test_containers_of_a_tenant(tmp_path: Path) -> None:
-    async with two_tenants(tmp_path) as house:
-        few = await house.add_tenant("few", ApiKeyLimits(containers=1))
+    async with two_tenants(tmp_path) as tenant_gateway:
+        few = await tenant_gateway.add_tenant("few", ApiKeyLimits(containers=1))
         tools = [{"type": "code_interpreter"}]
         answers = [await few.create(tools=tools), await few.create(tools=tools)]
         made = await few.ask("POST", "/v1/containers", {"name": "asked for"})
         refused = await few.ask("POST", "/v1/containers", {"name": "one more"})
-        answers += [await few.create(tools=tools), await house.ben.create(tools=tools)]
+        answers += [await few.create(tools=tools), await tenant_gateway.ben.create(tools=tools)]
     statuses = [
         [item["status"] for item in answer.json["output"] if item["type"] == "code_interpreter_call"]
         for answer in answers

@@ -65,9 +65,9 @@ async def test_what_is_below_the_level_is_not_written(caplog: pytest.LogCaptureF
 async def test_a_gateway_with_lines_of_its_own() -> None:
     written: list[str] = []
     lines = BufferedRequestLog(written.append, "json")
-    async with run_gateway(request_log=lines) as served:
-        await served.create_response(input="the secret plan", model="x" * 250)
-        await served.request("GET", "/nowhere/secret")
+    async with run_gateway(request_log=lines) as gateway:
+        await gateway.create_response(input="the secret plan", model="x" * 250)
+        await gateway.request("GET", "/nowhere/secret")
     lines.flush()
     found = [json.loads(line) for line in "".join(written).splitlines()]
     assert [(line["route"], line["status"]) for line in found] == [("/v1/responses", 200), ("(unknown)", 404)]

@@ -103,19 +103,19 @@ bodies = [(route, name) for route, named in BODIES.items() for name in named]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TenantGateway]:
-    async with two_tenants(tmp_path_factory.mktemp("tenants")) as house:
-        yield house
+async def tenant_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[TenantGateway]:
+    async with two_tenants(tmp_path_factory.mktemp("tenants")) as tenant_gateway:
+        yield tenant_gateway
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def ann(house: TenantGateway) -> TenantObjects:
-    return await create_objects(house.ann)
+async def ann(tenant_gateway: TenantGateway) -> TenantObjects:
+    return await create_objects(tenant_gateway.ann)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def ben(house: TenantGateway) -> TenantObjects:
-    return await create_objects(house.ben)
+async def ben(tenant_gateway: TenantGateway) -> TenantObjects:
+    return await create_objects(tenant_gateway.ben)
 
 
 def filled(path: str, objects: TenantObjects) -> str:
@@ -135,7 +135,7 @@ def invented(objects: TenantObjects) -> TenantObjects:
     return TenantObjects(**{name: value[:-8] + "00c0ffee" for name, value in asdict(objects).items()})
 
 
-def refusal(answer: HttpResponse, objects: TenantObjects) -> tuple[int, str, list[str]]:
+def rejection(answer: HttpResponse, objects: TenantObjects) -> tuple[int, str, list[str]]:
     """What somebody can learn from an answer, without the ids that he has sent himself."""
     text = answer.body.decode()
     for name, value in asdict(objects).items():
@@ -174,36 +174,40 @@ async def test_every_field_of_a_request_was_thought_about() -> None:
 
 @pytest.mark.parametrize("route", with_parameters, ids=" ".join)
 async def test_a_path_of_another_tenant_leads_nowhere(
-    house: TenantGateway, ann: TenantObjects, ben: TenantObjects, route: tuple[str, str]
+    tenant_gateway: TenantGateway, ann: TenantObjects, ben: TenantObjects, route: tuple[str, str]
 ) -> None:
     method, path = route
     body = posted(route, ben)
-    foreign = await house.ben.ask(method, filled(path, ann), body)
-    nowhere = await house.ben.ask(method, filled(path, invented(ann)), body)
+    foreign = await tenant_gateway.ben.ask(method, filled(path, ann), body)
+    nowhere = await tenant_gateway.ben.ask(method, filled(path, invented(ann)), body)
     assert foreign.status == 404
-    assert refusal(foreign, ann) == refusal(nowhere, invented(ann))
+    assert rejection(foreign, ann) == rejection(nowhere, invented(ann))
     names = _PARAMETER.findall(path)
     for name in names if len(names) > 1 else ():  # one's own container, and a file in another's
         mixed = TenantObjects(**{**asdict(ben), name: asdict(ann)[name]})
         unknown = TenantObjects(**{**asdict(ben), name: asdict(invented(ann))[name]})
-        foreign = await house.ben.ask(method, filled(path, mixed), body)
-        nowhere = await house.ben.ask(method, filled(path, unknown), body)
+        foreign = await tenant_gateway.ben.ask(method, filled(path, mixed), body)
+        nowhere = await tenant_gateway.ben.ask(method, filled(path, unknown), body)
         assert foreign.status == 404
-        assert refusal(foreign, mixed) == refusal(nowhere, unknown)
+        assert rejection(foreign, mixed) == rejection(nowhere, unknown)
 
 
 @pytest.mark.parametrize("route", with_parameters, ids=" ".join)
-async def test_the_same_path_leads_its_owner_somewhere(house: TenantGateway, route: tuple[str, str]) -> None:
-    own = await create_objects(house.ann)  # of its own: some routes delete it
-    answer = await house.ann.ask(route[0], filled(route[1], own), posted(route, own))
+async def test_the_same_path_leads_its_owner_somewhere(
+    tenant_gateway: TenantGateway, route: tuple[str, str]
+) -> None:
+    own = await create_objects(tenant_gateway.ann)  # of its own: some routes delete it
+    answer = await tenant_gateway.ann.ask(route[0], filled(route[1], own), posted(route, own))
     # Only background responses can be cancelled, and there are none; but it was found.
     assert answer.status == (400 if route[1].endswith("/cancel") else 200)
 
 
-async def test_without_a_key_there_is_nothing(house: TenantGateway, ann: TenantObjects) -> None:
+async def test_without_a_key_there_is_nothing(tenant_gateway: TenantGateway, ann: TenantObjects) -> None:
     for method, path in ROUTES:
         path = path.replace("{model:path}", "small")
-        answer = await house.served.request(method, filled(path, ann), {} if method == "POST" else None)
+        answer = await tenant_gateway.gateway.request(
+            method, filled(path, ann), {} if method == "POST" else None
+        )
         if path in ("/healthz", "/readyz", "/openapi.json"):
             assert answer.status == 200
         else:
@@ -215,7 +219,7 @@ async def test_without_a_key_there_is_nothing(house: TenantGateway, ann: TenantO
 
 @pytest.mark.parametrize(("route", "name"), bodies)
 async def test_a_body_that_names_what_is_anothers(
-    house: TenantGateway, ann: TenantObjects, ben: TenantObjects, route: tuple[str, str], name: str
+    tenant_gateway: TenantGateway, ann: TenantObjects, ben: TenantObjects, route: tuple[str, str], name: str
 ) -> None:
     method, path = route
     make = BODIES[route][name]
@@ -224,29 +228,29 @@ async def test_a_body_that_names_what_is_anothers(
         body = {"model": "scripted", "input": "hi", **make(objects)}
         if method == "GET":
             return await over_websocket(party, body)
-        return await party.ask(method, filled(path, ann if party is house.ann else ben), body)
+        return await party.ask(method, filled(path, ann if party is tenant_gateway.ann else ben), body)
 
-    before = house.table_rows()
-    foreign, nowhere = await ask(house.ben, ann), await ask(house.ben, invented(ann))
+    before = tenant_gateway.table_rows()
+    foreign, nowhere = await ask(tenant_gateway.ben, ann), await ask(tenant_gateway.ben, invented(ann))
     assert foreign.status in (400, 404)
-    assert refusal(foreign, ann) == refusal(nowhere, invented(ann))
-    assert house.table_rows() == before
-    assert (await ask(house.ann, ann)).status == 200
+    assert rejection(foreign, ann) == rejection(nowhere, invented(ann))
+    assert tenant_gateway.table_rows() == before
+    assert (await ask(tenant_gateway.ann, ann)).status == 200
 
 
 async def over_websocket(party: TenantClient, body: dict[str, Any]) -> HttpResponse:
     """The answer as it would be over HTTP."""
-    async with connect_websocket(party.served.port, additional_headers=party.headers) as socket:
+    async with connect_websocket(party.gateway.port, additional_headers=party.headers) as socket:
         await socket.ask(**body)
         last = (await socket.read_response())[-1]
     shown = {"error": last["error"]} if last["type"] == "error" else last["response"]
     return HttpResponse(last.get("status", 200), {}, json.dumps(shown).encode())
 
 
-async def test_what_a_connection_holds_is_nobody_elses(house: TenantGateway) -> None:
+async def test_what_a_connection_holds_is_nobody_elses(tenant_gateway: TenantGateway) -> None:
     async with (
-        connect_websocket(house.served.port, additional_headers=house.ann.headers) as ann,
-        connect_websocket(house.served.port, additional_headers=house.ben.headers) as ben,
+        connect_websocket(tenant_gateway.gateway.port, additional_headers=tenant_gateway.ann.headers) as ann,
+        connect_websocket(tenant_gateway.gateway.port, additional_headers=tenant_gateway.ben.headers) as ben,
     ):
         held = await ann.create_and_read(model="scripted")
         not_found = (400, "previous_response_not_found", "previous_response_id")
@@ -257,13 +261,13 @@ async def test_what_a_connection_holds_is_nobody_elses(house: TenantGateway) -> 
 
 
 async def test_connections_of_a_tenant_hold_no_more_than_its_share(
-    house: TenantGateway, monkeypatch: pytest.MonkeyPatch
+    tenant_gateway: TenantGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(websocket_routes, "_MAX_UNSTORED_BYTES_PER_TENANT", 100_000)
     async with (
-        connect_websocket(house.served.port, additional_headers=house.ben.headers) as ben,
-        connect_websocket(house.served.port, additional_headers=house.ann.headers) as one,
-        connect_websocket(house.served.port, additional_headers=house.ann.headers) as two,
+        connect_websocket(tenant_gateway.gateway.port, additional_headers=tenant_gateway.ben.headers) as ben,
+        connect_websocket(tenant_gateway.gateway.port, additional_headers=tenant_gateway.ann.headers) as one,
+        connect_websocket(tenant_gateway.gateway.port, additional_headers=tenant_gateway.ann.headers) as two,
     ):
         bens = await ben.create_and_read(input="x" * 40_000)
         oldest = await one.create_and_read(input="x" * 40_000)
@@ -276,20 +280,20 @@ async def test_connections_of_a_tenant_hold_no_more_than_its_share(
 
 
 async def test_a_call_that_is_given_back_does_not_open_its_container(
-    house: TenantGateway, ann: TenantObjects
+    tenant_gateway: TenantGateway, ann: TenantObjects
 ) -> None:
     """Who knows the ids of a call may write its item himself; the container stays its owner's."""
     call = {"type": "code_interpreter_call", "id": ann.call_id, "code": "x", "container_id": ann.container_id}
     body: dict[str, Any] = {"tools": [INTERPRETER], "input": [call, {"role": "user", "content": "go on"}]}
-    asked = len(house.model.requests)
-    mine = await house.ann.create(**body)
-    other = await house.ben.create(**body)
+    asked = len(tenant_gateway.model.requests)
+    mine = await tenant_gateway.ann.create(**body)
+    other = await tenant_gateway.ben.create(**body)
     assert containers_in(mine) == {ann.container_id}
     assert containers_in(other).isdisjoint({ann.container_id})
     # Nor does he learn what the call has printed: the model of its owner is shown that, his is not.
     shown = [
         [entry.exchange.output for entry in request.segments[-1].entries if entry.exchange is not None]
-        for request in house.model.requests[asked:]
+        for request in tenant_gateway.model.requests[asked:]
         if any(entry.id == ann.call_id for entry in request.segments[-1].entries)
     ]
     assert ["made" in outputs[0] for outputs in shown] == [True, False]
@@ -301,9 +305,9 @@ def containers_in(answer: HttpResponse) -> set[str]:
 
 
 async def test_lists_hold_only_what_is_ones_own(
-    house: TenantGateway, ann: TenantObjects, ben: TenantObjects
+    tenant_gateway: TenantGateway, ann: TenantObjects, ben: TenantObjects
 ) -> None:
-    for party, own, other in ((house.ann, ann, ben), (house.ben, ben, ann)):
+    for party, own, other in ((tenant_gateway.ann, ann, ben), (tenant_gateway.ben, ben, ann)):
         for method, path in ROUTES:
             if method == "GET" and (method, path) not in NAMELESS | set(BODIES):
                 answer = await party.ask(method, filled(path.replace("{model:path}", "small"), own))
@@ -312,25 +316,28 @@ async def test_lists_hold_only_what_is_ones_own(
                     assert foreign not in answer.body.decode("latin-1")
 
 
-async def test_a_place_in_a_list_of_anothers(house: TenantGateway, ann: TenantObjects) -> None:
+async def test_a_place_in_a_list_of_anothers(tenant_gateway: TenantGateway, ann: TenantObjects) -> None:
     for route, name in ((("GET", "/v1/files"), "upload_id"), (("GET", "/v1/containers"), "container_id")):
         assert route in LISTS
         for cursor in ("after", "before"):
             paths = [f"{route[1]}?{cursor}={getattr(objects, name)}" for objects in (ann, invented(ann))]
-            foreign, nowhere = [await house.ben.ask("GET", path) for path in paths]
+            foreign, nowhere = [await tenant_gateway.ben.ask("GET", path) for path in paths]
             assert foreign.error == (400, "invalid_value", cursor)
-            assert refusal(foreign, ann) == refusal(nowhere, invented(ann))
+            assert rejection(foreign, ann) == rejection(nowhere, invented(ann))
 
 
-async def test_an_idempotency_key_of_another_tenant_is_free(house: TenantGateway) -> None:
+async def test_an_idempotency_key_of_another_tenant_is_free(tenant_gateway: TenantGateway) -> None:
     key = {"idempotency-key": "shared"}
-    mine, other = await house.ann.create(key, input="mine"), await house.ben.create(key, input="other")
+    mine, other = (
+        await tenant_gateway.ann.create(key, input="mine"),
+        await tenant_gateway.ben.create(key, input="other"),
+    )
     assert (mine.status, other.status) == (200, 200)
     assert mine.json["id"] != other.json["id"]
     assert "idempotent-replayed" not in other.headers
 
 
-async def test_keys_of_one_tenant_share_everything(house: TenantGateway, ann: TenantObjects) -> None:
-    second = await house.add_tenant("ann")
+async def test_keys_of_one_tenant_share_everything(tenant_gateway: TenantGateway, ann: TenantObjects) -> None:
+    second = await tenant_gateway.add_tenant("ann")
     assert (await second.ask("GET", f"/v1/responses/{ann.response_id}")).status == 200
     assert json.loads((await second.ask("GET", f"/v1/containers/{ann.container_id}/files")).body)["data"]

@@ -237,8 +237,8 @@ async def test_an_unknown_route_says_what_is_served(
     message = answer.json["error"]["message"]
     assert message.startswith(f"Unknown request URL: POST {path[:200]}. ")
     assert (f"Did you mean {meant}? " in message) if meant else ("Did you mean" not in message)
-    served = message.partition("Served here: ")[2].rstrip(".").split(", ")
-    assert served == list(dict.fromkeys(path for _, path in gateway.app.routes if "{" not in path))
+    listed_paths = message.partition("Served here: ")[2].rstrip(".").split(", ")
+    assert listed_paths == list(dict.fromkeys(path for _, path in gateway.app.routes if "{" not in path))
     assert ":path" not in message
 
 

@@ -30,7 +30,7 @@ from tests.support.sse_parsing import parse_events
 
 
 @asynccontextmanager
-async def gateway(
+async def run_gateway_before(
     *answers: Responder, backend: Any = "chat_completions", **settings: Any
 ) -> AsyncGenerator[tuple[ScriptedGateway, RawModelServer]]:
     """One whose model server answers with these, and that server."""
@@ -40,8 +40,8 @@ async def gateway(
         clock = FakeClock()
         store = MemoryStore(clock)
         runs = EngineRunService(models, [], store, clock, limits=LoopLimits(characters=50_000))
-        async with run_gateway(runs=runs, store=store) as served:
-            yield served, server
+        async with run_gateway(runs=runs, store=store) as gateway:
+            yield gateway, server
         await models.close()
 
 
@@ -74,31 +74,34 @@ def flood() -> Responder:
 async def test_what_came_then_the_error_then_failed(
     answer: Callable[[], Responder], words: str, text: str
 ) -> None:
-    async with gateway(answer(), read_timeout=0.1, retries=0) as (served, _):
-        events = parse_events((await served.create_response(stream=True)).body)
+    async with run_gateway_before(answer(), read_timeout=0.1, retries=0) as (gateway, _):
+        events = parse_events((await gateway.create_response(stream=True)).body)
         assert [kind for kind, _ in events[-2:]] == ["error", "response.failed"]
         failed = events[-1][1]["response"]
         assert failed["status"] == "failed"
         assert words in failed["error"]["message"] == events[-2][1]["error"]["message"]
         written = "".join(event["delta"] for kind, event in events if kind == "response.output_text.delta")
         assert written.startswith(text)
-        kept = (await served.request("GET", f"/v1/responses/{failed['id']}")).json
+        kept = (await gateway.request("GET", f"/v1/responses/{failed['id']}")).json
         assert (kept["status"], kept["output"]) == ("failed", failed["output"])
 
 
 async def test_before_anything_came_it_is_a_status() -> None:
     busy = error("429 Too Many", {"error": {"message": "later"}}, headers={"Retry-After": "600"})
-    async with gateway(busy, document(b'{"error":"oh"}')) as (served, _):
-        answer = await served.create_response()
+    async with run_gateway_before(busy, document(b'{"error":"oh"}')) as (gateway, _):
+        answer = await gateway.create_response()
         assert answer.error == (429, "rate_limit_exceeded", None)
         assert answer.headers["retry-after"] == "600"
-        assert (await served.create_response()).error == (502, "server_error", None)
+        assert (await gateway.create_response()).error == (502, "server_error", None)
 
 
 async def test_down_then_good_is_good() -> None:
     down = error("503 Unavailable", {})
-    async with gateway(down, raw_model_server.disconnect(), stream(says("Hel", "lo"))) as (served, _):
-        answer = await served.create_response(stream=True)
+    async with run_gateway_before(down, raw_model_server.disconnect(), stream(says("Hel", "lo"))) as (
+        gateway,
+        _,
+    ):
+        answer = await gateway.create_response(stream=True)
     assert parse_events(answer.body)[-1][1]["response"]["output"][0]["content"][0]["text"] == "Hello"
 
 
@@ -116,19 +119,19 @@ async def test_sealed_reasoning_and_summaries_through_the_gateway() -> None:
         responses_events.ended(),
     )
     more = [stream(responses_events.says("on"))] * 3
-    async with gateway(first, first, *more, backend="responses") as (served, server):
-        shown = await served.create_response(stream=True, include=["reasoning.encrypted_content"])
+    async with run_gateway_before(first, first, *more, backend="responses") as (gateway, server):
+        shown = await gateway.create_response(stream=True, include=["reasoning.encrypted_content"])
         response = parse_events(shown.body)[-1][1]["response"]
         assert response["output"][0]["encrypted_content"].endswith(":gAAA")
         assert response["output"][0]["summary"] == reasoning["summary"]
         assert b"msg_theirs" not in shown.body
         assert b"resp_theirs" not in shown.body
-        hidden = parse_events((await served.create_response(stream=True)).body)[-1][1]["response"]
+        hidden = parse_events((await gateway.create_response(stream=True)).body)[-1][1]["response"]
         assert "encrypted_content" not in hidden["output"][0]
         again = {"role": "user", "content": "on"}
-        await served.create_response(stream=True, input=[again], previous_response_id=hidden["id"])
-        await served.create_response(stream=True, input=[*response["output"], again], store=False)
-        await served.create_response(stream=True, input=[*hidden["output"], again])
+        await gateway.create_response(stream=True, input=[again], previous_response_id=hidden["id"])
+        await gateway.create_response(stream=True, input=[*response["output"], again], store=False)
+        await gateway.create_response(stream=True, input=[*hidden["output"], again])
     for asked in server.requests[2:]:
         assert asked.json["input"][-3] == reasoning | {"encrypted_content": "gAAA"}
 
@@ -159,9 +162,9 @@ async def test_read_timeout_ends_a_request_whose_server_hangs(
 ) -> None:
     async with (
         asyncio.timeout(60),
-        gateway(hang(*pieces), backend=backend, read_timeout=0.2, retries=0) as (served, _),
+        run_gateway_before(hang(*pieces), backend=backend, read_timeout=0.2, retries=0) as (gateway, _),
     ):
-        answer = await served.create_response(stream=stream)
+        answer = await gateway.create_response(stream=stream)
     if stream:
         failed = parse_events(answer.body)[-1][1]["response"]
         assert (failed["status"], "sent nothing for 0.2 seconds" in failed["error"]["message"]) == (

@@ -235,7 +235,7 @@ class ScriptedRuns:
         self.requests: list[CreateResponse] = []
         self.runs: list[ScriptedRun] = []
         self.script: Script = _hello
-        self.refusal: Exception | None = None
+        self.rejection: Exception | None = None
         self.refers_to = 0  # bytes that every request makes us read
         self.started = asyncio.Event()
         self.stubborn = False  # drains only when it is cancelled
@@ -251,8 +251,8 @@ class ScriptedRuns:
         past: Sequence[ConversationSegment] | None = None,
         reserve_memory: ReserveMemory | None = None,
     ) -> ScriptedRun:
-        if self.refusal is not None:
-            raise self.refusal
+        if self.rejection is not None:
+            raise self.rejection
         if reserve_memory is not None:
             reserve_memory(self.refers_to)
         self.requests.append(request)

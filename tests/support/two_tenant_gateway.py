@@ -78,7 +78,7 @@ async def put_key(
 class TenantClient:
     """One tenant, as a client with a key."""
 
-    served: ScriptedGateway
+    gateway: ScriptedGateway
     secret: str
 
     @property
@@ -86,10 +86,10 @@ class TenantClient:
         return {"authorization": f"Bearer {self.secret}"}
 
     async def ask(self, method: str, path: str, body: Any = None, **headers: str) -> HttpResponse:
-        return await self.served.request(method, path, body, headers={**self.headers, **headers})
+        return await self.gateway.request(method, path, body, headers={**self.headers, **headers})
 
     async def upload(self, name: str, content: bytes, purpose: str = "user_data") -> HttpResponse:
-        return await self.served.upload(name, content, purpose, headers=self.headers)
+        return await self.gateway.upload(name, content, purpose, headers=self.headers)
 
     async def create(self, headers: dict[str, str] | None = None, **fields: Any) -> HttpResponse:
         body = {"model": "scripted", "input": "hi", **fields}
@@ -100,7 +100,7 @@ class TenantClient:
 class TenantGateway:
     """Two tenants before one gateway; `database` is its file."""
 
-    served: ScriptedGateway
+    gateway: ScriptedGateway
     store: SqliteStore
     authenticator: ApiKeyAuthenticator
     clock: FakeClock
@@ -123,8 +123,8 @@ class TenantGateway:
             containers=self.containers,
             files=self.files,
             authenticator=self.authenticator,
-        ) as served:
-            yield TenantClient(served, self.ann.secret)
+        ) as gateway:
+            yield TenantClient(gateway, self.ann.secret)
 
     def table_rows(self) -> dict[str, int]:
         """How much is in every table."""
@@ -141,7 +141,7 @@ class TenantGateway:
     ) -> TenantClient:
         secret = await put_key(self.store, tenant, limits)
         await self.authenticator.refresh()
-        return TenantClient(self.served, secret)
+        return TenantClient(self.gateway, secret)
 
 
 def _turn(request: ModelRequest) -> list[TurnStep]:
@@ -184,17 +184,17 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[TenantG
             ApiKeyAuthenticator(store, clock, AnonymousAuthenticator()) as holders,
             run_gateway(
                 runs=runs, store=store, containers=containers, files=files, authenticator=holders, **options
-            ) as served,
+            ) as gateway,
         ):
             yield TenantGateway(
-                served,
+                gateway,
                 store,
                 holders,
                 clock,
                 model,
                 database,
-                TenantClient(served, ann),
-                TenantClient(served, ben),
+                TenantClient(gateway, ann),
+                TenantClient(gateway, ben),
                 runs,
                 containers,
                 files,

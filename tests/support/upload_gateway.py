@@ -18,7 +18,7 @@ from tests.support.scripted_gateway import ScriptedGateway, run_gateway
 class UploadGateway:
     """A gateway and what is behind its files."""
 
-    served: ScriptedGateway
+    gateway: ScriptedGateway
     store: SqliteStore
     blobs: GarbageCollectedBlobs
     files: UploadedFiles
@@ -45,7 +45,7 @@ async def run_upload_gateway(
     chosen = settings or UploadSettings()
     files = UploadedFiles(store, blobs, clock, chosen)
     try:
-        async with run_gateway(files=files, max_file_bytes=chosen.file_bytes, **options) as served:
-            yield UploadGateway(served, store, blobs, files, clock, blobs_directory)
+        async with run_gateway(files=files, max_file_bytes=chosen.file_bytes, **options) as gateway:
+            yield UploadGateway(gateway, store, blobs, files, clock, blobs_directory)
     finally:
         await store.close()

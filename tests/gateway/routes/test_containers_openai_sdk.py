@@ -24,23 +24,23 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def house(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[TenantGateway]:
-    async with two_tenants(tmp_path_factory.mktemp("containers")) as house:
-        yield house
+async def tenant_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[TenantGateway]:
+    async with two_tenants(tmp_path_factory.mktemp("containers")) as tenant_gateway:
+        yield tenant_gateway
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def client(house: TenantGateway) -> AsyncGenerator[AsyncOpenAI]:
+async def client(tenant_gateway: TenantGateway) -> AsyncGenerator[AsyncOpenAI]:
     async with AsyncOpenAI(
-        base_url=f"{house.served.base}/v1",
-        api_key=house.ann.secret,
+        base_url=f"{tenant_gateway.gateway.base}/v1",
+        api_key=tenant_gateway.ann.secret,
         max_retries=0,
         _strict_response_validation=True,
     ) as client:
         yield client
 
 
-def refusal(refused: pytest.ExceptionInfo[Any]) -> tuple[int, str | None, str | None]:
+def rejection(refused: pytest.ExceptionInfo[Any]) -> tuple[int, str | None, str | None]:
     error = cast("openai.APIStatusError", refused.value)
     return error.status_code, error.code, error.param
 
@@ -117,13 +117,13 @@ async def test_create_with_everything(client: AsyncOpenAI) -> None:
     ],
 )
 async def test_create_what_cannot_be(
-    house: TenantGateway, client: AsyncOpenAI, body: dict[str, Any], error: tuple[int, str, str]
+    tenant_gateway: TenantGateway, client: AsyncOpenAI, body: dict[str, Any], error: tuple[int, str, str]
 ) -> None:
-    rows = house.table_rows()
+    rows = tenant_gateway.table_rows()
     with pytest.raises(openai.BadRequestError) as refused:
         await client.post("/containers", body=body, cast_to=object)
-    assert refusal(refused) == error
-    assert house.table_rows() == rows
+    assert rejection(refused) == error
+    assert tenant_gateway.table_rows() == rows
 
 
 async def test_retrieve(client: AsyncOpenAI) -> None:
@@ -135,14 +135,14 @@ async def test_retrieve(client: AsyncOpenAI) -> None:
             await client.containers.retrieve(name)
 
 
-async def test_retrieve_counts_as_a_use(house: TenantGateway, client: AsyncOpenAI) -> None:
+async def test_retrieve_counts_as_a_use(tenant_gateway: TenantGateway, client: AsyncOpenAI) -> None:
     made = await client.containers.create(name="used")
     assert made.last_active_at is not None
-    house.clock.advance(100)
+    tenant_gateway.clock.advance(100)
     assert (await client.containers.retrieve(made.id)).last_active_at == made.last_active_at + 100
 
 
-async def test_list(house: TenantGateway, client: AsyncOpenAI) -> None:
+async def test_list(tenant_gateway: TenantGateway, client: AsyncOpenAI) -> None:
     made = [(await client.containers.create(name=f"list {number % 2}")).id for number in range(5)]
     page = await client.containers.list(limit=2, name="list 0")
     assert page.has_more
@@ -155,7 +155,9 @@ async def test_list(house: TenantGateway, client: AsyncOpenAI) -> None:
     everything = [one.id async for one in client.containers.list(limit=100)]
     assert set(made) <= set(everything)
     assert (await client.containers.list(name="no such name")).data == []
-    ben = AsyncOpenAI(base_url=f"{house.served.base}/v1", api_key=house.ben.secret, max_retries=0)
+    ben = AsyncOpenAI(
+        base_url=f"{tenant_gateway.gateway.base}/v1", api_key=tenant_gateway.ben.secret, max_retries=0
+    )
     assert [one.id async for one in ben.containers.list(name="list 0")] == []
     await ben.close()
 
@@ -164,7 +166,7 @@ async def test_list(house: TenantGateway, client: AsyncOpenAI) -> None:
 async def test_list_what_is_not_there(client: AsyncOpenAI, query: dict[str, Any]) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         await client.containers.list(**query)
-    assert refusal(refused) == (400, "invalid_value", *query)
+    assert rejection(refused) == (400, "invalid_value", *query)
 
 
 async def test_delete(client: AsyncOpenAI) -> None:
@@ -187,12 +189,12 @@ async def test_delete(client: AsyncOpenAI) -> None:
     assert made.id not in [one.id async for one in client.containers.list(limit=100)]
 
 
-async def test_an_expired_one(house: TenantGateway, client: AsyncOpenAI) -> None:
+async def test_an_expired_one(tenant_gateway: TenantGateway, client: AsyncOpenAI) -> None:
     made = await client.containers.create(
         name="expired", expires_after={"anchor": "last_active_at", "minutes": 1}
     )
     file = await client.containers.files.create(made.id, file=("a.txt", b"a"))
-    house.clock.advance(61)
+    tenant_gateway.clock.advance(61)
     assert (await client.containers.retrieve(made.id)).status == "expired"
     (listed,) = (await client.containers.list(name="expired")).data
     assert listed.status == "expired"
@@ -215,9 +217,11 @@ async def test_an_expired_one(house: TenantGateway, client: AsyncOpenAI) -> None
         await client.containers.retrieve(made.id)
 
 
-async def test_as_many_as_allowed(house: TenantGateway) -> None:
-    party = await house.add_tenant("carl", ApiKeyLimits(containers=2))
-    async with AsyncOpenAI(base_url=f"{house.served.base}/v1", api_key=party.secret, max_retries=0) as client:
+async def test_as_many_as_allowed(tenant_gateway: TenantGateway) -> None:
+    party = await tenant_gateway.add_tenant("carl", ApiKeyLimits(containers=2))
+    async with AsyncOpenAI(
+        base_url=f"{tenant_gateway.gateway.base}/v1", api_key=party.secret, max_retries=0
+    ) as client:
         first = await client.containers.create(name="1")
         await client.containers.create(name="2")
         with pytest.raises(openai.RateLimitError) as refused:
@@ -312,7 +316,7 @@ async def test_files_create_what_cannot_be(
         await client.containers.files.create(
             container, extra_body=fields, **({} if file is None else {"file": file})
         )
-    assert refusal(refused) == error
+    assert rejection(refused) == error
     assert (await client.containers.files.list(container)).data == []
 
 
@@ -340,7 +344,7 @@ async def test_files_list(client: AsyncOpenAI, container: str) -> None:
     assert oldest == found[::-1]
     with pytest.raises(openai.BadRequestError) as refused:
         await client.containers.files.list(container, after="cfile_unknown")
-    assert refusal(refused) == (400, "invalid_value", "after")
+    assert rejection(refused) == (400, "invalid_value", "after")
 
 
 async def test_files_delete(client: AsyncOpenAI, container: str) -> None:
@@ -400,9 +404,9 @@ async def test_two_tenants_with_fifty_containers_each(tmp_path: Path) -> None:
         assert content.body == mark.encode()
         return made
 
-    async with two_tenants(tmp_path) as house:
-        before = house.table_rows()
-        parties = (house.ann, house.ben)
+    async with two_tenants(tmp_path) as tenant_gateway:
+        before = tenant_gateway.table_rows()
+        parties = (tenant_gateway.ann, tenant_gateway.ben)
         made = await asyncio.gather(
             *(
                 one(party, f"{tenant} {place}")
@@ -422,18 +426,18 @@ async def test_two_tenants_with_fifty_containers_each(tmp_path: Path) -> None:
             (party, name) for tenant, party in enumerate(parties) for name in made[tenant::2][: number // 2]
         ]
         await asyncio.gather(*(party.ask("DELETE", f"/v1/containers/{name}") for party, name in gone))
-        house.clock.advance(21 * 60)
-        await house.containers.sweep()
+        tenant_gateway.clock.advance(21 * 60)
+        await tenant_gateway.containers.sweep()
         for party in parties:
             listed = (await party.ask("GET", "/v1/containers?limit=100")).json["data"]
             assert [one["status"] for one in listed] == ["expired"] * (number // 2)
-        house.clock.advance(8 * 24 * 3600)
-        await house.containers.sweep()
-        await house.containers.sweep()
-        left = {name: number - before[name] for name, number in house.table_rows().items()}
+        tenant_gateway.clock.advance(8 * 24 * 3600)
+        await tenant_gateway.containers.sweep()
+        await tenant_gateway.containers.sweep()
+        left = {name: number - before[name] for name, number in tenant_gateway.table_rows().items()}
         assert (left["containers"], left["files"]) == (0, 0)
-        assert await house.sandboxes.list_sandboxes() == []
-        assert house.blobs.contents == {}
+        assert await tenant_gateway.sandboxes.list_sandboxes() == []
+        assert tenant_gateway.blobs.contents == {}
 
 
 # --- along a conversation -----------------------------------------------------------------------------
@@ -453,14 +457,14 @@ async def test_a_conversation_goes_on_in_the_container_that_was_made_for_it(
 
 
 async def test_a_conversation_whose_container_expired_goes_on_in_another(
-    house: TenantGateway, client: AsyncOpenAI
+    tenant_gateway: TenantGateway, client: AsyncOpenAI
 ) -> None:
     tool = cast("Any", INTERPRETER)
     first = await client.responses.create(model="scripted", input="hi", tools=[tool])
     (call,) = [item for item in first.output if item.type == "code_interpreter_call"]
     await client.containers.files.create(call.container_id, file=("given.txt", b"given"))
-    house.clock.advance(21 * 60)
-    asked = len(house.model.requests)
+    tenant_gateway.clock.advance(21 * 60)
+    asked = len(tenant_gateway.model.requests)
     second = await client.responses.create(
         model="scripted", input="more", previous_response_id=first.id, tools=[tool]
     )
@@ -468,10 +472,10 @@ async def test_a_conversation_whose_container_expired_goes_on_in_another(
     assert again.container_id != call.container_id
     sources = {file.path: file.source async for file in client.containers.files.list(again.container_id)}
     assert sources == {"/mnt/data/given.txt": "user", "/mnt/data/made.txt": "assistant"}
-    assert len(house.model.requests) == asked + 2
+    assert len(tenant_gateway.model.requests) == asked + 2
     told = [
         entry.exchange.output
-        for segment in house.model.requests[-1].segments
+        for segment in tenant_gateway.model.requests[-1].segments
         for entry in segment.entries
         if entry.exchange is not None
     ]

@@ -26,8 +26,8 @@ class CompactingRuns(ScriptedRuns):
     async def compact(
         self, request: CreateResponse, caller: Caller, *, reserve_memory: ReserveMemory | None = None
     ) -> CompactedResponse:
-        if self.refusal is not None:
-            raise self.refusal
+        if self.rejection is not None:
+            raise self.rejection
         self.begun.set()
         try:
             await self.may.wait()
@@ -62,10 +62,10 @@ async def test_compactions_count_among_the_responses_in_the_making() -> None:
         answer = await first
         assert answer.json["object"] == "response.compaction"
         assert answer.json["output"] == [{"type": "compaction", "id": "cmp_1", "encrypted_content": "sealed"}]
-        runs.refusal = ModelUnreachable("It is gone.")
+        runs.rejection = ModelUnreachable("It is gone.")
         third = await gateway.request("POST", "/v1/responses/compact", body)
         assert third.status == 502
-        runs.refusal = None
+        runs.rejection = None
         assert (await gateway.request("POST", "/v1/responses/compact", body)).status == 200
 
 

@@ -19,24 +19,24 @@ SIZE = len(CONTENT)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def desk(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[UploadGateway]:
-    async with run_upload_gateway(tmp_path_factory.mktemp("downloads")) as desk:
-        yield desk
+async def upload_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[UploadGateway]:
+    async with run_upload_gateway(tmp_path_factory.mktemp("downloads")) as upload_gateway:
+        yield upload_gateway
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def path(desk: UploadGateway) -> str:
-    return f"/v1/files/{(await desk.served.upload('a.txt', CONTENT)).json['id']}/content"
+async def path(upload_gateway: UploadGateway) -> str:
+    return f"/v1/files/{(await upload_gateway.gateway.upload('a.txt', CONTENT)).json['id']}/content"
 
 
-async def ask(desk: UploadGateway, path: str, **headers: str) -> HttpResponse:
-    return await desk.served.request(
+async def ask(upload_gateway: UploadGateway, path: str, **headers: str) -> HttpResponse:
+    return await upload_gateway.gateway.request(
         "GET", path, headers={name.replace("_", "-"): each for name, each in headers.items()}
     )
 
 
-async def test_all_of_it(desk: UploadGateway, path: str) -> None:
-    answer = await ask(desk, path)
+async def test_all_of_it(upload_gateway: UploadGateway, path: str) -> None:
+    answer = await ask(upload_gateway, path)
     assert (answer.status, answer.body) == (200, CONTENT)
     assert answer.headers["content-length"] == str(SIZE)
     assert answer.headers["accept-ranges"] == "bytes"
@@ -58,16 +58,16 @@ async def test_all_of_it(desk: UploadGateway, path: str) -> None:
         ("BYTES = 1 - 2", 1, 3),
     ],
 )
-async def test_a_part(desk: UploadGateway, path: str, asked: str, start: int, end: int) -> None:
-    answer = await ask(desk, path, range=asked)
+async def test_a_part(upload_gateway: UploadGateway, path: str, asked: str, start: int, end: int) -> None:
+    answer = await ask(upload_gateway, path, range=asked)
     assert (answer.status, answer.body) == (206, CONTENT[start:end])
     assert answer.headers["content-range"] == f"bytes {start}-{end - 1}/{SIZE}"
     assert answer.headers["content-length"] == str(end - start)
 
 
 @pytest.mark.parametrize("asked", [f"bytes={SIZE}-", "bytes=-0", "bytes=99999999999999999-"])
-async def test_a_part_that_is_not_there(desk: UploadGateway, path: str, asked: str) -> None:
-    answer = await ask(desk, path, range=asked)
+async def test_a_part_that_is_not_there(upload_gateway: UploadGateway, path: str, asked: str) -> None:
+    answer = await ask(upload_gateway, path, range=asked)
     assert answer.error == (416, "range_not_satisfiable", None)
     assert answer.headers["content-range"] == f"bytes */{SIZE}"
 
@@ -85,28 +85,30 @@ async def test_a_part_that_is_not_there(desk: UploadGateway, path: str, asked: s
         "bytes=" + "9" * 400 + "-",
     ],
 )
-async def test_what_cannot_be_understood_is_not_looked_at(desk: UploadGateway, path: str, asked: str) -> None:
-    answer = await ask(desk, path, range=asked)
+async def test_what_cannot_be_understood_is_not_looked_at(
+    upload_gateway: UploadGateway, path: str, asked: str
+) -> None:
+    answer = await ask(upload_gateway, path, range=asked)
     assert (answer.status, len(answer.body)) == (200, SIZE)
 
 
-async def test_tags(desk: UploadGateway, path: str) -> None:
-    tag = (await ask(desk, path)).headers["etag"]
-    assert (await ask(desk, path, range="bytes=0-1", if_range=tag)).status == 206
+async def test_tags(upload_gateway: UploadGateway, path: str) -> None:
+    tag = (await ask(upload_gateway, path)).headers["etag"]
+    assert (await ask(upload_gateway, path, range="bytes=0-1", if_range=tag)).status == 206
     for other in ('"another"', f"W/{tag}", "Sun, 06 Nov 1994 08:49:37 GMT"):
-        assert (await ask(desk, path, range="bytes=0-1", if_range=other)).status == 200
+        assert (await ask(upload_gateway, path, range="bytes=0-1", if_range=other)).status == 200
     for known in (tag, f'"x", W/{tag}', "*"):
-        answer = await ask(desk, path, if_none_match=known)
+        answer = await ask(upload_gateway, path, if_none_match=known)
         assert (answer.status, answer.body, answer.headers["etag"]) == (304, b"", tag)
-    assert (await ask(desk, path, if_none_match='"x"')).status == 200
+    assert (await ask(upload_gateway, path, if_none_match='"x"')).status == 200
 
 
-async def test_an_empty_file(desk: UploadGateway) -> None:
-    file_id = (await desk.served.upload("empty.txt", b"")).json["id"]
+async def test_an_empty_file(upload_gateway: UploadGateway) -> None:
+    file_id = (await upload_gateway.gateway.upload("empty.txt", b"")).json["id"]
     path = f"/v1/files/{file_id}/content"
-    answer = await ask(desk, path)
+    answer = await ask(upload_gateway, path)
     assert (answer.status, answer.body, answer.headers["content-length"]) == (200, b"", "0")
-    assert (await ask(desk, path, range="bytes=0-")).status == 416
+    assert (await ask(upload_gateway, path, range="bytes=0-")).status == 416
 
 
 @pytest.mark.parametrize(
@@ -119,9 +121,9 @@ async def test_an_empty_file(desk: UploadGateway) -> None:
         ("a\r\nset-cookie: b.txt", None),
     ],
 )
-async def test_names(desk: UploadGateway, name: str, header: str | None) -> None:
-    file_id = (await desk.served.upload(name, b"x")).json["id"]
-    answer = await ask(desk, f"/v1/files/{file_id}/content")
+async def test_names(upload_gateway: UploadGateway, name: str, header: str | None) -> None:
+    file_id = (await upload_gateway.gateway.upload(name, b"x")).json["id"]
+    answer = await ask(upload_gateway, f"/v1/files/{file_id}/content")
     assert answer.status == 200
     assert "set-cookie" not in answer.headers
     if header is not None:
@@ -130,17 +132,17 @@ async def test_names(desk: UploadGateway, name: str, header: str | None) -> None
 
 @settings(max_examples=30, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"]), max_size=30))
-async def test_no_name_breaks_a_header(desk: UploadGateway, name: str) -> None:
-    made = await desk.served.upload(f"{name}.txt", b"x")
+async def test_no_name_breaks_a_header(upload_gateway: UploadGateway, name: str) -> None:
+    made = await upload_gateway.gateway.upload(f"{name}.txt", b"x")
     assert made.status == 200, made.body
-    answer = await ask(desk, f"/v1/files/{made.json['id']}/content")
+    answer = await ask(upload_gateway, f"/v1/files/{made.json['id']}/content")
     assert (answer.status, answer.body) == (200, b"x")
     assert answer.headers["content-disposition"].isascii()
-    await desk.served.request("DELETE", f"/v1/files/{made.json['id']}")
+    await upload_gateway.gateway.request("DELETE", f"/v1/files/{made.json['id']}")
 
 
 async def test_nothing_is_read_for_a_client_that_has_left(
-    desk: UploadGateway, monkeypatch: pytest.MonkeyPatch
+    upload_gateway: UploadGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = asyncio.Event()
 
@@ -155,21 +157,21 @@ async def test_nothing_is_read_for_a_client_that_has_left(
     record = UploadedFileRecord(
         id="file-long", tenant="", filename="a", bytes=1 << 50, purpose="vision", created_at=1.0, blob="x"
     )
-    await desk.store.add_upload(record)
-    monkeypatch.setattr(desk.files, "read_file", endless)
-    async with desk.served.open_connection() as (reader, writer):
+    await upload_gateway.store.add_upload(record)
+    monkeypatch.setattr(upload_gateway.files, "read_file", endless)
+    async with upload_gateway.gateway.open_connection() as (reader, writer):
         writer.write(b"GET /v1/files/file-long/content HTTP/1.1\r\nhost: localhost\r\n\r\n")
         await reader.readuntil(b"\r\n\r\n")
     async with asyncio.timeout(30):
         await ended.wait()
-    await desk.store.delete_upload("", record.id)
+    await upload_gateway.store.delete_upload("", record.id)
 
 
-async def test_what_was_deleted_meanwhile_is_read_to_its_end(desk: UploadGateway) -> None:
+async def test_what_was_deleted_meanwhile_is_read_to_its_end(upload_gateway: UploadGateway) -> None:
     content = b"x" * 900_000
-    file_id = (await desk.served.upload("long.txt", content)).json["id"]
-    async with desk.served.open_connection() as (reader, writer):
+    file_id = (await upload_gateway.gateway.upload("long.txt", content)).json["id"]
+    async with upload_gateway.gateway.open_connection() as (reader, writer):
         writer.write(b"GET /v1/files/%b/content HTTP/1.1\r\nhost: localhost\r\n\r\n" % file_id.encode())
         await reader.readuntil(b"\r\n\r\n")
-        assert (await desk.served.request("DELETE", f"/v1/files/{file_id}")).status == 200
+        assert (await upload_gateway.gateway.request("DELETE", f"/v1/files/{file_id}")).status == 200
         assert await asyncio.wait_for(reader.readexactly(len(content)), 30) == content

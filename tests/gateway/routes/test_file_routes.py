@@ -26,12 +26,12 @@ async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Up
     settings = UploadSettings(
         file_bytes=FILE_BYTES, tenant_quota=FileTotals(50, 3_000_000), concurrent_uploads=AT_ONCE
     )
-    async with run_upload_gateway(tmp_path_factory.mktemp("files"), settings) as desk:
-        yield desk
+    async with run_upload_gateway(tmp_path_factory.mktemp("files"), settings) as upload_gateway:
+        yield upload_gateway
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def desk(running: UploadGateway) -> AsyncGenerator[UploadGateway]:
+async def upload_gateway(running: UploadGateway) -> AsyncGenerator[UploadGateway]:
     """Nothing is left behind by any test."""
     yield running
     await wait_until(lambda: not [path for path in running.stored_files() if path.parent.name == "incoming"])
@@ -47,13 +47,17 @@ async def wait_until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def wait_for_uploads(desk: UploadGateway, number: int) -> None:
+async def wait_for_uploads(upload_gateway: UploadGateway, number: int) -> None:
     """Until so many uploads are on their way."""
-    await wait_until(lambda: desk.files.incoming_count == number)
+    await wait_until(lambda: upload_gateway.files.incoming_count == number)
 
 
-async def post(desk: UploadGateway, *parts: bytes, headers: dict[str, str] | None = None) -> HttpResponse:
-    return await desk.served.request("POST", "/v1/files", form(parts), headers=headers or form_type())
+async def post(
+    upload_gateway: UploadGateway, *parts: bytes, headers: dict[str, str] | None = None
+) -> HttpResponse:
+    return await upload_gateway.gateway.request(
+        "POST", "/v1/files", form(parts), headers=headers or form_type()
+    )
 
 
 def partial_form(*parts: bytes) -> bytes:
@@ -89,9 +93,9 @@ class RawUpload:
 # --- forms --------------------------------------------------------------------------------------------
 
 
-async def test_the_purpose_may_come_after_the_file(desk: UploadGateway) -> None:
+async def test_the_purpose_may_come_after_the_file(upload_gateway: UploadGateway) -> None:
     made = await post(
-        desk,
+        upload_gateway,
         part("file", b"x" * 100_000, "a.txt"),
         part("purpose", b"assistants"),
         part("expires_after[anchor]", b"created_at"),
@@ -101,9 +105,9 @@ async def test_the_purpose_may_come_after_the_file(desk: UploadGateway) -> None:
     assert made.json["expires_at"] == made.json["created_at"] + 7200
 
 
-async def test_some_fields_may_come_before_and_some_after(desk: UploadGateway) -> None:
+async def test_some_fields_may_come_before_and_some_after(upload_gateway: UploadGateway) -> None:
     made = await post(
-        desk,
+        upload_gateway,
         part("purpose", b"user_data"),
         part("expires_after[anchor]", b"created_at"),
         part("expires_after[seconds]", b"3600"),
@@ -111,7 +115,7 @@ async def test_some_fields_may_come_before_and_some_after(desk: UploadGateway) -
     )
     assert made.json["expires_at"] == made.json["created_at"] + 3600
     made = await post(
-        desk,
+        upload_gateway,
         part("purpose", b"user_data"),
         part("file", b"x" * 100_000, "a.txt"),
         part("expires_after[anchor]", b"created_at"),
@@ -120,8 +124,10 @@ async def test_some_fields_may_come_before_and_some_after(desk: UploadGateway) -
     assert made.json["expires_at"] == made.json["created_at"] + 3601
 
 
-async def test_fields_that_nobody_knows_are_left_alone(desk: UploadGateway) -> None:
-    made = await post(desk, part("new", b"1"), part("purpose", b"batch"), part("file", b"{}", "a.jsonl"))
+async def test_fields_that_nobody_knows_are_left_alone(upload_gateway: UploadGateway) -> None:
+    made = await post(
+        upload_gateway, part("new", b"1"), part("purpose", b"batch"), part("file", b"{}", "a.jsonl")
+    )
     assert made.status == 200
 
 
@@ -137,56 +143,58 @@ async def test_fields_that_nobody_knows_are_left_alone(desk: UploadGateway) -> N
         ([part("purpose", b"batch"), part("file", b"\x7fELF\0", "a")], "file", "unsupported_file"),
     ],
 )
-async def test_what_a_form_lacks(desk: UploadGateway, parts: list[bytes], param: str, code: str) -> None:
-    assert (await post(desk, *parts)).error == (400, code, param)
+async def test_what_a_form_lacks(
+    upload_gateway: UploadGateway, parts: list[bytes], param: str, code: str
+) -> None:
+    assert (await post(upload_gateway, *parts)).error == (400, code, param)
 
 
-async def test_no_form_at_all(desk: UploadGateway) -> None:
-    answer = await desk.served.request("POST", "/v1/files", {"file": "x", "purpose": "batch"})
+async def test_no_form_at_all(upload_gateway: UploadGateway) -> None:
+    answer = await upload_gateway.gateway.request("POST", "/v1/files", {"file": "x", "purpose": "batch"})
     assert answer.error == (400, None, None)
     assert "multipart/form-data" in answer.json["error"]["message"]
-    assert (await desk.served.request("POST", "/v1/files", headers=form_type())).status == 400
+    assert (await upload_gateway.gateway.request("POST", "/v1/files", headers=form_type())).status == 400
 
 
 # --- while it comes -----------------------------------------------------------------------------------
 
 
-async def test_a_client_that_leaves(desk: UploadGateway) -> None:
+async def test_a_client_that_leaves(upload_gateway: UploadGateway) -> None:
     for rest in (b"", b"x" * 800_000):
-        async with desk.served.open_connection() as connection:
+        async with upload_gateway.gateway.open_connection() as connection:
             upload = RawUpload(*connection)
             await upload.begin()
             await upload.send(
                 partial_form(part("purpose", b"user_data"), part("file", b"x" * 10_000, "a.txt")) + rest
             )
-            await wait_for_uploads(desk, 1)
-        await wait_for_uploads(desk, 0)
-        await wait_until(lambda: desk.stored_files() == [])
-    assert list(await desk.files.list_files(Caller(), PageQuery())) == []
+            await wait_for_uploads(upload_gateway, 1)
+        await wait_for_uploads(upload_gateway, 0)
+        await wait_until(lambda: upload_gateway.stored_files() == [])
+    assert list(await upload_gateway.files.list_files(Caller(), PageQuery())) == []
 
 
-async def test_a_body_that_is_shorter_than_was_said(desk: UploadGateway) -> None:
+async def test_a_body_that_is_shorter_than_was_said(upload_gateway: UploadGateway) -> None:
     body = form([part("purpose", b"user_data"), part("file", b"x", "a.txt")])
-    async with desk.served.open_connection() as connection:
+    async with upload_gateway.gateway.open_connection() as connection:
         upload = RawUpload(*connection)
         await upload.begin(b"content-length: %d" % (len(body) + 1))
         upload.writer.write(body)
-        await wait_for_uploads(desk, 1)
-    await wait_for_uploads(desk, 0)
-    await wait_until(lambda: desk.stored_files() == [])
+        await wait_for_uploads(upload_gateway, 1)
+    await wait_for_uploads(upload_gateway, 0)
+    await wait_until(lambda: upload_gateway.stored_files() == [])
 
 
-async def test_a_form_that_ends_before_its_end(desk: UploadGateway) -> None:
+async def test_a_form_that_ends_before_its_end(upload_gateway: UploadGateway) -> None:
     for body in (
         partial_form(part("purpose", b"batch"), part("file", b"x" * 50_000, "a.txt")),
         b"--b0undary",
     ):
-        answer = await desk.served.request("POST", "/v1/files", body, headers=form_type())
+        answer = await upload_gateway.gateway.request("POST", "/v1/files", body, headers=form_type())
         assert answer.error == (400, None, None)
 
 
-async def test_what_is_too_large_is_refused_before_its_end(desk: UploadGateway) -> None:
-    async with desk.served.open_connection() as connection:
+async def test_what_is_too_large_is_refused_before_its_end(upload_gateway: UploadGateway) -> None:
+    async with upload_gateway.gateway.open_connection() as connection:
         upload = RawUpload(*connection)
         await upload.begin()
         await upload.send(
@@ -194,48 +202,48 @@ async def test_what_is_too_large_is_refused_before_its_end(desk: UploadGateway) 
         )
         await upload.send(b"x")
         assert await upload.status() == 413
-    async with desk.served.open_connection() as connection:
+    async with upload_gateway.gateway.open_connection() as connection:
         upload = RawUpload(*connection)
         await upload.begin(b"content-length: 99999999")
         assert await upload.status() == 413, "before anything has come"
 
 
-async def test_what_may_not_be_is_refused_before_its_end(desk: UploadGateway) -> None:
-    async with desk.served.open_connection() as connection:
+async def test_what_may_not_be_is_refused_before_its_end(upload_gateway: UploadGateway) -> None:
+    async with upload_gateway.gateway.open_connection() as connection:
         upload = RawUpload(*connection)
         await upload.begin()
         await upload.send(
             partial_form(part("purpose", b"vision"), part("file", b"no picture" * 1000, "a.png"))
         )
         assert await upload.status() == 400
-    async with desk.served.open_connection() as connection:
+    async with upload_gateway.gateway.open_connection() as connection:
         upload = RawUpload(*connection)
         await upload.begin()
         await upload.send(partial_form(part("purpose", b"fun"), part("file", b"", "a.png")))
         assert await upload.status() == 400
 
 
-async def test_the_room_of_a_tenant_ends_while_a_file_comes(desk: UploadGateway) -> None:
+async def test_the_room_of_a_tenant_ends_while_a_file_comes(upload_gateway: UploadGateway) -> None:
     for number in range(3):
         content = bytes([65 + number]) * FILE_BYTES
-        assert (await desk.served.upload("a.txt", content)).status == 200
-    async with desk.served.open_connection() as connection:
+        assert (await upload_gateway.gateway.upload("a.txt", content)).status == 200
+    async with upload_gateway.gateway.open_connection() as connection:
         upload = RawUpload(*connection)
         await upload.begin()
         await upload.send(partial_form(part("purpose", b"user_data"), part("file", b"x" * 300_001, "a.txt")))
         assert await upload.status() == 400
-    assert (await desk.served.upload("a.txt", b"x" * 300_000)).status == 200
+    assert (await upload_gateway.gateway.upload("a.txt", b"x" * 300_000)).status == 200
 
 
-async def test_uploads_at_once(desk: UploadGateway) -> None:
+async def test_uploads_at_once(upload_gateway: UploadGateway) -> None:
     body = partial_form(part("purpose", b"user_data"), part("file", b"x", "a.txt"))
-    connections = [desk.served.open_connection() for _ in range(AT_ONCE)]
+    connections = [upload_gateway.gateway.open_connection() for _ in range(AT_ONCE)]
     uploads = [RawUpload(*await connection.__aenter__()) for connection in connections]
     for upload in uploads:
         await upload.begin()
         await upload.send(body)
-    await wait_for_uploads(desk, AT_ONCE)
-    refused = await desk.served.upload("a.txt", b"x")
+    await wait_for_uploads(upload_gateway, AT_ONCE)
+    refused = await upload_gateway.gateway.upload("a.txt", b"x")
     assert refused.error == (429, "rate_limit_exceeded", None)
     assert refused.headers["retry-after"] == "1"
     for number, upload in enumerate(uploads):
@@ -244,26 +252,33 @@ async def test_uploads_at_once(desk: UploadGateway) -> None:
         assert await upload.status() == 200
     for connection in connections:
         await connection.__aexit__(None, None, None)
-    assert (await desk.served.upload("a.txt", b"x")).status == 200
+    assert (await upload_gateway.gateway.upload("a.txt", b"x")).status == 200
 
 
-async def test_many_at_once_are_all_there(desk: UploadGateway) -> None:
+async def test_many_at_once_are_all_there(upload_gateway: UploadGateway) -> None:
     async def one(number: int) -> tuple[bytes, HttpResponse]:
         content = b"%d" % (number % 5) * 20_000
-        while (made := await desk.served.upload(f"{number}.txt", content)).status == 429:
+        while (made := await upload_gateway.gateway.upload(f"{number}.txt", content)).status == 429:
             await asyncio.sleep(0.01)
         return content, made
 
     results = await asyncio.gather(*(one(number) for number in range(20)))
     for content, made in results:
-        assert (await desk.served.request("GET", f"/v1/files/{made.json['id']}/content")).body == content
-    assert len(desk.stored_files()) == 5
+        assert (
+            await upload_gateway.gateway.request("GET", f"/v1/files/{made.json['id']}/content")
+        ).body == content
+    assert len(upload_gateway.stored_files()) == 5
     await asyncio.gather(
-        *(desk.served.request("DELETE", f"/v1/files/{made.json['id']}") for _, made in results[:15])
+        *(
+            upload_gateway.gateway.request("DELETE", f"/v1/files/{made.json['id']}")
+            for _, made in results[:15]
+        )
     )
-    assert len(desk.stored_files()) == 5
+    assert len(upload_gateway.stored_files()) == 5
     for content, made in results[15:]:
-        assert (await desk.served.request("GET", f"/v1/files/{made.json['id']}/content")).body == content
+        assert (
+            await upload_gateway.gateway.request("GET", f"/v1/files/{made.json['id']}/content")
+        ).body == content
 
 
 # --- besides ------------------------------------------------------------------------------------------
@@ -271,15 +286,15 @@ async def test_many_at_once_are_all_there(desk: UploadGateway) -> None:
 
 async def test_uploads_count_as_requests(tmp_path_factory: pytest.TempPathFactory) -> None:
     limits = RequestLimits(ApiKeyLimits(requests_per_minute=2))
-    async with run_upload_gateway(tmp_path_factory.mktemp("limited"), limits=limits) as desk:
-        answers = [await desk.served.upload("a.txt", b"x") for _ in range(3)]
+    async with run_upload_gateway(tmp_path_factory.mktemp("limited"), limits=limits) as upload_gateway:
+        answers = [await upload_gateway.gateway.upload("a.txt", b"x") for _ in range(3)]
         assert [answer.status for answer in answers] == [200, 200, 429]
-        figures = (await desk.served.request("GET", "/metrics")).body.decode()
+        figures = (await upload_gateway.gateway.request("GET", "/metrics")).body.decode()
         assert "fumehood_uploads_total 2.0" in figures
         assert 'fumehood_file_bytes_total{direction="in"} 2.0' in figures
 
 
-async def test_names_are_made_fit(desk: UploadGateway) -> None:
+async def test_names_are_made_fit(upload_gateway: UploadGateway) -> None:
     for sent, kept in (
         ("../../etc/passwd", "passwd"),
         ("C:\\dir\\a.txt", "a.txt"),
@@ -289,13 +304,13 @@ async def test_names_are_made_fit(desk: UploadGateway) -> None:
         ("a\0b.txt", "a\ufffdb.txt"),
         ("x" * 5000 + ".txt", None),
     ):
-        name = (await desk.served.upload(sent, b"x")).json["filename"]
+        name = (await upload_gateway.gateway.upload(sent, b"x")).json["filename"]
         assert name == kept or (kept is None and len(name) == 200 and name.endswith(".txt"))
 
 
-async def test_ids_cannot_be_guessed(desk: UploadGateway) -> None:
-    ids = [(await desk.served.upload("a.txt", b"x")).json["id"] for _ in range(5)]
+async def test_ids_cannot_be_guessed(upload_gateway: UploadGateway) -> None:
+    ids = [(await upload_gateway.gateway.upload("a.txt", b"x")).json["id"] for _ in range(5)]
     assert len({made[-34:] for made in ids}) == 5
     assert all(len(made) == len("file-") + 48 for made in ids)
     for wrong in (ids[0].upper(), ids[0][:-1], ids[0] + "0", "%00", "..%2f", "file-%ff"):
-        assert (await desk.served.request("GET", f"/v1/files/{wrong}")).status in (400, 404)
+        assert (await upload_gateway.gateway.request("GET", f"/v1/files/{wrong}")).status in (400, 404)

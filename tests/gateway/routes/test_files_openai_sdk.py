@@ -23,21 +23,24 @@ PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 4000
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def desk(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[UploadGateway]:
+async def upload_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[UploadGateway]:
     settings = UploadSettings(file_bytes=2_000_000, tenant_quota=FileTotals(200, 20_000_000))
-    async with run_upload_gateway(tmp_path_factory.mktemp("files"), settings) as desk:
-        yield desk
+    async with run_upload_gateway(tmp_path_factory.mktemp("files"), settings) as upload_gateway:
+        yield upload_gateway
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def client(desk: UploadGateway) -> AsyncGenerator[AsyncOpenAI]:
+async def client(upload_gateway: UploadGateway) -> AsyncGenerator[AsyncOpenAI]:
     async with AsyncOpenAI(
-        base_url=f"{desk.served.base}/v1", api_key="none", max_retries=0, _strict_response_validation=True
+        base_url=f"{upload_gateway.gateway.base}/v1",
+        api_key="none",
+        max_retries=0,
+        _strict_response_validation=True,
     ) as client:
         yield client
         for file in (await client.files.list()).data:
             await client.files.delete(file.id)
-        assert desk.stored_files() == []
+        assert upload_gateway.stored_files() == []
 
 
 async def test_no_method_is_forgotten() -> None:
@@ -92,22 +95,22 @@ async def test_create_from_a_tuple(client: AsyncOpenAI) -> None:
     assert file.expires_at == file.created_at + 30 * 86_400
 
 
-async def test_create_with_an_end(client: AsyncOpenAI, desk: UploadGateway) -> None:
+async def test_create_with_an_end(client: AsyncOpenAI, upload_gateway: UploadGateway) -> None:
     file = await client.files.create(
         file=("a.txt", b"x"), purpose="fine-tune", expires_after={"anchor": "created_at", "seconds": 3600}
     )
     assert file.expires_at == file.created_at + 3600
-    desk.clock.advance(3600)
+    upload_gateway.clock.advance(3600)
     with pytest.raises(openai.NotFoundError):
         await client.files.retrieve(file.id)
     assert (await client.files.list()).data == []
-    assert await desk.files.sweep() == 1
-    assert desk.stored_files() == []
+    assert await upload_gateway.files.sweep() == 1
+    assert upload_gateway.stored_files() == []
 
 
-async def test_create_for_evals(desk: UploadGateway) -> None:
+async def test_create_for_evals(upload_gateway: UploadGateway) -> None:
     """The SDK's own type of a file does not know this purpose, so no strict client can read the answer."""
-    async with AsyncOpenAI(base_url=f"{desk.served.base}/v1", api_key="none") as client:
+    async with AsyncOpenAI(base_url=f"{upload_gateway.gateway.base}/v1", api_key="none") as client:
         file = await client.files.create(file=("a.jsonl", b"{}"), purpose="evals")
         assert cast("Any", file.purpose) == "evals"
         await client.files.delete(file.id)
@@ -123,12 +126,12 @@ async def test_retrieve(client: AsyncOpenAI) -> None:
     assert raw.http_response.json()["status"] == "processed"
 
 
-async def test_list(client: AsyncOpenAI, desk: UploadGateway) -> None:
+async def test_list(client: AsyncOpenAI, upload_gateway: UploadGateway) -> None:
     made: list[str] = []
     for number in range(7):
         purpose = "vision" if number % 2 else "user_data"
         made.append((await client.files.create(file=(f"{number}.txt", b"x"), purpose=purpose)).id)
-        desk.clock.advance(0.25)
+        upload_gateway.clock.advance(0.25)
     assert [file.id async for file in client.files.list()] == made[::-1]
     assert [file.id async for file in client.files.list(limit=2)] == made[::-1], "page after page"
     assert [file.id async for file in client.files.list(limit=3, order="asc")] == made
@@ -138,7 +141,7 @@ async def test_list(client: AsyncOpenAI, desk: UploadGateway) -> None:
     assert (await client.files.list(purpose="batch")).data == []
 
 
-async def test_delete(client: AsyncOpenAI, desk: UploadGateway) -> None:
+async def test_delete(client: AsyncOpenAI, upload_gateway: UploadGateway) -> None:
     made = await client.files.create(file=("a.txt", b"deleted"), purpose="user_data")
     assert (await client.files.delete(made.id)).model_dump() == {
         "id": made.id,
@@ -148,17 +151,17 @@ async def test_delete(client: AsyncOpenAI, desk: UploadGateway) -> None:
     for call in (client.files.retrieve, client.files.delete, client.files.content):
         with pytest.raises(openai.NotFoundError):
             await call(made.id)
-    assert desk.stored_files() == []
+    assert upload_gateway.stored_files() == []
 
 
-async def test_equal_contents(client: AsyncOpenAI, desk: UploadGateway) -> None:
+async def test_equal_contents(client: AsyncOpenAI, upload_gateway: UploadGateway) -> None:
     one, two = [await client.files.create(file=(name, PNG), purpose="vision") for name in ("1.png", "2.png")]
     assert one.id != two.id
-    assert len(desk.stored_files()) == 1
+    assert len(upload_gateway.stored_files()) == 1
     await client.files.delete(one.id)
     assert (await client.files.content(two.id)).content == PNG
     await client.files.delete(two.id)
-    assert desk.stored_files() == []
+    assert upload_gateway.stored_files() == []
 
 
 # --- content ------------------------------------------------------------------------------------------
@@ -195,7 +198,7 @@ async def test_wait_for_processing(client: AsyncOpenAI) -> None:
 # --- errors -------------------------------------------------------------------------------------------
 
 
-async def test_errors_of_create(client: AsyncOpenAI, desk: UploadGateway) -> None:
+async def test_errors_of_create(client: AsyncOpenAI, upload_gateway: UploadGateway) -> None:
     purpose: Any = "world domination"
     with pytest.raises(openai.BadRequestError) as refused:
         await client.files.create(file=("a.txt", b"x"), purpose=purpose)
@@ -217,16 +220,16 @@ async def test_errors_of_create(client: AsyncOpenAI, desk: UploadGateway) -> Non
     with pytest.raises(openai.APIStatusError) as too_large:
         await client.files.create(file=("a.txt", b"x" * 2_000_001), purpose="user_data")
     assert (too_large.value.status_code, too_large.value.code) == (413, "request_too_large")
-    assert desk.stored_files() == []
+    assert upload_gateway.stored_files() == []
 
 
-async def test_a_full_quota(client: AsyncOpenAI, desk: UploadGateway) -> None:
+async def test_a_full_quota(client: AsyncOpenAI, upload_gateway: UploadGateway) -> None:
     for number in range(10):
         await client.files.create(file=("a.txt", b"%d" % number * 2_000_000), purpose="user_data")
     with pytest.raises(openai.BadRequestError) as refused:
         await client.files.create(file=("b.txt", b"x"), purpose="user_data")
     assert refused.value.code == "storage_quota_exceeded"
-    assert len(desk.stored_files()) == 10
+    assert len(upload_gateway.stored_files()) == 10
 
 
 async def test_errors_of_the_others(client: AsyncOpenAI) -> None:

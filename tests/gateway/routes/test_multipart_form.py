@@ -67,7 +67,7 @@ def read_form(
     return at_once(_read(exchange(pieces, headers, leaves=leaves), file_bytes))
 
 
-def refusal(*pieces: bytes, **options: Any) -> ApiError:
+def rejection(*pieces: bytes, **options: Any) -> ApiError:
     with pytest.raises(ApiError) as refused:
         read_form(*pieces, **options)
     return refused.value
@@ -154,7 +154,7 @@ def test_a_form_within_a_form_is_content() -> None:
     place=st.integers(0, len(SIMPLE) - len("--\r\n") - 1), places=st.lists(st.integers(0, 500), max_size=5)
 )
 def test_a_form_that_breaks_off(place: int, places: list[int]) -> None:
-    error = refusal(*cut(SIMPLE[:place], places), leaves=False) if place else refusal(b"")
+    error = rejection(*cut(SIMPLE[:place], places), leaves=False) if place else rejection(b"")
     assert isinstance(error, InvalidRequest)
 
 
@@ -203,7 +203,7 @@ def test_anything_at_all(noise: bytes, place: int, lost: int, places: list[int])
     ],
 )  # fmt: skip
 def test_what_is_refused(body: bytes, param: str | None) -> None:
-    error = refusal(body)
+    error = rejection(body)
     assert isinstance(error, InvalidRequest)
     assert error.param == param
     assert error.message.isprintable()
@@ -222,14 +222,14 @@ def test_what_is_refused(body: bytes, param: str | None) -> None:
     ],
 )
 def test_what_says_that_it_is_no_form(kind: str) -> None:
-    assert isinstance(refusal(SIMPLE, headers={"content-type": kind}), InvalidRequest)
+    assert isinstance(rejection(SIMPLE, headers={"content-type": kind}), InvalidRequest)
 
 
 def test_more_than_was_to_come() -> None:
     body = form([part("file", b"x" * (MAX_OVERHEAD_BYTES + 100), "a.txt")])
-    assert isinstance(refusal(body, file_bytes=10), BodyTooLarge)
+    assert isinstance(rejection(body, file_bytes=10), BodyTooLarge)
     told = {**form_type(), "content-length": str(MAX_OVERHEAD_BYTES + 11)}
-    assert isinstance(refusal(b"", headers=told, file_bytes=10), BodyTooLarge), "before anything was read"
+    assert isinstance(rejection(b"", headers=told, file_bytes=10), BodyTooLarge), "before anything was read"
 
 
 def test_a_client_that_leaves() -> None:

@@ -102,7 +102,7 @@ async def test_files_of_containers(client: AsyncOpenAI, gateway: ScriptedGateway
 
 
 async def test_refusals_are_the_sdks_own_exceptions(client: AsyncOpenAI, gateway: ScriptedGateway) -> None:
-    gateway.runs.refusal = PreviousResponseNotFound(
+    gateway.runs.rejection = PreviousResponseNotFound(
         "There is no such response.", param="previous_response_id"
     )
     with pytest.raises(openai.BadRequestError) as refused:
@@ -112,9 +112,9 @@ async def test_refusals_are_the_sdks_own_exceptions(client: AsyncOpenAI, gateway
         "previous_response_id",
     )
     assert refused.value.request_id is not None
-    gateway.runs.refusal = ModelRateLimited("busy")
+    gateway.runs.rejection = ModelRateLimited("busy")
     with pytest.raises(openai.RateLimitError):
         await client.responses.create(model="small", input="hi", stream=True)
-    gateway.runs.refusal = RuntimeError("a fault of ours")
+    gateway.runs.rejection = RuntimeError("a fault of ours")
     with pytest.raises(openai.InternalServerError):
         await client.responses.create(model="small", input="hi")

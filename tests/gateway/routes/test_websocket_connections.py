@@ -57,11 +57,11 @@ async def test_who_may_not_connect_is_told_before_the_upgrade(
     headers: Mapping[str, str], status: int, code: str
 ) -> None:
     callers: dict[str, Any] = {"authenticator": RejectingAuthenticator()} if status == 401 else {}
-    async with run_gateway(**callers) as served:
-        with pytest.raises(InvalidStatus) as refusal:
-            async with open_socket(served, additional_headers=headers):
+    async with run_gateway(**callers) as gateway:
+        with pytest.raises(InvalidStatus) as rejection:
+            async with open_socket(gateway, additional_headers=headers):
                 pass
-        answer = refusal.value.response
+        answer = rejection.value.response
         assert (answer.status_code, json.loads(answer.body)["error"]["code"]) == (status, code)
         assert answer.headers["fumehood-version"]
 
@@ -75,7 +75,7 @@ async def test_a_foreign_host_is_told_before_the_upgrade(headers: str) -> None:
         f"GET /v1/responses HTTP/1.1\r\n{headers}Connection: Upgrade\r\nUpgrade: websocket\r\n"
         "Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
     )
-    async with run_gateway() as served, raw_http_connection.open_connection(served.port) as connection:
+    async with run_gateway() as gateway, raw_http_connection.open_connection(gateway.port) as connection:
         await connection.send(handshake.encode())
         answer = await connection.read_response()
         assert (answer.status, json.loads(answer.body)["error"]["code"]) == (403, "forbidden")
@@ -84,7 +84,7 @@ async def test_a_foreign_host_is_told_before_the_upgrade(headers: str) -> None:
 
 async def test_a_key_that_is_revoked_makes_no_more_responses() -> None:
     callers = RejectingAuthenticator(revoked=False)
-    async with run_gateway(authenticator=callers) as served, open_socket(served) as socket:
+    async with run_gateway(authenticator=callers) as gateway, open_socket(gateway) as socket:
         assert (await socket.create_and_read())["status"] == "completed"
         callers.revoked = True
         assert await socket.read_error() == (401, "invalid_api_key", None)
@@ -92,7 +92,7 @@ async def test_a_key_that_is_revoked_makes_no_more_responses() -> None:
 
 async def test_requests_are_counted_as_everywhere() -> None:
     limits = RequestLimits(ApiKeyLimits(requests_per_minute=2))
-    async with run_gateway(limits=limits) as served, open_socket(served) as socket:
+    async with run_gateway(limits=limits) as gateway, open_socket(gateway) as socket:
         await socket.create_and_read()
         await socket.create_and_read()
         await socket.ask(stream_id="lane")
@@ -120,11 +120,11 @@ async def test_a_page_of_this_server_may_connect(gateway: ScriptedGateway) -> No
 
 async def test_a_page_that_was_named_may_connect() -> None:
     page = "https://app.example"
-    async with run_gateway(cors=CorsPolicy((page,))) as served:
-        async with open_socket(served, additional_headers={"Origin": page}) as socket:
+    async with run_gateway(cors=CorsPolicy((page,))) as gateway:
+        async with open_socket(gateway, additional_headers={"Origin": page}) as socket:
             assert (await socket.create_and_read())["status"] == "completed"
         with pytest.raises(InvalidStatus):
-            async with open_socket(served, additional_headers={"Origin": "https://other.example"}):
+            async with open_socket(gateway, additional_headers={"Origin": "https://other.example"}):
                 pass
 
 
@@ -246,7 +246,7 @@ async def test_a_message_that_drips_ends_the_connection(
 
 async def test_a_silent_connection_is_pinged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(websocket_protocol, "_PING_SECONDS", 0.05)
-    async with run_gateway() as served, served.open_connection() as (reader, writer):
+    async with run_gateway() as gateway, gateway.open_connection() as (reader, writer):
         writer.write(b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\n" + HEAD + KEY + b"\r\n")
         await reader.readuntil(b"\r\n\r\n")
         # No pong is sent: a client that computes between two turns is not gone.
@@ -257,7 +257,7 @@ async def test_a_silent_connection_is_pinged(monkeypatch: pytest.MonkeyPatch) ->
 async def test_a_client_that_answers_no_ping_for_long_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(websocket_protocol, "_PING_SECONDS", 0.05)
     monkeypatch.setattr(websocket_protocol, "_PONG_TIMEOUT", 0.2)
-    async with run_gateway() as served, served.open_connection() as (reader, writer):
+    async with run_gateway() as gateway, gateway.open_connection() as (reader, writer):
         writer.write(b"GET /v1/responses HTTP/1.1\r\nHost: localhost\r\n" + HEAD + KEY + b"\r\n")
         await reader.readuntil(b"\r\n\r\n")
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
@@ -325,28 +325,28 @@ async def test_a_slow_reader_gets_everything_and_holds_up_nobody(gateway: Script
 
 
 async def test_a_server_that_stops_lets_a_response_end_and_says_goodbye() -> None:
-    async with run_gateway() as served, open_socket(served) as idle, open_socket(served) as socket:
-        served.runs.script = first_events
-        served.runs.stubborn = True
+    async with run_gateway() as gateway, open_socket(gateway) as idle, open_socket(gateway) as socket:
+        gateway.runs.script = first_events
+        gateway.runs.stubborn = True
         await socket.ask()
-        await wait_until_running(served)
-        served.server.stop()
+        await wait_until_running(gateway)
+        gateway.server.stop()
         async with asyncio.timeout(30):
-            await served.runs.draining.wait()
+            await gateway.runs.draining.wait()
         with pytest.raises(ConnectionClosed) as closed:
             await idle.read_event()
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == CloseCode.GOING_AWAY
-        run = served.runs.runs[0]
+        run = gateway.runs.runs[0]
         run.emit(*text_events(run.response)[2:])
         assert (await socket.read_response())[-1]["type"] == "response.completed"
         with pytest.raises(ConnectionClosed) as closed:
             await socket.read_event()
         assert closed.value.rcvd is not None
         assert closed.value.rcvd.code == CloseCode.GOING_AWAY
-        served.server.stop()  # nothing is left to wait for
+        gateway.server.stop()  # nothing is left to wait for
         async with asyncio.timeout(30):
-            await served.task
+            await gateway.task
     assert run.cancelled is None
 
 
@@ -359,21 +359,21 @@ async def test_every_response_is_logged_and_counted() -> None:
     def log(_: int, fields: Mapping[str, Any]) -> None:
         lines.append(fields)
 
-    async with run_gateway(request_log=log) as served:
-        async with open_socket(served) as socket:
+    async with run_gateway(request_log=log) as gateway:
+        async with open_socket(gateway) as socket:
             await socket.create_and_read(model="small")
             await socket.read_error(include=["x"])
         async with asyncio.timeout(30):
             while len(lines) < 3:
                 await asyncio.sleep(0.001)
-        figures = (await served.request("GET", "/metrics")).body.decode()
-    response, refusal, connection = ({**line} for line in lines[:3])
+        figures = (await gateway.request("GET", "/metrics")).body.decode()
+    response, rejection, connection = ({**line} for line in lines[:3])
     assert len({line["request_id"] for line in lines[:3]}) == 3
     assert response["response_id"].startswith("resp_")
-    for line in (response, refusal, connection):
+    for line in (response, rejection, connection):
         for name in ("request_id", "ms", "response_id"):
             line.pop(name, None)
-    assert [response, refusal, connection] == snapshot(
+    assert [response, rejection, connection] == snapshot(
         [
             {
                 "method": "WEBSOCKET",

@@ -36,13 +36,13 @@ NOT_FOUND = (400, "previous_response_not_found", "previous_response_id")
 
 @dataclass
 class ConversationGateway:
-    served: ScriptedGateway
+    gateway: ScriptedGateway
     model: ScriptedModel
     store: MemoryStore
 
     @asynccontextmanager
     async def socket(self) -> AsyncGenerator[WebSocketClient]:
-        async with connect_websocket(self.served.port) as socket:
+        async with connect_websocket(self.gateway.port) as socket:
             yield socket
 
     def model_inputs(self) -> list[list[str]]:
@@ -55,12 +55,12 @@ async def running() -> AsyncIterator[ConversationGateway]:
     clock = FakeClock()
     store, model = MemoryStore(clock), ScriptedModel()
     runs = EngineRunService(ScriptedModelProvider(model), [EchoTool()], store, clock, sealer=PlainSealer())
-    async with run_gateway(runs=runs, store=store, body_bytes=1 << 20) as served:
-        yield ConversationGateway(served, model, store)
+    async with run_gateway(runs=runs, store=store, body_bytes=1 << 20) as gateway:
+        yield ConversationGateway(gateway, model, store)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def house(running: ConversationGateway) -> AsyncIterator[ConversationGateway]:
+async def conversation_gateway(running: ConversationGateway) -> AsyncIterator[ConversationGateway]:
     yield running
     running.model.assert_consumed()
 
@@ -68,74 +68,88 @@ async def house(running: ConversationGateway) -> AsyncIterator[ConversationGatew
 # --- the cases of the compliance table ----------------------------------------------------------------
 
 
-async def test_a_response(house: ConversationGateway) -> None:
-    house.model.expect(says("Hello."))
-    async with house.socket() as socket:
+async def test_a_response(conversation_gateway: ConversationGateway) -> None:
+    conversation_gateway.model.expect(says("Hello."))
+    async with conversation_gateway.socket() as socket:
         response = await socket.create_and_read(input="Say hello.")
     assert response["status"] == "completed"
     assert response["store"] is False
     assert response["output"][0]["content"][0]["text"] == "Hello."
 
 
-async def test_several_in_sequence_are_strangers_to_each_other(house: ConversationGateway) -> None:
-    house.model.expect(says("one"), says("two"))
-    async with house.socket() as socket:
+async def test_several_in_sequence_are_strangers_to_each_other(
+    conversation_gateway: ConversationGateway,
+) -> None:
+    conversation_gateway.model.expect(says("one"), says("two"))
+    async with conversation_gateway.socket() as socket:
         for word in ("one", "two"):
             response = await socket.create_and_read(input=word)
             assert response["output"][0]["content"][0]["text"] == word
             assert response["previous_response_id"] is None
-            assert house.model_inputs() == [["message"]]
+            assert conversation_gateway.model_inputs() == [["message"]]
 
 
-async def test_a_continuation_of_what_is_not_stored(house: ConversationGateway) -> None:
-    before = house.store.commit_count
-    house.model.expect(says("one"), says("two"), says("three"))
-    async with house.socket() as socket:
+async def test_a_continuation_of_what_is_not_stored(conversation_gateway: ConversationGateway) -> None:
+    before = conversation_gateway.store.commit_count
+    conversation_gateway.model.expect(says("one"), says("two"), says("three"))
+    async with conversation_gateway.socket() as socket:
         last = None
         for _ in range(3):
             last = (await socket.create_and_read(previous_response_id=last))["id"]
-        assert house.model_inputs() == [["message", "message"], ["message", "message"], ["message"]]
-    assert house.store.commit_count == before
-    answer = await house.served.request("GET", f"/v1/responses/{last}")
+        assert conversation_gateway.model_inputs() == [
+            ["message", "message"],
+            ["message", "message"],
+            ["message"],
+        ]
+    assert conversation_gateway.store.commit_count == before
+    answer = await conversation_gateway.gateway.request("GET", f"/v1/responses/{last}")
     assert answer.status == 404
 
 
-async def test_a_function_is_called_and_its_result_given(house: ConversationGateway) -> None:
+async def test_a_function_is_called_and_its_result_given(conversation_gateway: ConversationGateway) -> None:
     tools = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
-    house.model.expect(calls("weather", {}, call_id="call_1"), says("It rains."))
-    async with house.socket() as socket:
+    conversation_gateway.model.expect(calls("weather", {}, call_id="call_1"), says("It rains."))
+    async with conversation_gateway.socket() as socket:
         asked = await socket.create_and_read(tools=tools)
         assert asked["output"][0]["type"] == "function_call"
         output = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
         response = await socket.create_and_read(tools=tools, input=[output], previous_response_id=asked["id"])
     assert response["output"][0]["content"][0]["text"] == "It rains."
-    assert house.model_inputs() == [["message", "function_call"], ["function_call_output"]]
+    assert conversation_gateway.model_inputs() == [["message", "function_call"], ["function_call_output"]]
 
 
-async def test_after_a_reconnect_what_was_not_stored_is_gone(house: ConversationGateway) -> None:
-    house.model.expect(says("one"))
-    async with house.socket() as socket:
+async def test_after_a_reconnect_what_was_not_stored_is_gone(
+    conversation_gateway: ConversationGateway,
+) -> None:
+    conversation_gateway.model.expect(says("one"))
+    async with conversation_gateway.socket() as socket:
         first = await socket.create_and_read()
-    async with house.socket() as socket:
+    async with conversation_gateway.socket() as socket:
         assert await socket.read_error(previous_response_id=first["id"]) == NOT_FOUND
-        house.model.expect(says("two"))
+        conversation_gateway.model.expect(says("two"))
         assert (await socket.create_and_read())["status"] == "completed"
 
 
-async def test_after_a_reconnect_what_was_stored_goes_on(house: ConversationGateway) -> None:
-    house.model.expect(says("one"), says("two"), says("three"))
-    async with house.socket() as socket:
+async def test_after_a_reconnect_what_was_stored_goes_on(conversation_gateway: ConversationGateway) -> None:
+    conversation_gateway.model.expect(says("one"), says("two"), says("three"))
+    async with conversation_gateway.socket() as socket:
         first = await socket.create_and_read(store=True)
-    async with house.socket() as socket:
+    async with conversation_gateway.socket() as socket:
         second = await socket.create_and_read(store=True, previous_response_id=first["id"])
-    answer = await house.served.create_response(model="scripted", previous_response_id=second["id"])
+    answer = await conversation_gateway.gateway.create_response(
+        model="scripted", previous_response_id=second["id"]
+    )
     assert answer.status == 200
-    assert house.model_inputs() == [["message", "message"], ["message", "message"], ["message"]]
+    assert conversation_gateway.model_inputs() == [
+        ["message", "message"],
+        ["message", "message"],
+        ["message"],
+    ]
 
 
-async def test_an_unknown_previous_response(house: ConversationGateway) -> None:
-    house.model.expect(says("one"), says("two"))
-    async with house.socket() as socket:
+async def test_an_unknown_previous_response(conversation_gateway: ConversationGateway) -> None:
+    conversation_gateway.model.expect(says("one"), says("two"))
+    async with conversation_gateway.socket() as socket:
         first = await socket.create_and_read()
         assert await socket.read_error(previous_response_id="resp_unknown") == NOT_FOUND
         # Somebody else's id costs nothing of one's own.
@@ -151,54 +165,56 @@ async def test_an_unknown_previous_response(house: ConversationGateway) -> None:
         {"include": ["x"]},
     ],
 )
-async def test_a_continuation_that_is_refused_evicts(house: ConversationGateway, bad: Any) -> None:
-    house.model.expect(says("one"))
-    async with house.socket() as socket:
+async def test_a_continuation_that_is_refused_evicts(
+    conversation_gateway: ConversationGateway, bad: Any
+) -> None:
+    conversation_gateway.model.expect(says("one"))
+    async with conversation_gateway.socket() as socket:
         first = await socket.create_and_read()
         status, code, _ = await socket.read_error(previous_response_id=first["id"], **bad)
         assert (status, code) != NOT_FOUND[:2]
         assert await socket.read_error(previous_response_id=first["id"]) == NOT_FOUND
 
 
-async def test_a_continuation_that_fails_evicts(house: ConversationGateway) -> None:
-    house.model.expect(says("one"), ModelUnreachable("The model server is gone."))
-    async with house.socket() as socket:
+async def test_a_continuation_that_fails_evicts(conversation_gateway: ConversationGateway) -> None:
+    conversation_gateway.model.expect(says("one"), ModelUnreachable("The model server is gone."))
+    async with conversation_gateway.socket() as socket:
         first = await socket.create_and_read()
         assert (await socket.create_and_read(previous_response_id=first["id"]))["status"] == "failed"
         assert await socket.read_error(previous_response_id=first["id"]) == NOT_FOUND
 
 
-async def test_what_is_stored_is_not_evicted(house: ConversationGateway) -> None:
-    house.model.expect(says("one"), ModelUnreachable("The model server is gone."), says("two"))
-    async with house.socket() as socket:
+async def test_what_is_stored_is_not_evicted(conversation_gateway: ConversationGateway) -> None:
+    conversation_gateway.model.expect(says("one"), ModelUnreachable("The model server is gone."), says("two"))
+    async with conversation_gateway.socket() as socket:
         first = await socket.create_and_read(store=True)
         assert (await socket.create_and_read(previous_response_id=first["id"]))["status"] == "failed"
         assert (await socket.create_and_read(previous_response_id=first["id"]))["status"] == "completed"
 
 
-async def test_a_compacted_window_begins_a_new_chain(house: ConversationGateway) -> None:
+async def test_a_compacted_window_begins_a_new_chain(conversation_gateway: ConversationGateway) -> None:
     """Whoever compacts sends all that is left as input, and continues from there."""
-    house.model.expect(says("one"), says("two"), says("three"))
+    conversation_gateway.model.expect(says("one"), says("two"), says("three"))
     window = [
         {"type": "message", "role": "user", "content": "What matters"},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "is this"}]},
         {"type": "message", "role": "user", "content": "Go on."},
     ]
-    async with house.socket() as socket:
+    async with conversation_gateway.socket() as socket:
         old = await socket.create_and_read()
         new = await socket.create_and_read(input=window)
-        assert house.model_inputs() == [["message"] * 3]
+        assert conversation_gateway.model_inputs() == [["message"] * 3]
         assert await socket.read_error(previous_response_id=old["id"]) == NOT_FOUND
         await socket.create_and_read(previous_response_id=new["id"])
-        assert house.model_inputs() == [["message"] * 4, ["message"]]
+        assert conversation_gateway.model_inputs() == [["message"] * 4, ["message"]]
 
 
-async def test_a_sealed_compaction_begins_a_new_chain(house: ConversationGateway) -> None:
-    house.model.expect(says("one"), says("In short: one."), says("two"), says("three"))
+async def test_a_sealed_compaction_begins_a_new_chain(conversation_gateway: ConversationGateway) -> None:
+    conversation_gateway.model.expect(says("one"), says("In short: one."), says("two"), says("three"))
     question = {"type": "message", "role": "user", "content": "Remember one."}
-    async with house.socket() as socket:
+    async with conversation_gateway.socket() as socket:
         old = await socket.create_and_read(input=[question])
-        compacted = await house.served.request(
+        compacted = await conversation_gateway.gateway.request(
             "POST", "/v1/responses/compact", {"model": "scripted", "input": [question, *old["output"]]}
         )
         assert compacted.json["object"] == "response.compaction"
@@ -207,13 +223,17 @@ async def test_a_sealed_compaction_begins_a_new_chain(house: ConversationGateway
         assert new["previous_response_id"] is None
         assert await socket.read_error(previous_response_id=old["id"]) == NOT_FOUND
         assert (await socket.create_and_read(previous_response_id=new["id"]))["status"] == "completed"
-    assert any("In short: one." in str(entry.raw) for entry in entries(house))
+    assert any("In short: one." in str(entry.raw) for entry in entries(conversation_gateway))
 
 
-async def test_what_was_compacted_on_the_way_is_held_no_longer(house: ConversationGateway) -> None:
+async def test_what_was_compacted_on_the_way_is_held_no_longer(
+    conversation_gateway: ConversationGateway,
+) -> None:
     long = "so much to say " * 2000
-    house.model.expect(says("one"), says("In short."), says("two"), says("three"), says("four"))
-    async with house.socket() as socket:
+    conversation_gateway.model.expect(
+        says("one"), says("In short."), says("two"), says("three"), says("four")
+    )
+    async with conversation_gateway.socket() as socket:
         first = await socket.create_and_read(input=long)
         second = await socket.create_and_read(
             previous_response_id=first["id"],
@@ -225,29 +245,35 @@ async def test_what_was_compacted_on_the_way_is_held_no_longer(house: Conversati
         assert (await socket.create_and_read(previous_response_id=third["id"]))["status"] == "completed"
 
 
-def entries(house: ConversationGateway) -> list[ConversationEntry]:
+def entries(conversation_gateway: ConversationGateway) -> list[ConversationEntry]:
     """All that the model was shown last."""
-    return [entry for segment in house.model.requests[-1].segments for entry in segment.entries]
+    return [
+        entry for segment in conversation_gateway.model.requests[-1].segments for entry in segment.entries
+    ]
 
 
 # --- lanes and forks ----------------------------------------------------------------------------------
 
 
-async def test_a_fork_into_another_lane(house: ConversationGateway) -> None:
-    house.model.expect(says("plan"), says("critic"), says("planner"), says("both"))
-    async with house.socket() as socket:
+async def test_a_fork_into_another_lane(conversation_gateway: ConversationGateway) -> None:
+    conversation_gateway.model.expect(says("plan"), says("critic"), says("planner"), says("both"))
+    async with conversation_gateway.socket() as socket:
         plan = await socket.create_and_read(stream_id="planner")
         fork = await socket.create_and_read(stream_id="critic", previous_response_id=plan["id"])
         again = await socket.create_and_read(stream_id="planner", previous_response_id=plan["id"])
         await socket.create_and_read(stream_id="planner", previous_response_id=fork["id"])
-        assert house.model_inputs() == [["message", "message"], ["message", "message"], ["message"]]
+        assert conversation_gateway.model_inputs() == [
+            ["message", "message"],
+            ["message", "message"],
+            ["message"],
+        ]
         # The planner's lane went on: what it said before cannot be continued any more.
         assert await socket.read_error(stream_id="critic", previous_response_id=again["id"]) == NOT_FOUND
 
 
-async def test_a_failed_fork_leaves_its_parent_alone(house: ConversationGateway) -> None:
-    house.model.expect(says("plan"), says("planner"))
-    async with house.socket() as socket:
+async def test_a_failed_fork_leaves_its_parent_alone(conversation_gateway: ConversationGateway) -> None:
+    conversation_gateway.model.expect(says("plan"), says("planner"))
+    async with conversation_gateway.socket() as socket:
         plan = await socket.create_and_read(stream_id="planner")
         await socket.read_error(stream_id="critic", previous_response_id=plan["id"], include=["x"])
         response = await socket.create_and_read(stream_id="planner", previous_response_id=plan["id"])
@@ -258,9 +284,11 @@ async def test_a_failed_fork_leaves_its_parent_alone(house: ConversationGateway)
 
 
 @pytest.mark.parametrize("given", [{}, {"input": []}, {"input": None}])
-async def test_a_response_that_is_only_prepared(house: ConversationGateway, given: dict[str, Any]) -> None:
-    asked = len(house.model.requests)
-    async with house.socket() as socket:
+async def test_a_response_that_is_only_prepared(
+    conversation_gateway: ConversationGateway, given: dict[str, Any]
+) -> None:
+    asked = len(conversation_gateway.model.requests)
+    async with conversation_gateway.socket() as socket:
         await socket.ask(generate=False, instructions="Be brief.", **given)
         events = await socket.read_response()
         assert [event["type"] for event in events] == [
@@ -270,32 +298,38 @@ async def test_a_response_that_is_only_prepared(house: ConversationGateway, give
         ]
         warm = events[-1]["response"]
         assert (warm["output"], warm["usage"]["total_tokens"]) == ([], 0)
-        assert len(house.model.requests) == asked
-        house.model.expect(says("Yes."))
+        assert len(conversation_gateway.model.requests) == asked
+        conversation_gateway.model.expect(says("Yes."))
         response = await socket.create_and_read(previous_response_id=warm["id"], input="Ready?")
     assert response["output"][0]["content"][0]["text"] == "Yes."
-    assert house.model_inputs() == [["message"] if not given else [], ["message"]]
+    assert conversation_gateway.model_inputs() == [["message"] if not given else [], ["message"]]
 
 
-async def test_preparing_checks_the_request(house: ConversationGateway) -> None:
-    async with house.socket() as socket:
+async def test_preparing_checks_the_request(conversation_gateway: ConversationGateway) -> None:
+    async with conversation_gateway.socket() as socket:
         assert await socket.read_error(generate=False, previous_response_id="resp_unknown") == NOT_FOUND
         assert (await socket.read_error(generate=False, tool_choice="required"))[2] == "tool_choice"
 
 
-async def test_preparing_works_without_a_socket_too(house: ConversationGateway) -> None:
-    answer = await house.served.create_response(model="scripted", generate=False, input="Remember: 7.")
+async def test_preparing_works_without_a_socket_too(conversation_gateway: ConversationGateway) -> None:
+    answer = await conversation_gateway.gateway.create_response(
+        model="scripted", generate=False, input="Remember: 7."
+    )
     assert (answer.status, answer.json["output"]) == (200, [])
-    house.model.expect(says("7"))
-    await house.served.create_response(model="scripted", previous_response_id=answer.json["id"])
-    assert house.model_inputs() == [["message"], ["message"]]
+    conversation_gateway.model.expect(says("7"))
+    await conversation_gateway.gateway.create_response(
+        model="scripted", previous_response_id=answer.json["id"]
+    )
+    assert conversation_gateway.model_inputs() == [["message"], ["message"]]
 
 
 # --- what is held, and what is kept -------------------------------------------------------------------
 
 
-async def test_what_is_stored_at_last_has_everything_before_it(house: ConversationGateway) -> None:
-    house.model.expect(
+async def test_what_is_stored_at_last_has_everything_before_it(
+    conversation_gateway: ConversationGateway,
+) -> None:
+    conversation_gateway.model.expect(
         says("stored"),
         calls("echo", {"text": "x"}),
         says("not stored"),
@@ -303,28 +337,32 @@ async def test_what_is_stored_at_last_has_everything_before_it(house: Conversati
         says("read back"),
     )
     tools = [{"type": "echo"}]
-    async with house.socket() as socket:
+    async with conversation_gateway.socket() as socket:
         one = await socket.create_and_read(store=True)
         two = await socket.create_and_read(previous_response_id=one["id"], tools=tools)
         three = await socket.create_and_read(store=True, previous_response_id=two["id"], tools=tools)
-    await house.served.create_response(model="scripted", previous_response_id=three["id"])
-    assert house.model_inputs() == [
+    await conversation_gateway.gateway.create_response(model="scripted", previous_response_id=three["id"])
+    assert conversation_gateway.model_inputs() == [
         [*["message"] * 3, "code_interpreter_call", *["message"] * 3],
         ["message"],
     ]
-    shown = house.model.requests[-1].segments[0].entries[3].exchange
+    shown = conversation_gateway.model.requests[-1].segments[0].entries[3].exchange
     assert shown is not None  # the model sees what the call gave, as it did then
-    assert shown.output == house.model.requests[-2].segments[1].entries[1].exchange.output  # pyright: ignore[reportOptionalMemberAccess]
-    items = await house.served.request("GET", f"/v1/responses/{three['id']}/input_items?limit=100")
+    assert shown.output == conversation_gateway.model.requests[-2].segments[1].entries[1].exchange.output  # pyright: ignore[reportOptionalMemberAccess]
+    items = await conversation_gateway.gateway.request(
+        "GET", f"/v1/responses/{three['id']}/input_items?limit=100"
+    )
     assert len(items.json["data"]) == 6
-    response = await house.served.request("GET", f"/v1/responses/{three['id']}")
+    response = await conversation_gateway.gateway.request("GET", f"/v1/responses/{three['id']}")
     assert len(response.json["output"]) == 1
 
 
-async def test_what_is_held_is_bounded(house: ConversationGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_held_is_bounded(
+    conversation_gateway: ConversationGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(websocket_routes, "_MAX_UNSTORED_BYTES_PER_TENANT", 100_000)
-    house.model.expect(*[says("ok")] * 5)
-    async with house.socket() as socket:
+    conversation_gateway.model.expect(*[says("ok")] * 5)
+    async with conversation_gateway.socket() as socket:
         small = await socket.create_and_read(stream_id="a", input="x" * 10_000)
         other = await socket.create_and_read(stream_id="b", input="x" * 30_000)
         small = await socket.create_and_read(
@@ -334,7 +372,7 @@ async def test_what_is_held_is_bounded(house: ConversationGateway, monkeypatch: 
         large = await socket.create_and_read(stream_id="c", input="x" * 15_000)
         assert await socket.read_error(stream_id="b", previous_response_id=other["id"]) == NOT_FOUND
         await socket.create_and_read(stream_id="c", previous_response_id=large["id"])
-        house.model.expect(says("ok"), says("ok"))
+        conversation_gateway.model.expect(says("ok"), says("ok"))
         await socket.create_and_read(stream_id="a", previous_response_id=small["id"])
         # What is too heavy by itself is not held at all.
         heavy = await socket.create_and_read(input="x" * 60_000)
@@ -342,20 +380,20 @@ async def test_what_is_held_is_bounded(house: ConversationGateway, monkeypatch: 
 
 
 async def test_what_all_hold_is_bounded_and_whoever_holds_most_gives_way(
-    house: ConversationGateway, monkeypatch: pytest.MonkeyPatch
+    conversation_gateway: ConversationGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(websocket_routes, "_MAX_UNSTORED_BYTES", 100_000)
-    house.model.expect(*[says("ok")] * 6)
-    async with house.socket() as one, house.socket() as two:
+    conversation_gateway.model.expect(*[says("ok")] * 6)
+    async with conversation_gateway.socket() as one, conversation_gateway.socket() as two:
         oldest = await one.create_and_read(stream_id="a", input="x" * 20_000)
         latest = await one.create_and_read(stream_id="b", input="x" * 20_000)
         other = await two.create_and_read(input="x" * 15_000)
         assert await one.read_error(stream_id="a", previous_response_id=oldest["id"]) == NOT_FOUND
         await one.create_and_read(stream_id="b", previous_response_id=latest["id"])
         await two.create_and_read(previous_response_id=other["id"])
-    async with house.socket() as three:  # all that the others held is given back
+    async with conversation_gateway.socket() as three:  # all that the others held is given back
         third = await three.create_and_read(input="x" * 40_000)
-        house.model.expect(says("ok"))
+        conversation_gateway.model.expect(says("ok"))
         await three.create_and_read(previous_response_id=third["id"])
 
 
@@ -372,15 +410,20 @@ async def test_entries_weigh_what_they_hold() -> None:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def client(house: ConversationGateway) -> AsyncGenerator[AsyncOpenAI]:
+async def client(conversation_gateway: ConversationGateway) -> AsyncGenerator[AsyncOpenAI]:
     async with AsyncOpenAI(
-        base_url=f"{house.served.base}/v1", api_key="none", max_retries=0, _strict_response_validation=True
+        base_url=f"{conversation_gateway.gateway.base}/v1",
+        api_key="none",
+        max_retries=0,
+        _strict_response_validation=True,
     ) as client:
         yield client
 
 
-async def test_a_conversation_with_the_sdk(client: AsyncOpenAI, house: ConversationGateway) -> None:
-    house.model.expect(says("Hello."), says("Again."))
+async def test_a_conversation_with_the_sdk(
+    client: AsyncOpenAI, conversation_gateway: ConversationGateway
+) -> None:
+    conversation_gateway.model.expect(says("Hello."), says("Again."))
     async with client.responses.connect() as connection:
         last: str | None = None
         for expected in ("Hello.", "Again."):
@@ -396,7 +439,7 @@ async def test_a_conversation_with_the_sdk(client: AsyncOpenAI, house: Conversat
                     last = event.response.id
                     break
             assert text == expected
-    assert house.model_inputs() == [["message", "message"], ["message"]]
+    assert conversation_gateway.model_inputs() == [["message", "message"], ["message"]]
 
 
 def lane_of(event: ResponsesServerEvent) -> str | None:
@@ -411,12 +454,12 @@ async def test_an_error_with_the_sdk(client: AsyncOpenAI) -> None:
         assert (event.status, event.error.code) == (400, "previous_response_not_found")
 
 
-async def test_the_blocking_sdk(house: ConversationGateway) -> None:
-    house.model.expect(says("Hello."))
+async def test_the_blocking_sdk(conversation_gateway: ConversationGateway) -> None:
+    conversation_gateway.model.expect(says("Hello."))
 
     def talk() -> str:
         with (
-            openai.OpenAI(base_url=f"{house.served.base}/v1", api_key="none") as client,
+            openai.OpenAI(base_url=f"{conversation_gateway.gateway.base}/v1", api_key="none") as client,
             client.responses.connect() as connection,
         ):
             connection.response.create(model="scripted", input="Hi", store=False)
@@ -428,12 +471,12 @@ async def test_the_blocking_sdk(house: ConversationGateway) -> None:
     assert await asyncio.to_thread(talk) == "Hello."
 
 
-async def test_all_cases_at_once(house: ConversationGateway) -> None:
+async def test_all_cases_at_once(conversation_gateway: ConversationGateway) -> None:
     """Thirty connections that continue what they alone know."""
-    house.model.expect(*[says("ok")] * 90)
+    conversation_gateway.model.expect(*[says("ok")] * 90)
 
     async def talk() -> None:
-        async with house.socket() as socket:
+        async with conversation_gateway.socket() as socket:
             last = None
             for _ in range(3):
                 last = (await socket.create_and_read(previous_response_id=last))["id"]

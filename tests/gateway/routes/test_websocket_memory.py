@@ -56,15 +56,15 @@ def write(socket: WebSocketClient, content: bytes) -> None:
 async def test_what_has_come_of_a_message_is_held_and_what_finds_no_room_is_refused() -> None:
     limits = RequestLimits(max_memory_bytes=TOTAL)
     whole = frame(message())
-    async with run_gateway(limits=limits) as served, connect_websocket(served.port) as first:
+    async with run_gateway(limits=limits) as gateway, connect_websocket(gateway.port) as first:
         write(first, whole[:MOST])
         await until(limits, lambda size: size > MOST - 100)
-        async with connect_websocket(served.port) as second:
+        async with connect_websocket(gateway.port) as second:
             write(second, whole[:MOST])
-            refusal = await second.read_event()
+            rejection = await second.read_event()
             # All that came of it is gone already, and what is still to come is not kept either.
             await until(limits, lambda size: size < MOST + 100)
-            over_http = await served.create_response(input=BIG)
+            over_http = await gateway.create_response(input=BIG)
             write(second, whole[MOST:])
             small = await second.create_and_read(input="hi")
         write(first, whole[MOST:])
@@ -74,11 +74,11 @@ async def test_what_has_come_of_a_message_is_held_and_what_finds_no_room_is_refu
         await until(limits, lambda size: size > MOST - 100)
         first.raw.transport.abort()
         await until(limits, lambda size: size == 0)
-    assert error_of(refusal) == (503, "server_error", None)
-    assert refusal["headers"] == {"retry-after": "1"}
+    assert error_of(rejection) == (503, "server_error", None)
+    assert rejection["headers"] == {"retry-after": "1"}
     assert over_http.status == 503
     assert small["status"] == "completed"
-    assert [len(str(request.input)) for request in served.runs.requests] == [2, len(BIG)]
+    assert [len(str(request.input)) for request in gateway.runs.requests] == [2, len(BIG)]
 
 
 async def test_pieces_of_a_message_are_held_together_however_small() -> None:
@@ -87,10 +87,10 @@ async def test_pieces_of_a_message_are_held_together_however_small() -> None:
     fragments = [frame(content[:MOST], fin=False), *[frame(b"", Opcode.CONT, fin=False)] * 1000]
     rest = [frame(content[at : at + 1000], Opcode.CONT, fin=False) for at in range(MOST, len(content), 1000)]
     ending = frame(b"", Opcode.CONT)
-    async with run_gateway(limits=limits) as served, connect_websocket(served.port) as first:
+    async with run_gateway(limits=limits) as gateway, connect_websocket(gateway.port) as first:
         write(first, b"".join(fragments))
         await until(limits, lambda size: size > MOST - 100)
-        async with connect_websocket(served.port) as second:
+        async with connect_websocket(gateway.port) as second:
             write(second, b"".join(fragments))
             assert error_of(await second.read_event()) == (503, "server_error", None)
             write(second, b"".join(rest) + frame(b"still there?", Opcode.PING) + ending)
@@ -99,7 +99,7 @@ async def test_pieces_of_a_message_are_held_together_however_small() -> None:
         write(first, b"".join(rest) + ending)
         assert (await first.read_response())[-1]["type"] == "response.completed"
         await until(limits, lambda size: size == 0)
-    assert served.runs.requests[-1].input == BIG
+    assert gateway.runs.requests[-1].input == BIG
 
 
 class SingleKeyAuthenticator:
@@ -116,9 +116,9 @@ async def test_one_key_has_half_of_all() -> None:
     limits = RequestLimits(ApiKeyLimits(body_bytes=TOTAL // 2), max_memory_bytes=TOTAL)
     part = frame(message(input="x" * 400_000))[:300_000]
     async with (
-        run_gateway(limits=limits, authenticator=SingleKeyAuthenticator()) as served,
-        connect_websocket(served.port) as first,
-        connect_websocket(served.port) as second,
+        run_gateway(limits=limits, authenticator=SingleKeyAuthenticator()) as gateway,
+        connect_websocket(gateway.port) as first,
+        connect_websocket(gateway.port) as second,
     ):
         write(first, part)
         await until(limits, lambda size: size > len(part) - 100)
@@ -131,7 +131,7 @@ async def test_one_key_has_half_of_all() -> None:
 async def test_a_message_that_was_refused_must_end_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(websocket_protocol, "_MESSAGE_TIMEOUT", 0.2)
     limits = RequestLimits(max_memory_bytes=1000)
-    async with run_gateway(limits=limits) as served, connect_websocket(served.port) as socket:
+    async with run_gateway(limits=limits) as gateway, connect_websocket(gateway.port) as socket:
         write(socket, frame(message())[:MOST])
         assert error_of(await socket.read_event()) == (413, "request_too_large", None)
         with pytest.raises(ConnectionClosed):

@@ -301,14 +301,14 @@ async def test_steering_is_answered_without_disturbing_the_response(gateway: Scr
 async def test_a_fault_of_ours_is_one_message_and_one_line(
     gateway: ScriptedGateway, caplog: pytest.LogCaptureFixture
 ) -> None:
-    gateway.runs.refusal = RuntimeError("a secret")
+    gateway.runs.rejection = RuntimeError("a secret")
     async with open_socket(gateway) as socket:
         await socket.ask(stream_id="x")
         error = await socket.read_event()
         assert error_of(error) == (500, "server_error", None)
         assert error["stream_id"] == "x"
         assert "secret" not in error["error"]["message"]
-        gateway.runs.refusal = None
+        gateway.runs.rejection = None
         assert (await socket.create_and_read(stream_id="x"))["status"] == "completed"
     assert [record.exc_info is not None for record in caplog.records if record.levelno >= logging.ERROR] == [
         True
@@ -333,10 +333,10 @@ async def test_a_run_that_breaks_says_so_and_ends(gateway: ScriptedGateway) -> N
 
 
 async def test_too_many_responses_at_once_are_told_so() -> None:
-    async with run_gateway(limits=RequestLimits(max_concurrent=1)) as served, open_socket(served) as socket:
-        served.runs.script = first_events
+    async with run_gateway(limits=RequestLimits(max_concurrent=1)) as gateway, open_socket(gateway) as socket:
+        gateway.runs.script = first_events
         await socket.ask(stream_id="a")
-        await wait_until_running(served)
+        await wait_until_running(gateway)
         await socket.ask(stream_id="b")
         while (event := await socket.read_event())["stream_id"] == "a":
             pass

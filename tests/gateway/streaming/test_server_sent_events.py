@@ -91,9 +91,9 @@ async def test_what_was_not_asked_for_is_not_sent(
 
 
 async def test_a_server_may_always_include_outputs() -> None:
-    async with run_gateway(always_include=[INCLUDE_CODE_OUTPUTS]) as served:
-        served.runs.script = lambda response: [code_events(response)]
-        answer = await served.create_response()
+    async with run_gateway(always_include=[INCLUDE_CODE_OUTPUTS]) as gateway:
+        gateway.runs.script = lambda response: [code_events(response)]
+        answer = await gateway.create_response()
     assert answer.json["output"][0]["outputs"] == [{"type": "logs", "logs": "42\n"}]
 
 
@@ -101,15 +101,15 @@ async def test_a_server_may_always_include_outputs() -> None:
 
 
 async def test_a_silent_stream_shows_that_it_is_alive() -> None:
-    async with run_gateway(keepalive_seconds=0.05) as served:
-        served.runs.script = lambda response: [text_events(response)[:2]]
-        async with served.session.post(
-            served.url("/v1/responses"), json={"model": "m", "input": "hi", "stream": True}
+    async with run_gateway(keepalive_seconds=0.05) as gateway:
+        gateway.runs.script = lambda response: [text_events(response)[:2]]
+        async with gateway.session.post(
+            gateway.url("/v1/responses"), json={"model": "m", "input": "hi", "stream": True}
         ) as response:
             first = await response.content.readuntil(b": still here\n\n")
             assert first.count(b"event: ") == 2
             assert await response.content.readuntil(b"\n\n") == b": still here\n\n"
-            run = served.runs.runs[0]
+            run = gateway.runs.runs[0]
             run.emit(*text_events(run.response)[2:])
             rest = await response.content.read()
     assert len(parse_events(first + rest)) == 11
