@@ -25,7 +25,7 @@ from fumehood.client.adapters.openai import (
     OpenAIHostedToolsConfig,
 )
 
-LEFT_OUT = (".git", "node_modules", "__pycache__", ".venv")
+EXCLUDED = (".git", "node_modules", "__pycache__", ".venv")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     make_workspace = HostWorkspaceSection if options.here else OpenAIContainerWorkspaceSection
     workspace = make_workspace(
         session=session,
-        mounts=[HostMount(str(options.directory), "code", exclude_glob=LEFT_OUT, max_bytes=20_000_000)],
+        mounts=[HostMount(str(options.directory), "code", exclude_glob=EXCLUDED, max_bytes=20_000_000)],
         allowed_host_roots=[options.directory],
     )
     task = MarkdownSection(
