@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.client import PATIENCE, Driver, DriverError, SandboxClient, Who
+from tests.support.driver_client import TIMEOUT, Driver, DriverError, SandboxClient, Who
 
 PRELUDE = (Path(__file__).parent / "programs" / "prelude.py").read_text()
 _NEIGHBOUR = """
@@ -52,7 +52,7 @@ class Neighbour:
 
     def check(self) -> None:
         def counted() -> bool:
-            mine, count = self.box.ask("import json; print(json.dumps([mine, count]))", timeout=PATIENCE)
+            mine, count = self.box.ask("import json; print(json.dumps([mine, count]))", timeout=TIMEOUT)
             assert mine == self.token
             moved = count > self.last
             self.last = count

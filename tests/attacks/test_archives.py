@@ -19,7 +19,7 @@ from tests.support.archives import (
     special_member,
     tar_header,
 )
-from tests.support.client import DriverError, SandboxClient
+from tests.support.driver_client import DriverError, SandboxClient
 
 # What is in all the places that code can write, and what the helper left of itself there.
 EVERYTHING = """

@@ -7,7 +7,7 @@ import pytest
 
 from tests.attacks.conftest import Host
 from tests.attacks.test_host import HEAP_SCAN
-from tests.support.client import SandboxClient
+from tests.support.driver_client import SandboxClient
 
 POISON = {
     "builtins": """

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.attacks.conftest import PRELUDE, Residue, start_driver, wait_for
-from tests.support.client import Driver, SandboxClient, Who
+from tests.support.driver_client import Driver, SandboxClient, Who
 
 VALUE = f"sk-{secrets.token_hex(16)}-{secrets.token_hex(16)}"
 

@@ -10,7 +10,7 @@ import pytest
 
 from fumehood.sandbox_server.inside.files.data_directory import MAX_ENTRIES
 from tests.attacks.conftest import Host
-from tests.support.client import DriverError, SandboxClient
+from tests.support.driver_client import DriverError, SandboxClient
 
 PLANTED = {
     "link to the host": "os.symlink('/etc/passwd', '/mnt/data/x')",
@@ -77,7 +77,7 @@ def test_a_name_longer_than_a_message(host: Host, box: SandboxClient) -> None:
     """It is refused at once, and does not cost everybody the zygote."""
     for length in (100_000, 300_000):
         with pytest.raises(DriverError) as refusal:
-            box.driver.ask("write_file", sandbox=box.name, path="x" * length, content="", patience=20)
+            box.driver.ask("write_file", sandbox=box.name, path="x" * length, content="", wait_seconds=20)
         assert refusal.value.kind == "FileRefused"
     host.check()
 

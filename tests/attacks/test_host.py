@@ -13,7 +13,7 @@ import pytest
 from fumehood.sandbox_server.host.python_runtime import discover_runtime
 from fumehood.sandbox_server.inside import layout
 from tests.attacks.conftest import Host
-from tests.support.client import PROJECT, SandboxClient
+from tests.support.driver_client import PROJECT, SandboxClient
 
 _LIBRARY = Path(sysconfig.get_path("stdlib")).name
 WRITABLE = {"/mnt/data", "/tmp", "/home/user", "/dev/shm"}

@@ -7,7 +7,7 @@ from textwrap import dedent
 from typing import Any
 
 from tests.attacks.conftest import Host, wait_for
-from tests.support.client import SandboxClient
+from tests.support.driver_client import SandboxClient
 from tests.support.host_census import find_processes_by_role
 
 SIGNALS = """

@@ -12,7 +12,7 @@ from textwrap import dedent
 import pytest
 
 from tests.attacks.conftest import Host
-from tests.support.client import SandboxClient
+from tests.support.driver_client import SandboxClient
 
 
 @dataclass

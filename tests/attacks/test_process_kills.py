@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.attacks.conftest import Residue, children_of, start_driver, started_at, wait_for
-from tests.support.client import Driver, DriverGone, SandboxClient, Who
+from tests.support.driver_client import Driver, DriverGone, SandboxClient, Who
 
 
 @pytest.fixture

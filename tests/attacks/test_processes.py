@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.attacks.conftest import Host, children_of, wait_for
-from tests.support.client import SandboxClient
+from tests.support.driver_client import SandboxClient
 from tests.support.host_census import find_processes_by_role
 
 SETUID = ["su", "mount", "umount", "passwd", "chsh", "chfn", "newgrp", "gpasswd", "sudo", "pkexec"]

@@ -11,7 +11,7 @@ from textwrap import dedent
 import pytest
 
 from tests.attacks.conftest import Host
-from tests.support.client import Outcome, SandboxClient
+from tests.support.driver_client import Outcome, SandboxClient
 
 FRAMES = """
 import struct, sys, time, threading
@@ -86,7 +86,7 @@ REFUSED = {
     ),
     "batch flood": (
         "while True: channel.send(frame(OUTPUT, current(), bytes([1, 0, 0, 0, 1, 65]) * 10000))",
-        "more pieces",
+        "more output events",
     ),
     "output flood": ("while True: channel.send(frame(STDERR, current(), b'x' * 65536))", "more output"),
 }

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.attacks.conftest import Host, wait_for
-from tests.support.client import SandboxClient
+from tests.support.driver_client import SandboxClient
 
 MIB = 1 << 20
 FLOODS = {

@@ -6,7 +6,7 @@ from textwrap import dedent
 import pytest
 
 from tests.attacks.conftest import Host
-from tests.support.client import SandboxClient
+from tests.support.driver_client import SandboxClient
 
 pytestmark = pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of x86_64")
 

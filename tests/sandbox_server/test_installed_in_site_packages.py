@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support import installed_environment
-from tests.support.client import PROJECT
+from tests.support.driver_client import PROJECT
 from tests.support.package_index import FakePackageIndex, wheel
 from tests.support.sandbox_runs import build_environment
 

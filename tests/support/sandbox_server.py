@@ -17,7 +17,7 @@ from fumehood.sandbox_server.api.sandbox_service import SandboxService
 from fumehood.sandbox_server.api.server import SandboxServer
 from fumehood.sandbox_server.settings import Settings
 
-PATIENCE = 30
+TIMEOUT_SECONDS = 30
 _TAKES_BYTES = r"/sandboxes/[^/]*/(files/|write|unpack)"
 
 
@@ -57,7 +57,7 @@ class SandboxApiClient:
         connector = aiohttp.UnixConnector(base[5:]) if base.startswith("unix:") else None
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         self.session = aiohttp.ClientSession(
-            connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=PATIENCE)
+            connector=connector, headers=headers, timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS)
         )
 
     def url(self, path: str) -> Any:

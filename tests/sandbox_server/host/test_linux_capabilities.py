@@ -24,7 +24,7 @@ from tests.support.websites import Website
 
 ALLOWED = sum(1 << number for number in SUPERVISOR_CAPABILITIES)
 DOMAIN = "data.test"
-PATIENCE = 90
+TIMEOUT_SECONDS = 90
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ async def serving(directory: Path, **settings: Any) -> AsyncGenerator[Running]:
         if client is not None:
             await client.session.close()
         process.terminate()
-        await asyncio.to_thread(process.wait, PATIENCE)
+        await asyncio.to_thread(process.wait, TIMEOUT_SECONDS)
         process.stdout.close()
 
 
@@ -135,7 +135,7 @@ async def test_a_server_that_is_root_keeps_few_capabilities_and_works_with_them(
             assert before
             for pid in before:
                 os.kill(pid, signal.SIGKILL)
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(TIMEOUT_SECONDS):
                 while not _all_replaced(running, before):
                     await asyncio.sleep(0.05)
                 while (await running.client.request("GET", "/health")).status != 200:

@@ -22,7 +22,7 @@ from fumehood.sandbox_server.inside import layout
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.supervisor import zygote_manager
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
-from tests.support.client import PROJECT
+from tests.support.driver_client import PROJECT
 from tests.support.sandbox_runs import settings
 
 _NAMESPACES = ("user", "mnt", "pid", "net", "ipc", "uts", "cgroup")

@@ -63,7 +63,7 @@ def test_blocks_of_users_do_not_overlap(tmp_path: Path, monkeypatch: pytest.Monk
     assert set(range(one.first_uid, one.first_uid + one.count)).isdisjoint(
         range(other.first_uid, other.first_uid + other.count)
     )
-    with pytest.raises(IsolationUnavailable, match="blocks of sandbox users"):
+    with pytest.raises(IsolationUnavailable, match="uid blocks are in use"):
         reserve_uid_range(5_000, tmp_path)
     one.close()
     again = reserve_uid_range(5_000, tmp_path)

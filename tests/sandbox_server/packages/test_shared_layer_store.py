@@ -10,7 +10,7 @@ import pytest
 
 from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
-from tests.support.client import Driver, SandboxClient
+from tests.support.driver_client import Driver, SandboxClient
 from tests.support.package_index import FakePackageIndex, wheel
 from tests.support.sandbox_runs import has_cgroups, run, settings
 

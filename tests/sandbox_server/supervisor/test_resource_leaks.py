@@ -18,7 +18,7 @@ import pytest
 from fumehood.sandbox_server.host import disks
 from fumehood.sandbox_server.host.disks import DisksUnavailable
 from fumehood.sandbox_server.settings import Settings
-from tests.support.client import Driver, DriverError, DriverGone, Running, SandboxClient, Who
+from tests.support.driver_client import Driver, DriverError, DriverGone, Running, SandboxClient, Who
 from tests.support.host_census import (
     Census,
     CensusTaker,
@@ -396,11 +396,11 @@ def test_a_zygotes_death_is_told_to_everybody_and_made_good(who: Who, counter: C
         for call in calls:
             end = call.outcome(_BOUND).end
             assert (end.status, end.state_kept) == ("lost", False)
-            assert "the process that makes sandboxes ended" in end.reason
+            assert "its zygote ended" in end.reason
         with contextlib.suppress(DriverError):
             upload.wait(_BOUND)
         assert time.monotonic() - began < _BOUND
-        assert [box.gone for box in boxes] == ["the process that makes sandboxes ended"] * 3
+        assert [box.gone for box in boxes] == ["its zygote ended"] * 3
         # A new one fills the pool without being asked.
         pid = driver.started["supervisor"]
         assert wait_until(lambda: len(find_processes_by_role(pid)["interpreter"]) == 2, _BOUND)

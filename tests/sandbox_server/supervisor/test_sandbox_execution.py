@@ -140,7 +140,7 @@ async def test_a_flood_of_pieces_in_batches_is_refused() -> None:
         while True:
             say(running, MessageKind.OUTPUT, batch)
 
-    with pytest.raises(ProtocolViolation, match="more pieces"):
+    with pytest.raises(ProtocolViolation, match="more output events"):
         flood()
     assert len(running.event_log) <= output_limits.max_batched_events(1 << 20)
 

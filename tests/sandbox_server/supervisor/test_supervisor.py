@@ -233,34 +233,6 @@ async def test_a_crowd_stays_within_the_capacity() -> None:
         assert all(isinstance(answer, (SandboxInstance, SandboxServerAtCapacity)) for answer in answers)
 
 
-async def test_neighbours_leave_no_trace_in_the_heap(supervisor: Supervisor) -> None:
-    """What the zygote has handled, every later fork could read."""
-    first = await supervisor.create()
-    await first.files.write("patient-0815.csv", b"content-of-the-file")
-    await first.files.delete("patient-0815.csv")
-    later = await supervisor.create()
-    code = (
-        "import re\n"
-        "def scan(needles):\n"
-        "    found = set()\n"
-        "    with open('/proc/self/maps') as maps, open('/proc/self/mem', 'rb', 0) as memory:\n"
-        "        for line in maps:\n"
-        "            low, high, rights = re.match('([0-9a-f]+)-([0-9a-f]+) (..)', line).groups()\n"
-        "            if rights[0] != 'r' or 'vsyscall' in line or 'vvar' in line: continue\n"
-        "            memory.seek(int(low, 16))\n"
-        "            try: block = memory.read(int(high, 16) - int(low, 16))\n"
-        "            except OSError: continue\n"
-        "            found |= {n for n in needles if n[::-1].encode() in block}\n"
-        "    return sorted(found)\n"
-    )
-    # Backwards, so that the program itself is no find.
-    needles = [text[::-1] for text in ("patient-0815", "content-of-the-file", first.id)]
-    outcome = await run(later, code + f"scan({needles!r} + ['nohtyp/tpo/'])")
-    await first.destroy()
-    await later.destroy()
-    assert outcome.result == "['nohtyp/tpo/']", "the scan sees the heap, and none of the others' secrets"
-
-
 @pytest.mark.parametrize(
     ("code", "status", "exit_code"),
     [("pass", "ok", 0), ("1/0", "error", 1), ("import sys; sys.exit(3)", "error", 3), ("exit(0)", "ok", 0)],
@@ -402,25 +374,6 @@ async def test_a_write_beyond_the_quota_leaves_nothing(sandbox: SandboxInstance)
         await sandbox.files.write("new", bytes(32 << 20))
     assert [item.path for item in (await sandbox.files.list()).files] == ["fill"]
     assert (await run(sandbox, "import os; os.listdir()")).result == "['fill']"
-
-
-async def test_fresh_interpreter_has_its_own_hash_seed(supervisor: Supervisor) -> None:
-    code = "hash('fumehood')"
-    boxes = [await supervisor.create(SandboxSpec(fresh_interpreter=fresh)) for fresh in (False, False, True)]
-    hashes = [(await run(box, code)).result for box in boxes]
-    for box in boxes:
-        await box.destroy()
-    assert hashes[0] == hashes[1]
-    assert hashes[2] != hashes[0]
-
-
-async def test_random_numbers_differ_between_forks(supervisor: Supervisor) -> None:
-    code = "import random, numpy, uuid\nprint(random.random(), numpy.random.rand(), uuid.uuid4())"
-    boxes = [await supervisor.create() for _ in range(2)]
-    one, other = [(await run(box, code)).stdout.split() for box in boxes]
-    for box in boxes:
-        await box.destroy()
-    assert all(mine != yours for mine, yours in zip(one, other, strict=True))
 
 
 async def test_orphans_are_reaped(sandbox: SandboxInstance) -> None:

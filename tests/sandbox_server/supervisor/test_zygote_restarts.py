@@ -18,19 +18,6 @@ from tests.support.host_census import descendants
 from tests.support.sandbox_runs import ExecutionOutcome, run, settings
 
 
-async def test_a_zygotes_death_is_reported_and_mended() -> None:
-    async with Supervisor(settings()) as supervisor:
-        sandbox = await supervisor.create()
-        execution = sandbox.start_execution("import time; time.sleep(60)", timeout=60)
-        await asyncio.sleep(0.2)
-        pid = supervisor.zygote.pid
-        assert pid is not None
-        os.kill(pid, signal.SIGKILL)
-        *_, end = [event async for event in execution.events()]
-        assert (getattr(end, "status", None), getattr(end, "state_kept", None)) == ("lost", False)
-        assert (await run(await supervisor.create(), "1 + 1")).result == "2"
-
-
 async def test_a_zygote_that_died_is_followed_by_another_before_anybody_asks() -> None:
     async with Supervisor(settings(preload=(), pool=0)) as supervisor:
         pid = supervisor.zygote.pid

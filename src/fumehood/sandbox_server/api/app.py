@@ -159,7 +159,7 @@ class SandboxServerApp:
         if for_metrics and self._metrics_token is not None:
             allowed = allowed or _has_token(context, self._metrics_token)
         if protected and not allowed:
-            raise InvalidServerToken("This server wants its token: Authorization: Bearer TOKEN.")
+            raise InvalidServerToken("Missing or invalid token; send the header Authorization: Bearer TOKEN.")
         context.check_protocol_version()
         return allowed
 

@@ -171,7 +171,7 @@ async def _collect_produced_files(
     count = f"{left_out} files" if left_out and not listing.truncated else "Some files"
     note = (
         f"{count} that the code wrote are left out: at most {settings.produced_files} files of "
-        f"{settings.produced_bytes} bytes in all are given back, and none that lie too deep or have odd names."
+        f"{settings.produced_bytes} bytes in total are returned, none with invalid names or in too deep directories."
     )
     return produced, note, size
 

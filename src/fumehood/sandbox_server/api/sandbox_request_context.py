@@ -113,7 +113,7 @@ class SandboxRequestContext(AsgiRequest):
         found: dict[str, str] = {}
         for name, value in pairs:
             if name in found:
-                raise InvalidSandboxRequest("A parameter is given twice.", param=name[:100])
+                raise InvalidSandboxRequest("Duplicate query parameter.", param=name[:100])
             found[name] = value
         return found
 

@@ -75,7 +75,7 @@ class TenantQuotas:
         owner = f"Tenant {spec.tenant!r}" if spec.tenant else "The caller"
         if max_sandboxes is not None and usage.sandboxes >= max_sandboxes:
             raise TenantQuotaExceeded(
-                f"{owner} has {usage.sandboxes} sandboxes, as many as a tenant may have; delete one or wait.",
+                f"{owner} has reached its quota of {usage.sandboxes} sandboxes; delete one, or retry later.",
                 param="tenant",
             )
         if max_memory is not None and memory > max_memory:
@@ -185,9 +185,9 @@ class SandboxService:
 
     def _check_accepting_work(self) -> None:
         if self.state == "starting":
-            raise SandboxServerUnreachable("The sandbox server is starting; ask again.")
+            raise SandboxServerUnreachable("The sandbox server is starting; retry.")
         if self.state == "stopping":
-            raise SandboxServerUnreachable("The sandbox server is stopping and takes no new work.")
+            raise SandboxServerUnreachable("The sandbox server is stopping and accepts no new work.")
 
     def health(self) -> ServerHealth:
         is_recovering = self.state == "ok" and not self.supervisor.can_create
@@ -352,7 +352,7 @@ class SandboxService:
             await asyncio.sleep(min(idle_seconds / 4, 60.0))
             for sandbox in [*self._sandboxes.values()]:
                 if sandbox.idle_seconds() >= idle_seconds:
-                    await self._destroy(sandbox, f"nobody used it for {idle_seconds:g} s")
+                    await self._destroy(sandbox, f"it was idle for {idle_seconds:g} s")
 
     # ---- executions -------------------------------------------------------------------------------------------
 
@@ -427,5 +427,5 @@ def validate_name(name: str, parameter: str) -> str:
 def _check_same_spec(existing: SandboxSpec, requested: SandboxSpec) -> None:
     if existing != requested:
         raise SandboxConflict(
-            "A sandbox of that name lives, with another specification; choose another name, or delete it."
+            "A sandbox of that name exists with another specification; choose another name, or delete it."
         )

@@ -63,7 +63,7 @@ def check_kernel(_: Settings, host: InspectedHost) -> Iterator[HostFinding]:
     if version < _MINIMUM_KERNEL:
         yield HostFinding("kernel", "missing", release, "Use Linux 5.11 or later; 5.13 or later is better.")
     elif version < _RECOMMENDED_KERNEL:
-        advice = "Linux 5.13 brings Landlock, the second wall behind the mounts."
+        advice = "Linux 5.13 has Landlock, a second layer behind the mounts."
         yield HostFinding("kernel", "warning", release, advice)
     else:
         yield HostFinding("kernel", "ok", release)
@@ -124,7 +124,7 @@ def _check_apparmor(host: InspectedHost) -> HostFinding:
         "Ubuntu 24.04 and later allow user namespaces to named programs only. As root, write the profile below to "
         "/etc/apparmor.d/fumehood and run `apparmor_parser -r /etc/apparmor.d/fumehood`. It is for the command "
         f"{program} and what that starts, not for Python: start Fumehood by this command, not as `python -m "
-        "fumehood`. Whoever may write to that file may make user namespaces, too.\n\n"
+        "fumehood`. Whoever can write to that file can create user namespaces, too.\n\n"
         f"{render_apparmor_profile(program)}"
     )
     return HostFinding(
@@ -208,10 +208,10 @@ def check_landlock(settings: Settings, host: InspectedHost) -> Iterator[HostFind
     advice = "Use Linux 5.13 or later, and add `landlock` to the kernel parameter `lsm=`."
     if settings.mode == "unsafe-degraded":
         yield HostFinding(
-            "Landlock", "missing", "not available: nothing else would keep code from files", advice
+            "Landlock", "missing", "not available: nothing else protects files in this mode", advice
         )
     else:
-        yield HostFinding("Landlock", "warning", "not available: one wall fewer behind the mounts", advice)
+        yield HostFinding("Landlock", "warning", "not available: one layer fewer behind the mounts", advice)
 
 
 def check_overlay(_: Settings, host: InspectedHost) -> Iterator[HostFinding]:
@@ -363,7 +363,7 @@ def check_disks(settings: Settings, host: InspectedHost) -> Iterator[HostFinding
         yield HostFinding("disks", state, detail, error.advice)
         return
     free = disks.format_size(disks.free_bytes(directory))
-    yield HostFinding("disks", "ok", f"files of large sandboxes lie in {directory}, {free} free")
+    yield HostFinding("disks", "ok", f"files of large sandboxes are in {directory}, {free} free")
 
 
 def check_guest_socket(settings: Settings, _: InspectedHost) -> Iterator[HostFinding]:

@@ -141,7 +141,7 @@ class ObservedNetwork:
 def assess_network(seen: ObservedNetwork, settings: Settings) -> HostFinding:
     if settings.mode == "unsafe-degraded":
         if seen.sockets:
-            detail = "the code can make sockets, in the network of this machine"
+            detail = "the code can open sockets in the network of this host"
             return HostFinding("network", "missing", detail, "Please report this.")
         return HostFinding("network", "ok", "off: the filter allows no socket")
     if seen.dev is None or seen.route is None:
@@ -206,23 +206,23 @@ def _read_uids_below(top: int) -> set[int]:
 async def _check_packages(supervisor: Supervisor, settings: Settings) -> HostFinding:
     """Whether packages can be installed; at most a warning, because code runs without."""
     if not settings.packages:
-        return HostFinding("packages", "ok", "off: nobody can have any installed")
+        return HostFinding("packages", "ok", "installing is off")
     installer = supervisor.installer
     if installer is None:
         advice = "Nothing, if the usual ones are enough; set packages to false to say so."
         return HostFinding("packages", "warning", supervisor.packages_unavailable, advice)
     count, size = installer.store.usage()
-    kept = f"{count} sets of packages ({format_size(size)}) are kept in {installer.store.path}"
+    stored = f"{count} layers ({format_size(size)}) in {installer.store.path}"
     try:
         await installer.check_index(_INDEX_TIMEOUT)
     except InstallFailed as error:
         return HostFinding(
             "packages",
             "warning",
-            f"{error.message} What was fetched before still serves: {kept}.",
+            f"{error.message} Stored packages still work: {stored}.",
             _INDEX_ADVICE,
         )
-    return HostFinding("packages", "ok", f"the index answers; {kept}")
+    return HostFinding("packages", "ok", f"the index answers; {stored}")
 
 
 def _check_bytecode(settings: Settings) -> HostFinding:

@@ -22,7 +22,7 @@ _ADVICE_V2 = (
     " or run it as root."
 )
 _ADVICE_V1 = (
-    "As root, make a cgroup in the memory, pids and cpu hierarchies, chown it to uid {uid} and start the"
+    "As root, create a cgroup in the memory, pids and cpu hierarchies, chown it to uid {uid} and start the"
     " supervisor in it, or run the supervisor as root."
 )
 _ADVICE_READ_ONLY = (
@@ -42,7 +42,7 @@ class CgroupUnavailable(HostFeatureUnavailable):
 
 def to_unavailable(error: OSError, version: CgroupVersion) -> CgroupUnavailable:
     where = f" at {error.filename}" if error.filename else ""
-    reason = f"No bounded cgroup can be made{where}: {error.strerror}."
+    reason = f"No cgroup with limits can be created{where}: {error.strerror}."
     if error.errno == errno.EROFS:
         return CgroupUnavailable(reason, _ADVICE_READ_ONLY)
     if error.errno == errno.EBUSY:

@@ -188,7 +188,7 @@ class DiskManager:
             raise SandboxServerAtCapacity(
                 f"No disk of {format_size(size)} can be promised: {format_size(free)} are free on the host, "
                 f"{format_size(promised)} of it are promised to other sandboxes and "
-                f"{format_size(self._settings.disk_reserve)} are kept back; delete a sandbox or wait."
+                f"{format_size(self._settings.disk_reserve)} are reserved; delete a sandbox, or retry later."
             )
 
     def _create_in_thread(self, size: int) -> Disk:
@@ -209,7 +209,7 @@ class DiskManager:
 def check_disk_support(settings: Settings) -> Path:
     """The directory for images, after a trial; raises DisksUnavailable."""
     if os.geteuid() != 0:
-        raise DisksUnavailable("Only root may make disks.", "Files of large sandboxes are kept in memory.")
+        raise DisksUnavailable("Only root may create disks.", "Files of large sandboxes are kept in memory.")
     if shutil.which("mkfs.ext4", path=_program_path()) is None:
         raise DisksUnavailable("mkfs.ext4 is not installed.", "Install e2fsprogs.")
     if not os.path.exists(_LOOP_CONTROL):

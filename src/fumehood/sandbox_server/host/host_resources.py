@@ -130,7 +130,7 @@ class HostResources:
         if self.uid_range is not None and self._settings.mode == "namespaces":
             if not self._free_uids:  # two sandboxes never share a uid if each can have its own
                 raise SandboxServerAtCapacity(
-                    f"All {self.uid_range.count - 1} users for sandboxes are taken; delete a sandbox, or wait."
+                    f"All {self.uid_range.count - 1} uids for sandboxes are in use; delete a sandbox, or retry later."
                 )
             uid = self._free_uids.popleft()
             undo.callback(self._free_uids.append, uid)

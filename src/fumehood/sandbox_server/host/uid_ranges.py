@@ -122,7 +122,7 @@ def _lock_block(first: int, available: int, directory: Path, *, own: tuple[int, 
             first + number * _UIDS_PER_BLOCK, min(available, _UIDS_PER_BLOCK), own_ids=own, lock=lock
         )
     raise IsolationUnavailable(
-        f"All {blocks} blocks of sandbox users are taken by other supervisors on this host.",
+        f"All {blocks} uid blocks are in use by other supervisors on this host.",
         "Stop one, or set another uid_base.",
     )
 

@@ -97,13 +97,13 @@ class ExecutionRegistry:
         if request.execution_id is not None and (known := self._look_up(request.execution_id)) is not None:
             if known.request != request:
                 raise SandboxConflict(
-                    f"Execution {request.execution_id} is there already, with another request; choose another id.",
+                    f"Execution id {request.execution_id} is in use with another request; choose another id.",
                     param="execution_id",
                 )
             return known
         if len(self._pending) > self._settings.queued_executions and self._sandbox.end_reason is None:
             raise RetryLater(
-                f"{self.queued_count} executions wait in this sandbox already, as many as may; wait until one ends."
+                f"Execution queue full: {self.queued_count} executions wait in this sandbox. Retry when one has ended."
             )
         execution = self._start(request)
         registered = RegisteredExecution(request.execution_id or secrets.token_hex(12), request, execution)
@@ -123,7 +123,7 @@ class ExecutionRegistry:
         registered = self._pending.get(execution_id) or self._ended.get(execution_id)
         if registered is None and execution_id in self._evicted_ids:
             raise ExecutionNotFound(
-                f"Execution {execution_id} has run; its output is not kept any more.", param="execution_id"
+                f"Execution {execution_id} has run; its output is no longer retained.", param="execution_id"
             )
         return registered
 

@@ -53,7 +53,7 @@ _MAX_CHARACTER_BYTES = 4
 def _decode_mime_bundle(body: bytes) -> dict[str, str]:
     """MIME types and their data; bounds their number before decoding."""
     if body.count(b'"') - body.count(b'\\"') > 4 * _MAX_MIME_TYPES:
-        raise ProtocolViolation("a display in more forms than the runner ever sends")
+        raise ProtocolViolation("a display with more MIME types than the runner ever sends")
     return _decode_bundle(body)
 
 
@@ -167,7 +167,7 @@ class SandboxExecution:
         outputs = output_batches.unpack_output(body)
         self._batched_events_left -= len(outputs)
         if self._batched_events_left < 0:
-            raise ProtocolViolation("more pieces of output than the runner ever sends")
+            raise ProtocolViolation("more output events than the runner ever sends")
         # An upper bound: measuring each text takes time.
         self.log_bytes += _EVENT_OVERHEAD_BYTES * len(outputs) + _MAX_CHARACTER_BYTES * len(body)
         for kind, text in outputs:

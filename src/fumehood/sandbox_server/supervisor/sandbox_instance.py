@@ -310,7 +310,7 @@ class SandboxInstance:
 
     def _describe_exit(self, code: int) -> str:
         if code == -1:
-            return "the process that makes sandboxes ended"
+            return "its zygote ended"
         if self.count_oom_kills() > self._runner.seen_oom_kills:
             return f"it ran out of memory ({self.memory})"
         if self._interpreter_exit_code is None and code == -signal.SIGKILL:

@@ -388,7 +388,7 @@ class Supervisor:
         if self._settings.mode == "pod":
             if self._pod_used:
                 raise SandboxServerAtCapacity(
-                    "A pod holds one sandbox, once; the next one needs another pod."
+                    "A pod runs one sandbox, once; start another pod for the next one."
                 )
             self._pod_used = True
             return
@@ -397,7 +397,7 @@ class Supervisor:
             return
         if not self._pool:
             raise SandboxServerAtCapacity(
-                f"{capacity} sandboxes are alive, as many as are allowed; delete one or wait."
+                f"Capacity reached: {capacity} sandboxes are alive. Delete one, or retry later."
             )
         self._run_in_background(self._pool.popleft().destroy())
 
@@ -545,7 +545,7 @@ class Supervisor:
         ):
             largest = max(self._live.values(), key=lambda sandbox: sandbox.buffered_output_bytes)
             largest.kill(
-                "the output of all calls that run was more than the server keeps, and it had most of it"
+                "all running executions together exceeded the server's output limit, and it had most output"
             )
 
     def _run_in_background(self, coroutine: Any, *, even_when_closing: bool = False) -> None:

@@ -74,8 +74,8 @@ class ZygoteManager:
     async def _start_after_backoff(self) -> ZygoteConnection:
         if (delay := self.backoff.delay()) > 0:
             raise SandboxStartFailed(
-                f"The process that makes sandboxes ended {self.backoff.recent_failures} times within a minute; the "
-                f"next one is started in {math.ceil(delay)} s. The server's log says more."
+                f"The zygote ended {self.backoff.recent_failures} times within a minute; the next start is in "
+                f"{math.ceil(delay)} s. The server's log has the cause."
             )
         if self.zygote is not None:
             await self.zygote.close()
@@ -90,7 +90,7 @@ class ZygoteManager:
         self.start_count += 1
         if not zygote.is_alive:  # before `on_death` was set
             self.backoff.record_failure()
-            raise SandboxStartFailed("The process that makes sandboxes ended at once.")
+            raise SandboxStartFailed("The zygote ended at once.")
         zygote.on_event = self._on_event
         zygote.on_death = lambda: self._on_zygote_death(zygote)
         return zygote

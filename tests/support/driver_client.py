@@ -19,7 +19,7 @@ from typing import Any, Literal, Self
 
 SUPPORT = Path(__file__).resolve().parent
 PROJECT = SUPPORT.parents[1]
-PATIENCE = 90.0  # seconds; the machine is shared, a wait that long is a hang
+TIMEOUT = 90.0  # seconds; the machine is shared, a wait that long is a hang
 
 type Who = Literal["root", "ordinary"]
 
@@ -69,9 +69,9 @@ class Running:
         self.arrived: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self.events: list[dict[str, Any]] = []
 
-    def next_event(self, patience: float = PATIENCE) -> dict[str, Any] | None:
+    def next_event(self, timeout: float = TIMEOUT) -> dict[str, Any] | None:
         """The next event, or None when the answer is complete."""
-        message = self.arrived.get(timeout=patience)
+        message = self.arrived.get(timeout=timeout)
         if message is None:
             raise DriverGone("the driver ended")
         if "error" in message:
@@ -82,20 +82,20 @@ class Running:
         self.events.append(message["event"])
         return message["event"]
 
-    def wait(self, patience: float = PATIENCE) -> Any:
-        while self.next_event(patience) is not None:
+    def wait(self, timeout: float = TIMEOUT) -> Any:
+        while self.next_event(timeout) is not None:
             pass
         return self.answer
 
-    def outcome(self, patience: float = PATIENCE) -> Outcome:
-        self.wait(patience)
+    def outcome(self, timeout: float = TIMEOUT) -> Outcome:
+        self.wait(timeout)
         return gather(self.events)
 
-    def until_stdout(self, text: str, patience: float = PATIENCE) -> None:
+    def until_stdout(self, text: str, timeout: float = TIMEOUT) -> None:
         """Wait until the code has printed `text`."""
         seen = ""
         while text not in seen:
-            event = self.next_event(patience)
+            event = self.next_event(timeout)
             if event is None:
                 raise AssertionError(f"the call ended before it printed {text!r}: {self.events[-3:]}")
             seen += event["text"] if event["type"] == "stdout" else ""
@@ -143,11 +143,11 @@ class SandboxClient:
         )
 
     def run(self, code: str, timeout: float = 30, requirements: tuple[str, ...] = ()) -> Outcome:
-        return self.start(code, timeout, requirements).outcome(PATIENCE + timeout)
+        return self.start(code, timeout, requirements).outcome(TIMEOUT + timeout)
 
     def shell(self, command: str, timeout: float = 30) -> Outcome:
         """Run a command."""
-        return self.start(command, timeout, language="shell").outcome(PATIENCE + timeout)
+        return self.start(command, timeout, language="shell").outcome(TIMEOUT + timeout)
 
     def ask(self, code: str, timeout: float = 30) -> Any:
         """Run code that ends well and prints one JSON value last; that value."""
@@ -253,8 +253,8 @@ class Driver:
                 raise DriverGone("the driver ended") from None
         return running
 
-    def ask(self, op: str, *, patience: float = PATIENCE, **request: Any) -> Any:
-        return self.send(op, **request).wait(patience)
+    def ask(self, op: str, *, wait_seconds: float = TIMEOUT, **request: Any) -> Any:
+        return self.send(op, **request).wait(wait_seconds)
 
     def create(self, **spec: Any) -> SandboxClient:
         return SandboxClient(self, self.ask("create", **spec)["sandbox"])
@@ -276,8 +276,8 @@ class Driver:
         assert self._process.stdout is not None
         with contextlib.suppress(OSError):  # BrokenPipeError: it is dead already
             self._process.stdin.close()
-        self._process.wait(PATIENCE)
-        self._reader.join(PATIENCE)
+        self._process.wait(TIMEOUT)
+        self._reader.join(TIMEOUT)
         self._process.stdout.close()
 
     def __enter__(self) -> Self:
