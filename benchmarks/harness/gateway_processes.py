@@ -1,4 +1,4 @@
-"""The gateway as a user would start it, the bare relay and the model server behind both."""
+"""Starts the gateway as a user would, the reference relay, and the model server behind both."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Samples, rows, their ratios and goals, told as a table and as JSON."""
+"""Samples, rows, ratios and goals, as a table and as JSON."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The relay, the checks of its answers, and the figures of the gateway benchmark."""
+"""The reference relay, the checks of its responses, and the gateway benchmark."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Rows that need tools and memory, against a gateway that only plays its part."""
+"""Benchmark rows with tools and memory, against a fake gateway."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""What the benchmark's model server sends is what a model server would send."""
+"""The benchmark's model server sends what a real one would."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The benchmark's own client against servers that cut their answers anywhere."""
+"""The benchmark's HTTP client, with responses split anywhere."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable

@@ -1,4 +1,4 @@
-"""What a row says about ratios and goals."""
+"""Ratios and goals of benchmark rows."""
 
 import io
 import json

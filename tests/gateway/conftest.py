@@ -1,4 +1,4 @@
-"""One gateway over scripted runs for all tests of a module, with doubles that each of them finds new."""
+"""One gateway with scripted runs per module; its fakes are reset for every test."""
 
 from collections.abc import AsyncIterator
 

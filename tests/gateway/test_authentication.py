@@ -1,4 +1,4 @@
-"""Who is let in, by which key, and what is told to those who are not."""
+"""Authentication by API key, and its error responses."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""What is wrong with a request is said by its name, before the real engine."""
+"""Errors of invalid requests name the field; with the real engine."""
 
 import json
 from collections.abc import AsyncIterator

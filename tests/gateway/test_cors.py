@@ -1,4 +1,4 @@
-"""Which web pages may ask, and what their browsers are told."""
+"""CORS: which web pages may use the gateway."""
 
 import pytest
 

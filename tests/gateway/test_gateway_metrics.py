@@ -1,4 +1,4 @@
-"""What the gateway counts, and shows where its sandbox server does not answer."""
+"""Metrics of the gateway, with and without its sandbox server."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Every endpoint but streams: answers, headers, refusals, pages, files."""
+"""All endpoints except streams: responses, headers, errors, pages, files."""
 
 import asyncio
 import json

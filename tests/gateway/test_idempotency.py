@@ -1,4 +1,4 @@
-"""Requests with an Idempotency-Key run once, however often they come."""
+"""Requests with an Idempotency-Key run once, however often they are sent."""
 
 import asyncio
 import gc

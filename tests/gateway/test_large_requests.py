@@ -1,4 +1,4 @@
-"""Large requests: others go on meanwhile, and there is an end to how many are held."""
+"""Large requests: they block nobody, and their memory is limited."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""The gateway's own description: complete, and kept."""
+"""The OpenAPI document is complete, and the gateway conforms to it."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Requests that nobody should send, before the real engine: no answer is a 5xx."""
+"""Fuzzed requests with the real engine: no response is a 5xx."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""How much a key may ask for, and that nobody pays for another."""
+"""Limits per key: rate, concurrency and memory."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""Lines of requests: both forms, in groups, each one line whatever it holds."""
+"""Lines of the request log: both formats, batching, quoting."""
 
 import asyncio
 import json

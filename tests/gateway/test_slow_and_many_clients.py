@@ -1,4 +1,4 @@
-"""Slow clients, many clients, long days; where memory counts the gateway is another process."""
+"""Slow clients, many clients and leaks; where memory counts, the gateway is another process."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Clients that speak HTTP in other ways: upgrades, HTTP/1.0, HEAD, no Host."""
+"""Clients with unusual HTTP: upgrades, HTTP/1.0, HEAD, no Host."""
 
 import json
 from collections.abc import AsyncIterator

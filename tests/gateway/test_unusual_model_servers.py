@@ -1,4 +1,4 @@
-"""Odd model servers as a client of the gateway meets them."""
+"""Unusual model servers, as a client of the gateway sees them."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable

@@ -1,4 +1,4 @@
-"""Addresses that sandboxes are never connected to."""
+"""IP addresses that the server never connects to."""
 
 import ipaddress
 import socket

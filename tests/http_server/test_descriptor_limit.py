@@ -1,4 +1,4 @@
-"""How many descriptors are kept back, and how often that is told."""
+"""Reserved file descriptors, and how often that is logged."""
 
 import logging
 

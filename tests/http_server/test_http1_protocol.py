@@ -1,4 +1,4 @@
-"""Declined upgrades, Host and HTTP/1.0, on bare sockets."""
+"""Declined upgrades, Host and HTTP/1.0, on raw sockets."""
 
 import asyncio
 import json

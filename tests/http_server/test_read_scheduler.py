@@ -1,4 +1,4 @@
-"""Bytes that wait to be parsed: who waits for whom, and how many there may be."""
+"""Fair scheduling of unparsed data."""
 
 import asyncio
 import base64

@@ -1,4 +1,4 @@
-"""Files with secrets are read only if nobody else can."""
+"""Secret files must not be accessible to other users."""
 
 import os
 import stat

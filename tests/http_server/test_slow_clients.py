@@ -1,4 +1,4 @@
-"""Who is waited for while he sends, and for how long."""
+"""Deadlines of slow senders."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""What both servers stand on: readers that take nothing, callers over the bound."""
+"""Both servers: stalled clients and the connection limit."""
 
 import asyncio
 import contextlib

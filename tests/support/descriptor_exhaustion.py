@@ -1,4 +1,4 @@
-"""Takes the file descriptors of a server away from it."""
+"""Exhausts the file descriptors of a server."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""`fumehood serve` as a process of its own, and a model server that a test scripts."""
+"""`fumehood serve` as a process, and a scripted model server."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""How long a gateway keeps everybody waiting, in its own processor time."""
+"""Measures how long a gateway blocks its event loop, in its own CPU time."""
 
 import http.client
 import time

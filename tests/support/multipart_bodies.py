@@ -1,4 +1,4 @@
-"""Forms as clients write them."""
+"""Multipart bodies as clients write them."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What a page of figures holds, as Prometheus reads it."""
+"""Parses a metrics page as Prometheus does."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""HTTP on a bare socket: what is sent is sent as it is, and every answer is read by the rules."""
+"""HTTP on a raw socket: sends bytes unchanged, parses responses strictly."""
 
 import asyncio
 from collections.abc import AsyncGenerator

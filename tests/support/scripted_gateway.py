@@ -1,4 +1,4 @@
-"""A gateway for tests on a real socket, over runs that follow a script."""
+"""A gateway on a real socket with scripted runs."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Reads streams of server-sent events as strictly as can be."""
+"""Parses server-sent events strictly."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A client of the gateway's WebSocket, as raw as the library allows."""
+"""A WebSocket client of the gateway, as raw as the library allows."""
 
 import asyncio
 import json

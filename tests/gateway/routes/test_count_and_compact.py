@@ -1,4 +1,4 @@
-"""Counting and compacting over HTTP: what is answered, and what ends with the caller."""
+"""Token counts and compaction over HTTP."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Downloads of uploads: parts, tags, names."""
+"""Downloads of uploads: ranges, ETags, filenames."""
 
 import asyncio
 from collections.abc import AsyncGenerator

@@ -1,4 +1,4 @@
-"""/v1/files without an SDK: forms of any order, clients that leave, limits while a file comes."""
+"""/v1/files without an SDK: order of form fields, disconnects, limits during an upload."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable

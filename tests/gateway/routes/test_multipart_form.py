@@ -1,4 +1,4 @@
-"""Forms, however they are cut into pieces and whatever is wrong with them."""
+"""Multipart forms in any chunks, and invalid ones."""
 
 import itertools
 from collections.abc import Coroutine, Sequence

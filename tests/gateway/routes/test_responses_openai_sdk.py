@@ -1,4 +1,4 @@
-"""What the OpenAI SDK, in its strict mode, makes of the gateway's answers."""
+"""Responses of the gateway, parsed by the OpenAI SDK in strict mode."""
 
 from collections.abc import AsyncGenerator
 

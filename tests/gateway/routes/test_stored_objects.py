@@ -1,4 +1,4 @@
-"""What is kept, listed and fetched over HTTP: responses, items, models, files."""
+"""Stored responses, items, models and files over HTTP."""
 
 import json
 import re

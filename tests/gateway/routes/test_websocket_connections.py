@@ -1,4 +1,4 @@
-"""Connections of WebSocket: who may connect, bounds, silence, leaving, stopping."""
+"""WebSocket connections: authentication, limits, keepalive, disconnects, shutdown."""
 
 import asyncio
 import json

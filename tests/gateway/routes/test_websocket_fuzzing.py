@@ -1,4 +1,4 @@
-"""Any sequence of messages over WebSocket, before the real engine: everything is answered."""
+"""Fuzzed WebSocket messages with the real engine: every one is answered."""
 
 import json
 from collections.abc import Iterator, Sequence

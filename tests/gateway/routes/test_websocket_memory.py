@@ -1,4 +1,4 @@
-"""Messages that have begun and are not whole: what they hold is counted as bodies are."""
+"""Incomplete WebSocket messages count towards the memory limit."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""WebSocket message by message: framing, lanes, refusals."""
+"""WebSocket messages: framing, parallel streams, errors."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Events as bytes, for both wires."""
+"""Encoding of events as server-sent events and WebSocket messages."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Streams byte by byte: framing, silence, disconnects, slow and many readers."""
+"""Streams byte by byte: framing, keepalives, disconnects, slow and many clients."""
 
 import asyncio
 import re
