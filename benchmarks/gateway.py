@@ -41,7 +41,7 @@ US, MS = 1e6, 1e3
 
 @dataclass(frozen=True)
 class Scale:
-    """How often everything is done."""
+    """Repetitions of each measurement."""
 
     rounds: int
     requests: int  # of one side in one round
@@ -92,7 +92,7 @@ def cpu_clock_of(target: BenchmarkTarget) -> Clock:
 
 
 async def measure_cpu[T](clock: Clock, work: Awaitable[T]) -> tuple[float, T]:
-    """CPU seconds that work takes, and its result; what a server does after an answer is part of it."""
+    """CPU seconds of some work, and its result; includes what a server does after its response."""
     before = clock()
     result = await work
     await asyncio.sleep(0.01)
@@ -114,7 +114,7 @@ async def measure_interleaved(
 
 
 async def run_concurrently(number: int, works: Sequence[Callable[[], Awaitable[object]]]) -> None:
-    """All of them, so many at the same time."""
+    """Run all of them, with limited concurrency."""
     waiting = iter(works)
 
     async def worker() -> None:
@@ -125,7 +125,7 @@ async def run_concurrently(number: int, works: Sequence[Callable[[], Awaitable[o
 
 
 async def measure_per_turn(clock: Clock, turns: int, work: Callable[[], Awaitable[object]]) -> float:
-    """CPU seconds of a turn, the mean of so many, one after the other."""
+    """Mean CPU seconds of sequential turns."""
     taken, _ = await measure_cpu(clock, run_concurrently(1, [work] * turns))
     return taken / turns
 
@@ -140,7 +140,7 @@ async def request_texts(
 
 
 async def request_paced_streams(target: BenchmarkTarget, streams: int, chunks: int) -> None:
-    """Streams that began at different moments and go on side by side."""
+    """Concurrent streams that start at different times."""
 
     async def one(number: int) -> None:
         await asyncio.sleep(0.2 * number / streams)
@@ -150,7 +150,7 @@ async def request_paced_streams(target: BenchmarkTarget, streams: int, chunks: i
 
 
 async def burst_rows(bench: Bench) -> list[ResultRow]:
-    """What an event costs when they come as fast as they can."""
+    """CPU per event when the model server sends as fast as it can."""
     scale, sides = bench.scale, (bench.ours, bench.relay, bench.joined)
 
     async def work(served: BenchmarkTarget) -> None:
@@ -169,7 +169,7 @@ async def burst_rows(bench: Bench) -> list[ResultRow]:
 
 
 async def paced_rows(bench: Bench) -> list[ResultRow]:
-    """What an event costs when each comes by itself."""
+    """CPU per event when each arrives by itself."""
     scale = bench.scale
 
     async def work(served: BenchmarkTarget) -> None:
@@ -183,7 +183,7 @@ async def paced_rows(bench: Bench) -> list[ResultRow]:
 
 
 async def websocket_rows(bench: Bench) -> list[ResultRow]:
-    """What an event costs over WebSocket, beside what it costs as a stream."""
+    """CPU per event over WebSocket, compared with SSE."""
     scale = bench.scale
     streamed = replace(bench.ours, name="gateway, streamed")
     with contextlib.closing(RawWebSocketClient(bench.ours.client.port)) as client:
@@ -212,7 +212,7 @@ async def websocket_rows(bench: Bench) -> list[ResultRow]:
 
 
 async def blocking_rows(bench: Bench) -> list[ResultRow]:
-    """What a request without a stream costs; ours is on the disk when it is answered."""
+    """CPU of a blocking request; the gateway's response is on disk when it is sent."""
     scale, sides = bench.scale, (bench.ours, bench.relay)
     rounds = 4 * scale.rounds  # they are short
     found: list[ResultRow] = []
@@ -229,7 +229,7 @@ async def blocking_rows(bench: Bench) -> list[ResultRow]:
 
 
 async def latency_rows(bench: Bench) -> list[ResultRow]:
-    """What is added to the model server's own times when nobody else asks: one request after the other."""
+    """Latency added to the model server's, with sequential requests."""
     kinds = (
         ("first_delta", "first delta", "paced-2"),
         ("whole_answer", f"{CHUNK_COUNT} chunks, whole", TEXT_MODEL),
@@ -255,7 +255,7 @@ async def latency_rows(bench: Bench) -> list[ResultRow]:
 
 
 async def memory_rows(bench: Bench) -> list[ResultRow]:
-    """Resident memory after the start and one request, and the most of it under load."""
+    """Resident memory after one request, and its peak under load."""
     idle, loaded = list[SampleSet](), list[SampleSet]()
     for one in (bench.ours, bench.relay):
         await one.ask_for_text(TEXT_MODEL, stream=False)
@@ -291,7 +291,7 @@ async def memory_rows(bench: Bench) -> list[ResultRow]:
 
 
 async def code_rows(bench: Bench) -> list[ResultRow]:
-    """What a delta of code costs, apart from the turn it is in: by the difference between lengths."""
+    """CPU per delta of code, from the difference between lengths."""
     served, scale = bench.ours, bench.scale
     container = (await served.ask_with_code(8)).response.item("code_interpreter_call").container_id
     clock = cpu_clock_of(served)
@@ -340,7 +340,7 @@ def code_table(code: Sequence[Sequence[float]], text: Sequence[Sequence[float]])
 
 
 async def tool_rows(bench: Bench) -> list[ResultRow]:
-    """A turn with code in it against one with a function that the client runs."""
+    """A turn with hosted code against one with a client-side function."""
     served, scale = bench.ours, bench.scale
     container = (await served.ask_with_code(8)).response.item("code_interpreter_call").container_id
     outside = [
@@ -376,12 +376,12 @@ async def tool_rows(bench: Bench) -> list[ResultRow]:
 
 
 def _is_outside_sandbox(pid: int, root: int) -> bool:
-    """Whether it is out here with the gateway, not in a sandbox or in what sandboxes are made from."""
+    """Whether a process is neither in a sandbox nor a zygote."""
     return process_resources.pid_namespace(pid) == process_resources.pid_namespace(root)
 
 
 async def fresh_container_row(bench: Bench, reference: SampleSet) -> list[ResultRow]:
-    """The same with everything that making a container takes, and with the code."""
+    """The same, including the creation of the container and the code."""
     try:
         meter = process_resources.CpuMeter(bench.ours.pid)
     except process_resources.MeasurementUnavailable as error:
@@ -402,7 +402,7 @@ async def fresh_container_row(bench: Bench, reference: SampleSet) -> list[Result
 
 
 async def growth_rows(bench: Bench) -> list[ResultRow]:
-    """What a late turn of a conversation costs against an early one, in CPU time and in bytes on the disk."""
+    """CPU time and disk bytes of a late turn of a conversation against an early one."""
     served, number = bench.ours, bench.scale.conversations
     tips, sizes = await database_growth(bench, number, LATE - 1)
     clock = cpu_clock_of(served)
@@ -426,7 +426,7 @@ async def growth_rows(bench: Bench) -> list[ResultRow]:
 
 
 async def grow_conversations(target: BenchmarkTarget, tips: Sequence[str | None], turns: int) -> list[str]:
-    """Conversations so many turns longer, side by side; their last responses."""
+    """Continue conversations concurrently; return their last responses."""
     found = list(tips)
 
     async def one(index: int) -> None:
@@ -440,7 +440,7 @@ async def grow_conversations(target: BenchmarkTarget, tips: Sequence[str | None]
 
 
 async def database_growth(bench: Bench, number: int, turns: int) -> tuple[list[str], dict[int, int]]:
-    """The last responses of so many conversations, and the bytes in the database after every ten turns."""
+    """The last responses of the conversations, and the database size after every ten turns."""
     tips: Sequence[str | None] = [None] * number
     sizes: dict[int, int] = {}
     for done in range(0, turns, 10):
@@ -451,7 +451,7 @@ async def database_growth(bench: Bench, number: int, turns: int) -> tuple[list[s
 
 
 def file_sizes(database: Path) -> int:
-    """Of pages in use, also those still in the write-ahead log."""
+    """Bytes of used pages, including the write-ahead log."""
     with contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
         pages, free, size = (
             connection.execute(f"PRAGMA {name}").fetchone()[0]
@@ -461,7 +461,7 @@ def file_sizes(database: Path) -> int:
 
 
 def stored_row(sizes: dict[int, int], number: int) -> list[ResultRow]:
-    """Bytes a turn has added, late against early; each ten turns of all conversations are one sample."""
+    """Bytes added per turn, late against early; ten turns of all conversations are one sample."""
     steps = [
         (end, (sizes[end] - sizes[begin]) / 10 / number)
         for begin, end in itertools.pairwise(sorted(sizes))
