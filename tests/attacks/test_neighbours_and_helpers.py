@@ -220,7 +220,7 @@ async def test_output_of_calls_that_run_is_bounded_together() -> None:
         await anext(waiting.events())
         outcome = await attack(greedy, SHOW.format(content="chr(0x1F600) + 'x' * 4_000_000", seconds=60))
         assert (outcome.end.status, outcome.end.state_kept) == ("lost", False), outcome.end
-        assert "the output of all calls" in outcome.end.reason
+        assert "exceeded the server's output limit" in outcome.end.reason
         assert (modest.end_reason, waiting.has_ended) == (None, False)
 
 
