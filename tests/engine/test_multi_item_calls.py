@@ -56,7 +56,7 @@ async def test_calls_side_by_side() -> None:
         kept = await engine.store.get_response("", response.id)
         assert kept == response
         exchanges = [entry.exchange for entry in model.requests[1].segments[-1].entries]
-        assert [exchange.tells for exchange in exchanges if exchange] == ["call", "call", "result", "result"]
+        assert [exchange.half for exchange in exchanges if exchange] == ["call", "call", "result", "result"]
 
 
 async def test_one_that_is_cancelled_while_it_runs() -> None:

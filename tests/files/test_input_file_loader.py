@@ -79,7 +79,7 @@ class House:
 async def test_an_upload_of_text_is_read(filename: str, content: bytes, text: str) -> None:
     found = await House().of_upload(filename, content)
     assert (found.kind, found.name, found.bytes, found.file_id) == ("text", filename, len(content), "file-1")
-    assert (found.text, found.left_out, found.data) == (text, 0, None)
+    assert (found.text, found.omitted_bytes, found.data) == (text, 0, None)
 
 
 async def test_of_a_long_text_the_beginning_is_read_and_nothing_else() -> None:
@@ -87,7 +87,7 @@ async def test_of_a_long_text_the_beginning_is_read_and_nothing_else() -> None:
     content = "é".encode() * (5 * MAX_TEXT_CHARACTERS)
     found = await house.of_upload("t.txt", content)
     assert found.text == "é" * MAX_TEXT_CHARACTERS
-    assert found.left_out == MAX_TEXT_CHARACTERS + len(content) - MAX_TEXT_BYTES
+    assert found.omitted_bytes == MAX_TEXT_CHARACTERS + len(content) - MAX_TEXT_BYTES
     assert house.uploads.reads == [("file-1", MAX_TEXT_BYTES)]
 
 

@@ -127,7 +127,7 @@ async def next_call(model_request: ModelRequest) -> tuple[str, object] | None:
 
 
 def shell_result(call_id: str, output: str) -> list[ConversationEntry]:
-    exchange = ToolExchange(call_id=call_id, name="shell", arguments="", output=output, tells="result")
+    exchange = ToolExchange(call_id=call_id, name="shell", arguments="", output=output, half="result")
     said = ConversationEntry(type="shell_call_output", id=None, turn=1, raw=b"{}", exchange=exchange)
     return [shell_call(call_id, turn=1), said]
 

@@ -43,7 +43,7 @@ def hosted_call(
 def shell_call(call_id: str, *, turn: int = 0) -> ConversationEntry:
     """A call of the shell; its result is another item."""
     exchange = ToolExchange(
-        call_id=call_id, name="shell", arguments='{"commands":["ls"]}', output="", tells="call"
+        call_id=call_id, name="shell", arguments='{"commands":["ls"]}', output="", half="call"
     )
     raw = msgspec.json.encode({"type": "shell_call", "call_id": call_id})
     return ConversationEntry(type="shell_call", id=None, turn=turn, raw=raw, exchange=exchange)
@@ -52,7 +52,7 @@ def shell_call(call_id: str, *, turn: int = 0) -> ConversationEntry:
 def shell_output(call_id: str, text: str, *, turn: int = 0, images: Sequence[str] = ()) -> ConversationEntry:
     """What came of it."""
     exchange = ToolExchange(
-        call_id=call_id, name="shell", arguments="", output=text, tells="result", images=tuple(images)
+        call_id=call_id, name="shell", arguments="", output=text, half="result", images=tuple(images)
     )
     raw = msgspec.json.encode({"type": "shell_call_output", "call_id": call_id, "output": []})
     return ConversationEntry(type="shell_call_output", id=None, turn=turn, raw=raw, exchange=exchange)

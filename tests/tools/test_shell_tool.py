@@ -266,8 +266,8 @@ Exit code: 3
 Files: /mnt/data/new.csv\
 """)
         assert ran.files == ["/mnt/data/new.csv"]
-        assert (ran.exchange.tells, ran.exchange.arguments) == ("call", '{"commands":["ls","false\\ntrue"]}')
-        assert ran.further.exchange.tells == "result"
+        assert (ran.exchange.half, ran.exchange.arguments) == ("call", '{"commands":["ls","false\\ntrue"]}')
+        assert ran.further.exchange.half == "result"
 
 
 async def test_one_command_is_told_without_its_name() -> None:
@@ -569,7 +569,7 @@ async def test_items_that_come_back() -> None:
             name="shell",
             arguments='{"commands":["ls"],"max_output_length":5}',
             output="",
-            tells="call",
+            half="call",
         )
         assert shop.shell.rebuild_exchange(given_back({**called, "environment": {"type": "local"}})) is None
         assert shop.shell.rebuild_exchange(given_back({**called, "environment": None})) is None
@@ -582,7 +582,7 @@ async def test_items_that_come_back() -> None:
         recalled = shop.shell.rebuild_exchange(given_back(answered))
         assert recalled is not None
         assert recalled.output == "a\nExit code: 2\nIt ran too long and was stopped."
-        assert recalled.tells == "result"
+        assert recalled.half == "result"
 
 
 async def test_the_code_interpreter_remembers_for_both() -> None:

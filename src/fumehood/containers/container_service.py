@@ -164,7 +164,7 @@ class SandboxContainerService:
             raise InvalidRequest(error.message, param="file_ids", code="invalid_value") from None
         record = await self._create_record(caller, self.reserve_id(), spec)
         try:
-            await self._user_files.place(self._get_state(record), uploads)
+            await self._user_files.add_uploads(self._get_state(record), uploads)
         except BaseException:
             await self._reaper.delete(record)
             raise
@@ -315,7 +315,7 @@ class SandboxContainerService:
         ]
         uploads = [FileUpload(file.path, BlobRef(file.blob, file.bytes), file.executable) for file in files]
         try:
-            await self._user_files.place(self._get_state(record), uploads)
+            await self._user_files.add_uploads(self._get_state(record), uploads)
         except NotFound:  # deleted in this very moment
             logger.warning("Could not copy the files of %s to %s.", earlier_id, record.id)
 
@@ -327,14 +327,14 @@ class SandboxContainerService:
         path = validate_file_path(path)
         state = await self._use_for_files(caller, container_id)
         with state.keep_in_use():
-            return await self._user_files.put(state, path, content)
+            return await self._user_files.write_file(state, path, content)
 
     async def copy_uploads(
         self, caller: Caller, container_id: str, file_ids: Sequence[str]
     ) -> Sequence[ContainerFileRecord]:
         state = await self._use_for_files(caller, container_id)
         with state.keep_in_use():
-            return await self._user_files.place(state, await self._find_uploads(caller, file_ids))
+            return await self._user_files.add_uploads(state, await self._find_uploads(caller, file_ids))
 
     async def unpack_archive(
         self,

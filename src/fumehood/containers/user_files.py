@@ -65,7 +65,7 @@ class UserFiles:
         self._limits = context.settings.file_limits
         self._upload_semaphores = WeakValueDictionary[str, asyncio.Semaphore]()
 
-    async def put(
+    async def write_file(
         self, state: ContainerState, path: str, content: bytes | AsyncIterable[bytes]
     ) -> ContainerFileRecord:
         available = await self._available_bytes(state, [path])
@@ -89,7 +89,9 @@ class UserFiles:
             )
         return semaphore
 
-    async def place(self, state: ContainerState, uploads: Sequence[FileUpload]) -> list[ContainerFileRecord]:
+    async def add_uploads(
+        self, state: ContainerState, uploads: Sequence[FileUpload]
+    ) -> list[ContainerFileRecord]:
         """Add files whose blobs exist; a name that is taken gets a number."""
         async with AsyncExitStack() as pins, state.files_lock:
             for upload in uploads:

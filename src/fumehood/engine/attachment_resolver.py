@@ -88,7 +88,7 @@ class AttachmentResolver:
                 budget.spend(part, attachment)
                 has_content = (attachment.data or part.inline_data) is not None and not attachment.too_large
                 given = with_content and attachment.kind == "binary" and has_content
-                attachments.append(names.assign(replace(attachment, given=given)))
+                attachments.append(names.assign(replace(attachment, sent_to_model=given)))
                 if number >= answered and attachments[-1].is_hidden:
                     hidden.append((param, attachments[-1]))
             resolved[number] = replace(entries[number], attachments=tuple(attachments))

@@ -137,7 +137,7 @@ class InputFileLoader:
             bytes=record.bytes,
             file_id=record.id,
             text=text,
-            left_out=left_out,
+            omitted_bytes=left_out,
         )
         reserve_memory(found.size)
         if text is not None or not with_content or record.bytes > self._limits.file_bytes:

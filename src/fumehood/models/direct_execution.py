@@ -170,7 +170,7 @@ def _find_latest_message(segments: Sequence[ConversationSegment]) -> tuple[str, 
 def _read_tool_result(entry: ConversationEntry) -> ToolExchange | None:
     if entry.exchange is None:
         return _read_client_output(entry) if entry.type == "function_call_output" else None
-    has_result = entry.exchange.name in (_PYTHON, _SHELL) and entry.exchange.tells != "call"
+    has_result = entry.exchange.name in (_PYTHON, _SHELL) and entry.exchange.half != "call"
     return entry.exchange if has_result else None
 
 

@@ -52,9 +52,9 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     name: its name in a container, unique in the conversation. Empty for a URL that is forwarded unread.
     media_type, bytes: of its content.
     file_id: the id of the upload, if it is one.
-    text: what a model reads of it, if the item does not contain it. left_out: bytes after that text.
+    text: what a model reads of it, if the item does not contain it. omitted_bytes: after that text.
     data: the content as a data: URL, if the item does not contain it and it is needed.
-    given: whether the model gets it although it is not text.
+    sent_to_model: whether the model gets it although it is not text.
     too_large: whether it exists but is too large for any model.
     gone: whether it existed once and was deleted.
     """
@@ -65,16 +65,16 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     bytes: int = 0
     file_id: str = ""
     text: str | None = None
-    left_out: int = 0
+    omitted_bytes: int = 0
     data: str | None = None
-    given: bool = False
+    sent_to_model: bool = False
     too_large: bool = False
     gone: bool = False
 
     @property
     def is_hidden(self) -> bool:
         """Whether a model is told about it but cannot see it."""
-        return self.kind == "binary" and bool(self.name) and not (self.given or self.gone)
+        return self.kind == "binary" and bool(self.name) and not (self.sent_to_model or self.gone)
 
     @property
     def size(self) -> int:
@@ -206,16 +206,16 @@ def decode_text(media_type: str, content: bytes, *, whole: bool = True) -> str |
     return None if "\0" in text else text
 
 
-def render_file_text(name: str, text: str, left_out: int = 0) -> str:
+def render_file_text(name: str, text: str, omitted: int = 0) -> str:
     """Return the text that a model sees of a file; a long one is cut.
 
-    left_out: bytes of the file after this text.
+    omitted: bytes of the file after this text.
     """
     shown = text[:MAX_TEXT_CHARACTERS]
-    left_out += len(text) - len(shown)
+    omitted += len(text) - len(shown)
     rest = (
-        f"\n[About {left_out:,} more characters are left out here. {code_interpreter_hint(name)}]"
-        if left_out
+        f"\n[About {omitted:,} more characters are left out here. {code_interpreter_hint(name)}]"
+        if omitted
         else ""
     )
     return f"The file {name}:\n{shown}{rest}"

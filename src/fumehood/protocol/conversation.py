@@ -16,7 +16,7 @@ COMPACTION_TYPE = "compaction"
 class ToolExchange(msgspec.Struct, frozen=True, kw_only=True):
     """A hosted call and its result exactly as the model wrote and read them, so that later requests repeat the bytes.
 
-    tells: which half this is, if call and result are separate items; the other half's text is empty.
+    half: which half this is, if call and result are separate items; the other half's text is empty.
     images: data: URLs, for models that accept images.
     """
 
@@ -24,7 +24,7 @@ class ToolExchange(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     arguments: str
     output: str
-    tells: Literal["both", "call", "result"] = "both"
+    half: Literal["both", "call", "result"] = "both"
     images: tuple[str, ...] = ()
 
 
@@ -94,10 +94,10 @@ class SegmentRun:
     renderings: like those of a segment, each with what it leaves to the next piece.
     compacted: index of its last segment with a compaction, -1 if it has none.
     size: bytes of all segments.
-    in_one: whether it is rendered, and cached, as one piece.
+    is_combined: whether it is rendered, and cached, as one piece.
     """
 
-    __slots__ = ("compacted", "in_one", "renderings", "segments", "size")
+    __slots__ = ("compacted", "is_combined", "renderings", "segments", "size")
 
     def __init__(self, segments: tuple[ConversationSegment, ...]) -> None:
         compacted = [index for index, segment in enumerate(segments) if segment.compacted >= 0]
@@ -105,7 +105,7 @@ class SegmentRun:
         self.renderings: Final = dict[str, tuple[bytes, bytes]]()
         self.compacted: Final = compacted[-1] if compacted else -1
         self.size: Final = sum([segment.size for segment in segments])
-        self.in_one: Final = self.size <= _MAX_COMBINED_BYTES
+        self.is_combined: Final = self.size <= _MAX_COMBINED_BYTES
 
 
 type ConversationPiece = ConversationSegment | SegmentRun

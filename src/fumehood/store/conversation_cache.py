@@ -65,7 +65,7 @@ class _CachedTurn:
         run = SegmentRun(tuple([turn.segment for turn in turns]))
         self.segment_runs, self.ungrouped = (*self.segment_runs, run), 0
         for turn in turns:
-            if turn.is_grouped and run.in_one:
+            if turn.is_grouped and run.is_combined:
                 self.memory_bytes += turn.segment.size
             turn.is_grouped = True
 

@@ -123,7 +123,7 @@ async def snapshot_files(
     contents = await _collect_inline_contents(files, kept)
     snapshots = [
         _FileSnapshot(
-            replace(file.file, text=None, left_out=0, data=contents.get(file.file.name)),
+            replace(file.file, text=None, omitted_bytes=0, data=contents.get(file.file.name)),
             sorted(file.containers),
         )
         for file in files[-_MAX_SNAPSHOT_FILES:]

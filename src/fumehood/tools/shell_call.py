@@ -260,12 +260,12 @@ class ShellCallSession:
         return ToolCallResult(
             events=(*events, done),
             item=self._call,
-            exchange=replace(exchange, tells="call", output="", images=()),
+            exchange=replace(exchange, half="call", output="", images=()),
             additional_items=[
                 AdditionalItem(
                     output_index=output.index,
                     item=item,
-                    exchange=replace(exchange, tells="result", arguments=""),
+                    exchange=replace(exchange, half="result", arguments=""),
                 )
             ],
             files=produced.files,

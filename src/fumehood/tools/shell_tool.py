@@ -134,14 +134,12 @@ class ShellTool:
         if entry.type == _OUTPUT_TYPE:
             output = _format_outputs(item.output or ())
             return ToolExchange(
-                call_id=item.call_id, name=TOOL_NAME, arguments="", output=output, tells="result"
+                call_id=item.call_id, name=TOOL_NAME, arguments="", output=output, half="result"
             )
         if find_call_container(entry) is None:
             return None
         arguments = msgspec.json.encode(item.action or _Action()).decode()
-        return ToolExchange(
-            call_id=item.call_id, name=TOOL_NAME, arguments=arguments, output="", tells="call"
-        )
+        return ToolExchange(call_id=item.call_id, name=TOOL_NAME, arguments=arguments, output="", half="call")
 
     async def snapshot_state(
         self,

@@ -171,7 +171,7 @@ def test_what_an_id_stands_for_was_found_before() -> None:
         {"type": "input_image", "image_url": "https://example.org/x.png"},
     ]
     found = (
-        Attachment(name="t-2.csv", kind="text", text="a,b\n", left_out=1234),
+        Attachment(name="t-2.csv", kind="text", text="a,b\n", omitted_bytes=1234),
         Attachment(name="x.png", kind="picture", data=IMAGE_URL),
         Attachment(name="x.pdf", media_type="application/pdf", bytes=12345),
         Attachment(name="y.pdf", media_type="application/pdf", data=inline(b"%PDF", "application/pdf")),

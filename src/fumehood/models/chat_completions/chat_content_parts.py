@@ -98,7 +98,7 @@ def _render_part(
         return ChatTextPart(describe_unshown_file(attachment))
     if part.type == "input_image":
         return _render_image(part, attachment)
-    return render_file(part, attachment, takes_files=takes_files or attachment.given)
+    return render_file(part, attachment, takes_files=takes_files or attachment.sent_to_model)
 
 
 def _render_image(part: ItemContentPart, attachment: Attachment) -> ChatImagePart:
@@ -117,7 +117,7 @@ def render_file(part: ItemContentPart, attachment: Attachment, *, takes_files: b
     """Render a file: as text if it is text, as a file part if the server takes files, else as a description."""
     name = attachment.name or sanitize_name(part.filename or "file")
     if attachment.text is not None:
-        return ChatTextPart(render_file_text(name, attachment.text, attachment.left_out))
+        return ChatTextPart(render_file_text(name, attachment.text, attachment.omitted_bytes))
     inline = attachment.data or part.file_data
     if attachment.too_large or (inline is None and attachment.name):
         return ChatTextPart(describe_unshown_file(attachment))

@@ -331,13 +331,13 @@ class _SegmentRenderer:
 
     def _add_exchange(self, entry: ConversationEntry, exchange: ToolExchange) -> None:
         media = make_image_parts(exchange.images) if self._dialect.takes_images else []
-        if exchange.tells == "result":
+        if exchange.half == "result":
             self._set_result(exchange.call_id, exchange.output, media)
             return
         turn = self._get_turn(entry.turn)
         turn.calls[exchange.call_id] = _ChatFunction(exchange.name, ensure_json_object(exchange.arguments))
         self._turn_by_call_id[exchange.call_id] = turn
-        if exchange.tells == "call":
+        if exchange.half == "call":
             turn.optional_calls.add(exchange.call_id)
             return
         turn.results[exchange.call_id] = exchange.output

@@ -38,7 +38,7 @@ def render_segments(
     for piece in conversation_pieces(segments):
         if isinstance(piece, ConversationSegment):
             rendered, carry = _render_segment(piece, cache_key, carry, render)
-        elif piece.in_one:
+        elif piece.is_combined:
             rendered, carry = _render_segment_run(piece, cache_key, carry, render)
         else:
             rendered = EMPTY

@@ -345,7 +345,7 @@ class _SegmentRenderer:
                 if attachment.data is None
                 else _replace_file_id(raw, image_url=attachment.data)
             )
-        takes_files = (self._dialect.takes_files or attachment.given) and not attachment.too_large
+        takes_files = (self._dialect.takes_files or attachment.sent_to_model) and not attachment.too_large
         if part.file_data and takes_files:
             return _replace_file_id(raw)
         match render_file(_file_decoder.decode(raw), attachment, takes_files=takes_files):
@@ -358,16 +358,16 @@ class _SegmentRenderer:
 
     def _has_rendered_call(self, exchange: ToolExchange) -> bool:
         """Whether the exchange can be rendered: a result alone needs a call that was rendered as a function."""
-        return exchange.tells != "result" or exchange.call_id in self._hosted_call_ids
+        return exchange.half != "result" or exchange.call_id in self._hosted_call_ids
 
     def _add_exchange(self, exchange: ToolExchange, answered_ids: set[str | None]) -> None:
-        if exchange.tells == "call" and exchange.call_id not in answered_ids:
+        if exchange.half == "call" and exchange.call_id not in answered_ids:
             return  # its result is missing
-        if exchange.tells != "result":
+        if exchange.half != "result":
             self._hosted_call_ids.add(exchange.call_id)
             arguments = ensure_json_object(exchange.arguments)
             self._append_rendered(_encode(_FunctionCall(exchange.call_id, exchange.name, arguments)))
-        if exchange.tells == "call":
+        if exchange.half == "call":
             return
         output: str | list[Raw] = exchange.output
         if exchange.images and self._dialect.takes_images:

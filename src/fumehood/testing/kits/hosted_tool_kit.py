@@ -117,7 +117,7 @@ def assert_call_complete(events: Sequence[StreamEvent], result: ToolCallResult, 
     assert isinstance(msgspec.json.decode(result.exchange.arguments), dict)
     exchanges = [result.exchange, *(extra.exchange for extra in result.additional_items)]
     assert {exchange.call_id for exchange in exchanges} == {"call_1"}
-    assert [exchange.tells for exchange in exchanges] in (["both"], ["call", "result"])
+    assert [exchange.half for exchange in exchanges] in (["both"], ["call", "result"])
 
 
 def assert_item_complete(events: Sequence[StreamEvent], expected: OutputItem, tool: HostedTool) -> None:
@@ -242,9 +242,9 @@ class HostedToolKit:
         for item, before in made:
             exchange = subject.tool.rebuild_exchange(make_conversation_item(item))
             assert exchange is not None
-            assert (exchange.name, exchange.tells) == (before.name, before.tells)
-            assert exchange.tells == "result" or isinstance(msgspec.json.decode(exchange.arguments), dict)
-            assert exchange.tells == "call" or exchange.output
+            assert (exchange.name, exchange.half) == (before.name, before.half)
+            assert exchange.half == "result" or isinstance(msgspec.json.decode(exchange.arguments), dict)
+            assert exchange.half == "call" or exchange.output
             assert subject.tool.rebuild_exchange(make_conversation_item(item)) == exchange
 
     async def test_an_item_that_is_damaged_is_no_failure(self, subject: ToolSubject) -> None:
