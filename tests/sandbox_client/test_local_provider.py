@@ -198,7 +198,7 @@ async def test_why_it_cannot_start(tmp_path: Path) -> None:
     nowhere = LocalServerSettings(mode="pod", options=("--guest-socket", str(tmp_path / "none")))
     with pytest.raises(SandboxServerUnreachable) as caught:
         await LocalSandboxProvider(nowhere).create(SandboxSpec())
-    assert "Code cannot be isolated here, so nothing is served." in str(caught.value)
+    assert "This host cannot isolate code, so the server does not start." in str(caught.value)
     assert "Start the code container first" in str(caught.value)
     with pytest.raises(SandboxServerUnreachable, match="No such option"):
         await LocalSandboxProvider(LocalServerSettings(options=("--no-such-option",))).start()
