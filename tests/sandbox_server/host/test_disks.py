@@ -202,7 +202,7 @@ async def test_a_full_host_is_told_and_nothing_is_left(tmp_path: Path) -> None:
             first = await supervisor.create(_LARGE)
             with pytest.raises(
                 SandboxServerAtCapacity,
-                match=r"No disk of 256 MiB can be promised: .* delete a sandbox or wait",
+                match=r"No disk of 256 MiB can be promised: .* delete a sandbox, or retry later",
             ):
                 await supervisor.create(_LARGE)
             assert (await run(first, "open('x', 'w').write('still here')")).result == "10"

@@ -428,7 +428,7 @@ def test_zygotes_that_keep_dying_are_started_less_and_less_often(counter: Census
             except DriverError as error:
                 refused.add(error.text)
         assert len(seen) <= 8, "three at once, then after one, two, four and eight seconds"
-        assert any("times within a minute; the next one is started in" in text for text in refused), refused
+        assert any("times within a minute; the next start is in" in text for text in refused), refused
         assert wait_until(lambda: _creates(driver), _BOUND)
     assert counter.wait_for_census(Census()) == {}
 
