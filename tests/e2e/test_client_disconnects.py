@@ -83,7 +83,9 @@ class Log:
 
 
 def _is_idle(page: bytes) -> bool:
-    running = re.findall(rb"\nfumehood_(?:open_streams|open_websockets|model_turns_running)(?:\{.*\})? (.*)", page)
+    running = re.findall(
+        rb"\nfumehood_(?:open_streams|open_websockets|model_turns_running)(?:\{.*\})? (.*)", page
+    )
     return {float(number) for number in running} == {0.0}
 
 

@@ -174,9 +174,7 @@ async def test_every_redirection_is_looked_at() -> None:
                 == "it leads to an address that is not public."
             )
         for target in ("file:///etc/passwd", "gopher://files.test/"):
-            assert (
-                await refusal(subject.fetch(f"{base}/redirect?{target}")) == "it is no http or https URL."
-            )
+            assert await refusal(subject.fetch(f"{base}/redirect?{target}")) == "it is no http or https URL."
     async with Website(reply=answers(302, [("Location", "http://[::1]/")], b"")) as site:
         said = await refusal(fetcher().fetch(f"http://files.test:{site.port}/"))
         assert said == "it leads to an address that is not public."
