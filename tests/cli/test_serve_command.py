@@ -78,7 +78,7 @@ def test_a_place_that_others_can_reach_is_refused_without_keys(options: tuple[st
     result = run_refused("--host", "0.0.0.0", "--port", "0", *options)
     assert result.code == 2
     assert "0.0.0.0 can be reached from other machines and there are no keys" in result.stderr
-    assert "make one with `fumehood keys create`" in result.stderr
+    assert "create one with `fumehood keys create`" in result.stderr
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "gateway.example"])
@@ -103,7 +103,7 @@ def test_a_place_that_others_can_reach_is_not_opened_by_a_setting_alone(host: st
         (
             [],
             {f"{SETTINGS}SANDBOX_URL": "http://127.0.0.1:1", f"{SETTINGS}SANDBOX_TOKEN_ENV": "NO_SUCH_TOKEN"},
-            "sandbox_token_env names the variable NO_SUCH_TOKEN, which holds nothing",
+            "sandbox_token_env names the variable NO_SUCH_TOKEN, which is not set",
         ),
         (
             [],

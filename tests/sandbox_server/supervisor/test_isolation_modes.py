@@ -251,7 +251,7 @@ async def test_the_guest_never_runs_as_root(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "fumehood.sandbox_server.inside.pod_entrypoint", str(tmp_path / "s")]
     answer = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=30)
     assert answer.returncode == 1
-    assert "does not run code as root" in answer.stderr
+    assert "code never runs as root" in answer.stderr
 
 
 # ---- an ordinary user with a range of users ---------------------------------------------------------------------
