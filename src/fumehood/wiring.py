@@ -41,7 +41,7 @@ from fumehood.gateway import (
     log_to_logger,
 )
 from fumehood.http_server.address_policy import parse_networks
-from fumehood.http_server.asgi_request import Application
+from fumehood.http_server.asgi_exchange import Application
 from fumehood.interfaces import (
     ApiKeyStore,
     Clock,

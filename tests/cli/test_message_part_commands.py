@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from fumehood.cli import app
 from fumehood.message_parts.conversion import list_formats
-from fumehood.message_parts.part_types import REPRESENTATIONS
+from fumehood.message_parts.part_format import REPRESENTATIONS
 from tests.support.vendor_item_samples import DOCUMENTS, SAMPLES
 
 

@@ -23,9 +23,9 @@ from fumehood.protocol.openai.api_errors import (
 )
 from fumehood.protocol.openai.container_objects import ContainerRecord, ContainerSpec
 from fumehood.protocol.openai.page_query import PageQuery
-from fumehood.protocol.safe_names import candidate_names
 from fumehood.protocol.sandbox.sandbox_errors import SandboxServerUnreachable
 from fumehood.protocol.sandbox.sandbox_messages import DomainSecret, NetworkAllowlist, SandboxSpec
+from fumehood.protocol.untrusted_names import candidate_names
 from fumehood.store.aes_gcm_sealer import KEY_BYTES, AesGcmSealer
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.testing import (

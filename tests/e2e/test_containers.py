@@ -21,7 +21,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from fumehood.protocol.sandbox.sandbox_errors import SandboxServerUnreachable
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
-from fumehood.sandbox_client.server_connection import SandboxTimeouts
+from fumehood.sandbox_client.server_connection import SandboxConnectionSettings
 from tests.e2e.conftest import House, client_of
 from tests.e2e.test_keys_and_idempotency import made_key
 from tests.support import gateway_process
@@ -143,7 +143,7 @@ def socket(tmp_path: Path) -> Iterator[Path]:
 
 
 async def living(path: Path) -> list[str]:
-    async with RemoteSandboxProvider(f"unix:{path}", timeouts=SandboxTimeouts(retries=0)) as remote:
+    async with RemoteSandboxProvider(f"unix:{path}", timeouts=SandboxConnectionSettings(retries=0)) as remote:
         return [info.id for info in await remote.list_sandboxes()]
 
 

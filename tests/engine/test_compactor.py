@@ -13,7 +13,7 @@ from msgspec import Raw
 
 from fumehood.engine.token_counter import TokenCounter, estimate_entry, estimate_segment
 from fumehood.interfaces import AcceptBatch, Caller
-from fumehood.models.chat_completions.chat_renderer import ChatDialect, ChatRenderer
+from fumehood.models.chat_completions.chat_renderer import ChatRenderer, ChatServerFeatures
 from fumehood.protocol.conversation import ConversationSegment
 from fumehood.protocol.model_turns import AnyModelEvent, ModelPassthroughItem, ModelProfile, ModelRequest
 from fumehood.protocol.openai.api_errors import (
@@ -442,7 +442,7 @@ def test_the_model_is_never_shown_half_a_call(scripts: list[list[Any]], replayed
 
 async def converse(scripts: list[list[Any]], replayed: bool) -> None:
     """A client's whole conversation: each script has the model's turns for one request, as far as it goes."""
-    renderer = ChatRenderer(ChatDialect())
+    renderer = ChatRenderer(ChatServerFeatures())
 
     class Model(ScriptedModel):
         async def stream(

@@ -23,7 +23,7 @@ from fumehood.protocol.attachments import (
     sanitize_file_name,
 )
 from fumehood.protocol.openai.api_errors import ApiError, InvalidRequest, NotFound, RateLimited
-from fumehood.protocol.safe_names import FreeNameAllocator, find_free_name
+from fumehood.protocol.untrusted_names import FreeNameAllocator, find_free_name
 from tests.support.memory_uploads import InMemoryUploads
 from tests.support.websites import Website
 

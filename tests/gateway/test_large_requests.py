@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from msgspec import Raw
 
+from fumehood.cpu_worker import WORKER_THRESHOLD_BYTES, run_in_worker
 from fumehood.engine import compaction_budget, token_counter, truncation
 from fumehood.engine.run_service import EngineRunService
 from fumehood.engine.token_counter import estimate_entry, estimate_segment, is_rendered
@@ -21,7 +22,6 @@ from fumehood.protocol.model_turns import ModelProfile, ModelRequest
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.responses import CreateResponse
 from fumehood.testing import FakeClock, MemoryStore, PlainSealer, ScriptedModel, ScriptedModelProvider, says
-from fumehood.worker_threads import WORKER_THRESHOLD_BYTES, run_in_worker
 from tests.support.memory_uploads import InMemoryUploads
 from tests.support.scripted_gateway import run_gateway, text_events
 from tests.support.websocket_client import connect_websocket, error_of

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import pytest_asyncio
 
-from fumehood.http_server.asgi_request import AsgiRequest, Receive, Scope, Send
+from fumehood.http_server.asgi_exchange import AsgiExchange, Receive, Scope, Send
 from tests.http_server.test_web_server import run_server
 from tests.support.raw_http_connection import RawResponse, open_connection
 
@@ -26,7 +26,7 @@ LARGE = b"0123456789" * 30_000
 
 async def mirror(scope: Scope, receive: Receive, send: Send) -> None:
     """Says what it got: by its length, in chunks at /stream, and never at /ignore."""
-    exchange = AsgiRequest(scope, receive, send)
+    exchange = AsgiExchange(scope, receive, send)
     body = b""
     if scope["path"] != "/ignore":
         async for piece in exchange.iter_chunks(1 << 20):

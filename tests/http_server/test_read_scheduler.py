@@ -9,7 +9,7 @@ from typing import Any, override
 import pytest
 
 from fumehood.http_server import read_scheduler
-from fumehood.http_server.asgi_request import Application, AsgiRequest, Receive, Scope, Send
+from fumehood.http_server.asgi_exchange import Application, AsgiExchange, Receive, Scope, Send
 from fumehood.http_server.listening_sockets import ListenAddress, listen
 from fumehood.http_server.read_scheduler import ReadScheduler, SlicedReadProtocol
 from fumehood.http_server.web_server import WebServer, render_error_response
@@ -98,7 +98,7 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         while (await receive())["type"] == "websocket.receive":
             pass
         return
-    exchange = AsgiRequest(scope, receive, send)
+    exchange = AsgiExchange(scope, receive, send)
     await exchange.start_response(200, [(b"content-length", b"2")])
     await exchange.send(b"ok", more=False)
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from fumehood.http_server import slow_clients
-from fumehood.http_server.asgi_request import Application, AsgiRequest, Headers, Receive, Scope, Send
+from fumehood.http_server.asgi_exchange import Application, AsgiExchange, Headers, Receive, Scope, Send
 from fumehood.http_server.listening_sockets import ListenAddress, listen
 from fumehood.http_server.web_server import WebServer, render_error_response
 
@@ -25,7 +25,7 @@ class FloodApp:
         self.ended = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = AsgiRequest(scope, receive, send)
+        exchange = AsgiExchange(scope, receive, send)
         left = asyncio.ensure_future(exchange.wait_for_disconnect())
         await exchange.start_response(200, PLAIN)
         while not left.done():
@@ -38,7 +38,7 @@ class EchoApp:
     """Answers at once with the names of the headers it sees once the body has been read, or without reading it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = AsgiRequest(scope, receive, send)
+        exchange = AsgiExchange(scope, receive, send)
         if scope["path"] == "/read":
             async for _ in exchange.iter_chunks(1 << 20):
                 pass

@@ -19,7 +19,7 @@ from fumehood.message_parts.canonical_parts import (
 )
 from fumehood.message_parts.conversion import from_vendor, to_vendor
 from fumehood.message_parts.field_codecs import is_same_json
-from fumehood.message_parts.part_types import REPRESENTATIONS, find_part_error
+from fumehood.message_parts.part_format import REPRESENTATIONS, find_part_error
 from fumehood.message_parts.redaction import (
     TRUNCATED_FIELD,
     TRUNCATED_PART_TYPE,

@@ -12,8 +12,8 @@ from inline_snapshot import snapshot
 
 from fumehood.message_parts.canonical_parts import GenericPart, Json, ToolCallPart, ToolCallResponsePart
 from fumehood.message_parts.conversion import convert, from_vendor, to_vendor
-from fumehood.message_parts.messages import infer_finish_reason, to_messages
-from fumehood.message_parts.part_types import (
+from fumehood.message_parts.otel_messages import infer_finish_reason, to_messages
+from fumehood.message_parts.part_format import (
     REPRESENTATIONS,
     TOOL_PART_TYPES,
     MalformedPartError,

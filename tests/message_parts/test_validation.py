@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from fumehood.message_parts.conversion import convert
-from fumehood.message_parts.part_types import REPRESENTATIONS
+from fumehood.message_parts.part_format import REPRESENTATIONS
 from fumehood.message_parts.validation import validate
 from tests.support.vendor_item_samples import SAMPLES
 

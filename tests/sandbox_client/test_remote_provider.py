@@ -32,15 +32,15 @@ from fumehood.sandbox_client.remote_provider import RemoteSandbox, RemoteSandbox
 from fumehood.sandbox_client.server_connection import (
     SandboxConnectError,
     SandboxConnectionLost,
+    SandboxConnectionSettings,
     SandboxReadTimeout,
-    SandboxTimeouts,
 )
 from fumehood.testing import ExecutionStep, SandboxAction, ScriptedSandboxProvider
 from tests.support.relay import relay
 from tests.support.sandbox_http import Manners, Served, served
 
 TOKEN = "s3cret-t0ken"
-HASTY = SandboxTimeouts(response=5, read=5, retries=3, backoff=0)
+HASTY = SandboxConnectionSettings(response=5, read=5, retries=3, backoff=0)
 OK = ExecutionEnd(status="ok", exit_code=0, duration_ms=1, state_kept=True)
 
 
@@ -119,7 +119,7 @@ def test_events_come_once_each_however_connections_break(
     async def run() -> None:
         events: list[ExecutionEvent] = [*(Stdout(text) for text in texts), OK]
         manners = Manners(piece=piece, blanks=blanks)
-        timeouts = SandboxTimeouts(retries=len(cuts) + 2, backoff=0)
+        timeouts = SandboxConnectionSettings(retries=len(cuts) + 2, backoff=0)
         async with (
             scripted_server(*events, manners=manners) as (provider, server),
             relay(server.port, reset=reset) as proxy,
@@ -144,7 +144,7 @@ async def test_long_output_through_a_network_that_cuts_everywhere(reset: bool) -
         scripted_server(*events) as (provider, server),
         relay(server.port, reset=reset) as proxy,
         RemoteSandboxProvider(
-            f"http://127.0.0.1:{proxy.port}", timeouts=SandboxTimeouts(retries=30, backoff=0)
+            f"http://127.0.0.1:{proxy.port}", timeouts=SandboxConnectionSettings(retries=30, backoff=0)
         ) as remote,
     ):
         sandbox = await create_sandbox(remote)
@@ -234,7 +234,7 @@ async def test_a_silent_stream_is_taken_up_again_and_then_given_up() -> None:
         await reader.read()
 
     async with raw_server(serve) as url:
-        timeouts = SandboxTimeouts(response=5, read=0.1, retries=2, backoff=0)
+        timeouts = SandboxConnectionSettings(response=5, read=0.1, retries=2, backoff=0)
         async with RemoteSandboxProvider(url, timeouts=timeouts) as remote:
             sandbox = RemoteSandbox(remote.connection, "one")
             with pytest.raises(SandboxReadTimeout, match="stopped answering"):
@@ -322,7 +322,7 @@ async def test_a_slow_server_is_waited_for() -> None:
 
     async with (
         raw_server(serve) as url,
-        RemoteSandboxProvider(url, timeouts=SandboxTimeouts(read=0.2, retries=0)) as remote,
+        RemoteSandboxProvider(url, timeouts=SandboxConnectionSettings(read=0.2, retries=0)) as remote,
     ):
         sandbox = RemoteSandbox(remote.connection, "one")
         (end,) = [event async for event in sandbox.execute(ExecuteRequest(code="x"))]

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fumehood.models.chat_completions.chat_renderer import ChatDialect, ChatRenderer
+from fumehood.models.chat_completions.chat_renderer import ChatRenderer, ChatServerFeatures
 from fumehood.protocol.conversation import Conversation, ConversationSegment
 from fumehood.protocol.openai.api_errors import InvalidRequest
 
@@ -13,13 +13,13 @@ IMAGE_URL = "data:image/png;base64,AAAA"
 
 
 def render(
-    *segments: ConversationSegment, instructions: str | None = None, dialect: ChatDialect | None = None
+    *segments: ConversationSegment, instructions: str | None = None, dialect: ChatServerFeatures | None = None
 ) -> list[Any]:
-    renderer = ChatRenderer(dialect or ChatDialect())
+    renderer = ChatRenderer(dialect or ChatServerFeatures())
     return msgspec.json.decode(b"[%b]" % b",".join(renderer.render_messages(instructions, segments)))
 
 
-def render_conversation(conversation: Conversation, dialect: ChatDialect) -> list[Any]:
+def render_conversation(conversation: Conversation, dialect: ChatServerFeatures) -> list[Any]:
     return msgspec.json.decode(b"[%b]" % b",".join(ChatRenderer(dialect).render_messages(None, conversation)))
 
 

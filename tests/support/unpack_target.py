@@ -11,7 +11,7 @@ import pytest
 
 from fumehood.sandbox_server.inside.files import archive_unpacker, file_bundles
 from fumehood.sandbox_server.inside.files.archive_unpacker import UnpackLimits, UnpackOutcome
-from fumehood.sandbox_server.inside.files.quota_permit import FileTaskRefused
+from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused
 
 
 class GrantedPermit:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from opentelemetry.context import Context
 from opentelemetry.trace import SpanContext, get_current_span
 
-from fumehood.http_server.asgi_request import Receive, Scope, Send
+from fumehood.http_server.asgi_exchange import Receive, Scope, Send
 from fumehood.protocol.openai.responses import CreateResponse
 from fumehood.telemetry.trace_context import TraceContextPropagator, get_caller_context
 

@@ -10,12 +10,12 @@ from fumehood.interfaces import Caller, ToolCallContext, ToolCallResult
 from fumehood.protocol.openai.items import ProducedFile
 from fumehood.protocol.openai.tool_specs import parse_tool
 from fumehood.testing import ScriptedTool, ToolAnswer
-from fumehood.testing.fakes.scripted_tool import ScriptedToolCall
+from fumehood.testing.fakes.scripted_tool import ScriptedToolCallSession
 
 FILE = ProducedFile(file_id="cfile_1", container_id="cntr_1", filename="a", path="/mnt/data/a", bytes=1)
 
 
-async def start_call(tool: ScriptedTool, arguments: str) -> ScriptedToolCall:
+async def start_call(tool: ScriptedTool, arguments: str) -> ScriptedToolCallSession:
     offered = await tool.configure(parse_tool(Raw(b'{"type": "scripted"}'), "tools[0]"), Caller(), [])
     session = offered.start_call(
         ToolCallContext(

@@ -322,7 +322,7 @@ def show_progress(title: str, size: int | None) -> Generator[TransferProgress]:
 
 def sanitize_text(text: str) -> str:
     """Make text safe for a terminal: one line, without control and bidirectional characters."""
-    from fumehood.protocol.safe_names import sanitize_name
+    from fumehood.protocol.untrusted_names import sanitize_name
 
     return sanitize_name(" ".join(text.split()), _MAX_MESSAGE_LENGTH)
 

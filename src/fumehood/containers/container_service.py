@@ -29,9 +29,9 @@ from fumehood.containers.container_validation import (
     choose_file_name,
     validate_file_path,
 )
+from fumehood.containers.domain_secrets import DomainSecretVault
 from fumehood.containers.file_sync import FileSync
 from fumehood.containers.file_transfer import FileUpload
-from fumehood.containers.network_policy import DomainSecretVault
 from fumehood.containers.sandbox_claims import attach_sandbox
 from fumehood.containers.user_files import UserFiles
 from fumehood.interfaces import (
@@ -54,9 +54,9 @@ from fumehood.protocol.openai.api_errors import (
 )
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.openai.page_query import PageQuery
-from fumehood.protocol.safe_names import sanitize_name
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
 from fumehood.protocol.sandbox.sandbox_messages import ArchiveFormat
+from fumehood.protocol.untrusted_names import sanitize_name
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from fumehood.containers.domain_secrets import DomainSecretVault
 from fumehood.containers.file_sync import ContainerFileLimits, FileSync
-from fumehood.containers.network_policy import DomainSecretVault
 from fumehood.interfaces import (
     Clock,
     ContainerFileStore,

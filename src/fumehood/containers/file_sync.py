@@ -19,10 +19,10 @@ from fumehood.containers.file_transfer import (
     FileTransfer,
     FileUpload,
 )
+from fumehood.cpu_worker import ITEM_COST_BYTES, run_in_worker
 from fumehood.interfaces import BlobRef, Clock, ContainerFileStore, ReferencedBlobs, Sandbox
 from fumehood.protocol.openai.api_errors import ServiceUnavailable
 from fumehood.protocol.openai.container_objects import ContainerFileRecord
-from fumehood.protocol.safe_names import find_free_name, join_names, sanitize_name
 from fumehood.protocol.sandbox.sandbox_errors import (
     FileNotFound,
     FileRefused,
@@ -31,7 +31,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     SandboxLimitExceeded,
 )
 from fumehood.protocol.sandbox.sandbox_messages import FileEntry, FileListing
-from fumehood.worker_threads import ITEM_COST_BYTES, run_in_worker
+from fumehood.protocol.untrusted_names import find_free_name, join_names, sanitize_name
 
 logger = logging.getLogger(__name__)
 

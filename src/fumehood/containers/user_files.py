@@ -29,6 +29,7 @@ from fumehood.containers.file_transfer import (
     ReserveBytes,
 )
 from fumehood.containers.sandbox_claims import attach_sandbox, ephemeral_sandbox
+from fumehood.cpu_worker import ITEM_COST_BYTES, run_in_worker
 from fumehood.interfaces import BlobRef, ReferencedBlobs, Sandbox
 from fumehood.protocol.openai.api_errors import (
     ApiError,
@@ -38,7 +39,6 @@ from fumehood.protocol.openai.api_errors import (
     ServiceUnavailable,
 )
 from fumehood.protocol.openai.container_objects import ContainerFileRecord
-from fumehood.protocol.safe_names import candidate_names, sanitize_name
 from fumehood.protocol.sandbox.sandbox_errors import (
     FileRefused,
     InvalidSandboxRequest,
@@ -49,7 +49,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     SandboxNotFound,
 )
 from fumehood.protocol.sandbox.sandbox_messages import ArchiveFormat, FileEntry
-from fumehood.worker_threads import ITEM_COST_BYTES, run_in_worker
+from fumehood.protocol.untrusted_names import candidate_names, sanitize_name
 
 # Writes files into a sandbox and returns their fingerprints by path.
 type WriteFiles = Callable[[Sandbox], Awaitable[Mapping[str, FileFingerprint]]]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from fumehood.cpu_worker import run_in_worker
 from fumehood.engine.truncation import read_role
 from fumehood.interfaces import AttachmentLoader, Caller, ReserveMemory
 from fumehood.protocol.attachments import (
@@ -20,8 +21,7 @@ from fumehood.protocol.attachments import (
 )
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
 from fumehood.protocol.openai.api_errors import InvalidRequest, NotFound
-from fumehood.protocol.safe_names import FreeNameAllocator
-from fumehood.worker_threads import run_in_worker
+from fumehood.protocol.untrusted_names import FreeNameAllocator
 
 _MAX_FILES = 200
 _MAX_URLS = 20  # each fetch may be slow

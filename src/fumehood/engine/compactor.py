@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Raw
 from msgspec.structs import replace
 
+from fumehood.cpu_worker import run_in_worker
 from fumehood.engine.compaction_budget import (
     MIN_THRESHOLD,
     CompactionBudget,
@@ -56,7 +57,6 @@ from fumehood.protocol.openai.api_errors import InvalidRequest, ModelError
 from fumehood.protocol.openai.ids import new_id
 from fumehood.protocol.openai.items import CompactionItem, peek_item
 from fumehood.protocol.openai.responses import Usage
-from fumehood.worker_threads import run_in_worker
 
 logger = logging.getLogger(__name__)
 

@@ -6,6 +6,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Raw
 
+from fumehood.cpu_worker import ITEM_COST_BYTES, WORKER_THRESHOLD_BYTES, run_in_worker
 from fumehood.interfaces import Caller, ConversationStore, HostedTool, ReserveMemory
 from fumehood.protocol.conversation import (
     COMPACTION_TYPE,
@@ -17,7 +18,6 @@ from fumehood.protocol.openai.api_errors import InvalidRequest, PreviousResponse
 from fumehood.protocol.openai.ids import new_id, new_item_id
 from fumehood.protocol.openai.items import InputItem, peek_item
 from fumehood.protocol.openai.responses import CreateResponse
-from fumehood.worker_threads import ITEM_COST_BYTES, WORKER_THRESHOLD_BYTES, run_in_worker
 
 _MAX_ITEMS = 10_000
 _MAX_BYTES = 128 << 20  # of a conversation; a small body can reference large items, and repeatedly

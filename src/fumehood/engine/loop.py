@@ -14,6 +14,7 @@ from typing import Literal
 
 import msgspec
 
+from fumehood.cpu_worker import run_in_worker
 from fumehood.engine.compaction_budget import compute_max_threshold, estimate_last_turn
 from fumehood.engine.compactor import DEFAULT_CONTEXT_WINDOW, Compactor
 from fumehood.engine.event_log import EventLog
@@ -62,7 +63,6 @@ from fumehood.protocol.openai.stream_events import (
     StreamEvent,
 )
 from fumehood.protocol.openai.tool_specs import FunctionSpec
-from fumehood.worker_threads import run_in_worker
 
 logger = logging.getLogger(__name__)
 

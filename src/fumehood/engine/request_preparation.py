@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, Raw
 
+from fumehood.cpu_worker import run_in_worker
 from fumehood.engine.attachment_resolver import AttachmentResolver, ResolvedAttachments
 from fumehood.engine.compactor import Compactor, ConversationWindow
 from fumehood.engine.history import ConversationHistory, check_size, reserve_if_large
@@ -40,7 +41,6 @@ from fumehood.protocol.openai.tool_specs import (
     parse_tool,
     parse_tool_choice,
 )
-from fumehood.worker_threads import run_in_worker
 
 type ModelToolChoice = Literal["none", "auto", "required"] | FunctionSpec
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any, Protocol
 
+from fumehood.cpu_worker import run_in_worker
 from fumehood.engine.attachment_resolver import AttachmentResolver
 from fumehood.engine.compactor import DEFAULT_CONTEXT_WINDOW, Compactor
 from fumehood.engine.event_log import EventLog, LagLimits
@@ -40,7 +41,6 @@ from fumehood.protocol.openai.responses import (
     Usage,
 )
 from fumehood.protocol.openai.stream_events import StreamEvent
-from fumehood.worker_threads import run_in_worker
 
 logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from fumehood.cpu_worker import ITEM_COST_BYTES, run_in_worker
 from fumehood.interfaces import Caller, ModelBackend
 from fumehood.protocol.conversation import ConversationEntry, ConversationPiece, ConversationSegment
 from fumehood.protocol.model_turns import ModelRequest
 from fumehood.protocol.openai.api_errors import ModelError
 from fumehood.protocol.openai.responses import Usage
-from fumehood.worker_threads import ITEM_COST_BYTES, run_in_worker
 
 logger = logging.getLogger(__name__)
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 from msgspec.structs import replace
 
+from fumehood.cpu_worker import run_in_worker
 from fumehood.engine.token_counter import (
     TokenCounter,
     estimate_cost,
@@ -20,7 +21,6 @@ from fumehood.interfaces import Caller, ModelBackend
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
 from fumehood.protocol.model_turns import ModelRequest
 from fumehood.protocol.openai.api_errors import InvalidRequest
-from fumehood.worker_threads import run_in_worker
 
 _STEPS_PER_WINDOW = 4  # tokens are dropped in steps of this fraction of the input limit
 # Roles that begin a turn; some clients send every turn as a system message.

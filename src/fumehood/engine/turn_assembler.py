@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from fumehood.cpu_worker import WORKER_THRESHOLD_BYTES
 from fumehood.engine.client_call_builders import (
     ClientCallBuilder,
     CustomCallBuilder,
@@ -39,7 +40,6 @@ from fumehood.protocol.model_turns import (
 from fumehood.protocol.openai.api_errors import ModelError
 from fumehood.protocol.openai.items import AuthoredItem, ItemStatus, MessagePhase, OutputItem, ProducedFile
 from fumehood.protocol.openai.stream_events import OutputItemAdded, OutputItemDone, StreamEvent
-from fumehood.worker_threads import WORKER_THRESHOLD_BYTES
 
 
 class Toolbox(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from fumehood.cpu_worker import run_in_worker
 from fumehood.files.url_fetcher import FetchedFile, UrlFetcher, UrlPassthrough, UrlRejected
 from fumehood.interfaces import Caller, FileService, ReserveMemory
 from fumehood.protocol.attachments import (
@@ -24,8 +25,7 @@ from fumehood.protocol.attachments import (
 from fumehood.protocol.file_types import detect_image_type
 from fumehood.protocol.openai.api_errors import InvalidRequest, NotFound
 from fumehood.protocol.openai.file_objects import UploadedFileRecord
-from fumehood.protocol.safe_names import sanitize_name
-from fumehood.worker_threads import run_in_worker
+from fumehood.protocol.untrusted_names import sanitize_name
 
 _IMAGE_FORMATS = "PNG, JPEG, GIF or WebP"
 

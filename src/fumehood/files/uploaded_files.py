@@ -17,7 +17,7 @@ from fumehood.protocol.openai.api_errors import ApiError, BodyTooLarge, InvalidR
 from fumehood.protocol.openai.file_objects import FileUploadMetadata, UploadedFileRecord
 from fumehood.protocol.openai.ids import new_id
 from fumehood.protocol.openai.page_query import PageQuery
-from fumehood.protocol.safe_names import sanitize_name
+from fumehood.protocol.untrusted_names import sanitize_name
 
 logger = logging.getLogger(__name__)
 

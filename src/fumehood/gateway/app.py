@@ -27,7 +27,7 @@ from fumehood.gateway.routes.model_routes import ModelRoutes
 from fumehood.gateway.routes.response_routes import ResponseRoutes, ResponseRouteStore
 from fumehood.gateway.routes.websocket_routes import WebSocketHandshake, WebSocketRoutes
 from fumehood.gateway.streaming.server_sent_events import KEEPALIVE_SECONDS
-from fumehood.http_server.asgi_request import ClientDisconnected, Receive, Scope, Send
+from fumehood.http_server.asgi_exchange import ClientDisconnected, Receive, Scope, Send
 from fumehood.http_server.cross_site_protection import is_simple_request
 from fumehood.http_server.route_suggestions import format_path, suggest_routes
 from fumehood.http_server.slow_clients import MIN_BYTES_PER_SECOND

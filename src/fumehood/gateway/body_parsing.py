@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 import msgspec
 from msgspec import Raw
 
+from fumehood.cpu_worker import WORKER_THRESHOLD_BYTES, run_in_worker
 from fumehood.gateway.request_context import RequestContext
 from fumehood.http_server.cross_site_protection import content_media_type, decode_header, is_json_type
 from fumehood.http_server.json_errors import explain_json_error
@@ -18,7 +19,6 @@ from fumehood.protocol.openai.passthrough_fields import (
 )
 from fumehood.protocol.openai.response_projection import INCLUDE_VALUES
 from fumehood.protocol.openai.responses import CreateResponse, ReasoningConfig
-from fumehood.worker_threads import WORKER_THRESHOLD_BYTES, run_in_worker
 
 _ERROR_LOCATION = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
 _WRONG_TYPE = re.compile(r"^Expected `([^`]*)`, got `([^`]*)`")

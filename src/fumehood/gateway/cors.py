@@ -8,7 +8,7 @@ import re
 
 from fumehood.gateway.authentication import PermissionDenied
 from fumehood.gateway.request_context import RequestContext
-from fumehood.http_server.asgi_request import Headers
+from fumehood.http_server.asgi_exchange import Headers
 from fumehood.http_server.cross_site_protection import decode_header, is_same_origin
 
 ANY_ORIGIN = "*"

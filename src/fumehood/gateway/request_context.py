@@ -15,10 +15,10 @@ import msgspec
 
 from fumehood import __version__
 from fumehood.gateway.request_log import LogValue
-from fumehood.http_server.asgi_request import (
+from fumehood.http_server.asgi_exchange import (
     DIRECT_WRITER,
     JSON_CONTENT_TYPE,
-    AsgiRequest,
+    AsgiExchange,
     BodyLimitExceeded,
     DirectWriter,
     Headers,
@@ -48,7 +48,7 @@ class BodyTimeout(ApiError):
     code = "request_timeout"
 
 
-class RequestContext(AsgiRequest):
+class RequestContext(AsgiExchange):
     """One request to the gateway and its response.
 
     log_fields: additional fields of the request's log line.

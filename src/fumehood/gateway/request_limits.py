@@ -12,10 +12,10 @@ from time import monotonic
 from types import TracebackType
 from typing import Self
 
+from fumehood.cpu_worker import WORKER_THRESHOLD_BYTES
 from fumehood.interfaces import Caller
 from fumehood.protocol.api_keys import ApiKeyLimits
 from fumehood.protocol.openai.api_errors import BodyTooLarge, RateLimited, ServiceUnavailable
-from fumehood.worker_threads import WORKER_THRESHOLD_BYTES
 
 MAX_BODY_BYTES = 32 << 20
 MAX_CONCURRENT = 512

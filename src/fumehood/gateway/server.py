@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import override
 
 from fumehood.gateway.request_context import VERSION_HEADER, encode_json
-from fumehood.http_server.asgi_request import Application
+from fumehood.http_server.asgi_exchange import Application
 from fumehood.http_server.slow_clients import do_nothing
 from fumehood.http_server.web_server import WebServer, render_error_response
 from fumehood.http_server.websocket_protocol import make_websocket_protocol

@@ -13,7 +13,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from fumehood.http_server.asgi_request import DIRECT_WRITER, Application, Headers
+from fumehood.http_server.asgi_exchange import DIRECT_WRITER, Application, Headers
 from fumehood.http_server.descriptor_limit import FileDescriptorLimit
 from fumehood.http_server.http1_protocol import Http1Protocol
 from fumehood.http_server.read_scheduler import ReadScheduler, SlicedReadProtocol

@@ -15,8 +15,8 @@ from fumehood.message_parts.canonical_parts import (
 )
 from fumehood.message_parts.conversion import convert, from_vendor, list_formats, to_vendor
 from fumehood.message_parts.json_schemas import read_published_schema
-from fumehood.message_parts.messages import infer_finish_reason, to_messages
-from fumehood.message_parts.part_types import REPRESENTATIONS, MalformedPartError
+from fumehood.message_parts.otel_messages import infer_finish_reason, to_messages
+from fumehood.message_parts.part_format import REPRESENTATIONS, MalformedPartError
 from fumehood.message_parts.redaction import (
     TRUNCATED_FIELD,
     TRUNCATED_PART_TYPE,

@@ -29,7 +29,7 @@ from fumehood.message_parts.field_codecs import (
     get_text_at_path,
     set_at_path,
 )
-from fumehood.message_parts.part_types import REPRESENTATIONS, MalformedPartError
+from fumehood.message_parts.part_format import REPRESENTATIONS, MalformedPartError
 from fumehood.message_parts.representations import SOURCE_FIELD, from_representation, to_representation
 from fumehood.message_parts.vendor_codec import (
     ItemMapping,

@@ -9,7 +9,7 @@ from typing import Any, cast
 import msgspec
 
 from fumehood.message_parts.canonical_parts import JsonObject
-from fumehood.message_parts.part_types import (
+from fumehood.message_parts.part_format import (
     PLAIN_PART_FIELDS,
     REPRESENTATIONS,
     RESERVED_TYPES,

@@ -30,7 +30,7 @@ from fumehood.message_parts.canonical_parts import (
     VendorSource,
 )
 from fumehood.message_parts.field_codecs import is_same_json
-from fumehood.message_parts.part_types import TOOL_PART_TYPES
+from fumehood.message_parts.part_format import TOOL_PART_TYPES
 from fumehood.message_parts.representations import SOURCE_FIELD
 
 TRUNCATED_FIELD = "fumehood.cut"

@@ -35,7 +35,7 @@ from fumehood.message_parts.canonical_parts import (
     pair_calls,
 )
 from fumehood.message_parts.field_codecs import is_same_json
-from fumehood.message_parts.part_types import (
+from fumehood.message_parts.part_format import (
     PLAIN_PART_FIELDS,
     REPRESENTATIONS,
     TOOL_PART_TYPES,

@@ -18,7 +18,7 @@ from fumehood.models.retrying_backend import RetryingBackend
 from fumehood.models.upstream.upstream_client import UpstreamClient
 from fumehood.protocol.model_turns import ModelCard
 from fumehood.protocol.openai.api_errors import InvalidRequest, ModelError
-from fumehood.protocol.safe_names import sanitize_name
+from fumehood.protocol.untrusted_names import sanitize_name
 
 logger = logging.getLogger(__name__)
 

@@ -45,9 +45,9 @@ from fumehood.sandbox_client.server_connection import (
     BYTES_TYPE,
     SandboxConnectError,
     SandboxConnectionLost,
+    SandboxConnectionSettings,
     SandboxReadTimeout,
     SandboxServerConnection,
-    SandboxTimeouts,
     quote_path_segment,
 )
 
@@ -115,10 +115,12 @@ class RemoteSandboxProvider:
         url: str,
         token: str | None = None,
         *,
-        timeouts: SandboxTimeouts | None = None,
+        timeouts: SandboxConnectionSettings | None = None,
         explain: Callable[[SandboxServerUnreachable], SandboxError] | None = None,
     ) -> None:
-        self.connection = SandboxServerConnection(url, token, timeouts or SandboxTimeouts(), explain)
+        self.connection = SandboxServerConnection(
+            url, token, timeouts or SandboxConnectionSettings(), explain
+        )
 
     def __repr__(self) -> str:
         return f"<RemoteSandboxProvider {self.connection.url}>"

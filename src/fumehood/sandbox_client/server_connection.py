@@ -60,7 +60,7 @@ class SandboxReadTimeout(SandboxServerUnreachable):
 
 
 @dataclass(frozen=True, slots=True)
-class SandboxTimeouts:
+class SandboxConnectionSettings:
     """Timeouts and retries, in seconds.
 
     response: for a response; installing packages and unpacking archives take time.
@@ -92,7 +92,7 @@ class SandboxServerConnection:
         self,
         url: str,
         token: str | None,
-        timeouts: SandboxTimeouts,
+        timeouts: SandboxConnectionSettings,
         explain: Callable[[SandboxServerUnreachable], SandboxError] | None = None,
     ) -> None:
         self.url = url

@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from urllib3.exceptions import HTTPError
 
 from fumehood import __version__
-from fumehood.http_server.asgi_request import Application
+from fumehood.http_server.asgi_exchange import Application
 from fumehood.interfaces import HostedTool, ModelProvider, RunService
 from fumehood.metrics import GatewayStats
 from fumehood.telemetry.content_capture import ContentCapture, ProfileName

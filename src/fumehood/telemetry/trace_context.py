@@ -18,7 +18,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from fumehood.http_server.asgi_request import Application, Receive, Scope, Send
+from fumehood.http_server.asgi_exchange import Application, Receive, Scope, Send
 from fumehood.protocol.model_turns import ModelRequest, TraceContext
 from fumehood.protocol.openai.responses import CreateResponse
 from fumehood.telemetry.semantic_conventions import PROPAGATORS_VARIABLE

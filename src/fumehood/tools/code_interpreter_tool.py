@@ -21,7 +21,7 @@ from fumehood.protocol.openai.api_errors import NotFound
 from fumehood.protocol.openai.container_objects import DATA_DIRECTORY
 from fumehood.protocol.openai.items import ProducedFile
 from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
-from fumehood.protocol.safe_names import sanitize_name
+from fumehood.protocol.untrusted_names import sanitize_name
 from fumehood.tools.container_binding import (
     ConfiguredContainerTool,
     bind_container,

@@ -13,8 +13,8 @@ from fumehood.protocol.conversation import ConversationEntry, ConversationSegmen
 from fumehood.protocol.openai.api_errors import ContainerExpired, InvalidRequest, NotFound
 from fumehood.protocol.openai.container_objects import DATA_DIRECTORY, ContainerSpec
 from fumehood.protocol.openai.items import ProducedFile
-from fumehood.protocol.safe_names import sanitize_name
 from fumehood.protocol.sandbox.sandbox_messages import NetworkAllowlist
+from fumehood.protocol.untrusted_names import sanitize_name
 from fumehood.tools.container_config import ContainerChoice
 from fumehood.tools.container_inputs import PendingFiles, collect_conversation_files, resolve_uploads
 from fumehood.tools.produced_files import to_produced_file

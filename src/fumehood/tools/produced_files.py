@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from fumehood.cpu_worker import ITEM_COST_BYTES, run_in_worker
 from fumehood.interfaces import Caller, Container, ContainerService
 from fumehood.protocol.file_types import media_type_for_name
 from fumehood.protocol.openai.api_errors import ApiError
@@ -16,11 +17,10 @@ from fumehood.protocol.openai.items import (
     MissingFile,
     ProducedFile,
 )
-from fumehood.protocol.safe_names import join_names, sanitize_name
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
 from fumehood.protocol.sandbox.sandbox_messages import FileEntry
+from fumehood.protocol.untrusted_names import join_names, sanitize_name
 from fumehood.tools.images import DecodedImage, detect_media_type, has_image_suffix
-from fumehood.worker_threads import ITEM_COST_BYTES, run_in_worker
 
 _FIGURE_NAME = "figure"
 _MAX_NAMED_FILES = 20

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fumehood.gateway.request_context import RequestContext
 from fumehood.gateway.routes.multipart_form import MAX_OVERHEAD_BYTES, MultipartForm
-from fumehood.http_server.asgi_request import ClientDisconnected
+from fumehood.http_server.asgi_exchange import ClientDisconnected
 from fumehood.protocol.openai.api_errors import ApiError, BodyTooLarge, InvalidRequest
 from tests.support.multipart_bodies import BOUNDARY, form, form_type, part
 

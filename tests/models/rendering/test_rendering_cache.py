@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fumehood.models.chat_completions.chat_renderer import ChatDialect, ChatRenderer
+from fumehood.models.chat_completions.chat_renderer import ChatRenderer, ChatServerFeatures
 from fumehood.models.rendering.rendering_cache import render_segments
 from fumehood.protocol.conversation import Conversation, ConversationEntry, ConversationSegment, SegmentRun
 from fumehood.protocol.openai.api_errors import InvalidRequest
@@ -23,7 +23,7 @@ from tests.support.conversations import (
 
 def test_a_segment_is_rendered_once() -> None:
     first, second = segment(message("a"), call("c1", turn=1)), segment(output("c1", "b"))
-    renderer = ChatRenderer(ChatDialect())
+    renderer = ChatRenderer(ChatServerFeatures())
     once = b",".join(renderer.render_messages(None, [first, second]))
     for part in (first, second):
         for key in part.renderings:
@@ -35,7 +35,7 @@ def test_a_segment_is_rendered_once() -> None:
 def test_dialects_do_not_share() -> None:
     given = segment(message("d", "developer"), hosted_call("h", "x", images=[IMAGE_URL]))
     flags = itertools.product([False, True], repeat=3)
-    dialects = [ChatDialect(developer_role=a, takes_images=b, replay_reasoning=c) for a, b, c in flags]
+    dialects = [ChatServerFeatures(developer_role=a, takes_images=b, replay_reasoning=c) for a, b, c in flags]
     assert len({dialect.cache_key for dialect in dialects}) == 8
     fresh = [render(segment(*given.entries), dialect=dialect) for dialect in dialects]
     assert [render(given, dialect=dialect) for dialect in dialects] == fresh
@@ -45,7 +45,7 @@ def test_dialects_do_not_share() -> None:
 @pytest.mark.parametrize("lost", ["", ">"])
 def test_half_of_what_was_kept_is_as_good_as_nothing(lost: str) -> None:
     """Somebody beside the loop may have let go of it, and be about to keep it again."""
-    given, dialect = segment(message("a"), call("c1", turn=1)), ChatDialect()
+    given, dialect = segment(message("a"), call("c1", turn=1)), ChatServerFeatures()
     expected = render(given, segment(output("c1", "b")), dialect=dialect)
     del given.renderings[dialect.cache_key + lost]
     assert render(given, segment(output("c1", "b")), dialect=dialect) == expected
@@ -103,7 +103,7 @@ def responses(draw: st.DrawFn) -> list[list[ConversationEntry]]:
 
 @given(responses(), st.booleans())
 def test_every_call_is_answered_in_order(made: list[list[ConversationEntry]], takes_images: bool) -> None:
-    dialect = ChatDialect(takes_images=takes_images)
+    dialect = ChatServerFeatures(takes_images=takes_images)
     messages = render(*(ConversationSegment(tuple(entries)) for entries in made), dialect=dialect)
     expected: list[str] = []
     for message_ in messages:
@@ -134,7 +134,9 @@ def test_in_whatever_pieces_a_conversation_is_the_same(
     """Also where a part of it was rendered before, alone or in other stretches, and for models of all kinds."""
     segments = [ConversationSegment(tuple(entries)) for entries in made]
     expected = {
-        flag: render(*map(ConversationSegment, map(tuple, made)), dialect=ChatDialect(takes_images=flag))
+        flag: render(
+            *map(ConversationSegment, map(tuple, made)), dialect=ChatServerFeatures(takes_images=flag)
+        )
         for flag in (False, True)
     }
     for _ in range(3):
@@ -143,7 +145,7 @@ def test_in_whatever_pieces_a_conversation_is_the_same(
         run = SegmentRun(tuple(segments[begin:end]))
         whole = Conversation((*segments[:begin], run, *segments[end:]))
         for flag in data.draw(st.permutations([False, True])):
-            dialect = ChatDialect(takes_images=flag)
+            dialect = ChatServerFeatures(takes_images=flag)
             assert render(*whole, dialect=dialect) == expected[flag]
             for _ in range(2):
                 assert render_conversation(whole, dialect) == expected[flag]
@@ -152,7 +154,7 @@ def test_in_whatever_pieces_a_conversation_is_the_same(
 
 def test_a_stretch_is_rendered_once_and_its_segments_keep_nothing() -> None:
     segments = tuple(segment(message(text), message(text.upper(), "assistant", turn=1)) for text in "abc")
-    run, dialect = SegmentRun(segments), ChatDialect()
+    run, dialect = SegmentRun(segments), ChatServerFeatures()
     once = render_conversation(Conversation((segments[0], SegmentRun(segments[1:]))), dialect)
     assert render_conversation(Conversation((run,)), dialect) == once
     assert [one.renderings for one in segments] == [{}, {}, {}]
@@ -176,18 +178,18 @@ def test_what_a_stretch_leaves_open_is_answered_after_it() -> None:
         (open_call, SegmentRun((closed,))),
     ):
         for _ in range(2):
-            assert summarize_messages(render_conversation(Conversation(pieces), ChatDialect())) == [
+            assert summarize_messages(render_conversation(Conversation(pieces), ChatServerFeatures())) == [
                 "user a",
                 "assistant c1",
                 "tool r -> c1",
             ]
     with pytest.raises(InvalidRequest, match="c1"):
-        render_conversation(Conversation((SegmentRun((open_call,)),)), ChatDialect())
+        render_conversation(Conversation((SegmentRun((open_call,)),)), ChatServerFeatures())
 
 
 def test_a_large_stretch_stays_in_its_parts() -> None:
     segments = tuple(segment(message("a" * 400_000)) for _ in range(3))
-    parts = ChatRenderer(ChatDialect()).render_messages(
+    parts = ChatRenderer(ChatServerFeatures()).render_messages(
         None, Conversation((SegmentRun(segments), segment(message("b"))))
     )
     assert [len(part) > 400_000 for part in parts] == [True, True, True, False]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from inline_snapshot import snapshot
 from msgspec import Raw
 
-from fumehood.models.responses_api.encrypted_reasoning import ReasoningOrigin
+from fumehood.models.responses_api.reasoning_origin import ReasoningOrigin
 from fumehood.models.responses_api.responses_stream_parser import ResponsesStreamParser
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
 from fumehood.protocol.model_turns import (

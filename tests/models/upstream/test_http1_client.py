@@ -19,10 +19,10 @@ from fumehood.models.upstream.http1_client import (
     UpstreamAddress,
     UpstreamConnectError,
     UpstreamDisconnected,
-    UpstreamHttpError,
     UpstreamProtocolError,
     UpstreamReadTimeout,
     UpstreamTimeouts,
+    UpstreamTransportError,
     encode_headers,
 )
 from tests.support.websites import WebsiteAuthority
@@ -355,7 +355,7 @@ async def test_what_a_listener_raises() -> None:
 
 
 @pytest.mark.parametrize("error_class", [UpstreamDisconnected, UpstreamReadTimeout])
-async def test_a_listener_does_not_wait_for_ever(error_class: type[UpstreamHttpError]) -> None:
+async def test_a_listener_does_not_wait_for_ever(error_class: type[UpstreamTransportError]) -> None:
     received: list[bytes] = []
 
     def listen(chunk: bytes) -> bool:
@@ -538,7 +538,7 @@ async def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(UpstreamConnectError, match="TLS handshake failed"):
             async with http.request(secure, "", b"", TIMEOUTS):
                 pass
-    assert issubclass(UpstreamConnectError, UpstreamHttpError)
+    assert issubclass(UpstreamConnectError, UpstreamTransportError)
 
 
 # --- the event loop that servers run on ---------------------------------------------------------------

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from fumehood.sandbox_server.inside.files import data_directory
 from fumehood.sandbox_server.inside.files.archive_unpacker import UnpackLimits, UnpackOutcome
-from fumehood.sandbox_server.inside.files.quota_permit import FileTaskRefused
+from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused
 from tests.support.archives import (
     END_OF_TAR,
     ForgedZip,

@@ -22,7 +22,7 @@ from fumehood.protocol.sandbox.bundle_encoding import (
 from fumehood.protocol.sandbox.sandbox_errors import FileNotFound, FileRefused, SandboxLimitExceeded
 from fumehood.sandbox_server.inside.files import data_directory, file_bundles
 from fumehood.sandbox_server.inside.files.archive_unpacker import UnpackLimits, UnpackOutcome
-from fumehood.sandbox_server.inside.files.quota_permit import FileTaskRefused
+from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused
 from tests.support.unpack_target import GrantedPermit, UnpackTarget
 
 END = bytes(7)

@@ -55,13 +55,13 @@ print("ok")
 """
 VARIABLES = """
 import hashlib, os
-from fumehood.sandbox_server.inside.warm_start import memory_mappings
+from fumehood.sandbox_server.inside.warm_start import mapping_merger
 from fumehood.sandbox_server.inside.warm_start import file_backed_heap
 memory = file_backed_heap.FileBackedHeap()
 import numpy
-before = [*memory_mappings.read_mappings()]
+before = [*mapping_merger.read_mappings()]
 memory.make_private()
-after = [*memory_mappings.read_mappings()]
+after = [*mapping_merger.read_mappings()]
 of_numpy = lambda found: [one for one in found if "/numpy/" in one.file]
 writable = [one for one in of_numpy(before) if one.permissions == "rw-p"]
 assert writable and not any(one.permissions == "rw-p" for one in of_numpy(after)), "numpy's variables are not shared"
@@ -76,9 +76,9 @@ if child == 0:
     os._exit(0)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 assert numpy.geterr()["invalid"] == "warn" and numpy.get_printoptions()["precision"] == 8
-rights = lambda: {one.start: one.permissions for one in memory_mappings.read_mappings()}
+rights = lambda: {one.start: one.permissions for one in mapping_merger.read_mappings()}
 pieces, before = len(rights()), rights()
-memory_mappings.merge_code_mappings()
+mapping_merger.merge_code_mappings()
 assert len(rights()) < pieces
 assert all(was == rights()[start] or was == "r--p" for start, was in before.items() if start in rights())
 assert not any("w" in now and "x" in now for now in rights().values())

@@ -14,7 +14,7 @@ from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec
 from fumehood.sandbox_server.host.python_runtime import discover_runtime
 from fumehood.sandbox_server.packages.install_jail import InstallJail, InstallTimeout
 from fumehood.sandbox_server.packages.layer_store import LayerStore
-from fumehood.sandbox_server.packages.package_index import PackageIndexConfig
+from fumehood.sandbox_server.packages.package_index_config import PackageIndexConfig
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.package_index import FakePackageIndex, wheel
 from tests.support.sandbox_runs import run, settings

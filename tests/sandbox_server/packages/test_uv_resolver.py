@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from fumehood.sandbox_server.packages.layer_store import PinnedPackage
-from fumehood.sandbox_server.packages.package_index import PackageIndexConfig
+from fumehood.sandbox_server.packages.package_index_config import PackageIndexConfig
 from fumehood.sandbox_server.packages.uv_resolver import ResolutionFailed, explain_failure, parse_pins
 
 _A, _B = "a" * 64, "b" * 64

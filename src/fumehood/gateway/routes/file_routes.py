@@ -6,6 +6,7 @@ from typing import get_args
 import msgspec
 from msgspec import Raw
 
+from fumehood.cpu_worker import run_in_worker
 from fumehood.gateway.gateway_metrics import GatewayMetrics
 from fumehood.gateway.request_context import RequestContext, encode_json
 from fumehood.gateway.request_limits import RequestLimits
@@ -21,7 +22,6 @@ from fumehood.protocol.openai.file_objects import (
     to_file_object,
 )
 from fumehood.protocol.openai.responses import DeletedObject, ListPage
-from fumehood.worker_threads import run_in_worker
 
 _MAX_PAGE_SIZE = 10_000
 _PURPOSES: tuple[str, ...] = get_args(UploadPurpose.__value__)

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
+from fumehood.cpu_worker import run_in_worker
 from fumehood.gateway.body_parsing import RequestParser, check_include
 from fumehood.gateway.gateway_metrics import GatewayMetrics
 from fumehood.gateway.idempotency import (
@@ -20,7 +21,7 @@ from fumehood.gateway.routes.item_projection import project_item
 from fumehood.gateway.routes.list_pages import paginate
 from fumehood.gateway.streaming.event_sender import CLIENT_DISCONNECTED
 from fumehood.gateway.streaming.server_sent_events import KEEPALIVE_SECONDS, send_run
-from fumehood.http_server.asgi_request import ClientDisconnected
+from fumehood.http_server.asgi_exchange import ClientDisconnected
 from fumehood.interfaces import Caller, ConversationStore, Run, RunService
 from fumehood.protocol.conversation import ConversationSegment
 from fumehood.protocol.openai.api_errors import InvalidRequest, NotFound
@@ -32,7 +33,6 @@ from fumehood.protocol.openai.responses import (
     Response,
     Usage,
 )
-from fumehood.worker_threads import run_in_worker
 
 # Streams a run; returns the number of events sent and the terminal response, None if the client disconnected.
 type SendEvents = Callable[[Run, Collection[str]], Awaitable[tuple[int, Response | None]]]

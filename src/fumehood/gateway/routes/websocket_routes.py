@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from fumehood.cpu_worker import run_in_worker
 from fumehood.gateway.body_parsing import decode_json
 from fumehood.gateway.cors import CorsPolicy
 from fumehood.gateway.gateway_metrics import GatewayMetrics
@@ -26,7 +27,7 @@ from fumehood.gateway.request_limits import MemoryBudget
 from fumehood.gateway.routes.response_routes import ResponseRoutes
 from fumehood.gateway.streaming.event_sender import EventSender
 from fumehood.gateway.streaming.websocket_framing import WebSocketEncoder, encode_text_message
-from fumehood.http_server.asgi_request import Receive, Scope, Send
+from fumehood.http_server.asgi_exchange import Receive, Scope, Send
 from fumehood.http_server.websocket_protocol import MESSAGE_REJECTED, SHUTDOWN_MESSAGE
 from fumehood.interfaces import Caller, Run
 from fumehood.protocol.conversation import ConversationSegment
@@ -38,7 +39,6 @@ from fumehood.protocol.openai.api_errors import (
     detect_resource_exhaustion,
 )
 from fumehood.protocol.openai.responses import Response
-from fumehood.worker_threads import run_in_worker
 
 # The limits of OpenAI.
 _MAX_CONCURRENT = 16

@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from fumehood.gateway.request_context import encode_json, error_headers
 from fumehood.gateway.streaming.event_sender import NEEDS_PROJECTION
-from fumehood.http_server.asgi_request import Headers
+from fumehood.http_server.asgi_exchange import Headers
 from fumehood.protocol.openai.api_errors import ApiError, ErrorDetail, to_error_detail
 from fumehood.protocol.openai.response_projection import project_event
 from fumehood.protocol.openai.stream_events import OutputTextDelta, StreamEvent

@@ -11,7 +11,7 @@ from fumehood.message_parts.streaming.mistral_azure_streams import (
     BedrockAgentsStream,
     MistralConversationStream,
 )
-from fumehood.message_parts.streaming.openai_stream import OpenAIResponseStream
+from fumehood.message_parts.streaming.openai_responses_stream import OpenAIResponseStream
 from fumehood.message_parts.streaming.partial_items import PartialItems
 from fumehood.message_parts.streaming.xai_stream import XaiStream
 

@@ -2,7 +2,7 @@
 
 from fumehood.message_parts.canonical_parts import Json, JsonObject, JsonPath
 from fumehood.message_parts.field_codecs import copy_json
-from fumehood.message_parts.streaming.openai_stream import OpenAIResponseStream
+from fumehood.message_parts.streaming.openai_responses_stream import OpenAIResponseStream
 from fumehood.message_parts.streaming.partial_items import PartialItems, read_int, read_object
 
 # Protobuf field names in JSON, in both spellings.

@@ -5,7 +5,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from fumehood.models.chat_completions.chat_renderer import ChatDialect, ChatRenderer
+from fumehood.models.chat_completions.chat_renderer import ChatRenderer, ChatServerFeatures
 from fumehood.models.chat_completions.chat_stream_parser import ChatStreamParser
 from fumehood.models.model_settings import ModelSettings, RequestFields, Secret
 from fumehood.models.rendering.rendering_cache import encode_object_with_list
@@ -53,7 +53,7 @@ class ChatCompletionsBackend(HttpModelBackend):
     ) -> None:
         super().__init__(settings, upstream, api_key)
         self._renderer = ChatRenderer(
-            ChatDialect(
+            ChatServerFeatures(
                 takes_images=settings.takes_images,
                 developer_role=settings.developer_role,
                 replay_reasoning=settings.replay_reasoning,

@@ -18,7 +18,7 @@ from fumehood.protocol.attachments import (
     render_file_text,
 )
 from fumehood.protocol.openai.api_errors import InvalidRequest
-from fumehood.protocol.safe_names import sanitize_name
+from fumehood.protocol.untrusted_names import sanitize_name
 
 type Attachments = Sequence[Attachment]
 """One for each file and image part of a content, in order; empty if they were not resolved."""

@@ -23,7 +23,7 @@ from fumehood.models.rendering.item_content import ItemContent, ensure_json_obje
 from fumehood.models.rendering.rendering_cache import EMPTY, render_segments
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
 from fumehood.protocol.openai.api_errors import InvalidRequest
-from fumehood.protocol.safe_names import sanitize_name
+from fumehood.protocol.untrusted_names import sanitize_name
 
 # --- items of the conversation ------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ _MEDIA_MESSAGE_PREFIX = _encode(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatDialect:
+class ChatServerFeatures:
     """What a server accepts of a conversation."""
 
     takes_images: bool = False
@@ -127,7 +127,7 @@ class ChatDialect:
 class ChatRenderer:
     """Renders conversations for servers of one dialect."""
 
-    def __init__(self, dialect: ChatDialect) -> None:
+    def __init__(self, dialect: ChatServerFeatures) -> None:
         self._dialect = dialect
         self._cache_key = dialect.cache_key
 
@@ -190,7 +190,7 @@ class _AssistantTurn:
 class _SegmentRenderer:
     """Renders one segment."""
 
-    def __init__(self, dialect: ChatDialect, carry: _CarriedResults) -> None:
+    def __init__(self, dialect: ChatServerFeatures, carry: _CarriedResults) -> None:
         self._dialect = dialect
         self._carry = carry
         self._messages: list[_AssistantTurn | _ChatMessage] = []

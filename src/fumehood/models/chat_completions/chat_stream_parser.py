@@ -6,7 +6,7 @@ from functools import partial
 import msgspec
 from msgspec import Raw
 
-from fumehood.models.chat_completions.repeated_chunk_decoder import RepeatedChunkDecoder
+from fumehood.models.chat_completions.batch_chunk_decoder import BatchChunkDecoder
 from fumehood.models.chat_completions.tool_call_deltas import (
     FunctionDelta,
     MalformedToolCall,
@@ -131,7 +131,7 @@ class ChatStreamParser(UpstreamStreamParser[_Chunk]):
         self._tool_calls = ToolCallAssembler(functions, new_call_id)
         self._finish_reason: str | None = None
         self._usage: Usage | None = None
-        self._repeated_chunks: RepeatedChunkDecoder | None = None
+        self._repeated_chunks: BatchChunkDecoder | None = None
         self._has_several_chunks = False
         self._make_repeated_event: Callable[[str], AnyModelEvent] = ModelTextDelta
         self._attempts_left = _MAX_ATTEMPTS if decode_repeats else 0
@@ -267,7 +267,7 @@ class ChatStreamParser(UpstreamStreamParser[_Chunk]):
                 self._make_repeated_event = type(event)
             case _:
                 return
-        self._repeated_chunks = RepeatedChunkDecoder.learn(payload, name.encode(), same)
+        self._repeated_chunks = BatchChunkDecoder.learn(payload, name.encode(), same)
 
 
 def _find_only_string(chunk: _Chunk) -> tuple[str, _Delta | FunctionDelta | None]:

@@ -4,7 +4,7 @@ import msgspec
 
 from fumehood.protocol.attachments import InputImageUrl
 from fumehood.protocol.openai.api_errors import InvalidRequest
-from fumehood.protocol.safe_names import sanitize_name
+from fumehood.protocol.untrusted_names import sanitize_name
 
 _TEXT_TYPES = frozenset({"input_text", "output_text", "text"})
 

@@ -8,8 +8,8 @@ from msgspec import Raw
 
 from fumehood.models.model_settings import ModelSettings, RequestFields, Secret
 from fumehood.models.rendering.rendering_cache import encode_object_with_list
-from fumehood.models.responses_api.encrypted_reasoning import ReasoningOrigin
-from fumehood.models.responses_api.responses_renderer import ResponsesDialect, ResponsesRenderer
+from fumehood.models.responses_api.reasoning_origin import ReasoningOrigin
+from fumehood.models.responses_api.responses_renderer import ResponsesRenderer, ResponsesServerFeatures
 from fumehood.models.responses_api.responses_stream_parser import ResponsesStreamParser
 from fumehood.models.upstream.http_backend import HttpModelBackend
 from fumehood.models.upstream.upstream_client import UpstreamClient
@@ -55,7 +55,7 @@ class ResponsesApiBackend(HttpModelBackend):
         super().__init__(settings, upstream, api_key)
         self._custom_tools = settings.passes_tool("custom")
         self._renderer = ResponsesRenderer(
-            ResponsesDialect(
+            ResponsesServerFeatures(
                 takes_images=settings.takes_images,
                 developer_role=settings.developer_role,
                 replay_reasoning=settings.replay_reasoning,

@@ -18,11 +18,11 @@ from fumehood.models.chat_completions.chat_content_parts import (
 from fumehood.models.rendering.foreign_items import ForeignCall, ForeignResult, read_foreign_item
 from fumehood.models.rendering.item_content import ItemContent, ItemContentPart, ensure_json_object, join_text
 from fumehood.models.rendering.rendering_cache import render_segments
-from fumehood.models.responses_api.encrypted_reasoning import ReasoningOrigin
+from fumehood.models.responses_api.reasoning_origin import ReasoningOrigin
 from fumehood.protocol.attachments import Attachment, describe_unshown_file, is_file_part
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
 from fumehood.protocol.openai.api_errors import InvalidRequest
-from fumehood.protocol.safe_names import sanitize_name
+from fumehood.protocol.untrusted_names import sanitize_name
 
 _PLACEHOLDER_ID = "rs_0"  # some servers require an id and none uses it
 _UNFINISHED_STATUSES = ("in_progress", "incomplete")
@@ -147,7 +147,7 @@ _object_decoder = msgspec.json.Decoder(dict[str, Raw])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResponsesDialect:
+class ResponsesServerFeatures:
     """What a server accepts of a conversation.
 
     custom_tools: custom tool calls; otherwise they are sent as function calls.
@@ -177,7 +177,7 @@ class ResponsesDialect:
 class ResponsesRenderer:
     """Renders conversations for servers of one dialect."""
 
-    def __init__(self, dialect: ResponsesDialect) -> None:
+    def __init__(self, dialect: ResponsesServerFeatures) -> None:
         self._dialect = dialect
         self._cache_key = dialect.cache_key
 
@@ -193,7 +193,7 @@ class ResponsesRenderer:
 class _SegmentRenderer:
     """Renders one segment."""
 
-    def __init__(self, dialect: ResponsesDialect, origin: ReasoningOrigin) -> None:
+    def __init__(self, dialect: ResponsesServerFeatures, origin: ReasoningOrigin) -> None:
         self._dialect = dialect
         self._origin = origin
         self._items: list[bytes] = []

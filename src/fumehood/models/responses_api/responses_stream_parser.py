@@ -12,7 +12,7 @@ from typing import ClassVar
 import msgspec
 from msgspec import Raw
 
-from fumehood.models.responses_api.encrypted_reasoning import ReasoningOrigin
+from fumehood.models.responses_api.reasoning_origin import ReasoningOrigin
 from fumehood.models.upstream.stream_parser import (
     MAX_LINE_BYTES,
     MAX_RESPONSE_BYTES,

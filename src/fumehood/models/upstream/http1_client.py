@@ -1,6 +1,6 @@
 """A pooled HTTP/1.1 client for streams of many small events.
 
-UpstreamHttpError
+UpstreamTransportError
 ├── UpstreamConnectError     no connection could be established
 ├── UpstreamDisconnected     the connection closed before the response was complete
 ├── UpstreamReadTimeout      no data for longer than the read timeout
@@ -36,23 +36,23 @@ _SINGLE_WRITE_BYTES = 1 << 14  # up to this size, one copy is cheaper than sever
 _DRAIN_SECONDS = 1.0
 
 
-class UpstreamHttpError(Exception):
+class UpstreamTransportError(Exception):
     """The request failed, or its response broke off."""
 
 
-class UpstreamConnectError(UpstreamHttpError):
+class UpstreamConnectError(UpstreamTransportError):
     """No connection. The text gives the reason, without the address."""
 
 
-class UpstreamDisconnected(UpstreamHttpError):
+class UpstreamDisconnected(UpstreamTransportError):
     pass
 
 
-class UpstreamReadTimeout(UpstreamHttpError):
+class UpstreamReadTimeout(UpstreamTransportError):
     pass
 
 
-class UpstreamProtocolError(UpstreamHttpError):
+class UpstreamProtocolError(UpstreamTransportError):
     pass
 
 
@@ -154,12 +154,12 @@ class _Connection(asyncio.Protocol):
             self._transport.writelines(message)
 
     async def read_head(self) -> None:
-        """Wait for status and headers. Raises UpstreamHttpError."""
+        """Wait for status and headers. Raises UpstreamTransportError."""
         while not self._in_body:
             await self._wait_for_data()
 
     async def read(self) -> bytes:
-        """The next chunk of the body, at most about one slice; empty at the end. Raises UpstreamHttpError."""
+        """The next chunk of the body, at most about one slice; empty at the end. Raises UpstreamTransportError."""
         while not self._body_chunks:
             if self.is_complete:
                 return b""
@@ -168,7 +168,7 @@ class _Connection(asyncio.Protocol):
 
     async def stream_to(self, consumer: BodyConsumer) -> bool:
         """Pass chunks to the consumer as they arrive, without waking the calling task, until it returns False or the
-        body ends. True if the body ended. Raises UpstreamHttpError, and what the consumer raises.
+        body ends. True if the body ended. Raises UpstreamTransportError, and what the consumer raises.
 
         Compared with `read`, this saves a sixth of the CPU for events that arrive one by one (decision 0026).
         """
@@ -231,7 +231,7 @@ class _Connection(asyncio.Protocol):
             self._transport.abort()
 
     async def _wait_for_data(self) -> None:
-        """Wait for data or the end. Raises UpstreamHttpError once the connection has failed."""
+        """Wait for data or the end. Raises UpstreamTransportError once the connection has failed."""
         if self._error is not None:
             raise self._error
         self._last_activity = self._loop.time()
@@ -245,7 +245,7 @@ class _Connection(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _fail(self, error: UpstreamHttpError) -> None:
+    def _fail(self, error: UpstreamTransportError) -> None:
         if self._error is None and not self.is_complete:
             self._error = error
         self._wake_waiter()
@@ -457,8 +457,8 @@ class PooledHttpClient:
     ) -> StreamedHttpResponse:
         """Prepare a POST with this body, in chunks, or a GET. The response may have any status.
 
-        Entering it raises UpstreamHttpError. Leaving it before the end of the body closes the connection, which tells
-        the server to stop.
+        Entering it raises UpstreamTransportError. Leaving it before the end of the body closes the connection, which
+        tells the server to stop.
         """
         exchange = self._start_exchange(address, _encode_request(address, path, headers, body), timeouts)
         return StreamedHttpResponse(exchange, partial(self._release, address))
@@ -559,7 +559,7 @@ async def _drain(connection: _Connection) -> None:
     try:
         async with asyncio.timeout(_DRAIN_SECONDS):
             await connection.read()
-    except (UpstreamHttpError, TimeoutError):
+    except (UpstreamTransportError, TimeoutError):
         pass
 
 

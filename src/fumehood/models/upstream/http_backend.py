@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta
 
+from fumehood.cpu_worker import WORKER_THRESHOLD_BYTES, run_in_worker
 from fumehood.interfaces import AcceptBatch
 from fumehood.models.model_settings import ModelSettings, Secret
 from fumehood.models.upstream.fenced_calls import FencedCallDetector
@@ -16,7 +17,6 @@ from fumehood.models.upstream.stream_parser import UpstreamStreamParser, split_l
 from fumehood.models.upstream.upstream_client import UpstreamClient
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
 from fumehood.protocol.model_turns import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
-from fumehood.worker_threads import WORKER_THRESHOLD_BYTES, run_in_worker
 
 _USAGE_TIMEOUT = 5.0  # seconds to wait for the usage after the model has stopped
 _BYTES_PER_TOKEN = 4

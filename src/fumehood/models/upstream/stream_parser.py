@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from msgspec.structs import replace
 
+from fumehood.cpu_worker import WORKER_THRESHOLD_BYTES
 from fumehood.models.upstream.think_tags import ThinkTagFilter
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
 from fumehood.protocol.json_limits import MAX_VALUES, has_too_many_values
@@ -22,7 +23,6 @@ from fumehood.protocol.model_turns import (
 )
 from fumehood.protocol.openai.api_errors import ModelError
 from fumehood.protocol.openai.responses import InputTokensDetails, OutputTokensDetails, Usage
-from fumehood.worker_threads import WORKER_THRESHOLD_BYTES
 
 MAX_LINE_BYTES = 1 << 25  # also the longest response that is not streamed
 MAX_RESPONSE_BYTES = 1 << 29

@@ -13,9 +13,9 @@ from fumehood.models.upstream.http1_client import (
     UpstreamAddress,
     UpstreamConnectError,
     UpstreamDisconnected,
-    UpstreamHttpError,
     UpstreamReadTimeout,
     UpstreamTimeouts,
+    UpstreamTransportError,
 )
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
 from fumehood.protocol.openai.api_errors import ModelError
@@ -66,7 +66,7 @@ class UpstreamResponse:
     async def __aenter__(self) -> Self:
         try:
             response = await self.http_response.__aenter__()
-        except UpstreamHttpError as error:
+        except UpstreamTransportError as error:
             raise _translate_error(error, self._timeouts, self._errors) from error
         try:
             self.read = response.read
@@ -86,7 +86,7 @@ class UpstreamResponse:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.http_response.__aexit__(kind, error, trace)
-        if isinstance(error, UpstreamHttpError):
+        if isinstance(error, UpstreamTransportError):
             raise _translate_error(error, self._timeouts, self._errors) from error
 
     async def read_trailing(self, seconds: float) -> bytes:
@@ -94,7 +94,7 @@ class UpstreamResponse:
         try:
             async with asyncio.timeout(seconds):
                 return await self.read()
-        except (UpstreamHttpError, TimeoutError):
+        except (UpstreamTransportError, TimeoutError):
             return b""
 
     async def read_all(self, max_bytes: int) -> bytes:
@@ -110,7 +110,7 @@ class UpstreamResponse:
 async def _read_error(response: UpstreamResponse, errors: UpstreamErrorFactory) -> ModelError:
     try:
         body = await response.read_all(_MAX_ERROR_BYTES)
-    except UpstreamHttpError:
+    except UpstreamTransportError:
         body = b""
     wait = _parse_retry_after(
         response.http_response.get_header(b"retry-after"), response.http_response.get_header(b"date")
@@ -119,7 +119,7 @@ async def _read_error(response: UpstreamResponse, errors: UpstreamErrorFactory) 
 
 
 def _translate_error(
-    error: UpstreamHttpError, timeouts: UpstreamTimeouts, errors: UpstreamErrorFactory
+    error: UpstreamTransportError, timeouts: UpstreamTimeouts, errors: UpstreamErrorFactory
 ) -> ModelError:
     match error:
         case UpstreamConnectError():

@@ -11,7 +11,7 @@ from typing import override
 import msgspec
 from starlette.routing import Match, Route, Router
 
-from fumehood.http_server.asgi_request import ClientDisconnected, Receive, Scope, Send
+from fumehood.http_server.asgi_exchange import ClientDisconnected, Receive, Scope, Send
 from fumehood.http_server.cross_site_protection import AllowedHosts, decode_header, is_cross_site
 from fumehood.http_server.route_suggestions import suggest_routes
 from fumehood.protocol.sandbox.sandbox_errors import (

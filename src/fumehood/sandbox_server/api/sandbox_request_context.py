@@ -9,9 +9,9 @@ from urllib.parse import unquote_to_bytes
 
 import msgspec
 
-from fumehood.http_server.asgi_request import (
+from fumehood.http_server.asgi_exchange import (
     JSON_CONTENT_TYPE,
-    AsgiRequest,
+    AsgiExchange,
     BodyLimitExceeded,
     Headers,
     Receive,
@@ -66,7 +66,7 @@ class RequestTimeout(InvalidSandboxRequest):
     status = 408
 
 
-class SandboxRequestContext(AsgiRequest):
+class SandboxRequestContext(AsgiExchange):
     """Reads the request and writes the response."""
 
     __slots__ = ("_query", "scope", "started")

@@ -24,7 +24,7 @@ from fumehood.sandbox_server.host.jail_launcher import (
 from fumehood.sandbox_server.host.outer_jail import FAILURE_PREFIX
 from fumehood.sandbox_server.host.python_runtime import PythonRuntime
 from fumehood.sandbox_server.inside import layout
-from fumehood.sandbox_server.packages.package_index import PackageIndexConfig
+from fumehood.sandbox_server.packages.package_index_config import PackageIndexConfig
 
 _ETC = ("resolv.conf", "hosts", "nsswitch.conf", "host.conf", "gai.conf")
 _CERTIFICATES = "/etc/ssl/certs/ca-certificates.crt"

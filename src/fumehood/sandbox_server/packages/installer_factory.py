@@ -15,7 +15,7 @@ from fumehood.sandbox_server.packages.base_environment import BaseEnvironment
 from fumehood.sandbox_server.packages.install_jail import InstallJail
 from fumehood.sandbox_server.packages.installer import Installer
 from fumehood.sandbox_server.packages.layer_store import LayerStore
-from fumehood.sandbox_server.packages.package_index import PackageIndexConfig
+from fumehood.sandbox_server.packages.package_index_config import PackageIndexConfig
 from fumehood.sandbox_server.packages.uv_resolver import UvResolver
 from fumehood.sandbox_server.settings import Settings
 

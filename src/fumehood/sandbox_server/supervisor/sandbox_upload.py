@@ -20,7 +20,7 @@ _CHUNK_BYTES = 256 * 1024
 
 
 class _HelperQuestion(msgspec.Struct, frozen=True):
-    """What `inside.files.quota_permit` asks."""
+    """What `inside.files.quota_requests` asks."""
 
     permit: Literal["reserve", "confirm_complete"]
     size: int

@@ -141,8 +141,8 @@ class ConfiguredScriptedTool:
             name=self._tool.name, description="Does what a test says.", parameters=_PARAMETERS
         )
 
-    def start_call(self, context: ToolCallContext) -> "ScriptedToolCall":
-        return ScriptedToolCall(self._tool, context)
+    def start_call(self, context: ToolCallContext) -> "ScriptedToolCallSession":
+        return ScriptedToolCallSession(self._tool, context)
 
     async def find_files(self, paths: Sequence[str]) -> Sequence[ProducedFile]:
         return [file for file in self._tool.files if file.path in paths]
@@ -151,7 +151,7 @@ class ConfiguredScriptedTool:
         pass
 
 
-class ScriptedToolCall:
+class ScriptedToolCallSession:
     def __init__(self, tool: ScriptedTool, context: ToolCallContext) -> None:
         self._tool = tool
         self._context = context

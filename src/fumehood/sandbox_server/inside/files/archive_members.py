@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from fumehood.sandbox_server.inside.files import data_directory
-from fumehood.sandbox_server.inside.files.quota_permit import FileTaskRefused
+from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused
 
 _DRIVE = re.compile(r"[A-Za-z]:")
 

@@ -21,7 +21,7 @@ from fumehood.sandbox_server.inside.files import (
     zip_reader,
 )
 from fumehood.sandbox_server.inside.files.archive_members import printable_name, split_member_name
-from fumehood.sandbox_server.inside.files.quota_permit import FileTaskRefused, QuotaPermit
+from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused, QuotaPermit
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK
 _MAX_REASONS = 20

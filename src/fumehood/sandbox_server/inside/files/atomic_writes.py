@@ -17,7 +17,7 @@ from fumehood.sandbox_server.inside.files.data_directory import (
     FileStat,
     check_path,
 )
-from fumehood.sandbox_server.inside.files.quota_permit import QuotaPermit
+from fumehood.sandbox_server.inside.files.quota_requests import QuotaPermit
 
 CHUNK_BYTES = 1 << 20
 _OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK

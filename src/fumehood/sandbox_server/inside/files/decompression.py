@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from fumehood.sandbox_server.inside.files import atomic_writes
-from fumehood.sandbox_server.inside.files.quota_permit import FileTaskRefused, QuotaPermit
+from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused, QuotaPermit
 
 _ZSTD_WINDOW_LOG = 25
 _ZSTD_MODULES = ("compression.zstd", "backports.zstd")

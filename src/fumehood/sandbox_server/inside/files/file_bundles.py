@@ -16,7 +16,7 @@ from fumehood.sandbox_server.inside.files.archive_unpacker import (
     UnpackLimits,
     UnpackOutcome,
 )
-from fumehood.sandbox_server.inside.files.quota_permit import FileTaskRefused, QuotaPermit
+from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused, QuotaPermit
 from fumehood.sandbox_server.inside.files.tar_reader import ExactReader
 
 # Copied from the protocol, which is not in the jail. A test compares them.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fumehood.sandbox_server.inside.files.archive_members import MemberSink
-from fumehood.sandbox_server.inside.files.quota_permit import FileTaskRefused
+from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fumehood.sandbox_server.inside.files.archive_members import MemberSink
 from fumehood.sandbox_server.inside.files.decompression import inflate
-from fumehood.sandbox_server.inside.files.quota_permit import FileTaskRefused
+from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused
 
 _CHUNK = 1 << 20
 _END = struct.Struct("<4x4H2LH")

@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 
 from fumehood.sandbox_server.inside import layout, syscalls
 from fumehood.sandbox_server.inside.jail import jail_builder
-from fumehood.sandbox_server.inside.processes import fork_server, helpers, init_process
+from fumehood.sandbox_server.inside.processes import fork_server, init_process
+from fumehood.sandbox_server.inside.processes import helper_entrypoints
 from fumehood.sandbox_server.inside.warm_start import fork_hooks, immortal_objects
 
 _ZYGOTE_NUMBER = 0  # the zygote's number among the children; sandboxes count from 1
@@ -80,13 +81,15 @@ class JailSpawner(fork_server.ForkServer):
         The helper receives its task, and file names with it, over its own socket after the fork.
         """
         if self._fork_helper(number, fds):
-            helpers.run_file_helper(uid, self._helper_program, socket.socket(fileno=fds[0]), fds[1], fds[2:])
+            helper_entrypoints.run_file_helper(
+                uid, self._helper_program, socket.socket(fileno=fds[0]), fds[1], fds[2:]
+            )
 
     def _start_package_helper(self, number: int, fds: list[int]) -> None:
         """Fork a helper that attaches package layers to a sandbox; it receives their names after the fork."""
         fds = [*fds, *([self._layers_namespace] if self._layers_namespace >= 0 else [])]
         if self._fork_helper(number, fds):
-            helpers.run_package_helper(socket.socket(fileno=fds[0]), fds[1:])
+            helper_entrypoints.run_package_helper(socket.socket(fileno=fds[0]), fds[1:])
 
     def _fork_helper(self, number: int, fds: list[int]) -> bool:
         """Return True in the child, which holds only these descriptors.

@@ -14,7 +14,7 @@ from fumehood.sandbox_server.inside import layout, syscalls
 from fumehood.sandbox_server.inside.jail import jail_builder, seccomp_filter
 from fumehood.sandbox_server.inside.processes import fork_server, interpreter
 from fumehood.sandbox_server.inside.runner import code_runner
-from fumehood.sandbox_server.inside.warm_start import file_backed_heap, memory_mappings, preload
+from fumehood.sandbox_server.inside.warm_start import file_backed_heap, mapping_merger, preload
 
 _MT19937_WORDS = 624
 
@@ -121,7 +121,7 @@ def run_zygote(
     preload.freeze_objects(many_forks=many_forks)
     if heap is not None:
         heap.make_private()
-        memory_mappings.merge_code_mappings()
+        mapping_merger.merge_code_mappings()
     _make_root_read_only()
     zygote.send_event(describe_zygote(problems))
     zygote.serve()

@@ -17,7 +17,7 @@ import mmap
 import os
 from collections import Counter
 
-from fumehood.sandbox_server.inside.warm_start.memory_mappings import MemoryMapping, read_mappings
+from fumehood.sandbox_server.inside.warm_start.mapping_merger import MemoryMapping, read_mappings
 
 _PAGE = mmap.PAGESIZE
 _POOL = 16 << 10  # pymalloc's pool of objects of one size

@@ -14,7 +14,7 @@ _JSON_STRING = re.compile(rb'\s*("(?:[^"\\]|\\.)*")', re.DOTALL)
 _strings_decoder = msgspec.json.Decoder(list[str])
 
 
-class RepeatedChunkDecoder:
+class BatchChunkDecoder:
     """Decodes consecutive events of the form `data: ` + prefix + string + suffix."""
 
     def __init__(self, prefix: bytes, suffix: bytes) -> None:

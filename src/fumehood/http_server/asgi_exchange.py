@@ -40,7 +40,7 @@ class DirectWriter(Protocol):
         ...
 
 
-class AsgiRequest:
+class AsgiExchange:
     """One request. Subclasses define the server's response format.
 
     headers: by lower-case name; the last one if repeated.

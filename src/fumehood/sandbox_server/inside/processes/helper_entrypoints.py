@@ -1,7 +1,7 @@
 """The two short-lived helper processes of a sandbox: one works on its files, one attaches packages.
 
 A helper receives one task over its own socket, sends one answer and exits. While it writes files, it asks the
-supervisor for quota (see quota_permit.py).
+supervisor for quota (see quota_requests.py).
 """
 
 import errno
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from fumehood.sandbox_server.inside import layout, syscalls
 from fumehood.sandbox_server.inside.files import archive_unpacker, atomic_writes, data_directory, file_bundles
-from fumehood.sandbox_server.inside.files.quota_permit import FileTaskRefused, SupervisorPermit
+from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused, SupervisorPermit
 from fumehood.sandbox_server.inside.jail import jail_builder, landlock, seccomp_filter
 
 _MAX_TASK_BYTES = 64 * 1024
