@@ -16,8 +16,7 @@ from typing import Any, NoReturn
 
 from fumehood.sandbox_server.inside import layout, syscalls
 from fumehood.sandbox_server.inside.jail import jail_builder
-from fumehood.sandbox_server.inside.processes import fork_server, init_process
-from fumehood.sandbox_server.inside.processes import helper_entrypoints
+from fumehood.sandbox_server.inside.processes import fork_server, helper_entrypoints, init_process
 from fumehood.sandbox_server.inside.warm_start import fork_hooks, immortal_objects
 
 _ZYGOTE_NUMBER = 0  # the zygote's number among the children; sandboxes count from 1
