@@ -27,3 +27,13 @@ def test_the_tool_and_its_tests(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\b\d+ passed", done.stdout)
+    ruff = [sys.executable, "-m", "ruff"]
+    name = str(
+        ROOT / "src" / "fumehood" / "tools" / "dice_tool.py"
+    )  # the rules for the place where it would be
+    for command in (
+        ["check", "--stdin-filename", name, "-"],
+        ["format", "--check", "--stdin-filename", name, "-"],
+    ):
+        linted = subprocess.run([*ruff, *command], input=tool, capture_output=True, text=True, cwd=ROOT)
+        assert linted.returncode == 0, linted.stdout + linted.stderr

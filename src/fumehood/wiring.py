@@ -476,23 +476,24 @@ def _build_tools(
         files,
         enabled=shell.enabled and interpreter.enabled,
     )
-    if not interpreter.enabled:
-        return [hosted_shell]
-    hosted_interpreter = CodeInterpreterTool(
-        containers,
-        clock,
-        CodeInterpreterToolSettings(
-            execution_timeout=settings.execution_timeout,
-            keeps_variables=settings.isolation == "container",
-            inline=inline,
-            output=OutputLimits(
-                model_output_characters=settings.model_output_characters,
-                stored_output_characters=settings.stored_output_characters,
+    tools: list[HostedTool] = [hosted_shell]
+    if interpreter.enabled:
+        hosted_interpreter = CodeInterpreterTool(
+            containers,
+            clock,
+            CodeInterpreterToolSettings(
+                execution_timeout=settings.execution_timeout,
+                keeps_variables=settings.isolation == "container",
+                inline=inline,
+                output=OutputLimits(
+                    model_output_characters=settings.model_output_characters,
+                    stored_output_characters=settings.stored_output_characters,
+                ),
             ),
-        ),
-        files,
-    )
-    return [hosted_interpreter, hosted_shell]
+            files,
+        )
+        tools.insert(0, hosted_interpreter)
+    return tools
 
 
 async def _open_sandboxes(
