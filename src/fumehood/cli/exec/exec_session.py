@@ -279,7 +279,7 @@ class ExecSession:
         if directory is None:
             if written:
                 self._output.note(
-                    f"The code wrote {_format_file_count(len(written))}; use --files-out DIR to save them."
+                    f"The code wrote {_format_file_count(len(written))}; use --files-out DIR to save what it writes."
                 )
             return
         bytes_left = _MAX_TOTAL_BYTES
