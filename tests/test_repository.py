@@ -55,9 +55,9 @@ def test_module_says_its_purpose(path: Path) -> None:
     assert len(first.split()) > 2, f"{first!r} does not say what the module is for"
 
 
-# Entered by the names of their modules: wire types, what both servers share, and what needs no optional dependency.
+# Entered by module: wire types, code of both servers, and packages whose parts are used one without the other.
 OPEN_PACKAGES = {"protocol", "http_server", "sandbox_server", "client", "cli", "interfaces", "testing"}
-# They bring in what not every command needs.
+# Not exported, because not every command needs what they import.
 OPEN_MODULES = {"fumehood.models.registry", "fumehood.store.aes_gcm_sealer"}
 
 
