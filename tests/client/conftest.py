@@ -8,7 +8,7 @@ import pytest
 from openai import OpenAI
 
 from fumehood.client.adapters.openai import OpenAIAdapter
-from tests.e2e.conftest import client_of, settings_for, settings_without_code
+from tests.e2e.conftest import make_client, make_settings, make_settings_without_code
 from tests.support import gateway_process, openai_server
 from tests.support.gateway_process import GatewayProcess, ScriptedModelServer
 from tests.support.openai_server import OpenAIServer
@@ -30,21 +30,21 @@ class GatewayServer:
 @pytest.fixture(scope="session")
 def gateway_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayServer]:
     with ScriptedModelServer() as model:
-        yield from _served(tmp_path_factory.mktemp("gateway"), model, settings_for(model))
+        yield from _run_gateway(tmp_path_factory.mktemp("gateway"), model, make_settings(model))
 
 
 @pytest.fixture(scope="session")
 def gateway_without_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GatewayServer]:
     """Starts much faster."""
     with ScriptedModelServer() as model:
-        yield from _served(tmp_path_factory.mktemp("gateway"), model, settings_without_code(model))
+        yield from _run_gateway(tmp_path_factory.mktemp("gateway"), model, make_settings_without_code(model))
 
 
-def _served(
+def _run_gateway(
     directory: Path, model: ScriptedModelServer, settings: dict[str, object]
 ) -> Iterator[GatewayServer]:
     settings["models"] = [{"match": "*", "base_url": model.url}]
-    with gateway_process.run_gateway(directory, settings) as running, client_of(running) as client:
+    with gateway_process.run_gateway(directory, settings) as running, make_client(running) as client:
         yield GatewayServer(running, model, client)
 
 
@@ -62,7 +62,7 @@ class OpenAIStandIn:
 
 @pytest.fixture(scope="session")
 def shared_stand_in() -> Iterator[OpenAIStandIn]:
-    with openai_server.serving() as server, openai_server.client_of(server) as client:
+    with openai_server.run_openai_server() as server, openai_server.make_client(server) as client:
         yield OpenAIStandIn(server, client)
 
 

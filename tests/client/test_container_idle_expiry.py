@@ -26,7 +26,7 @@ from fumehood.client.adapters.openai import (
 )
 from fumehood.client.prompt import AnyTool, NoParams
 from tests.client.conftest import GatewayServer
-from tests.e2e.conftest import client_of, settings_for
+from tests.e2e.conftest import make_client, make_settings
 from tests.support import gateway_process, shifted_clock_gateway
 from tests.support.gateway_process import ScriptedModelServer, code_call, text_answer, tool_call, tool_calls
 
@@ -56,9 +56,9 @@ def late_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LateGatew
     with (
         ScriptedModelServer() as model,
         gateway_process.run_gateway(
-            directory, settings_for(model), {"LATE_BY": str(clock)}, program
+            directory, make_settings(model), {"LATE_BY": str(clock)}, program
         ) as running,
-        client_of(running) as client,
+        make_client(running) as client,
     ):
         yield LateGateway(GatewayServer(running, model, client), clock)
 

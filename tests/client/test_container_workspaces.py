@@ -31,7 +31,7 @@ from fumehood.client.adapters.openai import (
 from fumehood.client.adapters.openai.container import UPLOAD_TYPES, check_upload
 from tests.client.conftest import OpenAIStandIn
 from tests.contracts.filesystem_kit import FilesystemKit
-from tests.support.openai_server import client_of, error, message, response
+from tests.support.openai_server import error, make_client, message, response
 
 HOSTED = OpenAIHostedToolsConfig(code_interpreter=True)
 
@@ -269,7 +269,7 @@ def test_mode_auto_takes_over_a_live_container_of_the_session(
 
 
 def test_one_container_has_one_client(openai_stand_in: OpenAIStandIn, project: Path) -> None:
-    with client_of(openai_stand_in.server) as other:
+    with make_client(openai_stand_in.server) as other:
         workspace = create_workspace(project, client=other)
         with pytest.raises(PromptEvaluationError, match="pass the same client= to both"):
             openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace))

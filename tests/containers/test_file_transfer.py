@@ -43,7 +43,7 @@ from fumehood.testing import (
 )
 from fumehood.testing.kits.sandbox_files_kit import build_archive
 from tests.support.containers import SOMEBODY, ContainerHarness, container_harness
-from tests.support.sandbox_http import served
+from tests.support.sandbox_http import serve_provider
 
 MANY = 400
 FILES = {f"src/d{number % 9}/{number}.py": b"%d" % number for number in range(MANY)}
@@ -87,7 +87,7 @@ async def remote_harness(
     store = MemoryStore(clock)
     async with (
         ScriptedSandboxProvider(repeatable=steps) as scripted,
-        served(scripted) as server,
+        serve_provider(scripted) as server,
         RemoteSandboxProvider(server.url) as remote,
     ):
         settings = ContainerSettings(isolation=isolation)

@@ -7,7 +7,7 @@ import pytest
 from fumehood.interfaces import SandboxProvider
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
 from fumehood.testing.kits.sandbox_kit import SandboxKit, SandboxSubject
-from tests.support.sandbox_http import Manners, served
+from tests.support.sandbox_http import ServerBehaviour, serve_provider
 from tests.support.scripted_sandbox_programs import make_scripted_sandboxes
 
 
@@ -19,7 +19,7 @@ class TestWithScriptedSandboxes(SandboxKit):
 
         async with (
             make_scripted_sandboxes() as provider,
-            served(provider, Manners(token="a-token")) as server,
+            serve_provider(provider, ServerBehaviour(token="a-token")) as server,
             RemoteSandboxProvider(server.url, "a-token") as remote,
         ):
             yield SandboxSubject(remote, make_provider=another)

@@ -12,32 +12,32 @@ from tests.support.sandbox_runs import has_cgroups
 
 
 @dataclass(frozen=True)
-class House:
+class RunningGateway:
     """strict: a client that refuses whatever its own types do not know; client: one as most people have.
 
     The model is `scripted`; `far` and `far-direct` are models of another gateway, which asks the same scripted one.
     """
 
-    served: GatewayProcess
+    process: GatewayProcess
     model: ScriptedModelServer
     strict: OpenAI
     client: OpenAI
 
 
 @pytest.fixture(scope="session")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway]:
     directory, elsewhere = tmp_path_factory.mktemp("gateway"), tmp_path_factory.mktemp("far")
     with (
         ScriptedModelServer() as model,
-        gateway_process.run_gateway(elsewhere, settings_without_code(model)) as far,
-        gateway_process.run_gateway(directory, settings_before(far, model), loaded=True) as running,
-        client_of(running, strict=True) as strict,
-        client_of(running) as client,
+        gateway_process.run_gateway(elsewhere, make_settings_without_code(model)) as far,
+        gateway_process.run_gateway(directory, make_chained_settings(far, model), loaded=True) as running,
+        make_client(running, strict=True) as strict,
+        make_client(running) as client,
     ):
-        yield House(running, model, strict, client)
+        yield RunningGateway(running, model, strict, client)
 
 
-def client_of(running: GatewayProcess, *, strict: bool = False) -> OpenAI:
+def make_client(running: GatewayProcess, *, strict: bool = False) -> OpenAI:
     return OpenAI(
         base_url=running.url,
         api_key="none",
@@ -47,28 +47,28 @@ def client_of(running: GatewayProcess, *, strict: bool = False) -> OpenAI:
     )
 
 
-def settings_for(model: ScriptedModelServer, **interpreter: object) -> dict[str, object]:
+def make_settings(model: ScriptedModelServer, **interpreter: object) -> dict[str, object]:
     limits = "enforced" if has_cgroups() else "best-effort"
     return {
-        "models": models_of(model),
+        "models": make_model_routes(model),
         "providers": {"code_interpreter": {"settings": {"sandbox_limits": limits, **interpreter}}},
     }
 
 
-def models_of(model: ScriptedModelServer) -> list[dict[str, str]]:
+def make_model_routes(model: ScriptedModelServer) -> list[dict[str, str]]:
     return [{"match": "scripted*", "base_url": model.url}, {"match": "direct", "backend": "direct"}]
 
 
-def settings_before(far: GatewayProcess, model: ScriptedModelServer) -> dict[str, object]:
+def make_chained_settings(far: GatewayProcess, model: ScriptedModelServer) -> dict[str, object]:
     """With the models of another gateway too."""
     behind = {"backend": "responses", "base_url": far.url}
     further = [
         {"match": "far", "name": "scripted", **behind},
         {"match": "far-direct", "name": "direct", **behind},
     ]
-    return {**settings_for(model), "models": [*models_of(model), *further]}
+    return {**make_settings(model), "models": [*make_model_routes(model), *further]}
 
 
-def settings_without_code(model: ScriptedModelServer) -> dict[str, object]:
+def make_settings_without_code(model: ScriptedModelServer) -> dict[str, object]:
     """For what needs no sandboxes: the gateway starts much faster."""
-    return {**settings_for(model), "providers": {"code_interpreter": {"enabled": False}}}
+    return {**make_settings(model), "providers": {"code_interpreter": {"enabled": False}}}

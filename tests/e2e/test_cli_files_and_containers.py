@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import House
+from tests.e2e.conftest import RunningGateway
 from tests.support.cli_runner import clear_server_environment, run_command
 
 
 @pytest.fixture
-def url(house: House, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def url(gateway: RunningGateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
     clear_server_environment(monkeypatch)
-    return house.served.url
+    return gateway.process.url
 
 
 # ---- files -------------------------------------------------------------------------------------------------------

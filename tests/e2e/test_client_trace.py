@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
 from fumehood.client.adapters.openai import OpenAIAdapter
 from fumehood.telemetry.client_telemetry import ClientTelemetry
-from tests.e2e.conftest import client_of, settings_for, settings_without_code
+from tests.e2e.conftest import make_client, make_settings, make_settings_without_code
 from tests.support import gateway_process
 from tests.support.client_prompts import HOSTED, prompt, query_tool
 from tests.support.gateway_process import ScriptedModelServer, code_call, text_answer, tool_call, tool_calls
@@ -46,11 +46,11 @@ def tree(told: Sequence[tuple[str, Span]], parent: bytes = b"", depth: int = 0) 
 
 def test_client_and_gateway_are_one_trace(tmp_path: Path) -> None:
     with OtlpReceiver() as receiver, ScriptedModelServer() as model:
-        settings = settings_without_code(model) | {"telemetry": {"otlp": receiver.address}}
+        settings = make_settings_without_code(model) | {"telemetry": {"otlp": receiver.address}}
         model.script(tool_calls(tool_call("run_query", {"sql": "x"}, call_id="c1")), text_answer("Done."))
         with (
             gateway_process.run_gateway(tmp_path, settings, FAST_EXPORT_ENVIRONMENT) as running,
-            client_of(running) as client,
+            make_client(running) as client,
         ):
             trace = evaluated(receiver, client)
             assert running.stop() == 0
@@ -73,11 +73,11 @@ def test_client_and_gateway_are_one_trace(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_client_gateway_and_sandbox_are_one_trace(tmp_path: Path) -> None:
     with OtlpReceiver() as receiver, ScriptedModelServer() as model:
-        settings = settings_for(model) | {"telemetry": {"otlp": receiver.address}}
+        settings = make_settings(model) | {"telemetry": {"otlp": receiver.address}}
         model.script(code_call("print(6 * 7)"), text_answer("It is 42."))
         with (
             gateway_process.run_gateway(tmp_path, settings, FAST_EXPORT_ENVIRONMENT) as running,
-            client_of(running) as client,
+            make_client(running) as client,
         ):
             trace = evaluated(receiver, client, hosted_tools=HOSTED)
             assert running.stop() == 0

@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.conftest import House
+from tests.e2e.conftest import RunningGateway
 from tests.support.code_word_model_server import CodeWordModel, extract_texts
 from tests.support.gateway_process import code_call, text_answer
 
@@ -22,32 +22,32 @@ def talk(number: int) -> str:
     return FACT if number == 0 else f"{number}. " + "something else entirely " * 12
 
 
-def kept(house: House) -> int:
+def kept(gateway: RunningGateway) -> int:
     """The bytes of all items in the store."""
-    with sqlite3.connect(f"file:{house.served.directory}/gateway.db?mode=ro", uri=True) as db:
+    with sqlite3.connect(f"file:{gateway.process.directory}/gateway.db?mode=ro", uri=True) as db:
         (size,) = db.execute("SELECT coalesce(sum(length(raw)), 0) FROM items").fetchone()
     db.close()
     return size
 
 
 @pytest.fixture
-def thinker(house: House) -> CodeWordModel:
+def thinker(gateway: RunningGateway) -> CodeWordModel:
     thinker = CodeWordModel()
-    house.model.script(*[thinker.answer] * 400)
+    gateway.model.script(*[thinker.answer] * 400)
     return thinker
 
 
-def test_sixty_turns_by_previous_response_id(house: House, thinker: CodeWordModel) -> None:
+def test_sixty_turns_by_previous_response_id(gateway: RunningGateway, thinker: CodeWordModel) -> None:
     previous: str | None = None
     sizes: list[int] = []
-    first = kept(house)
+    first = kept(gateway)
     for number in range(TURNS):
-        response = house.strict.responses.create(
+        response = gateway.strict.responses.create(
             model="scripted", input=talk(number), previous_response_id=previous, context_management=MANAGED
         )
         previous = response.id
-        sizes.append(kept(house) - first - sum(sizes))
-    last = house.strict.responses.create(
+        sizes.append(kept(gateway) - first - sum(sizes))
+    last = gateway.strict.responses.create(
         model="scripted", input=QUESTION, previous_response_id=previous, context_management=MANAGED
     )
     assert last.output_text == "heliotrope"
@@ -56,15 +56,15 @@ def test_sixty_turns_by_previous_response_id(house: House, thinker: CodeWordMode
     # What a turn adds to the store does not grow with the turns before it.
     assert max(sizes[TURNS // 2 :]) <= max(sizes[: TURNS // 2])
     assert max(sizes) < 8 * THRESHOLD
-    listed: Any = house.strict.responses.input_items.list(last.id, limit=100)
+    listed: Any = gateway.strict.responses.input_items.list(last.id, limit=100)
     assert [item.type for item in listed].count("compaction") == len(thinker.summaries)
 
 
-def test_sixty_turns_by_giving_everything_back(house: House, thinker: CodeWordModel) -> None:
+def test_sixty_turns_by_giving_everything_back(gateway: RunningGateway, thinker: CodeWordModel) -> None:
     window: list[Any] = []
     for number in range(TURNS):
         window.append({"role": "user", "content": talk(number)})
-        response = house.strict.responses.create(
+        response = gateway.strict.responses.create(
             model="scripted", input=window, store=False, context_management=MANAGED
         )
         window += [item.model_dump(exclude_none=True) for item in response.output]
@@ -72,14 +72,16 @@ def test_sixty_turns_by_giving_everything_back(house: House, thinker: CodeWordMo
         if compactions and number % 10:  # most clients drop what is not needed, some do not
             window = window[compactions[-1] :]
     window.append({"role": "user", "content": QUESTION})
-    last = house.strict.responses.create(model="scripted", input=window, store=False)
+    last = gateway.strict.responses.create(model="scripted", input=window, store=False)
     assert last.output_text == "heliotrope"
     assert max(thinker.turns) <= THRESHOLD
     assert 2 <= len(thinker.summaries) <= TURNS // 4
 
 
-def test_a_conversation_is_counted_and_compacted_on_demand(house: House, thinker: CodeWordModel) -> None:
-    client = house.strict
+def test_a_conversation_is_counted_and_compacted_on_demand(
+    gateway: RunningGateway, thinker: CodeWordModel
+) -> None:
+    client = gateway.strict
     first = client.responses.create(model="scripted", input=FACT)
     counted = client.responses.input_tokens.count(
         model="scripted", previous_response_id=first.id, input="x" * 4000
@@ -107,8 +109,10 @@ def test_a_conversation_is_counted_and_compacted_on_demand(house: House, thinker
         assert refused.value.param == f"input[{len(window) - 1}].encrypted_content"
 
 
-def test_a_stream_tells_of_the_compaction_after_the_message(house: House, thinker: CodeWordModel) -> None:
-    with house.strict.responses.create(
+def test_a_stream_tells_of_the_compaction_after_the_message(
+    gateway: RunningGateway, thinker: CodeWordModel
+) -> None:
+    with gateway.strict.responses.create(
         model="scripted", input="x" * 9000, context_management=MANAGED, stream=True
     ) as stream:
         events: list[Any] = list(stream)
@@ -120,20 +124,20 @@ def test_a_stream_tells_of_the_compaction_after_the_message(house: House, thinke
         ("response.output_item.done", "compaction"),
         ("response.completed", None),
     ]
-    again = house.strict.responses.retrieve(events[-1].response.id)
+    again = gateway.strict.responses.retrieve(events[-1].response.id)
     assert [item.model_dump() for item in again.output] == [
         item.model_dump() for item in events[-1].response.output
     ]
 
 
-def test_the_container_and_its_files_outlive_the_items_that_named_them(house: House) -> None:
-    client, thinker = house.strict, CodeWordModel()
-    house.model.script(code_call("x = 41; open('notes.txt', 'w').write('seven')"), text_answer("Done."))
+def test_the_container_and_its_files_outlive_the_items_that_named_them(gateway: RunningGateway) -> None:
+    client, thinker = gateway.strict, CodeWordModel()
+    gateway.model.script(code_call("x = 41; open('notes.txt', 'w').write('seven')"), text_answer("Done."))
     first = client.responses.create(model="scripted", input="Run it", tools=[INTERPRETER])
-    house.model.script(thinker.answer)
+    gateway.model.script(thinker.answer)
     compacted = client.responses.compact(model="scripted", previous_response_id=first.id)
     window: list[Any] = [item.model_dump(exclude_none=True) for item in compacted.output]
-    house.model.script(code_call("print(x + 1, open('notes.txt').read())"), text_answer("42"))
+    gateway.model.script(code_call("print(x + 1, open('notes.txt').read())"), text_answer("42"))
     second = client.responses.create(
         model="scripted",
         input=[*window, {"role": "user", "content": "And now?"}],
@@ -146,5 +150,5 @@ def test_the_container_and_its_files_outlive_the_items_that_named_them(house: Ho
     assert before.type == after.type == "code_interpreter_call"
     assert after.container_id == before.container_id
     assert after.outputs[0].logs == "42 seven\n"
-    told = extract_texts(house.model.requests[0].json["messages"])
+    told = extract_texts(gateway.model.requests[0].json["messages"])
     assert any("/mnt/data/notes.txt (5 bytes)" in text for text in told)

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 from pydantic import ValidationError
 
-from tests.e2e.conftest import House
+from tests.e2e.conftest import RunningGateway
 from tests.support.compliance_client import (
     DOCUMENT,
     ComplianceClient,
@@ -333,9 +333,9 @@ async def socket_compaction(wire: ComplianceClient) -> None:
 
 
 @pytest_asyncio.fixture
-async def wire(house: House) -> AsyncGenerator[ComplianceClient]:
-    house.model.script(*[mirror] * 100)
-    async with connect(house.served.url) as wire:
+async def wire(gateway: RunningGateway) -> AsyncGenerator[ComplianceClient]:
+    gateway.model.script(*[mirror] * 100)
+    async with connect(gateway.process.url) as wire:
         yield wire
 
 

@@ -22,7 +22,7 @@ from openai import AsyncOpenAI, OpenAI
 from fumehood.protocol.sandbox.sandbox_errors import SandboxServerUnreachable
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
 from fumehood.sandbox_client.server_connection import SandboxConnectionSettings
-from tests.e2e.conftest import House, client_of
+from tests.e2e.conftest import RunningGateway, make_client
 from tests.e2e.test_keys_and_idempotency import made_key
 from tests.support import gateway_process
 from tests.support.gateway_process import GatewayProcess
@@ -61,32 +61,32 @@ def logs_of(response: Any) -> str:
     return "".join(output.logs for output in call_of(response).outputs if output.type == "logs")
 
 
-def test_a_repository_is_worked_on(house: House) -> None:
+def test_a_repository_is_worked_on(gateway: RunningGateway) -> None:
     """More files than fit into one page of anything, in and out, changed, outliving their sandbox."""
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w") as archive:
         for number in range(1500):
             archive.writestr(f"src/d{number % 40}/{number}.py", f"x = {number}\n")
-    container = house.client.containers.create(name="repository").id
-    files: Any = house.client.containers.files
+    container = gateway.client.containers.create(name="repository").id
+    files: Any = gateway.client.containers.files
     put = files.create(container, file=("all.zip", content.getvalue()), extra_body={"unpack": "true"})
     assert len(put.model_extra["fumehood:unpacked"]) == 1500
     count = "import glob; print(len(glob.glob('**/*.*', recursive=True)), open('src/d7/1447.py').read())"
-    assert logs_of(ran(house.client, count, container)) == "1500 x = 1447\n\n"
+    assert logs_of(ran(gateway.client, count, container)) == "1500 x = 1447\n\n"
     change = "for i in range(10): open(f'src/d{i}/{i}.py', 'a').write('changed')"
     make = "for i in range(1000): open(f'made{i}.txt', 'w').write(str(i))"
-    ran(house.client, f"{change}\n{make}", container)
+    ran(gateway.client, f"{change}\n{make}", container)
     listed = {one.path: one for one in files.list(container, limit=100)}
     assert len(listed) == 2500
     changed = listed["/mnt/data/src/d3/3.py"]
     assert (changed.source, changed.bytes) == ("user", len("x = 3\nchanged"))
     assert files.content.retrieve(changed.id, container_id=container).read() == b"x = 3\nchanged"
     assert listed["/mnt/data/made999.txt"].source == "assistant"
-    killed = ran(house.client, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", container)
+    killed = ran(gateway.client, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", container)
     assert call_of(killed).status == "failed"
     again = "import glob; print(len(glob.glob('**/*.*', recursive=True)), open('src/d3/3.py').read())"
-    assert "2500 x = 3\nchanged" in logs_of(ran(house.client, again, container))
-    house.client.containers.delete(container)
+    assert "2500 x = 3\nchanged" in logs_of(ran(gateway.client, again, container))
+    gateway.client.containers.delete(container)
 
 
 HIDDEN_CHANGES = {
@@ -107,21 +107,21 @@ while os.stat('.tick').st_ctime_ns == began:
 
 @pytest.mark.parametrize("change", HIDDEN_CHANGES)
 @pytest.mark.parametrize("given", [0, 1, 2], ids=["made by code", "given", "given with another"])
-def test_a_change_of_the_same_size_and_time_is_seen(house: House, change: str, given: int) -> None:
-    files = house.client.containers.files
-    container = house.client.containers.create(name="hidden").id
+def test_a_change_of_the_same_size_and_time_is_seen(gateway: RunningGateway, change: str, given: int) -> None:
+    files = gateway.client.containers.files
+    container = gateway.client.containers.create(name="hidden").id
     for name in ("a.txt", "c.txt")[:given]:
         files.create(container, file=(name, b"first!"))
-    ran(house.client, NEXT_TICK if given else f"open('a.txt', 'w').write('first!')\n{NEXT_TICK}", container)
+    ran(gateway.client, NEXT_TICK if given else f"open('a.txt', 'w').write('first!')\n{NEXT_TICK}", container)
     (file,) = [one for one in files.list(container) if one.path == "/mnt/data/a.txt"]
     assert files.content.retrieve(file.id, container_id=container).read() == b"first!"
     times = "import os; before = os.stat('a.txt'); times = (before.st_atime_ns, before.st_mtime_ns)"
     check = "after = os.stat('a.txt'); print((after.st_size, after.st_mtime_ns) == (6, before.st_mtime_ns))"
     hide = "os.utime('a.txt', ns=times)"
-    response = ran(house.client, "\n".join([times, HIDDEN_CHANGES[change], hide, check]), container)
+    response = ran(gateway.client, "\n".join([times, HIDDEN_CHANGES[change], hide, check]), container)
     assert logs_of(response) == "True\n"
     assert files.content.retrieve(file.id, container_id=container).read() == b"second"
-    house.client.containers.delete(container)
+    gateway.client.containers.delete(container)
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def blobs(running: GatewayProcess) -> list[Path]:
 def test_a_gateway_that_was_killed_finds_its_containers_again(tmp_path: Path, socket: Path) -> None:
     elsewhere = settings(sandbox_url=f"unix:{socket}")
     running = gateway_process.start_gateway(tmp_path, elsewhere)
-    with client_of(running) as client:
+    with make_client(running) as client:
         made = client.containers.create(name="kept")
         client.containers.files.create(made.id, file=("given.txt", b"given"))
         first = ran(client, "x = 41\nopen('made.txt', 'w').write('made')\nNone", made.id)
@@ -179,7 +179,7 @@ def test_a_gateway_that_was_killed_finds_its_containers_again(tmp_path: Path, so
     assert sandboxes(socket) == [f"{made.id}-1"]
     with (
         gateway_process.run_gateway(tmp_path, elsewhere) as running,
-        client_of(running, strict=True) as client,
+        make_client(running, strict=True) as client,
     ):
         assert client.containers.retrieve(made.id).status == "running"
         again = ran(client, "print(x + 1, open('given.txt').read())", made.id)
@@ -200,7 +200,7 @@ def test_a_sandbox_that_is_lost_while_code_runs_fails_the_call(tmp_path: Path, s
     """And the container that is deleted meanwhile is such a case."""
     with (
         gateway_process.run_gateway(tmp_path, settings(sandbox_url=f"unix:{socket}")) as running,
-        client_of(running) as client,
+        make_client(running) as client,
     ):
         made = client.containers.create(name="lost")
         tool: Any = {"type": "code_interpreter", "container": made.id}
@@ -219,7 +219,7 @@ def test_a_sandbox_that_is_lost_while_code_runs_fails_the_call(tmp_path: Path, s
 
 def test_containers_of_an_embedded_server_expire_with_it(tmp_path: Path) -> None:
     running = gateway_process.start_gateway(tmp_path, settings())
-    with client_of(running) as client:
+    with make_client(running) as client:
         first = ran(client, "x = 41\nopen('made.txt', 'w').write('made')\nNone")
         container = call_of(first).container_id
         client.containers.files.create(container, file=("given.txt", b"given"))
@@ -227,7 +227,7 @@ def test_containers_of_an_embedded_server_expire_with_it(tmp_path: Path) -> None
     running.kill()
     with (
         gateway_process.run_gateway(tmp_path, settings()) as running,
-        client_of(running, strict=True) as client,
+        make_client(running, strict=True) as client,
     ):
         assert client.containers.retrieve(container).status == "expired"
         assert client.containers.retrieve(unused.id).status == "running"
@@ -242,37 +242,37 @@ def test_containers_of_an_embedded_server_expire_with_it(tmp_path: Path) -> None
         assert client.responses.retrieve(first.id).status == "completed"
 
 
-def test_more_conversations_than_containers_are_allowed(house: House) -> None:
+def test_more_conversations_than_containers_are_allowed(gateway: RunningGateway) -> None:
     """Each with a container of its own; fifty may run, and those that nobody uses any more make room."""
     auto: Any = [{"type": "code_interpreter", "container": {"type": "auto"}}]
     script = "```\nprint(6 * 7)\n```"
     answers = [
-        house.strict.responses.create(model="direct", input=script, tools=auto, store=False).output_text
+        gateway.strict.responses.create(model="direct", input=script, tools=auto, store=False).output_text
         for _ in range(60)
     ]
     assert [text for text in answers if not text.startswith("42")] == []
-    states = [one.status for one in house.strict.containers.list(limit=100)]
+    states = [one.status for one in gateway.strict.containers.list(limit=100)]
     assert states.count("running") <= 50
 
 
-def test_an_archive_is_unpacked_where_the_code_finds_it(house: House) -> None:
+def test_an_archive_is_unpacked_where_the_code_finds_it(gateway: RunningGateway) -> None:
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w") as archive:
         archive.writestr("data/numbers.csv", "1\n2\n3\n")
         archive.writestr("read me.txt", "hello")
-    made = house.strict.containers.create(name="unpacked")
-    first = house.strict.containers.files.create(
+    made = gateway.strict.containers.create(name="unpacked")
+    first = gateway.strict.containers.files.create(
         made.id, file=("all.zip", packed.getvalue()), extra_body={"unpack": "true"}
     )
     assert first.path == "/mnt/data/data/numbers.csv"
     code = "print(sum(map(int, open('data/numbers.csv'))), open('read me.txt').read())"
-    assert logs_of(ran(house.strict, code, made.id)) == "6 hello\n"
+    assert logs_of(ran(gateway.strict, code, made.id)) == "6 hello\n"
     changed = "open('data/numbers.csv', 'a').write('4\\n')\nNone"
-    ran(house.strict, changed, made.id)
-    files = {file.path: file for file in house.strict.containers.files.list(made.id)}
+    ran(gateway.strict, changed, made.id)
+    files = {file.path: file for file in gateway.strict.containers.files.list(made.id)}
     assert files["/mnt/data/data/numbers.csv"].id == first.id
     assert {file.source for file in files.values()} == {"user"}
-    house.strict.containers.delete(made.id)
+    gateway.strict.containers.delete(made.id)
 
 
 # --- crowds -------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_a_gib_into_a_container_takes_no_memory(tmp_path: Path) -> None:
     with content.open("wb") as file:
         for number in range(1024):
             file.write(os.urandom(1024) * 1024 if number % 7 == 0 else bytes([number % 256]) * (1 << 20))
-    with gateway_process.run_gateway(tmp_path, large) as running, client_of(running) as client:
+    with gateway_process.run_gateway(tmp_path, large) as running, make_client(running) as client:
         made = client.with_options(timeout=600).containers.create(name="large")
         client.containers.files.create(made.id, file=("small.bin", b"x"))
         before = memory_of(running)
@@ -329,7 +329,7 @@ def test_the_sandbox_of_a_call_that_a_kill_cut_off_goes_when_the_gateway_comes_b
     elsewhere = settings(sandbox_url=f"unix:{socket}", isolation="execution")
     running = gateway_process.start_gateway(tmp_path, elsewhere)
     tool: Any = {"type": "code_interpreter"}
-    with client_of(running) as client:
+    with make_client(running) as client:
         create: Any = client.responses.create
         code = "import time\ntime.sleep(60)"
         request = {"model": "direct", "input": f"```python\n{code}\n```", "stream": True}
@@ -365,7 +365,7 @@ def test_nothing_is_left_of_what_a_kill_cut_off(tmp_path: Path, socket: Path) ->
 
     running = gateway_process.start_gateway(tmp_path, elsewhere)
     begun = threading.Semaphore(0)
-    with client_of(running) as client:
+    with make_client(running) as client:
         made = [client.containers.create(name=f"{number}").id for number in range(6)]
         work = [threading.Thread(target=run, args=(client, name, begun)) for name in made]
         work += [threading.Thread(target=upload, args=(client, name)) for name in made[:2]]
@@ -377,7 +377,7 @@ def test_nothing_is_left_of_what_a_kill_cut_off(tmp_path: Path, socket: Path) ->
         running.kill()
         for thread in work:
             thread.join(60)
-    with gateway_process.run_gateway(tmp_path, elsewhere) as running, client_of(running) as client:
+    with gateway_process.run_gateway(tmp_path, elsewhere) as running, make_client(running) as client:
         assert {container.id for container in client.containers.list()} == set(made)
         for name in made:
             client.containers.delete(name)

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import httpx
 
-from tests.e2e.conftest import client_of, settings_without_code
+from tests.e2e.conftest import make_client, make_settings_without_code
 from tests.support import gateway_process
 from tests.support.gateway_process import ScriptedModelServer, text_answer
 
 
 def test_a_damaged_row_is_an_error_that_names_itself(tmp_path: Path) -> None:
     with ScriptedModelServer() as model:
-        settings = settings_without_code(model)
+        settings = make_settings_without_code(model)
         model.script(text_answer("whole"), text_answer("broken"))
-        with gateway_process.run_gateway(tmp_path, settings) as running, client_of(running) as client:
+        with gateway_process.run_gateway(tmp_path, settings) as running, make_client(running) as client:
             whole = client.responses.create(model="scripted", input="?")
             broken = client.responses.create(model="scripted", input="?")
         with closing(sqlite3.connect(tmp_path / "gateway.db", isolation_level=None)) as connection:

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.conftest import House, client_of, settings_for, settings_without_code
+from tests.e2e.conftest import RunningGateway, make_client, make_settings, make_settings_without_code
 from tests.support import gateway_process
 from tests.support.gateway_process import GatewayProcess, ScriptedModelServer, code_call, text_answer
 from tests.support.raw_model_server import chunk, stream
@@ -29,9 +29,9 @@ def until(condition: Callable[[], bool], seconds: float = 20) -> None:
         time.sleep(0.05)
 
 
-def test_a_client_that_leaves_takes_its_run_along(house: House) -> None:
-    house.model.script(code_call("import time\nfor n in range(600): time.sleep(0.1)"))
-    with house.client.responses.create(
+def test_a_client_that_leaves_takes_its_run_along(gateway: RunningGateway) -> None:
+    gateway.model.script(code_call("import time\nfor n in range(600): time.sleep(0.1)"))
+    with gateway.client.responses.create(
         model="scripted", input="?", tools=[INTERPRETER], stream=True
     ) as events:
         response_id = ""
@@ -43,34 +43,34 @@ def test_a_client_that_leaves_takes_its_run_along(house: House) -> None:
                 container = getattr(event.item, "container_id", "")
             elif event.type == "response.code_interpreter_call.interpreting":
                 break
-    until(lambda: house.client.responses.retrieve(response_id).status == "cancelled")
+    until(lambda: gateway.client.responses.retrieve(response_id).status == "cancelled")
     # The code was interrupted, not the sandbox ended: it can be used at once.
-    house.model.script(code_call("print(n < 600)"), text_answer("ok"))
+    gateway.model.script(code_call("print(n < 600)"), text_answer("ok"))
     tool: Any = {"type": "code_interpreter", "container": container}
-    after = house.client.responses.create(model="scripted", input="?", tools=[tool], include=OUTPUTS)
+    after = gateway.client.responses.create(model="scripted", input="?", tools=[tool], include=OUTPUTS)
     ran: Any = after.output[0]
     assert ran.outputs[0].logs == "True\n"
 
 
-def test_a_client_that_leaves_while_the_model_writes(house: House) -> None:
-    gate, _ = house.model.event()
-    house.model.script(stream(chunk({"content": "Hel"}), gate))
+def test_a_client_that_leaves_while_the_model_writes(gateway: RunningGateway) -> None:
+    gate, _ = gateway.model.event()
+    gateway.model.script(stream(chunk({"content": "Hel"}), gate))
     response_id = ""
-    with house.client.responses.create(model="scripted", input="?", stream=True) as events:
+    with gateway.client.responses.create(model="scripted", input="?", stream=True) as events:
         for event in events:
             if event.type == "response.created":
                 response_id = event.response.id
             if event.type == "response.output_text.delta":
                 break
-    until(lambda: house.client.responses.retrieve(response_id).status == "cancelled")
-    assert house.client.responses.retrieve(response_id).output_text == "Hel"
+    until(lambda: gateway.client.responses.retrieve(response_id).status == "cancelled")
+    assert gateway.client.responses.retrieve(response_id).output_text == "Hel"
 
 
-def test_200_streams_at_once(house: House) -> None:
-    house.model.script(*(text_answer("a", "b", "c") for _ in range(200)))
+def test_200_streams_at_once(gateway: RunningGateway) -> None:
+    gateway.model.script(*(text_answer("a", "b", "c") for _ in range(200)))
 
     def one(_: int) -> str:
-        with house.client.responses.create(model="scripted", input="?", stream=True) as events:
+        with gateway.client.responses.create(model="scripted", input="?", stream=True) as events:
             return "".join(event.delta for event in events if event.type == "response.output_text.delta")
 
     with concurrent.futures.ThreadPoolExecutor(200) as pool:
@@ -86,10 +86,10 @@ def test_what_was_acknowledged_survives_a_kill(place: Path) -> None:
     with ScriptedModelServer() as model:
         acknowledged: list[str] = []
         for _ in range(3):
-            running = gateway_process.start_gateway(place, settings_without_code(model))
+            running = gateway_process.start_gateway(place, make_settings_without_code(model))
             model.script(*(text_answer("kept") for _ in range(1000)))
             stop = threading.Timer(0.5, running.kill)
-            with client_of(running) as client:
+            with make_client(running) as client:
                 for earlier in acknowledged[-5:]:
                     assert client.responses.retrieve(earlier).output_text == "kept"
                 stop.start()
@@ -98,8 +98,8 @@ def test_what_was_acknowledged_survives_a_kill(place: Path) -> None:
                         acknowledged.append(client.responses.create(model="scripted", input="?").id)
             stop.join()
         with (
-            gateway_process.run_gateway(place, settings_without_code(model)) as running,
-            client_of(running) as client,
+            gateway_process.run_gateway(place, make_settings_without_code(model)) as running,
+            make_client(running) as client,
         ):
             assert len(acknowledged) >= 3
             for earlier in acknowledged:
@@ -113,11 +113,11 @@ def test_what_was_acknowledged_survives_a_kill(place: Path) -> None:
 
 def test_what_was_running_is_failed_and_nothing_runs_twice(place: Path) -> None:
     with ScriptedModelServer() as model:
-        running = gateway_process.start_gateway(place, settings_for(model))
+        running = gateway_process.start_gateway(place, make_settings(model))
         model.script(code_call("import time; time.sleep(30)"), text_answer("never"))
         response_id = ""
         with (
-            client_of(running) as client,
+            make_client(running) as client,
             client.responses.create(model="scripted", input="?", tools=[INTERPRETER], stream=True) as events,
         ):
             for event in events:
@@ -127,7 +127,7 @@ def test_what_was_running_is_failed_and_nothing_runs_twice(place: Path) -> None:
                     assert client.responses.retrieve(response_id).status == "in_progress"
                     running.kill()
                     break
-        with gateway_process.run_gateway(place, settings_for(model)) as again, client_of(again) as client:
+        with gateway_process.run_gateway(place, make_settings(model)) as again, make_client(again) as client:
             found = client.responses.retrieve(response_id)
             assert found.status == "failed"
             assert found.error is not None
@@ -140,20 +140,20 @@ def test_what_was_running_is_failed_and_nothing_runs_twice(place: Path) -> None:
 def test_a_second_gateway_on_the_same_file_refuses(place: Path) -> None:
     with (
         ScriptedModelServer() as model,
-        gateway_process.run_gateway(place, settings_without_code(model)),
+        gateway_process.run_gateway(place, make_settings_without_code(model)),
         pytest.raises(AssertionError, match="another"),
     ):
-        gateway_process.start_gateway(place, settings_without_code(model))
+        gateway_process.start_gateway(place, make_settings_without_code(model))
 
 
 def test_a_graceful_end(place: Path) -> None:
     with ScriptedModelServer() as model:
-        running = gateway_process.start_gateway(place, settings_without_code(model))
+        running = gateway_process.start_gateway(place, make_settings_without_code(model))
         gate, let_go = model.event()
         model.script(stream(chunk({"content": "x"}), gate, chunk(finish="stop"), b"data: [DONE]\n\n"))
         seen: list[str] = []
         with (
-            client_of(running) as client,
+            make_client(running) as client,
             client.responses.create(model="scripted", input="?", stream=True) as events,
         ):
             for event in events:
@@ -169,11 +169,11 @@ def test_a_graceful_end(place: Path) -> None:
 def test_a_second_signal_ends_it_at_once_and_what_ran_has_failed(place: Path, number: signal.Signals) -> None:
     with ScriptedModelServer() as model:
         gate, _ = model.event()
-        running = gateway_process.start_gateway(place, settings_without_code(model))
+        running = gateway_process.start_gateway(place, make_settings_without_code(model))
         model.script(stream(chunk({"content": "x"}), gate))
         response_id, began = "", 0.0
         with (
-            client_of(running) as client,
+            make_client(running) as client,
             client.responses.create(model="scripted", input="?", stream=True) as events,
             contextlib.suppress(httpx.TransportError, openai.APIError),
         ):
@@ -188,8 +188,8 @@ def test_a_second_signal_ends_it_at_once_and_what_ran_has_failed(place: Path, nu
         assert running.wait_for_exit() == 0
         assert time.monotonic() - began < 10  # the grace would have been 30 s
         with (
-            gateway_process.run_gateway(place, settings_without_code(model)) as again,
-            client_of(again) as client,
+            gateway_process.run_gateway(place, make_settings_without_code(model)) as again,
+            make_client(again) as client,
         ):
             found = client.responses.retrieve(response_id)
             assert found.status == "failed"
@@ -201,12 +201,12 @@ def test_a_second_signal_ends_it_at_once_and_what_ran_has_failed(place: Path, nu
 def test_one_signal_cancels_and_keeps_what_runs_beyond_the_grace(place: Path) -> None:
     with ScriptedModelServer() as model:
         gate, _ = model.event()
-        settings = {**settings_without_code(model), "server": {"shutdown_grace": 0.5}}
+        settings = {**make_settings_without_code(model), "server": {"shutdown_grace": 0.5}}
         running = gateway_process.start_gateway(place, settings)
         model.script(stream(chunk({"content": "x"}), gate))
         last: Any = None
         with (
-            client_of(running) as client,
+            make_client(running) as client,
             client.responses.create(model="scripted", input="?", stream=True) as events,
         ):
             for last in events:
@@ -214,7 +214,7 @@ def test_one_signal_cancels_and_keeps_what_runs_beyond_the_grace(place: Path) ->
                     running.process.terminate()
         assert running.wait_for_exit() == 0
         assert last.response.status == "cancelled"
-        with gateway_process.run_gateway(place, settings) as again, client_of(again) as client:
+        with gateway_process.run_gateway(place, settings) as again, make_client(again) as client:
             found = client.responses.retrieve(last.response.id)
             assert (found.status, found.output_text) == ("cancelled", "x")
 

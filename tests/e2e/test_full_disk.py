@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.conftest import client_of, settings_without_code
+from tests.e2e.conftest import make_client, make_settings_without_code
 from tests.support import gateway_process
 from tests.support.gateway_process import GatewayProcess, ScriptedModelServer, text_answer
 from tests.support.raw_model_server import chunk, stream
@@ -45,7 +45,7 @@ def model() -> Generator[ScriptedModelServer]:
 
 @pytest.fixture
 def running(disk: Path, model: ScriptedModelServer) -> Generator[GatewayProcess]:
-    with gateway_process.run_gateway(disk, settings_without_code(model)) as gateway:
+    with gateway_process.run_gateway(disk, make_settings_without_code(model)) as gateway:
         yield gateway
 
 
@@ -141,7 +141,7 @@ def test_a_stream_that_cannot_be_stored_ends_as_failed(
     model.script(stream(chunk({"content": LONG}), gate, chunk(finish="stop"), b"data: [DONE]\n\n"))
     seen: list[Any] = []
     with (
-        client_of(running) as client,
+        make_client(running) as client,
         client.responses.create(model="scripted", input="?", stream=True) as events,
     ):
         for event in events:

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.conftest import client_of, settings_without_code
+from tests.e2e.conftest import make_client, make_settings_without_code
 from tests.support import gateway_process
 from tests.support.gateway_process import ScriptedModelServer, text_answer
 from tests.support.websites import Website
@@ -41,10 +41,10 @@ def pictured(address: str) -> Any:
 def test_addresses_are_fetched_only_where_the_operator_says_so(tmp_path: Path, website: Website) -> None:
     address = f"http://127.0.0.1:{website.port}/t.csv"
     with ScriptedModelServer() as model:
-        settings = settings_without_code(model)
+        settings = make_settings_without_code(model)
         with (
             gateway_process.run_gateway(tmp_path, settings) as running,
-            client_of(running, strict=True) as client,
+            make_client(running, strict=True) as client,
         ):
             with pytest.raises(
                 openai.BadRequestError, match=r"inputs\.fetch_urls or inputs\.pass_urls"
@@ -56,7 +56,7 @@ def test_addresses_are_fetched_only_where_the_operator_says_so(tmp_path: Path, w
         passing = {**settings, "inputs": {"pass_urls": True}}
         with (
             gateway_process.run_gateway(tmp_path, passing) as running,
-            client_of(running, strict=True) as client,
+            make_client(running, strict=True) as client,
         ):
             model.script(text_answer("Seen."))
             for private in (address, "http://localhost/p.png", "http://169.254.169.254/latest/meta-data/"):
@@ -73,7 +73,7 @@ def test_addresses_are_fetched_only_where_the_operator_says_so(tmp_path: Path, w
         fetching = {**settings, "inputs": {"fetch_urls": True, "fetch_private_networks": ["127.0.0.0/8"]}}
         with (
             gateway_process.run_gateway(tmp_path, fetching) as running,
-            client_of(running, strict=True) as client,
+            make_client(running, strict=True) as client,
         ):
             model.script(text_answer("Seen."), text_answer("Still."))
             with pytest.raises(openai.BadRequestError, match="not public") as refused:

@@ -21,7 +21,7 @@ STREAM_KEY = {"Idempotency-Key": "another"}
 LOST_KEY = {"Idempotency-Key": "cut off"}
 
 
-def settings_for(model: ScriptedModelServer) -> dict[str, Any]:
+def make_settings(model: ScriptedModelServer) -> dict[str, Any]:
     return {
         "models": [{"match": "*", "base_url": model.url, "retries": 0}],
         "providers": {"code_interpreter": {"enabled": False}},
@@ -36,14 +36,14 @@ def made_key(directory: Path, settings: dict[str, Any], *options: str) -> str:
     return done.stdout.strip()
 
 
-def client_of(running: GatewayProcess, key: str) -> OpenAI:
+def make_client(running: GatewayProcess, key: str) -> OpenAI:
     return OpenAI(base_url=running.url, api_key=key, max_retries=2, timeout=60)
 
 
 def test_keys_limits_and_repeated_requests_across_a_kill(tmp_path: Path) -> None:
     """One story, since processes take long to start. Other machines could reach this gateway, and have no keys."""
     with ScriptedModelServer() as model, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        settings = {**settings_for(model), "server": {"host": "0.0.0.0"}}
+        settings = {**make_settings(model), "server": {"host": "0.0.0.0"}}
         key, few = made_key(tmp_path, settings), made_key(tmp_path, settings, "--requests-per-minute", "1")
         running = gateway_process.start_gateway(tmp_path, settings)
         gate, let_go = model.event()
@@ -53,7 +53,7 @@ def test_keys_limits_and_repeated_requests_across_a_kill(tmp_path: Path) -> None
         first = _first(running, key)
         _strangers(running, few, first.id)
         events = _streamed(running, key)
-        with client_of(running, key).with_options(max_retries=0) as client:
+        with make_client(running, key).with_options(max_retries=0) as client:
             lost = pool.submit(client.responses.create, model="m", input="?", extra_headers=LOST_KEY)
             deadline = time.monotonic() + 60
             while len(model.requests) < 4:
@@ -66,7 +66,7 @@ def test_keys_limits_and_repeated_requests_across_a_kill(tmp_path: Path) -> None
         with gateway_process.run_gateway(tmp_path, settings) as running:
             assert _first(running, key) == first
             assert _streamed(running, key)[-1].response == events[-1].response
-            with client_of(running, key) as client:
+            with make_client(running, key) as client:
                 with pytest.raises(openai.ConflictError) as reused:
                     client.responses.create(model="m", input="other", extra_headers=KEY)
                 with pytest.raises(openai.ConflictError) as gone:
@@ -79,12 +79,12 @@ def test_keys_limits_and_repeated_requests_across_a_kill(tmp_path: Path) -> None
 
 
 def _first(running: GatewayProcess, key: str) -> Any:
-    with client_of(running, key) as client:
+    with make_client(running, key) as client:
         return client.responses.create(model="m", input="?", extra_headers=KEY)
 
 
 def _streamed(running: GatewayProcess, key: str) -> list[Any]:
-    with client_of(running, key) as client:
+    with make_client(running, key) as client:
         events = [*client.responses.create(model="m", input="?", stream=True, extra_headers=STREAM_KEY)]
     assert events[-1].type == "response.completed"
     return events
@@ -92,10 +92,10 @@ def _streamed(running: GatewayProcess, key: str) -> list[Any]:
 
 def _strangers(running: GatewayProcess, few: str, response_id: str) -> None:
     """Somebody without a key, and another tenant, who may ask once."""
-    with client_of(running, "fh-wrong") as stranger, pytest.raises(openai.AuthenticationError) as no:
+    with make_client(running, "fh-wrong") as stranger, pytest.raises(openai.AuthenticationError) as no:
         stranger.responses.retrieve(response_id)
     assert no.value.code == "invalid_api_key"
-    with client_of(running, few).with_options(max_retries=0) as client:
+    with make_client(running, few).with_options(max_retries=0) as client:
         with pytest.raises(openai.NotFoundError):
             client.responses.retrieve(response_id)
         assert client.responses.create(model="m", input="?").output_text == "2"

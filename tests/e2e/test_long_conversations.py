@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.e2e.conftest import House
+from tests.e2e.conftest import RunningGateway
 from tests.support.long_conversations import (
     FACT,
     KNOWN,
@@ -31,17 +31,17 @@ class Conversation:
     """
 
     def __init__(
-        self, house: House, way: Way, threshold: int, *, store: bool = True, role: str = "user"
+        self, gateway: RunningGateway, way: Way, threshold: int, *, store: bool = True, role: str = "user"
     ) -> None:
         self.record = ConversationRecord(threshold, turn=0)
         self.analyst = Analyst()
-        self._client = house.strict
+        self._client = gateway.strict
         self._way = way
         self._store = store
         self._role = role
         self._window: list[Any] = []
         self._previous: str | None = None
-        house.model.script(*[self.analyst.answer] * 1000)
+        gateway.model.script(*[self.analyst.answer] * 1000)
 
     def say(self, number: int, text: str) -> Any:
         message = {"role": self._role, "content": text}
@@ -88,8 +88,10 @@ class Conversation:
                 self._window = self._window[place:]
 
 
-def converse(house: House, way: Way, threshold: int, turns: int, *, store: bool, role: str = "user") -> None:
-    conversation = Conversation(house, way, threshold, store=store, role=role)
+def converse(
+    gateway: RunningGateway, way: Way, threshold: int, turns: int, *, store: bool, role: str = "user"
+) -> None:
+    conversation = Conversation(gateway, way, threshold, store=store, role=role)
     conversation.say(0, make_text(threshold // 20, f"{FACT} {WRITE}"))
     for number in range(1, turns - 2):
         conversation.say(number, make_text(threshold // 20, f"{number}."))
@@ -113,14 +115,16 @@ WAYS = [
 
 
 @pytest.mark.parametrize(("way", "store", "role"), [WAYS[1], WAYS[6]])
-def test_fifty_turns_stay_within_the_threshold(house: House, way: Way, store: bool, role: str) -> None:
-    converse(house, way, 2000, 50, store=store, role=role)
+def test_fifty_turns_stay_within_the_threshold(
+    gateway: RunningGateway, way: Way, store: bool, role: str
+) -> None:
+    converse(gateway, way, 2000, 50, store=store, role=role)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("threshold", [2000, 5000, 100_000])
 @pytest.mark.parametrize(("way", "store", "role"), WAYS)
 def test_two_hundred_turns_stay_within_the_threshold(
-    house: House, way: Way, store: bool, role: str, threshold: int
+    gateway: RunningGateway, way: Way, store: bool, role: str, threshold: int
 ) -> None:
-    converse(house, way, threshold, 200, store=store, role=role)
+    converse(gateway, way, threshold, 200, store=store, role=role)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.conftest import House
+from tests.e2e.conftest import RunningGateway
 from tests.support.gateway_process import code_call, text_answer
 from tests.support.prometheus_page import MetricsPage
 from tests.support.sandbox_runs import has_cgroups
@@ -26,27 +26,27 @@ GREEDY = "import mmap\nm = mmap.mmap(-1, 2 << 30)\nfor i in range(0, 2 << 30, 40
 TOOL: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
 
 
-def page_of(house: House) -> bytes:
-    with urllib.request.urlopen(house.served.url.removesuffix("/v1") + "/metrics", timeout=60) as answer:
+def page_of(gateway: RunningGateway) -> bytes:
+    with urllib.request.urlopen(gateway.process.url.removesuffix("/v1") + "/metrics", timeout=60) as answer:
         return answer.read()
 
 
-def scraped(house: House) -> MetricsPage:
-    return MetricsPage.parse(page_of(house).decode())
+def scraped(gateway: RunningGateway) -> MetricsPage:
+    return MetricsPage.parse(page_of(gateway).decode())
 
 
-def run(house: House, code: str) -> None:
-    house.model.script(code_call(code), text_answer("done"))
-    house.client.responses.create(model="scripted-too", input="?", tools=[TOOL])
+def run(gateway: RunningGateway, code: str) -> None:
+    gateway.model.script(code_call(code), text_answer("done"))
+    gateway.client.responses.create(model="scripted-too", input="?", tools=[TOOL])
 
 
 @pytest.fixture(scope="module")
-def before_and_after(house: House) -> tuple[MetricsPage, MetricsPage]:
+def before_and_after(gateway: RunningGateway) -> tuple[MetricsPage, MetricsPage]:
     """Of code that ends well, raises, takes its sandbox with it, and wants more memory than it has."""
-    before = scraped(house)
+    before = scraped(gateway)
     for code in ("print(6 * 7)", "1/0", "import os; os._exit(0)", *([GREEDY] if has_cgroups() else [])):
-        run(house, code)
-    return before, scraped(house)
+        run(gateway, code)
+    return before, scraped(gateway)
 
 
 @pytest.fixture(scope="module")
@@ -205,8 +205,8 @@ def promtool(*arguments: str | Path, given: bytes = b"") -> None:
 
 
 @pytest.mark.slow
-def test_prometheus_takes_the_page(house: House) -> None:
-    promtool("check", "metrics", given=page_of(house))
+def test_prometheus_takes_the_page(gateway: RunningGateway) -> None:
+    promtool("check", "metrics", given=page_of(gateway))
 
 
 @pytest.mark.slow

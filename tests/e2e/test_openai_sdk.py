@@ -14,7 +14,7 @@ import pytest
 from inline_snapshot import snapshot
 from pydantic import BaseModel
 
-from tests.e2e.conftest import House
+from tests.e2e.conftest import RunningGateway
 from tests.support.gateway_process import code_call, text_answer, tool_call, tool_calls
 
 INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
@@ -40,10 +40,12 @@ def order(events: list[Any]) -> list[str]:
     return types
 
 
-def test_a_streamed_turn_that_plots_and_the_next_one(house: House) -> None:
+def test_a_streamed_turn_that_plots_and_the_next_one(gateway: RunningGateway) -> None:
     linked = "Here: [the chart](sandbox:/mnt/data/squares.png)."
-    house.model.script(code_call(PLOT), text_answer("Here: [the chart]", "(sandbox:/mnt/data/squares.png)."))
-    client = house.strict
+    gateway.model.script(
+        code_call(PLOT), text_answer("Here: [the chart]", "(sandbox:/mnt/data/squares.png).")
+    )
+    client = gateway.strict
     with client.responses.create(
         model="scripted", input="Plot squares", tools=[INTERPRETER], include=OUTPUTS, stream=True
     ) as stream:
@@ -94,7 +96,7 @@ def test_a_streamed_turn_that_plots_and_the_next_one(house: House) -> None:
     content = client.containers.files.content.retrieve(cited.file_id, container_id=cited.container_id)
     assert content.read().startswith(b"\x89PNG")
 
-    house.model.script(code_call("print(sum(values), open('squares.csv').read())"), text_answer("14"))
+    gateway.model.script(code_call("print(sum(values), open('squares.csv').read())"), text_answer("14"))
     after = client.responses.create(
         model="scripted",
         input="Add them",
@@ -106,27 +108,27 @@ def test_a_streamed_turn_that_plots_and_the_next_one(house: House) -> None:
     assert again.container_id == ran.container_id
     assert again.outputs[0].logs == "14 1,4,9\n"
     assert after.output_text == "14"
-    messages = house.model.requests[0].json["messages"]
+    messages = gateway.model.requests[0].json["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant", "user"]
     assert "plotted 3" in messages[2]["content"]
-    assert house.model.unused_answers == 0
+    assert gateway.model.unused_answers == 0
 
 
-def test_a_blocking_call_has_every_field(house: House) -> None:
-    house.model.script(code_call("6 * 7"), text_answer("42"))
-    response = house.strict.responses.create(model="scripted", input="6 * 7?", tools=[INTERPRETER])
+def test_a_blocking_call_has_every_field(gateway: RunningGateway) -> None:
+    gateway.model.script(code_call("6 * 7"), text_answer("42"))
+    response = gateway.strict.responses.create(model="scripted", input="6 * 7?", tools=[INTERPRETER])
     assert response.status == "completed"
     assert response.output_text == "42"
     ran: Any = response.output[0]
     assert ran.outputs is None
     assert response.usage is not None
     assert (response.usage.input_tokens, response.usage.output_tokens) == (22, 14)
-    assert house.model.requests[1].json["messages"][-1]["content"] == snapshot("42")
+    assert gateway.model.requests[1].json["messages"][-1]["content"] == snapshot("42")
 
 
-def test_kept_read_and_deleted(house: House) -> None:
-    house.model.script(code_call("print('kept')"), text_answer("Done"))
-    client = house.strict
+def test_kept_read_and_deleted(gateway: RunningGateway) -> None:
+    gateway.model.script(code_call("print('kept')"), text_answer("Done"))
+    client = gateway.strict
     made = client.responses.create(model="scripted", input="Go", tools=[INTERPRETER], metadata={"a": "b"})
     read = client.responses.retrieve(made.id, include=OUTPUTS)
     ran: Any = read.output[0]
@@ -143,23 +145,23 @@ def test_kept_read_and_deleted(house: House) -> None:
     assert refused.value.code == "previous_response_not_found"
 
 
-def test_not_stored(house: House) -> None:
-    house.model.script(text_answer("x"))
-    client = house.strict
+def test_not_stored(gateway: RunningGateway) -> None:
+    gateway.model.script(text_answer("x"))
+    client = gateway.strict
     made = client.responses.create(model="scripted", input="Go", store=False)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(made.id)
 
 
-def test_functions_beside_the_interpreter(house: House) -> None:
+def test_functions_beside_the_interpreter(gateway: RunningGateway) -> None:
     function: Any = {
         "type": "function",
         "name": "rate",
         "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
         "strict": True,
     }
-    client = house.strict
-    house.model.script(
+    client = gateway.strict
+    gateway.model.script(
         tool_calls(
             tool_call("rate", {}, call_id="call_a"),
             tool_call("code_interpreter", {"code": "x = 2"}, call_id="call_b", index=1),
@@ -168,7 +170,7 @@ def test_functions_beside_the_interpreter(house: House) -> None:
     first = client.responses.create(model="scripted", input="Both", tools=[INTERPRETER, function])
     asked: Any = first.output[0]
     assert [item.type for item in first.output] == ["function_call", "code_interpreter_call"]
-    house.model.script(code_call("print(x * 3)"), text_answer("6"))
+    gateway.model.script(code_call("print(x * 3)"), text_answer("6"))
     second = client.responses.create(
         model="scripted",
         input=[{"type": "function_call_output", "call_id": asked.call_id, "output": "3"}],
@@ -178,7 +180,7 @@ def test_functions_beside_the_interpreter(house: House) -> None:
     )
     ran: Any = second.output[0]
     assert ran.outputs[0].logs == "6\n"
-    messages = house.model.requests[0].json["messages"]
+    messages = gateway.model.requests[0].json["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
     assert [message["tool_call_id"] for message in messages[2:]] == ["call_a", "call_b"]
 
@@ -187,27 +189,27 @@ class Answer(BaseModel):
     total: int
 
 
-def test_structured_output_with_the_interpreter(house: House) -> None:
-    house.model.script(code_call("print(sum(range(5)))"), text_answer('{"total"', ": 10}"))
-    parsed = house.strict.responses.parse(
+def test_structured_output_with_the_interpreter(gateway: RunningGateway) -> None:
+    gateway.model.script(code_call("print(sum(range(5)))"), text_answer('{"total"', ": 10}"))
+    parsed = gateway.strict.responses.parse(
         model="scripted", input="Add", tools=[INTERPRETER], text_format=Answer
     )
     assert parsed.output_parsed == Answer(total=10)
-    for asked in house.model.requests:
+    for asked in gateway.model.requests:
         assert asked.json["response_format"]["json_schema"]["schema"]["required"] == ["total"]
 
 
-def test_the_stream_helper_of_the_sdk(house: House) -> None:
-    house.model.script(code_call("print(1)"), text_answer("One", "!"))
-    with house.strict.responses.stream(model="scripted", input="?", tools=[INTERPRETER]) as stream:
+def test_the_stream_helper_of_the_sdk(gateway: RunningGateway) -> None:
+    gateway.model.script(code_call("print(1)"), text_answer("One", "!"))
+    with gateway.strict.responses.stream(model="scripted", input="?", tools=[INTERPRETER]) as stream:
         text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
         final = stream.get_final_response()
     assert text == final.output_text == "One!"
 
 
-def test_python_that_raises_is_a_completed_call(house: House) -> None:
-    house.model.script(code_call("1 / 0"), text_answer("Oh"))
-    response = house.strict.responses.create(
+def test_python_that_raises_is_a_completed_call(gateway: RunningGateway) -> None:
+    gateway.model.script(code_call("1 / 0"), text_answer("Oh"))
+    response = gateway.strict.responses.create(
         model="scripted", input="?", tools=[INTERPRETER], include=OUTPUTS
     )
     ran: Any = response.output[0]
@@ -215,26 +217,26 @@ def test_python_that_raises_is_a_completed_call(house: House) -> None:
     assert "ZeroDivisionError" in ran.outputs[0].logs
 
 
-def test_a_lost_sandbox_is_a_failed_call_and_the_loop_goes_on(house: House) -> None:
-    house.model.script(code_call("import os; os.kill(os.getpid(), 9)"), text_answer("It died"))
-    response = house.strict.responses.create(model="scripted", input="?", tools=[INTERPRETER])
+def test_a_lost_sandbox_is_a_failed_call_and_the_loop_goes_on(gateway: RunningGateway) -> None:
+    gateway.model.script(code_call("import os; os.kill(os.getpid(), 9)"), text_answer("It died"))
+    response = gateway.strict.responses.create(model="scripted", input="?", tools=[INTERPRETER])
     ran: Any = response.output[0]
     assert ran.status == "failed"
     assert response.output_text == "It died"
-    house.model.script(code_call("import os; os.kill(os.getpid(), 9)"), text_answer("It died"))
+    gateway.model.script(code_call("import os; os.kill(os.getpid(), 9)"), text_answer("It died"))
     events: list[Any] = list(
-        house.client.responses.create(model="scripted", input="?", tools=[INTERPRETER], stream=True)
+        gateway.client.responses.create(model="scripted", input="?", tools=[INTERPRETER], stream=True)
     )
     assert "response.code_interpreter_call.failed" in [event.type for event in events]
     assert events[-1].response.status == "completed"
 
 
-def test_execution_details_on_request(house: House) -> None:
-    house.model.script(
+def test_execution_details_on_request(gateway: RunningGateway) -> None:
+    gateway.model.script(
         code_call("import sys; print('o'); print('e', file=sys.stderr); sys.exit(3)"), text_answer("x")
     )
     include: Any = ["fumehood:execution"]
-    response = house.client.responses.create(
+    response = gateway.client.responses.create(
         model="scripted", input="?", tools=[INTERPRETER], include=include
     )
     ran: Any = response.output[0]
@@ -243,19 +245,21 @@ def test_execution_details_on_request(house: House) -> None:
     assert ran.outputs is None
 
 
-def test_execution_details_of_produced_files(house: House) -> None:
+def test_execution_details_of_produced_files(gateway: RunningGateway) -> None:
     large = 1_100_000
     code = f"open('t.csv', 'w').write('a,b'); open('deep.unknown', 'wb').write(bytes({large}))\nprint('o')"
-    house.model.script(code_call(code), text_answer("x"))
+    gateway.model.script(code_call(code), text_answer("x"))
     include: Any = ["fumehood:execution"]
-    created = house.client.responses.create(model="scripted", input="?", tools=[INTERPRETER], include=include)
+    created = gateway.client.responses.create(
+        model="scripted", input="?", tools=[INTERPRETER], include=include
+    )
     found: Any = created.output[0]
     details = found.to_dict()["fumehood:execution"]
     assert (details["stdout"], details["stderr"], details["exit_code"]) == ("o\n", "", 0)
     assert (details["files_complete"], details["missing_files"], details["truncated"]) == (True, [], False)
     unknown, table = details["files"]
     for file in (unknown, table):
-        content = house.client.containers.files.content.retrieve(
+        content = gateway.client.containers.files.content.retrieve(
             file["file_id"], container_id=file["container_id"]
         ).read()
         assert file["sha256"] == hashlib.sha256(content).hexdigest()
@@ -265,18 +269,18 @@ def test_execution_details_of_produced_files(house: House) -> None:
     assert base64.b64decode(table["content"]) == b"a,b"
     assert (unknown["mime_type"], unknown["content"]) == ("application/octet-stream", None)
     # By default there is OpenAI's item alone; and what was not asked for in time is described without content.
-    assert "fumehood:execution" not in house.client.responses.retrieve(created.id).output[0].to_dict()
-    house.model.script(code_call("open('u.csv', 'w').write('c')"), text_answer("x"))
-    plain = house.client.responses.create(model="scripted", input="?", tools=[INTERPRETER])
+    assert "fumehood:execution" not in gateway.client.responses.retrieve(created.id).output[0].to_dict()
+    gateway.model.script(code_call("open('u.csv', 'w').write('c')"), text_answer("x"))
+    plain = gateway.client.responses.create(model="scripted", input="?", tools=[INTERPRETER])
     assert "fumehood:execution" not in plain.output[0].to_dict()
-    later: Any = house.client.responses.retrieve(plain.id, include=include).output[0]
+    later: Any = gateway.client.responses.retrieve(plain.id, include=include).output[0]
     (file,) = later.to_dict()["fumehood:execution"]["files"]
     assert (file["sha256"], file["content"]) == (hashlib.sha256(b"c").hexdigest(), None)
 
 
-def test_replayed_items_find_their_container(house: House) -> None:
-    house.model.script(code_call("secret = 5"), text_answer("ok"))
-    client = house.strict
+def test_replayed_items_find_their_container(gateway: RunningGateway) -> None:
+    gateway.model.script(code_call("secret = 5"), text_answer("ok"))
+    client = gateway.strict
     first = client.responses.create(model="scripted", input="Keep 5", tools=[INTERPRETER], store=False)
     replay: Any = [{"role": "user", "content": "Keep 5"}]
     for item in first.output:
@@ -284,7 +288,7 @@ def test_replayed_items_find_their_container(house: House) -> None:
         for name in ("outputs", "status"):
             plain.pop(name, None)
         replay.append(plain)
-    house.model.script(code_call("print(secret)"), text_answer("5"))
+    gateway.model.script(code_call("print(secret)"), text_answer("5"))
     second = client.responses.create(
         model="scripted",
         input=[*replay, {"role": "user", "content": "Show it"}],
@@ -296,22 +300,22 @@ def test_replayed_items_find_their_container(house: House) -> None:
     assert ran.outputs[0].logs == "5\n"
 
 
-def test_pictures_of_the_user_reach_the_model(house: House) -> None:
-    house.model.script(text_answer("A dot"))
+def test_pictures_of_the_user_reach_the_model(gateway: RunningGateway) -> None:
+    gateway.model.script(text_answer("A dot"))
     url = "data:image/png;base64,iVBORw0KGgo="
     content: Any = [{"type": "input_text", "text": "What?"}, {"type": "input_image", "image_url": url}]
-    house.strict.responses.create(model="scripted", input=[{"role": "user", "content": content}])
-    sent = house.model.requests[0].json["messages"][0]["content"]
+    gateway.strict.responses.create(model="scripted", input=[{"role": "user", "content": content}])
+    sent = gateway.model.requests[0].json["messages"][0]["content"]
     assert sent[1]["image_url"]["url"] == url
 
 
-def test_models(house: House) -> None:
-    names = [card.id for card in house.strict.models.list()]
+def test_models(gateway: RunningGateway) -> None:
+    names = [card.id for card in gateway.strict.models.list()]
     assert "direct" in names
 
 
-def test_direct_runs_fenced_python(house: House) -> None:
-    response = house.strict.responses.create(
+def test_direct_runs_fenced_python(gateway: RunningGateway) -> None:
+    response = gateway.strict.responses.create(
         model="direct", input="```python\nprint(6 * 7)\n```", tools=[INTERPRETER]
     )
     assert "42" in response.output_text
@@ -331,9 +335,9 @@ def test_direct_runs_fenced_python(house: House) -> None:
         ({"include": ["everything"]}, "include"),
     ],
 )
-def test_what_is_refused(house: House, body: dict[str, Any], param: str | None) -> None:
-    house.model.script()
-    create: Any = house.strict.responses.create
+def test_what_is_refused(gateway: RunningGateway, body: dict[str, Any], param: str | None) -> None:
+    gateway.model.script()
+    create: Any = gateway.strict.responses.create
     with pytest.raises(openai.APIStatusError) as refused:
         create(**({"model": "scripted", "input": "x"} | body))
     assert 400 <= refused.value.status_code < 500
@@ -343,7 +347,7 @@ def test_what_is_refused(house: House, body: dict[str, Any], param: str | None) 
         assert refused.value.param.startswith(param)
 
 
-def test_the_examples_of_the_readme(house: House, tmp_path: Path) -> None:
+def test_the_examples_of_the_readme(gateway: RunningGateway, tmp_path: Path) -> None:
     """In one program, as the second goes on with the client of the first."""
     page = (Path(__file__).parents[2] / "README.md").read_text()
     first, second = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
@@ -351,7 +355,7 @@ def test_the_examples_of_the_readme(house: House, tmp_path: Path) -> None:
     assert "http://127.0.0.1:8080/v1" in example
     (tmp_path / "measured.csv").write_text("a,b\n1,2\n3,5\n")
     done = subprocess.run(
-        [sys.executable, "-c", example.replace("http://127.0.0.1:8080/v1", house.served.url)],
+        [sys.executable, "-c", example.replace("http://127.0.0.1:8080/v1", gateway.process.url)],
         cwd=tmp_path,
         capture_output=True,
         text=True,

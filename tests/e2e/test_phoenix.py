@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import client_of, settings_for
+from tests.e2e.conftest import make_client, make_settings
 from tests.support import gateway_process
 from tests.support.gateway_process import ScriptedModelServer, code_call, text_answer
 
@@ -99,11 +99,11 @@ def test_a_streamed_turn_with_code_is_seen_in_phoenix(tmp_path: Path) -> None:
     told = {"OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT": "true"}
     told |= {"OTEL_METRICS_EXPORTER": "none", "OTEL_LOGS_EXPORTER": "none"}
     with phoenix(tmp_path / "phoenix") as address, ScriptedModelServer() as model:
-        settings = settings_for(model) | {"telemetry": {"otlp": address, "profile": "phoenix"}}
+        settings = make_settings(model) | {"telemetry": {"otlp": address, "profile": "phoenix"}}
         model.script(code_call("print(6 * 7)"), text_answer("It is 42."))
         with (
             gateway_process.run_gateway(tmp_path / "gateway", settings, told) as running,
-            client_of(running) as client,
+            make_client(running) as client,
         ):
             asked: Any = client.responses.create(
                 model="scripted",

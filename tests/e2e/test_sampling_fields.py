@@ -11,7 +11,7 @@ import pytest
 from openai import APIError, BadRequestError, OpenAI
 
 from fumehood.protocol.openai.passthrough_fields import SAMPLING_FIELDS
-from tests.e2e.conftest import client_of, settings_without_code
+from tests.e2e.conftest import make_client, make_settings_without_code
 from tests.support import gateway_process
 from tests.support.gateway_process import ScriptedModelServer, text_answer
 from tests.support.raw_model_server import error
@@ -66,7 +66,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chain]:
     with ExitStack() as stack:
         model = stack.enter_context(ScriptedModelServer())
         own = {"match": "scripted", "base_url": model.url, "pass_fields": ["custom_field"], "retries": 0}
-        settings = {**settings_without_code(model), "models": [own]}
+        settings = {**make_settings_without_code(model), "models": [own]}
         far = stack.enter_context(gateway_process.run_gateway(tmp_path_factory.mktemp("far"), settings))
         behind = {
             "match": "far",
@@ -79,7 +79,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chain]:
         plain = {"match": "plain", "name": "scripted", "base_url": model.url, "extra_body": {"seed": 7}}
         settings = {**settings, "models": [own, behind, plain]}
         near = stack.enter_context(gateway_process.run_gateway(tmp_path_factory.mktemp("near"), settings))
-        yield Chain(near, stack.enter_context(client_of(near)), model)
+        yield Chain(near, stack.enter_context(make_client(near)), model)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -7,7 +7,7 @@ import openai
 import pytest
 from inline_snapshot import snapshot
 
-from tests.e2e.conftest import House
+from tests.e2e.conftest import RunningGateway
 from tests.e2e.test_openai_sdk import INTERPRETER, order
 from tests.support.gateway_process import Responder, code_call, text_answer, tool_call, tool_calls
 
@@ -18,21 +18,21 @@ def commands(*lines: str, **more: object) -> Responder:
     return tool_calls(tool_call("shell", {"commands": lines, **more}))
 
 
-def told(house: House, turn: int = -1) -> list[str]:
+def told(gateway: RunningGateway, turn: int = -1) -> list[str]:
     """What the model was told of calls, in that request."""
     return [
         message["content"]
-        for message in house.model.requests[turn].json["messages"]
+        for message in gateway.model.requests[turn].json["messages"]
         if message["role"] == "tool"
     ]
 
 
-def test_a_streamed_call_its_files_and_the_next_turn(house: House) -> None:
-    house.model.script(
+def test_a_streamed_call_its_files_and_the_next_turn(gateway: RunningGateway) -> None:
+    gateway.model.script(
         commands("seq 3 > numbers.txt; cat numbers.txt", "echo oops >&2; exit 3"),
         text_answer("See [numbers](sandbox:/mnt/data/numbers.txt)."),
     )
-    client = house.strict
+    client = gateway.strict
     with client.responses.create(model="scripted", input="Count", tools=[SHELL], stream=True) as stream:
         events: list[Any] = list(stream)
     assert order(events) == snapshot(
@@ -83,39 +83,39 @@ def test_a_streamed_call_its_files_and_the_next_turn(house: House) -> None:
     assert (note.type, note.filename) == ("container_file_citation", "numbers.txt")
     content = client.containers.files.content.retrieve(note.file_id, container_id=note.container_id)
     assert content.read() == b"1\n2\n3\n"
-    (heard,) = told(house)
+    (heard,) = told(gateway)
     assert heard.startswith("$ seq 3 > numbers.txt; cat numbers.txt\n1\n2\n3\n$ echo oops")
     assert heard.endswith("\noops\nExit code: 3\nFiles: /mnt/data/numbers.txt")
 
     # The same container for Python, in the next turn; and the model is told of the first as before.
-    house.model.script(code_call("print(open('numbers.txt').read().split())"), text_answer("Read."))
+    gateway.model.script(code_call("print(open('numbers.txt').read().split())"), text_answer("Read."))
     again = client.responses.create(
         model="scripted", input="Read", tools=[INTERPRETER], previous_response_id=response.id
     )
     ran: Any = again.output[0]
     assert ran.container_id == called.environment.container_id
-    first, second = told(house)
+    first, second = told(gateway)
     assert first.startswith("$ seq 3")
     assert second == "['1', '2', '3']"
 
 
-def test_blocking_retrieval_and_replay_by_the_client(house: House) -> None:
-    client = house.strict
-    house.model.script(commands("echo one > a.txt; echo done"), text_answer("Done."))
+def test_blocking_retrieval_and_replay_by_the_client(gateway: RunningGateway) -> None:
+    client = gateway.strict
+    gateway.model.script(commands("echo one > a.txt; echo done"), text_answer("Done."))
     response = client.responses.create(model="scripted", input="Write", tools=[SHELL], store=False)
     called: Any = response.output[0]
     items: Any = [{"role": "user", "content": "Write"}]
     items += [item.model_dump(exclude_none=True) for item in response.output]
     items += [{"role": "user", "content": "And read"}]
-    house.model.script(commands("cat a.txt"), text_answer("It says one."))
+    gateway.model.script(commands("cat a.txt"), text_answer("It says one."))
     second = client.responses.create(model="scripted", input=items, tools=[SHELL])
     read, said = second.output[0], second.output[1]
     assert read.type == "shell_call"
     assert said.type == "shell_call_output"
     assert read.environment == called.environment
     assert said.output[0].stdout == "one\n"
-    assert told(house) == ["done", "one"]
-    messages = house.model.requests[-1].json["messages"]
+    assert told(gateway) == ["done", "one"]
+    messages = gateway.model.requests[-1].json["messages"]
     assert [message["role"] for message in messages] == [
         "user",
         "assistant",
@@ -134,8 +134,8 @@ def test_blocking_retrieval_and_replay_by_the_client(house: House) -> None:
     assert {"shell_call", "shell_call_output"} <= {item.type for item in listed}
 
 
-def test_both_tools_at_once_in_one_container(house: House) -> None:
-    house.model.script(
+def test_both_tools_at_once_in_one_container(gateway: RunningGateway) -> None:
+    gateway.model.script(
         tool_calls(
             tool_call("shell", {"commands": ["echo from the shell > s.txt"]}, call_id="a", index=0),
             tool_call(
@@ -145,7 +145,7 @@ def test_both_tools_at_once_in_one_container(house: House) -> None:
         commands("cat s.txt p.txt"),
         text_answer("Both."),
     )
-    response = house.strict.responses.create(model="scripted", input="Both", tools=[INTERPRETER, SHELL])
+    response = gateway.strict.responses.create(model="scripted", input="Both", tools=[INTERPRETER, SHELL])
     kinds = [item.type for item in response.output]
     assert kinds == [
         "shell_call",
@@ -162,14 +162,14 @@ def test_both_tools_at_once_in_one_container(house: House) -> None:
     assert first.environment.container_id == second.container_id
 
 
-def test_a_time_out_ends_the_command_and_nothing_else(house: House) -> None:
-    house.model.script(
+def test_a_time_out_ends_the_command_and_nothing_else(gateway: RunningGateway) -> None:
+    gateway.model.script(
         code_call("kept = 11"),
         commands("sleep 600 & sleep 600", timeout_ms=300),
         code_call("print(kept)"),
         text_answer("Still there."),
     )
-    response = house.strict.responses.create(
+    response = gateway.strict.responses.create(
         model="scripted", input="Wait", tools=[INTERPRETER, SHELL], include=["code_interpreter_call.outputs"]
     )
     said: Any = response.output[2]
@@ -178,23 +178,26 @@ def test_a_time_out_ends_the_command_and_nothing_else(house: House) -> None:
     assert ran.outputs[0].logs == "11\n"
 
 
-def test_it_can_be_forced(house: House) -> None:
-    house.model.script(commands("true"), text_answer("Done."))
-    house.client.responses.create(
+def test_it_can_be_forced(gateway: RunningGateway) -> None:
+    gateway.model.script(commands("true"), text_answer("Done."))
+    gateway.client.responses.create(
         model="scripted", input="Do", tools=[INTERPRETER, SHELL], tool_choice={"type": "shell"}
     )
-    assert house.model.requests[0].json["tool_choice"] == {"type": "function", "function": {"name": "shell"}}
+    assert gateway.model.requests[0].json["tool_choice"] == {
+        "type": "function",
+        "function": {"name": "shell"},
+    }
 
 
-def test_a_local_shell_stays_the_clients(house: House) -> None:
+def test_a_local_shell_stays_the_clients(gateway: RunningGateway) -> None:
     """A chat model is not told of it, as before; its items, given back, are."""
-    house.model.script(text_answer("Hello."))
-    response = house.strict.responses.create(
+    gateway.model.script(text_answer("Hello."))
+    response = gateway.strict.responses.create(
         model="scripted", input="Hi", tools=[{"type": "shell", "environment": {"type": "local"}}]
     )
     assert response.tools[0].type == "shell"
-    assert "tools" not in house.model.requests[0].json
-    house.model.script(text_answer("So be it."))
+    assert "tools" not in gateway.model.requests[0].json
+    gateway.model.script(text_answer("So be it."))
     items: Any = [
         {
             "type": "shell_call",
@@ -209,45 +212,47 @@ def test_a_local_shell_stays_the_clients(house: House) -> None:
         },
         {"role": "user", "content": "Well?"},
     ]
-    house.strict.responses.create(model="scripted", input=items, tools=[SHELL])
-    assert told(house) == ["x"]
+    gateway.strict.responses.create(model="scripted", input=items, tools=[SHELL])
+    assert told(gateway) == ["x"]
 
 
-def test_what_cannot_be_is_refused_before_anything_begins(house: House) -> None:
+def test_what_cannot_be_is_refused_before_anything_begins(gateway: RunningGateway) -> None:
     for environment in ({"type": "container_reference", "container_id": "cntr_none"}, {"type": "cloud"}):
         tool: Any = {"type": "shell", "environment": environment}
         with pytest.raises((openai.BadRequestError, openai.NotFoundError)) as refused:
-            house.strict.responses.create(model="scripted", input="Do", tools=[tool])
+            gateway.strict.responses.create(model="scripted", input="Do", tools=[tool])
         assert refused.value.param == "tools"
 
 
-def test_a_model_behind_another_gateway(house: House) -> None:
+def test_a_model_behind_another_gateway(gateway: RunningGateway) -> None:
     """What speaks Responses itself is told of the shell as of a function, and gets its calls back as such."""
-    house.model.script(commands("echo far"), text_answer("Far."))
-    response = house.strict.responses.create(model="far", input="Do", tools=[SHELL])
+    gateway.model.script(commands("echo far"), text_answer("Far."))
+    response = gateway.strict.responses.create(model="far", input="Do", tools=[SHELL])
     said: Any = response.output[1]
     assert (response.output[0].type, said.output[0].stdout) == ("shell_call", "far\n")
-    house.model.script(text_answer("Yes."))
-    house.strict.responses.create(model="far", input="And?", tools=[SHELL], previous_response_id=response.id)
-    assert told(house) == ["far"]
+    gateway.model.script(text_answer("Yes."))
+    gateway.strict.responses.create(
+        model="far", input="And?", tools=[SHELL], previous_response_id=response.id
+    )
+    assert told(gateway) == ["far"]
 
 
-def test_an_upload_is_there_for_commands(house: House, tmp_path: Path) -> None:
+def test_an_upload_is_there_for_commands(gateway: RunningGateway, tmp_path: Path) -> None:
     given = tmp_path / "words.txt"
     given.write_bytes(b"b\na\n")
-    file = house.strict.files.create(file=given, purpose="user_data")
+    file = gateway.strict.files.create(file=given, purpose="user_data")
     tool: Any = {"type": "shell", "environment": {"type": "container_auto", "file_ids": [file.id]}}
-    house.model.script(commands("sort words.txt > sorted.txt; cat sorted.txt"), text_answer("Sorted."))
-    response = house.strict.responses.create(model="scripted", input="Sort", tools=[tool])
+    gateway.model.script(commands("sort words.txt > sorted.txt; cat sorted.txt"), text_answer("Sorted."))
+    response = gateway.strict.responses.create(model="scripted", input="Sort", tools=[tool])
     said: Any = response.output[1]
     assert said.output[0].stdout == "a\nb\n"
     message: Any = response.output[2]
     assert [note.filename for note in message.content[0].annotations] == ["sorted.txt"]
 
 
-def test_it_can_be_tried_without_a_model(house: House) -> None:
+def test_it_can_be_tried_without_a_model(gateway: RunningGateway) -> None:
     said = "```sh\nseq 3 > n.txt\n```\n```python\nprint(open('n.txt').read().split())\n```"
-    response = house.strict.responses.create(model="direct", input=said, tools=[SHELL, INTERPRETER])
+    response = gateway.strict.responses.create(model="direct", input=said, tools=[SHELL, INTERPRETER])
     assert [item.type for item in response.output] == [
         "shell_call",
         "shell_call_output",

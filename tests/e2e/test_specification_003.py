@@ -16,7 +16,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.conftest import House, client_of, settings_for
+from tests.e2e.conftest import RunningGateway, make_client, make_settings
 from tests.support import gateway_process
 from tests.support.gateway_process import ScriptedModelServer, code_call, text_answer, tool_call, tool_calls
 from tests.support.sandbox_runs import has_cgroups
@@ -26,11 +26,11 @@ OUTPUTS: Any = ["code_interpreter_call.outputs"]
 TOKEN = "a-token-that-nobody-guesses"
 
 
-def test_sc_001_a_model_calls_runs_and_reads_within_the_loop(house: House) -> None:
-    house.model.script(code_call("print(2 ** 64)"), text_answer("18446744073709551616"))
-    response = house.strict.responses.create(model="scripted", input="2 ** 64?", tools=[INTERPRETER])
+def test_sc_001_a_model_calls_runs_and_reads_within_the_loop(gateway: RunningGateway) -> None:
+    gateway.model.script(code_call("print(2 ** 64)"), text_answer("18446744073709551616"))
+    response = gateway.strict.responses.create(model="scripted", input="2 ** 64?", tools=[INTERPRETER])
     assert response.output_text == "18446744073709551616"
-    offered, read = house.model.requests
+    offered, read = gateway.model.requests
     (function,) = [tool["function"] for tool in offered.json["tools"]]
     assert function["name"] == "code_interpreter"
     assert function["parameters"]["required"] == ["code"]
@@ -38,10 +38,10 @@ def test_sc_001_a_model_calls_runs_and_reads_within_the_loop(house: House) -> No
     assert read.json["messages"][-1]["content"].startswith("18446744073709551616")
 
 
-def test_us1_2_and_fr_014_the_events_in_order(house: House) -> None:
-    house.model.script(code_call("1"), text_answer("."))
+def test_us1_2_and_fr_014_the_events_in_order(gateway: RunningGateway) -> None:
+    gateway.model.script(code_call("1"), text_answer("."))
     events = list(
-        house.strict.responses.create(model="scripted", input="?", tools=[INTERPRETER], stream=True)
+        gateway.strict.responses.create(model="scripted", input="?", tools=[INTERPRETER], stream=True)
     )
     lifecycle = [event.type for event in events if ".code_interpreter_call." in event.type]
     assert lifecycle == [
@@ -51,36 +51,36 @@ def test_us1_2_and_fr_014_the_events_in_order(house: House) -> None:
     ]
 
 
-def test_ec_2_a_call_without_a_stream_runs_just_the_same(house: House) -> None:
-    house.model.script(code_call("print('ran')"), text_answer("."))
-    response = house.strict.responses.create(
+def test_ec_2_a_call_without_a_stream_runs_just_the_same(gateway: RunningGateway) -> None:
+    gateway.model.script(code_call("print('ran')"), text_answer("."))
+    response = gateway.strict.responses.create(
         model="scripted", input="?", tools=[INTERPRETER], include=OUTPUTS
     )
     ran: Any = response.output[0]
     assert ran.outputs[0].logs == "ran\n"
 
 
-def test_ec_4_two_calls_in_one_turn(house: House) -> None:
-    house.model.script(
+def test_ec_4_two_calls_in_one_turn(gateway: RunningGateway) -> None:
+    gateway.model.script(
         tool_calls(
             tool_call("code_interpreter", {"code": "print('one')"}, call_id="call_a"),
             tool_call("code_interpreter", {"code": "print('two')"}, call_id="call_b", index=1),
         ),
         text_answer("."),
     )
-    response = house.strict.responses.create(
+    response = gateway.strict.responses.create(
         model="scripted", input="?", tools=[INTERPRETER], include=OUTPUTS
     )
     outputs: list[Any] = [item for item in response.output if item.type == "code_interpreter_call"]
     assert [item.outputs[0].logs for item in outputs] == ["one\n", "two\n"]
-    results = [message for message in house.model.requests[1].json["messages"] if message["role"] == "tool"]
+    results = [message for message in gateway.model.requests[1].json["messages"] if message["role"] == "tool"]
     assert [result["tool_call_id"] for result in results] == ["call_a", "call_b"]
 
 
 def test_ec_3_a_gateway_without_the_tool(tmp_path: Path) -> None:
     with ScriptedModelServer() as model:
-        settings = settings_for(model) | {"providers": {"code_interpreter": {"enabled": False}}}
-        with gateway_process.run_gateway(tmp_path, settings) as running, client_of(running) as client:
+        settings = make_settings(model) | {"providers": {"code_interpreter": {"enabled": False}}}
+        with gateway_process.run_gateway(tmp_path, settings) as running, make_client(running) as client:
             with pytest.raises(openai.BadRequestError, match="code_interpreter is not enabled"):
                 client.responses.create(model="scripted", input="?", tools=[INTERPRETER])
             assert not model.requests
@@ -119,18 +119,18 @@ def sandbox_server() -> Generator[str]:
 def test_us4_1_fr_013_and_sc_005_a_sandbox_server_elsewhere(tmp_path: Path) -> None:
     with ScriptedModelServer() as model, sandbox_server() as url:
         interpreter = {"sandbox_url": url, "sandbox_token_env": "TOKEN_OF_THE_SANDBOXES"}
-        settings = settings_for(model) | {"providers": {"code_interpreter": {"settings": interpreter}}}
+        settings = make_settings(model) | {"providers": {"code_interpreter": {"settings": interpreter}}}
         environment = {"TOKEN_OF_THE_SANDBOXES": TOKEN}
         with (
             gateway_process.run_gateway(tmp_path, settings, environment) as running,
-            client_of(running) as client,
+            make_client(running) as client,
         ):
             model.script(code_call("x = 41"), text_answer("ok"))
             first = client.responses.create(model="scripted", input="?", tools=[INTERPRETER])
         # Another gateway on the same files finds the container again: its sandbox is the server's.
         with (
             gateway_process.run_gateway(tmp_path, settings, environment) as running,
-            client_of(running) as client,
+            make_client(running) as client,
         ):
             model.script(code_call("print(x + 1)"), text_answer("42"))
             second = client.responses.create(
@@ -148,15 +148,15 @@ def test_us4_1_fr_013_and_sc_005_a_sandbox_server_elsewhere(tmp_path: Path) -> N
 @pytest.mark.parametrize("other", ["sandbox_template", "sandbox_warm_pool"])
 def test_us4_2_and_fr_016_a_server_and_a_template_exclude_each_other(tmp_path: Path, other: str) -> None:
     with ScriptedModelServer() as model:
-        settings = settings_for(model, sandbox_url="http://127.0.0.1:1", **{other: "python"})
+        settings = make_settings(model, sandbox_url="http://127.0.0.1:1", **{other: "python"})
         with pytest.raises(AssertionError, match=rf"sandbox_url[\s\S]*{other}|{other}[\s\S]*sandbox_url"):
             gateway_process.start_gateway(tmp_path, settings)
 
 
 def test_fr_015_the_provider_is_configured_in_the_file(tmp_path: Path) -> None:
     with ScriptedModelServer() as model:
-        settings = settings_for(model, execution_timeout=1.0, always_include_outputs=True)
-        with gateway_process.run_gateway(tmp_path, settings) as running, client_of(running) as client:
+        settings = make_settings(model, execution_timeout=1.0, always_include_outputs=True)
+        with gateway_process.run_gateway(tmp_path, settings) as running, make_client(running) as client:
             model.script(
                 code_call("print('begun')\nwhile True: pass"), code_call("print('alive')"), text_answer("ok")
             )
@@ -171,8 +171,8 @@ def test_fr_015_the_provider_is_configured_in_the_file(tmp_path: Path) -> None:
 
 def test_isolation_by_execution_gives_every_call_a_sandbox_of_its_own(tmp_path: Path) -> None:
     with ScriptedModelServer() as model:
-        settings = settings_for(model, isolation="execution")
-        with gateway_process.run_gateway(tmp_path, settings) as running, client_of(running) as client:
+        settings = make_settings(model, isolation="execution")
+        with gateway_process.run_gateway(tmp_path, settings) as running, make_client(running) as client:
             model.script(
                 code_call("x = 1\nopen('kept.txt', 'w').write('file')"),
                 code_call("print(open('kept.txt').read(), 'x' in globals())"),

@@ -8,7 +8,7 @@ from typing import Any
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from fumehood.message_parts.validation import validate
-from tests.e2e.conftest import client_of, settings_for
+from tests.e2e.conftest import make_client, make_settings
 from tests.support import gateway_process
 from tests.support.gateway_process import ScriptedModelServer, code_call, text_answer
 from tests.support.otlp_receiver import FAST_EXPORT_ENVIRONMENT, OtlpReceiver, decode_attributes
@@ -20,14 +20,14 @@ TOOL: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
 
 def test_a_streamed_turn_with_code_is_one_trace_is_counted_and_told(tmp_path: Path) -> None:
     with OtlpReceiver() as receiver, ScriptedModelServer() as model:
-        settings = settings_for(model) | {"telemetry": {"otlp": receiver.address}}
+        settings = make_settings(model) | {"telemetry": {"otlp": receiver.address}}
         works = code_call("print(6 * 7)"), text_answer("It is 42.")
         model.script(*works, code_call("import os; os._exit(3)"), text_answer("It broke."))
         with (
             gateway_process.run_gateway(
                 tmp_path, settings, FAST_EXPORT_ENVIRONMENT | {CAPTURE: "span_and_event"}
             ) as running,
-            client_of(running) as client,
+            make_client(running) as client,
         ):
             for _ in range(2):
                 for _ in client.responses.create(model="scripted", input="?", tools=[TOOL], stream=True):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from tests.e2e.conftest import client_of, settings_for, settings_without_code
+from tests.e2e.conftest import make_client, make_settings, make_settings_without_code
 from tests.support import gateway_process
 from tests.support.gateway_process import ScriptedModelServer, code_call, text_answer
 from tests.support.otlp_receiver import FAST_EXPORT_ENVIRONMENT, OtlpReceiver
@@ -30,7 +30,7 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
     near, far = tmp_path_factory.mktemp("near"), tmp_path_factory.mktemp("far")
     with OtlpReceiver() as receiver, ScriptedModelServer() as model:
         told = {"telemetry": {"otlp": receiver.address}}
-        behind = settings_without_code(model) | told
+        behind = make_settings_without_code(model) | told
         with gateway_process.run_gateway(
             far, behind, FAST_EXPORT_ENVIRONMENT | {"OTEL_SERVICE_NAME": "far"}
         ) as last:
@@ -43,7 +43,7 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
             first = gateway_process.run_gateway(
                 near, before, FAST_EXPORT_ENVIRONMENT | {"OTEL_SERVICE_NAME": "near"}
             )
-            with first as running, client_of(running) as client:
+            with first as running, make_client(running) as client:
                 yield Line(client, model, receiver)
 
 
@@ -178,13 +178,13 @@ words = ["{trace.id[:16]}" + "{trace.id[16:]}", "trace" + "parent", "trace" + "s
 print("path" in found, [word for word in words if word in found])
 """
     with OtlpReceiver() as receiver, ScriptedModelServer() as model:
-        settings = settings_for(model) | {"telemetry": {"otlp": receiver.address}}
+        settings = make_settings(model) | {"telemetry": {"otlp": receiver.address}}
         model.script(code_call(looks), text_answer("Done."))
         with (
             gateway_process.run_gateway(
                 tmp_path, settings, FAST_EXPORT_ENVIRONMENT | {"TRACEPARENT": trace.parent}
             ) as running,
-            client_of(running) as client,
+            make_client(running) as client,
         ):
             tool: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
             response: Any = client.responses.create(

@@ -24,7 +24,7 @@ MIB = 1 << 20
 QUIET: dict[str, Any] = {"providers": {"code_interpreter": {"enabled": False}}}
 
 
-def client_of(running: GatewayProcess) -> OpenAI:
+def make_client(running: GatewayProcess) -> OpenAI:
     return OpenAI(base_url=running.url, api_key="none", max_retries=0, timeout=120)
 
 
@@ -58,7 +58,7 @@ def wait_for(path: Path, size: int) -> None:
 
 def test_a_killed_gateway_leaves_nothing_of_an_upload(tmp_path: Path) -> None:
     running = gateway_process.start_gateway(tmp_path, QUIET)
-    with client_of(running) as client:
+    with make_client(running) as client:
         kept = client.files.create(file=("kept.txt", b"kept"), purpose="user_data")
     sending = Sending(running)
     sending.send(b"x" * (3 * MIB))
@@ -66,7 +66,7 @@ def test_a_killed_gateway_leaves_nothing_of_an_upload(tmp_path: Path) -> None:
     running.kill()
     sending.connection.close()
     assert len(list_files(tmp_path / "blobs")) == 2
-    with gateway_process.run_gateway(tmp_path, QUIET) as again, client_of(again) as client:
+    with gateway_process.run_gateway(tmp_path, QUIET) as again, make_client(again) as client:
         assert [file.id for file in client.files.list()] == [kept.id]
         assert client.files.content(kept.id).read() == b"kept"
         assert len(list_files(tmp_path / "blobs")) == 1
@@ -85,14 +85,14 @@ def test_a_gateway_that_is_stopped_leaves_nothing_of_an_upload(tmp_path: Path) -
 
 @pytest.mark.slow
 def test_blobs_of_another_database_are_refused(tmp_path: Path) -> None:
-    with gateway_process.run_gateway(tmp_path, QUIET) as running, client_of(running) as client:
+    with gateway_process.run_gateway(tmp_path, QUIET) as running, make_client(running) as client:
         kept = client.files.create(file=("kept.txt", b"kept"), purpose="user_data")
     (tmp_path / "gateway.db").rename(tmp_path / "other.db")
     with pytest.raises(AssertionError, match="holds the files of another database"):
         gateway_process.start_gateway(tmp_path, QUIET)
     (tmp_path / "gateway.db").unlink()
     (tmp_path / "other.db").rename(tmp_path / "gateway.db")
-    with gateway_process.run_gateway(tmp_path, QUIET) as running, client_of(running) as client:
+    with gateway_process.run_gateway(tmp_path, QUIET) as running, make_client(running) as client:
         assert client.files.content(kept.id).read() == b"kept"
 
 
@@ -121,7 +121,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         gateway_process.run_gateway(
             tmp_path / "disk", QUIET, {"FUMEHOOD_STORAGE__MIN_FREE_BYTES": "0"}
         ) as running,
-        client_of(running) as client,
+        make_client(running) as client,
     ):
         kept = client.files.create(file=("kept.txt", b"kept" * MIB), purpose="user_data")
         for _ in range(3):
@@ -150,7 +150,7 @@ def test_a_gigabyte_takes_no_memory(tmp_path: Path) -> None:
     size, piece = 1024 * MIB, bytes(range(32, 96)) * (MIB // 64)
     settings = {**QUIET, "files": {"file_bytes": 2 * size}}
     with gateway_process.run_gateway(tmp_path, settings) as running:
-        with client_of(running) as client:
+        with make_client(running) as client:
             client.files.create(file=("warm.txt", piece), purpose="user_data")
         before = resident_bytes(running.process.pid, "VmRSS")
         head = form([part("purpose", b"user_data"), part("file", b"", "large.txt")])

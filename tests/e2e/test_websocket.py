@@ -4,7 +4,7 @@ from typing import Any
 
 from openai.resources.responses.responses import ResponsesConnection
 
-from tests.e2e.conftest import House
+from tests.e2e.conftest import RunningGateway
 from tests.support.gateway_process import code_call, text_answer
 
 INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
@@ -27,9 +27,9 @@ def turn(connection: ResponsesConnection, previous: str | None) -> Any:
     raise AssertionError("it did not end")
 
 
-def test_the_next_turn_finds_the_container_though_nothing_is_stored(house: House) -> None:
-    house.model.script(code_call("n = 6"), text_answer("Set."), code_call("n * 7"), text_answer("42."))
-    with house.strict.responses.connect() as connection:
+def test_the_next_turn_finds_the_container_though_nothing_is_stored(gateway: RunningGateway) -> None:
+    gateway.model.script(code_call("n = 6"), text_answer("Set."), code_call("n * 7"), text_answer("42."))
+    with gateway.strict.responses.connect() as connection:
         first = turn(connection, None)
         second = turn(connection, first.id)
     assert first.output[0].container_id == second.output[0].container_id
@@ -37,10 +37,10 @@ def test_the_next_turn_finds_the_container_though_nothing_is_stored(house: House
     assert second.output_text == "42."
 
 
-def test_a_client_that_leaves_interrupts_its_code(house: House) -> None:
+def test_a_client_that_leaves_interrupts_its_code(gateway: RunningGateway) -> None:
     loop = "import time\nfor n in range(600): time.sleep(0.1)"
-    house.model.script(code_call("n = 0"), text_answer("Set."), code_call(loop))
-    with house.client.responses.connect() as connection:
+    gateway.model.script(code_call("n = 0"), text_answer("Set."), code_call(loop))
+    with gateway.client.responses.connect() as connection:
         first = turn(connection, None)
         tool: Any = {"type": "code_interpreter", "container": first.output[0].container_id}
         connection.response.create(model="scripted", input="?", tools=[tool])
@@ -48,7 +48,7 @@ def test_a_client_that_leaves_interrupts_its_code(house: House) -> None:
             if event.type == "response.code_interpreter_call.interpreting":
                 break
     # The sandbox is not ended: it can be used as soon as the code is.
-    house.model.script(code_call("print(n < 599)"), text_answer("ok"))
-    after = house.client.responses.create(model="scripted", input="?", tools=[tool], include=OUTPUTS)
+    gateway.model.script(code_call("print(n < 599)"), text_answer("ok"))
+    after = gateway.client.responses.create(model="scripted", input="?", tools=[tool], include=OUTPUTS)
     ran: Any = after.output[0]
     assert ran.outputs[0].logs == "True\n"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import House
+from tests.e2e.conftest import RunningGateway
 from tests.support.compliance_client import connect
 from tests.support.gateway_process import USAGE, tool_call, tool_calls
 from tests.support.raw_model_server import DONE, chunk, stream
@@ -38,10 +38,10 @@ TOOLS: list[Any] = [
 ]
 
 
-async def everything(house: House) -> list[Any]:
+async def everything(gateway: RunningGateway) -> list[Any]:
     """A stream with an item of every type that the gateway makes."""
     thought = chunk({"reasoning_content": "Hm."})
-    house.model.script(
+    gateway.model.script(
         tool_calls([thought], tool_call("code_interpreter", {"code": "open('a.csv', 'w').write('1')"})),
         stream(
             chunk({"content": "See [a](sandbox:/mnt/data/a.csv)."}),
@@ -52,7 +52,7 @@ async def everything(house: House) -> list[Any]:
             DONE,
         ),
     )
-    async with connect(house.served.url) as wire:
+    async with connect(gateway.process.url) as wire:
         return await wire.unchecked(input="?", tools=TOOLS, include=["code_interpreter_call.outputs"])
 
 
@@ -64,11 +64,11 @@ def named(event: Any) -> Iterator[tuple[str, set[str]]]:
             yield event[name].get("type", name), set(event[name])
 
 
-async def test_fields_against_the_sdk(house: House) -> None:
+async def test_fields_against_the_sdk(gateway: RunningGateway) -> None:
     known = json.loads(SHAPES.read_text())
     shapes: dict[str, dict[str, str]] = {**known["events"], **known["items"], "response": known["Response"]}
     seen: set[str] = set()
-    for event in await everything(house):
+    for event in await everything(gateway):
         for name, fields in named(event):
             if (shape := shapes.get(name)) is not None:
                 required = {field for field, kind in shape.items() if not kind.startswith("?")}
@@ -80,7 +80,7 @@ async def test_fields_against_the_sdk(house: House) -> None:
     assert len(seen) > 25
 
 
-async def test_fields_against_recorded_traffic(house: House) -> None:
+async def test_fields_against_recorded_traffic(gateway: RunningGateway) -> None:
     ever: dict[str, set[str]] = {}
     always: dict[str, set[str]] = {}
     for path in RECORDED:
@@ -93,7 +93,7 @@ async def test_fields_against_recorded_traffic(house: House) -> None:
                 ever[name] = ever.get(name, set()) | fields
                 always[name] = always.get(name, fields) & fields
     compared: set[str] = set()
-    for event in await everything(house):
+    for event in await everything(gateway):
         for name, fields in named(event):
             if name in ever:
                 assert always[name] - LEFT_OUT <= fields, name

@@ -37,7 +37,7 @@ from fumehood.sandbox_client.server_connection import (
 )
 from fumehood.testing import ExecutionStep, SandboxAction, ScriptedSandboxProvider
 from tests.support.relay import relay
-from tests.support.sandbox_http import Manners, Served, served
+from tests.support.sandbox_http import ProviderServer, ServerBehaviour, serve_provider
 
 TOKEN = "s3cret-t0ken"
 HASTY = SandboxConnectionSettings(response=5, read=5, retries=3, backoff=0)
@@ -50,11 +50,11 @@ async def create_sandbox(remote: RemoteSandboxProvider) -> RemoteSandbox:
 
 @asynccontextmanager
 async def scripted_server(
-    *actions: SandboxAction, manners: Manners | None = None
-) -> AsyncGenerator[tuple[ScriptedSandboxProvider, Served]]:
+    *actions: SandboxAction, behaviour: ServerBehaviour | None = None
+) -> AsyncGenerator[tuple[ScriptedSandboxProvider, ProviderServer]]:
     async with ScriptedSandboxProvider(repeatable=[ExecutionStep(None, actions)]) as provider:
         await provider.create(SandboxSpec(), "one")
-        async with served(provider, manners) as server:
+        async with serve_provider(provider, behaviour) as server:
             yield provider, server
 
 
@@ -110,18 +110,18 @@ _texts = st.lists(st.text(max_size=30), max_size=8)
     texts=_texts,
     cuts=st.lists(st.integers(0, 900), max_size=6),
     reset=st.booleans(),
-    piece=st.integers(1, 200),
-    blanks=st.integers(0, 2),
+    chunk_size=st.integers(1, 200),
+    blank_lines=st.integers(0, 2),
 )
 def test_events_come_once_each_however_connections_break(
-    texts: list[str], cuts: list[int], reset: bool, piece: int, blanks: int
+    texts: list[str], cuts: list[int], reset: bool, chunk_size: int, blank_lines: int
 ) -> None:
     async def run() -> None:
         events: list[ExecutionEvent] = [*(Stdout(text) for text in texts), OK]
-        manners = Manners(piece=piece, blanks=blanks)
+        behaviour = ServerBehaviour(chunk_size=chunk_size, blank_lines=blank_lines)
         timeouts = SandboxConnectionSettings(retries=len(cuts) + 2, backoff=0)
         async with (
-            scripted_server(*events, manners=manners) as (provider, server),
+            scripted_server(*events, behaviour=behaviour) as (provider, server),
             relay(server.port, reset=reset) as proxy,
             RemoteSandboxProvider(f"http://127.0.0.1:{proxy.port}", timeouts=timeouts) as remote,
         ):
@@ -158,7 +158,7 @@ async def test_long_output_through_a_network_that_cuts_everywhere(reset: bool) -
 async def test_one_line_of_many_megabytes() -> None:
     shown = DisplayData({"image/png": "A" * (12 << 20)})
     async with (
-        scripted_server(shown, manners=Manners(piece=100_000)) as (_, server),
+        scripted_server(shown, behaviour=ServerBehaviour(chunk_size=100_000)) as (_, server),
         RemoteSandboxProvider(server.url) as remote,
     ):
         sandbox = await create_sandbox(remote)
@@ -195,7 +195,7 @@ async def test_the_server_ends_in_mid_stream() -> None:
     go = asyncio.Event()
     provider = ScriptedSandboxProvider(repeatable=[ExecutionStep(None, [Stdout("first"), go])])
     await provider.create(SandboxSpec(), "one")
-    async with served(provider) as server:
+    async with serve_provider(provider) as server:
         remote = RemoteSandboxProvider(server.url, timeouts=HASTY)
         sandbox = await create_sandbox(remote)
         events = sandbox.execute(ExecuteRequest(code="x"))
@@ -335,7 +335,7 @@ async def test_a_slow_server_is_waited_for() -> None:
 @pytest.mark.parametrize("token", [None, "wrong"])
 async def test_a_wrong_token_is_told(token: str | None) -> None:
     async with (
-        scripted_server(manners=Manners(token=TOKEN)) as (_, server),
+        scripted_server(behaviour=ServerBehaviour(token=TOKEN)) as (_, server),
         RemoteSandboxProvider(server.url, token) as remote,
     ):
         with pytest.raises(InvalidServerToken):
@@ -368,7 +368,7 @@ def test_what_is_no_url(url: str) -> None:
     assert "pass@" not in str(caught.value)
 
 
-# ---- manners --------------------------------------------------------------------------------------------------
+# ---- behaviour --------------------------------------------------------------------------------------------------
 
 
 async def test_connections_are_used_again() -> None:

@@ -89,20 +89,20 @@ def start_gateway(
     for line in process.stdout:
         lines.append(line)
         if found := _ADDRESS.search(line):
-            served = GatewayProcess(process, found[1] + "/v1", directory, lines)
-            served.drain = threading.Thread(target=_drain, args=(served,), daemon=True)
-            served.drain.start()
-            return served
+            gateway = GatewayProcess(process, found[1] + "/v1", directory, lines)
+            gateway.drain = threading.Thread(target=_drain, args=(gateway,), daemon=True)
+            gateway.drain.start()
+            return gateway
     process.stdout.close()
     process.wait()
     raise AssertionError("it did not serve:\n" + "".join(lines))
 
 
-def _drain(served: GatewayProcess) -> None:
+def _drain(gateway: GatewayProcess) -> None:
     """Nobody waits for what it says; but a full pipe would stop it."""
-    assert served.process.stdout is not None
-    with served.process.stdout as said:
-        served.output.extend(said)
+    assert gateway.process.stdout is not None
+    with gateway.process.stdout as said:
+        gateway.output.extend(said)
 
 
 @contextlib.contextmanager
@@ -114,12 +114,12 @@ def run_gateway(
     *,
     loaded: bool = False,
 ) -> Generator[GatewayProcess]:
-    served = start_gateway(directory, settings, environment, program, loaded=loaded)
+    gateway = start_gateway(directory, settings, environment, program, loaded=loaded)
     try:
-        yield served
+        yield gateway
     finally:
-        if served.process.poll() is None:
-            served.stop()
+        if gateway.process.poll() is None:
+            gateway.stop()
 
 
 class ScriptedModelServer:
@@ -193,7 +193,7 @@ def tool_call(
 ) -> list[bytes]:
     text = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
     size = max(1, -(-len(text) // pieces))
-    fragments = [text[place : place + size] for place in range(0, len(text), size)]
+    fragments = [text[start : start + size] for start in range(0, len(text), size)]
     head = {"index": index, "id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
     return [
         chunk({"tool_calls": [head]}),
@@ -204,8 +204,8 @@ def tool_call(
 def tool_calls(*written: list[bytes], prompt_tokens: int | None = None) -> Responder:
     usage = USAGE
     if prompt_tokens is not None:
-        told = {"prompt_tokens": prompt_tokens, "completion_tokens": 7, "total_tokens": prompt_tokens + 7}
-        usage = data({"choices": [], "usage": told})
+        figures = {"prompt_tokens": prompt_tokens, "completion_tokens": 7, "total_tokens": prompt_tokens + 7}
+        usage = data({"choices": [], "usage": figures})
     return stream(*(piece for one in written for piece in one), chunk(finish="tool_calls"), usage, DONE)
 
 

@@ -120,28 +120,28 @@ class OpenAIServer:
             wanted: dict[str, Any] = json.loads(body)
             made = Container(f"cntr_{next(self._ids)}", wanted.get("memory_limit", "1g"))
             self.containers[made.id] = made
-            return Reply(_shown(made))
+            return Reply(_container_body(made))
         container = self.containers.get(name)
         if container is None:
             return _no_container(name)
         if "/files" not in path:
             if method == "DELETE":
                 del self.containers[name]
-            return Reply(_shown(container))
+            return Reply(_container_body(container))
         if container.status == "expired":
             return _expired()
         if file is None:
             number = next(self._ids)
-            given, sent = _upload(kind, body)
+            filename, sent = _upload(kind, body)
             # As OpenAI's does: whatever directory it was to go to, and with something before its name.
-            container.files[f"cfile_{number}"] = (f"{number:032x}-{given.rpartition('/')[2]}", sent)
-            return Reply(_file(container, f"cfile_{number}"))
+            container.files[f"cfile_{number}"] = (f"{number:032x}-{filename.rpartition('/')[2]}", sent)
+            return Reply(_file_body(container, f"cfile_{number}"))
         if file not in container.files:
             return error(404, f"Container file with id '{file}' not found.")
         if method == "DELETE":
             del container.files[file]
             return Reply({"id": file, "deleted": True})
-        return Reply(container.files[file][1]) if content else Reply(_file(container, file))
+        return Reply(container.files[file][1]) if content else Reply(_file_body(container, file))
 
     def _files(self, name: str, query: str) -> Reply:
         """All on one page, the newest first unless somebody wants it otherwise."""
@@ -150,7 +150,7 @@ class OpenAIServer:
             return _no_container(name)
         if container.status == "expired":
             return _expired()
-        listed = [_file(container, one) for one in container.files]
+        listed = [_file_body(container, one) for one in container.files]
         data = listed if "order=asc" in query else listed[::-1]
         return Reply({"object": "list", "data": data, "has_more": False, "first_id": None, "last_id": None})
 
@@ -163,7 +163,7 @@ def _expired() -> Reply:
     return error(404, "Container is expired.")
 
 
-def _shown(container: Container) -> dict[str, Any]:
+def _container_body(container: Container) -> dict[str, Any]:
     return {
         "id": container.id,
         "object": "container",
@@ -174,7 +174,7 @@ def _shown(container: Container) -> dict[str, Any]:
     }
 
 
-def _file(container: Container, file_id: str) -> dict[str, Any]:
+def _file_body(container: Container, file_id: str) -> dict[str, Any]:
     path, content = container.files[file_id]
     return {
         "id": file_id,
@@ -200,7 +200,7 @@ def _upload(kind: str, body: bytes) -> tuple[str, bytes]:
 
 
 @contextmanager
-def serving() -> Generator[OpenAIServer]:
+def run_openai_server() -> Generator[OpenAIServer]:
     server = OpenAIServer()
 
     class Handler(BaseHTTPRequestHandler):
@@ -227,7 +227,7 @@ def serving() -> Generator[OpenAIServer]:
             self.end_headers()
             self.wfile.write(payload)
 
-        do_GET = do_POST = do_DELETE = _serve  # noqa: N815 - their names are given
+        do_GET = do_POST = do_DELETE = _serve  # noqa: N815 - their names are filename
 
         def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
             """Nobody reads it."""
@@ -244,5 +244,5 @@ def serving() -> Generator[OpenAIServer]:
             thread.join()
 
 
-def client_of(server: OpenAIServer) -> OpenAI:
+def make_client(server: OpenAIServer) -> OpenAI:
     return OpenAI(base_url=server.url, api_key="sk-secret", max_retries=0, timeout=30)

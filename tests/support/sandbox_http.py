@@ -37,22 +37,22 @@ type Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass
-class Manners:
+class ServerBehaviour:
     """How the server behaves; may be changed while it runs.
 
-    piece: events are sent in pieces of so many bytes; blank: with so many blank lines before each event.
+    chunk_size: events are sent in pieces of so many bytes; blank_lines: with so many blank lines before each event.
     """
 
     token: str | None = None
     version: str | None = "1"
-    piece: int = 1 << 16
-    blanks: int = 0
+    chunk_size: int = 1 << 16
+    blank_lines: int = 0
 
 
 class _Server:
-    def __init__(self, provider: SandboxProvider, manners: Manners) -> None:
+    def __init__(self, provider: SandboxProvider, behaviour: ServerBehaviour) -> None:
         self.provider = provider
-        self.manners = manners
+        self.behaviour = behaviour
         self.requests: list[str] = []
 
     def application(self) -> web.Application:
@@ -81,8 +81,8 @@ class _Server:
     async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         self.requests.append(f"{request.method} {request.raw_path}")
         try:
-            if self.manners.token is not None:
-                expected = f"Bearer {self.manners.token}"
+            if self.behaviour.token is not None:
+                expected = f"Bearer {self.behaviour.token}"
                 if request.headers.get("Authorization") != expected:
                     raise InvalidServerToken("A token is needed.")
             return await handler(request)
@@ -96,7 +96,7 @@ class _Server:
         )
 
     def _headers(self) -> dict[str, str]:
-        return {} if self.manners.version is None else {"fumehood-sandbox-protocol": self.manners.version}
+        return {} if self.behaviour.version is None else {"fumehood-sandbox-protocol": self.behaviour.version}
 
     async def _info_of(self, sandbox_id: str) -> SandboxInfo:
         await self.provider.attach(SandboxRef(sandbox_id))
@@ -149,9 +149,9 @@ class _Server:
         return response
 
     async def _send(self, response: web.StreamResponse, event: ExecutionEvent) -> None:
-        content = b"\n" * self.manners.blanks + msgspec.json.encode(event) + b"\n"
-        for start in range(0, len(content), self.manners.piece):
-            await response.write(content[start : start + self.manners.piece])
+        content = b"\n" * self.behaviour.blank_lines + msgspec.json.encode(event) + b"\n"
+        for start in range(0, len(content), self.behaviour.chunk_size):
+            await response.write(content[start : start + self.behaviour.chunk_size])
 
     async def _interrupt(self, request: web.Request) -> web.Response:
         sandbox = await self._sandbox(request)
@@ -162,12 +162,12 @@ class _Server:
 
     async def _read(self, request: web.Request) -> web.StreamResponse:
         sandbox = await self._sandbox(request)
-        pieces = [piece async for piece in sandbox.read_file(request.match_info["path"])]
+        chunks = [chunk async for chunk in sandbox.read_file(request.match_info["path"])]
         response = web.StreamResponse(headers=self._headers())
-        response.content_length = sum(map(len, pieces))
+        response.content_length = sum(map(len, chunks))
         await response.prepare(request)
-        for piece in pieces:
-            await response.write(piece)
+        for chunk in chunks:
+            await response.write(chunk)
         await response.write_eof()
         return response
 
@@ -214,27 +214,27 @@ class _Server:
 
 
 @dataclass
-class Served:
+class ProviderServer:
     url: str
     port: int
     requests: list[str]
 
 
 @asynccontextmanager
-async def served(
-    provider: SandboxProvider, manners: Manners | None = None, *, socket: Path | None = None
-) -> AsyncGenerator[Served]:
+async def serve_provider(
+    provider: SandboxProvider, behaviour: ServerBehaviour | None = None, *, socket: Path | None = None
+) -> AsyncGenerator[ProviderServer]:
     """The provider on a port of the loopback interface, or on a unix socket."""
-    server = _Server(provider, manners or Manners())
+    server = _Server(provider, behaviour or ServerBehaviour())
     runner = web.AppRunner(server.application(), access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     try:
         if socket is not None:
             await web.UnixSite(runner, socket).start()
-            yield Served(f"unix:{socket}", 0, server.requests)
+            yield ProviderServer(f"unix:{socket}", 0, server.requests)
             return
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         port = runner.addresses[0][1]
-        yield Served(f"http://127.0.0.1:{port}", port, server.requests)
+        yield ProviderServer(f"http://127.0.0.1:{port}", port, server.requests)
     finally:
         await runner.cleanup()

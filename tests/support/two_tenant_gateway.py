@@ -181,15 +181,20 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[TenantG
     ann, ben = await put_key(store, "ann"), await put_key(store, "ben")
     try:
         async with (
-            ApiKeyAuthenticator(store, clock, AnonymousAuthenticator()) as holders,
+            ApiKeyAuthenticator(store, clock, AnonymousAuthenticator()) as authenticator,
             run_gateway(
-                runs=runs, store=store, containers=containers, files=files, authenticator=holders, **options
+                runs=runs,
+                store=store,
+                containers=containers,
+                files=files,
+                authenticator=authenticator,
+                **options,
             ) as gateway,
         ):
             yield TenantGateway(
                 gateway,
                 store,
-                holders,
+                authenticator,
                 clock,
                 model,
                 database,
@@ -219,17 +224,17 @@ class TenantObjects:
     call_id: str
 
 
-async def create_objects(party: TenantClient) -> TenantObjects:
+async def create_objects(tenant: TenantClient) -> TenantObjects:
     """A kept response, in which code has written a file, and an upload."""
-    made = await party.create(tools=[INTERPRETER], input="make a file")
+    made = await tenant.create(tools=[INTERPRETER], input="make a file")
     assert made.status == 200, made.body
     call, message = (
         next(item for item in made.json["output"] if item["type"] == kind)
         for kind in ("code_interpreter_call", "message")
     )
-    files = await party.ask("GET", f"/v1/containers/{call['container_id']}/files")
+    files = await tenant.ask("GET", f"/v1/containers/{call['container_id']}/files")
     (file,) = json.loads(files.body)["data"]
-    uploaded = await party.upload("own.txt", b"own")
+    uploaded = await tenant.upload("own.txt", b"own")
     return TenantObjects(
         made.json["id"], call["container_id"], file["id"], uploaded.json["id"], message["id"], call["id"]
     )

@@ -5,10 +5,10 @@ from collections.abc import AsyncGenerator
 import pytest_asyncio
 from openai import AsyncOpenAI
 
-from tests.e2e.conftest import House
+from tests.e2e.conftest import RunningGateway
 
 
 @pytest_asyncio.fixture
-async def client(house: House) -> AsyncGenerator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=house.served.url, api_key="none", max_retries=0) as client:
+async def client(gateway: RunningGateway) -> AsyncGenerator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=gateway.process.url, api_key="none", max_retries=0) as client:
         yield client

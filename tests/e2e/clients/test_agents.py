@@ -17,7 +17,7 @@ from agents import (
 )
 from openai import AsyncOpenAI
 
-from tests.e2e.conftest import House
+from tests.e2e.conftest import RunningGateway
 from tests.support import client_conversation
 from tests.support.gateway_process import code_call, text_answer, tool_call, tool_calls
 
@@ -35,9 +35,9 @@ def agent_of(client: AsyncOpenAI, *more: Any, **settings: Any) -> Agent:
     )
 
 
-async def test_a_conversation(house: House, client: AsyncOpenAI) -> None:
+async def test_a_conversation(gateway: RunningGateway, client: AsyncOpenAI) -> None:
     agent = agent_of(client, response_include=["code_interpreter_call.outputs"])
-    client_conversation.script(house.model, 3)
+    client_conversation.script(gateway.model, 3)
     first = await Runner.run(agent, "Square", run_config=QUIET)
     assert first.final_output == client_conversation.LINK
     message: Any = first.raw_responses[0].output[-1]
@@ -62,27 +62,27 @@ async def test_a_conversation(house: House, client: AsyncOpenAI) -> None:
     async for _ in replayed.stream_events():
         pass
     assert replayed.final_output == client_conversation.SUM
-    client_conversation.check(house.model, [client_conversation.SQUARED] * 3)
+    client_conversation.check(gateway.model, [client_conversation.SQUARED] * 3)
 
 
-async def test_a_session_that_the_client_keeps(house: House, client: AsyncOpenAI) -> None:
+async def test_a_session_that_the_client_keeps(gateway: RunningGateway, client: AsyncOpenAI) -> None:
     agent = agent_of(client, store=False, response_include=["code_interpreter_call.outputs"])
     session = SQLiteSession("squares")
-    client_conversation.script(house.model, 1)
+    client_conversation.script(gateway.model, 1)
     await Runner.run(agent, "Square", session=session, run_config=QUIET)
     second = await Runner.run(agent, "Add", session=session, run_config=QUIET)
     session.close()
     assert second.final_output == client_conversation.SUM
-    client_conversation.check(house.model, ["kept 3\n"])
+    client_conversation.check(gateway.model, ["kept 3\n"])
 
 
-async def test_functions_beside_the_interpreter(house: House, client: AsyncOpenAI) -> None:
+async def test_functions_beside_the_interpreter(gateway: RunningGateway, client: AsyncOpenAI) -> None:
     @function_tool
     def rate(currency: str) -> str:
         """What one of them is worth."""
         return f"2 {currency}"
 
-    house.model.script(
+    gateway.model.script(
         tool_calls(
             tool_call("rate", {"currency": "EUR"}, call_id="call_rate"),
             tool_call("code_interpreter", {"code": "pieces = 21"}, call_id="call_code", index=1),
@@ -92,7 +92,7 @@ async def test_functions_beside_the_interpreter(house: House, client: AsyncOpenA
     )
     done = await Runner.run(agent_of(client, rate), "What are 21 worth?", run_config=QUIET)
     assert done.final_output == "42 EUR"
-    messages = house.model.requests[-1].json["messages"]
+    messages = gateway.model.requests[-1].json["messages"]
     assert [message["role"] for message in messages[2:]] == ["assistant", "tool", "tool", "assistant", "tool"]
     assert messages[3]["content"] == "2 EUR"
     assert messages[-1]["content"] == "42"
@@ -105,19 +105,19 @@ async def streamed(agent: Agent) -> Any:
     return run.final_output
 
 
-async def test_what_fails(house: House, client: AsyncOpenAI) -> None:
-    house.model.script(*client_conversation.lost_sandbox())
+async def test_what_fails(gateway: RunningGateway, client: AsyncOpenAI) -> None:
+    gateway.model.script(*client_conversation.lost_sandbox())
     assert await streamed(agent_of(client)) == client_conversation.LOST
-    house.model.script(*client_conversation.broken_connection())
+    gateway.model.script(*client_conversation.broken_connection())
     with pytest.raises(openai.APIError, match="broke before its response was complete"):
         await streamed(agent_of(client))
 
 
-async def test_a_hosted_shell(house: House, client: AsyncOpenAI) -> None:
+async def test_a_hosted_shell(gateway: RunningGateway, client: AsyncOpenAI) -> None:
     """Its items are the server's to make and to answer; the client keeps them, and gives them back."""
     shell = ShellTool(environment={"type": "container_auto"})
     agent = agent_of(client, shell, store=False)
-    house.model.script(
+    gateway.model.script(
         tool_calls(tool_call("shell", {"commands": ["echo 14 > sum.txt", "cat sum.txt"]})),
         text_answer("It is 14."),
         code_call("print(open('sum.txt').read())"),
@@ -133,7 +133,7 @@ async def test_a_hosted_shell(house: House, client: AsyncOpenAI) -> None:
     assert streamed.final_output == "Still 14."
     told = [
         message["content"]
-        for message in house.model.requests[-1].json["messages"]
+        for message in gateway.model.requests[-1].json["messages"]
         if message["role"] == "tool"
     ]
     assert told == ["14", "14"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import House
+from tests.e2e.conftest import RunningGateway
 from tests.support import client_conversation, npm
 
 ROOT = Path(__file__).parents[3]
@@ -28,28 +28,28 @@ def examples(language: str) -> list[str]:
     return [code for _, kind, code in EXAMPLES if kind == language]
 
 
-def check(house: House, codes: list[str], run: Callable[[], str]) -> None:
+def check(gateway: RunningGateway, codes: list[str], run: Callable[[], str]) -> None:
     """Every one of them has the conversation."""
-    house.model.script(*client_conversation.turns(1) * len(codes))
+    gateway.model.script(*client_conversation.turns(1) * len(codes))
     said = [line for line in run().splitlines() if line != f"squares.csv {client_conversation.FILE!r}"]
     assert said == [client_conversation.LINK, client_conversation.SUM] * len(codes)
-    assert house.model.unused_answers == 0
+    assert gateway.model.unused_answers == 0
     for place in range(0, 4 * len(codes), 4):
         client_conversation.check_asked(
-            house.model.requests[place : place + 4], [client_conversation.SQUARED]
+            gateway.model.requests[place : place + 4], [client_conversation.SQUARED]
         )
 
 
-def here(house: House, code: str) -> str:
+def here(gateway: RunningGateway, code: str) -> str:
     assert ADDRESS in code
-    return code.replace(ADDRESS, house.served.url).replace("qwen3", "scripted")
+    return code.replace(ADDRESS, gateway.process.url).replace("qwen3", "scripted")
 
 
 @pytest.mark.slow
-def test_python(house: House) -> None:
+def test_python(gateway: RunningGateway) -> None:
     """All in one process, since what they import takes longer than what they do."""
     codes = examples("python")
-    program = "\n".join(f"exec({here(house, code)!r}, {{}})" for code in codes)
+    program = "\n".join(f"exec({here(gateway, code)!r}, {{}})" for code in codes)
 
     def run() -> str:
         done = subprocess.run(
@@ -58,15 +58,15 @@ def test_python(house: House) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    check(house, codes, run)
+    check(gateway, codes, run)
 
 
 @pytest.mark.slow
 @npm.needed
-def test_javascript(house: House) -> None:
+def test_javascript(gateway: RunningGateway) -> None:
     for code in examples("js"):
-        options = ("--input-type=module", "--eval", here(house, code))
-        check(house, [code], lambda options=options: npm.node(*options, cwd=npm.HERE))
+        options = ("--input-type=module", "--eval", here(gateway, code))
+        check(gateway, [code], lambda options=options: npm.node(*options, cwd=npm.HERE))
 
 
 def test_every_client_is_there() -> None:

@@ -23,7 +23,7 @@ from pydantic_ai.models.openai import OpenAIResponsesModel as PydanticModel
 from pydantic_ai.models.openai import OpenAIResponsesModelSettings
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from tests.e2e.conftest import House
+from tests.e2e.conftest import RunningGateway
 from tests.support.gateway_process import ScriptedModelServer, code_call, text_answer
 
 # Every byte, and names that are easily got wrong.
@@ -53,8 +53,8 @@ def script(model: ScriptedModelServer) -> None:
     model.script(code_call(CODE), text_answer(TEXT))
 
 
-def created(house: House, **request: Any) -> Response:
-    create: Any = house.strict.responses.create
+def created(gateway: RunningGateway, **request: Any) -> Response:
+    create: Any = gateway.strict.responses.create
     response: Response = create(**request)
     return response
 
@@ -67,9 +67,9 @@ def tool(file_id: str) -> Any:
     return {"type": "code_interpreter", "container": {"type": "auto", "file_ids": [file_id]}}
 
 
-async def check(house: House, client: AsyncOpenAI, output: Any) -> None:
+async def check(gateway: RunningGateway, client: AsyncOpenAI, output: Any) -> None:
     """The file is cited where its link stands, and what it leads to is the whole of it, backwards."""
-    check_told(house)
+    check_told(gateway)
     message = output[-1]
     assert isinstance(message, ResponseOutputMessage)
     part = message.content[0]
@@ -81,15 +81,15 @@ async def check(house: House, client: AsyncOpenAI, output: Any) -> None:
     await check_files(client, cited.container_id, cited.file_id)
 
 
-def check_told(house: House) -> None:
+def check_told(gateway: RunningGateway) -> None:
     """The model knew of the file before its first call, and of the other one after it."""
-    assert house.model.unused_answers == 0
-    assert house.model.requests[1].json["messages"][-1]["content"].splitlines() == [
+    assert gateway.model.unused_answers == 0
+    assert gateway.model.requests[1].json["messages"][-1]["content"].splitlines() == [
         f"Files of the user: /mnt/data/{NAME}.",
         str(len(CONTENT)),
         f"Files: /mnt/data/{RESULT}",
     ]
-    described = house.model.requests[0].json["tools"][0]["function"]["description"]
+    described = gateway.model.requests[0].json["tools"][0]["function"]["description"]
     assert f"Files of the user are there: {NAME}." in described
 
 
@@ -107,23 +107,23 @@ async def check_files(client: AsyncOpenAI, container_id: str, made: str) -> None
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["blocking", "streaming"])
-async def test_openai(house: House, client: AsyncOpenAI, file_id: str, streaming: bool) -> None:
-    script(house.model)
+async def test_openai(gateway: RunningGateway, client: AsyncOpenAI, file_id: str, streaming: bool) -> None:
+    script(gateway.model)
     request: Any = {"model": "scripted", "input": "Turn it round", "tools": [tool(file_id)]}
     if streaming:
-        with house.strict.responses.stream(**request) as stream:
+        with gateway.strict.responses.stream(**request) as stream:
             cited = [event for event in stream if event.type == "response.output_text.annotation.added"]
             response: Response = stream.get_final_response()
         assert len(cited) == 1
     else:
-        response = created(house, **request)
-    await check(house, client, response.output)
-    await check(house, client, house.strict.responses.retrieve(response.id).output)
+        response = created(gateway, **request)
+    await check(gateway, client, response.output)
+    await check(gateway, client, gateway.strict.responses.retrieve(response.id).output)
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["blocking", "streaming"])
-async def test_agents(house: House, client: AsyncOpenAI, file_id: str, streaming: bool) -> None:
-    script(house.model)
+async def test_agents(gateway: RunningGateway, client: AsyncOpenAI, file_id: str, streaming: bool) -> None:
+    script(gateway.model)
     agent = Agent(
         name="Turner",
         model=OpenAIResponsesModel("scripted", client),
@@ -137,12 +137,14 @@ async def test_agents(house: House, client: AsyncOpenAI, file_id: str, streaming
     else:
         done = await Runner.run(agent, "Turn it round", run_config=QUIET)
     assert done.final_output == TEXT
-    await check(house, client, done.raw_responses[-1].output)
+    await check(gateway, client, done.raw_responses[-1].output)
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["blocking", "streaming"])
-async def test_pydantic_ai(house: House, client: AsyncOpenAI, file_id: str, streaming: bool) -> None:
-    script(house.model)
+async def test_pydantic_ai(
+    gateway: RunningGateway, client: AsyncOpenAI, file_id: str, streaming: bool
+) -> None:
+    script(gateway.model)
     given = CodeExecutionTool(files=[UploadedFile(file_id=file_id, provider_name="openai")])
     agent = PydanticAgent(
         PydanticModel("scripted", provider=OpenAIProvider(openai_client=client)),
@@ -158,14 +160,16 @@ async def test_pydantic_ai(house: House, client: AsyncOpenAI, file_id: str, stre
         assert done.output == TEXT
         response = done.response
     (said,) = [part for part in response.parts if isinstance(part, TextPart)]
-    check_told(house)
+    check_told(gateway)
     (cited,) = (said.provider_details or {})["annotations"]
     assert (cited["type"], cited["filename"]) == ("container_file_citation", RESULT)
     assert said.content[cited["start_index"] : cited["end_index"]] == LINK
     await check_files(client, cited["container_id"], cited["file_id"])
 
 
-async def test_files_of_messages_of_every_kind(house: House, client: AsyncOpenAI, file_id: str) -> None:
+async def test_files_of_messages_of_every_kind(
+    gateway: RunningGateway, client: AsyncOpenAI, file_id: str
+) -> None:
     """By id and inline, text and not, a picture: the model sees what it can, and code finds them all."""
     picture = "data:image/png;base64," + base64.b64encode(PNG).decode()
     table = base64.b64encode(b"a,b\n1,2\n").decode()
@@ -175,7 +179,7 @@ async def test_files_of_messages_of_every_kind(house: House, client: AsyncOpenAI
         {"type": "input_image", "image_url": picture, "detail": "low"},
     ]
     listing = "import os\nprint({name: os.path.getsize(name) for name in sorted(os.listdir())})"
-    house.model.script(
+    gateway.model.script(
         code_call(listing),
         text_answer("Yes."),
         text_answer("Still."),
@@ -187,14 +191,14 @@ async def test_files_of_messages_of_every_kind(house: House, client: AsyncOpenAI
         "tools": [{"type": "code_interpreter", "container": {"type": "auto"}}],
     }
     said: Any = {"role": "user", "content": content}
-    first = created(house, input=[said], **request)
-    created(house, input="Sure?", previous_response_id=first.id, **request)
+    first = created(gateway, input=[said], **request)
+    created(gateway, input="Sure?", previous_response_id=first.id, **request)
     await client.files.delete(file_id)
     again: Any = [said, *first.output, {"role": "user", "content": "And now?"}]
-    replayed = created(house, input=again, **request)
+    replayed = created(gateway, input=again, **request)
 
     found = f"{{'{NAME}': {len(CONTENT)}, 'image.png': {len(PNG)}, 't.csv': 8}}"
-    asked = [one.json["messages"] for one in house.model.requests]
+    asked = [one.json["messages"] for one in gateway.model.requests]
     assert asked[0][0]["content"] == [
         {
             "type": "text",
@@ -214,14 +218,16 @@ async def test_files_of_messages_of_every_kind(house: House, client: AsyncOpenAI
     assert containers(replayed) == containers(first)
 
 
-def test_what_is_not_there_is_refused_before_anything_begins(house: House) -> None:
-    house.model.script()
+def test_what_is_not_there_is_refused_before_anything_begins(gateway: RunningGateway) -> None:
+    gateway.model.script()
     parts: Any = [{"type": "input_file", "file_id": "file-nobody"}]
     with pytest.raises(openai.BadRequestError) as refused:
-        house.strict.responses.create(
+        gateway.strict.responses.create(
             model="scripted", input=[{"role": "user", "content": parts}], stream=True
         )
     assert (refused.value.param, refused.value.code) == ("input[0].content[0].file_id", "file_not_found")
     with pytest.raises(openai.BadRequestError, match="file-nobody") as refused:
-        house.strict.responses.create(model="scripted", input="Hi", tools=[tool("file-nobody")], stream=True)
+        gateway.strict.responses.create(
+            model="scripted", input="Hi", tools=[tool("file-nobody")], stream=True
+        )
     assert refused.value.param == "tools"

@@ -8,16 +8,16 @@ import pytest
 from langchain_core.messages import AIMessageChunk, HumanMessage, messages_from_dict, messages_to_dict
 from langchain_openai import ChatOpenAI
 
-from tests.e2e.conftest import House
+from tests.e2e.conftest import RunningGateway
 from tests.support import client_conversation
 
 INTERPRETER = {"type": "code_interpreter", "container": {"type": "auto"}}
 
 
-def model_of(house: House, **options: Any) -> Any:
+def model_of(gateway: RunningGateway, **options: Any) -> Any:
     llm: Any = ChatOpenAI(
         model="scripted",
-        base_url=house.served.url,
+        base_url=gateway.process.url,
         api_key=lambda: "none",
         use_responses_api=True,
         max_retries=0,
@@ -37,11 +37,11 @@ def streamed(model: Any, messages: Any) -> AIMessageChunk:
 
 @pytest.mark.parametrize("version", ["v0", "responses/v1", "v1"])
 @pytest.mark.parametrize("stream", [False, True], ids=["blocking", "streaming"])
-def test_history(house: House, version: str, stream: bool) -> None:
+def test_history(gateway: RunningGateway, version: str, stream: bool) -> None:
     """What it makes of a call has lost its outputs, and in some formats its status."""
-    model = model_of(house, output_version=version)
+    model = model_of(gateway, output_version=version)
     ask = streamed if stream else model.__class__.invoke
-    client_conversation.script(house.model, 2)
+    client_conversation.script(gateway.model, 2)
     question = HumanMessage("Square")
     first = ask(model, [question])
     assert first.text == client_conversation.LINK
@@ -49,17 +49,17 @@ def test_history(house: House, version: str, stream: bool) -> None:
     assert second.text == client_conversation.SUM
     third = ask(model, [question, first, HumanMessage("Add"), second, HumanMessage("Again")])
     assert third.text == client_conversation.SUM
-    client_conversation.check(house.model, [client_conversation.SQUARED] * 2)
+    client_conversation.check(gateway.model, [client_conversation.SQUARED] * 2)
 
 
-def test_previous_response_id_and_the_file(house: House) -> None:
-    model = model_of(house, include=["code_interpreter_call.outputs"], output_version="responses/v1")
-    client_conversation.script(house.model, 2)
+def test_previous_response_id_and_the_file(gateway: RunningGateway) -> None:
+    model = model_of(gateway, include=["code_interpreter_call.outputs"], output_version="responses/v1")
+    client_conversation.script(gateway.model, 2)
     first = model.invoke("Square")
     (ran,) = [part for part in first.content if part["type"] == "code_interpreter_call"]
     assert ran["outputs"] == [{"type": "logs", "logs": "kept 3\n"}]
     (cited,) = first.content[-1]["annotations"]
-    content = house.client.containers.files.content.retrieve(
+    content = gateway.client.containers.files.content.retrieve(
         cited["file_id"], container_id=cited["container_id"]
     )
     assert content.read() == client_conversation.FILE
@@ -67,7 +67,7 @@ def test_previous_response_id_and_the_file(house: House) -> None:
     assert second.text == client_conversation.SUM
     third = streamed(model.bind(previous_response_id=first.response_metadata["id"]), [HumanMessage("Add")])
     assert third.text == client_conversation.SUM
-    client_conversation.check(house.model, [client_conversation.SQUARED] * 2)
+    client_conversation.check(gateway.model, [client_conversation.SQUARED] * 2)
 
 
 @pytest.mark.parametrize("version", ["v0", "responses/v1", "v1"])
@@ -76,19 +76,21 @@ def test_previous_response_id_and_the_file(house: House) -> None:
     [([], client_conversation.FORGOTTEN), (["code_interpreter_call.outputs"], "kept 3\n")],
     ids=["bare", "outputs"],
 )
-def test_history_of_what_nobody_keeps(house: House, version: str, include: list[str], past: str) -> None:
-    model = model_of(house, store=False, include=include, output_version=version)
-    client_conversation.script(house.model, 1)
+def test_history_of_what_nobody_keeps(
+    gateway: RunningGateway, version: str, include: list[str], past: str
+) -> None:
+    model = model_of(gateway, store=False, include=include, output_version=version)
+    client_conversation.script(gateway.model, 1)
     first = model.invoke("Square")
     kept = messages_from_dict(json.loads(json.dumps(messages_to_dict([HumanMessage("Square"), first]))))
     assert model.invoke([*kept, HumanMessage("Add")]).text == client_conversation.SUM
-    client_conversation.check(house.model, [past])
+    client_conversation.check(gateway.model, [past])
 
 
-def test_what_fails(house: House) -> None:
-    model = model_of(house, output_version="v1")
-    house.model.script(*client_conversation.lost_sandbox())
+def test_what_fails(gateway: RunningGateway) -> None:
+    model = model_of(gateway, output_version="v1")
+    gateway.model.script(*client_conversation.lost_sandbox())
     assert streamed(model, "Square").text == client_conversation.LOST
-    house.model.script(*client_conversation.broken_connection())
+    gateway.model.script(*client_conversation.broken_connection())
     with pytest.raises(openai.APIError, match="broke before its response was complete"):
         streamed(model, "Square")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import House
+from tests.e2e.conftest import RunningGateway
 from tests.support import client_conversation, npm
 from tests.support.gateway_process import text_answer, tool_call, tool_calls
 
@@ -17,20 +17,20 @@ pytestmark = [pytest.mark.slow, npm.needed]
 
 
 @pytest.mark.parametrize("package", ["openai", "openai-next"])
-def test_openai(house: House, package: str) -> None:
-    client_conversation.script(house.model, 2)
-    told = json.loads(npm.node(npm.HERE / "openai.mjs", package, house.served.url))
+def test_openai(gateway: RunningGateway, package: str) -> None:
+    client_conversation.script(gateway.model, 2)
+    told = json.loads(npm.node(npm.HERE / "openai.mjs", package, gateway.process.url))
     assert told["texts"] == [client_conversation.LINK, client_conversation.SUM, client_conversation.SUM]
     assert told["code"] == client_conversation.ADD
     assert told["last"] == "response.completed"
     assert told["file"] == client_conversation.FILE.decode()
     assert len(set(told["containers"])) == 1
-    client_conversation.check(house.model, [client_conversation.SQUARED] * 2)
+    client_conversation.check(gateway.model, [client_conversation.SQUARED] * 2)
 
 
-def test_the_ai_sdk(house: House) -> None:
-    client_conversation.script(house.model, 2)
-    told = json.loads(npm.node(npm.HERE / "ai-sdk.mjs", house.served.url, "stored"))
+def test_the_ai_sdk(gateway: RunningGateway) -> None:
+    client_conversation.script(gateway.model, 2)
+    told = json.loads(npm.node(npm.HERE / "ai-sdk.mjs", gateway.process.url, "stored"))
     assert told["texts"] == [client_conversation.LINK, client_conversation.SUM, client_conversation.SUM]
     assert told["file"] == client_conversation.FILE.decode()
     assert [part for part in told["parts"] if part.startswith("tool-")][-2:] == ["tool-call", "tool-result"]
@@ -38,39 +38,39 @@ def test_the_ai_sdk(house: House) -> None:
         "kept 3\n",
         "14 1,4,9\n",
     ]
-    client_conversation.check(house.model, [client_conversation.SQUARED] * 2)
+    client_conversation.check(gateway.model, [client_conversation.SQUARED] * 2)
 
 
-def test_the_ai_sdk_with_a_container_of_its_own(house: House) -> None:
+def test_the_ai_sdk_with_a_container_of_its_own(gateway: RunningGateway) -> None:
     """Where nothing is stored, it does not give calls back; then the container has to be named."""
-    client_conversation.script(house.model, 1)
-    told = json.loads(npm.node(npm.HERE / "ai-sdk.mjs", house.served.url, "unstored"))
+    client_conversation.script(gateway.model, 1)
+    told = json.loads(npm.node(npm.HERE / "ai-sdk.mjs", gateway.process.url, "unstored"))
     assert told["texts"] == [client_conversation.LINK, client_conversation.SUM]
-    assert house.model.requests[-1].json["messages"][-1]["content"] == client_conversation.ADDED
+    assert gateway.model.requests[-1].json["messages"][-1]["content"] == client_conversation.ADDED
 
 
 FAILING = [("failing.mjs", "openai"), ("failing.mjs", "openai-next"), ("ai-sdk.mjs",)]
 
 
-def fail(house: House, client: tuple[str, ...]) -> Any:
+def fail(gateway: RunningGateway, client: tuple[str, ...]) -> Any:
     script, *package = client
     mode = () if package else ("failing",)
-    return json.loads(npm.node(npm.HERE / script, *package, house.served.url, *mode))
+    return json.loads(npm.node(npm.HERE / script, *package, gateway.process.url, *mode))
 
 
 @pytest.mark.parametrize("client", FAILING, ids="-".join)
-def test_a_call_that_fails(house: House, client: tuple[str, ...]) -> None:
-    house.model.script(*client_conversation.lost_sandbox())
-    told = fail(house, client)
+def test_a_call_that_fails(gateway: RunningGateway, client: tuple[str, ...]) -> None:
+    gateway.model.script(*client_conversation.lost_sandbox())
+    told = fail(gateway, client)
     assert "error" not in told
     assert told["text"] == client_conversation.LOST
     assert ("response.code_interpreter_call.failed" in told["types"]) == (client[0] == "failing.mjs")
 
 
 @pytest.mark.parametrize("package", ["openai", "openai-next"])
-def test_a_call_that_fails_by_the_helper_of_the_sdk(house: House, package: str) -> None:
-    house.model.script(*client_conversation.lost_sandbox())
-    told = json.loads(npm.node(npm.HERE / "failing.mjs", package, house.served.url, "helper"))
+def test_a_call_that_fails_by_the_helper_of_the_sdk(gateway: RunningGateway, package: str) -> None:
+    gateway.model.script(*client_conversation.lost_sandbox())
+    told = json.loads(npm.node(npm.HERE / "failing.mjs", package, gateway.process.url, "helper"))
     assert "error" not in told
     assert told["text"] == client_conversation.LOST
     assert "response.code_interpreter_call.completed" in told["types"]  # at another one it would throw
@@ -79,15 +79,15 @@ def test_a_call_that_fails_by_the_helper_of_the_sdk(house: House, package: str) 
 
 
 @pytest.mark.parametrize("client", FAILING, ids="-".join)
-def test_a_model_server_that_breaks(house: House, client: tuple[str, ...]) -> None:
-    house.model.script(*client_conversation.broken_connection())
-    assert "broke before its response was complete" in fail(house, client)["error"]
+def test_a_model_server_that_breaks(gateway: RunningGateway, client: tuple[str, ...]) -> None:
+    gateway.model.script(*client_conversation.broken_connection())
+    assert "broke before its response was complete" in fail(gateway, client)["error"]
 
 
 # --- Codex --------------------------------------------------------------------------------------------
 
 
-def codex_home(house: House, tmp_path: Path, method: str) -> Mapping[str, str]:
+def codex_home(gateway: RunningGateway, tmp_path: Path, method: str) -> Mapping[str, str]:
     """The environment of a Codex that knows the gateway alone. Whatever else it looks for is not there."""
     home = tmp_path / "home"
     home.mkdir()
@@ -99,7 +99,7 @@ def codex_home(house: House, tmp_path: Path, method: str) -> Mapping[str, str]:
 
         [model_providers.fumehood]
         name = "Fumehood"
-        base_url = "{house.served.url}"
+        base_url = "{gateway.process.url}"
         wire_api = "responses"
         supports_websockets = {str(method == "WEBSOCKET").lower()}
 
@@ -121,43 +121,43 @@ def codex_home(house: House, tmp_path: Path, method: str) -> Mapping[str, str]:
     }
 
 
-def logged(house: House, method: str) -> int:
+def logged(gateway: RunningGateway, method: str) -> int:
     """How many responses were made that way."""
-    return sum(f'"method":"{method}","route":"/v1/responses"' in line for line in house.served.output)
+    return sum(f'"method":"{method}","route":"/v1/responses"' in line for line in gateway.process.output)
 
 
 @pytest.mark.parametrize(
     "method",
     ["POST", "WEBSOCKET"],
 )
-def test_codex(house: House, tmp_path: Path, method: str) -> None:
-    codex = codex_home(house, tmp_path, method)
-    before = logged(house, method)
+def test_codex(gateway: RunningGateway, tmp_path: Path, method: str) -> None:
+    codex = codex_home(gateway, tmp_path, method)
+    before = logged(gateway, method)
     place = tmp_path / "project"
     place.mkdir()
     (place / "notes.txt").write_text("The word is fume.")
     script = npm.INSTALLED / "@openai" / "codex" / "bin" / "codex.js"
     options = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
 
-    house.model.script(
+    gateway.model.script(
         tool_calls(tool_call("exec_command", {"cmd": "cat notes.txt"})), text_answer("It is fume.")
     )
     assert npm.node(script, *options, "Which word?", cwd=place, env=codex).strip() == "It is fume."
-    read = house.model.requests[1].json["messages"][-1]
+    read = gateway.model.requests[1].json["messages"][-1]
     assert read["role"] == "tool"
     assert read["content"].endswith("The word is fume.")
-    offered = [tool["function"]["name"] for tool in house.model.requests[0].json["tools"]]
+    offered = [tool["function"]["name"] for tool in gateway.model.requests[0].json["tools"]]
     assert "exec_command" in offered
     assert "web_search" not in offered
 
-    house.model.script(text_answer("Still fume."))
+    gateway.model.script(text_answer("Still fume."))
     assert (
         npm.node(script, *options, "resume", "--last", "Sure?", cwd=place, env=codex).strip() == "Still fume."
     )
-    (resumed,) = house.model.requests
+    (resumed,) = gateway.model.requests
     roles = [message["role"] for message in resumed.json["messages"]]
     assert roles[-4:] == ["assistant", "tool", "assistant", "user"]
     until = time.monotonic() + npm.PATIENCE
-    while logged(house, method) < before + 3 and time.monotonic() < until:
+    while logged(gateway, method) < before + 3 and time.monotonic() < until:
         time.sleep(0.02)  # the log is written a little later
-    assert logged(house, method) >= before + 3
+    assert logged(gateway, method) >= before + 3

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from tests.e2e.conftest import House
+from tests.e2e.conftest import RunningGateway
 from tests.support import client_conversation
 
 INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
@@ -56,11 +56,11 @@ def referred_to(response: Response) -> list[Any]:
     ],
     ids=["objects", "dumped", "no outputs", "no status", "no id", "bare", "more", "references"],
 )
-def test_history(house: House, form: Callable[[Response], list[Any]], past: str) -> None:
-    client_conversation.script(house.model, 1)
-    first = house.client.responses.create(model="scripted", input="Square", tools=[INTERPRETER])
+def test_history(gateway: RunningGateway, form: Callable[[Response], list[Any]], past: str) -> None:
+    client_conversation.script(gateway.model, 1)
+    first = gateway.client.responses.create(model="scripted", input="Square", tools=[INTERPRETER])
     history: Any = [{"role": "user", "content": "Square"}, *form(first), {"role": "user", "content": "Add"}]
-    with house.strict.responses.stream(
+    with gateway.strict.responses.stream(
         model="scripted", input=history, tools=[INTERPRETER], store=False
     ) as stream:
         code = "".join(
@@ -69,13 +69,13 @@ def test_history(house: House, form: Callable[[Response], list[Any]], past: str)
         second = stream.get_final_response()
     assert code == client_conversation.ADD
     assert second.output_text == client_conversation.SUM
-    client_conversation.check(house.model, [past])
+    client_conversation.check(gateway.model, [past])
 
 
-def test_a_call_that_fails_by_the_helper_of_the_sdk(house: House) -> None:
+def test_a_call_that_fails_by_the_helper_of_the_sdk(gateway: RunningGateway) -> None:
     """Python's helper passes on events that it does not know."""
-    house.model.script(*client_conversation.lost_sandbox())
-    with house.client.responses.stream(model="scripted", input="Square", tools=[INTERPRETER]) as stream:
+    gateway.model.script(*client_conversation.lost_sandbox())
+    with gateway.client.responses.stream(model="scripted", input="Square", tools=[INTERPRETER]) as stream:
         types = [event.type for event in stream]
         final: Any = stream.get_final_response()
     assert "response.code_interpreter_call.failed" in types
@@ -84,9 +84,9 @@ def test_a_call_that_fails_by_the_helper_of_the_sdk(house: House) -> None:
     assert final.output_text == client_conversation.LOST
 
 
-def test_items_of_tools_that_are_not_ours(house: House) -> None:
+def test_items_of_tools_that_are_not_ours(gateway: RunningGateway) -> None:
     """A conversation that began elsewhere goes on here."""
-    client_conversation.script(house.model, 0)
+    client_conversation.script(gateway.model, 0)
     elsewhere: Any = [
         {"role": "user", "content": "News?"},
         {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "gAAAA"},
@@ -120,15 +120,15 @@ def test_items_of_tools_that_are_not_ours(house: House) -> None:
         {"type": "namespace", "name": "n", "description": "d", "tools": []},
     ]
     body = {"client_metadata": {"thread_id": "t"}, "safety_identifier": None, "unheard_of": 1}
-    response = house.strict.responses.create(
+    response = gateway.strict.responses.create(
         model="scripted", input=elsewhere, tools=[*unknown, INTERPRETER], extra_body=body
     )
     assert response.output_text == client_conversation.LINK
-    messages = house.model.requests[0].json["messages"]
+    messages = gateway.model.requests[0].json["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant", "user"]
     assert [tool.type for tool in response.tools] == ["web_search", "namespace", "code_interpreter"]
-    assert [tool["function"]["name"] for tool in house.model.requests[0].json["tools"]] == [
+    assert [tool["function"]["name"] for tool in gateway.model.requests[0].json["tools"]] == [
         "code_interpreter"
     ]
-    listed = [item.type for item in house.client.responses.input_items.list(response.id, order="asc")]
+    listed = [item.type for item in gateway.client.responses.input_items.list(response.id, order="asc")]
     assert listed == [item.get("type", "message") for item in elsewhere]

@@ -17,7 +17,7 @@ from pydantic_ai.capabilities import NativeTool
 from pydantic_ai.models.openai import OpenAIResponsesModel, OpenAIResponsesModelSettings
 from pydantic_ai.providers.openai import OpenAIProvider
 
-from tests.e2e.conftest import House
+from tests.e2e.conftest import RunningGateway
 from tests.support import client_conversation
 from tests.support.gateway_process import code_call, text_answer
 
@@ -53,16 +53,16 @@ def kept(messages: list[ModelMessage]) -> list[ModelMessage]:
     ids=["history", "previous_response_id", "outputs"],
 )
 async def test_a_conversation(
-    house: House, client: AsyncOpenAI, settings: OpenAIResponsesModelSettings
+    gateway: RunningGateway, client: AsyncOpenAI, settings: OpenAIResponsesModelSettings
 ) -> None:
     agent = agent_of(client, settings)
-    client_conversation.script(house.model, 2)
+    client_conversation.script(gateway.model, 2)
     first = await agent.run("Square")
     assert first.output == client_conversation.LINK
     (ran,) = [part for part in first.response.parts if isinstance(part, NativeToolCallPart)]
     container_id = str(ran.args_as_dict()["container_id"])
-    (file,) = house.client.containers.files.list(container_id)
-    content = house.client.containers.files.content.retrieve(file.id, container_id=container_id)
+    (file,) = gateway.client.containers.files.list(container_id)
+    content = gateway.client.containers.files.content.retrieve(file.id, container_id=container_id)
     assert content.read() == client_conversation.FILE
 
     async with agent.run_stream("Add", message_history=kept(first.all_messages())) as streamed:
@@ -70,25 +70,27 @@ async def test_a_conversation(
     assert "".join(pieces) == client_conversation.SUM
     third = await agent.run("Add", message_history=kept(streamed.all_messages()))
     assert third.output == client_conversation.SUM
-    client_conversation.check(house.model, [client_conversation.SQUARED] * 2)
+    client_conversation.check(gateway.model, [client_conversation.SQUARED] * 2)
 
 
 class Total(BaseModel):
     total: int
 
 
-async def test_structured_output_is_a_call_beside_the_interpreter(house: House, client: AsyncOpenAI) -> None:
-    house.model.script(code_call("print(42)"), text_answer('{"total":42}'))
+async def test_structured_output_is_a_call_beside_the_interpreter(
+    gateway: RunningGateway, client: AsyncOpenAI
+) -> None:
+    gateway.model.script(code_call("print(42)"), text_answer('{"total":42}'))
     done = await agent_of(client, WITH_IDS, Total).run("6 * 7?")
     assert done.output == Total(total=42)
 
 
-async def test_what_fails(house: House, client: AsyncOpenAI) -> None:
+async def test_what_fails(gateway: RunningGateway, client: AsyncOpenAI) -> None:
     agent = agent_of(client, WITH_IDS)
-    house.model.script(*client_conversation.lost_sandbox())
+    gateway.model.script(*client_conversation.lost_sandbox())
     async with agent.run_stream("Square") as streamed:
         assert await streamed.get_output() == client_conversation.LOST
-    house.model.script(*client_conversation.broken_connection())
+    gateway.model.script(*client_conversation.broken_connection())
     with pytest.raises(ModelServerError, match="broke before its response was complete"):
         async with agent.run_stream("Square") as streamed:
             await streamed.get_output()
