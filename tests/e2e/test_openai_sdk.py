@@ -123,7 +123,29 @@ def test_a_blocking_call_has_every_field(gateway: RunningGateway) -> None:
     assert ran.outputs is None
     assert response.usage is not None
     assert (response.usage.input_tokens, response.usage.output_tokens) == (22, 14)
-    assert gateway.model.requests[1].json["messages"][-1]["content"] == snapshot("42")
+    offered, read = gateway.model.requests
+    (function,) = [tool["function"] for tool in offered.json["tools"]]
+    assert function["name"] == "code_interpreter"
+    assert function["parameters"]["required"] == ["code"]
+    assert read.json["messages"][-1]["role"] == "tool"
+    assert read.json["messages"][-1]["content"] == "42"
+
+
+def test_two_calls_in_one_turn(gateway: RunningGateway) -> None:
+    gateway.model.script(
+        tool_calls(
+            tool_call("code_interpreter", {"code": "print('one')"}, call_id="call_a"),
+            tool_call("code_interpreter", {"code": "print('two')"}, call_id="call_b", index=1),
+        ),
+        text_answer("."),
+    )
+    response = gateway.strict.responses.create(
+        model="scripted", input="?", tools=[INTERPRETER], include=OUTPUTS
+    )
+    outputs: list[Any] = [item for item in response.output if item.type == "code_interpreter_call"]
+    assert [item.outputs[0].logs for item in outputs] == ["one\n", "two\n"]
+    results = [message for message in gateway.model.requests[1].json["messages"] if message["role"] == "tool"]
+    assert [result["tool_call_id"] for result in results] == ["call_a", "call_b"]
 
 
 def test_kept_read_and_deleted(gateway: RunningGateway) -> None:
@@ -205,16 +227,6 @@ def test_the_stream_helper_of_the_sdk(gateway: RunningGateway) -> None:
         text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
         final = stream.get_final_response()
     assert text == final.output_text == "One!"
-
-
-def test_python_that_raises_is_a_completed_call(gateway: RunningGateway) -> None:
-    gateway.model.script(code_call("1 / 0"), text_answer("Oh"))
-    response = gateway.strict.responses.create(
-        model="scripted", input="?", tools=[INTERPRETER], include=OUTPUTS
-    )
-    ran: Any = response.output[0]
-    assert ran.status == "completed"
-    assert "ZeroDivisionError" in ran.outputs[0].logs
 
 
 def test_a_lost_sandbox_is_a_failed_call_and_the_loop_goes_on(gateway: RunningGateway) -> None:

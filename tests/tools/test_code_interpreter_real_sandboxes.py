@@ -155,8 +155,14 @@ async def test_python_that_raises_is_a_completed_call(make: Make) -> None:
 
 async def test_sys_exit(make: Make) -> None:
     interpreter = make()
-    called = await interpreter.run("import sys\nx = 5\nsys.exit(3)")
-    assert (called.item.status, called.execution.exit_code) == ("completed", 3)
+    code = (
+        "import sys\nx = 5\nprint('out', flush=True)\nprint('err', file=sys.stderr, flush=True)\nsys.exit(3)"
+    )
+    called = await interpreter.run(code)
+    assert called.item.status == "completed"
+    assert called.model_text == "out\nerr\nExit code: 3"
+    execution = called.execution
+    assert (execution.stdout, execution.stderr, execution.exit_code) == ("out\n", "err\n", 3)
     assert (await interpreter.run("x")).logs == "5"
 
 
@@ -310,6 +316,7 @@ async def test_no_message_promises_variables_where_every_call_is_alone(make: Mak
     assert called.model_text.lower().count("variables") == 1
     found = await interpreter.run("import os\nos.path.exists('part.txt')")
     assert found.logs == str(kept)
+    assert await sandboxes_of(interpreter) == []
 
 
 async def test_parallel_calls_alone_each_have_a_sandbox(make: Make) -> None:
@@ -326,4 +333,14 @@ async def test_parallel_calls_alone_each_have_a_sandbox(make: Make) -> None:
     named = (await interpreter.store.find_containers())[0].id
     merged = await interpreter.run("import os\nsorted(os.listdir())", container=named)
     assert merged.model_text == "['0.txt', '1.txt', '2.txt']"
+    assert await sandboxes_of(interpreter) == []
+
+
+@pytest.mark.slow
+async def test_a_hundred_calls_leave_no_sandbox(make: Make) -> None:
+    interpreter = make(0.5, "execution")
+    codes = ["print(1)", "1 / 0", "import os\nos._exit(1)", "open('x', 'a').write('x')\nNone"]
+    ends = [(await interpreter.run(codes[number % len(codes)])).execution.exit_code for number in range(100)]
+    assert ends == [0, 1, -1, 0] * 25
+    assert len(await interpreter.store.find_containers()) == 1
     assert await sandboxes_of(interpreter) == []

@@ -19,13 +19,27 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     Stdout,
 )
 from fumehood.testing import ExecutionStep, ScriptedSandboxProvider, WriteFile
+from fumehood.testing.kits.hosted_tool_kit import run_call
 from tests.support.interpreter_harness import (
     SOMEBODY,
     InterpreterHarness,
+    encode_arguments,
     make_tool_spec,
     outline,
     run_scripted,
 )
+
+
+async def test_the_function_that_the_model_is_offered() -> None:
+    async with run_scripted() as interpreter:
+        assert interpreter.tool.types == {"code_interpreter"}
+        function = (await interpreter.tool.configure(make_tool_spec(), SOMEBODY, [])).function
+        assert function.name == "code_interpreter"
+        schema = msgspec.json.decode(function.parameters)
+        assert list(schema["properties"]) == ["code", "requirements"]
+        assert schema["required"] == ["code"]
+        assert schema["properties"]["requirements"]["type"] == "array"
+
 
 # --- the stream -----------------------------------------------------------------------------------------
 
@@ -438,3 +452,24 @@ async def test_as_many_containers_as_are_allowed() -> None:
 The code did not run: Container limit reached (1): delete a container, or wait for one to expire.
 Exit code: -1\
 """)
+
+
+async def test_calls_alone_run_in_parallel() -> None:
+    began = [asyncio.Event(), asyncio.Event()]
+
+    def step(number: int) -> ExecutionStep:
+        async def begin(_: object) -> None:
+            began[number].set()
+
+        # Each waits for the other: one after another they would never end.
+        return ExecutionStep(str(number), [begin, began[1 - number], Stdout(f"{number}\n")])
+
+    containers = ContainerSettings(isolation="execution")
+    async with run_scripted(step(0), step(1), containers=containers) as interpreter:
+        configured = await interpreter.tool.configure(make_tool_spec(), SOMEBODY, [])
+        sessions = [configured.start_call(interpreter.make_context(number)) for number in range(2)]
+        done = await asyncio.gather(
+            *(run_call(session, encode_arguments(str(number))) for number, session in enumerate(sessions))
+        )
+        assert [result.exchange.output for _, result in done] == ["0", "1"]
+        assert await interpreter.provider.list_sandboxes() == []
