@@ -5,7 +5,7 @@ Imports pytest and fumehood.
 
 import os
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,6 @@ from fumehood.protocol.sandbox.sandbox_errors import (
 )
 from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, UnpackSummary, WriteSummary
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
-from fumehood.sandbox_client.server_connection import SandboxConnectionLost
 from fumehood.store import blob_batch
 from fumehood.store.disk_blob_store import DiskBlobStore
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
@@ -220,13 +219,13 @@ async def test_what_a_new_sandbox_does_not_take_is_named(monkeypatch: pytest.Mon
     write_all = ScriptedSandbox.write_files
 
     async def without_some(
-        self: ScriptedSandbox, files: AsyncIterable[Sequence[BundledFile]]
+        self: ScriptedSandbox, files: Callable[[], AsyncIterable[Sequence[BundledFile]]]
     ) -> WriteSummary:
         async def rest() -> AsyncGenerator[Sequence[BundledFile]]:
-            async for some in files:
+            async for some in files():
                 yield [file for file in some if "d3" not in file[0]]
 
-        written = await write_all(self, rest())
+        written = await write_all(self, rest)
         return WriteSummary(
             files=written.files, bytes=written.bytes, modified_ns=written.modified_ns, refused=99
         )
@@ -248,8 +247,8 @@ async def test_what_a_new_sandbox_does_not_take_is_named(monkeypatch: pytest.Mon
     "error", [FileRefused("more than 5 members"), SandboxLimitExceeded("too many bytes")]
 )
 async def test_a_new_sandbox_that_takes_none(monkeypatch: pytest.MonkeyPatch, error: SandboxError) -> None:
-    async def refuse(_: object, files: AsyncIterable[Sequence[BundledFile]]) -> WriteSummary:
-        assert [batch async for batch in files]
+    async def refuse(_: object, files: Callable[[], AsyncIterable[Sequence[BundledFile]]]) -> WriteSummary:
+        assert [batch async for batch in files()]
         raise error
 
     monkeypatch.setattr(ScriptedSandbox, "write_files", refuse)
@@ -260,25 +259,6 @@ async def test_a_new_sandbox_that_takes_none(monkeypatch: pytest.MonkeyPatch, er
         assert outcome.end.status == "ok"
         assert outcome.notes[0].startswith("These files could not be restored in this sandbox: src/d0/0.py")
         assert len(await harness.store.list_container_files(record.id)) == MANY
-
-
-async def test_a_connection_that_breaks_once_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    write_all, tries = ScriptedSandbox.write_files, 0
-
-    async def breaking(self: ScriptedSandbox, files: AsyncIterable[Sequence[BundledFile]]) -> WriteSummary:
-        nonlocal tries
-        tries += 1
-        if tries == 1:
-            await anext(aiter(files))
-            raise SandboxConnectionLost("The connection broke.")
-        return await write_all(self, files)
-
-    monkeypatch.setattr(ScriptedSandbox, "write_files", breaking)
-    async with container_harness(ExecutionStep("x")) as harness:
-        record = await harness.containers.create_container(SOMEBODY, ContainerSpec())
-        await harness.containers.unpack_archive(SOMEBODY, record.id, build_archive("tar", FILES), "tar")
-        outcome = await harness.run(await harness.open(record.id), "x")
-        assert (outcome.end.status, outcome.notes, tries) == ("ok", [], 2)
 
 
 async def test_a_copy_that_is_gone_is_missed_among_many() -> None:

@@ -5,7 +5,7 @@ import gc
 import logging
 import random
 import traceback
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fumehood.interfaces import SandboxRef
+from fumehood.protocol.sandbox.bundle_encoding import BundledFile
 from fumehood.protocol.sandbox.sandbox_errors import (
     InvalidSandboxRequest,
     InvalidServerToken,
@@ -66,7 +67,7 @@ type Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[No
 
 
 @asynccontextmanager
-async def raw_server(serve: Serve) -> AsyncGenerator[str]:
+async def raw_server(serve: Serve, port: int = 0) -> AsyncGenerator[str]:
     """Whatever it likes to send, after the request's head has come."""
     tasks: set[asyncio.Task[None]] = set()
 
@@ -82,7 +83,7 @@ async def raw_server(serve: Serve) -> AsyncGenerator[str]:
         finally:
             writer.close()
 
-    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    server = await asyncio.start_server(connected, "127.0.0.1", port)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
@@ -176,8 +177,10 @@ async def test_a_network_that_never_mends_is_given_up() -> None:
         sandbox = await create_sandbox(remote)
         proxy.cuts.extend([100] * 100)
         proxy.drop()
-        with pytest.raises(SandboxConnectionLost, match="broke"):
+        with pytest.raises(SandboxConnectionLost, match="broke") as caught:
             [event async for event in sandbox.execute(ExecuteRequest(code="x"))]
+        assert not caught.value.nothing_started
+        assert caught.value.disconnected_at is not None
         assert HASTY.retries < proxy.connections < 3 * HASTY.retries
         with pytest.raises(SandboxServerUnreachable):
             await remote.list_sandboxes()
@@ -189,6 +192,20 @@ async def test_a_call_survives_a_server_that_answers_for_another() -> None:
     async with raw_server(answering(trouble)) as url, RemoteSandboxProvider(url, timeouts=HASTY) as remote:
         with pytest.raises(SandboxConnectionLost, match="answers 502"):
             await remote.create(SandboxSpec())
+
+
+async def test_a_server_that_starts_late_is_waited_for() -> None:
+    async with raw_server(_nothing) as url:
+        pass
+    line = b'{"type":"end","status":"ok","exit_code":0,"duration_ms":1,"state_kept":true}\n'
+    head = _OURS + b"Content-Length: %d\r\n\r\n" % len(line)
+    async with RemoteSandboxProvider(url) as remote:
+        events = RemoteSandbox(remote.connection, "one").execute(ExecuteRequest(code="x"))
+        first = asyncio.ensure_future(anext(events))
+        await asyncio.sleep(0.2)
+        assert remote.failures
+        async with raw_server(answering(head + line), int(url.rpartition(":")[2])):
+            assert await first == OK
 
 
 async def test_the_server_ends_in_mid_stream() -> None:
@@ -252,9 +269,12 @@ async def test_nobody_listens() -> None:
         with pytest.raises(SandboxConnectError) as caught:
             await remote.create(SandboxSpec())
         assert str(caught.value) == f"The sandbox server at {url} cannot be reached: Connection refused."
+    async with RemoteSandboxProvider(url, timeouts=HASTY) as remote:
         sandbox = RemoteSandbox(remote.connection, "one")
-        with pytest.raises(SandboxConnectError):
+        with pytest.raises(SandboxConnectError) as caught:
             [event async for event in sandbox.execute(ExecuteRequest(code="x"))]
+        assert caught.value.nothing_started
+        assert remote.failures == HASTY.retries + 1
     async with RemoteSandboxProvider("unix:/nowhere/socket") as remote:
         with pytest.raises(SandboxConnectError, match="No such file"):
             await remote.list_sandboxes()
@@ -487,6 +507,27 @@ async def test_a_lost_answer_to_a_delete_is_no_missing_file() -> None:
         await sandbox.delete_file("a.txt")
         assert (await sandbox.list_files()).files == []
         assert sum(request.startswith("DELETE") for request in server.requests) >= 2
+
+
+async def test_many_files_are_sent_again_when_the_connection_breaks() -> None:
+    sent = 0
+
+    async def files() -> AsyncGenerator[Sequence[BundledFile]]:
+        nonlocal sent
+        sent += 1
+        yield [("a.txt", b"a"), ("b.txt", b"b")]
+        yield [("c.txt", b"c")]
+
+    async with (
+        scripted_server() as (_, server),
+        relay(server.port) as proxy,
+        RemoteSandboxProvider(f"http://127.0.0.1:{proxy.port}", timeouts=HASTY) as remote,
+    ):
+        sandbox = await create_sandbox(remote)
+        proxy.cuts.append(10)
+        proxy.drop()
+        assert (await sandbox.write_files(files)).files == 3
+        assert sent >= 2
 
 
 async def test_requests_that_are_no_text() -> None:

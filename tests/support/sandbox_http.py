@@ -198,7 +198,7 @@ class _Server:
                 yield [((await take(path)).decode("utf-8", "surrogatepass"), await take(content))]
             assert await request.content.read() == bytes(6)
 
-        return self._json(await sandbox.write_files(files()))
+        return self._json(await sandbox.write_files(files))
 
     async def _delete(self, request: web.Request) -> web.Response:
         await (await self._sandbox(request)).delete_file(request.match_info["path"])

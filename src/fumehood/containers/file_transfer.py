@@ -21,7 +21,6 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     SandboxLimitExceeded,
 )
 from fumehood.protocol.sandbox.sandbox_messages import FileEntry, UnpackSummary, WriteSummary
-from fumehood.sandbox_client import SandboxConnectionLost
 
 # Small files stored with one fsync:
 _BLOB_BATCH_BYTES = 8 << 20
@@ -191,7 +190,7 @@ class FileTransfer:
         self, sandbox: Sandbox, small: Sequence[FileUpload], report: UploadReport
     ) -> None:
         try:
-            written = await self._write_bundle(sandbox, small, report)
+            written = await sandbox.write_files(lambda: self._read_blobs(small, report))
         except (FileRefused, SandboxLimitExceeded) as error:  # of the bundle as a whole
             report.errors.append(error)
             written = WriteSummary(files=0, bytes=0, refused=len(small))
@@ -210,14 +209,6 @@ class FileTransfer:
                 report.rejected.add(upload.path)
             else:
                 report.fingerprints[upload.path] = fingerprint
-
-    async def _write_bundle(
-        self, sandbox: Sandbox, small: Sequence[FileUpload], report: UploadReport
-    ) -> WriteSummary:
-        try:
-            return await sandbox.write_files(self._read_blobs(small, report))
-        except SandboxConnectionLost:  # writing the same files again is harmless
-            return await sandbox.write_files(self._read_blobs(small, report))
 
     async def _read_blobs(
         self, small: Sequence[FileUpload], report: UploadReport

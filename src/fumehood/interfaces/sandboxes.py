@@ -1,6 +1,6 @@
 """Sandboxes, which run code, and their providers."""
 
-from collections.abc import AsyncGenerator, AsyncIterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -46,12 +46,13 @@ class Sandbox(Protocol):
     def execute(self, request: ExecuteRequest) -> AsyncGenerator[ExecutionEvent]:
         """Run code and yield its events, `ExecutionEnd` last. Executions of one sandbox run one after another.
 
-        Closing the generator does not stop the code: `interrupt` does.
+        A broken connection is restored, and no event is lost. Closing the generator does not stop the code:
+        `interrupt` does.
 
         request: the code, its language and its timeout. A known `execution_id` attaches to that execution.
 
         Raises SandboxConflict if the `execution_id` belongs to other code, InvalidSandboxRequest, SandboxLimitExceeded.
-        SandboxGone and SandboxNotFound have `nothing_started` set if the code has certainly not begun.
+        Every error is final, and has `nothing_started` set if the code has certainly not begun.
         """
         ...
 
@@ -111,10 +112,10 @@ class Sandbox(Protocol):
         """
         ...
 
-    async def write_files(self, files: AsyncIterable[Sequence[BundledFile]]) -> WriteSummary:
+    async def write_files(self, files: Callable[[], AsyncIterable[Sequence[BundledFile]]]) -> WriteSummary:
         """Write many small files. A file that is refused is in the summary, and the others are written.
 
-        files: in batches.
+        files: returns the files in batches. Called again if the connection breaks.
 
         Raises FileRefused, SandboxLimitExceeded and whatever `files` raises; then no file is written.
         """

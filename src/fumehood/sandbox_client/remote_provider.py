@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Self
 
 import aiohttp
@@ -43,6 +43,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 )
 from fumehood.sandbox_client.server_connection import (
     BYTES_TYPE,
+    Reconnect,
     SandboxConnectError,
     SandboxConnectionLost,
     SandboxConnectionSettings,
@@ -53,6 +54,8 @@ from fumehood.sandbox_client.server_connection import (
 
 _MAX_LINE_BYTES = 256 << 20
 _DRAIN_TIMEOUT = 1.0
+
+_STREAM_FAILURES = (SandboxConnectError, SandboxConnectionLost, SandboxReadTimeout)
 
 _decode_event = msgspec.json.Decoder(ExecutionEvent).decode
 
@@ -147,9 +150,7 @@ class RemoteSandboxProvider:
 
     async def destroy(self, ref: SandboxRef) -> None:
         if _is_valid_name(ref.id):
-            await self.connection.retry_on_disconnect(
-                lambda: self.connection.request_without_body("DELETE", _sandbox_path(ref.id))
-            )
+            await self.connection.request("DELETE", _sandbox_path(ref.id))
 
     async def list_sandboxes(self) -> list[SandboxInfo]:
         return (await self.connection.request_json("GET", "/sandboxes", _SandboxListResponse)).sandboxes
@@ -189,49 +190,74 @@ class RemoteSandbox:
 
     # ---- calls --------------------------------------------------------------------------------------------------
 
-    async def execute(self, request: ExecuteRequest) -> AsyncGenerator[ExecutionEvent]:
+    def execute(self, request: ExecuteRequest) -> AsyncGenerator[ExecutionEvent]:
         execution_id = request.execution_id or secrets.token_hex(12)
         body = _encode(msgspec.structs.replace(request, execution_id=execution_id))
-        async with aclosing(self._stream_events(execution_id, -1, body)) as events:
-            async for event in events:
-                yield event
+        return self._stream_events(execution_id, -1, body)
 
-    async def follow(self, execution_id: str, *, after: int = -1) -> AsyncGenerator[ExecutionEvent]:
+    def follow(self, execution_id: str, *, after: int = -1) -> AsyncGenerator[ExecutionEvent]:
         if not _is_valid_name(execution_id):
             raise ExecutionNotFound(f"There is no execution {execution_id!r} of this sandbox.")
-        async with aclosing(self._stream_events(execution_id, after, None)) as events:
-            async for event in events:
-                yield event
+        return self._stream_events(execution_id, after, None)
 
     async def _stream_events(
-        self, execution_id: str, after: int, request: bytes | None
+        self, execution_id: str, after: int, start: bytes | None
     ) -> AsyncGenerator[ExecutionEvent]:
-        """Yield the events after number `after`, each once, resuming a broken stream.
+        """Yield the events after number `after`, each once, over as many connections as it takes.
 
-        request: the body that starts the call, None to follow a call that runs.
+        start: the body that starts the execution, None to follow one.
         """
-        stream = _ResumableEventStream(
-            self._connection, self._url_path("executions", quote_path_segment(execution_id)), after
-        )
-        if request is not None:
-            stream.set_start_request(self._url_path("execute"), request)
+        is_follow = may_have_started = start is None
+        received = 0
+        reconnect = Reconnect(self._connection.timeouts, _STREAM_FAILURES, self._connection.timeouts.resume)
         while True:
             try:
-                async with aclosing(stream.read()) as events:
-                    async for event in events:
-                        yield event
-                return
-            except (SandboxConnectError, SandboxConnectionLost, SandboxReadTimeout) as error:
-                backoff = stream.next_backoff(error)
-                if backoff is None:
-                    raise
+                async with self._open_events(execution_id, after + received, start) as response:
+                    start, may_have_started = None, True  # accepted: from now on it is followed
+                    lines = LineSplitter(_MAX_LINE_BYTES)
+                    while chunk := await self._read_chunk(response):
+                        for line in lines.feed(chunk):
+                            reconnect.progress()
+                            if not line:  # keepalive
+                                continue
+                            event = _decode_event(line)
+                            received += 1
+                            yield event
+                            if isinstance(event, ExecutionEnd):
+                                await self._drain(response)
+                                return
+                if is_follow and not received:
+                    return  # the caller asked for what comes after the end
+                raise self._connection.record_failure(
+                    SandboxConnectionLost(
+                        f"The sandbox server at {self._connection.url} ended an event stream early."
+                    )
+                )
+            except (LineTooLong, msgspec.MsgspecError, UnicodeDecodeError) as error:
+                raise self._connection.protocol_violation(f"cannot decode an event: {error}") from error
             except SandboxError as error:
-                # If a connection broke before, its request may have started the call.
-                error.nothing_started = error.nothing_started and not stream.failures
-                error.disconnected_at = stream.disconnected_at
-                raise
-            stream.failures += 1
-            await asyncio.sleep(backoff)
+                may_have_started = may_have_started or not error.nothing_started
+                error.nothing_started = not may_have_started
+                await reconnect.wait(error)
+
+    def _open_events(
+        self, execution_id: str, after: int, start: bytes | None
+    ) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        read_timeout = self._connection.timeouts.read
+        if start is not None:
+            return self._connection.open_response(
+                "POST", self._url_path("execute"), body=start, read_timeout=read_timeout
+            )
+        path = self._url_path("executions", quote_path_segment(execution_id))
+        return self._connection.open_response(
+            "GET", path, query={"after": str(after)}, read_timeout=read_timeout
+        )
+
+    async def _drain(self, response: aiohttp.ClientResponse) -> None:
+        """Read the end of the response, so that the connection can be reused."""
+        with suppress(TimeoutError, SandboxServerUnreachable):
+            async with asyncio.timeout(_DRAIN_TIMEOUT):
+                await self._read_chunk(response)
 
     async def interrupt(self, execution_id: str | None = None) -> bool:
         query = None if execution_id is None else {"execution_id": execution_id}
@@ -266,9 +292,13 @@ class RemoteSandbox:
         with self._connection.translate_errors():
             return await response.content.readany()
 
-    async def write_files(self, files: AsyncIterable[Sequence[BundledFile]]) -> WriteSummary:
+    async def write_files(self, files: Callable[[], AsyncIterable[Sequence[BundledFile]]]) -> WriteSummary:
         return await self._connection.request_json(
-            "POST", self._url_path("write"), WriteSummary, body=encode_bundle(files), content_type=BYTES_TYPE
+            "POST",
+            self._url_path("write"),
+            WriteSummary,
+            body=lambda: encode_bundle(files()),
+            content_type=BYTES_TYPE,
         )
 
     async def write_file(
@@ -280,19 +310,11 @@ class RemoteSandbox:
         )
 
     async def delete_file(self, path: str) -> None:
-        url_path = self._file_url_path(path)
-        attempts = 0
-
-        async def once() -> None:
-            nonlocal attempts
-            attempts += 1
-            try:
-                await self._connection.request_without_body("DELETE", url_path)
-            except FileNotFound:
-                if attempts == 1:  # else the response to the first request was lost
-                    raise
-
-        await self._connection.retry_on_disconnect(once)
+        try:
+            await self._connection.request("DELETE", self._file_url_path(path))
+        except FileNotFound as error:
+            if error.disconnected_at is None:  # else the response to the first request was lost
+                raise
 
     async def unpack_archive(
         self, content: bytes | AsyncIterable[bytes], *, kind: ArchiveFormat, into: str = ""
@@ -318,105 +340,6 @@ class RemoteSandbox:
         return self._url_path(
             "files", "/".join(quote_path_segment(part) for part in _check_utf8(path).split("/"))
         )
-
-
-class _ResumableEventStream:
-    """The events of one call, over as many connections as it takes.
-
-    after: number of the last event received.
-    accepted: whether the server has accepted the request.
-    failures: connections in a row that brought nothing.
-    disconnected_at: when the first of them broke, by the event loop's clock.
-    """
-
-    def __init__(self, connection: SandboxServerConnection, path: str, after: int) -> None:
-        self.after = self._requested_after = after
-        self.accepted = False
-        self.failures = 0
-        self.disconnected_at: float | None = None
-        self._connection = connection
-        self._path = path
-        self._start_request: tuple[str, bytes] | None = None
-        self._is_starting = False
-
-    def set_start_request(self, path: str, request: bytes) -> None:
-        self._start_request = (path, request)
-        self._is_starting = True
-
-    async def read(self) -> AsyncGenerator[ExecutionEvent]:
-        """Yield the events of one connection. Raises SandboxConnectionLost if it ends before the `ExecutionEnd`."""
-        async with self._open_connection() as response:
-            self.accepted = True
-            self._start_request = None
-            splitter = LineSplitter(_MAX_LINE_BYTES)
-            while chunk := await self._read_chunk(response):
-                for line in self._split_lines(splitter, chunk):
-                    self.failures = 0
-                    self.disconnected_at = None
-                    if not line:  # keepalive
-                        continue
-                    event = self._parse_event(line)
-                    self.after += 1
-                    yield event
-                    if isinstance(event, ExecutionEnd):
-                        await self._drain(response)
-                        return
-        if self.after == self._requested_after and not self._is_starting:
-            return  # the caller asked for what comes after the end
-        raise self._connection.record_failure(
-            SandboxConnectionLost(
-                f"The sandbox server at {self._connection.url} ended the event stream of a call early."
-            )
-        )
-
-    def next_backoff(
-        self, error: SandboxConnectError | SandboxConnectionLost | SandboxReadTimeout
-    ) -> float | None:
-        """Return the pause before the next connection; None, with the error completed, if there is to be none."""
-        if isinstance(error, SandboxConnectError) and not self.accepted and not self.failures:
-            return None  # nothing has started
-        timeouts = self._connection.timeouts
-        now = asyncio.get_running_loop().time()
-        if self.disconnected_at is None:
-            self.disconnected_at = now
-        left = self.disconnected_at + timeouts.resume - now
-        if self.failures < timeouts.retries and left > 0:
-            return min(timeouts.backoff_delay(self.failures + 1), left)
-        error.nothing_started = False
-        error.retries_exhausted = True
-        error.disconnected_at = self.disconnected_at
-        return None
-
-    def _open_connection(self) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        read_timeout = self._connection.timeouts.read
-        if self._start_request is not None:
-            path, request = self._start_request
-            return self._connection.open_response("POST", path, body=request, read_timeout=read_timeout)
-        return self._connection.open_response(
-            "GET", self._path, query={"after": str(self.after)}, read_timeout=read_timeout
-        )
-
-    async def _read_chunk(self, response: aiohttp.ClientResponse) -> bytes:
-        with self._connection.translate_errors():
-            return await response.content.readany()
-
-    def _split_lines(self, splitter: LineSplitter, chunk: bytes) -> list[bytes]:
-        try:
-            return splitter.feed(chunk)
-        except LineTooLong as error:
-            raise self._connection.protocol_violation(str(error)) from error
-
-    def _parse_event(self, line: bytes) -> ExecutionEvent:
-        try:
-            return _decode_event(line)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise self._connection.protocol_violation(f"cannot decode an event: {error}") from error
-
-    async def _drain(self, response: aiohttp.ClientResponse) -> None:
-        """Read the end of the response, so that the connection can be reused."""
-        with suppress(TimeoutError, SandboxServerUnreachable):
-            async with asyncio.timeout(_DRAIN_TIMEOUT):
-                await self._read_chunk(response)
 
 
 def _sandbox_path(sandbox_id: str) -> str:

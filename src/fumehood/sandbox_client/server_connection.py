@@ -7,12 +7,12 @@ SandboxServerUnreachable
 """
 
 import asyncio
+import math
 import os
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
     AsyncIterator,
-    Awaitable,
     Callable,
     Generator,
     Mapping,
@@ -38,13 +38,15 @@ JSON_TYPE = "application/json"
 BYTES_TYPE = "application/octet-stream"
 
 _CONNECT_TIMEOUT = 10.0
+_MAX_BACKOFF = 2.0
 # Shorter than the server's, so that no connection is used while the server closes it.
 _KEEP_ALIVE_SECONDS = 4.0
 _CHUNK_BYTES = 1 << 18
 _MAX_ERROR_BYTES = 1 << 20
 _GATEWAY_ERROR_STATUSES = (502, 503, 504)
 
-type RequestContent = bytes | AsyncIterable[bytes]
+# A callable makes the stream, and makes it again if the request is sent again.
+type RequestContent = bytes | AsyncIterable[bytes] | Callable[[], AsyncIterable[bytes]]
 
 
 class SandboxConnectError(SandboxServerUnreachable):
@@ -64,10 +66,10 @@ class SandboxConnectionSettings:
     """Timeouts and retries, in seconds.
 
     response: for a response; installing packages and unpacking archives take time.
-    read: between two keepalives of a running call; servers send one every ten seconds.
+    read: between two keepalives of a running execution; servers send one every ten seconds.
     retries: attempts in a row after a broken connection.
     backoff: pause before the first retry; it doubles each time, up to two seconds.
-    resume: how long a running call is resumed after its connection broke.
+    resume: how long the event stream of an execution is resumed after its connection broke.
     """
 
     response: float = 600.0
@@ -76,8 +78,44 @@ class SandboxConnectionSettings:
     backoff: float = 0.1
     resume: float = 2.0
 
-    def backoff_delay(self, attempt: int) -> float:
-        return min(self.backoff * 2 ** (attempt - 1), 2.0)
+
+class Reconnect:
+    """The attempts to repeat one request whose connection breaks.
+
+    retryable: errors after which it is repeated. within: seconds from the first of them until the last attempt.
+    failures: attempts in a row that brought nothing. disconnected_at: time of the first, by the event loop's clock.
+    """
+
+    def __init__(
+        self,
+        settings: SandboxConnectionSettings,
+        retryable: tuple[type[SandboxServerUnreachable], ...],
+        within: float = math.inf,
+    ) -> None:
+        self.failures = 0
+        self.disconnected_at: float | None = None
+        self._settings = settings
+        self._retryable = retryable
+        self._within = within
+
+    def progress(self) -> None:
+        """Note that the server has sent something: later failures are counted from the beginning."""
+        self.failures = 0
+        self.disconnected_at = None
+
+    async def wait(self, error: SandboxError) -> None:
+        """Wait before the next attempt. Raises `error` if there is to be none."""
+        is_retryable = isinstance(error, self._retryable)
+        now = asyncio.get_running_loop().time()
+        if self.disconnected_at is None and is_retryable:
+            self.disconnected_at = now
+        error.disconnected_at = self.disconnected_at
+        left = self._within if self.disconnected_at is None else self.disconnected_at + self._within - now
+        if not is_retryable or self.failures >= self._settings.retries or left <= 0:
+            error.retries_exhausted = is_retryable
+            raise error
+        await asyncio.sleep(min(self._settings.backoff * 2**self.failures, _MAX_BACKOFF, left))
+        self.failures += 1
 
 
 class SandboxServerConnection:
@@ -148,39 +186,37 @@ class SandboxServerConnection:
         body: RequestContent | None = None,
         content_type: str = JSON_TYPE,
     ) -> T:
-        """Send a request and decode its response; retried on a broken connection unless the body is a stream."""
+        """Send a request as `request` does, and decode its response."""
+        content = await self.request(method, path, query=query, body=body, content_type=content_type)
+        try:
+            return msgspec.json.decode(content, type=response_type)
+        except msgspec.MsgspecError as error:
+            raise self.protocol_violation(f"cannot decode its response: {error}") from error
 
-        async def once() -> T:
-            async with self.open_response(
-                method, path, query=query, body=body, content_type=content_type
-            ) as response:
-                with self.translate_errors():
-                    content = await response.read()
-            try:
-                return msgspec.json.decode(content, type=response_type)
-            except msgspec.MsgspecError as error:
-                raise self.protocol_violation(f"cannot decode its response: {error}") from error
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: RequestContent | None = None,
+        content_type: str = JSON_TYPE,
+    ) -> bytes:
+        """Send an idempotent request and return its response; repeat it if the connection breaks.
 
-        if body is None or isinstance(body, bytes):
-            return await self.retry_on_disconnect(once)
-        return await once()
-
-    async def request_without_body(self, method: str, path: str) -> None:
-        """Send a request whose response has no body."""
-        async with self.open_response(method, path):
-            pass
-
-    async def retry_on_disconnect[T](self, operation: Callable[[], Awaitable[T]]) -> T:
-        """Retry an idempotent operation while connections break."""
-        attempt = 0
+        A body that can be read only once is not sent again. An error after a repeated request has `disconnected_at`.
+        """
+        can_repeat = body is None or isinstance(body, bytes) or callable(body)
+        reconnect = Reconnect(self.timeouts, (SandboxConnectionLost,) if can_repeat else ())
         while True:
             try:
-                return await operation()
-            except SandboxConnectionLost:
-                attempt += 1
-                if attempt > self.timeouts.retries:
-                    raise
-            await asyncio.sleep(self.timeouts.backoff_delay(attempt))
+                async with self.open_response(
+                    method, path, query=query, body=body, content_type=content_type
+                ) as response:
+                    with self.translate_errors():
+                        return await response.read()
+            except SandboxError as error:
+                await reconnect.wait(error)
 
     @asynccontextmanager
     async def open_response(
@@ -324,11 +360,11 @@ class _RequestBody:
             for start in range(0, len(self._content), _CHUNK_BYTES):
                 yield self._content[start : start + _CHUNK_BYTES]
             return
-        if self._was_read:
+        if self._was_read and not callable(self._content):
             raise ConnectionResetError("a stream cannot be sent twice")
         self._was_read = True
         try:
-            async for chunk in self._content:
+            async for chunk in self._content() if callable(self._content) else self._content:
                 yield chunk
         except Exception as error:
             self.failure = error

@@ -172,8 +172,8 @@ class ApiSandbox:
             self._on_file_bytes("in", written.bytes)
             return written
 
-    async def write_files(self, files: AsyncIterable[Sequence[BundledFile]]) -> WriteSummary:
-        return await self.write_bundle(encode_bundle(files))
+    async def write_files(self, files: Callable[[], AsyncIterable[Sequence[BundledFile]]]) -> WriteSummary:
+        return await self.write_bundle(encode_bundle(files()))
 
     async def delete_file(self, path: str) -> None:
         with self._mark_in_use():

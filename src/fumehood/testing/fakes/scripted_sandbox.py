@@ -423,9 +423,9 @@ class ScriptedSandbox:
         for batch in itertools.batched(paths, _BATCH_SIZE):
             yield [self.files.read_small_file(path) for path in batch]
 
-    async def write_files(self, files: AsyncIterable[Sequence[BundledFile]]) -> WriteSummary:
+    async def write_files(self, files: Callable[[], AsyncIterable[Sequence[BundledFile]]]) -> WriteSummary:
         self._check_available()
-        return self.files.write_files([file async for batch in files for file in batch])
+        return self.files.write_files([file async for batch in files() for file in batch])
 
     async def write_file(
         self, path: str, content: bytes | AsyncIterable[bytes], *, executable: bool = False

@@ -242,7 +242,7 @@ class SandboxFilesKit:
         files["large.bin"] = bytes(MAX_BUNDLED_FILE_BYTES)
         async with subject.create_sandbox() as sandbox:
             await sandbox.write_file("d1/1.txt", b"replaced")
-            written = await sandbox.write_files(batch_files(files))
+            written = await sandbox.write_files(lambda: batch_files(files))
             size = sum(map(len, files.values()))
             assert (written.files, written.bytes, written.refused, written.reasons) == (
                 len(files),
@@ -270,9 +270,8 @@ class SandboxFilesKit:
         async with subject.create_sandbox() as sandbox:
             await sandbox.write_file("folder/file.txt", b"x")
             bad = [*BAD_NAMES, "folder", "folder/file.txt/below"]
-            written = await sandbox.write_files(
-                batch_files({"a": b"a", **dict.fromkeys(bad, b"bad"), "b": b"b"})
-            )
+            files = {"a": b"a", **dict.fromkeys(bad, b"bad"), "b": b"b"}
+            written = await sandbox.write_files(lambda: batch_files(files))
             assert (written.files, written.bytes, written.refused) == (2, 2, len(bad))
             assert len(written.reasons) == len(bad)
             assert any(reason.startswith("folder/file.txt") for reason in written.reasons)
@@ -305,16 +304,15 @@ class SandboxFilesKit:
         async with subject.create_sandbox() as sandbox:
             await sandbox.write_file("new/1", b"old")
             with pytest.raises(SourceError):
-                await sandbox.write_files(breaking())
+                await sandbox.write_files(breaking)
             assert await read_contents(sandbox, ["new/1"]) == [b"old"]
             assert await list_paths(sandbox) == ["new/1"]
-            assert (await sandbox.write_files(batch_files({}))).files == 0
+            assert (await sandbox.write_files(lambda: batch_files({}))).files == 0
 
     async def test_leaving_many_files_half_read(self, subject: _SandboxFilesSubject) -> None:
         async with subject.create_sandbox() as sandbox:
-            await sandbox.write_files(
-                batch_files({f"{number}.bin": bytes(MAX_BUNDLED_FILE_BYTES) for number in range(4)})
-            )
+            files = {f"{number}.bin": bytes(MAX_BUNDLED_FILE_BYTES) for number in range(4)}
+            await sandbox.write_files(lambda: batch_files(files))
             paths = [f"{number % 4}.bin" for number in range(40)]
             reading = sandbox.read_files(paths)
             assert len(await anext(reading)) < 40
