@@ -9,6 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fumehood.message_parts import (
+    TRUNCATED_FIELD,
+    TRUNCATED_PART_TYPE,
+    drop_vendor_items,
+    redact_parts,
+    replace_inline_data,
+    truncate_parts,
+)
 from fumehood.message_parts.canonical_parts import (
     Json,
     Part,
@@ -18,16 +26,8 @@ from fumehood.message_parts.canonical_parts import (
     UriPart,
 )
 from fumehood.message_parts.conversion import from_vendor, to_vendor
-from fumehood.message_parts.field_codecs import is_same_json
+from fumehood.message_parts.json_paths import is_same_json
 from fumehood.message_parts.part_format import REPRESENTATIONS, find_part_error
-from fumehood.message_parts.redaction import (
-    TRUNCATED_FIELD,
-    TRUNCATED_PART_TYPE,
-    drop_vendor_items,
-    redact_parts,
-    replace_inline_data,
-    truncate_parts,
-)
 from fumehood.message_parts.representations import from_representation, to_representation
 from fumehood.message_parts.validation import validate
 from tests.support.vendor_item_samples import DOCUMENTS, OPENAI, SAMPLES

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from fumehood.message_parts.canonical_parts import Json, ToolCallPart, ToolCallResponsePart
 from fumehood.message_parts.conversion import convert, from_vendor, list_formats, to_vendor
-from fumehood.message_parts.field_codecs import copy_json, is_same_json
+from fumehood.message_parts.json_paths import copy_json, is_same_json
 from fumehood.message_parts.part_format import REPRESENTATIONS, find_part_error
 from fumehood.message_parts.vendors import VENDORS
+from tests.support import xai_chat_chunks
 from tests.support.vendor_item_samples import DOCUMENTS, SAMPLES
 
 REFERENCE = Path(__file__).parents[3] / "shared" / "reference"
@@ -68,7 +69,7 @@ def test_samples_go_back(vendor: str) -> None:
         assert_round_trip(vendor, item)
 
 
-@pytest.mark.parametrize(("vendor", "document"), DOCUMENTS)
+@pytest.mark.parametrize(("vendor", "document"), [*DOCUMENTS, ("xai", xai_chat_chunks.WHOLE)])
 def test_whole_responses_go_back(vendor: str, document: Any) -> None:
     assert_round_trip(vendor, document)
 

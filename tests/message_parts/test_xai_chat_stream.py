@@ -1,6 +1,5 @@
 """Chunks of xAI's chat API, put together: whole, cut off, failed, cancelled."""
 
-import json
 import re
 from typing import Any
 
@@ -10,88 +9,20 @@ from hypothesis import strategies as st
 
 from fumehood.message_parts.canonical_parts import Json, TextPart, ToolCallPart, ToolCallResponsePart
 from fumehood.message_parts.conversion import from_vendor, to_vendor
-from fumehood.message_parts.representations import from_representation, to_representation
-from fumehood.message_parts.streaming.assembler import StreamAssembler, assemble_stream
-from fumehood.message_parts.validation import validate
-
-type Object = dict[str, Any]
-
-
-def call(number: int, kind: str, arguments: str, **more: Any) -> Object:
-    made = {"id": f"call_{number}", "type": f"TOOL_CALL_TYPE_{kind}_TOOL"}
-    return {**made, "function": {"name": kind.lower(), "arguments": arguments}, **more}
-
-
-CODE = call(1, "CODE_EXECUTION", '{"code":"print(2)"}')
-ENDED = {**CODE, "status": "TOOL_CALL_STATUS_COMPLETED"}
-SEARCH = call(2, "WEB_SEARCH", '{"query":"q"}')
-FAILED = {**SEARCH, "status": "TOOL_CALL_STATUS_FAILED", "error_message": "no network"}
-CITED = {"id": "1", "start_index": 6, "web_citation": {"url": "https://e.x"}}
-
-
-def output(place: int, reason: str | None = None, **delta: Any) -> Object:
-    """The default of each member is left out, as protobuf does it."""
-    made: Object = {"delta": delta} if delta else {}
-    return made | ({"index": place} if place else {}) | ({"finish_reason": reason} if reason else {})
-
-
-def chunk(*outputs: Object, **more: Any) -> Object:
-    return {"id": "x", "model": "grok-4", "created": "2026-01-12T10:30:45Z", "outputs": [*outputs], **more}
-
-
-CHUNKS: list[Any] = [
-    chunk(output(0, role="ROLE_ASSISTANT", reasoning_content="I com")),
-    chunk(output(0, role="ROLE_ASSISTANT", reasoning_content="pute.")),
-    chunk(output(0, role="ROLE_ASSISTANT", tool_calls=[CODE])),
-    chunk(output(1, role="ROLE_TOOL", content="2\n", tool_calls=[ENDED])),
-    chunk(output(2, role="ROLE_ASSISTANT", tool_calls=[SEARCH])),
-    chunk(output(3, role="ROLE_TOOL", tool_calls=[FAILED])),
-    chunk(output(4, role="ROLE_ASSISTANT", content="It is "), usage={"completion_tokens": 1}),
-    chunk(output(4, role="ROLE_ASSISTANT", content="2.", citations=[CITED], encrypted_content="AA")),
-    chunk(
-        {
-            **output(4, "REASON_STOP", role="ROLE_ASSISTANT", encrypted_content="A="),
-            "logprobs": {"content": [{"token": "2."}]},
-        },
-        usage={"completion_tokens": 9},
-        citations=["https://e.x"],
-    ),
-    {"id": "x", "citations": ["https://f.x"], "divination": {"by": "stars"}},
-]
-WHOLE: Any = {
-    "id": "x",
-    "model": "grok-4",
-    "created": "2026-01-12T10:30:45Z",
-    "outputs": [
-        {"message": {"role": "ROLE_ASSISTANT", "reasoning_content": "I compute.", "tool_calls": [CODE]}},
-        {"index": 1, "message": {"role": "ROLE_TOOL", "content": "2\n", "tool_calls": [ENDED]}},
-        {"index": 2, "message": {"role": "ROLE_ASSISTANT", "tool_calls": [SEARCH]}},
-        {"index": 3, "message": {"role": "ROLE_TOOL", "tool_calls": [FAILED]}},
-        {
-            "index": 4,
-            "finish_reason": "REASON_STOP",
-            "message": {
-                "role": "ROLE_ASSISTANT",
-                "content": "It is 2.",
-                "citations": [CITED],
-                "encrypted_content": "AAA=",
-            },
-            "logprobs": {"content": [{"token": "2."}]},
-        },
-    ],
-    "usage": {"completion_tokens": 9},
-    "citations": ["https://e.x", "https://f.x"],
-    "divination": {"by": "stars"},
-}
-
-
-def test_chunks_add_up_to_what_comes_in_one_piece() -> None:
-    before = json.dumps(CHUNKS)
-    assert assemble_stream("xai", CHUNKS) == WHOLE
-    assert json.dumps(CHUNKS) == before, "chunks are not changed"
-    parts = from_vendor("xai", WHOLE)
-    assert to_vendor("xai", parts) == WHOLE
-    assert to_vendor("xai", from_representation(to_representation("option2", parts))) == WHOLE
+from fumehood.message_parts.streaming.assembler import StreamAssembler
+from tests.message_parts.test_stream_assembly import assemble_stream, feed_all
+from tests.support.xai_chat_chunks import (
+    CHUNKS,
+    CODE,
+    ENDED,
+    FAILED,
+    SEARCH,
+    WHOLE,
+    Object,
+    call,
+    chunk,
+    output,
+)
 
 
 def _camel(value: Json) -> Any:
@@ -124,19 +55,6 @@ def test_both_kinds_of_names_are_understood() -> None:
     assert to_vendor("xai", camel) == _camel(WHOLE)
 
 
-def test_at_every_moment_the_parts_are_parts_and_texts_only_grow() -> None:
-    assembler, said = StreamAssembler("xai"), ""
-    for each in CHUNKS:
-        assembler.feed(each)
-        parts = assembler.build_parts()
-        for representation in ("option1", "option2", "option3", "option3-alternative"):
-            assert validate([*to_representation(representation, parts)]) == []
-        text = "".join(part.content for part in parts if isinstance(part, TextPart))
-        assert text.startswith(said)
-        said = text
-    assert said == "It is 2."
-
-
 def _statuses(assembler: StreamAssembler, ended: Any = None) -> list[tuple[str, str, str | None]]:
     return [
         (type(part).__name__, part.kind, part.status)
@@ -146,13 +64,10 @@ def _statuses(assembler: StreamAssembler, ended: Any = None) -> list[tuple[str, 
 
 
 def test_what_ended_before_the_stream_broke_off_stays_as_it_ended() -> None:
-    assembler = StreamAssembler("xai")
-    for each in CHUNKS[:3]:
-        assembler.feed(each)
+    assembler = feed_all("xai", CHUNKS[:3])
     assert _statuses(assembler) == [("ToolCallPart", "code_interpreter", "in_progress")]
     assert _statuses(assembler, "cancelled") == [("ToolCallPart", "code_interpreter", "cancelled")]
-    for each in CHUNKS[3:5]:
-        assembler.feed(each)
+    assembler = feed_all("xai", CHUNKS[:5])
     ran, answered = (
         ("ToolCallPart", "code_interpreter", None),
         ("ToolCallResponsePart", "code_interpreter", "completed"),
@@ -203,9 +118,7 @@ def split_streams(draw: st.DrawFn) -> tuple[list[Object], Object]:
 def test_however_it_is_cut_it_adds_up(made: tuple[list[Object], Object], broken: int) -> None:
     chunks, whole = made
     assert assemble_stream("xai", chunks) == whole
-    assembler = StreamAssembler("xai")
-    for each in chunks[:broken]:
-        assembler.feed(each)
+    assembler = feed_all("xai", chunks[:broken])
     assert to_vendor("xai", assembler.build_parts()) == assembler.build_document()
 
 

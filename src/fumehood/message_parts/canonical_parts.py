@@ -64,38 +64,33 @@ class _BasePart(msgspec.Struct, kw_only=True):
     extra: JsonObject = {}
 
 
-class ToolCallPart(_BasePart, kw_only=True):
-    """What the model asked a tool to do.
+class ToolPart(_BasePart, kw_only=True):
+    """A tool call or its response.
 
     kind: what sort of tool, a key of `TOOL_KINDS` or any other name; it decides what `payload` may hold.
-    name: the tool's own name where it has one (functions, MCP), else the kind.
     id, call_id: the id of the item, and the id that call and response share; vendors have one, both or none.
     execution: who runs it. The vendor's type does not say: a shell may run on the server or at the client.
-    provenance: a synthesized call was not in the items; it was derived from its effects.
+    provenance: a synthesized part was not in the items; it was derived from its effects.
     """
 
     kind: str
+    payload: JsonObject
+    id: str | None = None
+    call_id: str | None = None
+    vendor_type: str = ""
+    execution: Execution = "server"
+    status: Status | None = None
+    provenance: Provenance = "observed"
+
+
+class ToolCallPart(ToolPart, kw_only=True):
+    """What the model asked a tool to do. name: the tool's own where it has one (functions, MCP), else the kind."""
+
     name: str
-    payload: JsonObject
-    id: str | None = None
-    call_id: str | None = None
-    vendor_type: str = ""
-    execution: Execution = "server"
-    status: Status | None = None
-    provenance: Provenance = "observed"
 
 
-class ToolCallResponsePart(_BasePart, kw_only=True):
+class ToolCallResponsePart(ToolPart, kw_only=True):
     """The response to a call; `call_id` names the call."""
-
-    kind: str
-    payload: JsonObject
-    id: str | None = None
-    call_id: str | None = None
-    vendor_type: str = ""
-    execution: Execution = "server"
-    status: Status | None = None
-    provenance: Provenance = "observed"
 
 
 class TextPart(_BasePart, kw_only=True):
@@ -133,16 +128,7 @@ class GenericPart(_BasePart, kw_only=True):
     type: str
 
 
-type Part = (
-    ToolCallPart
-    | ToolCallResponsePart
-    | TextPart
-    | ReasoningPart
-    | BlobPart
-    | FilePart
-    | UriPart
-    | GenericPart
-)
+type Part = ToolPart | TextPart | ReasoningPart | BlobPart | FilePart | UriPart | GenericPart
 
 
 def pair_calls(parts: list[Part]) -> Iterator[tuple[int | None, int | None]]:

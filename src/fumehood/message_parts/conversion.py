@@ -18,17 +18,12 @@ from fumehood.message_parts.canonical_parts import (
     TextPart,
     ToolCallPart,
     ToolCallResponsePart,
+    ToolPart,
     VendorSource,
     pair_calls,
 )
-from fumehood.message_parts.field_codecs import (
-    FIELD_CODECS,
-    MISSING,
-    copy_json,
-    get_at_path,
-    get_text_at_path,
-    set_at_path,
-)
+from fumehood.message_parts.field_codecs import FIELD_CODECS
+from fumehood.message_parts.json_paths import MISSING, copy_json, get_at_path, get_text_at_path, set_at_path
 from fumehood.message_parts.part_format import REPRESENTATIONS, MalformedPartError
 from fumehood.message_parts.representations import SOURCE_FIELD, from_representation, to_representation
 from fumehood.message_parts.vendor_codec import (
@@ -236,16 +231,14 @@ def _extracted_fields_of(part: Part) -> list[ExtractedField]:
 
 
 def _is_derived(vendor: VendorCodec, part: Part) -> bool:
-    is_synthesized = (
-        isinstance(part, ToolCallPart | ToolCallResponsePart) and part.provenance == "synthesized"
-    )
+    is_synthesized = isinstance(part, ToolPart) and part.provenance == "synthesized"
     return is_synthesized and part.source is not None and part.source.vendor == vendor.name
 
 
 # --- in another vendor's words ------------------------------------------------------------------------
 
 
-def _mapping_for(vendor: VendorCodec, part: ToolCallPart | ToolCallResponsePart) -> ItemMapping:
+def _mapping_for(vendor: VendorCodec, part: ToolPart) -> ItemMapping:
     """Return the mapping of the part's kind; that of functions if the vendor has none."""
     for kind in (part.kind, "function"):
         for mapping in vendor.item_mappings:
@@ -258,8 +251,8 @@ def _mapping_for(vendor: VendorCodec, part: ToolCallPart | ToolCallResponsePart)
 def _build_item(vendor: VendorCodec, group: list[Part], names: dict[str | None, str]) -> Json | None:
     """Build the item of a group. names: tool names by call id; some vendors repeat the name in the response."""
     first = group[0]
-    if isinstance(first, ToolCallPart | ToolCallResponsePart):
-        tools = [part for part in group if isinstance(part, ToolCallPart | ToolCallResponsePart)]
+    if isinstance(first, ToolPart):
+        tools = [part for part in group if isinstance(part, ToolPart)]
         return _build_tool_item(_mapping_for(vendor, first), tools, names.get(first.call_id))
     if isinstance(first, TextPart):
         is_input = first.role != "assistant" and vendor.user_text is not None
@@ -278,9 +271,7 @@ def _build_text_item(template: TextTemplate | None, text: str, role: str = "assi
     return set_at_path(item, ("role",), role) if "role" in template.item else item
 
 
-def _build_tool_item(
-    mapping: ItemMapping, parts: list[ToolCallPart | ToolCallResponsePart], name: str | None
-) -> Json:
+def _build_tool_item(mapping: ItemMapping, parts: list[ToolPart], name: str | None) -> Json:
     item = copy_json(mapping.template or {"type": mapping.type})
     for part in parts:
         shared = part.call_id if part.call_id is not None else part.id
@@ -315,7 +306,7 @@ def _fill_if_empty(item: Json, path: JsonPath, value: str | None) -> Json:
     return set_at_path(item, path, value)
 
 
-def _write_payload(item: Json, mapping: ItemMapping, part: ToolCallPart | ToolCallResponsePart) -> Json:
+def _write_payload(item: Json, mapping: ItemMapping, part: ToolPart) -> Json:
     payload = part.payload if mapping.kind == part.kind else _as_function_payload(part)
     done: set[str] = set()
     for field in (mapping.call if isinstance(part, ToolCallPart) else mapping.response) or ():
@@ -334,7 +325,7 @@ def _write_payload(item: Json, mapping: ItemMapping, part: ToolCallPart | ToolCa
     return item
 
 
-def _as_function_payload(part: ToolCallPart | ToolCallResponsePart) -> JsonObject:
+def _as_function_payload(part: ToolPart) -> JsonObject:
     """Return the payload as that of a function: arguments and output of an MCP tool, else the whole payload."""
     if isinstance(part, ToolCallPart):
         return {"arguments": part.payload.get("arguments") if part.kind == "mcp" else part.payload}

@@ -6,11 +6,11 @@ is extracted only if it round-trips, so a codec may be simple: what it does not 
 
 import json
 from collections.abc import Callable
-from typing import cast
 
 import msgspec
 
-from fumehood.message_parts.canonical_parts import Json, JsonObject, JsonPath
+from fumehood.message_parts.canonical_parts import Json, JsonObject
+from fumehood.message_parts.json_paths import copy_json, is_same_json
 
 type Extraction = tuple[Json, Json]  # decoded value, remainder
 
@@ -20,65 +20,6 @@ class FieldCodec(msgspec.Struct, frozen=True):
 
     decode: Callable[[Json], Extraction]
     encode: Callable[[Json, Json], Json]
-
-
-def is_same_json(one: Json, other: Json) -> bool:
-    """Compare as JSON text: 1, 1.0 and true differ, and so does the order of keys."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        theirs = cast(JsonObject, other)
-        return list(one) == list(theirs) and all(
-            is_same_json(value, theirs[key]) for key, value in one.items()
-        )
-    if isinstance(one, list):
-        values = cast(list[Json], other)
-        return len(one) == len(values) and all(map(is_same_json, one, values))
-    return one == other or (one != one and other != other)
-
-
-def copy_json(value: Json) -> Json:
-    if isinstance(value, dict):
-        return {key: copy_json(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [copy_json(inner) for inner in value]
-    return value
-
-
-# --- paths --------------------------------------------------------------------------------------------
-
-MISSING = msgspec.UNSET
-
-
-def get_at_path(value: Json, path: JsonPath) -> Json | msgspec.UnsetType:
-    if not path:
-        return value
-    step = path[0]
-    if isinstance(value, dict) and isinstance(step, str) and step in value:
-        return get_at_path(value[step], path[1:])
-    if isinstance(value, list) and isinstance(step, int) and 0 <= step < len(value):
-        return get_at_path(value[step], path[1:])
-    return MISSING
-
-
-def get_text_at_path(value: Json, path: JsonPath) -> str | None:
-    found = get_at_path(value, path) if path else None
-    return found if isinstance(found, str) else None
-
-
-def set_at_path(value: Json, path: JsonPath, new: Json) -> Json:
-    """Return `value` with `new` at `path`. Missing object members are created, missing list entries are not."""
-    if not path:
-        return new
-    step, rest = path[0], path[1:]
-    if isinstance(step, int):
-        if not isinstance(value, list) or not 0 <= step < len(value):
-            raise ValueError(f"there is no list entry {step}")
-        value[step] = set_at_path(value[step], rest, new)
-        return value
-    members = value if isinstance(value, dict) else {}
-    members[step] = set_at_path(members.get(step), rest, new)
-    return members
 
 
 # --- codecs, by the names in `fumehood.source` --------------------------------------------------------
@@ -100,26 +41,19 @@ def _encode_single(value: Json, _remainder: Json) -> Json:
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def _decode_log(value: Json) -> Extraction:
-    if not isinstance(value, str):
-        raise ValueError
-    return [{"type": "logs", "logs": value}], None
+def _output_codec(name: str, **others: str) -> FieldCodec:
+    """A codec for a text that becomes the member `name` of the only output; `others` are its other members."""
 
+    def decode(value: Json) -> Extraction:
+        if not isinstance(value, str):
+            raise ValueError
+        return [{**others, name: value}], None
 
-def _encode_log(value: Json, _remainder: Json) -> Json:
-    texts = [entry.get("logs") for entry in _objects(value)]
-    return "".join(text for text in texts if isinstance(text, str))
+    def encode(value: Json, _remainder: Json) -> Json:
+        texts = [entry.get(name) for entry in _objects(value)]
+        return "".join(text for text in texts if isinstance(text, str))
 
-
-def _decode_stdout(value: Json) -> Extraction:
-    if not isinstance(value, str):
-        raise ValueError
-    return [{"stdout": value}], None
-
-
-def _encode_stdout(value: Json, _remainder: Json) -> Json:
-    texts = [entry.get("stdout") for entry in _objects(value)]
-    return "".join(text for text in texts if isinstance(text, str))
+    return FieldCodec(decode, encode)
 
 
 # JSON inside JSON: servers differ in spaces and escapes.
@@ -284,8 +218,8 @@ def _objects(value: Json) -> list[JsonObject]:
 FIELD_CODECS = {
     "": FieldCodec(_decode_identity, _encode_identity),
     "one": FieldCodec(_decode_single, _encode_single),
-    "log": FieldCodec(_decode_log, _encode_log),
-    "stdout": FieldCodec(_decode_stdout, _encode_stdout),
+    "log": _output_codec("logs", type="logs"),
+    "stdout": _output_codec("stdout"),
     "json.code": _json_member_codec("code"),
     "json.prompt": _json_member_codec("prompt"),
     "json.query": _json_member_codec("query", as_list=True),

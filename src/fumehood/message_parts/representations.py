@@ -30,11 +30,12 @@ from fumehood.message_parts.canonical_parts import (
     TextPart,
     ToolCallPart,
     ToolCallResponsePart,
+    ToolPart,
     UriPart,
     VendorSource,
     pair_calls,
 )
-from fumehood.message_parts.field_codecs import is_same_json
+from fumehood.message_parts.json_paths import is_same_json
 from fumehood.message_parts.part_format import (
     PLAIN_PART_FIELDS,
     REPRESENTATIONS,
@@ -76,18 +77,18 @@ def to_representation(representation: str, parts: list[Part]) -> list[JsonObject
 
 
 def _write_part(part: Part, *, separate_server_tools: bool) -> JsonObject:
-    if not isinstance(part, ToolCallPart | ToolCallResponsePart):
+    if not isinstance(part, ToolPart):
         return _write_plain_part(part)
     apart = separate_server_tools and part.execution == "server"
     record = _build_source_record(part, "server" if apart else _default_execution(part.kind), None)
     payload: JsonObject = {"type": part.kind, **part.payload}
     made: JsonObject
-    if isinstance(part, ToolCallResponsePart):
-        kind, key = ("server_tool_call_response",) * 2 if apart else ("tool_call_response", "response")
-        made = {"type": kind, "id": part.call_id, key: payload}
-    else:
+    if isinstance(part, ToolCallPart):
         kind = "server_tool_call" if apart else "tool_call"
         made = {"type": kind, "id": part.call_id, "name": part.name, kind: payload}
+    else:
+        kind = "server_tool_call_response" if apart else "tool_call_response"
+        made = {"type": kind, "id": part.call_id, TOOL_PART_TYPES[kind].response: payload}
     others = {
         name: value
         for name, value in part.extra.items()
@@ -130,7 +131,7 @@ def _write_plain_part(part: Part) -> JsonObject:
             made = {"type": "uri", **_media_fields(part), "uri": part.uri}
         case GenericPart():
             made = {"type": part.type if part.source is None else OPAQUE_ITEM_TYPE}
-        case ToolCallPart() | ToolCallResponsePart():
+        case ToolPart():
             raise AssertionError("calls and responses are written elsewhere")
     return {**made, **part.extra, **record}
 
@@ -150,7 +151,7 @@ def _write_unified_parts(part_type: PartType, parts: list[Part]) -> list[JsonObj
     """Write one object for call and response, at the position of the call, with the distance of a later response."""
     made: dict[int, JsonObject] = {}
     for position, part in enumerate(parts):
-        if not isinstance(part, ToolCallPart | ToolCallResponsePart) or part.execution == "client":
+        if not isinstance(part, ToolPart) or part.execution == "client":
             made[position] = _write_part(part, separate_server_tools=True)
     for positions in pair_calls(parts):
         # A half whose other half ran at the client stands alone.
@@ -160,13 +161,11 @@ def _write_unified_parts(part_type: PartType, parts: list[Part]) -> list[JsonObj
             if position is not None and position not in made
         }
         if halves:
-            made[min(halves)] = _write_pair(
-                part_type, cast(dict[int, ToolCallPart | ToolCallResponsePart], halves)
-            )
+            made[min(halves)] = _write_pair(part_type, cast(dict[int, ToolPart], halves))
     return [made[position] for position in sorted(made)]
 
 
-def _write_pair(part_type: PartType, halves: dict[int, ToolCallPart | ToolCallResponsePart]) -> JsonObject:
+def _write_pair(part_type: PartType, halves: dict[int, ToolPart]) -> JsonObject:
     """halves: by position, the call first."""
     both = _merge_halves(part_type, [*halves.values()])
     call_at, result_at = min(halves), max(halves)
@@ -176,7 +175,7 @@ def _write_pair(part_type: PartType, halves: dict[int, ToolCallPart | ToolCallRe
     return both
 
 
-def _merge_halves(part_type: PartType, halves: list[ToolCallPart | ToolCallResponsePart]) -> JsonObject:
+def _merge_halves(part_type: PartType, halves: list[ToolPart]) -> JsonObject:
     first, last = halves[0], halves[-1]
     made: JsonObject = {
         "type": part_type.type,
@@ -216,7 +215,7 @@ def _merge_halves(part_type: PartType, halves: list[ToolCallPart | ToolCallRespo
     return {**made, SOURCE_FIELD: record} if record else made
 
 
-def _has_own_tool_name(half: ToolCallPart | ToolCallResponsePart) -> bool:
+def _has_own_tool_name(half: ToolPart) -> bool:
     """Whether a response without its call holds the tool's name in a field."""
     name = half.extra.get("name")
     if isinstance(half, ToolCallPart) or not isinstance(name, str) or name == half.kind:
@@ -251,7 +250,7 @@ def _build_source_record(
     source = part.source
     if source is not None:
         record["vendor"] = source.vendor
-    if isinstance(part, ToolCallPart | ToolCallResponsePart):
+    if isinstance(part, ToolPart):
         if part.vendor_type:
             record["type"] = part.vendor_type
         if part.id is not None and part.id != part.call_id:
@@ -344,9 +343,7 @@ def _read_half(part_type: PartType, members: JsonObject, record: JsonObject) -> 
     kind = cast(str, payload.pop("type"))
     implied: Execution = _default_execution(kind) if part_type.type.startswith("tool_") else "server"
     if part_type.response:
-        part: ToolCallPart | ToolCallResponsePart = ToolCallResponsePart(
-            kind=kind, payload=payload, call_id=shared, extra=members
-        )
+        part: ToolPart = ToolCallResponsePart(kind=kind, payload=payload, call_id=shared, extra=members)
     else:
         name = cast(str, members.pop("name"))
         part = ToolCallPart(kind=kind, name=name, payload=payload, call_id=shared, extra=members)
@@ -365,13 +362,13 @@ def _displaced_fields(record: JsonObject) -> JsonObject:
 def _read_unified(part_type: PartType, members: JsonObject, record: JsonObject) -> _ReadResult:
     shared, name = cast(str | None, members.pop("id", None)), cast(str, members.pop("name"))
     status = _pop_status(part_type, members)
-    made: list[ToolCallPart | ToolCallResponsePart] = []
+    made: list[ToolPart] = []
     for key, half in ((part_type.call, "call"), (part_type.response, "response")):
         if key not in members:
             continue
         payload = dict(cast(JsonObject, members.pop(key)))
         kind = cast(str, payload.pop("type"))
-        part: ToolCallPart | ToolCallResponsePart
+        part: ToolPart
         if half == "call":
             part = ToolCallPart(kind=kind, name=name, payload=payload, call_id=shared)
         else:
@@ -407,9 +404,7 @@ def _pop_status(part_type: PartType, members: JsonObject) -> Json:
     return status
 
 
-def _restore_source(
-    part: ToolCallPart | ToolCallResponsePart, record: JsonObject, default_execution: Execution
-) -> None:
+def _restore_source(part: ToolPart, record: JsonObject, default_execution: Execution) -> None:
     id_, status = record.get("id"), record.get("status")
     part.id = id_ if isinstance(id_, str) else part.call_id
     part.vendor_type = _string_or_empty(record.get("type"))

@@ -21,17 +21,12 @@ from fumehood.message_parts.canonical_parts import (
     Status,
     ToolCallPart,
     ToolCallResponsePart,
+    ToolPart,
     VendorSource,
 )
-from fumehood.message_parts.field_codecs import (
-    FIELD_CODECS,
-    MISSING,
-    copy_json,
-    extract,
-    get_at_path,
-    get_text_at_path,
-    set_at_path,
-)
+from fumehood.message_parts.field_codecs import FIELD_CODECS, extract
+from fumehood.message_parts.json_paths import MISSING, copy_json, get_at_path, get_text_at_path, set_at_path
+from fumehood.message_parts.streaming.partial_items import VendorStream
 
 # The vendors' words for a status; other words are ignored.
 VENDOR_STATUSES: dict[str, Status] = {
@@ -209,7 +204,7 @@ def wrap_opaque_item(vendor: str, item: Json, list_index: int = 0) -> GenericPar
 def _extract_fields(item: Json, draft: PartDraft) -> list[ExtractedField] | None:
     """Move the fields of a draft from the item into the part; None, and no change, if the part would be incomplete."""
     part = draft.part
-    if isinstance(part, ToolCallPart | ToolCallResponsePart):
+    if isinstance(part, ToolPart):
         part.payload = dict.fromkeys(_required_fields(part.kind, call=isinstance(part, ToolCallPart)))
     extracted: list[ExtractedField] = []
     before: list[Json] = []
@@ -232,7 +227,7 @@ def _extract_fields(item: Json, draft: PartDraft) -> list[ExtractedField] | None
 
 def _is_complete(draft: PartDraft, count: int, has_values: bool) -> bool:
     part = draft.part
-    if not isinstance(part, ToolCallPart | ToolCallResponsePart):
+    if not isinstance(part, ToolPart):
         return count == len(draft.fields)
     fits = not tool_payloads.find_payload_error(part.kind, part.payload, call=isinstance(part, ToolCallPart))
     return fits and (draft.is_required or has_values)
@@ -245,7 +240,7 @@ def _required_fields(kind: str, *, call: bool) -> tuple[str, ...]:
 
 def _try_set_field(part: Part, name: str, value: Json) -> bool:
     """Set the field if its value is valid for the part."""
-    if isinstance(part, ToolCallPart | ToolCallResponsePart):
+    if isinstance(part, ToolPart):
         changed: JsonObject = {**part.payload, name: value}
         if tool_payloads.find_payload_error(part.kind, changed, call=isinstance(part, ToolCallPart)):
             return False
@@ -283,7 +278,7 @@ def _restore_field(item: Json, field: ExtractedField, value: Json) -> Json:
 
 
 def get_part_field(part: Part, name: str) -> Json:
-    if isinstance(part, ToolCallPart | ToolCallResponsePart):
+    if isinstance(part, ToolPart):
         return part.payload.get(name)
     value = getattr(part, name, None) if name in _PLAIN_FIELDS else None
     return value if isinstance(value, str) else None
@@ -306,7 +301,7 @@ def find_no_item_lists(_document: Json) -> list[JsonPath]:
     return []
 
 
-def derive_no_calls(_document: Json, _observed: list[Part]) -> list[ToolCallPart | ToolCallResponsePart]:
+def derive_no_calls(_document: Json, _observed: list[Part]) -> list[ToolPart]:
     return []
 
 
@@ -318,6 +313,7 @@ class VendorCodec(msgspec.Struct, frozen=True, kw_only=True):
     text, user_text, reasoning: templates for text of the model, of the user (if it differs), and for reasoning.
     find_item_lists: paths of the item lists in a whole response.
     derive_calls: calls that are not items, derived from other data of a whole response.
+    stream: creates an empty stream.
     """
 
     name: str
@@ -325,7 +321,8 @@ class VendorCodec(msgspec.Struct, frozen=True, kw_only=True):
     item_mappings: tuple[ItemMapping, ...]
     draft_parts: Callable[[JsonObject], list[PartDraft]]
     text: TextTemplate
+    stream: Callable[[], VendorStream]
     user_text: TextTemplate | None = None
     reasoning: TextTemplate | None = None
     find_item_lists: Callable[[Json], list[JsonPath]] = find_no_item_lists
-    derive_calls: Callable[[Json, list[Part]], list[ToolCallPart | ToolCallResponsePart]] = derive_no_calls
+    derive_calls: Callable[[Json, list[Part]], list[ToolPart]] = derive_no_calls

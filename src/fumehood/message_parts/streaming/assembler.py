@@ -4,14 +4,11 @@ import msgspec
 
 from fumehood.message_parts.canonical_parts import (
     Json,
-    JsonObject,
     Part,
     Status,
-    ToolCallPart,
-    ToolCallResponsePart,
+    ToolPart,
 )
 from fumehood.message_parts.conversion import from_vendor, get_vendor
-from fumehood.message_parts.streaming import VENDOR_STREAMS
 
 _OPEN_STATUSES = (None, "in_progress")
 
@@ -24,8 +21,8 @@ class StreamAssembler:
     """
 
     def __init__(self, vendor: str) -> None:
-        self._vendor = get_vendor(vendor).name
-        self._stream = VENDOR_STREAMS[self._vendor]()
+        self._vendor = vendor
+        self._stream = get_vendor(vendor).stream()
 
     def feed(self, event: Json) -> None:
         """Add an event. Unknown events are ignored."""
@@ -39,24 +36,13 @@ class StreamAssembler:
     def build_parts(self, end_status: Status | None = None) -> list[Part]:
         """Return the parts. end_status: the status of unfinished calls if the stream has ended."""
         parts = from_vendor(self._vendor, self.build_document())
-        tools = [part for part in parts if isinstance(part, ToolCallPart | ToolCallResponsePart)]
+        tools = [part for part in parts if isinstance(part, ToolPart)]
         settled = {part.call_id for part in tools if part.call_id and part.status not in _OPEN_STATUSES}
         unfinished = self._stream.partial_items.unfinished_positions
         item = -1
         for part in parts:
             if part.source is not None and part.source.item is not msgspec.UNSET:
                 item += 1
-            if (
-                item in unfinished
-                and isinstance(part, ToolCallPart | ToolCallResponsePart)
-                and part.status in _OPEN_STATUSES
-            ):
+            if item in unfinished and isinstance(part, ToolPart) and part.status in _OPEN_STATUSES:
                 part.status = part.status if part.call_id in settled else end_status or "in_progress"
         return parts
-
-
-def assemble_stream(vendor: str, events: list[JsonObject]) -> Json:
-    assembly = StreamAssembler(vendor)
-    for event in events:
-        assembly.feed(event)
-    return assembly.build_document()

@@ -1,14 +1,15 @@
-"""Items that arrive in deltas.
+"""Vendors' streams: items that arrive in deltas.
 
 Text is joined and parsed only when the items are read, so the cost per event does not grow with the stream.
 """
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import cast
 
 from fumehood.message_parts.canonical_parts import Json, JsonObject, JsonPath
-from fumehood.message_parts.field_codecs import MISSING, copy_json, get_at_path, set_at_path
+from fumehood.message_parts.json_paths import MISSING, copy_json, get_at_path, set_at_path
 
 _CLOSING_BRACKETS = {"{": "}", "[": "]"}
 
@@ -134,6 +135,20 @@ def _set_if_possible(item: Json, path: JsonPath, value: Json) -> Json:
         return set_at_path(item, path, value)
     except ValueError:
         return item
+
+
+class VendorStream(ABC):
+    """Collects the events of one stream. `partial_items` knows which items have not ended, where the vendor says so."""
+
+    def __init__(self) -> None:
+        self.partial_items = PartialItems()
+
+    @abstractmethod
+    def feed(self, event: JsonObject) -> None: ...
+
+    def build_document(self) -> Json:
+        """Return the items, or the response, as far as they have arrived."""
+        return self.partial_items.build_items()
 
 
 def read_int(event: JsonObject, name: str) -> int:

@@ -12,7 +12,8 @@ from fumehood.message_parts.canonical_parts import (
     TextPart,
     UriPart,
 )
-from fumehood.message_parts.field_codecs import get_text_at_path
+from fumehood.message_parts.json_paths import get_text_at_path
+from fumehood.message_parts.streaming.partial_items import VendorStream, read_int, read_object
 from fumehood.message_parts.vendor_codec import (
     ItemMapping,
     PartDraft,
@@ -180,6 +181,44 @@ def _is_message(value: Json) -> bool:
     return isinstance(value, dict) and "role" in value and isinstance(value.get("content"), list)
 
 
+# --- the stream ----------------------------------------------------------------------------------------
+
+
+class AnthropicStream(VendorStream):
+    """Blocks start, grow and end."""
+
+    def feed(self, event: JsonObject) -> None:
+        index = read_int(event, "index")
+        match event.get("type"):
+            case "content_block_start":
+                self.partial_items.start_item(index, event.get("content_block"))
+            case "content_block_delta":
+                self._apply_delta(index, read_object(event, "delta"))
+            case "content_block_stop":
+                self.partial_items.end_item(index)
+            case _:
+                pass
+
+    def _apply_delta(self, index: int, delta: JsonObject) -> None:
+        match delta.get("type"):
+            case "text_delta":
+                self.partial_items.append_text(index, ("text",), delta.get("text"))
+            case "thinking_delta":
+                self.partial_items.append_text(index, ("thinking",), delta.get("thinking"))
+            case "signature_delta":
+                self.partial_items.set_value(index, ("signature",), delta.get("signature"))
+            case "input_json_delta":
+                self.partial_items.append_text(index, ("input",), delta.get("partial_json"), is_json=True)
+            case "citations_delta":
+                self.partial_items.extend_list(index, ("citations",), [delta.get("citation")])
+            case "compaction_delta":
+                for name in ("content", "encrypted_content"):
+                    if name in delta:
+                        self.partial_items.set_value(index, (name,), delta[name])
+            case _:
+                pass
+
+
 VENDOR = VendorCodec(
     name="anthropic",
     title="Anthropic Messages",
@@ -188,4 +227,5 @@ VENDOR = VendorCodec(
     text=TextTemplate({"type": "text", "text": ""}, ("text",)),
     reasoning=TextTemplate({"type": "thinking", "thinking": "", "signature": ""}, ("thinking",)),
     find_item_lists=find_item_lists,
+    stream=AnthropicStream,
 )

@@ -1,7 +1,10 @@
 """Azure AI agents: tool calls of run steps, and OpenAI's items."""
 
+from typing import cast
+
 from fumehood.message_parts.canonical_parts import Execution, Json, JsonObject, JsonPath
-from fumehood.message_parts.field_codecs import MISSING, get_at_path, get_text_at_path
+from fumehood.message_parts.json_paths import MISSING, copy_json, get_at_path, get_text_at_path
+from fumehood.message_parts.streaming.partial_items import VendorStream, read_int, read_object
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
@@ -103,6 +106,66 @@ def find_item_lists(document: Json) -> list[JsonPath]:
     ] or openai.find_item_lists(document)
 
 
+# --- the stream ----------------------------------------------------------------------------------------
+
+
+class AzureRunStepStream(VendorStream):
+    """Events are `{"event": …, "data": …}`; a delta has the shape of what it extends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps: dict[str, JsonObject] = {}
+
+    def feed(self, event: JsonObject) -> None:
+        kind, data = get_text_at_path(event, ("event",)) or "", read_object(event, "data")
+        known = get_text_at_path(data, ("id",))
+        if known is None or not kind.startswith("thread.run.step."):
+            return
+        if kind.endswith(".delta"):
+            step = self._steps.setdefault(known, {"id": known})
+            self._steps[known] = cast(JsonObject, _merge_delta(step, read_object(data, "delta")))
+        else:
+            self._steps[known] = cast(JsonObject, copy_json(data))
+
+    def build_document(self) -> Json:
+        return [copy_json(step) for step in self._steps.values()]
+
+
+def _merge_delta(known: Json, delta: Json) -> Json:
+    """Concatenate strings, merge objects, and merge list entries by their `index`."""
+    if isinstance(known, dict) and isinstance(delta, dict):
+        return {
+            **known,
+            **{
+                key: _merge_field(known.get(key), value, key)
+                for key, value in delta.items()
+                if key != "index"
+            },
+        }
+    if isinstance(delta, list):
+        return _merge_list(list(known) if isinstance(known, list) else [], delta)
+    if isinstance(known, str) and isinstance(delta, str):
+        return known + delta
+    if isinstance(delta, dict):
+        return _merge_delta({}, delta)
+    return copy_json(delta) if delta is not None else known
+
+
+def _merge_field(known: Json, value: Json, key: str) -> Json:
+    """Merge one field; identifiers are repeated in each delta, not continued."""
+    return value if key in ("id", "type", "name") and value is not None else _merge_delta(known, value)
+
+
+def _merge_list(entries: list[Json], delta: list[Json]) -> list[Json]:
+    for entry in delta:
+        index = read_int(entry, "index") if isinstance(entry, dict) and "index" in entry else len(entries)
+        if 0 <= index < len(entries):
+            entries[index] = _merge_delta(entries[index], entry)
+        else:
+            entries.append(_merge_delta(None, entry))
+    return entries
+
+
 VENDOR = VendorCodec(
     name="azure",
     title="Azure AI agents",
@@ -112,4 +175,5 @@ VENDOR = VendorCodec(
     user_text=openai.VENDOR.user_text,
     reasoning=openai.VENDOR.reasoning,
     find_item_lists=find_item_lists,
+    stream=AzureRunStepStream,
 )

@@ -1,4 +1,4 @@
-"""Amazon Bedrock's Converse: blocks with one member that names their type.
+"""Amazon Bedrock's Converse API: each content block is an object with one key, and the key is its type.
 
 Blobs are base64 text, as AWS writes them in JSON.
 """
@@ -13,7 +13,8 @@ from fumehood.message_parts.canonical_parts import (
     TextPart,
     UriPart,
 )
-from fumehood.message_parts.field_codecs import get_at_path, get_text_at_path
+from fumehood.message_parts.json_paths import copy_json, get_at_path, get_text_at_path
+from fumehood.message_parts.streaming.partial_items import VendorStream, read_int, read_object
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
@@ -137,6 +138,65 @@ def find_item_lists(document: Json) -> list[JsonPath]:
     return [path for path in found if isinstance(get_at_path(document, path), list)]
 
 
+# --- the stream ----------------------------------------------------------------------------------------
+
+
+class BedrockConverseStream(VendorStream):
+    """A text block has no start event: its first delta starts it. A citation delta turns it into a citation block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._citations: dict[int, list[Json]] = {}
+
+    def feed(self, event: JsonObject) -> None:
+        if start := read_object(event, "contentBlockStart"):
+            started = read_object(start, "start")
+            if "toolUse" in started:
+                started: JsonObject = {"toolUse": {**read_object(started, "toolUse"), "input": {}}}
+            elif "toolResult" in started:
+                started = {"toolResult": {**read_object(started, "toolResult"), "content": []}}
+            self.partial_items.start_item(read_int(start, "contentBlockIndex"), started)
+        elif delta := read_object(event, "contentBlockDelta"):
+            self._apply_delta(read_int(delta, "contentBlockIndex"), read_object(delta, "delta"))
+        elif stop := read_object(event, "contentBlockStop"):
+            self.partial_items.end_item(read_int(stop, "contentBlockIndex"))
+
+    def _apply_delta(self, index: int, delta: JsonObject) -> None:
+        if "text" in delta:
+            self.partial_items.start_item(index, {"text": ""})
+            self.partial_items.append_text(index, ("text",), delta["text"])
+        elif "toolUse" in delta:
+            text = get_text_at_path(delta, ("toolUse", "input"))
+            self.partial_items.append_text(index, ("toolUse", "input"), text, is_json=True)
+        elif isinstance(found := delta.get("toolResult"), list):
+            self.partial_items.extend_list(index, ("toolResult", "content"), found)
+        elif "citation" in delta:
+            self.partial_items.start_item(index, {"text": ""})
+            self._citations.setdefault(index, []).append(copy_json(delta["citation"]))
+        elif image := read_object(delta, "image"):
+            for name, value in image.items():
+                self.partial_items.set_value(index, ("image", name), value)
+        elif "redactedContent" in (reasoning := read_object(delta, "reasoningContent")):
+            self.partial_items.start_item(index, {"reasoningContent": {"redactedContent": ""}})
+            self.partial_items.append_text(
+                index, ("reasoningContent", "redactedContent"), reasoning["redactedContent"]
+            )
+        elif reasoning:
+            self.partial_items.start_item(index, {"reasoningContent": {"reasoningText": {"text": ""}}})
+            for name in ("text", "signature"):
+                self.partial_items.append_text(
+                    index, ("reasoningContent", "reasoningText", name), reasoning.get(name)
+                )
+
+    def build_document(self) -> Json:
+        return [
+            {"citationsContent": {"content": [item], "citations": copy_json(self._citations[index])}}
+            if index in self._citations
+            else item
+            for index, item in self.partial_items.build_items_by_index()
+        ]
+
+
 VENDOR = VendorCodec(
     name="bedrock",
     title="Bedrock Converse",
@@ -147,4 +207,5 @@ VENDOR = VendorCodec(
         {"reasoningContent": {"reasoningText": {"text": ""}}}, ("reasoningContent", "reasoningText", "text")
     ),
     find_item_lists=find_item_lists,
+    stream=BedrockConverseStream,
 )

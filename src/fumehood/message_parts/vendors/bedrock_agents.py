@@ -8,7 +8,8 @@ from fumehood.message_parts.canonical_parts import (
     ReasoningPart,
     TextPart,
 )
-from fumehood.message_parts.field_codecs import get_at_path, get_text_at_path
+from fumehood.message_parts.json_paths import get_at_path, get_text_at_path
+from fumehood.message_parts.streaming.partial_items import VendorStream
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
@@ -127,6 +128,21 @@ def find_item_lists(document: Json) -> list[JsonPath]:
     return [("completion",)] if isinstance(get_at_path(document, ("completion",)), list) else []
 
 
+# --- the stream ----------------------------------------------------------------------------------------
+
+
+class BedrockAgentsStream(VendorStream):
+    """Every event is an item."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._count = 0
+
+    def feed(self, event: JsonObject) -> None:
+        self.partial_items.replace_item(self._count, event)
+        self._count += 1
+
+
 VENDOR = VendorCodec(
     name="bedrock-agents",
     title="Bedrock Agents",
@@ -147,4 +163,5 @@ VENDOR = VendorCodec(
         (*_TEMPLATE_PATH, "rationale", "text"),
     ),
     find_item_lists=find_item_lists,
+    stream=BedrockAgentsStream,
 )

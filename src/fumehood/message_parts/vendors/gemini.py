@@ -4,6 +4,7 @@ The REST API writes camel case, Google's SDK snake case; both are read.
 """
 
 import re
+from typing import cast
 
 from msgspec import UnsetType
 
@@ -17,9 +18,11 @@ from fumehood.message_parts.canonical_parts import (
     TextPart,
     ToolCallPart,
     ToolCallResponsePart,
+    ToolPart,
     UriPart,
 )
-from fumehood.message_parts.field_codecs import MISSING, get_at_path, get_text_at_path
+from fumehood.message_parts.json_paths import MISSING, copy_json, get_at_path, get_text_at_path
+from fumehood.message_parts.streaming.partial_items import VendorStream, read_int, read_object
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
@@ -188,20 +191,20 @@ def _only_strings(values: list[Json]) -> list[Json]:
     return [value for value in values if isinstance(value, str)]
 
 
-def derive_calls(document: Json, observed: list[Part]) -> list[ToolCallPart | ToolCallResponsePart]:
+def derive_calls(document: Json, observed: list[Part]) -> list[ToolPart]:
     """Derive searches and fetches from a candidate's metadata, unless their calls are among the parts."""
     seen = {part.kind for part in observed if isinstance(part, ToolCallPart)}
-    made: list[ToolCallPart | ToolCallResponsePart] = []
+    made: list[ToolPart] = []
     for entry in document if isinstance(document, list) else [document]:
         for candidate in _read_list(entry, "candidates"):
             made += [part for part in _derive_from_metadata(candidate) if part.kind not in seen]
     return made
 
 
-def _derive_from_metadata(candidate: Json) -> list[ToolCallPart | ToolCallResponsePart]:
+def _derive_from_metadata(candidate: Json) -> list[ToolPart]:
     if not isinstance(candidate, dict):
         return []
-    made: list[ToolCallPart | ToolCallResponsePart] = []
+    made: list[ToolPart] = []
     grounding = candidate.get("groundingMetadata") or candidate.get("grounding_metadata")
     chunks = _read_list(grounding, "groundingChunks", "grounding_chunks")
     for kind, call_ids, member, names in _GROUNDING_TOOLS:
@@ -260,13 +263,69 @@ def _read_either_spelling(value: Json, name: str) -> Json | UnsetType:
     return get_at_path(value, (_to_snake_case(name),)) if found is MISSING else found
 
 
-def _synthesize_pair(
-    kind: str, call: JsonObject, result: JsonObject
-) -> list[ToolCallPart | ToolCallResponsePart]:
+def _synthesize_pair(kind: str, call: JsonObject, result: JsonObject) -> list[ToolPart]:
     return [
         ToolCallPart(kind=kind, name=kind, payload=call, provenance="synthesized"),
         ToolCallResponsePart(kind=kind, payload=result, provenance="synthesized"),
     ]
+
+
+# --- the stream ----------------------------------------------------------------------------------------
+
+
+class GeminiStream(VendorStream):
+    """Each chunk is a response. Parts are appended, other members replaced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._response: JsonObject = {}
+        self._candidates: dict[int, JsonObject] = {}
+        self._parts: dict[int, list[tuple[JsonObject, list[str]]]] = {}
+
+    def feed(self, event: JsonObject) -> None:
+        self._response |= {key: copy_json(value) for key, value in event.items() if key != "candidates"}
+        candidates = event.get("candidates")
+        for candidate in candidates if isinstance(candidates, list) else []:
+            if isinstance(candidate, dict):
+                self._add_candidate(read_int(candidate, "index"), candidate)
+
+    def _add_candidate(self, index: int, candidate: JsonObject) -> None:
+        known = self._candidates.setdefault(index, {})
+        content = read_object(candidate, "content")
+        known |= {key: copy_json(value) for key, value in candidate.items() if key != "content"}
+        known["content"] = {
+            **read_object(known, "content"),
+            **{k: v for k, v in content.items() if k != "parts"},
+        }
+        parts = content.get("parts")
+        for part in parts if isinstance(parts, list) else []:
+            if isinstance(part, dict):
+                self._append_part(self._parts.setdefault(index, []), part)
+
+    def _append_part(self, parts: list[tuple[JsonObject, list[str]]], part: JsonObject) -> None:
+        """Append a part; text is joined only when it is read."""
+        last, deltas = parts[-1] if parts else ({}, [])
+        if _is_text(last) and _is_text(part) and last.get("thought") == part.get("thought"):
+            deltas.append(cast(str, part["text"]))
+        else:
+            started = [cast(str, part["text"])] if _is_text(part) else []
+            parts.append((cast(JsonObject, copy_json(part)), started))
+
+    def build_document(self) -> Json:
+        candidates: list[Json] = []
+        for index in sorted(self._candidates):
+            known = self._candidates[index]
+            parts: list[Json] = [
+                {**part, "text": "".join(deltas)} if deltas else part
+                for part, deltas in self._parts.get(index, [])
+            ]
+            content: JsonObject = {**read_object(known, "content"), "parts": parts}
+            candidates.append({**known, "content": content})
+        return {"candidates": candidates, **self._response} if candidates else {**self._response}
+
+
+def _is_text(part: JsonObject) -> bool:
+    return isinstance(part.get("text"), str) and part.keys() <= {"text", "thought"}
 
 
 VENDOR = VendorCodec(
@@ -278,4 +337,5 @@ VENDOR = VendorCodec(
     reasoning=TextTemplate({"text": "", "thought": True}, ("text",)),
     find_item_lists=find_item_lists,
     derive_calls=derive_calls,
+    stream=GeminiStream,
 )

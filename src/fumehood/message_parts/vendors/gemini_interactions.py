@@ -12,7 +12,8 @@ from fumehood.message_parts.canonical_parts import (
     TextPart,
     UriPart,
 )
-from fumehood.message_parts.field_codecs import get_text_at_path
+from fumehood.message_parts.json_paths import get_text_at_path
+from fumehood.message_parts.streaming.partial_items import VendorStream, read_int, read_object
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
@@ -125,6 +126,75 @@ def find_item_lists(document: Json) -> list[JsonPath]:
     return [(key,) for key in ("input", "steps", "outputs") if isinstance(document.get(key), list)]
 
 
+# --- the stream ----------------------------------------------------------------------------------------
+
+
+class GeminiInteractionsStream(VendorStream):
+    """Steps start, grow and end."""
+
+    def feed(self, event: JsonObject) -> None:
+        index = read_int(event, "index")
+        match event.get("event_type"):
+            case "step.start":
+                self.partial_items.start_item(index, event.get("step"))
+            case "step.delta":
+                self._apply_delta(index, read_object(event, "delta"))
+            case "step.stop":
+                self.partial_items.end_item(index)
+            case _:
+                pass
+
+    def _apply_delta(self, index: int, delta: JsonObject) -> None:
+        match delta.get("type"):
+            case "arguments_delta":
+                self.partial_items.append_text(index, ("arguments",), delta.get("arguments"), is_json=True)
+            case "text":
+                self.partial_items.append_text(
+                    index, (*self._last_text_path(index, "content"), "text"), delta.get("text")
+                )
+            case "thought_summary":
+                content = read_object(delta, "content")
+                self.partial_items.append_text(
+                    index, (*self._last_text_path(index, "summary"), "text"), content.get("text")
+                )
+            case "thought_signature":
+                self.partial_items.set_value(index, ("signature",), delta.get("signature"))
+            case "text_annotation_delta":
+                found = delta.get("annotations")
+                path = (*self._last_text_path(index, "content"), "annotations")
+                self.partial_items.extend_list(index, path, found if isinstance(found, list) else [])
+            case "image" | "audio" | "video" | "document":
+                self.partial_items.extend_list(index, ("content",), [delta])
+            case str():
+                self._merge_fields(index, delta)
+            case _:
+                pass
+
+    def _last_text_path(self, index: int, name: str) -> JsonPath:
+        """Path of the text that is being written, the last in its list."""
+        entries = self.partial_items.get_value(index, (name,))
+        known = entries if isinstance(entries, list) else []
+        if not known or not isinstance(known[-1], dict) or known[-1].get("type") != "text":
+            self.partial_items.extend_list(index, (name,), [{"type": "text", "text": ""}])
+            return (name, len(known))
+        return (name, len(known) - 1)
+
+    def _merge_fields(self, index: int, delta: JsonObject) -> None:
+        """Merge a delta of a call or response, which has the members of its step."""
+        for key, value in delta.items():
+            known = self.partial_items.get_value(index, (key,))
+            if key == "type" or value is None:
+                continue
+            if key == "result" and isinstance(value, str):
+                self.partial_items.append_text(index, (key,), value)
+            elif isinstance(value, list):
+                self.partial_items.extend_list(index, (key,), value)
+            elif isinstance(value, dict) and isinstance(known, dict):
+                self.partial_items.set_value(index, (key,), {**known, **value})
+            else:
+                self.partial_items.set_value(index, (key,), value)
+
+
 VENDOR = VendorCodec(
     name="gemini-interactions",
     title="Gemini Interactions",
@@ -140,4 +210,5 @@ VENDOR = VendorCodec(
         {"type": "thought", "summary": [{"type": "text", "text": ""}]}, ("summary", 0, "text")
     ),
     find_item_lists=find_item_lists,
+    stream=GeminiInteractionsStream,
 )

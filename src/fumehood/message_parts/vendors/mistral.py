@@ -11,7 +11,8 @@ from fumehood.message_parts.canonical_parts import (
     ReasoningPart,
     TextPart,
 )
-from fumehood.message_parts.field_codecs import get_at_path, get_text_at_path
+from fumehood.message_parts.json_paths import get_at_path, get_text_at_path
+from fumehood.message_parts.streaming.partial_items import VendorStream
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
@@ -135,6 +136,91 @@ def find_item_lists(document: Json) -> list[JsonPath]:
     return [path for path in found if isinstance(get_at_path(document, path), list)]
 
 
+# --- the stream ----------------------------------------------------------------------------------------
+
+_ENTRY_FIELDS = ("id", "name", "tool_call_id", "model", "agent_id", "created_at", "confirmation_status")
+_HANDOFF_SOURCE_FIELDS = ("previous_agent_id", "previous_agent_name")
+_HANDOFF_TARGET_FIELDS = ("next_agent_id", "next_agent_name")
+
+
+class MistralConversationStream(VendorStream):
+    """Events name their entry by id; the entry itself is never sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._indexes: dict[str, int] = {}
+
+    def feed(self, event: JsonObject) -> None:
+        match event.get("type"):
+            case "tool.execution.started":
+                self._start_entry(event, "tool.execution", {"arguments": event.get("arguments", "")})
+            case "tool.execution.delta":
+                self.partial_items.append_text(self._index_of(event), ("arguments",), event.get("arguments"))
+            case "tool.execution.done":
+                index = self._index_of(event)
+                self.partial_items.set_value(index, ("info",), event.get("info", {}))
+                self.partial_items.set_value(index, ("completed_at",), event.get("created_at"))
+                self.partial_items.end_item(index)
+            case "agent.handoff.started":
+                self._start_entry(
+                    event,
+                    "agent.handoff",
+                    {key: event[key] for key in _HANDOFF_SOURCE_FIELDS if key in event},
+                )
+            case "agent.handoff.done":
+                index = self._index_of(event)
+                for key in _HANDOFF_TARGET_FIELDS:
+                    self.partial_items.set_value(index, (key,), event.get(key))
+                self.partial_items.set_value(index, ("completed_at",), event.get("created_at"))
+                self.partial_items.end_item(index)
+            case "function.call.delta":
+                self._start_entry(event, "function.call", {"arguments": ""})
+                self.partial_items.append_text(self._index_of(event), ("arguments",), event.get("arguments"))
+            case "message.output.delta":
+                self._start_entry(event, "message.output", {"role": "assistant", "content": []})
+                self._append_content(self._index_of(event), event.get("content"))
+            case "conversation.response.done":
+                for index in self._indexes.values():
+                    self.partial_items.end_item(index)
+            case _:
+                pass
+
+    def _index_of(self, event: JsonObject) -> int:
+        known = get_text_at_path(event, ("id",)) or ""
+        return self._indexes.setdefault(known, len(self._indexes))
+
+    def _start_entry(self, event: JsonObject, kind: str, empty: JsonObject) -> None:
+        about = {key: event[key] for key in _ENTRY_FIELDS if key in event}
+        self.partial_items.start_item(
+            self._index_of(event), {"object": "entry", "type": kind, **about, **empty}
+        )
+
+    def _append_content(self, index: int, content: Json) -> None:
+        known = self.partial_items.get_value(index, ("content",))
+        chunks = known if isinstance(known, list) else []
+        if not isinstance(content, str):
+            self.partial_items.extend_list(index, ("content",), [content])
+            return
+        last = chunks[-1] if chunks else None
+        if not isinstance(last, dict) or last.get("type") != "text":
+            self.partial_items.extend_list(index, ("content",), [{"type": "text", "text": ""}])
+            chunks = [*chunks, None]
+        self.partial_items.append_text(index, ("content", len(chunks) - 1, "text"), content)
+
+    def build_document(self) -> Json:
+        return [_flatten_text(item) for item in self.partial_items.build_items()]
+
+
+def _flatten_text(item: Json) -> Json:
+    """Replace the content of a message that is only text by that text."""
+    content = item.get("content") if isinstance(item, dict) else None
+    if not isinstance(item, dict) or not isinstance(content, list) or len(content) != 1:
+        return item
+    only = content[0]
+    alone = isinstance(only, dict) and only.keys() == {"type", "text"} and only["type"] == "text"
+    return {**item, "content": only["text"]} if alone and isinstance(only, dict) else item
+
+
 VENDOR = VendorCodec(
     name="mistral",
     title="Mistral Conversations",
@@ -156,4 +242,5 @@ VENDOR = VendorCodec(
         ("content", 0, "thinking", 0, "text"),
     ),
     find_item_lists=find_item_lists,
+    stream=MistralConversationStream,
 )

@@ -1,5 +1,7 @@
 """OpenAI's Responses API: one item for call and result where OpenAI runs the tool."""
 
+from collections.abc import Callable
+
 from fumehood.message_parts.canonical_parts import (
     BlobPart,
     Execution,
@@ -11,7 +13,8 @@ from fumehood.message_parts.canonical_parts import (
     TextPart,
     UriPart,
 )
-from fumehood.message_parts.field_codecs import get_at_path, get_text_at_path
+from fumehood.message_parts.json_paths import get_at_path, get_text_at_path
+from fumehood.message_parts.streaming.partial_items import PartialItems, VendorStream, read_int, read_object
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
@@ -308,6 +311,82 @@ def find_item_lists(document: Json) -> list[JsonPath]:
     return [(key,) for key in ("input", "output", "data") if isinstance(get_at_path(document, (key,)), list)]
 
 
+# --- the stream ----------------------------------------------------------------------------------------
+
+# Texts that grow: their paths in the item, and the field that holds the whole text at the end.
+_TEXT_DELTA_EVENTS: dict[str, tuple[Callable[[JsonObject], JsonPath], str]] = {
+    "code_interpreter_call_code": (lambda _: ("code",), "code"),
+    "mcp_call_arguments": (lambda _: ("arguments",), "arguments"),
+    "function_call_arguments": (lambda _: ("arguments",), "arguments"),
+    "custom_tool_call_input": (lambda _: ("input",), "input"),
+    "apply_patch_call_operation_diff": (lambda _: ("operation", "diff"), "diff"),
+    "shell_call_command": (lambda event: ("action", "commands", read_int(event, "command_index")), "command"),
+    "output_text": (lambda event: ("content", read_int(event, "content_index"), "text"), "text"),
+    "refusal": (lambda event: ("content", read_int(event, "content_index"), "refusal"), "refusal"),
+    "reasoning_text": (lambda event: ("content", read_int(event, "content_index"), "text"), "text"),
+    "reasoning_summary_text": (lambda event: ("summary", read_int(event, "summary_index"), "text"), "text"),
+}
+
+
+class OpenAIResponseStream(VendorStream):
+    """The last event repeats all items and takes precedence over the events of each item."""
+
+    def feed(self, event: JsonObject) -> None:
+        kind = (get_text_at_path(event, ("type",)) or "").removeprefix("response.")
+        stem, _, step = kind.rpartition(".")
+        index = read_int(event, "output_index")
+        if stem == "output_item":
+            item = event.get("item")
+            self.partial_items.start_item(
+                index, item
+            ) if step == "added" else self.partial_items.replace_item(index, item)
+        elif stem in _TEXT_DELTA_EVENTS:
+            self._apply_text_event(index, stem, step, event)
+        elif stem == "content_part":
+            self.partial_items.set_value(
+                index, ("content", read_int(event, "content_index")), event.get("part")
+            )
+        elif stem == "reasoning_summary_part":
+            self.partial_items.set_value(
+                index, ("summary", read_int(event, "summary_index")), event.get("part")
+            )
+        elif stem == "output_text.annotation":
+            path = ("content", read_int(event, "content_index"), "annotations")
+            self.partial_items.extend_list(index, path, [event.get("annotation")])
+        elif stem == "shell_call_output_content":
+            self._apply_shell_output(index, step, event)
+        elif kind in ("completed", "incomplete", "failed", "cancelled"):
+            self._replace_all_items(read_object(event, "response").get("output"))
+        elif stem.endswith("_call") and step != "partial_image":
+            self.partial_items.set_value(index, ("status",), step)
+
+    def _replace_all_items(self, output: Json) -> None:
+        """Replace all items by those of the last event; some servers leave them out there."""
+        if isinstance(output, list) and output:
+            self.partial_items = PartialItems()
+            for index, item in enumerate(output):
+                self.partial_items.replace_item(index, item)
+
+    def _apply_text_event(self, index: int, stem: str, step: str, event: JsonObject) -> None:
+        location, name = _TEXT_DELTA_EVENTS[stem]
+        if step == "delta":
+            self.partial_items.append_text(index, location(event), event.get("delta"))
+        else:
+            self.partial_items.set_value(index, location(event), event.get(name))
+
+    def _apply_shell_output(self, index: int, step: str, event: JsonObject) -> None:
+        path = ("output", read_int(event, "command_index"))
+        if step == "done":
+            outputs = event.get("output")
+            if isinstance(outputs, list) and outputs:
+                self.partial_items.set_value(index, path, outputs[0])
+            return
+        if self.partial_items.get_value(index, path) is None:
+            self.partial_items.set_value(index, path, {})
+        for name, text in read_object(event, "delta").items():
+            self.partial_items.append_text(index, (*path, name), text)
+
+
 VENDOR = VendorCodec(
     name="openai",
     title="OpenAI Responses",
@@ -325,4 +404,5 @@ VENDOR = VendorCodec(
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": ""}]}, ("summary", 0, "text")
     ),
     find_item_lists=find_item_lists,
+    stream=OpenAIResponseStream,
 )
