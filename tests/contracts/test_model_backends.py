@@ -14,7 +14,7 @@ from fumehood.models.direct_execution import DirectExecutionModel
 from fumehood.models.model_settings import ModelSettings
 from fumehood.models.responses_api.responses_backend import ResponsesApiBackend
 from fumehood.models.retrying_backend import RetryingBackend
-from fumehood.models.upstream.upstream_client import UpstreamClient
+from fumehood.models.upstream.http1_client import PooledHttpClient
 from fumehood.protocol.conversation import ConversationSegment
 from fumehood.protocol.model_turns import ModelRequest
 from fumehood.protocol.openai.api_errors import ModelUnreachable
@@ -82,7 +82,7 @@ class TestChatCompletions(ModelBackendKit):
     async def subject(self) -> AsyncGenerator[ModelSubject]:
         async with raw_model_server.open_raw_model_server() as server:
             server.responders = _ByModel(answers())
-            upstream = UpstreamClient()
+            upstream = PooledHttpClient()
             backend = ChatCompletionsBackend(ModelSettings(base_url=server.url), upstream)
             refused = segment(message([{"type": "input_hologram"}]))
             yield make_server_subject(RetryingBackend(backend, 0, FakeClock()), server, refused=refused)
@@ -124,7 +124,7 @@ class TestResponsesApi(ModelBackendKit):
     async def subject(self) -> AsyncGenerator[ModelSubject]:
         async with raw_model_server.open_raw_model_server() as server:
             server.responders = _ByModel(responses_answers())
-            upstream = UpstreamClient()
+            upstream = PooledHttpClient()
             backend = ResponsesApiBackend(ModelSettings(base_url=server.url, backend="responses"), upstream)
             parts = [{"type": "input_file", "file_id": "file-1"}]
             yield make_server_subject(

@@ -9,9 +9,10 @@ import pytest
 from fumehood.engine.token_counter import estimate_entry
 from fumehood.files.input_file_loader import InputFileLoader, InputLimits
 from fumehood.interfaces import Caller
-from fumehood.models.chat_completions.chat_renderer import ChatRenderer, ChatServerFeatures
+from fumehood.models.chat_completions.chat_renderer import render_messages
+from fumehood.models.rendering.conversation_items import ServerFeatures
 from fumehood.models.responses_api.reasoning_origin import ReasoningOrigin
-from fumehood.models.responses_api.responses_renderer import ResponsesRenderer, ResponsesServerFeatures
+from fumehood.models.responses_api.responses_renderer import render_input
 from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import ConversationEntry
 from fumehood.protocol.model_turns import ModelProfile, ModelRequest
@@ -48,9 +49,7 @@ def inline(name: str, content: bytes) -> dict[str, Any]:
 
 def shown(request: ModelRequest) -> list[Any]:
     """What a chat server would be sent."""
-    return msgspec.json.decode(
-        b"[%b]" % b",".join(ChatRenderer(ChatServerFeatures()).render_messages(None, request.segments))
-    )
+    return msgspec.json.decode(b"[%b]" % b",".join(render_messages(ServerFeatures(), None, request.segments)))
 
 
 def attached(request: ModelRequest) -> list[Attachment]:
@@ -140,15 +139,13 @@ async def test_an_inline_file_that_is_too_large_for_models_is_there_for_code() -
     assert refused.value.wire_code == "unsupported_file"
     await house.create(**request, tools=[{"type": "echo"}])
     (asked,) = model.requests
-    for dialect in (ChatServerFeatures(takes_files=True), ChatServerFeatures()):
-        rendered = b"".join(ChatRenderer(dialect).render_messages(None, asked.segments))
-        assert b"finds it as /mnt/data/x.pdf" in rendered
-        assert b"file_data" not in rendered
-    for takes_files in (True, False):
-        renderer = ResponsesRenderer(ResponsesServerFeatures(takes_files=takes_files))
-        items = b"".join(renderer.render_input(asked.segments, ReasoningOrigin("here")))
-        assert b"finds it as /mnt/data/x.pdf" in items
-        assert b"file_data" not in items
+    for features in (ServerFeatures(takes_files=True), ServerFeatures()):
+        for rendered in (
+            b"".join(render_messages(features, None, asked.segments)),
+            b"".join(render_input(features, asked.segments, ReasoningOrigin("here"))),
+        ):
+            assert b"finds it as /mnt/data/x.pdf" in rendered
+            assert b"file_data" not in rendered
 
 
 async def test_a_short_request_cannot_name_without_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ from msgspec import Raw
 
 from fumehood.engine.token_counter import TokenCounter, estimate_entry, estimate_segment
 from fumehood.interfaces import AcceptBatch, Caller
-from fumehood.models.chat_completions.chat_renderer import ChatRenderer, ChatServerFeatures
+from fumehood.models.chat_completions.chat_renderer import render_messages
+from fumehood.models.rendering.conversation_items import ServerFeatures
 from fumehood.protocol.conversation import ConversationSegment
 from fumehood.protocol.model_turns import AnyModelEvent, ModelPassthroughItem, ModelProfile, ModelRequest
 from fumehood.protocol.openai.api_errors import (
@@ -442,13 +443,12 @@ def test_the_model_is_never_shown_half_a_call(scripts: list[list[Any]], replayed
 
 async def converse(scripts: list[list[Any]], replayed: bool) -> None:
     """A client's whole conversation: each script has the model's turns for one request, as far as it goes."""
-    renderer = ChatRenderer(ChatServerFeatures())
 
     class Model(ScriptedModel):
         async def stream(
             self, request: ModelRequest, accept_batch: AcceptBatch | None = None
         ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
-            assert renderer.render_messages(None, request.segments)
+            assert render_messages(ServerFeatures(), None, request.segments)
             asked = texts(request)[-1][1].startswith("Stop here")
             self.expect(says("Sum.") if asked or not queue else queue.pop(0))
             async for batch in super().stream(request, accept_batch):

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from fumehood.engine.token_counter import estimate_entry, estimate_segment
 from fumehood.engine.truncation import compute_input_token_limit, drop_oldest, read_role
-from fumehood.models.chat_completions.chat_renderer import ChatRenderer, ChatServerFeatures
+from fumehood.models.chat_completions.chat_renderer import render_messages
+from fumehood.models.rendering.conversation_items import ServerFeatures
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
 from fumehood.protocol.model_turns import ModelProfile, ModelRequest, ModelTurnEnded
 from fumehood.protocol.openai.api_errors import InvalidRequest
@@ -86,7 +87,7 @@ def is_system(entry: ConversationEntry) -> bool:
 def test_a_shorter_conversation_is_still_one(segments: list[ConversationSegment], tokens: int) -> None:
     shorter = drop_oldest(segments, tokens)
     # A server takes it: no call without its result, no result without its call.
-    assert ChatRenderer(ChatServerFeatures()).render_messages(None, shorter)
+    assert render_messages(ServerFeatures(), None, shorter)
     before, after = entries(segments), entries(shorter)
     kept = {id(entry) for entry in after}
     assert [entry for entry in before if id(entry) in kept] == after

@@ -11,13 +11,13 @@ from msgspec import Raw
 from fumehood.cpu_worker import WORKER_THRESHOLD_BYTES, run_in_worker
 from fumehood.engine import compaction_budget, token_counter, truncation
 from fumehood.engine.run_service import EngineRunService
-from fumehood.engine.token_counter import estimate_entry, estimate_segment, is_rendered
+from fumehood.engine.token_counter import estimate_entry
 from fumehood.files.input_file_loader import InputFileLoader
 from fumehood.gateway import idempotency
 from fumehood.gateway.request_context import RequestContext
 from fumehood.gateway.request_limits import RequestLimits
 from fumehood.interfaces import Caller
-from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
+from fumehood.protocol.conversation import ConversationEntry
 from fumehood.protocol.model_turns import ModelProfile, ModelRequest
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.responses import CreateResponse
@@ -96,7 +96,7 @@ class RenderingModel(ScriptedModel):
     def validate_request(self, request: ModelRequest) -> None:
         for segment in request.segments:
             if "dialect" not in segment.renderings:
-                segment.renderings["dialect"] = b""
+                segment.renderings["dialect"] = (b"", b"")
                 self.threads.append(threading.get_ident())
 
     @override
@@ -146,15 +146,6 @@ async def test_what_is_too_long_is_looked_at_beside_the_loop(
     assert (await run.wait()).status == "completed"
     assert len(looked) > 4
     assert all(looked)
-
-
-def test_an_estimate_is_no_rendering() -> None:
-    segment = ConversationSegment(())
-    assert not is_rendered(segment)
-    estimate_segment(segment)
-    assert not is_rendered(segment)
-    segment.renderings["dialect"] = b""
-    assert is_rendered(segment)
 
 
 class OpeningSealer(PlainSealer):

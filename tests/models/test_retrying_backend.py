@@ -8,7 +8,7 @@ from fumehood.metrics import ModelStats
 from fumehood.models.chat_completions.chat_backend import ChatCompletionsBackend
 from fumehood.models.model_settings import ModelSettings
 from fumehood.models.retrying_backend import RetryingBackend
-from fumehood.models.upstream.upstream_client import UpstreamClient
+from fumehood.models.upstream.http1_client import PooledHttpClient
 from fumehood.protocol.model_turns import (
     AnyModelEvent,
     ModelProfile,
@@ -126,7 +126,7 @@ async def test_over_a_socket() -> None:
         raw_model_server.error("429 Too Many Requests", {}, headers={"Retry-After": "2"}),
         stream(raw_model_server.says("a")),
     ]
-    clock, connections = RecordingClock(), UpstreamClient()
+    clock, connections = RecordingClock(), PooledHttpClient()
     async with raw_model_server.open_raw_model_server(*answers) as server:
         backend = ChatCompletionsBackend(ModelSettings(base_url=server.url), connections)
         assert await turn(RetryingBackend(backend, 3, clock, jitter=lambda: 1.0)) == [

@@ -19,8 +19,8 @@ from fumehood.models.chat_completions.chat_backend import ChatCompletionsBackend
 from fumehood.models.model_settings import ModelSettings
 from fumehood.models.responses_api.responses_backend import ResponsesApiBackend
 from fumehood.models.retrying_backend import RetryingBackend
+from fumehood.models.upstream.http1_client import PooledHttpClient
 from fumehood.models.upstream.http_backend import HttpModelBackend
-from fumehood.models.upstream.upstream_client import UpstreamClient
 from fumehood.protocol.model_turns import (
     AnyModelEvent,
     ModelCallArgumentsDelta,
@@ -475,7 +475,7 @@ RESPONSES: dict[str, QuirkCase] = {
 
 # --- the visit ----------------------------------------------------------------------------------------
 
-type Kind = Callable[[ModelSettings, UpstreamClient], HttpModelBackend]
+type Kind = Callable[[ModelSettings, PooledHttpClient], HttpModelBackend]
 
 
 def _quirk_params() -> list[Any]:
@@ -501,7 +501,7 @@ async def test_upstream_quirk(backend_class: Kind, quirk: QuirkCase, monkeypatch
     monkeypatch.setattr("fumehood.models.upstream.http1_client._DRAIN_SECONDS", 0.05)
     clock = RecordingClock()
     async with asyncio.timeout(30), open_raw_model_server(*quirk.answers) as server:
-        upstream = UpstreamClient()
+        upstream = PooledHttpClient()
         settings = ModelSettings(base_url=server.url, **quirk.settings)
         backend = RetryingBackend(backend_class(settings, upstream), 2, clock, jitter=lambda: 1.0)
         events: list[AnyModelEvent] = []

@@ -77,11 +77,7 @@ def test_forks_count_the_memory_of_their_segment_runs(size: int) -> None:
     pieces = {
         id(piece): piece for path in paths if path for each in path.pieces for piece in (each, *each.segments)
     }
-    held = sum(
-        len(one[0]) if isinstance(one, tuple) else len(one)
-        for piece in pieces.values()
-        for one in piece.renderings.values()
-    )
+    held = sum(len(text) for piece in pieces.values() for text, _ in piece.renderings.values())
     assert held < cached.memory_bytes
     for number in range(50):
         cached.remove(f"fork{number}")

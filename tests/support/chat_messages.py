@@ -5,7 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from fumehood.models.chat_completions.chat_renderer import ChatRenderer, ChatServerFeatures
+from fumehood.models.chat_completions.chat_renderer import render_messages
+from fumehood.models.rendering.conversation_items import ServerFeatures
 from fumehood.protocol.conversation import Conversation, ConversationSegment
 from fumehood.protocol.openai.api_errors import InvalidRequest
 
@@ -13,14 +14,14 @@ IMAGE_URL = "data:image/png;base64,AAAA"
 
 
 def render(
-    *segments: ConversationSegment, instructions: str | None = None, dialect: ChatServerFeatures | None = None
+    *segments: ConversationSegment, instructions: str | None = None, dialect: ServerFeatures | None = None
 ) -> list[Any]:
-    renderer = ChatRenderer(dialect or ChatServerFeatures())
-    return msgspec.json.decode(b"[%b]" % b",".join(renderer.render_messages(instructions, segments)))
+    messages = render_messages(dialect or ServerFeatures(), instructions, segments)
+    return msgspec.json.decode(b"[%b]" % b",".join(messages))
 
 
-def render_conversation(conversation: Conversation, dialect: ChatServerFeatures) -> list[Any]:
-    return msgspec.json.decode(b"[%b]" % b",".join(ChatRenderer(dialect).render_messages(None, conversation)))
+def render_conversation(conversation: Conversation, dialect: ServerFeatures) -> list[Any]:
+    return msgspec.json.decode(b"[%b]" % b",".join(render_messages(dialect, None, conversation)))
 
 
 def summarize_messages(messages: list[Any]) -> list[str]:

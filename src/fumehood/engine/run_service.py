@@ -12,7 +12,7 @@ from fumehood.engine.event_log import EventLog, LagLimits
 from fumehood.engine.history import ConversationHistory
 from fumehood.engine.loop import AgentLoop, LoopLimits
 from fumehood.engine.request_preparation import PreparedRequest, RequestPreparer
-from fumehood.engine.token_counter import TokenCounter, estimate_cost, is_rendered
+from fumehood.engine.token_counter import TokenCounter, estimate_cost
 from fumehood.engine.truncation import check_length
 from fumehood.interfaces import (
     AttachmentLoader,
@@ -345,7 +345,7 @@ def _count_unrendered_bytes(prepared: PreparedRequest) -> int:
     unrendered: list[ConversationSegment] = []
     for piece in reversed(conversation_pieces(prepared.window.segments)):
         for segment in reversed(piece.segments):
-            if is_rendered(piece) or is_rendered(segment):
+            if piece.renderings or segment.renderings:
                 return estimate_cost(unrendered)
             unrendered.append(segment)
     return estimate_cost(unrendered)

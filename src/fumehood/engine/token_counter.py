@@ -14,7 +14,7 @@ import msgspec
 
 from fumehood.cpu_worker import ITEM_COST_BYTES, run_in_worker
 from fumehood.interfaces import Caller, ModelBackend
-from fumehood.protocol.conversation import ConversationEntry, ConversationPiece, ConversationSegment
+from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
 from fumehood.protocol.model_turns import ModelRequest
 from fumehood.protocol.openai.api_errors import ModelError
 from fumehood.protocol.openai.responses import Usage
@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 BYTES_PER_TOKEN = 4
 _TOKENS_PER_MESSAGE = 4  # the delimiters around it
 _TOKENS_PER_IMAGE = 800
-_RENDERING_KEY = "tokens/1"  # under which a segment caches its estimate
 _MAX_USAGE_RECORDS = 10_000
 _COUNT_TIMEOUT_SECONDS = 10.0  # then the estimate is used
 
@@ -62,15 +61,14 @@ _item_text_decoder = msgspec.json.Decoder(_ItemText)
 
 def estimate_segment(segment: ConversationSegment) -> int:
     """Estimate the tokens of a segment; the result is cached in it."""
-    cached = segment.renderings.get(_RENDERING_KEY)
-    if cached is None:
-        cached = segment.renderings[_RENDERING_KEY] = sum(map(estimate_entry, segment.entries)).to_bytes(8)
-    return int.from_bytes(cached)
+    if segment.estimated_tokens is None:
+        segment.estimated_tokens = sum(map(estimate_entry, segment.entries))
+    return segment.estimated_tokens
 
 
 async def estimate_segments(segments: Sequence[ConversationSegment]) -> int:
     """Estimate the tokens of all segments; new estimates are made in the worker thread if they take long."""
-    missing = [segment for segment in segments if _RENDERING_KEY not in segment.renderings]
+    missing = [segment for segment in segments if segment.estimated_tokens is None]
     await run_in_worker(estimate_cost(missing), _estimate_each, missing)
     return sum(map(estimate_segment, segments))
 
@@ -83,11 +81,6 @@ def _estimate_each(segments: Sequence[ConversationSegment]) -> None:
 def estimate_cost(segments: Sequence[ConversationSegment]) -> int:
     """The cost of reading all segments, for `run_in_worker`."""
     return sum([ITEM_COST_BYTES * len(segment.entries) + segment.size for segment in segments])
-
-
-def is_rendered(piece: ConversationPiece) -> bool:
-    """Whether a model backend has rendered it, so that it holds more than an estimate."""
-    return len(piece.renderings) > (_RENDERING_KEY in piece.renderings)
 
 
 def estimate_entry(entry: ConversationEntry) -> int:

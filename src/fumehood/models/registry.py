@@ -15,7 +15,7 @@ from fumehood.models.direct_execution import DirectExecutionModel
 from fumehood.models.model_settings import ModelSettings
 from fumehood.models.responses_api.responses_backend import ResponsesApiBackend
 from fumehood.models.retrying_backend import RetryingBackend
-from fumehood.models.upstream.upstream_client import UpstreamClient
+from fumehood.models.upstream.http1_client import PooledHttpClient
 from fumehood.protocol.model_turns import ModelCard
 from fumehood.protocol.openai.api_errors import InvalidRequest, ModelError
 from fumehood.protocol.untrusted_names import sanitize_name
@@ -59,11 +59,11 @@ class ModelRegistry:
     """A `Models` that picks the first route whose pattern matches the name."""
 
     def __init__(
-        self, routes: Sequence[ModelRoute], clock: Clock, upstream: UpstreamClient | None = None
+        self, routes: Sequence[ModelRoute], clock: Clock, client: PooledHttpClient | None = None
     ) -> None:
         self._routes = routes
         self._clock = clock
-        self._upstream = upstream
+        self._client = client
         self._started_at = int(clock.now())
 
     def get_backend(self, model: str) -> ModelBackend:
@@ -88,8 +88,8 @@ class ModelRegistry:
     async def close(self) -> None:
         for route in self._routes:
             await route.backend.close()
-        if self._upstream is not None:
-            await self._upstream.close()
+        if self._client is not None:
+            await self._client.close()
 
     def _find_route(self, model: str) -> ModelRoute | None:
         return next((route for route in self._routes if route.matches(model)), None)
@@ -130,22 +130,22 @@ def open_model_registry(
     stats: receives the counters of each route, by its pattern.
     Raises ValueError if an API key is missing.
     """
-    upstream = UpstreamClient()
+    client = PooledHttpClient()
     variables = os.environ if environment is None else environment
     stats = {} if stats is None else stats
     if not entries:
         direct = RetryingBackend(DirectExecutionModel(), 0, clock, stats=stats.setdefault("*", ModelStats()))
         return ModelRegistry([ModelRoute("*", direct, name="direct")], clock)
     routes = [
-        _open_route(settings, upstream, clock, variables, stats.setdefault(settings.match, ModelStats()))
+        _open_route(settings, client, clock, variables, stats.setdefault(settings.match, ModelStats()))
         for settings in entries
     ]
-    return ModelRegistry(routes, clock, upstream)
+    return ModelRegistry(routes, clock, client)
 
 
 def _open_route(
     settings: ModelSettings,
-    upstream: UpstreamClient,
+    client: PooledHttpClient,
     clock: Clock,
     environment: Mapping[str, str],
     stats: ModelStats,
@@ -156,7 +156,7 @@ def _open_route(
             settings.match, RetryingBackend(DirectExecutionModel(), 0, clock, stats=stats), name=name
         )
     backend_class = ResponsesApiBackend if settings.backend == "responses" else ChatCompletionsBackend
-    server = backend_class(settings, upstream, settings.read_api_key(environment))
+    server = backend_class(settings, client, settings.read_api_key(environment))
     backend = RetryingBackend(server, settings.retries, clock, stats=stats)
     # If all names of a pattern mean one model, there is nothing to list.
     listable = settings.is_pattern and settings.name is None

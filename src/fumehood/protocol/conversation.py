@@ -58,15 +58,19 @@ class ConversationEntry(msgspec.Struct, frozen=True, kw_only=True):
         return _ENTRY_OVERHEAD + 2 * self.size
 
 
+type Rendering = tuple[bytes, bytes]
+"""A piece of a conversation as a model server gets it, and what it leaves to the next piece."""
+
+
 class ConversationSegment:
     """What one response added to a conversation: its input, then its output. Immutable.
 
-    renderings: the entries in a model server's dialect, cached by the dialect's name.
+    renderings: cached, by what they depend on. estimated_tokens: cached, too; None if it was not needed yet.
     compacted: index of its last compaction, -1 if it has none.
     size: bytes of its entries. Both are computed once, since every later request reads them.
     """
 
-    __slots__ = ("compacted", "entries", "renderings", "size")
+    __slots__ = ("compacted", "entries", "estimated_tokens", "renderings", "size")
 
     def __init__(self, entries: tuple[ConversationEntry, ...]) -> None:
         compacted, size = -1, 0
@@ -75,7 +79,8 @@ class ConversationSegment:
             if entry.type == COMPACTION_TYPE:
                 compacted = index
         self.entries: Final = entries
-        self.renderings: Final = dict[str, bytes]()
+        self.renderings: Final = dict[str, Rendering]()
+        self.estimated_tokens: int | None = None
         self.compacted: Final = compacted
         self.size: Final = size
 
@@ -91,7 +96,7 @@ class ConversationSegment:
 class SegmentRun:
     """Consecutive segments handled as one. Immutable.
 
-    renderings: like those of a segment, each with what it leaves to the next piece.
+    renderings: like those of a segment.
     compacted: index of its last segment with a compaction, -1 if it has none.
     size: bytes of all segments.
     is_combined: whether it is rendered, and cached, as one piece.
@@ -102,7 +107,7 @@ class SegmentRun:
     def __init__(self, segments: tuple[ConversationSegment, ...]) -> None:
         compacted = [index for index, segment in enumerate(segments) if segment.compacted >= 0]
         self.segments: Final = segments
-        self.renderings: Final = dict[str, tuple[bytes, bytes]]()
+        self.renderings: Final = dict[str, Rendering]()
         self.compacted: Final = compacted[-1] if compacted else -1
         self.size: Final = sum([segment.size for segment in segments])
         self.is_combined: Final = self.size <= _MAX_COMBINED_BYTES

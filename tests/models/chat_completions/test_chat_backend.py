@@ -16,7 +16,7 @@ from msgspec import Raw
 from fumehood.models.chat_completions.chat_backend import ChatCompletionsBackend
 from fumehood.models.chat_completions.chat_stream_parser import ChatStreamParser
 from fumehood.models.model_settings import ModelSettings, Secret
-from fumehood.models.upstream.upstream_client import UpstreamClient
+from fumehood.models.upstream.http1_client import PooledHttpClient
 from fumehood.protocol.model_turns import (
     AnyModelEvent,
     ModelRequest,
@@ -60,7 +60,7 @@ async def upstream(
     *answers: Responder, **settings: object
 ) -> AsyncGenerator[tuple[ChatCompletionsBackend, RawModelServer]]:
     async with open_raw_model_server(*answers) as server:
-        connections = UpstreamClient()
+        connections = PooledHttpClient()
         chosen = ModelSettings(base_url=server.url, **settings)  # pyright: ignore[reportArgumentType]
         try:
             yield ChatCompletionsBackend(chosen, connections, Secret(KEY)), server
@@ -429,7 +429,7 @@ async def test_other_failures(status: str, kind: type[ModelError]) -> None:
 async def test_no_server() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        connections = UpstreamClient()
+        connections = PooledHttpClient()
         backend = ChatCompletionsBackend(
             ModelSettings(base_url=f"http://127.0.0.1:{taken.getsockname()[1]}"), connections
         )
@@ -505,7 +505,7 @@ async def test_a_server_that_counts_is_asked() -> None:
             name="served",
             extra_body={"chat_template_kwargs": {"think": False}, "top_k": 1},
         )
-        connections = UpstreamClient()
+        connections = PooledHttpClient()
         backend = ChatCompletionsBackend(settings, connections, Secret(KEY))
         request = ModelRequest(
             model="small", instructions="Be brief.", segments=REQUEST.segments, function_tools=[FUNCTION]
@@ -538,7 +538,7 @@ async def test_a_server_that_counts_is_asked() -> None:
 async def test_the_count_uses_the_clients_template_arguments() -> None:
     async with open_raw_model_server(document(b'{"count": 7}')) as server:
         settings = ModelSettings(base_url=server.url, tokenize_url=server.url + "/tokenize")
-        connections = UpstreamClient()
+        connections = PooledHttpClient()
         passed = {"chat_template_kwargs": Raw(b'{"think":false}'), "seed": Raw(b"1"), "n": Raw(b"2")}
         request = msgspec.structs.replace(REQUEST, sampling=SamplingParameters(passthrough=passed))
         assert await ChatCompletionsBackend(settings, connections).count_tokens(request) == (7, True)

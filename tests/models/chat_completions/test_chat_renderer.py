@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from inline_snapshot import snapshot
 
-from fumehood.models.chat_completions.chat_renderer import ChatServerFeatures
+from fumehood.models.rendering.conversation_items import ServerFeatures
 from fumehood.protocol.attachments import MAX_TEXT_CHARACTERS, Attachment
 from fumehood.protocol.conversation import ConversationSegment
 from tests.support.chat_messages import IMAGE_URL, render, render_refused, summarize_messages
@@ -34,7 +34,7 @@ def test_roles_and_instructions() -> None:
         {"role": "user", "content": "u"},
         {"role": "assistant", "content": "a"},
     ]
-    assert render(items, dialect=ChatServerFeatures(developer_role=True))[1] == {
+    assert render(items, dialect=ServerFeatures(developer_role=True))[1] == {
         "role": "developer",
         "content": "d",
     }
@@ -45,7 +45,7 @@ def test_roles_and_instructions() -> None:
 def test_a_conversation_without_a_user_gets_its_last_system_message_as_the_users(
     role: str, developer_role: bool
 ) -> None:
-    dialect = ChatServerFeatures(developer_role=developer_role)
+    dialect = ServerFeatures(developer_role=developer_role)
     request_segment = segment(message("be kind", "system"), message("do it", role), hosted_call("c1", "done"))
     answer_segment = segment(message("well", "assistant"))
     assert [one["role"] for one in render(request_segment, dialect=dialect)] == [
@@ -85,7 +85,7 @@ def test_neither_words_nor_pictures_of_tools_are_taken_for_a_users_message() -> 
     text = '{"role":"user","content":"x"} {"role":"system","content":"y"}'
     drawn = hosted_call("c1", text, images=[IMAGE_URL])
     rendered_items = render(
-        segment(message(text, "system"), drawn), dialect=ChatServerFeatures(takes_images=True)
+        segment(message(text, "system"), drawn), dialect=ServerFeatures(takes_images=True)
     )
     assert [one["role"] for one in rendered_items] == ["user", "assistant", "tool", "user"]
     assert rendered_items[0] == {"role": "user", "content": text}
@@ -154,7 +154,7 @@ def test_files_of_text_are_text(data: str) -> None:
 def test_other_files_are_files_to_models_that_take_them(content: bytes, mime: str | None) -> None:
     part = {"type": "input_file", "filename": "x", "file_data": inline(content, mime)}
     items = segment(message([part]))
-    (rendered,) = render(items, dialect=ChatServerFeatures(takes_files=True))
+    (rendered,) = render(items, dialect=ServerFeatures(takes_files=True))
     data = inline(content, mime or "application/octet-stream")
     assert rendered["content"] == [{"type": "file", "file": {"filename": "x", "file_data": data}}]
     (expected,) = render(items)
@@ -184,7 +184,7 @@ def test_what_an_id_stands_for_was_found_before() -> None:
         Attachment(),
     )
     items = ConversationSegment((msgspec.structs.replace(message(parts), attachments=found),))
-    (rendered,) = render(items, dialect=ChatServerFeatures(takes_files=True))
+    (rendered,) = render(items, dialect=ServerFeatures(takes_files=True))
     assert rendered["content"] == [
         {
             "type": "text",
@@ -246,7 +246,7 @@ def test_pictures_follow_the_results_where_the_model_sees() -> None:
     items = segment(
         hosted_call("h1", "[figure 1]", turn=1, images=[IMAGE_URL]), hosted_call("h2", "b", turn=1)
     )
-    seeing = render(items, dialect=ChatServerFeatures(takes_images=True))
+    seeing = render(items, dialect=ServerFeatures(takes_images=True))
     assert summarize_messages(seeing) == ["assistant h1 h2", "tool [figure 1] -> h1", "tool b -> h2", "user"]
     assert seeing[3]["content"] == snapshot(
         [
@@ -261,7 +261,7 @@ def test_pictures_wait_for_the_clients_results() -> None:
     before = segment(hosted_call("h1", "a", turn=1, images=[IMAGE_URL]), call("c1", turn=1))
     picture = {"type": "input_image", "image_url": IMAGE_URL}
     after = segment(output("c1", [{"type": "input_text", "text": "b"}, picture]), message("and?"))
-    seeing = render(before, after, dialect=ChatServerFeatures(takes_images=True))
+    seeing = render(before, after, dialect=ServerFeatures(takes_images=True))
     assert summarize_messages(seeing) == [
         "assistant h1 c1",
         "tool a -> h1",
@@ -294,7 +294,7 @@ def test_reasoning_is_replayed_on_demand() -> None:
         message("b", "assistant", 2),
     )
     assert render(items) == [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert render(items, dialect=ChatServerFeatures(replay_reasoning=True)) == [
+    assert render(items, dialect=ServerFeatures(replay_reasoning=True)) == [
         {"role": "assistant", "content": "a", "reasoning_content": "hm\nso"},
         {"role": "assistant", "content": "b", "reasoning_content": "short"},
     ]

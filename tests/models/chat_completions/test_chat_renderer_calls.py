@@ -2,7 +2,7 @@
 
 import pytest
 
-from fumehood.models.chat_completions.chat_renderer import ChatServerFeatures
+from fumehood.models.rendering.conversation_items import ServerFeatures
 from tests.support.chat_messages import IMAGE_URL, render, render_refused, summarize_messages
 from tests.support.conversations import (
     call,
@@ -214,7 +214,7 @@ def test_calls_and_results_that_are_two_items() -> None:
         shell_output("a", "one", turn=1, images=[IMAGE_URL]),
         message("done", "assistant", turn=2),
     )
-    expected = render(turn, dialect=ChatServerFeatures(takes_images=True))
+    expected = render(turn, dialect=ServerFeatures(takes_images=True))
     assert summarize_messages(expected)[:4] == ["user go", "assistant a b", "tool one -> a", "tool two -> b"]
     assert expected[4]["content"][1]["image_url"] == {"url": IMAGE_URL}
 

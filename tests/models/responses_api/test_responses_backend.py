@@ -12,7 +12,7 @@ from msgspec import Raw
 
 from fumehood.models.model_settings import ModelSettings, Secret
 from fumehood.models.responses_api.responses_backend import ResponsesApiBackend
-from fumehood.models.upstream.upstream_client import UpstreamClient
+from fumehood.models.upstream.http1_client import PooledHttpClient
 from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
 from fumehood.protocol.model_turns import (
@@ -66,7 +66,7 @@ async def upstream(
     *answers: Responder, **settings: Any
 ) -> AsyncGenerator[tuple[ResponsesApiBackend, RawModelServer]]:
     async with open_raw_model_server(*answers) as server:
-        connections = UpstreamClient()
+        connections = PooledHttpClient()
         chosen = ModelSettings(base_url=server.url, backend="responses", **settings)
         try:
             yield ResponsesApiBackend(chosen, connections, Secret(KEY)), server
@@ -476,7 +476,7 @@ async def test_the_server_counts_if_it_can() -> None:
     )
     answers = [counted, document(b"{}"), error("404 Not Found", {"error": {"message": "no"}})]
     async with open_raw_model_server(*answers) as server:
-        connections = UpstreamClient()
+        connections = PooledHttpClient()
         settings = ModelSettings(
             base_url=server.url, backend="responses", tokenize_url=server.url + "/responses/input_tokens"
         )

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fumehood.models.upstream.http1_client import (
+    Http1Connection,
+    MalformedHttpResponse,
     PooledHttpClient,
-    StreamedHttpResponse,
     UpstreamAddress,
     UpstreamConnectError,
     UpstreamDisconnected,
-    UpstreamProtocolError,
     UpstreamReadTimeout,
     UpstreamTimeouts,
     UpstreamTransportError,
@@ -96,7 +96,7 @@ def respond_with(*chunks: bytes, repeat: bool = False, stay: bool = False) -> Be
     return behave
 
 
-async def read_body(answer: StreamedHttpResponse) -> bytes:
+async def read_body(answer: Http1Connection) -> bytes:
     chunks: list[bytes] = []
     while chunk := await answer.read():
         chunks.append(chunk)
@@ -220,7 +220,7 @@ async def test_what_follows_a_body_has_an_end(body: bytes, chunk: bytes) -> None
             await writer.drain()
 
     async with open_server(behave) as where, open_client() as http, asyncio.timeout(60):
-        with pytest.raises(UpstreamProtocolError):
+        with pytest.raises(MalformedHttpResponse):
             await get(http, where)
 
 
@@ -237,7 +237,7 @@ async def test_what_follows_a_body_has_an_end(body: bytes, chunk: bytes) -> None
     ids=["another protocol", "no status", "length", "chunk", "upgrade", "endless head"],
 )
 async def test_what_is_not_http(response_bytes: bytes) -> None:
-    with pytest.raises(UpstreamProtocolError):
+    with pytest.raises(MalformedHttpResponse):
         await request_once(response_bytes, stay=True)
 
 

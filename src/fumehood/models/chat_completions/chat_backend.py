@@ -5,12 +5,11 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from fumehood.models.chat_completions.chat_renderer import ChatRenderer, ChatServerFeatures
+from fumehood.models.chat_completions.chat_renderer import render_messages
 from fumehood.models.chat_completions.chat_stream_parser import ChatStreamParser
-from fumehood.models.model_settings import ModelSettings, RequestFields, Secret
+from fumehood.models.model_settings import RequestFields
 from fumehood.models.rendering.rendering_cache import encode_object_with_list
 from fumehood.models.upstream.http_backend import HttpModelBackend
-from fumehood.models.upstream.upstream_client import UpstreamClient
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
 from fumehood.protocol.model_turns import ModelRequest, SamplingParameters
 from fumehood.protocol.openai.responses import TextFormat
@@ -48,21 +47,8 @@ class ChatCompletionsBackend(HttpModelBackend):
     api_name = "chat completions"
     endpoint = "/chat/completions"
 
-    def __init__(
-        self, settings: ModelSettings, upstream: UpstreamClient, api_key: Secret | None = None
-    ) -> None:
-        super().__init__(settings, upstream, api_key)
-        self._renderer = ChatRenderer(
-            ChatServerFeatures(
-                takes_images=settings.takes_images,
-                developer_role=settings.developer_role,
-                replay_reasoning=settings.replay_reasoning,
-                takes_files=bool(settings.sends_files),
-            )
-        )
-
     def validate_request(self, request: ModelRequest) -> None:
-        self._renderer.render_messages(request.instructions, request.segments)
+        self._render_messages(request)
 
     def _create_parser(self, request: ModelRequest, errors: UpstreamErrorFactory) -> ChatStreamParser:
         return ChatStreamParser(errors, [spec.name for spec in request.function_tools])
@@ -89,8 +75,11 @@ class ChatCompletionsBackend(HttpModelBackend):
         return self._encode_with_messages(request, fields)
 
     def _encode_with_messages(self, request: ModelRequest, fields: RequestFields) -> list[bytes]:
-        messages = self._renderer.render_messages(request.instructions, request.segments)
-        return encode_object_with_list("messages", messages, fields)
+        return encode_object_with_list("messages", self._render_messages(request), fields)
+
+    def _render_messages(self, request: ModelRequest) -> list[bytes]:
+        """Raises InvalidRequest."""
+        return render_messages(self._features, request.instructions, request.segments)
 
     def _add_sampling(self, fields: RequestFields, sampling: SamplingParameters) -> None:
         if sampling == _DEFAULT_SAMPLING:

@@ -1,28 +1,26 @@
 """Renders the content of messages and tool results as Chat Completions parts."""
 
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from fumehood.models.rendering.item_content import ItemContent, ItemContentPart, get_part_text
-from fumehood.protocol.attachments import (
-    Attachment,
-    InputImageUrl,
-    decode_inline,
-    decode_text,
-    describe_unshown_file,
-    encode_data_url,
-    is_file_part,
-    render_file_text,
+from fumehood.models.rendering.conversation_items import (
+    InlineFile,
+    ItemContent,
+    ItemContentPart,
+    get_part_text,
+    render_file,
 )
+from fumehood.protocol.attachments import Attachment, InputImageUrl, describe_unshown_file, is_file_part
 from fumehood.protocol.openai.api_errors import InvalidRequest
-from fumehood.protocol.untrusted_names import sanitize_name
 
 type Attachments = Sequence[Attachment]
 """One for each file and image part of a content, in order; empty if they were not resolved."""
 
+# Tool messages cannot contain media; a user message after them does.
+MEDIA_HEADING = "What the calls above showed:"
+_SEE_NEXT_MESSAGE = "(in the message after the results)"
 _UNKNOWN_ATTACHMENT = Attachment()
 
 
@@ -39,23 +37,11 @@ class ChatImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
     image_url: ChatImageUrl
 
 
-class ChatFileContent(msgspec.Struct):
-    filename: str
-    file_data: str
-
-
 class ChatFilePart(msgspec.Struct, tag_field="type", tag="file"):
-    file: ChatFileContent
+    file: InlineFile
 
 
 type ChatContentPart = ChatTextPart | ChatImagePart | ChatFilePart
-
-
-class ToolResultPlaceholders:
-    """Text for media, which tool messages cannot contain."""
-
-    SEE_NEXT_MESSAGE: ClassVar[str] = "(in the message after the results)"
-    MEDIA_HEADING: ClassVar[str] = "What the calls above showed:"
 
 
 def render_content(
@@ -74,7 +60,7 @@ def split_text_and_media(
     parts = _render_parts(content, attachments, takes_files)
     media: list[ChatContentPart] = [part for part in parts if not isinstance(part, ChatTextPart)]
     text = "\n".join(part.text for part in parts if isinstance(part, ChatTextPart))
-    return (text or ToolResultPlaceholders.SEE_NEXT_MESSAGE if media else text), media
+    return (text or _SEE_NEXT_MESSAGE if media else text), media
 
 
 def make_image_parts(urls: Sequence[str]) -> list[ChatContentPart]:
@@ -98,7 +84,8 @@ def _render_part(
         return ChatTextPart(describe_unshown_file(attachment))
     if part.type == "input_image":
         return _render_image(part, attachment)
-    return render_file(part, attachment, takes_files=takes_files or attachment.sent_to_model)
+    rendered = render_file(part, attachment, takes_files=takes_files or attachment.sent_to_model)
+    return ChatTextPart(rendered) if isinstance(rendered, str) else ChatFilePart(rendered)
 
 
 def _render_image(part: ItemContentPart, attachment: Attachment) -> ChatImagePart:
@@ -111,38 +98,3 @@ def _render_image(part: ItemContentPart, attachment: Attachment) -> ChatImagePar
             param="input",
         )
     return ChatImagePart(ChatImageUrl(url, detail or UNSET))
-
-
-def render_file(part: ItemContentPart, attachment: Attachment, *, takes_files: bool) -> ChatContentPart:
-    """Render a file: as text if it is text, as a file part if the server takes files, else as a description."""
-    name = attachment.name or sanitize_name(part.filename or "file")
-    if attachment.text is not None:
-        return ChatTextPart(render_file_text(name, attachment.text, attachment.omitted_bytes))
-    inline = attachment.data or part.file_data
-    if attachment.too_large or (inline is None and attachment.name):
-        return ChatTextPart(describe_unshown_file(attachment))
-    if inline is None:
-        raise InvalidRequest(
-            f"The input_file {name!r} has no file_data: this model's server takes files inline only.",
-            param="input",
-        )
-    media_type, content = _decode_file_data(inline, name)
-    text = decode_text(media_type, content)
-    if text is not None:
-        return ChatTextPart(render_file_text(name, text))
-    if not takes_files:
-        size = len(content)
-        return ChatTextPart(
-            describe_unshown_file(
-                Attachment(name=name, media_type=attachment.media_type or media_type, bytes=size)
-            )
-        )
-    return ChatFilePart(ChatFileContent(name, encode_data_url(attachment.media_type or media_type, content)))
-
-
-def _decode_file_data(data: str, name: str) -> tuple[str, bytes]:
-    """Raises InvalidRequest."""
-    try:
-        return decode_inline(data)
-    except ValueError as error:
-        raise InvalidRequest(f"The file_data of the input_file {name!r} {error}.", param="input") from None

@@ -11,34 +11,29 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from fumehood.models.chat_completions.chat_content_parts import (
+    MEDIA_HEADING,
     ChatContentPart,
     ChatTextPart,
-    ToolResultPlaceholders,
     make_image_parts,
     render_content,
     split_text_and_media,
 )
+from fumehood.models.rendering.conversation_items import (
+    UNFINISHED_STATUSES,
+    ConversationCall,
+    ConversationMessage,
+    ItemContent,
+    ServerFeatures,
+    ensure_json_object,
+    join_text,
+)
 from fumehood.models.rendering.foreign_items import ForeignCall, ForeignResult, read_foreign_item
-from fumehood.models.rendering.item_content import ItemContent, ensure_json_object, join_text
 from fumehood.models.rendering.rendering_cache import EMPTY, render_segments
-from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
+from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, Rendering, ToolExchange
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.untrusted_names import sanitize_name
 
 # --- items of the conversation ------------------------------------------------------------------------
-
-
-class _Message(msgspec.Struct):
-    role: str = "user"
-    content: ItemContent = None
-
-
-class _Call(msgspec.Struct):
-    call_id: str
-    name: str
-    arguments: str = ""
-    input: str = ""
-    status: str | None = None
 
 
 class _Output(msgspec.Struct):
@@ -104,48 +99,24 @@ _carry_decoder = msgspec.json.Decoder(_CarriedResults)
 _USER_PREFIX, _SYSTEM_PREFIX, _DEVELOPER_PREFIX = (
     b'{"role":"%b",' % role for role in (b"user", b"system", b"developer")
 )
-_MEDIA_MESSAGE_PREFIX = _encode(
-    _ChatMessage("user", [ChatTextPart(ToolResultPlaceholders.MEDIA_HEADING)])
-).removesuffix(b"]}")
+_MEDIA_MESSAGE_PREFIX = _encode(_ChatMessage("user", [ChatTextPart(MEDIA_HEADING)])).removesuffix(b"]}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatServerFeatures:
-    """What a server accepts of a conversation."""
+def render_messages(
+    features: ServerFeatures, instructions: str | None, segments: Sequence[ConversationSegment]
+) -> list[bytes]:
+    """The elements of `messages`, in chunks of one or more. Raises InvalidRequest for items it cannot render."""
 
-    takes_images: bool = False
-    developer_role: bool = False
-    replay_reasoning: bool = False
-    takes_files: bool = False
+    def render(entries: Sequence[ConversationEntry], carry: bytes) -> Rendering:
+        carried = _carry_decoder.decode(carry) if carry else _CarriedResults()
+        return _SegmentRenderer(features, carried).render(entries)
 
-    @property
-    def cache_key(self) -> str:
-        flags = (self.takes_images, self.developer_role, self.replay_reasoning, self.takes_files)
-        return "chat/" + "".join("y" if flag else "n" for flag in flags)
-
-
-class ChatRenderer:
-    """Renders conversations for servers of one dialect."""
-
-    def __init__(self, dialect: ChatServerFeatures) -> None:
-        self._dialect = dialect
-        self._cache_key = dialect.cache_key
-
-    def render_messages(
-        self, instructions: str | None, segments: Sequence[ConversationSegment]
-    ) -> list[bytes]:
-        """The elements of `messages`, in chunks of one or more. Raises InvalidRequest for items it cannot render."""
-        parts, carry = render_segments(segments, self._cache_key, self._render_segment)
-        if carry:
-            raise _missing_output_error(_carry_decoder.decode(carry))
-        if instructions:
-            parts.insert(0, _encode(_ChatMessage("system", instructions)))
-        return parts if _has_user_message(parts) else _ensure_user_message(parts)
-
-    def _render_segment(self, entries: Sequence[ConversationEntry], carry: bytes) -> tuple[bytes, bytes]:
-        return _SegmentRenderer(
-            self._dialect, _carry_decoder.decode(carry) if carry else _CarriedResults()
-        ).render(entries)
+    parts, carry = render_segments(segments, f"chat/{features.cache_key}", render)
+    if carry:
+        raise _missing_output_error(_carry_decoder.decode(carry))
+    if instructions:
+        parts.insert(0, _encode(_ChatMessage("system", instructions)))
+    return parts if _has_user_message(parts) else _ensure_user_message(parts)
 
 
 def _has_user_message(parts: Sequence[bytes]) -> bool:
@@ -190,14 +161,14 @@ class _AssistantTurn:
 class _SegmentRenderer:
     """Renders one segment."""
 
-    def __init__(self, dialect: ChatServerFeatures, carry: _CarriedResults) -> None:
-        self._dialect = dialect
+    def __init__(self, features: ServerFeatures, carry: _CarriedResults) -> None:
+        self._features = features
         self._carry = carry
         self._messages: list[_AssistantTurn | _ChatMessage] = []
         self._turn_by_call_id: dict[str, _AssistantTurn] = {}
         self._pending_results = {result.call_id: result for result in carry.results}
 
-    def render(self, entries: Sequence[ConversationEntry]) -> tuple[bytes, bytes]:
+    def render(self, entries: Sequence[ConversationEntry]) -> Rendering:
         """The messages and the carry for the next segment. Raises InvalidRequest."""
         for entry in entries:
             try:
@@ -221,7 +192,7 @@ class _SegmentRenderer:
             if isinstance(message, _ChatMessage):
                 messages.append(_encode(message))
                 continue
-            carry = _encode_turn(message, self._dialect.replay_reasoning, messages)
+            carry = _encode_turn(message, self._features.replay_reasoning, messages)
             if carry.results and number + 1 < len(self._messages):
                 raise _missing_output_error(carry)
         return b",".join(messages), _encode(carry) if carry.results else EMPTY
@@ -241,58 +212,35 @@ class _SegmentRenderer:
                 self._add_output(entry)
             case "reasoning":
                 self._add_reasoning(entry)
-            case "compaction":
-                raise InvalidRequest(
-                    "An item of type 'compaction' cannot be shown to this model.", param="input"
-                )
             case _:
                 self._add_foreign_item(entry)
 
     def _add_message(self, entry: ConversationEntry) -> None:
-        message = msgspec.json.decode(entry.raw, type=_Message)
-        match message.role:
-            case "assistant":
-                turn = self._get_turn(entry.turn)
-                if entry.turn == 0 and (turn.texts or turn.calls):
-                    turn = self._start_turn(0)
-                turn.texts.append(join_text(message.content))
-            case "user" | "system":
-                self._messages.append(_ChatMessage(message.role, self._render_content(message, entry)))
-            case "developer":
-                role = "developer" if self._dialect.developer_role else "system"
-                self._messages.append(_ChatMessage(role, self._render_content(message, entry)))
-            case other:
-                raise InvalidRequest(
-                    f"A message cannot have the role {sanitize_name(other)!r}.", param="input"
-                )
-
-    def _render_content(self, message: _Message, entry: ConversationEntry) -> str | list[ChatContentPart]:
-        return render_content(message.content, entry.attachments, takes_files=self._dialect.takes_files)
+        message = msgspec.json.decode(entry.raw, type=ConversationMessage)
+        if message.role == "assistant":
+            self._get_turn(entry.turn, begins_message=True).texts.append(join_text(message.content))
+            return
+        role = self._features.get_input_role(message.role)
+        content = render_content(message.content, entry.attachments, takes_files=self._features.takes_files)
+        self._messages.append(_ChatMessage(role, content))
 
     def _add_reasoning(self, entry: ConversationEntry) -> None:
         reasoning = msgspec.json.decode(entry.raw, type=_Reasoning)
-        turn = self._get_turn(entry.turn)
-        if entry.turn == 0 and (turn.texts or turn.calls):
-            turn = self._start_turn(0)
+        turn = self._get_turn(entry.turn, begins_message=True)
         turn.reasoning += [part.text for part in reasoning.content or reasoning.summary or ()]
 
     def _add_call(self, entry: ConversationEntry) -> None:
-        call = msgspec.json.decode(entry.raw, type=_Call)
-        if entry.type == "custom_tool_call":
-            arguments = _encode({"input": call.input}).decode()
-        else:
-            arguments = ensure_json_object(call.arguments)
-        turn = self._get_turn(entry.turn)
-        turn.calls[call.call_id] = _ChatFunction(call.name, arguments)
-        self._turn_by_call_id[call.call_id] = turn
-        if call.status in ("in_progress", "incomplete"):
-            turn.optional_calls.add(call.call_id)
+        call = msgspec.json.decode(entry.raw, type=ConversationCall)
+        is_custom = entry.type == "custom_tool_call"
+        arguments = _encode({"input": call.input}).decode() if is_custom else call.arguments
+        is_unfinished = call.status in UNFINISHED_STATUSES
+        self._append_call(entry.turn, call.call_id, call.name, arguments, is_optional=is_unfinished)
 
     def _add_output(self, entry: ConversationEntry) -> None:
         """Add the result of a call of this segment, in any order, or of a carried-over call."""
         output = msgspec.json.decode(entry.raw, type=_Output)
         text, media = split_text_and_media(
-            output.output, entry.attachments, takes_files=self._dialect.takes_files
+            output.output, entry.attachments, takes_files=self._features.takes_files
         )
         if self._set_result(output.call_id, text, media):
             return
@@ -318,10 +266,7 @@ class _SegmentRenderer:
     def _add_foreign_item(self, entry: ConversationEntry) -> None:
         match read_foreign_item(entry):
             case ForeignCall() as call:
-                turn = self._get_turn(entry.turn)
-                turn.calls[call.call_id] = _ChatFunction(call.name, ensure_json_object(call.arguments))
-                self._turn_by_call_id[call.call_id] = turn
-                turn.optional_calls.add(call.call_id)
+                self._append_call(entry.turn, call.call_id, call.name, call.arguments, is_optional=True)
             case ForeignResult() as result:
                 self._set_result(result.call_id, result.text)
             case ToolExchange() as exchange:
@@ -330,33 +275,39 @@ class _SegmentRenderer:
                 pass
 
     def _add_exchange(self, entry: ConversationEntry, exchange: ToolExchange) -> None:
-        media = make_image_parts(exchange.images) if self._dialect.takes_images else []
+        media = make_image_parts(exchange.images) if self._features.takes_images else []
         if exchange.half == "result":
             self._set_result(exchange.call_id, exchange.output, media)
             return
-        turn = self._get_turn(entry.turn)
-        turn.calls[exchange.call_id] = _ChatFunction(exchange.name, ensure_json_object(exchange.arguments))
-        self._turn_by_call_id[exchange.call_id] = turn
-        if exchange.half == "call":
-            turn.optional_calls.add(exchange.call_id)
-            return
-        turn.results[exchange.call_id] = exchange.output
-        turn.media += media
+        is_half = exchange.half == "call"
+        turn = self._append_call(
+            entry.turn, exchange.call_id, exchange.name, exchange.arguments, is_optional=is_half
+        )
+        if not is_half:
+            turn.results[exchange.call_id] = exchange.output
+            turn.media += media
 
     # ---- turns ------------------------------------------------------------------------------------------------
 
-    def _get_turn(self, number: int) -> _AssistantTurn:
-        """The turn for an item with this number. Items without a number (0) share a turn until a result comes."""
-        last = self._messages[-1] if self._messages else None
-        if (
-            isinstance(last, _AssistantTurn)
-            and last.number == number
-            and not (number == 0 and last.has_result)
-        ):
-            return last
-        return self._start_turn(number)
+    def _append_call(
+        self, turn_number: int, call_id: str, name: str, arguments: str, *, is_optional: bool
+    ) -> _AssistantTurn:
+        """Append a call to its turn; an optional one is rendered only with a result."""
+        turn = self._turn_by_call_id[call_id] = self._get_turn(turn_number)
+        turn.calls[call_id] = _ChatFunction(name, ensure_json_object(arguments))
+        if is_optional:
+            turn.optional_calls.add(call_id)
+        return turn
 
-    def _start_turn(self, number: int) -> _AssistantTurn:
+    def _get_turn(self, number: int, *, begins_message: bool = False) -> _AssistantTurn:
+        """The turn for an item with this number. Items without a number (0) share a turn until a result comes, or an
+        item that begins a message.
+        """
+        last = self._messages[-1] if self._messages else None
+        if isinstance(last, _AssistantTurn) and last.number == number:
+            has_message = last.has_result or (begins_message and (last.texts or last.calls))
+            if number or not has_message:
+                return last
         turn = _AssistantTurn(number)
         self._messages.append(turn)
         return turn
@@ -390,11 +341,7 @@ def _encode_turn(turn: _AssistantTurn, replay_reasoning: bool, messages: list[by
 
 
 def _encode_media_message(parts: Sequence[ChatContentPart]) -> list[bytes]:
-    return (
-        [_encode(_ChatMessage("user", [ChatTextPart(ToolResultPlaceholders.MEDIA_HEADING), *parts]))]
-        if parts
-        else []
-    )
+    return [_encode(_ChatMessage("user", [ChatTextPart(MEDIA_HEADING), *parts]))] if parts else []
 
 
 def _missing_output_error(carry: _CarriedResults) -> InvalidRequest:

@@ -8,7 +8,8 @@ import re
 
 import msgspec
 
-from fumehood.protocol.conversation import ConversationEntry, ToolExchange
+from fumehood.protocol.conversation import COMPACTION_TYPE, ConversationEntry, ToolExchange
+from fumehood.protocol.openai.api_errors import InvalidRequest
 
 _INVALID_NAME_CHARS = re.compile(r"[^\w-]", re.ASCII)
 _MAX_NAME_LENGTH = 64
@@ -38,7 +39,12 @@ class ForeignResult(msgspec.Struct, frozen=True):
 
 
 def read_foreign_item(entry: ConversationEntry) -> ForeignCall | ForeignResult | ToolExchange | None:
-    """A call, a result, both in one, or None if there is nothing to render. Raises msgspec.DecodeError."""
+    """A call, a result, both in one, or None if there is nothing to render.
+
+    Raises msgspec.DecodeError, and InvalidRequest for a compaction, which replaces all items before it.
+    """
+    if entry.type == COMPACTION_TYPE:
+        raise InvalidRequest("An item of type 'compaction' cannot be shown to this model.", param="input")
     fields: ItemFields = msgspec.json.decode(entry.raw)
     call_id = fields.get("call_id")
     if entry.type.endswith("_output"):

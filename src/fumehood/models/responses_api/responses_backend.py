@@ -6,13 +6,12 @@ Every request contains the whole conversation, and the server stores nothing. It
 import msgspec
 from msgspec import Raw
 
-from fumehood.models.model_settings import ModelSettings, RequestFields, Secret
+from fumehood.models.model_settings import RequestFields
 from fumehood.models.rendering.rendering_cache import encode_object_with_list
 from fumehood.models.responses_api.reasoning_origin import ReasoningOrigin
-from fumehood.models.responses_api.responses_renderer import ResponsesRenderer, ResponsesServerFeatures
+from fumehood.models.responses_api.responses_renderer import render_input
 from fumehood.models.responses_api.responses_stream_parser import ResponsesStreamParser
 from fumehood.models.upstream.http_backend import HttpModelBackend
-from fumehood.models.upstream.upstream_client import UpstreamClient
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
 from fumehood.protocol.model_turns import ModelRequest, SamplingParameters
 from fumehood.protocol.openai.response_projection import INCLUDE_ENCRYPTED_REASONING, INCLUDE_LOGPROBS
@@ -49,22 +48,6 @@ class ResponsesApiBackend(HttpModelBackend):
     api_name = "Responses API"
     endpoint = "/responses"
 
-    def __init__(
-        self, settings: ModelSettings, upstream: UpstreamClient, api_key: Secret | None = None
-    ) -> None:
-        super().__init__(settings, upstream, api_key)
-        self._custom_tools = settings.passes_tool("custom")
-        self._renderer = ResponsesRenderer(
-            ResponsesServerFeatures(
-                takes_images=settings.takes_images,
-                developer_role=settings.developer_role,
-                replay_reasoning=settings.replay_reasoning,
-                custom_tools=self._custom_tools,
-                foreign_items=any(tool_type != "custom" for tool_type in settings.pass_tools),
-                takes_files=bool(settings.sends_files),
-            )
-        )
-
     def validate_request(self, request: ModelRequest) -> None:
         self._render_input(request)
 
@@ -90,7 +73,7 @@ class ResponsesApiBackend(HttpModelBackend):
 
     def _render_input(self, request: ModelRequest) -> list[bytes]:
         """Raises InvalidRequest."""
-        return self._renderer.render_input(request.segments, self._get_origin(request))
+        return render_input(self._features, request.segments, self._get_origin(request))
 
     def _get_origin(self, request: ModelRequest) -> ReasoningOrigin:
         return ReasoningOrigin.for_model(self._settings.base_url or "", self._settings.name or request.model)
@@ -115,7 +98,7 @@ class ResponsesApiBackend(HttpModelBackend):
         fields["tools"] = tools
         choice = request.tool_choice
         if isinstance(choice, FunctionSpec):
-            tool_type = "custom" if choice.custom and self._custom_tools else "function"
+            tool_type = "custom" if choice.custom and self._features.custom_tools else "function"
             fields["tool_choice"] = {"type": tool_type, "name": choice.name}
         elif choice != "auto":  # the default
             fields["tool_choice"] = choice
@@ -123,7 +106,7 @@ class ResponsesApiBackend(HttpModelBackend):
             fields["parallel_tool_calls"] = False
 
     def _render_tool(self, spec: FunctionSpec) -> object:
-        if spec.custom and self._custom_tools:
+        if spec.custom and self._features.custom_tools:
             return Raw(spec.custom)
         return _Function(spec.name, spec.description, spec.parameters, spec.strict)
 

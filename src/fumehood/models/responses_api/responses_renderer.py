@@ -5,42 +5,42 @@ require its id.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from fumehood.models.chat_completions.chat_content_parts import (
-    ChatFilePart,
-    ChatTextPart,
+from fumehood.models.rendering.conversation_items import (
+    UNFINISHED_STATUSES,
+    ConversationCall,
+    ConversationMessage,
+    ItemContentPart,
+    ServerFeatures,
+    ensure_json_object,
+    join_text,
     render_file,
 )
 from fumehood.models.rendering.foreign_items import ForeignCall, ForeignResult, read_foreign_item
-from fumehood.models.rendering.item_content import ItemContent, ItemContentPart, ensure_json_object, join_text
 from fumehood.models.rendering.rendering_cache import render_segments
 from fumehood.models.responses_api.reasoning_origin import ReasoningOrigin
 from fumehood.protocol.attachments import Attachment, describe_unshown_file, is_file_part
-from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
+from fumehood.protocol.conversation import (
+    COMPACTION_TYPE,
+    ConversationEntry,
+    ConversationSegment,
+    Rendering,
+    ToolExchange,
+)
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.untrusted_names import sanitize_name
 
 _PLACEHOLDER_ID = "rs_0"  # some servers require an id and none uses it
-_UNFINISHED_STATUSES = ("in_progress", "incomplete")
 
 
 # --- items of the conversation ------------------------------------------------------------------------
 
 
-class _Role(msgspec.Struct):
+class _RawMessage(msgspec.Struct):
     role: str = "user"
-
-
-class _AssistantMessage(msgspec.Struct):
-    content: ItemContent = None
-    phase: str | None = None
-
-
-class _InputContent(msgspec.Struct):
     content: str | list[Raw] | None = None
 
 
@@ -48,16 +48,6 @@ class _Part(msgspec.Struct):
     type: str = ""
     file_id: str | None = None
     file_data: str | None = None
-
-
-class _Call(msgspec.Struct):
-    call_id: str
-    name: str
-    arguments: str = ""
-    input: str = ""
-    status: str | None = None
-    namespace: str | None = None
-    caller: dict[str, Raw] | None = None
 
 
 class _CallOutputId(msgspec.Struct):
@@ -140,61 +130,28 @@ class _InputFile(msgspec.Struct, tag_field="type", tag="input_file"):
 
 
 _encode = msgspec.json.Encoder().encode
-_role_decoder = msgspec.json.Decoder(_Role)
+_message_decoder = msgspec.json.Decoder(_RawMessage)
 _part_decoder = msgspec.json.Decoder(_Part)
 _file_decoder = msgspec.json.Decoder(ItemContentPart)
 _object_decoder = msgspec.json.Decoder(dict[str, Raw])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResponsesServerFeatures:
-    """What a server accepts of a conversation.
+def render_input(
+    features: ServerFeatures, segments: Sequence[ConversationSegment], origin: ReasoningOrigin
+) -> list[bytes]:
+    """The elements of `input`, in chunks of one or more. Raises InvalidRequest for items it cannot render."""
 
-    custom_tools: custom tool calls; otherwise they are sent as function calls.
-    foreign_items: items of other hosted tools; otherwise they are sent as function calls.
-    """
+    def render(entries: Sequence[ConversationEntry], carry: bytes) -> Rendering:
+        return _SegmentRenderer(features, origin).render(entries), carry
 
-    takes_images: bool = False
-    developer_role: bool = False
-    replay_reasoning: bool = False
-    custom_tools: bool = False
-    foreign_items: bool = False
-    takes_files: bool = True
-
-    @property
-    def cache_key(self) -> str:
-        flags = (
-            self.takes_images,
-            self.developer_role,
-            self.replay_reasoning,
-            self.custom_tools,
-            self.foreign_items,
-            self.takes_files,
-        )
-        return "responses/" + "".join("y" if flag else "n" for flag in flags)
-
-
-class ResponsesRenderer:
-    """Renders conversations for servers of one dialect."""
-
-    def __init__(self, dialect: ResponsesServerFeatures) -> None:
-        self._dialect = dialect
-        self._cache_key = dialect.cache_key
-
-    def render_input(self, segments: Sequence[ConversationSegment], origin: ReasoningOrigin) -> list[bytes]:
-        """The elements of `input`, in chunks of one or more. Raises InvalidRequest for items it cannot render."""
-
-        def render(entries: Sequence[ConversationEntry], carry: bytes) -> tuple[bytes, bytes]:
-            return _SegmentRenderer(self._dialect, origin).render(entries), carry
-
-        return render_segments(segments, f"{self._cache_key}/{origin.fingerprint}", render)[0]
+    return render_segments(segments, f"responses/{features.cache_key}/{origin.fingerprint}", render)[0]
 
 
 class _SegmentRenderer:
     """Renders one segment."""
 
-    def __init__(self, dialect: ResponsesServerFeatures, origin: ReasoningOrigin) -> None:
-        self._dialect = dialect
+    def __init__(self, features: ServerFeatures, origin: ReasoningOrigin) -> None:
+        self._features = features
         self._origin = origin
         self._items: list[bytes] = []
         self._reasoning: list[bytes] = []  # sent with the item that follows, or not at all
@@ -218,8 +175,10 @@ class _SegmentRenderer:
         if entry.turn != self._turn or entry.turn == 0:
             self._end_turn(keep_reasoning=entry.turn == self._turn)
             self._turn = entry.turn
-        if entry.exchange is not None and self._has_rendered_call(entry.exchange):
-            self._add_exchange(entry.exchange, answered_ids)
+        exchange = entry.exchange
+        # A result alone needs a call that was rendered as a function.
+        if exchange is not None and (exchange.half != "result" or exchange.call_id in self._hosted_call_ids):
+            self._add_exchange(exchange, answered_ids)
             return
         match entry.type:
             case "message":
@@ -230,11 +189,7 @@ class _SegmentRenderer:
                 self._add_call(entry, answered_ids)
             case "function_call_output" | "custom_tool_call_output":
                 self._add_output(entry)
-            case "compaction":
-                raise InvalidRequest(
-                    "An item of type 'compaction' cannot be shown to this model.", param="input"
-                )
-            case _ if self._dialect.foreign_items:
+            case _ if self._features.foreign_items and entry.type != COMPACTION_TYPE:
                 self._append_rendered(entry.raw)
             case _:
                 self._add_foreign_item(entry, answered_ids)
@@ -245,6 +200,9 @@ class _SegmentRenderer:
         self._reasoning.clear()
         self._items.append(item)
 
+    def _append_function_call(self, call_id: str, name: str, arguments: str) -> None:
+        self._append_rendered(_encode(_FunctionCall(call_id, name, ensure_json_object(arguments))))
+
     def _end_turn(self, *, keep_reasoning: bool = False) -> None:
         self._items += self._results
         self._results.clear()
@@ -254,25 +212,16 @@ class _SegmentRenderer:
     # ---- items ------------------------------------------------------------------------------------------------
 
     def _add_message(self, entry: ConversationEntry) -> None:
-        role = _role_decoder.decode(entry.raw).role
-        match role:
-            case "assistant":
-                message = msgspec.json.decode(entry.raw, type=_AssistantMessage)
-                text = join_text(message.content)
-                if text:
-                    self._append_rendered(_encode(_InputMessage("assistant", text, message.phase or UNSET)))
-                return
-            case "user" | "system":
-                pass
-            case "developer":
-                role = "developer" if self._dialect.developer_role else "system"
-            case other:
-                raise InvalidRequest(
-                    f"A message cannot have the role {sanitize_name(other)!r}.", param="input"
-                )
-        content = msgspec.json.decode(entry.raw, type=_InputContent).content
+        message = _message_decoder.decode(entry.raw)
+        if message.role == "assistant":
+            answer = msgspec.json.decode(entry.raw, type=ConversationMessage)
+            text = join_text(answer.content)
+            if text:
+                self._append_rendered(_encode(_InputMessage("assistant", text, answer.phase or UNSET)))
+            return
+        role = self._features.get_input_role(message.role)
         self._reasoning.clear()
-        self._items.append(_encode(_InputMessage(role, self._render_content(content, entry))))
+        self._items.append(_encode(_InputMessage(role, self._render_content(message.content, entry))))
 
     def _add_reasoning(self, entry: ConversationEntry) -> None:
         """Send encrypted reasoning to the model that produced it; else its text if `replay_reasoning` is set."""
@@ -283,32 +232,29 @@ class _SegmentRenderer:
         if unwrapped is not None:
             item_id, encrypted = unwrapped
             self._reasoning.append(_encode(_SentReasoning(summary, id=item_id, encrypted_content=encrypted)))
-        elif texts and self._dialect.replay_reasoning:
+        elif texts and self._features.replay_reasoning:
             content = [_ReasoningText(text) for text in texts]
             self._reasoning.append(
                 _encode(_SentReasoning(summary, id=entry.id or _PLACEHOLDER_ID, content=content))
             )
 
     def _add_call(self, entry: ConversationEntry, answered_ids: set[str | None]) -> None:
-        call = msgspec.json.decode(entry.raw, type=_Call)
-        if call.status in _UNFINISHED_STATUSES and call.call_id not in answered_ids:
+        call = msgspec.json.decode(entry.raw, type=ConversationCall)
+        if call.status in UNFINISHED_STATUSES and call.call_id not in answered_ids:
             self._reasoning.clear()
             return
-        if (call.namespace or call.caller) and self._dialect.foreign_items:
+        if (call.namespace or call.caller) and self._features.foreign_items:
             self._append_rendered(entry.raw)
         elif entry.type == "function_call":
-            self._append_rendered(
-                _encode(_FunctionCall(call.call_id, call.name, ensure_json_object(call.arguments)))
-            )
-        elif self._dialect.custom_tools:
+            self._append_function_call(call.call_id, call.name, call.arguments)
+        elif self._features.custom_tools:
             self._append_rendered(_encode(_CustomCall(call.call_id, call.name, call.input)))
         else:
-            arguments = _encode({"input": call.input}).decode()
-            self._append_rendered(_encode(_FunctionCall(call.call_id, call.name, arguments)))
+            self._append_function_call(call.call_id, call.name, _encode({"input": call.input}).decode())
 
     def _add_output(self, entry: ConversationEntry) -> None:
         output = msgspec.json.decode(entry.raw, type=_Output)
-        is_custom = entry.type == "custom_tool_call_output" and self._dialect.custom_tools
+        is_custom = entry.type == "custom_tool_call_output" and self._features.custom_tools
         item_class = _CustomOutput if is_custom else _FunctionOutput
         self._items.append(_encode(item_class(output.call_id, self._render_content(output.output, entry))))
 
@@ -316,8 +262,7 @@ class _SegmentRenderer:
         match read_foreign_item(entry):
             case ForeignCall() as call if call.call_id in answered_ids:
                 self._foreign_call_ids.add(call.call_id)
-                arguments = ensure_json_object(call.arguments)
-                self._append_rendered(_encode(_FunctionCall(call.call_id, call.name, arguments)))
+                self._append_function_call(call.call_id, call.name, call.arguments)
             case ForeignResult() as result if result.call_id in self._foreign_call_ids:
                 self._items.append(_encode(_FunctionOutput(result.call_id, result.text)))
             case ToolExchange() as exchange:
@@ -345,32 +290,24 @@ class _SegmentRenderer:
                 if attachment.data is None
                 else _replace_file_id(raw, image_url=attachment.data)
             )
-        takes_files = (self._dialect.takes_files or attachment.sent_to_model) and not attachment.too_large
+        takes_files = (self._features.takes_files or attachment.sent_to_model) and not attachment.too_large
         if part.file_data and takes_files:
             return _replace_file_id(raw)
-        match render_file(_file_decoder.decode(raw), attachment, takes_files=takes_files):
-            case ChatTextPart(text):
-                return Raw(_encode(_InputText(text)))
-            case ChatFilePart(file):
-                return Raw(_encode(_InputFile(file.filename, file.file_data)))
-            case _:
-                return raw
-
-    def _has_rendered_call(self, exchange: ToolExchange) -> bool:
-        """Whether the exchange can be rendered: a result alone needs a call that was rendered as a function."""
-        return exchange.half != "result" or exchange.call_id in self._hosted_call_ids
+        rendered = render_file(_file_decoder.decode(raw), attachment, takes_files=takes_files)
+        if isinstance(rendered, str):
+            return Raw(_encode(_InputText(rendered)))
+        return Raw(_encode(_InputFile(rendered.filename, rendered.file_data)))
 
     def _add_exchange(self, exchange: ToolExchange, answered_ids: set[str | None]) -> None:
         if exchange.half == "call" and exchange.call_id not in answered_ids:
             return  # its result is missing
         if exchange.half != "result":
             self._hosted_call_ids.add(exchange.call_id)
-            arguments = ensure_json_object(exchange.arguments)
-            self._append_rendered(_encode(_FunctionCall(exchange.call_id, exchange.name, arguments)))
+            self._append_function_call(exchange.call_id, exchange.name, exchange.arguments)
         if exchange.half == "call":
             return
         output: str | list[Raw] = exchange.output
-        if exchange.images and self._dialect.takes_images:
+        if exchange.images and self._features.takes_images:
             images = [Raw(_encode(_InputImage(url))) for url in exchange.images]
             output = [Raw(_encode(_InputText(exchange.output))), *images]
         self._results.append(_encode(_FunctionOutput(exchange.call_id, output)))

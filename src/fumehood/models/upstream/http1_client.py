@@ -4,7 +4,7 @@ UpstreamTransportError
 ├── UpstreamConnectError     no connection could be established
 ├── UpstreamDisconnected     the connection closed before the response was complete
 ├── UpstreamReadTimeout      no data for longer than the read timeout
-└── UpstreamProtocolError    the response is not valid HTTP
+└── MalformedHttpResponse    the response is not valid HTTP
 
 It has no redirects, proxies, cookies or compression: model servers do not need them, and each could leak a key.
 In bursts, it takes half the CPU of aiohttp per event (decision 0016).
@@ -15,11 +15,11 @@ import os
 import socket
 import ssl
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import cached_property, partial
 from time import perf_counter
-from types import TracebackType
-from typing import Any, NamedTuple, Self, cast
+from typing import NamedTuple, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -52,8 +52,8 @@ class UpstreamReadTimeout(UpstreamTransportError):
     pass
 
 
-class UpstreamProtocolError(UpstreamTransportError):
-    pass
+class MalformedHttpResponse(UpstreamTransportError):
+    """The response is not valid HTTP, or its head or trailer has no end."""
 
 
 class UpstreamTimeouts(NamedTuple):
@@ -86,8 +86,12 @@ class UpstreamAddress(NamedTuple):
         return cls(secure, host, parts.port or (443 if secure else 80), name, parts.path.rstrip("/"))
 
 
-class _Connection(asyncio.Protocol):
-    """One connection: the asyncio protocol and the callbacks of httptools."""
+class Http1Connection(asyncio.Protocol):
+    """One connection and the response that it receives: the asyncio protocol and the callbacks of httptools.
+
+    reuse: set it once the rest of the body does not matter: leaving the request then waits briefly for the end, so that
+        the connection can be reused.
+    """
 
     def __init__(self, scheduler: ReadScheduler) -> None:
         self._loop = asyncio.get_running_loop()
@@ -119,6 +123,7 @@ class _Connection(asyncio.Protocol):
             False  # neither length nor chunked: the body lasts until the connection closes
         )
         self.is_complete = False
+        self.reuse = False
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
@@ -144,7 +149,7 @@ class _Connection(asyncio.Protocol):
             False,
         )
         self.headers = {}
-        self.is_complete = self._keeps_alive = False
+        self.is_complete = self._keeps_alive = self.reuse = False
         self._read_timeout = read_timeout
         self._last_activity = self._loop.time()
         self._timer = self._loop.call_later(read_timeout, self._check_read_timeout)
@@ -158,6 +163,10 @@ class _Connection(asyncio.Protocol):
         while not self._in_body:
             await self._wait_for_data()
 
+    def get_header(self, name: bytes) -> str:
+        """A header by its lower-case name; empty if it is missing."""
+        return self.headers.get(name, b"").decode("latin-1")
+
     async def read(self) -> bytes:
         """The next chunk of the body, at most about one slice; empty at the end. Raises UpstreamTransportError."""
         while not self._body_chunks:
@@ -165,6 +174,23 @@ class _Connection(asyncio.Protocol):
                 return b""
             await self._wait_for_data()
         return self._pop_body()
+
+    async def read_trailing(self, seconds: float) -> bytes:
+        """The next chunk of a body that may already be complete; empty after the timeout or on an error."""
+        try:
+            async with asyncio.timeout(seconds):
+                return await self.read()
+        except (UpstreamTransportError, TimeoutError):
+            return b""
+
+    async def read_all(self, max_bytes: int) -> bytes:
+        """The whole body, or about its first `max_bytes`. Raises UpstreamTransportError."""
+        chunks: list[bytes] = []
+        size = 0
+        while size < max_bytes and (chunk := await self.read()):
+            chunks.append(chunk)
+            size += len(chunk)
+        return b"".join(chunks)
 
     async def stream_to(self, consumer: BodyConsumer) -> bool:
         """Pass chunks to the consumer as they arrive, without waking the calling task, until it returns False or the
@@ -312,14 +338,14 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self._fail(UpstreamProtocolError())
+            self._fail(MalformedHttpResponse())
             return
         # Chunk extensions and trailers could go on forever.
         self._bytes_without_body = (
             self._bytes_without_body + len(data) if self._in_body and self._buffered_bytes == size else 0
         )
         if (self._head_bytes if not self._in_body else self._bytes_without_body) > _MAX_HEAD_BYTES:
-            self._fail(UpstreamProtocolError())
+            self._fail(MalformedHttpResponse())
             return
         if self._body_chunks and self._error is None and self._feed_consumer():
             return
@@ -385,53 +411,12 @@ class _Connection(asyncio.Protocol):
             self.is_complete = True
 
 
-class StreamedHttpResponse:
-    """A response whose body is streamed. Entering it sends the request.
-
-    reuse_connection: set it once the rest of the body does not matter: leaving then waits briefly for the end, so that
-        the connection can be reused.
-    """
-
-    def __init__(
-        self, exchange: Coroutine[Any, Any, _Connection], release: Callable[[_Connection], None]
-    ) -> None:
-        self._exchange = exchange
-        self._release = release
-        self._connection: _Connection | None = None
-        self.status = 0
-        self.reuse_connection = False
-
-    async def __aenter__(self) -> Self:
-        connection = self._connection = await self._exchange
-        self.status = connection.status
-        self.read = connection.read
-        self.stream_to = connection.stream_to
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        connection = self._connection
-        if connection is None:
-            return
-        try:
-            if self.reuse_connection and not connection.is_complete:
-                await _drain(connection)
-        finally:
-            self._release(connection)
-
-    def get_header(self, name: bytes) -> str:
-        """A header by its lower-case name; empty if it is missing."""
-        headers = self._connection.headers if self._connection is not None else {}
-        return headers.get(name, b"").decode("latin-1")
-
-
 class PooledHttpClient:
     """A pool of keep-alive connections to any number of servers."""
 
     def __init__(self, max_connections: int = _MAX_CONNECTIONS) -> None:
-        self._idle: dict[tuple[bool, str, int], list[_Connection]] = {}
-        self._connections: set[_Connection] = set()
+        self._idle: dict[tuple[bool, str, int], list[Http1Connection]] = {}
+        self._connections: set[Http1Connection] = set()
         self._connection_slots = asyncio.Semaphore(max_connections)
         self._scheduler = ReadScheduler()
         self._closed = False
@@ -447,25 +432,35 @@ class PooledHttpClient:
     def _ssl_context(self) -> ssl.SSLContext:
         return ssl.create_default_context()
 
-    def request(
+    @asynccontextmanager
+    async def request(
         self,
         address: UpstreamAddress,
         path: str,
         headers: bytes,
         timeouts: UpstreamTimeouts,
         body: Sequence[bytes] | None = None,
-    ) -> StreamedHttpResponse:
-        """Prepare a POST with this body, in chunks, or a GET. The response may have any status.
+    ) -> AsyncGenerator[Http1Connection]:
+        """Send a POST with this body, in chunks, or a GET. The response may have any status.
 
-        Entering it raises UpstreamTransportError. Leaving it before the end of the body closes the connection, which
-        tells the server to stop.
+        Raises UpstreamTransportError. Leaving before the end of the body closes the connection, which tells the server
+        to stop.
         """
-        exchange = self._start_exchange(address, _encode_request(address, path, headers, body), timeouts)
-        return StreamedHttpResponse(exchange, partial(self._release, address))
+        message = _encode_request(address, path, headers, body)
+        connection = await self._start_exchange(address, message, timeouts)
+        del body, message  # they may be large, and the response may take minutes
+        try:
+            yield connection
+        finally:
+            try:
+                if connection.reuse and not connection.is_complete:
+                    await connection.read_trailing(_DRAIN_SECONDS)
+            finally:
+                self._release(address, connection)
 
     async def _start_exchange(
         self, address: UpstreamAddress, message: Sequence[bytes], timeouts: UpstreamTimeouts
-    ) -> _Connection:
+    ) -> Http1Connection:
         """Send the request and wait for the response head. Retry if the server had closed a reused connection."""
         while True:
             connection = self._pop_idle(address) or await self._connect(address, timeouts.connect)
@@ -482,7 +477,7 @@ class PooledHttpClient:
                 self._release(address, connection)
                 raise
 
-    def _pop_idle(self, address: UpstreamAddress) -> _Connection | None:
+    def _pop_idle(self, address: UpstreamAddress) -> Http1Connection | None:
         if self._closed:
             raise UpstreamConnectError("the gateway is closing its connections")
         idle = self._idle.get(address[:3])
@@ -494,7 +489,7 @@ class PooledHttpClient:
             self._discard(connection)
         return None
 
-    async def _connect(self, address: UpstreamAddress, seconds: float) -> _Connection:
+    async def _connect(self, address: UpstreamAddress, seconds: float) -> Http1Connection:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(seconds):
@@ -502,7 +497,7 @@ class PooledHttpClient:
                 await self._connection_slots.acquire()
                 try:
                     _, connection = await loop.create_connection(
-                        partial(_Connection, self._scheduler),
+                        partial(Http1Connection, self._scheduler),
                         address.host,
                         address.port,
                         ssl=self._ssl_context if address.secure else None,
@@ -524,14 +519,14 @@ class PooledHttpClient:
                 while idle:
                     self._discard(idle.pop())
 
-    def _release(self, address: UpstreamAddress, connection: _Connection) -> None:
+    def _release(self, address: UpstreamAddress, connection: Http1Connection) -> None:
         idle = self._idle.setdefault(address[:3], [])
         if connection.finish_exchange() and not self._closed and len(idle) < _MAX_IDLE_PER_SERVER:
             idle.append(connection)
         else:
             self._discard(connection)
 
-    def _discard(self, connection: _Connection) -> None:
+    def _discard(self, connection: Http1Connection) -> None:
         connection.abort()
         self._connections.discard(connection)
         self._connection_slots.release()
@@ -553,14 +548,6 @@ def _encode_request(
     size = sum(map(len, body))
     head = b"%b%bContent-Length: %d\r\n\r\n" % (start, headers, size)
     return [b"".join([head, *body])] if size < _SINGLE_WRITE_BYTES else [head, *body]
-
-
-async def _drain(connection: _Connection) -> None:
-    try:
-        async with asyncio.timeout(_DRAIN_SECONDS):
-            await connection.read()
-    except (UpstreamTransportError, TimeoutError):
-        pass
 
 
 def _describe_connect_error(error: Exception) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -11,17 +12,25 @@ from msgspec import Meta
 from fumehood.cpu_worker import WORKER_THRESHOLD_BYTES, run_in_worker
 from fumehood.interfaces import AcceptBatch
 from fumehood.models.model_settings import ModelSettings, Secret
+from fumehood.models.rendering.conversation_items import ServerFeatures
 from fumehood.models.upstream.fenced_calls import FencedCallDetector
-from fumehood.models.upstream.http1_client import UpstreamAddress, UpstreamTimeouts, encode_headers
+from fumehood.models.upstream.http1_client import (
+    Http1Connection,
+    PooledHttpClient,
+    UpstreamAddress,
+    UpstreamTimeouts,
+    UpstreamTransportError,
+    encode_headers,
+)
 from fumehood.models.upstream.stream_parser import UpstreamStreamParser, split_large_deltas
-from fumehood.models.upstream.upstream_client import UpstreamClient
-from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
+from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory, parse_retry_after
 from fumehood.protocol.model_turns import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
 
 _USAGE_TIMEOUT = 5.0  # seconds to wait for the usage after the model has stopped
 _BYTES_PER_TOKEN = 4
 _MAX_MODEL_LIST_BYTES = 1 << 20
 _MAX_COUNT_BYTES = 32 << 20
+_MAX_ERROR_BYTES = 1 << 16
 _MAX_MODELS = 1000
 _MIN_SECRET_LENGTH = 8  # shorter header values are not redacted: any text may contain them
 _HEADERS = {"Content-Type": "application/json", "Accept-Encoding": "identity", "User-Agent": "fumehood"}
@@ -100,10 +109,10 @@ class HttpModelBackend(ABC):
     endpoint: ClassVar[str]
 
     def __init__(
-        self, settings: ModelSettings, upstream: UpstreamClient, api_key: Secret | None = None
+        self, settings: ModelSettings, client: PooledHttpClient, api_key: Secret | None = None
     ) -> None:
         self._settings = settings
-        self._upstream = upstream
+        self._client = client
         self._timeouts = UpstreamTimeouts(settings.connect_timeout, settings.read_timeout)
         self._address = UpstreamAddress.parse(settings.base_url or "")
         self._tokenize_address = (
@@ -115,6 +124,14 @@ class HttpModelBackend(ABC):
             takes_files=settings.sends_files,
             counts_tokens=self._tokenize_address is not None,
             server=(self._address.host, self._address.port),
+        )
+        self._features = ServerFeatures(
+            takes_images=settings.takes_images,
+            takes_files=bool(settings.sends_files),
+            developer_role=settings.developer_role,
+            replay_reasoning=settings.replay_reasoning,
+            custom_tools=settings.passes_tool("custom"),
+            foreign_items=any(tool_type != "custom" for tool_type in settings.pass_tools),
         )
         headers = {**settings.headers, **_HEADERS}
         self._secrets = [value for value in settings.headers.values() if len(value) >= _MIN_SECRET_LENGTH]
@@ -158,9 +175,8 @@ class HttpModelBackend(ABC):
         turn = _UpstreamTurn(
             self._create_parser(request, errors), FencedCallDetector.for_request(request), accept_batch
         )
-        async with self._upstream.request(
-            self._address, self.endpoint, self._build_headers(request), self._timeouts, errors, body=body
-        ) as response:
+        headers = self._build_headers(request)
+        async with self._request(self._address, self.endpoint, headers, errors, body) as response:
             del body
             parser = turn.parser
             while not parser.is_over:
@@ -171,7 +187,7 @@ class HttpModelBackend(ABC):
                 is_large = turn.unparsed_chunk is not None
                 if is_large:
                     await turn.parse_in_worker()
-                response.http_response.reuse_connection = parser.has_ended
+                response.reuse = parser.has_ended
                 turn.has_started = turn.has_started or bool(turn.events)
                 if not is_large and turn.events:
                     yield turn.events
@@ -188,9 +204,7 @@ class HttpModelBackend(ABC):
             return sum(map(len, self._build_body(request))) // _BYTES_PER_TOKEN, False
         errors = self._create_error_factory(request.model)
         body = self._build_count_body(request)
-        async with self._upstream.request(
-            self._tokenize_address, "", self._headers, self._timeouts, errors, body=body
-        ) as response:
+        async with self._request(self._tokenize_address, "", self._headers, errors, body) as response:
             content = await response.read_all(_MAX_COUNT_BYTES)
         try:
             counted = msgspec.json.decode(content, type=_TokenCount)
@@ -207,9 +221,7 @@ class HttpModelBackend(ABC):
     async def list_models(self) -> Sequence[ModelCard]:
         """Ask the server for its models. Raises ModelError."""
         errors = self._create_error_factory(self._settings.match)
-        async with self._upstream.request(
-            self._address, "/models", self._headers, self._timeouts, errors
-        ) as response:
+        async with self._request(self._address, "/models", self._headers, errors) as response:
             content = await response.read_all(_MAX_MODEL_LIST_BYTES)
         try:
             entries = msgspec.json.decode(content, type=_ModelList, strict=False).data
@@ -223,6 +235,24 @@ class HttpModelBackend(ABC):
     async def close(self) -> None:  # noqa: B027 - the registry closes the shared client
         pass
 
+    @asynccontextmanager
+    async def _request(
+        self,
+        address: UpstreamAddress,
+        path: str,
+        headers: bytes,
+        errors: UpstreamErrorFactory,
+        body: Sequence[bytes] | None = None,
+    ) -> AsyncGenerator[Http1Connection]:
+        """Send a POST with this body, or a GET. Raises ModelError, also for a status other than 200."""
+        try:
+            async with self._client.request(address, path, headers, self._timeouts, body) as response:
+                del body  # it may be large, and the response may take minutes
+                await _check_response(response, errors)
+                yield response
+        except UpstreamTransportError as error:
+            raise errors.from_transport(error, self._timeouts.read) from error
+
     def _build_headers(self, request: ModelRequest) -> bytes:
         trace = request.trace
         if trace is None or not self._settings.trace_context:
@@ -234,3 +264,16 @@ class HttpModelBackend(ABC):
 
     def _create_error_factory(self, model: str) -> UpstreamErrorFactory:
         return UpstreamErrorFactory(model, self._secrets, api_name=self.api_name)
+
+
+async def _check_response(response: Http1Connection, errors: UpstreamErrorFactory) -> None:
+    """Raises ModelError unless the response has the status 200 and is not compressed."""
+    if response.status != 200:
+        try:
+            body = await response.read_all(_MAX_ERROR_BYTES)
+        except UpstreamTransportError:
+            body = b""
+        wait = parse_retry_after(response.get_header(b"retry-after"), response.get_header(b"date"))
+        raise errors.from_status(response.status, body, wait)
+    if response.get_header(b"content-encoding") not in ("", "identity"):
+        raise errors.invalid_response("its response is compressed although the request forbids it")

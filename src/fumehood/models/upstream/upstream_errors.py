@@ -7,9 +7,17 @@ one sentence of the server's message is passed on, with credentials redacted.
 import logging
 import re
 from collections.abc import Collection
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 
 import msgspec
 
+from fumehood.models.upstream.http1_client import (
+    UpstreamConnectError,
+    UpstreamDisconnected,
+    UpstreamReadTimeout,
+    UpstreamTransportError,
+)
 from fumehood.protocol.openai.api_errors import (
     ModelError,
     ModelRateLimited,
@@ -21,6 +29,7 @@ from fumehood.protocol.openai.api_errors import (
 logger = logging.getLogger(__name__)
 
 _MAX_MESSAGE_CHARS = 300
+_MAX_RETRY_AFTER = 86_400.0
 _REDACTED = "[hidden]"
 _CREDENTIAL = re.compile(
     r"\b(?:sk|pk|rk|key|tok|hf|gsk|xai|nvapi|api[_-]?key)[-_=:][\w*.-]{6,}|\b(?:bearer|basic)\s+\S+",
@@ -145,16 +154,21 @@ class UpstreamErrorFactory:
 
     # ---- transport errors -------------------------------------------------------------------------------------
 
-    def unreachable(self, reason: str) -> ModelUnreachable:
-        return ModelUnreachable(f"{self._server_label} cannot be reached: {self.redact(reason)}.")
+    def from_transport(self, error: UpstreamTransportError, read_timeout: float) -> ModelError:
+        match error:
+            case UpstreamConnectError():
+                return ModelUnreachable(f"{self._server_label} cannot be reached: {self.redact(str(error))}.")
+            case UpstreamReadTimeout():
+                return ModelTimeout(f"{self._server_label} sent nothing for {read_timeout:g} seconds.")
+            case UpstreamDisconnected():
+                return self.disconnected()
+            case _:
+                return self.invalid_response("its response is not valid HTTP")
 
     def disconnected(self) -> ModelUnreachable:
         return ModelUnreachable(
             "The connection to the server of this model broke before its response was complete."
         )
-
-    def read_timeout(self, seconds: float) -> ModelTimeout:
-        return ModelTimeout(f"{self._server_label} sent nothing for {seconds:g} seconds.")
 
     def invalid_response(self, reason: str) -> ModelError:
         return ModelError(
@@ -203,3 +217,23 @@ def _shorten_to_line(text: str) -> str:
     return (
         printable if len(printable) <= _MAX_MESSAGE_CHARS else printable[: _MAX_MESSAGE_CHARS - 1] + "…"
     ).rstrip(".")
+
+
+def parse_retry_after(value: str, now: str) -> float | None:
+    """Seconds until the retry. A date is compared with the server's own Date header, if there is one."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        date_time = _parse_http_date(value)
+        if date_time is None:
+            return None
+        seconds = max(0.0, (date_time - (_parse_http_date(now) or datetime.now(UTC))).total_seconds())
+    return seconds if 0 <= seconds <= _MAX_RETRY_AFTER else None
+
+
+def _parse_http_date(date: str) -> datetime | None:
+    try:
+        parsed = parsedate_to_datetime(date)
+    except (ValueError, OverflowError):
+        return None
+    return parsed if parsed.tzinfo is not None else parsed.replace(tzinfo=UTC)

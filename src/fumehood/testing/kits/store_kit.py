@@ -492,7 +492,7 @@ class SegmentCacheKit:
         store = subject.store
         first = await store_response(store, "1")
         (one,) = await load_segments(subject.store, first)
-        one.renderings["dialect"] = b"1"
+        one.renderings["dialect"] = (b"1", b"")
         second = await store_response(store, "2", after=first)
         fork = await store_response(store, "3", after=first)
         for tip in (second, fork):
