@@ -28,7 +28,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
 )
 from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, UnpackSummary, WriteSummary
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
-from fumehood.store import blob_batch
+from fumehood.store import staged_blobs
 from fumehood.store.disk_blob_store import DiskBlobStore
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.testing import (
@@ -133,13 +133,13 @@ async def test_the_number_of_waits_for_a_disk_does_not_grow_with_the_number_of_b
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[str] = []
-    synced = blob_batch.fsync_paths
+    synced = staged_blobs.fsync_paths
 
     def count(descriptor: int, paths: Sequence[str]) -> None:
         waits.append("all")
         synced(descriptor, paths)
 
-    monkeypatch.setattr(blob_batch, "fsync_paths", count)
+    monkeypatch.setattr(staged_blobs, "fsync_paths", count)
 
     def sync(descriptor: int) -> None:
         assert descriptor >= 0

@@ -117,7 +117,7 @@ async def _delete_all(path: Path) -> None:
     assert all(await asyncio.gather(*(store.delete_response("tenant", response_id) for response_id in ids)))
     await store.close()
     with closing(sqlite3.connect(path)) as connection:
-        for table in ("responses", "items", "threads", "leases"):
+        for table in ("responses", "items", "threads", "running_responses"):
             assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,), table
 
 

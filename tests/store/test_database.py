@@ -18,6 +18,7 @@ from fumehood.protocol.openai.api_errors import ServiceUnavailable, StorageUnava
 from fumehood.store.database import Database, require_worker_thread
 from fumehood.store.migrations import MIGRATIONS, Migration, StoreOpenError, migrate
 from fumehood.store.sqlite_store import SqliteStore
+from fumehood.testing import FakeClock
 from fumehood.testing.kits.store_fixtures import list_user_texts, make_response, store_response
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -393,16 +394,16 @@ async def test_a_full_file_loses_nothing_but_what_it_refused(tmp_path: Path) -> 
 
 async def test_what_could_not_end_has_failed_once_its_lease_ran_out(tmp_path: Path) -> None:
     database = await Database.open(tmp_path / "store.db")
-    store = SqliteStore(database, lease_seconds=0.05)
+    clock = FakeClock()
+    store = SqliteStore(database, monotonic=clock.monotonic)
     await _limit_pages(database, 100)
     refused = make_response(store, "x" * 1_000_000)
     lease = await refused.begin()
-    await store.renew_leases([lease])
     with pytest.raises(ServiceUnavailable, match="full"):
         await refused.complete(lease)
-    async with asyncio.timeout(60):
-        while not await store.fail_orphaned_responses():
-            await asyncio.sleep(0.01)
+    assert await store.fail_orphaned_responses() == 0
+    clock.advance(31)
+    assert await store.fail_orphaned_responses() == 1
     found = await store.get_response("tenant", refused.response.id)
     assert found is not None
     assert found.status == "failed"
@@ -413,17 +414,18 @@ async def test_what_could_not_end_has_failed_once_its_lease_ran_out(tmp_path: Pa
 
 async def test_what_could_neither_begin_nor_end_is_forgotten(tmp_path: Path) -> None:
     database = await Database.open(tmp_path / "store.db")
-    store = SqliteStore(database, lease_seconds=0.05)
+    clock = FakeClock()
+    store = SqliteStore(database, monotonic=clock.monotonic)
     await _limit_pages(database, 100)
     refused = make_response(store)
     refused.response.instructions = "i" * 1_000_000
     lease = await refused.begin()
     with pytest.raises(ServiceUnavailable, match="full"):
         await refused.complete(lease)
-    async with asyncio.timeout(60):
-        while await store.get_response("tenant", refused.response.id) is not None:
-            await asyncio.sleep(0.01)
-            assert await store.fail_orphaned_responses() == 0
+    assert await store.get_response("tenant", refused.response.id) is not None
+    clock.advance(31)
+    assert await store.fail_orphaned_responses() == 0
+    assert await store.get_response("tenant", refused.response.id) is None
     with pytest.raises(LeaseLost):
         await refused.complete(lease)
     await store.close()

@@ -13,7 +13,7 @@ from typing import override
 
 import pytest
 
-from fumehood.protocol.openai.api_errors import ServiceUnavailable
+from fumehood.protocol.openai.api_errors import StorageUnavailable
 from fumehood.store.disk_blob_store import DiskBlobStore
 from fumehood.testing.kits.blob_store_kit import stream_chunks
 
@@ -152,9 +152,9 @@ async def test_what_is_to_stay_free_is_left_alone(tmp_path: Path) -> None:
             yield bytes(1 << 16)
 
     for content in (b"x", endless()):
-        with pytest.raises(ServiceUnavailable, match="No space left on device except the reserve"):
+        with pytest.raises(StorageUnavailable, match="No space left on device except the reserve"):
             await DiskBlobStore(tmp_path, min_free_bytes=spare).put(content)
-    with pytest.raises(ServiceUnavailable, match="No space left on device except the reserve"):
+    with pytest.raises(StorageUnavailable, match="No space left on device except the reserve"):
         await DiskBlobStore(tmp_path, min_free_bytes=spare).put_many([b"x", b"y"])
     assert arrived <= 2 << 20
     assert _list_files(tmp_path) == []
@@ -202,9 +202,9 @@ async def test_a_disk_without_space(tmp_path: Path) -> None:
     try:
         blobs = DiskBlobStore(tmp_path / "blobs")
         for content in (b"x" * 2_000_000, stream_chunks(b"x" * 1_500_000, b"y" * 1_500_000)):
-            with pytest.raises(ServiceUnavailable, match="No space left on device"):
+            with pytest.raises(StorageUnavailable, match="No space left on device"):
                 await blobs.put(content)
-        with pytest.raises(ServiceUnavailable, match="No space left on device"):
+        with pytest.raises(StorageUnavailable, match="No space left on device"):
             await blobs.put_many([bytes([number]) * 10_000 for number in range(250)])
         await asyncio.get_running_loop().shutdown_default_executor()
         assert _list_files(tmp_path) == []

@@ -25,13 +25,13 @@ def _query(path: Path, question: str) -> list[tuple[object, ...]]:
 
 async def test_what_ran_when_the_process_ended_has_failed(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
-    store = await SqliteStore.open(path, lease_seconds=1000)
+    store = await SqliteStore.open(path)
     before = await store_response(store, "before")
     one = make_response(store, "lost", after=before)
     lease = await one.begin()
     await store.close()
     again = await SqliteStore.open(path)
-    assert await again.fail_orphaned_responses() == 1  # its owner is gone before the lease expires
+    assert await again.fail_orphaned_responses() == 1
     found = await again.get_response("tenant", one.response.id)
     assert found is not None
     assert found.error is not None
@@ -49,9 +49,9 @@ async def test_a_short_response_is_written_once(tmp_path: Path) -> None:
     await database.write(lambda db: db.set_trace_callback(statements.append))
     statements.clear()
     await store_response(store, "short")
-    assert [statement for statement in statements if statement == "COMMIT" or "leases" in statement] == [
-        "COMMIT"
-    ]
+    assert [
+        statement for statement in statements if statement == "COMMIT" or "running_responses" in statement
+    ] == ["COMMIT"]
     await store.close()
 
 
@@ -61,10 +61,10 @@ async def test_a_longer_one_is_in_the_file_soon(tmp_path: Path) -> None:
     one = make_response(store, "long")
     lease = await one.begin()
     async with asyncio.timeout(10):
-        while _query(path, "SELECT response FROM leases") != [(one.response.id,)]:
+        while _query(path, "SELECT id FROM running_responses") != [(one.response.id,)]:
             await asyncio.sleep(0.01)
     await one.complete(lease)
-    assert _query(path, "SELECT response FROM leases") == []
+    assert _query(path, "SELECT id FROM running_responses") == []
     await store.close()
 
 

@@ -180,7 +180,7 @@ class Stores(RuleBasedStateMachine):
         self.runner.run(delete_all())
         self.runner.close()
         with closing(sqlite3.connect(self.path)) as connection:
-            for table in ("responses", "items", "threads", "leases"):
+            for table in ("responses", "items", "threads", "running_responses"):
                 assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,), table
         self.directory.cleanup()
 

@@ -60,6 +60,7 @@ from fumehood.interfaces.files import (
 
 # Storage
 from fumehood.interfaces.blobs import (
+    BeforeCommit,  # called before blobs become visible
     BlobRef,  # name and size of a blob
     BlobStore,  # contents by hash
     ReferencedBlobs,  # blobs that live while a record refers to them
@@ -89,6 +90,7 @@ __all__ = [
     "AdditionalItem",
     "ApiKeyStore",
     "AttachmentLoader",
+    "BeforeCommit",
     "BlobRef",
     "BlobReferences",
     "BlobStore",

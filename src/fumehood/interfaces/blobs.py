@@ -12,22 +12,25 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+type BeforeCommit = Callable[[Sequence[str]], Awaitable[None]]
+"""Called with the names of new blobs."""
+
 
 class BlobStore(Protocol):
     """Blobs by the SHA-256 of their content; equal contents are one blob.
 
-    Every method raises ServiceUnavailable if the disk fails or is full.
+    Every method raises StorageUnavailable if the disk fails or is full.
     """
 
     async def put(
         self,
         content: bytes | AsyncIterable[bytes],
-        before_commit: Callable[[str], Awaitable[None]] | None = None,
+        before_commit: BeforeCommit | None = None,
     ) -> str:
         """Store a blob, whole or not at all, and return its name.
 
         content: all bytes, or chunks.
-        before_commit: called with the name before the blob becomes visible; if it raises, nothing is stored.
+        before_commit: called with its name before the blob becomes visible; if it raises, nothing is stored.
 
         Raises whatever `content` and `before_commit` raise.
         """
@@ -36,7 +39,7 @@ class BlobStore(Protocol):
     async def put_many(
         self,
         contents: Sequence[bytes],
-        before_commit: Callable[[Sequence[str]], Awaitable[None]] | None = None,
+        before_commit: BeforeCommit | None = None,
     ) -> Sequence[str]:
         """Store many small blobs, all or none, and return their names in order. Faster than `put` for each.
 
@@ -100,7 +103,7 @@ class ReferencedBlobs(Protocol):
     """Blobs that live as long as a record refers to them.
 
     A pin protects a blob from garbage collection until the record that refers to it is written. Every method raises
-    ServiceUnavailable if the disk fails or is full.
+    StorageUnavailable if the disk fails or is full.
     """
 
     def put_pinned(self, content: bytes | AsyncIterable[bytes]) -> AbstractAsyncContextManager[BlobRef]:
@@ -130,8 +133,10 @@ class ReferencedBlobs(Protocol):
         """
         ...
 
-    async def delete_unreferenced(self, names: Iterable[str]) -> None:
-        """Delete those blobs that no record refers to and nobody pins. The next sweep deletes what fails now.
+    async def delete_unreferenced(self, names: Iterable[str]) -> int:
+        """Delete those blobs that no record refers to and nobody pins, and return their number.
+
+        The next sweep deletes what fails now.
 
         names: of the blobs; empty names are ignored.
         """

@@ -18,7 +18,7 @@ from fumehood.protocol.openai.page_query import PageQuery
 class FileService(Protocol):
     """The Files API. Files of other tenants and expired files are treated as absent.
 
-    Every method raises ServiceUnavailable if the storage fails.
+    Every method raises StorageUnavailable if the storage fails.
     """
 
     async def create_file(

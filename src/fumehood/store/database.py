@@ -20,7 +20,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from fumehood.metrics import StoreStats
-from fumehood.protocol.openai.api_errors import ServiceUnavailable, StorageCorrupted, StorageUnavailable
+from fumehood.protocol.openai.api_errors import StorageCorrupted, StorageUnavailable
 from fumehood.store.migrations import StoreOpenError, is_up_to_date, migrate
 
 logger = logging.getLogger(__name__)
@@ -426,7 +426,7 @@ class Database:
         return waiter
 
     def post[T](self, job: DatabaseJob[T]) -> None:
-        """Queue a write. Raises ServiceUnavailable if the database is closed."""
+        """Queue a write. Raises StorageUnavailable if the database is closed."""
         self.check_open()
         self._writer.post(job)  # pyright: ignore[reportArgumentType]
 
@@ -475,9 +475,9 @@ class Database:
             os.close(self._lock)
 
     def check_open(self) -> None:
-        """Raises ServiceUnavailable if it is closed."""
+        """Raises StorageUnavailable if it is closed."""
         if self.is_closed:
-            raise ServiceUnavailable("The gateway's database is closed.")
+            raise StorageUnavailable("The gateway's database is closed.")
 
 
 def _write_nothing(db: sqlite3.Connection) -> None:

@@ -228,7 +228,7 @@ def _is_referenced(connection: sqlite3.Connection, name: str) -> bool:
 def _check_orphaned_blobs(connection: sqlite3.Connection, directory: Path) -> DatabaseFinding:
     existing = [path.name for path in directory.glob("??/??/*") if path.is_file()]
     orphans = response_rows.find_unreferenced_blobs(connection, existing)
-    incoming = sum(1 for path in (directory / "incoming").glob("*") if path.is_file())
+    incoming = len([*(directory / "incoming").glob("*")])
     if orphans or incoming:
         return DatabaseFinding(
             "orphans",

@@ -1,12 +1,9 @@
 """Blobs on a disk, named by the SHA-256 of their content.
 
-A blob is written to a temporary file, synced, and renamed, so that every named blob is complete.
+A blob is written to a temporary directory, synced, and renamed, so that every named blob is complete.
 """
 
 import asyncio
-import errno
-import fcntl
-import hashlib
 import os
 import re
 import shutil
@@ -16,15 +13,17 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from fumehood.protocol.openai.api_errors import ServiceUnavailable
-from fumehood.store.blob_batch import BlobBatch, check_free_space, fsync_path, make_directories, try_lock
+from fumehood.interfaces import BeforeCommit
+from fumehood.protocol.openai.api_errors import StorageUnavailable
 from fumehood.store.migrations import StoreOpenError
+from fumehood.store.staged_blobs import StagedBlobs, try_lock
 
 _NAME = re.compile(r"[0-9a-f]{64}")
 _CHUNK_BYTES = 256 << 10
 _WRITE_BUFFER_BYTES = 1 << 20
+_RETRY_SECONDS = 5.0
 
 
 def blob_path(directory: Path, name: str) -> str | None:
@@ -51,35 +50,32 @@ class DiskBlobStore:
         _delete_abandoned(self._incoming)
 
     async def put(
-        self,
-        content: bytes | AsyncIterable[bytes],
-        before_commit: Callable[[str], Awaitable[None]] | None = None,
+        self, content: bytes | AsyncIterable[bytes], before_commit: BeforeCommit | None = None
     ) -> str:
-        incoming = _IncomingBlob(self._incoming, self._min_free_bytes)
-        try:
-            rest = content if isinstance(content, bytes) else await _write_chunks(incoming, content)
-            name = await _run_in_thread(incoming.finish, rest)
-            if before_commit is not None:
-                await before_commit(name)
-            await _finish_despite_cancellation(_run_in_thread(self._publish, incoming, name))
-        except BaseException as error:
-            await _discard_in_thread(incoming, error)
-            raise
+        async def stage(staged: StagedBlobs) -> list[str]:
+            rest = content if isinstance(content, bytes) else await _append_chunks(staged, content)
+            return await _run_in_thread(staged.finish_stream, rest)
+
+        (name,) = await self._put_staged(stage, before_commit)
         return name
 
     async def put_many(
-        self,
-        contents: Sequence[bytes],
-        before_commit: Callable[[Sequence[str]], Awaitable[None]] | None = None,
+        self, contents: Sequence[bytes], before_commit: BeforeCommit | None = None
     ) -> Sequence[str]:
-        batch = BlobBatch(self._incoming, self._locate, self._min_free_bytes)
+        return await self._put_staged(lambda staged: _run_in_thread(staged.write, contents), before_commit)
+
+    async def _put_staged(
+        self, stage: Callable[[StagedBlobs], Awaitable[list[str]]], before_commit: BeforeCommit | None
+    ) -> list[str]:
+        """Publish what `stage` has written, unless it or `before_commit` raises."""
+        staged = StagedBlobs(self._incoming, self._locate, self._min_free_bytes)
         try:
-            names = await _run_in_thread(batch.write, contents)
+            names = await stage(staged)
             if before_commit is not None:
                 await before_commit(names)
-            await _finish_despite_cancellation(_run_in_thread(batch.publish))
+            await _finish_despite_cancellation(_run_in_thread(staged.publish))
         except BaseException as error:
-            await _discard_in_thread(batch, error)
+            await _discard_in_thread(staged, error)
             raise
         return names
 
@@ -132,77 +128,6 @@ class DiskBlobStore:
             raise KeyError(name)
         return path
 
-    def _publish(self, incoming: "_IncomingBlob", name: str) -> None:
-        path = self._locate_path(name)
-        for changed in make_directories(str(path.parent)):
-            fsync_path(changed)
-        incoming.publish(path)
-
-
-class _IncomingBlob:
-    """An incomplete blob in a temporary file, written by one thread at a time.
-
-    The file is locked, so that it is not removed as left by a dead process.
-    """
-
-    def __init__(self, directory: Path, min_free_bytes: int) -> None:
-        self._directory = directory
-        self._min_free_bytes = min_free_bytes
-        self._hash = hashlib.sha256()
-        self._busy = threading.Lock()
-        self._path = self._new_path()
-        self._file: BinaryIO | None = None
-        self._discarded = False
-
-    def write(self, content: bytes) -> None:
-        with self._busy:
-            file = self._open_file()
-            check_free_space(file.fileno(), self._min_free_bytes, len(content))
-            self._hash.update(content)
-            file.write(content)
-
-    def finish(self, rest: bytes) -> str:
-        """Write the rest, sync the file, and return the name of the blob."""
-        self.write(rest)
-        with self._busy:
-            file = self._open_file()
-            file.flush()
-            os.fsync(file.fileno())
-        return self._hash.hexdigest()
-
-    def publish(self, path: Path) -> None:
-        """Rename the file to its final path; an equal blob is replaced."""
-        with self._busy:
-            file = self._open_file()
-            self._path.rename(path)
-            fsync_path(str(path.parent))
-            file.close()
-
-    def discard(self) -> None:
-        """Delete the file, after a thread that may still write."""
-        with self._busy:
-            self._discarded = True
-            self._path.unlink(missing_ok=True)
-            if self._file is not None:
-                with suppress(OSError):  # the flush fails as the write did
-                    self._file.close()
-
-    def _open_file(self) -> BinaryIO:
-        if self._discarded:
-            raise OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
-        while self._file is None:
-            opened = open(os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")  # noqa: SIM115
-            fcntl.flock(opened, fcntl.LOCK_EX)
-            if os.fstat(opened.fileno()).st_nlink:
-                self._file = opened
-            else:
-                opened.close()  # removed before it was locked
-                self._path = self._new_path()
-        return self._file
-
-    def _new_path(self) -> Path:
-        return self._directory / os.urandom(16).hex()
-
 
 class _BlobReader:
     """A blob that is being read from `start` up to `end`, by one thread at a time.
@@ -236,20 +161,20 @@ class _BlobReader:
             self._busy.release()
 
 
-async def _discard_in_thread(incoming: _IncomingBlob | BlobBatch, error: BaseException) -> None:
-    discarding = asyncio.get_running_loop().run_in_executor(None, incoming.discard)
+async def _discard_in_thread(staged: StagedBlobs, error: BaseException) -> None:
+    discarding = asyncio.get_running_loop().run_in_executor(None, staged.discard)
     if isinstance(error, Exception):  # a cancelled task does not wait for a thread that still writes
         with suppress(OSError):  # the first error is raised
             await discarding
 
 
-async def _write_chunks(incoming: _IncomingBlob, content: AsyncIterable[bytes]) -> bytes:
-    """Write full buffers, and return the rest."""
+async def _append_chunks(staged: StagedBlobs, content: AsyncIterable[bytes]) -> bytes:
+    """Append full buffers, and return the rest."""
     buffer = bytearray()
     async for chunk in content:
         buffer += chunk
         if len(buffer) >= _WRITE_BUFFER_BYTES:
-            await _run_in_thread(incoming.write, bytes(buffer))
+            await _run_in_thread(staged.append, bytes(buffer))
             buffer.clear()
     return bytes(buffer)
 
@@ -288,20 +213,17 @@ def _delete_abandoned(directory: Path) -> None:
     """Delete what dead processes have left."""
     for path in directory.iterdir():
         with suppress(FileNotFoundError, BlockingIOError), try_lock(path):
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            shutil.rmtree(path)
 
 
 async def _run_in_thread[**P, T](work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run in a thread. Raises ServiceUnavailable for errors of the disk, not for those of the source of the bytes."""
+    """Run in a thread. Raises StorageUnavailable for errors of the disk, not for those of the source of the bytes."""
     try:
         return await asyncio.to_thread(work, *args, **kwargs)
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise ServiceUnavailable(
-            f"The gateway's disk cannot be used now: {reason}. Try again later."
+        raise StorageUnavailable(
+            f"The gateway's disk cannot be used now: {reason}. Try again later.", retry_after=_RETRY_SECONDS
         ) from error
 
 

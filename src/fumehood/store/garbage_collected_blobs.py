@@ -12,8 +12,8 @@ from contextlib import aclosing, asynccontextmanager
 from itertools import batched
 from typing import Self
 
-from fumehood.interfaces import BlobRef, BlobReferences, BlobStore, Clock
-from fumehood.protocol.openai.api_errors import ServiceUnavailable
+from fumehood.interfaces import BeforeCommit, BlobRef, BlobReferences, BlobStore, Clock
+from fumehood.protocol.openai.api_errors import StorageUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -40,23 +40,19 @@ class GarbageCollectedBlobs:
 
     @asynccontextmanager
     async def put_pinned(self, content: bytes | AsyncIterable[bytes]) -> AsyncGenerator[BlobRef]:
-        pinned: list[str] = []
-
-        async def pin_name(name: str) -> None:
-            await self._pin(name)
-            pinned.append(name)
-
-        try:
-            name = await self._blobs.put(content, pin_name)
+        async with self._pin_new() as pin_names:
+            name = await self._blobs.put(content, pin_names)
             yield BlobRef(name, await self._blobs.get_size(name))
-        except BaseException:
-            self._delete_when_unpinned.update(pinned)
-            raise
-        finally:
-            await self._unpin(pinned)
 
     @asynccontextmanager
     async def put_many_pinned(self, contents: Sequence[bytes]) -> AsyncGenerator[Sequence[BlobRef]]:
+        async with self._pin_new() as pin_names:
+            names = await self._blobs.put_many(contents, pin_names)
+            yield [BlobRef(name, len(content)) for name, content in zip(names, contents, strict=True)]
+
+    @asynccontextmanager
+    async def _pin_new(self) -> AsyncGenerator[BeforeCommit]:
+        """Yield a function that pins names within the block. If the block raises, delete those without a record."""
         pinned: list[str] = []
 
         async def pin_names(names: Sequence[str]) -> None:
@@ -65,8 +61,7 @@ class GarbageCollectedBlobs:
                 pinned.append(name)
 
         try:
-            names = await self._blobs.put_many(contents, pin_names)
-            yield [BlobRef(name, len(content)) for name, content in zip(names, contents, strict=True)]
+            yield pin_names
         except BaseException:
             self._delete_when_unpinned.update(pinned)
             raise
@@ -82,8 +77,15 @@ class GarbageCollectedBlobs:
         finally:
             await self._unpin([name])
 
-    async def delete_unreferenced(self, names: Iterable[str]) -> None:
-        await self._delete_unreferenced(names)
+    async def delete_unreferenced(self, names: Iterable[str]) -> int:
+        number = 0
+        for batch in batched(sorted({name for name in names if name}), _BATCH_SIZE):
+            try:
+                async with self._delete_lock:
+                    number += await self._delete_batch(batch)
+            except StorageUnavailable as error:
+                logger.warning("Could not delete blobs; the next sweep retries: %s", error)
+        return number
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> AsyncGenerator[bytes]:
         return self._blobs.read(name, start, end)
@@ -110,7 +112,7 @@ class GarbageCollectedBlobs:
             try:
                 if number := await self._collect_garbage(grace):
                     logger.warning("blobs_garbage_collected", extra={"fields": {"number": number}})
-            except ServiceUnavailable as error:
+            except StorageUnavailable as error:
                 logger.warning("Garbage collection of blobs failed: %s", error.message)
             except Exception:
                 logger.exception("Garbage collection of blobs failed.")
@@ -121,7 +123,7 @@ class GarbageCollectedBlobs:
         number = 0
         async with aclosing(self._blobs.list_names(grace_seconds)) as found:
             async for names in found:
-                number += await self._delete_unreferenced(names)
+                number += await self.delete_unreferenced(names)
         return number
 
     async def _pin(self, name: str) -> None:
@@ -137,17 +139,7 @@ class GarbageCollectedBlobs:
         unwanted = free & self._delete_when_unpinned
         self._delete_when_unpinned -= unwanted
         if unwanted:
-            await self._delete_unreferenced(unwanted)
-
-    async def _delete_unreferenced(self, names: Iterable[str]) -> int:
-        number = 0
-        for batch in batched(sorted({name for name in names if name}), _BATCH_SIZE):
-            try:
-                async with self._delete_lock:
-                    number += await self._delete_batch(batch)
-            except ServiceUnavailable as error:
-                logger.warning("Could not delete blobs; the next sweep retries: %s", error)
-        return number
+            await self.delete_unreferenced(unwanted)
 
     async def _delete_batch(self, names: Iterable[str]) -> int:
         free = [name for name in names if name not in self._pins]

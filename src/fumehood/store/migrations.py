@@ -189,6 +189,16 @@ MIGRATIONS: Sequence[Migration] = (
         ALTER TABLE items ADD COLUMN checksum INTEGER;
         """,
     ),
+    Migration(
+        # The release before would look for leases.
+        is_breaking=True,
+        statements="""
+        -- Leases are in the memory of the only process that runs responses.
+        CREATE TABLE running_responses (id TEXT PRIMARY KEY) WITHOUT ROWID;
+        INSERT INTO running_responses SELECT response FROM leases;
+        DROP TABLE leases;
+        """,
+    ),
 )
 
 

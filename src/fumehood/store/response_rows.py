@@ -1,4 +1,4 @@
-"""Responses, leases, threads and items in the SQLite store. Functions run inside the caller's transaction.
+"""Responses, threads and items in the SQLite store. Functions run inside the caller's transaction.
 
 A response refers to a prefix of a thread: the items before its `end_pos`, and those of the threads that this thread
 continues. A response that continues the tip of a thread appends to it; one that continues an earlier position forks a
@@ -88,50 +88,37 @@ def make_completed_response(
     return CompletedResponse(row, tuple(entries), passthrough, size)
 
 
-# --- leases -------------------------------------------------------------------------------------------
+# --- running responses ----------------------------------------------------------------------------------
 
 
-def insert_running(db: sqlite3.Connection, row: ResponseRow, owner: str, epoch: int, seconds: float) -> None:
-    """Insert the response and its lease. From now on it protects what it continues from deletion."""
+def insert_running(db: sqlite3.Connection, row: ResponseRow) -> None:
+    """Insert a response that runs. From now on it protects what it continues from deletion."""
     prefix = _find_prefix(db, row)
     _insert_response(db, row, prefix.thread, prefix.end, prefix.end)
-    db.execute(
-        "INSERT INTO leases (response, owner, epoch, expires) VALUES (?, ?, ?, julianday('now', ?))",
-        (row.id, owner, epoch, f"{seconds} seconds"),
-    )
+    db.execute("INSERT INTO running_responses (id) VALUES (?)", (row.id,))
 
 
-def get_epoch(db: sqlite3.Connection, tenant: str, response_id: str) -> int | None:
-    """Return the epoch of its lease; None unless it runs."""
-    found = db.execute(
-        "SELECT epoch FROM leases JOIN responses ON id = response WHERE response = ? AND tenant = ?",
-        (response_id, tenant),
-    ).fetchone()
-    return found[0] if found else None
+def is_running(db: sqlite3.Connection, response_id: str) -> bool:
+    found = db.execute("SELECT 1 FROM running_responses WHERE id = ?", (response_id,))
+    return found.fetchone() is not None
 
 
-def renew_lease(db: sqlite3.Connection, response_id: str, epoch: int, seconds: float) -> bool:
-    renewed = db.execute(
-        "UPDATE leases SET expires = julianday('now', ?) WHERE response = ? AND epoch = ?",
-        (f"{seconds} seconds", response_id, epoch),
-    )
-    return renewed.rowcount > 0
-
-
-def fail_orphaned(db: sqlite3.Connection, only_owner: str | None) -> list[str]:
-    """Fail responses whose lease has expired or belongs to another owner than `only_owner`; return their ids."""
-    lost: list[tuple[str, bytes]] = db.execute(
-        "SELECT id, body FROM leases JOIN responses ON id = response"
-        " WHERE expires <= julianday('now') OR owner <> coalesce(?, owner)",
-        (only_owner,),
-    ).fetchall()
-    for response_id, body in lost:
+def fail_orphaned(db: sqlite3.Connection, leased: Collection[str]) -> int:
+    """Fail the running responses that nobody holds a lease of, and return their number."""
+    running = db.execute("SELECT id FROM running_responses").fetchall()
+    orphaned = [response_id for (response_id,) in running if response_id not in leased]
+    for response_id in orphaned:
+        (body,) = db.execute("SELECT body FROM responses WHERE id = ?", (response_id,)).fetchone()
         with suppress(DamagedRow):  # logged, and reported to its readers
             response = decode(response_decoder, body, "responses", response_id)
             response.status, response.error = "failed", RUN_LOST_ERROR
             _update_body(db, response_id, _encode(response))
-        db.execute("DELETE FROM leases WHERE response = ?", (response_id,))
-    return [response_id for response_id, _ in lost]
+        _delete_running(db, response_id)
+    return len(orphaned)
+
+
+def _delete_running(db: sqlite3.Connection, response_id: str) -> None:
+    db.execute("DELETE FROM running_responses WHERE id = ?", (response_id,))
 
 
 # --- completion ---------------------------------------------------------------------------------------
@@ -147,7 +134,7 @@ def complete_running(db: sqlite3.Connection, completed: CompletedResponse) -> Th
         (position.thread if position else thread, start + len(entries), row.id),
     )
     _update_body(db, row.id, row.body)
-    db.execute("DELETE FROM leases WHERE response = ?", (row.id,))
+    _delete_running(db, row.id)
     return position
 
 
@@ -183,7 +170,7 @@ def _find_prefix(db: sqlite3.Connection, row: ResponseRow) -> ThreadPrefix:
         return ThreadPrefix(None, 0)
     found = db.execute(
         "SELECT thread, end_pos FROM responses WHERE id = ? AND tenant = ?"
-        " AND NOT EXISTS (SELECT 1 FROM leases WHERE response = id)",
+        " AND id NOT IN (SELECT id FROM running_responses)",
         (row.previous_id, row.tenant),
     ).fetchone()
     return ThreadPrefix(*found) if found else ThreadPrefix(None, 0)
@@ -271,7 +258,7 @@ def delete(db: sqlite3.Connection, tenant: str, response_id: str) -> bool:
     ).fetchall()
     if not found:
         return False
-    db.execute("DELETE FROM leases WHERE response = ?", (response_id,))
+    _delete_running(db, response_id)
     _delete_unreachable_items(db, found[0][0])
     return True
 
@@ -391,7 +378,7 @@ def get_response(db: sqlite3.Connection, tenant: str, response_id: str) -> Respo
 def list_turns(db: sqlite3.Connection, tenant: str, response_id: str) -> list[StoredTurn] | None:
     found = db.execute(
         "SELECT thread, end_pos FROM responses WHERE id = ? AND tenant = ?"
-        " AND NOT EXISTS (SELECT 1 FROM leases WHERE response = id)",
+        " AND id NOT IN (SELECT id FROM running_responses)",
         (response_id, tenant),
     ).fetchone()
     if found is None:

@@ -5,10 +5,9 @@ response has ended by then. See docs/storage.md.
 """
 
 import asyncio
-import secrets
 import sqlite3
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -19,7 +18,7 @@ from fumehood.interfaces import FileTotals, IdempotencyClaim, Lease, LeaseLost
 from fumehood.metrics import StoreStats
 from fumehood.protocol.api_keys import ApiKeyRecord
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
-from fumehood.protocol.openai.api_errors import ServiceUnavailable, StorageCorrupted
+from fumehood.protocol.openai.api_errors import StorageCorrupted, StorageUnavailable
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.openai.file_objects import UploadedFileRecord
 from fumehood.protocol.openai.page_query import PageQuery
@@ -31,7 +30,7 @@ from fumehood.store.migrations import StoreOpenError
 
 __all__ = ["SqliteStore", "StoreOpenError"]
 
-_FIRST_EPOCH = 1
+_EPOCH = 1  # of every lease: no other process can take over a response
 _BEGIN_DELAY_SECONDS = 0.025
 _LEASE_SECONDS = 30.0
 _CACHE_BYTES = 64 << 20
@@ -39,10 +38,10 @@ _CACHE_BYTES = 64 << 20
 
 @dataclass(slots=True)
 class _RunningResponse:
-    """A running response of this process.
+    """A running response and its lease.
 
     job: writes its beginning to the database.
-    expires_at: monotonic time at which its lease expires, if the database does not know it.
+    expires_at: monotonic time at which its lease expires.
     """
 
     tenant: str
@@ -59,24 +58,21 @@ class _CommitResult:
 
 
 class SqliteStore:
-    """A `Store` in one SQLite file, for one process at a time.
+    """A `Store` in one SQLite file. One process at a time runs responses, so their leases are in its memory.
 
-    lease_seconds: lifetime of a lease without renewal.
     cache_bytes: memory for recently used conversations.
+    monotonic: the clock by which leases expire.
     """
 
     def __init__(
         self,
         database: Database,
         *,
-        exclusive: bool = True,
-        lease_seconds: float = _LEASE_SECONDS,
         cache_bytes: int = _CACHE_BYTES,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._database = database
-        self._owner = secrets.token_hex(8)
-        self._exclusive = exclusive
-        self._lease_seconds = lease_seconds
+        self._monotonic = monotonic
         self._cache = ConversationCache(cache_bytes)
         self._deletions = 0
         self._running: dict[str, _RunningResponse] = {}
@@ -88,24 +84,19 @@ class SqliteStore:
         cls,
         path: Path,
         *,
-        lease_seconds: float = _LEASE_SECONDS,
         cache_bytes: int = _CACHE_BYTES,
+        monotonic: Callable[[], float] = time.monotonic,
         shared: bool = False,
         stats: StoreStats | None = None,
     ) -> Self:
         """Open the database, and create it if it does not exist.
 
-        shared: without the lock and the cache, for short access to a file that a gateway may be using.
+        shared: without the lock, for short access to a file that a gateway may be using; not for responses.
 
         Raises StoreOpenError if it is in use by another process, or cannot be used by this release.
         """
         database = await Database.open(path, shared=shared, stats=stats)
-        return cls(
-            database,
-            exclusive=not shared,
-            lease_seconds=lease_seconds,
-            cache_bytes=0 if shared else cache_bytes,
-        )
+        return cls(database, cache_bytes=cache_bytes, monotonic=monotonic)
 
     async def get_database_id(self) -> str:
         """Return the unique id of this database."""
@@ -123,50 +114,32 @@ class SqliteStore:
     async def begin_response(self, tenant: str, response: Response) -> Lease:
         self._database.check_open()
         response = msgspec.structs.replace(response, output=[])
-
         row = response_rows.make_response_row(tenant, response)
-
-        def work(db: sqlite3.Connection) -> None:
-            response_rows.insert_running(db, row, self._owner, _FIRST_EPOCH, self._lease_seconds)
-
-        job = DatabaseJob(work, size=len(row.body))
+        job = DatabaseJob(lambda db: response_rows.insert_running(db, row), size=len(row.body))
         self._running[response.id] = _RunningResponse(tenant, response, job, self._lease_deadline())
         self._schedule_begin(response.id, job)
-        return Lease(response.id, _FIRST_EPOCH)
+        return Lease(response.id, _EPOCH)
 
     async def renew_leases(self, leases: Sequence[Lease]) -> Sequence[Lease]:
-        held = [(lease, self._running.get(lease.response_id)) for lease in leases]
-        for lease, running in held:
-            if running is not None and lease.epoch == _FIRST_EPOCH:
-                running.expires_at = self._lease_deadline()
-
-        def work(db: sqlite3.Connection) -> list[Lease]:
-            return [
-                lease
-                for lease, running in held
-                if _is_unwritten(running, lease)
-                or response_rows.renew_lease(db, lease.response_id, lease.epoch, self._lease_seconds)
-            ]
-
-        return await self._database.write(work)
+        self._database.check_open()
+        held = [lease for lease in leases if lease.response_id in self._running and lease.epoch == _EPOCH]
+        for lease in held:
+            self._running[lease.response_id].expires_at = self._lease_deadline()
+        return held
 
     async def commit_response(
         self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[ConversationEntry]
     ) -> None:
         response_id = response.id
-        running = self._running.get(response_id)
-        if (
-            running is not None
-            and lease is not None
-            and (running.tenant, _FIRST_EPOCH) != (tenant, lease.epoch)
-        ):
+        running = None if lease is None else self._running.get(response_id)
+        if lease is not None and (running is None or (running.tenant, _EPOCH) != (tenant, lease.epoch)):
             raise LeaseLost(response_id)
         completed = response_rows.make_completed_response(tenant, response, entries)
 
         def work(db: sqlite3.Connection) -> _CommitResult | None:
-            if lease is None or _is_unwritten(running, lease):
+            if running is None or not running.job.is_applied:
                 return _CommitResult(response_rows.insert_completed(db, completed))
-            if response_rows.get_epoch(db, tenant, response_id) != lease.epoch:
+            if not response_rows.is_running(db, response_id):
                 return None
             return _CommitResult(response_rows.complete_running(db, completed))
 
@@ -184,7 +157,7 @@ class SqliteStore:
             )
         except sqlite3.IntegrityError:  # the id exists
             raise LeaseLost(response_id) from None
-        except (ServiceUnavailable, StorageCorrupted):
+        except (StorageUnavailable, StorageCorrupted):
             if beginning is not None:
                 self._schedule_begin(response_id, beginning)
             raise
@@ -193,17 +166,13 @@ class SqliteStore:
 
     async def fail_orphaned_responses(self) -> int:
         self._flush_begins()
-        only_owner = self._owner if self._exclusive else None
-        failed = await self._database.write(lambda db: response_rows.fail_orphaned(db, only_owner))
-        now = time.monotonic()
-        never_written = [
-            response_id
-            for response_id, running in self._running.items()
-            if running.expires_at <= now and not running.job.is_applied
-        ]
-        for response_id in (*failed, *never_written):
+        now = self._monotonic()
+        expired = {name for name, running in self._running.items() if running.expires_at <= now}
+        leased = self._running.keys() - expired
+        failed = await self._database.write(lambda db: response_rows.fail_orphaned(db, leased))
+        for response_id in expired:
             self._running.pop(response_id, None)
-        return len(failed)
+        return failed
 
     async def get_response(self, tenant: str, response_id: str) -> Response | None:
         # What a client has seen must survive a crash, so the beginning is written before it is read.
@@ -407,7 +376,7 @@ class SqliteStore:
     # --- internals ---------------------------------------------------------------------------------------
 
     def _lease_deadline(self) -> float:
-        return time.monotonic() + self._lease_seconds
+        return self._monotonic() + _LEASE_SECONDS
 
     def _schedule_begin(self, response_id: str, beginning: DatabaseJob[None]) -> None:
         self._pending_begins[response_id] = beginning
@@ -430,11 +399,6 @@ class SqliteStore:
             self._flush_begins()
             return await self._database.write(work, subject=f"response {response_id}")
         return await self._database.read(work, subject=f"response {response_id}")
-
-
-def _is_unwritten(running: _RunningResponse | None, lease: Lease) -> bool:
-    """Whether the response runs here and the database does not know it. Call it from a job, after all earlier ones."""
-    return running is not None and not running.job.is_applied and lease.epoch == _FIRST_EPOCH
 
 
 def _is_storable(name: str) -> bool:

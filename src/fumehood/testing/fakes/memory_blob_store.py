@@ -1,9 +1,9 @@
 """A `BlobStore` in memory."""
 
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 
-from fumehood.interfaces import Clock
+from fumehood.interfaces import BeforeCommit, Clock
 from fumehood.testing.fakes.fake_clock import FakeClock
 
 
@@ -18,12 +18,12 @@ class MemoryBlobStore:
     async def put(
         self,
         content: bytes | AsyncIterable[bytes],
-        before_commit: Callable[[str], Awaitable[None]] | None = None,
+        before_commit: BeforeCommit | None = None,
     ) -> str:
         data = content if isinstance(content, bytes) else b"".join([chunk async for chunk in content])
         name = hashlib.sha256(data).hexdigest()
         if before_commit is not None:
-            await before_commit(name)
+            await before_commit([name])
         self.contents[name] = data
         self._put_at[name] = self._clock.now()
         return name
@@ -31,7 +31,7 @@ class MemoryBlobStore:
     async def put_many(
         self,
         contents: Sequence[bytes],
-        before_commit: Callable[[Sequence[str]], Awaitable[None]] | None = None,
+        before_commit: BeforeCommit | None = None,
     ) -> Sequence[str]:
         names = [hashlib.sha256(content).hexdigest() for content in contents]
         if before_commit is not None:

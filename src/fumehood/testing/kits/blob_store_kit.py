@@ -144,15 +144,15 @@ class BlobStoreKit:
     async def test_before_commit_precedes_the_blob(self, blobs: BlobStore) -> None:
         notified: list[str] = []
 
-        async def before_commit(name: str) -> None:
+        async def before_commit(names: Sequence[str]) -> None:
             with pytest.raises(KeyError):
-                await blobs.get_size(name)
-            notified.append(name)
+                await blobs.get_size(names[0])
+            notified.extend(names)
 
         assert [await blobs.put(stream_chunks(b"con", b"tent"), before_commit)] == notified
 
-        async def refuse(name: str) -> None:
-            notified.append(name)
+        async def refuse(names: Sequence[str]) -> None:
+            notified.extend(names)
             raise RuntimeError("not this one")
 
         with pytest.raises(RuntimeError, match="not this one"):

@@ -1,7 +1,8 @@
-"""Writes many small blobs to a disk together.
+"""Writes blobs to a temporary directory, until they are complete and can be published.
 
-One by one, each blob needs three fsyncs: for its content, its directory and its name. A batch is written to a temporary
-directory, synced, renamed, and synced again; for more than a few files with `syncfs`, which guarantees the same.
+Many small blobs are written together. One by one, each would need three fsyncs: for its content, its directory and its
+name. Together they are written, synced, renamed, and synced again; for more than a few files with `syncfs`, which
+guarantees the same.
 """
 
 import ctypes
@@ -18,8 +19,8 @@ from pathlib import Path
 _MAX_SINGLE_FSYNCS = 8  # syncfs also waits for other writers on the disk
 
 
-class BlobBatch:
-    """Blobs in a temporary directory, not yet published. Used by one thread at a time.
+class StagedBlobs:
+    """One streamed blob or many small ones, not yet published. Used by one thread at a time.
 
     The directory is locked, so that it is not removed as left by a dead process.
 
@@ -32,10 +33,29 @@ class BlobBatch:
         self._min_free_bytes = min_free_bytes
         self._contents: dict[str, bytes] = {}
         self._written: set[str] = set()
+        self._stream = hashlib.sha256()
         self._path = directory
         self._lock = -1
         self._busy = threading.Lock()
         self._discarded = False
+
+    def append(self, chunk: bytes) -> None:
+        """Append to the streamed blob."""
+        with self._busy:
+            self._create_directory()
+            check_free_space(self._lock, self._min_free_bytes, len(chunk))
+            self._stream.update(chunk)
+            self._write_file("stream", chunk)
+
+    def finish_stream(self, rest: bytes) -> list[str]:
+        """Append the rest, sync the streamed blob, and return its name."""
+        self.append(rest)
+        with self._busy:
+            name = self._stream.hexdigest()
+            os.rename(f"{self._path}/stream", f"{self._path}/{name}")
+            fsync_path(f"{self._path}/{name}")
+            self._written.add(name)
+        return [name]
 
     def write(self, contents: Sequence[bytes]) -> list[str]:
         """Write and sync the contents, and return their names. Existing blobs are skipped: replacing them is slow."""
@@ -54,7 +74,7 @@ class BlobBatch:
         """Rename the blobs to their final paths."""
         with self._busy:
             changed: set[str] = set()
-            for name in self._contents:
+            for name in self._written | self._contents.keys():
                 path = self._blob_path(name)
                 directory = path.rpartition("/")[0]
                 if name not in self._written and not _touch_if_exists(path):
@@ -67,18 +87,23 @@ class BlobBatch:
             self._remove_directory()
 
     def _write_blob(self, name: str) -> str:
-        path = f"{self._path}/{name}"
-        content = memoryview(self._contents[name])
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            while content:
-                content = content[os.write(file, content) :]
-        finally:
-            os.close(file)
+        path = self._write_file(name, self._contents[name])
         self._written.add(name)
         return path
 
+    def _write_file(self, name: str, content: bytes) -> str:
+        path = f"{self._path}/{name}"
+        rest = memoryview(content)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            while rest:
+                rest = rest[os.write(file, rest) :]
+        finally:
+            os.close(file)
+        return path
+
     def discard(self) -> None:
+        """Delete everything, after a thread that may still write."""
         with self._busy:
             self._discarded = True
             if self._lock >= 0:
