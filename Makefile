@@ -39,10 +39,10 @@ endif
 $(STAMP): pyproject.toml uv.lock .python-version src/fumehood/__init__.py $(SETUP)
 	@$(SETUP)
 
-.PHONY: help setup setup-clients demo test test-313 test-busy test-wheel test-slow test-clients test-phoenix check format-check lint types imports fmt bench bench-sandbox bench-gateway bench-check lock clean
+.PHONY: help setup setup-clients demo test test-313 test-busy test-wheel test-slow test-clients test-phoenix check format-check lint types imports fmt bench bench-sandbox bench-warm-start bench-gateway bench-check lock clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## Make .venv with everything in it
 
@@ -120,6 +120,9 @@ bench: $(BENCH_STAMP) ## Run every benchmark
 
 bench-sandbox: $(BENCH_STAMP) ## Measure sandboxes (ARGS=--quick for half a minute)
 	@$(RUN) python -m benchmarks.sandbox $(ARGS)
+
+bench-warm-start: $(STAMP) ## Measure what each optimisation of a sandbox's start earns
+	@$(RUN) python -m benchmarks.warm_start $(ARGS)
 
 bench-gateway: $(STAMP) ## Measure the gateway (ARGS=--quick for two minutes)
 	@$(RUN) python -m benchmarks.gateway $(ARGS)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import re
 import secrets
 import signal
@@ -16,14 +17,18 @@ _READY = re.compile(r"Serving sandboxes on (?P<where>.*) \(mode")
 _PATIENCE = 60
 
 
-async def _start(directory: Path, *options: str) -> tuple[asyncio.subprocess.Process, str]:
+async def _start(
+    directory: Path, *options: str, package: Path | None = None
+) -> tuple[asyncio.subprocess.Process, str]:
     """Start a server; returns its process and address once it is ready."""
+    environment = {**os.environ, "PYTHONPATH": str(package)} if package else None
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "fumehood", "sandbox", *options),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=(directory / "log").open("ab"),
         cwd=directory,
+        env=environment,
     )
     assert process.stdout is not None
     async with asyncio.timeout(_PATIENCE):
@@ -42,10 +47,15 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 
 
 @contextlib.asynccontextmanager
-async def run_on_unix_socket(directory: Path, pool: int) -> AsyncGenerator[HttpTarget]:
-    """A server on a unix socket without a token, and a client."""
+async def run_on_unix_socket(
+    directory: Path, pool: int, *, package: Path | None = None
+) -> AsyncGenerator[HttpTarget]:
+    """A server on a unix socket without a token, and a client.
+
+    package: the directory to import `fumehood` from, if not the installed one.
+    """
     path = directory / f"pool-{pool}.sock"
-    process, _ = await _start(directory, "--socket", str(path), "--pool", str(pool))
+    process, _ = await _start(directory, "--socket", str(path), "--pool", str(pool), package=package)
     client = RawHttpClient(socket=str(path))
     try:
         yield HttpTarget("unix socket", f"unix:{path}", client, process.pid)
