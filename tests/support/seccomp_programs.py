@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from fumehood.sandbox_server import seccomp
-from fumehood.sandbox_server.inside.jail import seccomp_filter
 from fumehood.sandbox_server.seccomp import syscall_policy
 
 FOLDER = Path(seccomp.__file__).parent
@@ -16,15 +15,16 @@ MACHINE = os.uname().machine
 
 live = pytest.mark.skipif(MACHINE not in syscall_policy.AUDIT_ARCH, reason=f"no program for {MACHINE}")
 
-# Loads seccomp_filter.py by its path, which shows that it needs nothing of the package.
-PROLOGUE = f"""
-import ctypes, importlib.util, json, mmap, os, sys
-spec = importlib.util.spec_from_file_location("filters", {seccomp_filter.__file__!r})
-filters = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(filters)
+PROLOGUE = """
+import ctypes, json, mmap, os, sys
+from fumehood.sandbox_server.inside import syscalls
+from fumehood.sandbox_server.inside.jail import seccomp_filter
 program = open(sys.argv[1], "rb").read()
+def install():
+    syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
+    seccomp_filter.install(program)
 """
-UNDER = PROLOGUE + "filters.set_no_new_privs(); filters.install(program); os.execv(sys.argv[2], sys.argv[2:])"
+UNDER = PROLOGUE + "install(); os.execv(sys.argv[2], sys.argv[2:])"
 
 
 def run_python_under_filter(code: str, name: str, *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:

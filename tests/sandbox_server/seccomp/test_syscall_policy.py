@@ -277,7 +277,7 @@ def test_a_damaged_program_is_refused() -> None:
 
 @live
 def test_install_needs_no_new_privs(tmp_path: Path) -> None:
-    done = run_python_under_filter("filters.install(program)", "namespaces", cwd=tmp_path)
+    done = run_python_under_filter("seccomp_filter.install(program)", "namespaces", cwd=tmp_path)
     assert "PermissionError: [Errno 13] seccomp without no_new_privs" in done.stderr
 
 
@@ -288,7 +288,7 @@ import threading
 go, seen = threading.Event(), []
 thread = threading.Thread(target=lambda: (go.wait(), seen.append(open("/proc/thread-self/status").read())))
 thread.start()
-filters.set_no_new_privs(); filters.install(program)
+install()
 go.set(); thread.join()
 print("Seccomp:\\t2" in seen[0])
 """
@@ -300,7 +300,7 @@ CALLS = """
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
 libc.syscall.argtypes = [ctypes.c_long] + [ctypes.c_ulong] * 6
-filters.set_no_new_privs(); filters.install(program)
+install()
 found = []
 for number, *args in json.loads(sys.argv[2]):
     ctypes.set_errno(0)
@@ -390,7 +390,7 @@ def test_forbidden_calls_fail_with_the_errno_promised(name: str, tmp_path: Path)
 def test_foreign_calls_kill(code: str, tmp_path: Path) -> None:
     before = """
 page = mmap.mmap(-1, 4096, prot=7); start = ctypes.addressof(ctypes.c_char.from_buffer(page))
-filters.set_no_new_privs(); filters.install(program)
+install()
 """
     done = run_python_under_filter(before + code + "; print('alive')", "namespaces", cwd=tmp_path)
     # a kernel without 32-bit emulation faults before the filter is asked

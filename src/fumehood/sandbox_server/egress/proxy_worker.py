@@ -138,7 +138,7 @@ def drop_privileges(uid: int | None) -> None:
     if uid is not None:
         linux_capabilities.switch_user(uid)
     else:
-        linux_capabilities.drop_all_privileges()
+        syscalls.drop_all_privileges()
     if os.geteuid() == 0 or linux_capabilities.read_capabilities()["CapEff"]:
         raise OSError("the egress proxy could not drop its privileges")
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # processes of the same user cannot read its memory
@@ -146,7 +146,7 @@ def drop_privileges(uid: int | None) -> None:
 
 def _restrict_files() -> None:
     """Apply Landlock, if the kernel has it; before switching the user, who could not open all these paths."""
-    syscalls.prctl(linux_capabilities.PR_SET_NO_NEW_PRIVS, 1)
+    syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     readable = {*_READABLE_PATHS, *_module_directories(), sys.prefix, sys.base_prefix}
     readable |= {str(Path("/etc/resolv.conf").resolve().parent)}
     readable |= {os.environ[name] for name in ("SSL_CERT_FILE", "SSL_CERT_DIR") if name in os.environ}

@@ -1,9 +1,7 @@
 """Reads and drops the Linux capabilities of this process (numbers as in linux/capability.h)."""
 
-import ctypes
 import logging
 import os
-import struct
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -32,13 +30,7 @@ SUPERVISOR_CAPABILITIES = (
 )
 """What a supervisor needs while it runs as root."""
 
-PR_SET_NO_NEW_PRIVS = 38
-_PR_CAPBSET_READ = 23
-_CAPABILITY_VERSION_3 = 0x20080522
-_SYS_CAPSET = {"x86_64": 126, "aarch64": 91}.get(os.uname().machine, -1)
 _CAPABILITY_COUNT = 64
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 logger = logging.getLogger(__name__)
 
@@ -62,15 +54,7 @@ def limit_capabilities(allowed: Iterable[int]) -> None:
     mask = _to_mask(allowed)
     if _has_capability(SETPCAP):
         _limit_bounding_set(mask)
-    syscalls.prctl(syscalls.PR_CAP_AMBIENT, syscalls.PR_CAP_AMBIENT_CLEAR_ALL)
-    remaining = read_capabilities("thread-self")["CapPrm"] & mask
-    header = struct.pack("=II", _CAPABILITY_VERSION_3, 0)
-    low, high = remaining & 0xFFFFFFFF, remaining >> 32
-    # Two halves of effective, permitted and inheritable.
-    sets = struct.pack("=6I", low, low, 0, high, high, 0)
-    if _SYS_CAPSET < 0 or _libc.syscall(ctypes.c_long(_SYS_CAPSET), header, sets) < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"capset: {os.strerror(number)}")
+    syscalls.keep_capabilities(read_capabilities("thread-self")["CapPrm"] & mask)
 
 
 def limit_supervisor_capabilities() -> None:
@@ -136,8 +120,15 @@ def _has_capability(number: int) -> bool:
 def _limit_bounding_set(allowed: int) -> None:
     """No program executed from now on gets more than `allowed`."""
     for number in range(_CAPABILITY_COUNT):
-        if not allowed >> number & 1 and _libc.prctl(_PR_CAPBSET_READ, number, 0, 0, 0) == 1:
+        if not allowed >> number & 1 and _is_in_bounding_set(number):
             syscalls.prctl(syscalls.PR_CAPBSET_DROP, number)
+
+
+def _is_in_bounding_set(number: int) -> bool:
+    try:
+        return syscalls.prctl(syscalls.PR_CAPBSET_READ, number) == 1
+    except OSError:  # past the last capability of this kernel
+        return False
 
 
 def switch_user(uid: int) -> None:
@@ -147,10 +138,4 @@ def switch_user(uid: int) -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
-    drop_all_privileges()
-
-
-def drop_all_privileges() -> None:
-    """Drop all capabilities and set no_new_privs; raises OSError."""
-    syscalls.drop_all_capabilities()
-    syscalls.prctl(PR_SET_NO_NEW_PRIVS, 1)
+    syscalls.drop_all_privileges()

@@ -19,7 +19,7 @@ from collections.abc import Generator
 from typing import Any, NoReturn
 
 from fumehood.sandbox_server.inside import layout, syscalls
-from fumehood.sandbox_server.inside.jail import rootfs, sandbox_rootfs, seccomp_filter
+from fumehood.sandbox_server.inside.jail import rootfs, sandbox_rootfs
 from fumehood.sandbox_server.inside.processes import fork_server
 
 FAILURE_PREFIX = "The jail could not be made: "
@@ -131,7 +131,7 @@ def _create_jail(config: dict[str, Any], mounts: dict[str, str]) -> NoReturn:
         os.close(held)
         _run_as_init(config, mounts, watched)
     fork_server.close_other_fds([held])
-    _drop_privileges()
+    syscalls.drop_all_privileges()
     _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
     os._exit(code if code >= 0 else 128 - code)
@@ -151,11 +151,6 @@ def _map_own_user(inside: int, uid: int, gid: int) -> None:
 
 def _die_with_parent() -> None:
     syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _drop_privileges() -> None:
-    syscalls.drop_all_capabilities()
-    seccomp_filter.set_no_new_privs()
 
 
 def _run_as_init(config: dict[str, Any], mounts: dict[str, str], parent: int) -> NoReturn:
@@ -189,7 +184,7 @@ def _exec_zygote(config: dict[str, Any], mounts: dict[str, str]) -> NoReturn:
     with _describe_failure("give up descriptors and privileges"):
         fork_server.close_other_fds([control])
         os.set_inheritable(control, True)
-        seccomp_filter.set_no_new_privs()
+        syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     with _describe_failure("start the spawner"):
         sandbox_rootfs.exec_spawner(control, config["environ"])
 
@@ -213,7 +208,7 @@ def _exec_program(config: dict[str, Any], mounts: dict[str, str]) -> NoReturn:
             file.write("0")  # nobody is left who could raise it again
         rootfs.remount_with_flags("/proc", syscalls.MS_RDONLY | syscalls.MS_NOEXEC)
         fork_server.close_other_fds([])
-        _drop_privileges()
+        syscalls.drop_all_privileges()
         resource.setrlimit(resource.RLIMIT_FSIZE, (config["file_bytes"], config["file_bytes"]))
     arguments: list[str] = config["arguments"]
     with _describe_failure(f"start {arguments[0]}"):

@@ -25,8 +25,11 @@ MNT_DETACH = 2
 PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_SET_NAME = 15
+PR_CAPBSET_READ = 23
 PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
+PR_GET_NO_NEW_PRIVS = 39
 PR_CAP_AMBIENT = 47
 PR_CAP_AMBIENT_CLEAR_ALL = 4
 
@@ -46,7 +49,9 @@ _SYS_LANDLOCK_CREATE_RULESET = 444
 _SYS_LANDLOCK_ADD_RULE = 445
 _SYS_LANDLOCK_RESTRICT_SELF = 446
 # These differ.
-_SYS_PIVOT_ROOT, _SYS_CAPSET = {"x86_64": (155, 126), "aarch64": (41, 91)}.get(os.uname().machine, (-1, -1))
+_SYS_PIVOT_ROOT, _SYS_CAPSET, _SYS_SECCOMP = {"x86_64": (155, 126, 317), "aarch64": (41, 91, 277)}.get(
+    os.uname().machine, (-1, -1, -1)
+)
 
 _CAPABILITY_VERSION_3 = 0x20080522
 _AT_FDCWD = -100
@@ -139,9 +144,11 @@ def set_hostname(name: str) -> None:
         raise _os_error("sethostname")
 
 
-def prctl(option: int, value: int = 0, third: int = 0) -> None:
-    if _libc.prctl(option, value, third, 0, 0) < 0:
+def prctl(option: int, value: int = 0, third: int = 0) -> int:
+    result: int = _libc.prctl(option, value, third, 0, 0)
+    if result < 0:
         raise _os_error(f"prctl {option}")
+    return result
 
 
 def set_process_name(name: str) -> None:
@@ -150,15 +157,28 @@ def set_process_name(name: str) -> None:
     prctl(PR_SET_NAME, ctypes.addressof(buffer))
 
 
-def drop_all_capabilities() -> None:
-    """Drop every capability of the calling process, and the ways to regain one by exec."""
+def drop_all_privileges() -> None:
+    """Drop every capability of the calling process, and the ways to regain one by exec: sets no_new_privs."""
     drop = _libc.prctl
     for capability in range(64):
         if drop(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
             break  # past the last capability of this kernel
+    keep_capabilities(0)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+
+
+def keep_capabilities(mask: int) -> None:
+    """Keep only these permitted capabilities in effect; none is inherited by other programs."""
     prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
     header = struct.pack("=II", _CAPABILITY_VERSION_3, 0)
-    _call("capset", _SYS_CAPSET, header, bytes(24))
+    low, high = mask & 0xFFFFFFFF, mask >> 32
+    # Two halves of effective, permitted and inheritable.
+    _call("capset", _SYS_CAPSET, header, struct.pack("=6I", low, low, 0, high, high, 0))
+
+
+def seccomp(operation: int, flags: int, argument: int) -> int:
+    """Call seccomp(2); `argument` is an address."""
+    return _call("seccomp", _SYS_SECCOMP, operation, flags, argument)
 
 
 def openat2(directory: int, path: bytes, flags: int, mode: int = 0, resolve: int = 0) -> int:

@@ -224,12 +224,6 @@ def set_resource_limits(plan: JailPlan) -> None:
         resource.setrlimit(kind, (soft, hard))
 
 
-def drop_privileges() -> None:
-    """Drop all capabilities and set no_new_privs."""
-    syscalls.drop_all_capabilities()
-    seccomp_filter.set_no_new_privs()
-
-
 def apply_restrictions(plan: JailPlan, seccomp_program: bytes) -> None:
     """Apply Landlock, then the seccomp filter: the last steps before untrusted code. Raises OSError."""
     version = landlock.restrict(

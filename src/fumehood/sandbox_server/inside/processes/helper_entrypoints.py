@@ -33,7 +33,7 @@ def run_file_helper(
         jail_builder.join_cgroups(cgroups)
         jail_builder.raise_oom_score(_OOM_SCORE)
         jail_builder.switch_user(uid)
-        jail_builder.drop_privileges()
+        syscalls.drop_all_privileges()
         seccomp_filter.install(seccomp_program)
         body, fds, _, _ = socket.recv_fds(supervisor_socket, _MAX_TASK_BYTES, 1)
         if not body:

@@ -23,7 +23,7 @@ def run_sleeping_init(seccomp_program: bytes, ready_pipe: int) -> NoReturn:
         fork_server.close_other_fds([ready_pipe])
         os.closerange(0, 3)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # from inside, PID 1 gets no signal without a handler
-        jail_builder.drop_privileges()
+        syscalls.drop_all_privileges()
         syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
         seccomp_filter.install(seccomp_program)
         os.close(ready_pipe)

@@ -46,7 +46,7 @@ def enter_jail(
         init_process.link_font_cache(list_cached_files())
         init_process.send_handles(channel, plan)
         jail_builder.set_resource_limits(plan)
-        jail_builder.drop_privileges()
+        syscalls.drop_all_privileges()
         os.read(ready_pipe, 1)  # returns when init has no privilege left
         os.close(ready_pipe)
         run_interpreter(plan, seccomp_program, channel, warm_runner, fresh_process=plan.fresh_interpreter)

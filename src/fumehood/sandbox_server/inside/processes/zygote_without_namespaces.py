@@ -77,7 +77,7 @@ def run_subreaper(
         )  # without a PID namespace nothing else ends it with the zygote
         init_process.send_handles(channel, plan)
         jail_builder.set_resource_limits(plan)
-        jail_builder.drop_privileges()
+        syscalls.drop_all_privileges()
         _start_interpreter(plan, seccomp_program, channel, warm_runner)
     except BaseException as error:
         init_process.report_failure(channel, f"{type(error).__name__}: {error}")
