@@ -66,7 +66,7 @@ def begin(spawn):
 def install(zygote):
     for name in (
         "syscalls", "jail.jail_builder", "jail.landlock", "jail.seccomp_filter",
-        "processes.init_process", "processes.interpreter", "runner.code_runner", "runner.output_capture",
+        "processes.sandbox_startup", "processes.interpreter", "runner.code_runner", "runner.output_capture",
         "runner.captured_streams",
     ):
         wrap_module(name)

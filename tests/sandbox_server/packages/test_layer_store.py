@@ -164,13 +164,6 @@ def test_requests_are_remembered(store: LayerStore) -> None:
     assert store.load_record(_key(7)) is None
 
 
-def test_a_request_has_one_lock(store: LayerStore) -> None:
-    with store.try_lock_request(_key(1)) as mine, store.try_lock_request(_key(1)) as other:
-        assert (mine, other) == (True, False)
-    with store.try_lock_request(_key(1)) as again:
-        assert again
-
-
 def test_a_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(IsolationUnavailable, match="packages_dir"):

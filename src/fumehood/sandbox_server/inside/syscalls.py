@@ -4,10 +4,12 @@ Prototypes are bound at import: nothing here opens a library after a fork or in 
 OSError that names the call and its subject.
 """
 
+import contextlib
 import ctypes
 import os
 import struct
 import sys
+from collections.abc import Generator
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -95,6 +97,15 @@ def _call(what: str, number: int, *arguments: _Argument) -> int:
     if result < 0:
         raise _os_error(what)
     return result
+
+
+@contextlib.contextmanager
+def closing_fd(fd: int) -> Generator[int]:
+    """Yield a descriptor and close it afterwards."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def mount(
@@ -189,8 +200,7 @@ def openat2(directory: int, path: bytes, flags: int, mode: int = 0, resolve: int
 
 def resize_tmpfs(mount_root: int, *, size: int, inodes: int) -> None:
     """Change the size limits of the tmpfs whose mount root is open as `mount_root`."""
-    context = _call("fspick", _SYS_FSPICK, mount_root, b"", _FSPICK_EMPTY_PATH)
-    try:
+    with closing_fd(_call("fspick", _SYS_FSPICK, mount_root, b"", _FSPICK_EMPTY_PATH)) as context:
         for key, value in (("size", size), ("nr_inodes", inodes)):
             _call(
                 f"fsconfig {key}",
@@ -202,14 +212,13 @@ def resize_tmpfs(mount_root: int, *, size: int, inodes: int) -> None:
                 0,
             )
         _call("fsconfig reconfigure", _SYS_FSCONFIG, context, _FSCONFIG_CMD_RECONFIGURE, None, None, 0)
-    finally:
-        os.close(context)
 
 
 def mount_detached(filesystem_type: str, source: str, options: dict[str, str | None]) -> int:
     """Return a descriptor of a new mount (nosuid, nodev, noatime); unattached, it ends with its descriptor."""
-    context = _call(f"fsopen {filesystem_type}", _SYS_FSOPEN, filesystem_type.encode(), _CLOEXEC)
-    try:
+    with closing_fd(
+        _call(f"fsopen {filesystem_type}", _SYS_FSOPEN, filesystem_type.encode(), _CLOEXEC)
+    ) as context:
         for key, value in {"source": source, **options}.items():
             what = _FSCONFIG_SET_FLAG if value is None else _FSCONFIG_SET_STRING
             encoded = None if value is None else os.fsencode(value)
@@ -218,8 +227,6 @@ def mount_detached(filesystem_type: str, source: str, options: dict[str, str | N
         return _call(
             f"fsmount {filesystem_type}", _SYS_FSMOUNT, context, _CLOEXEC, _MOUNT_ATTR_NOSUID_NODEV_NOATIME
         )
-    finally:
-        os.close(context)
 
 
 def landlock_abi() -> int:

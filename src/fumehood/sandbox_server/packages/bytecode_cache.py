@@ -9,7 +9,6 @@ user and root can have written it. Python checks at every import whether it matc
 """
 
 import contextlib
-import fcntl
 import hashlib
 import importlib.util
 import json
@@ -22,12 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
 from pathlib import Path
 
 from fumehood.sandbox_server.host.python_runtime import PackageDirectory, PythonRuntime
 from fumehood.sandbox_server.inside import layout
-from fumehood.sandbox_server.packages.layer_store import make_directories
+from fumehood.sandbox_server.packages.layer_store import lock_file, make_directories
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +87,7 @@ def prepare_bytecode(runtime: PythonRuntime, cache: Path) -> Path | None:
         check_trusted(base)
         tree = base / _cache_key(runtime)
         if not tree.is_dir():
-            with _lock_cache(base):
+            with lock_file(base / "lock"):
                 if not tree.is_dir():  # not compiled by another process meanwhile
                     _compile(uncompiled, runtime, base, tree)
                     _remove_unused(base, tree)
@@ -127,16 +125,6 @@ def _read_installed(directory: PackageDirectory) -> list[tuple[str, int]]:
             with contextlib.suppress(FileNotFoundError):
                 found.append((name, (directory.path / name / "RECORD").stat().st_mtime_ns))
     return found
-
-
-@contextlib.contextmanager
-def _lock_cache(base: Path) -> Generator[None]:
-    fd = os.open(base / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
 
 
 def _compile(

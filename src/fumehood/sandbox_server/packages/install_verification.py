@@ -36,14 +36,11 @@ def verify_tree(path: str, *, max_bytes: int) -> TreeSize:
 
     Raises InvalidInstallTree, OSError.
     """
-    root = os.open(path, _DIRECTORY | os.O_CLOEXEC)
-    try:
+    with syscalls.closing_fd(os.open(path, _DIRECTORY | os.O_CLOEXEC)) as root:
         size = _verify_entries(root, max_bytes)
         # One call for all files: fsync of each takes milliseconds.
         if _libc.syncfs(root):
             raise OSError(ctypes.get_errno(), "syncfs")
-    finally:
-        os.close(root)
     return size
 
 
@@ -52,8 +49,9 @@ def _verify_entries(root: int, max_bytes: int) -> TreeSize:
     pending = [b"."]
     while pending:
         prefix = pending.pop()
-        directory = syscalls.openat2(root, prefix, _DIRECTORY, resolve=RESOLVE_BENEATH)
-        try:
+        with syscalls.closing_fd(
+            syscalls.openat2(root, prefix, _DIRECTORY, resolve=RESOLVE_BENEATH)
+        ) as directory:
             _take_ownership(directory, 0o755)
             with os.scandir(directory) as listing:
                 for entry in listing:
@@ -70,8 +68,6 @@ def _verify_entries(root: int, max_bytes: int) -> TreeSize:
                     total += _verify_file(directory, name)
                     if total > max_bytes:
                         raise InvalidInstallTree(f"more than {max_bytes >> 20} MiB")
-        finally:
-            os.close(directory)
     return TreeSize(files, total)
 
 
@@ -81,13 +77,10 @@ def _verify_file(directory: int, name: bytes) -> int:
         raise InvalidInstallTree(f"{name[:100]!r} is neither a file nor a directory")
     if status.st_nlink != 1:
         raise InvalidInstallTree(f"{name[:100]!r} is a file with several hard links")
-    fd = syscalls.openat2(directory, name, _FILE, resolve=RESOLVE_BENEATH)
-    try:
+    with syscalls.closing_fd(syscalls.openat2(directory, name, _FILE, resolve=RESOLVE_BENEATH)) as fd:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise InvalidInstallTree(f"{name[:100]!r} is not a plain file")
         _take_ownership(fd, 0o755 if status.st_mode & 0o111 else 0o644)
-    finally:
-        os.close(fd)
     return max(status.st_size, status.st_blocks * 512)
 
 

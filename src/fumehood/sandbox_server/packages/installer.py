@@ -1,4 +1,4 @@
-"""Provides layers for requirements; builds each layer once."""
+"""Provides layers for requirements; equal requests at the same time share a build."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 _CACHE_SECONDS = 24 * 3600  # how long a request gets the same versions without asking the index
 _MAX_BUILDS, _MAX_BUILDS_PER_TENANT = 3, 2
-_POLL_SECONDS = 0.05
 _PROBE_PACKAGE = "iniconfig"  # small, on most indexes, and not among the packages of sandboxes
 _NEW_CONTAINER = "A new container is needed for other versions."
 
@@ -213,16 +212,11 @@ class Installer:
         self, key: str, wanted: Sequence[str], present: Mapping[str, str], *, may_replace: bool, tenant: str
     ) -> PackageProvision:
         try:
-            async with contextlib.AsyncExitStack() as stack:
-                await self._lock_request(key, stack)
-                if found := self._find_cached(key, fresh=True):
-                    return found
-                async with self._limiter.slot(tenant):
-                    staging = await stack.enter_async_context(self._staging())
-                    return await self._resolve_and_install(
-                        key, wanted, present, staging, may_replace=may_replace
-                    )
-        except (InstallTimeout, TimeoutError):
+            if found := self._find_cached(key, fresh=True):
+                return found
+            async with self._limiter.slot(tenant), self._staging() as staging:
+                return await self._resolve_and_install(key, wanted, present, staging, may_replace=may_replace)
+        except InstallTimeout:
             seconds = self._resolver.jail.timeout
             raise _install_error(wanted, f"it took longer than {seconds:g} s and was stopped") from None
         except DiskSpaceExhausted:
@@ -241,17 +235,6 @@ class Installer:
             yield path
         finally:
             await asyncio.to_thread(stack.close)  # removing a failed build may take long
-
-    async def _lock_request(self, key: str, stack: contextlib.AsyncExitStack) -> None:
-        """Lock the request for the stack's lifetime; wait while another supervisor works on it."""
-        async with asyncio.timeout(2 * self._resolver.jail.timeout):
-            while True:
-                lock = contextlib.ExitStack()
-                if lock.enter_context(self.store.try_lock_request(key)):
-                    stack.push(lock)
-                    return
-                lock.close()
-                await asyncio.sleep(_POLL_SECONDS)
 
     def _find_cached(self, key: str, *, fresh: bool) -> PackageProvision | None:
         record = self.store.load_record(key)

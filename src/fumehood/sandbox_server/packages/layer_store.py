@@ -21,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 
+from fumehood.sandbox_server.inside.syscalls import closing_fd
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.packages import install_verification
 
@@ -117,7 +118,7 @@ class LayerStore:
     def make_staging_directory(self) -> Generator[Path]:
         """Yield a locked directory to build in; it is removed afterwards."""
         path = self.path / "staging" / secrets.token_hex(8)
-        with self._lock_staging():  # so that nobody removes it before it is locked
+        with lock_file(self.path / "staging.lock"):  # so that nobody removes it before it is locked
             path.mkdir(mode=0o755)
             fd = os.open(path, _DIRECTORY)
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -129,20 +130,11 @@ class LayerStore:
 
     def remove_abandoned_staging(self) -> None:
         """Remove staging directories that nobody has locked."""
-        with self._lock_staging():
+        with lock_file(self.path / "staging.lock"):
             for path in (self.path / "staging").iterdir():
                 with _try_lock(path) as free:
                     if free:
                         _remove(path)
-
-    @contextlib.contextmanager
-    def _lock_staging(self) -> Generator[None]:
-        fd = os.open(self.path / "staging.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(fd)
 
     # ---- layers -----------------------------------------------------------------------------------------------
 
@@ -238,20 +230,6 @@ class LayerStore:
         for path in paths[:-_MAX_RECORDS]:
             path.unlink(missing_ok=True)
 
-    @contextlib.contextmanager
-    def try_lock_request(self, key: str) -> Generator[bool]:
-        """Yield whether this request is locked for us; another supervisor may work on it."""
-        fd = os.open(self.path / "requests" / f"{key[:4]}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-            else:
-                yield True
-        finally:
-            os.close(fd)
-
     def _write_json(self, name: str, content: msgspec.Struct) -> None:
         temporary = self.path / f"{name}.{secrets.token_hex(4)}.new"
         temporary.write_bytes(msgspec.json.encode(content))
@@ -266,6 +244,15 @@ def make_directories(path: Path) -> None:
 
 
 @contextlib.contextmanager
+def lock_file(path: Path) -> Generator[None]:
+    """Hold an exclusive lock on this file, which is created if it is missing."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    with closing_fd(os.open(path, flags, 0o600)) as fd:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
 def _try_lock(path: Path) -> Generator[bool]:
     """Yield whether this directory is free; it is locked within the context."""
     try:
@@ -273,24 +260,18 @@ def _try_lock(path: Path) -> Generator[bool]:
     except FileNotFoundError:
         yield True
         return
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        os.close(fd)
+    with closing_fd(fd):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_free = True
+        except BlockingIOError:
+            is_free = False
+        yield is_free
 
 
 def _fsync_directory(path: Path) -> None:
-    fd = os.open(path, _DIRECTORY)
-    try:
+    with closing_fd(os.open(path, _DIRECTORY)) as fd:
         os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _remove(path: Path) -> None:

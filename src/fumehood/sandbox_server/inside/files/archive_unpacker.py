@@ -110,12 +110,10 @@ def _unpack_spooled_zip(
         )
     except OSError:  # a file system without O_TMPFILE
         spool = os.memfd_create("archive")
-    try:
+    with syscalls.closing_fd(spool):
         size = atomic_writes.write_chunks(spool, source.iter_chunks(), permit)
         permit.confirm_complete(size)
         zip_reader.unpack_zip(spool, size, unpacker)
-    finally:
-        os.close(spool)
 
 
 def _file_mode(executable: bool) -> int:
@@ -252,11 +250,10 @@ class ArchiveUnpacker:
     def commit(self) -> UnpackOutcome:
         """Move all members to their paths. Raises FileTaskRefused, OSError; then all are moved back."""
         try:
-            root = syscalls.openat2(self._data, b".", _DIRECTORY, resolve=data_directory.RESOLVE_BENEATH)
-            try:
+            with syscalls.closing_fd(
+                syscalls.openat2(self._data, b".", _DIRECTORY, resolve=data_directory.RESOLVE_BENEATH)
+            ) as root:
                 self._move_tree(root, b"", self._tree)
-            finally:
-                os.close(root)
         except BaseException:
             for undo in reversed(self._undo):
                 with contextlib.suppress(OSError):  # the code has moved it
@@ -290,10 +287,8 @@ class ArchiveUnpacker:
             except (OSError, FileTaskRefused) as error:
                 self._record_refusal(path, _count_files(below), _as_refusal(error, path))
                 continue
-            try:
+            with syscalls.closing_fd(directory):
                 self._move_tree(directory, path + b"/", below)
-            finally:
-                os.close(directory)
 
     def _enter_directory(self, here: int, name: bytes, path: bytes) -> int:
         with contextlib.suppress(FileExistsError):
@@ -319,18 +314,12 @@ class ArchiveUnpacker:
         )
 
     def _restore_file(self, path: bytes, old: str) -> None:
-        parent = atomic_writes.open_parent(self._data, path)
-        try:
+        with atomic_writes.open_parent(self._data, path) as parent:
             os.rename(old, path.rpartition(b"/")[2], src_dir_fd=self._staging_fd, dst_dir_fd=parent)
-        finally:
-            os.close(parent)
 
     def _remove_at(self, path: bytes, remove: Callable[..., None]) -> None:
-        parent = atomic_writes.open_parent(self._data, path)
-        try:
+        with atomic_writes.open_parent(self._data, path) as parent:
             remove(path.rpartition(b"/")[2], dir_fd=parent)
-        finally:
-            os.close(parent)
 
     def discard(self) -> None:
         """Remove the staging directory: all members after a failure, replaced files after a success."""

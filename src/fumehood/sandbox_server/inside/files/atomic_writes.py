@@ -39,21 +39,20 @@ def write_file(
     raw = check_path(path)
     _check_not_directory(data_fd, raw)
     name = staging_name(token)
-    target = syscalls.openat2(
-        data_fd, name, _CREATE_NEW, 0o755 if executable else 0o644, resolve=RESOLVE_BENEATH
-    )
-    try:
-        received = write_chunks(target, read_chunks(source_fd), permit)
-        permit.confirm_complete(received)
-        with open_or_make_parent(data_fd, raw) as parent:
-            os.rename(name, raw.rpartition(b"/")[2], src_dir_fd=data_fd, dst_dir_fd=parent)
+    mode = 0o755 if executable else 0o644
+    with syscalls.closing_fd(
+        syscalls.openat2(data_fd, name, _CREATE_NEW, mode, resolve=RESOLVE_BENEATH)
+    ) as target:
+        try:
+            received = write_chunks(target, read_chunks(source_fd), permit)
+            permit.confirm_complete(received)
+            with open_or_make_parent(data_fd, raw) as parent:
+                os.rename(name, raw.rpartition(b"/")[2], src_dir_fd=data_fd, dst_dir_fd=parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=data_fd)
+            raise
         return FileStat.from_stat(path, os.fstat(target))
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name, dir_fd=data_fd)
-        raise
-    finally:
-        os.close(target)
 
 
 def read_chunks(source_fd: int) -> Iterator[bytes]:
@@ -96,11 +95,9 @@ def open_or_make_parent(data_fd: int, raw: bytes) -> Generator[int]:
     """Open the directory of a path, creating what is missing; if the body fails, created directories are removed."""
     created: list[bytes] = []
     try:
-        parent = open_or_make_directory(data_fd, raw.rpartition(b"/")[0], created)
-        try:
+        directory = open_or_make_directory(data_fd, raw.rpartition(b"/")[0], created)
+        with syscalls.closing_fd(directory) as parent:
             yield parent
-        finally:
-            os.close(parent)
     except BaseException:
         remove_directories(data_fd, created)
         raise
@@ -122,20 +119,17 @@ def open_or_make_directory(data: int, raw: bytes, created: list[bytes]) -> int:
     return here
 
 
-def open_parent(data: int, raw: bytes) -> int:
-    """Open the existing directory that holds `raw`."""
-    return syscalls.openat2(data, raw.rpartition(b"/")[0] or b".", _OPEN_DIRECTORY, resolve=RESOLVE_BENEATH)
+def open_parent(data: int, raw: bytes) -> contextlib.AbstractContextManager[int]:
+    """Open the existing directory that holds `raw`, within the context."""
+    parent = raw.rpartition(b"/")[0] or b"."
+    return syscalls.closing_fd(syscalls.openat2(data, parent, _OPEN_DIRECTORY, resolve=RESOLVE_BENEATH))
 
 
 def remove_directories(data: int, created: list[bytes]) -> None:
     """Remove created directories, unless something is in them."""
     for raw in reversed(created):
-        with contextlib.suppress(OSError):
-            parent = open_parent(data, raw)
-            try:
-                os.rmdir(raw.rpartition(b"/")[2], dir_fd=parent)
-            finally:
-                os.close(parent)
+        with contextlib.suppress(OSError), open_parent(data, raw) as parent:
+            os.rmdir(raw.rpartition(b"/")[2], dir_fd=parent)
 
 
 def discard_staged(data: int, token: str, max_entries: int) -> None:
@@ -145,11 +139,10 @@ def discard_staged(data: int, token: str, max_entries: int) -> None:
         try:
             os.unlink(name, dir_fd=data)
         except (IsADirectoryError, PermissionError):
-            directory = syscalls.openat2(data, name, _OPEN_DIRECTORY, resolve=RESOLVE_BENEATH)
-            try:
+            with syscalls.closing_fd(
+                syscalls.openat2(data, name, _OPEN_DIRECTORY, resolve=RESOLVE_BENEATH)
+            ) as directory:
                 remove_files(directory, max_entries)
-            finally:
-                os.close(directory)
             os.rmdir(name, dir_fd=data)
 
 

@@ -96,19 +96,14 @@ def list_files(data_fd: int) -> tuple[list[FileStat], bool]:
     walk = _DirectoryWalk()
     while walk.pending and not walk.is_full:
         prefix = walk.pending.pop()
-        try:
-            directory = _open_directory(data_fd, prefix)
-        except OSError:
-            continue  # removed or unreadable since it was listed
-        try:
-            with os.scandir(directory) as entries:
-                for entry in entries:
-                    if not walk.add_entry(prefix, entry):
-                        break
-        except OSError:
-            continue
-        finally:
-            os.close(directory)
+        with (
+            contextlib.suppress(OSError),  # removed or unreadable since it was listed
+            syscalls.closing_fd(_open_directory(data_fd, prefix)) as directory,
+            os.scandir(directory) as entries,
+        ):
+            for entry in entries:
+                if not walk.add_entry(prefix, entry):
+                    break
     return sorted(walk.files, key=lambda file: file.path), walk.is_incomplete
 
 
@@ -162,10 +157,8 @@ def delete_file(data_fd: int, path: str) -> None:
     """Remove a file, or anything else of that name that is not a directory. Raises UnsafePath, OSError."""
     raw = check_path(path)
     parent, _, name = raw.rpartition(b"/")
-    directory = syscalls.openat2(
-        data_fd, parent or b".", os.O_RDONLY | os.O_DIRECTORY, resolve=RESOLVE_BENEATH
-    )
-    try:
+    flags = os.O_RDONLY | os.O_DIRECTORY
+    with syscalls.closing_fd(
+        syscalls.openat2(data_fd, parent or b".", flags, resolve=RESOLVE_BENEATH)
+    ) as directory:
         os.unlink(name, dir_fd=directory)
-    finally:
-        os.close(directory)

@@ -4,11 +4,13 @@
 once all have arrived, each one replaces the file of its name or is refused individually.
 """
 
+import contextlib
 import errno
 import os
 import struct
 from collections.abc import Iterator, Sequence
 
+from fumehood.sandbox_server.inside import syscalls
 from fumehood.sandbox_server.inside.files import data_directory
 from fumehood.sandbox_server.inside.files.archive_unpacker import (
     ArchiveUnpacker,
@@ -74,13 +76,10 @@ def _read_content(data: int, path: str) -> tuple[int, bytes]:
         return REFUSED, b""
     except OSError as error:
         return (NOT_FOUND if error.errno in (errno.ENOENT, errno.ENOTDIR) else REFUSED), b""
-    try:
+    with syscalls.closing_fd(fd), contextlib.suppress(OSError):
         size = os.fstat(fd).st_size
         return (TOO_LARGE, b"") if size > MAX_FILE_BYTES else (CONTENT, _read_size(fd, size))
-    except OSError:
-        return REFUSED, b""
-    finally:
-        os.close(fd)
+    return REFUSED, b""
 
 
 def _read_size(fd: int, size: int) -> bytes:

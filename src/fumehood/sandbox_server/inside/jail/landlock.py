@@ -21,6 +21,9 @@ _SCOPE_ABSTRACT_UNIX = 1 << 0
 _SCOPE_SIGNAL = 1 << 1
 
 _READ_ONLY = _EXECUTE | _READ_FILE | _READ_DIR
+_DEVICE = _READ_FILE | _WRITE_FILE | _TRUNCATE | _IOCTL_DEV
+# Device nodes may not be created, not even in writable trees.
+_READ_WRITE = ~(_MAKE_CHAR | _MAKE_BLOCK | _IOCTL_DEV)
 _FILE_RIGHTS = _EXECUTE | _READ_FILE | _WRITE_FILE | _TRUNCATE | _IOCTL_DEV
 _FIRST_WITH_REFER = 2
 
@@ -42,29 +45,15 @@ def restrict(
 ) -> int:
     """Restrict the calling thread and everything it starts; returns the ABI version used, 0 without Landlock.
 
-    Missing paths are skipped. Device nodes may not be created, not even in writable trees.
+    Missing paths are skipped. In a network namespace of its own TCP is not restricted: a rule could not be relaxed
+    later for the egress listener.
     """
     abi = syscalls.landlock_abi()
-    if not abi:
-        return 0
-    handled = _handled_rights(abi)
-    # In a network namespace of its own TCP is not restricted: a rule could not be relaxed later for the egress
-    # listener. Scopes keep signals and abstract sockets inside.
-    network = _BIND_TCP | _CONNECT_TCP if deny_tcp and abi >= 4 else 0
-    scoped = _SCOPE_ABSTRACT_UNIX | _SCOPE_SIGNAL if abi >= 6 else 0
-    ruleset = syscalls.landlock_create(handled, network, scoped)
-    try:
-        grants = (
-            (read_only, _READ_ONLY),
-            (read_write, handled & ~(_MAKE_CHAR | _MAKE_BLOCK | _IOCTL_DEV)),
-            (devices, _READ_FILE | _WRITE_FILE | _TRUNCATE | _IOCTL_DEV),
-        )
-        for paths, rights in grants:
-            for path in paths:
-                _allow_path(ruleset, path, rights & handled)
-        syscalls.landlock_enforce(ruleset)
-    finally:
-        os.close(ruleset)
+    if abi:
+        grants: list[tuple[str | int, int]] = [(path, _READ_ONLY) for path in read_only]
+        grants += [(path, _READ_WRITE) for path in read_write]
+        grants += [(path, _DEVICE) for path in devices]
+        _enforce(abi, grants, deny_tcp=deny_tcp)
     return abi
 
 
@@ -74,15 +63,22 @@ def restrict_to_directory(directory: int) -> None:
     ABI 1 would also forbid moving files between directories, so it is not used there.
     """
     abi = syscalls.landlock_abi()
-    if abi < _FIRST_WITH_REFER:
-        return
+    if abi >= _FIRST_WITH_REFER:
+        _enforce(abi, [("/", _READ_ONLY), (directory, _READ_WRITE)], deny_tcp=True)
+
+
+def _enforce(abi: int, grants: list[tuple[str | int, int]], *, deny_tcp: bool) -> None:
+    """Allow only these rights below these paths or descriptors; scopes keep signals and abstract sockets inside."""
     handled = _handled_rights(abi)
-    network = _BIND_TCP | _CONNECT_TCP if abi >= 4 else 0
+    network = _BIND_TCP | _CONNECT_TCP if deny_tcp and abi >= 4 else 0
     scoped = _SCOPE_ABSTRACT_UNIX | _SCOPE_SIGNAL if abi >= 6 else 0
     ruleset = syscalls.landlock_create(handled, network, scoped)
     try:
-        _allow_path(ruleset, "/", _READ_ONLY)
-        syscalls.landlock_allow(ruleset, directory, handled & ~(_MAKE_CHAR | _MAKE_BLOCK | _IOCTL_DEV))
+        for target, rights in grants:
+            if isinstance(target, int):
+                syscalls.landlock_allow(ruleset, target, rights & handled)
+            else:
+                _allow_path(ruleset, target, rights & handled)
         syscalls.landlock_enforce(ruleset)
     finally:
         os.close(ruleset)

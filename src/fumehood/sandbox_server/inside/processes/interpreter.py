@@ -8,7 +8,7 @@ from typing import NoReturn
 
 from fumehood.sandbox_server.inside import layout, syscalls
 from fumehood.sandbox_server.inside.jail import jail_builder
-from fumehood.sandbox_server.inside.processes import init_process
+from fumehood.sandbox_server.inside.processes import sandbox_startup
 from fumehood.sandbox_server.inside.runner import code_runner
 from fumehood.sandbox_server.inside.warm_start import fork_hooks
 
@@ -37,21 +37,23 @@ def enter_jail(
     init_pidfd, ready_pipe = init_handles
     try:
         jail_builder.join_cgroups(cgroups)
-        jail_builder.raise_oom_score(init_process.OOM_SCORE)
+        jail_builder.raise_oom_score(sandbox_startup.OOM_SCORE)
         fork_hooks.restore_hooks()
-        body, disks, _, _ = socket.recv_fds(channel, init_process.MAX_PLAN_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        body, disks, _, _ = socket.recv_fds(
+            channel, sandbox_startup.MAX_PLAN_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+        )
         plan = common_plan.with_overrides(body)
         jail_builder.build_jail(plan, init_pidfd, disks)
         os.close(init_pidfd)
-        init_process.link_font_cache(list_cached_files())
-        init_process.send_handles(channel, plan)
+        sandbox_startup.link_font_cache(list_cached_files())
+        sandbox_startup.send_handles(channel, plan)
         jail_builder.set_resource_limits(plan)
         syscalls.drop_all_privileges()
         os.read(ready_pipe, 1)  # returns when init has no privilege left
         os.close(ready_pipe)
         run_interpreter(plan, seccomp_program, channel, warm_runner, fresh_process=plan.fresh_interpreter)
     except BaseException as error:
-        init_process.report_failure(channel, f"{type(error).__name__}: {error}")
+        sandbox_startup.report_failure(channel, f"{type(error).__name__}: {error}")
     os._exit(125)
 
 
@@ -81,7 +83,7 @@ def run_interpreter(
         if fresh_process:
             _exec_fresh_interpreter(channel)
     except BaseException as error:
-        init_process.report_failure(channel, f"{type(error).__name__}: {error}")
+        sandbox_startup.report_failure(channel, f"{type(error).__name__}: {error}")
         os._exit(125)
     warm_runner.serve(channel)
     os._exit(0)

@@ -15,8 +15,8 @@ import socket
 from typing import Any, NoReturn
 
 from fumehood.sandbox_server.inside import layout, syscalls
-from fumehood.sandbox_server.inside.jail import jail_builder
-from fumehood.sandbox_server.inside.processes import fork_server, helper_entrypoints, init_process
+from fumehood.sandbox_server.inside.jail import jail_builder, seccomp_filter
+from fumehood.sandbox_server.inside.processes import fork_server, helper_entrypoints
 from fumehood.sandbox_server.inside.warm_start import fork_hooks, immortal_objects
 
 _ZYGOTE_NUMBER = 0  # the zygote's number among the children; sandboxes count from 1
@@ -177,7 +177,7 @@ class NamespaceSpawner(JailSpawner):
             if pid != 0:
                 self._return_to_own_namespaces(namespaces)
         if pid == 0:
-            init_process.run_sleeping_init(self.seccomp_program, ready_pipe)
+            _run_sleeping_init(self.seccomp_program, ready_pipe)
         try:
             return pid, os.pidfd_open(pid)
         except OSError:
@@ -204,6 +204,25 @@ class NamespaceSpawner(JailSpawner):
 def _dup_to_fd_3(fd: int) -> tuple[int, int, int]:
     """Return the spawn action that puts `fd` where the init program expects it."""
     return os.POSIX_SPAWN_DUP2, fd, 3
+
+
+def _run_sleeping_init(seccomp_program: bytes, ready_pipe: int) -> NoReturn:
+    """Run PID 1 of a sandbox where there is no init program for this architecture: drop all privileges, sleep.
+
+    ready_pipe: closed once the privileges are dropped.
+    """
+    try:
+        fork_server.close_other_fds([ready_pipe])
+        os.closerange(0, 3)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # from inside, PID 1 gets no signal without a handler
+        syscalls.drop_all_privileges()
+        syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
+        seccomp_filter.install(seccomp_program)
+        os.close(ready_pipe)
+        while True:
+            signal.pause()
+    finally:
+        os._exit(125)
 
 
 def _detach_layers() -> int:

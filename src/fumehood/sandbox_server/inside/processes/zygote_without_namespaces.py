@@ -8,9 +8,9 @@ from typing import Any, NoReturn
 
 from fumehood.sandbox_server.inside import syscalls
 from fumehood.sandbox_server.inside.jail import jail_builder, seccomp_filter
-from fumehood.sandbox_server.inside.processes import fork_server, init_process, interpreter, zygote
+from fumehood.sandbox_server.inside.processes import fork_server, interpreter, sandbox_startup, zygote
 from fumehood.sandbox_server.inside.processes.jail_spawner import JailSpawner, decode_seccomp_programs
-from fumehood.sandbox_server.inside.runner import code_runner
+from fumehood.sandbox_server.inside.runner import code_runner, shell_commands
 from fumehood.sandbox_server.inside.warm_start import preload
 
 
@@ -67,20 +67,20 @@ def run_subreaper(
 ) -> NoReturn:
     """Run the first process of a sandbox: set limits, start the interpreter, then reap until it ends."""
     try:
-        init_process.discard_output()
+        sandbox_startup.discard_output()
         jail_builder.join_cgroups(cgroups)
-        jail_builder.raise_oom_score(init_process.OOM_SCORE)
-        plan = jail_builder.JailPlan.decode(channel.recv(init_process.MAX_PLAN_BYTES).decode())
+        jail_builder.raise_oom_score(sandbox_startup.OOM_SCORE)
+        plan = jail_builder.JailPlan.decode(channel.recv(sandbox_startup.MAX_PLAN_BYTES).decode())
         syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
         syscalls.prctl(
             syscalls.PR_SET_PDEATHSIG, signal.SIGTERM
         )  # without a PID namespace nothing else ends it with the zygote
-        init_process.send_handles(channel, plan)
+        sandbox_startup.send_handles(channel, plan)
         jail_builder.set_resource_limits(plan)
         syscalls.drop_all_privileges()
         _start_interpreter(plan, seccomp_program, channel, warm_runner)
     except BaseException as error:
-        init_process.report_failure(channel, f"{type(error).__name__}: {error}")
+        sandbox_startup.report_failure(channel, f"{type(error).__name__}: {error}")
     os._exit(125)
 
 
@@ -137,8 +137,7 @@ def _exit_with(status: int) -> NoReturn:
 def _kill_orphans() -> None:
     """Kill the remaining children until there are none; grandchildren become children of this process."""
     while True:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            children = [int(pid) for pid in file.read().split()]
+        children = shell_commands.child_pids(os.getpid())
         if not children:
             return
         for pid in children:

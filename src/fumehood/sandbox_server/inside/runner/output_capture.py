@@ -216,87 +216,82 @@ class OutputQueue:
 
     def write_text(self, kind: framing.MessageKind, data: bytes) -> None:
         """Queue text (whole UTF-8 characters) of the calling thread."""
-        guard = self.guard
-        main = threading.get_ident() == guard.main
-        if main:
-            guard.depth += 1
-        try:
-            with self._lock:
-                if self.is_forked:
-                    self._write_through(kind, data)
-                elif self._belongs_to_call(main):
-                    if self._is_busy:
-                        self._append(kind, data)
-                        return
-                    self._is_busy = True
-                    try:
-                        self._drain()
-                        self._append(kind, data)
-                        self._flush_or_wake(at_once=b"\n" in data)
-                    finally:
-                        self._is_busy = False
-        finally:
-            if main:
-                guard.leave_critical_section()
+        self._run_uninterrupted(self._write_text, kind, data)
 
     def send_message(self, kind: framing.MessageKind, body: bytes) -> bool:
         """Send a message after everything written before it; returns False if it exceeds the display budget.
 
         A message of a thread that belongs to no call is dropped.
         """
+        return self._run_uninterrupted(self._send_message, kind, body)
+
+    def flush(self) -> None:
+        """Send queued text now, or at the next tick once the program has flushed often."""
+        self._run_uninterrupted(self._flush_text)
+
+    def _run_uninterrupted[Result](self, function: Callable[..., Result], *args: Any) -> Result:
+        """Run `function` under the lock; in the main thread, interrupts are deferred until it returns."""
         guard = self.guard
         main = threading.get_ident() == guard.main
         if main:
             guard.depth += 1
         try:
             with self._lock:
-                if self.is_forked or not self._belongs_to_call(main):
-                    return True
-                if kind in _DISPLAY_KINDS:
-                    if len(body) > self._display_budget:
-                        return False
-                    self._display_budget -= len(body)
-                if self._is_busy:
-                    self._queue.append((kind, body))
-                    return True
-                self._is_busy = True
-                try:
-                    self._drain()
-                    self._queue.append((kind, body))
-                    self._flush()
-                finally:
-                    self._is_busy = False
-                return True
+                return function(*args)
         finally:
             if main:
                 guard.leave_critical_section()
 
-    def flush(self) -> None:
-        """Send queued text now, or at the next tick once the program has flushed often."""
-        guard = self.guard
-        main = threading.get_ident() == guard.main
-        if main:
-            guard.depth += 1
+    def _write_text(self, kind: framing.MessageKind, data: bytes) -> None:
+        if self.is_forked:
+            self._write_through(kind, data)
+        elif self._belongs_to_call():
+            if self._is_busy:
+                self._append(kind, data)
+                return
+            self._is_busy = True
+            try:
+                self._drain()
+                self._append(kind, data)
+                self._flush_or_wake(at_once=b"\n" in data)
+            finally:
+                self._is_busy = False
+
+    def _send_message(self, kind: framing.MessageKind, body: bytes) -> bool:
+        if self.is_forked or not self._belongs_to_call():
+            return True
+        if kind in _DISPLAY_KINDS:
+            if len(body) > self._display_budget:
+                return False
+            self._display_budget -= len(body)
+        if self._is_busy:
+            self._queue.append((kind, body))
+            return True
+        self._is_busy = True
         try:
-            with self._lock:
-                if self.is_forked:
-                    for kind in _TEXT_KINDS:
-                        self._write_through(kind, b"", whole=True)
-                elif self._queue and not self._is_busy:
-                    self._is_busy = True
-                    try:
-                        # The program may exit or crash next. But a progress bar flushes after every step: after
-                        # many flushes, keep the pace of lines.
-                        if self._flushes_left:
-                            self._flushes_left -= 1
-                            self._flush()
-                        else:
-                            self._flush_or_wake(at_once=True)
-                    finally:
-                        self._is_busy = False
+            self._drain()
+            self._queue.append((kind, body))
+            self._flush()
         finally:
-            if main:
-                guard.leave_critical_section()
+            self._is_busy = False
+        return True
+
+    def _flush_text(self) -> None:
+        if self.is_forked:
+            for kind in _TEXT_KINDS:
+                self._write_through(kind, b"", whole=True)
+        elif self._queue and not self._is_busy:
+            self._is_busy = True
+            try:
+                # The program may exit or crash next. But a progress bar flushes after every step: after many flushes,
+                # keep the pace of lines.
+                if self._flushes_left:
+                    self._flushes_left -= 1
+                    self._flush()
+                else:
+                    self._flush_or_wake(at_once=True)
+            finally:
+                self._is_busy = False
 
     def send_reply(self, kind: framing.MessageKind, body: bytes) -> None:
         """Send a message that belongs to no call."""
@@ -394,7 +389,9 @@ class OutputQueue:
 
     # --- threads and processes --------------------------------------------------------------------
 
-    def _belongs_to_call(self, main: bool) -> bool:
+    def _belongs_to_call(self) -> bool:
+        """Whether the calling thread belongs to the current call."""
+        main = threading.get_ident() == self.guard.main
         return self._call is not None and (main or self._thread_call_number() == self._call_number)
 
     def _thread_call_number(self) -> int:

@@ -110,18 +110,18 @@ class ShellCommands:
         new = self._find_nearby_pids() - self._pids_before
         while new:
             found |= new
-            new = {child for pid in new for child in _child_pids(pid)} - found
+            new = {child for pid in new for child in child_pids(pid)} - found
         return found
 
     def _find_nearby_pids(self) -> set[int]:
-        return {*_child_pids(os.getpid()), *_child_pids(os.getppid() or 1)} - {os.getpid()}
+        return {*child_pids(os.getpid()), *child_pids(os.getppid() or 1)} - {os.getpid()}
 
 
 def _shell() -> str:
     return next((path for path in _SHELLS if os.path.exists(path)), _SHELLS[-1])
 
 
-def _child_pids(pid: int) -> list[int]:
+def child_pids(pid: int) -> list[int]:
     """Return the children of all threads of a process; none if it has ended."""
     found: list[int] = []
     with contextlib.suppress(OSError):

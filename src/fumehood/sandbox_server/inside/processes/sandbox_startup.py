@@ -1,36 +1,14 @@
-"""The init process of a sandbox, and what a sandbox's first process sends before any untrusted code runs."""
+"""What a sandbox's first process does and sends to the supervisor before untrusted code runs."""
 
 import os
-import signal
 import socket
-from typing import NoReturn
 
-from fumehood.sandbox_server.inside import framing, layout, syscalls
-from fumehood.sandbox_server.inside.jail import jail_builder, seccomp_filter
-from fumehood.sandbox_server.inside.processes import fork_server
+from fumehood.sandbox_server.inside import framing, layout
+from fumehood.sandbox_server.inside.jail import jail_builder
 
 MAX_PLAN_BYTES = 64 * 1024
 _CONFIG_DIRECTORY = os.path.dirname(layout.MATPLOTLIB_CONFIG)
 OOM_SCORE = 800  # the OOM killer prefers sandboxes to the host's processes
-
-
-def run_sleeping_init(seccomp_program: bytes, ready_pipe: int) -> NoReturn:
-    """Run PID 1 of a sandbox where there is no init program for this architecture: drop all privileges, sleep.
-
-    ready_pipe: closed once the privileges are dropped.
-    """
-    try:
-        fork_server.close_other_fds([ready_pipe])
-        os.closerange(0, 3)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # from inside, PID 1 gets no signal without a handler
-        syscalls.drop_all_privileges()
-        syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
-        seccomp_filter.install(seccomp_program)
-        os.close(ready_pipe)
-        while True:
-            signal.pause()
-    finally:
-        os._exit(125)
 
 
 def discard_output() -> None:
