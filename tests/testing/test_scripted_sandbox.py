@@ -57,7 +57,7 @@ async def test_what_was_not_expected_fails_there_and_at_the_end() -> None:
     with pytest.raises(AssertionError, match=r"was asked to run 'other'; expected the code 'expected'"):
         await run(sandbox, "other")
     await run(sandbox, "expected")
-    with pytest.raises(AssertionError, match="expected no more executions"):
+    with pytest.raises(AssertionError, match="expected nothing more"):
         await run(sandbox, "expected")
     await provider.close()
     with pytest.raises(AssertionError, match="'other'"):
@@ -72,8 +72,8 @@ async def test_unused_steps_fail_at_the_end() -> None:
         async with ScriptedSandboxProvider(ExecutionStep("a"), ExecutionStep(asks_for_a_plot)):
             pass
     assert str(caught.value).splitlines() == [
-        "Not executed: the code 'a'.",
-        "Not executed: a request that 'asks_for_a_plot' accepts.",
+        "Not used: the code 'a'.",
+        "Not used: a request that 'asks_for_a_plot' accepts.",
     ]
     with pytest.raises(KeyError):  # an error of the test is not hidden
         async with ScriptedSandboxProvider(ExecutionStep("a")):

@@ -2,10 +2,8 @@
 
 import asyncio
 import itertools
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import msgspec
 
@@ -25,6 +23,7 @@ from fumehood.protocol.model_turns import (
 )
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.responses import Usage
+from fumehood.testing.fakes.scripted_fake import ScriptedFake
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,45 +77,24 @@ def _split_text(text: str, parts: int) -> list[str]:
     return [text[start:end] for start, end in itertools.pairwise(bounds) if end > start]
 
 
-class ScriptedModel:
+class ScriptedModel(ScriptedFake[ScriptedTurn]):
     """A `ModelBackend` with scripted turns.
 
     A turn is a sequence of steps, an exception, or a function of the request that returns one of these. A
     `ModelTurnEnded` with `usage` is added if it has none: `calls` if the turn has a call, else `stop`.
 
     requests: all requests; aborted_requests: those whose turn was closed before its end.
-
-    A request beyond the script raises AssertionError, and so does `assert_consumed` afterwards. `async with` calls
-    `assert_consumed` at its end, unless an exception is raised.
     """
 
     def __init__(
         self, *turns: ScriptedTurn, usage: Usage | None = None, profile: ModelProfile | None = None
     ) -> None:
+        super().__init__(turns)
         self.requests: list[ModelRequest] = []
         self.aborted_requests: list[ModelRequest] = []
-        self._turns = deque(turns)
         self._usage = usage
         self._profile = profile or ModelProfile()
-        self._failures: list[str] = []
         self._calls = itertools.count(1)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.assert_consumed()
-
-    def expect(self, *turns: ScriptedTurn) -> None:
-        """Add turns to the script."""
-        self._turns.extend(turns)
-
-    def assert_consumed(self) -> None:
-        """Raise AssertionError if turns are left, or a request was unexpected."""
-        unused = [f"The turn {turn!r} was not requested." for turn in self._turns]
-        if problems := [*self._failures, *unused]:
-            raise AssertionError("\n".join(problems))
 
     # ---- ModelBackend -----------------------------------------------------------------------------------------
 
@@ -151,9 +129,6 @@ class ScriptedModel:
     def get_profile(self, model: str) -> ModelProfile:  # noqa: ARG002 - the same for all names
         return self._profile
 
-    async def close(self) -> None:
-        pass
-
     def _offer_batch(self, batch: Sequence[AnyModelEvent], accept_batch: AcceptBatch) -> bool:
         try:
             return accept_batch(batch)
@@ -164,16 +139,12 @@ class ScriptedModel:
     # ---- the script -------------------------------------------------------------------------------------------
 
     def _next_turn(self, request: ModelRequest) -> Sequence[TurnStep]:
-        if not self._turns:
-            failure = f"Request {len(self.requests)} to the model is beyond its script."
-            self._failures.append(failure)
-            raise AssertionError(failure)
-        turn = self._turns.popleft()
+        turn = self.take_step(f"The model was sent request {len(self.requests)}", lambda _: True)
         if callable(turn):
             try:
                 turn = turn(request)
             except Exception as error:
-                self._failures.append(f"The function of a turn failed: {error!r}")
+                self.record_failure(f"The function of a turn failed: {error!r}")
                 raise
         return [turn] if isinstance(turn, Exception) else turn
 

@@ -2,11 +2,10 @@
 
 import asyncio
 import itertools
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Self, cast
+from typing import cast
 
 import msgspec
 
@@ -39,6 +38,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     WriteSummary,
 )
 from fumehood.testing.fakes.memory_sandbox_files import MemorySandboxFiles
+from fumehood.testing.fakes.scripted_fake import ScriptedFake
 
 _CHUNK_BYTES = 1 << 16
 _BATCH_SIZE = 16
@@ -97,55 +97,31 @@ class ExecutionStep:
         return "any request" if self.code is None else f"the code {self.code!r}"
 
 
-class ScriptedSandboxProvider:
+class ScriptedSandboxProvider(ScriptedFake[ExecutionStep]):
     """A `SandboxProvider` whose executions consume the steps in order, across all sandboxes.
 
-    repeatable: steps that match any number of times, when the next step in order does not.
     capacity: number of sandboxes beyond which `create` raises SandboxServerAtCapacity.
     error: while set, every method raises it.
     requests: all executions, each with the id of its sandbox.
     specs: of the running sandboxes.
-
-    An unexpected execution raises AssertionError, and so does `assert_consumed` afterwards. `async with` closes the
-    provider and calls `assert_consumed`, unless an exception is raised.
     """
 
     def __init__(
         self, *steps: ExecutionStep, repeatable: Iterable[ExecutionStep] = (), capacity: int = 256
     ) -> None:
+        super().__init__(steps, repeatable)
         self.error: SandboxError | None = None
         self.requests: list[tuple[str, ExecuteRequest]] = []
-        self._steps = deque(steps)
-        self._repeatable = tuple(repeatable)
         self._capacity = capacity
         self._closed = False
         self._live: dict[str, ScriptedSandbox] = {}
         self._ended: dict[str, str] = {}
-        self._failures: list[str] = []
         self._names = itertools.count(1)
         self._clock = itertools.count(1)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        await self.close()
-        if kind is None:
-            self.assert_consumed()
 
     @property
     def specs(self) -> dict[str, SandboxSpec]:
         return {name: sandbox.spec for name, sandbox in self._live.items()}
-
-    def expect(self, *steps: ExecutionStep) -> None:
-        """Add steps to the script."""
-        self._steps.extend(steps)
-
-    def assert_consumed(self) -> None:
-        """Raise AssertionError if steps are left, or an execution was unexpected."""
-        problems = [*self._failures, *(f"Not executed: {step}." for step in self._steps)]
-        if problems:
-            raise AssertionError("\n".join(problems))
 
     # ---- SandboxProvider --------------------------------------------------------------------------------------
 
@@ -213,19 +189,8 @@ class ScriptedSandboxProvider:
 
     def next_step(self, name: str, request: ExecuteRequest) -> ExecutionStep:
         self.requests.append((name, request))
-        if self._steps and self._steps[0].matches(request):
-            return self._steps.popleft()
-        for step in self._repeatable:
-            if step.matches(request):
-                return step
-        expected = str(self._steps[0]) if self._steps else "no more executions"
-        failure = f"The sandbox {name!r} was asked to run {request.code!r}; expected {expected}."
-        self.record_failure(failure)
-        raise AssertionError(failure)
-
-    def record_failure(self, problem: str) -> None:
-        """Let `assert_consumed` report a failure that the caller may have ignored."""
-        self._failures.append(problem)
+        call = f"The sandbox {name!r} was asked to run {request.code!r}"
+        return self.take_step(call, lambda step: step.matches(request))
 
     def now(self) -> float:
         """Return a time that advances with every call, so that times are deterministic."""

@@ -1,7 +1,6 @@
 """A `HostedTool` that follows a script."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from fumehood.protocol.openai.ids import new_id
 from fumehood.protocol.openai.items import ProducedFile
 from fumehood.protocol.openai.stream_events import OutputItemAdded, OutputItemDone, StreamEvent
 from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
+from fumehood.testing.fakes.scripted_fake import ScriptedFake
 
 _PARAMETERS = Raw(b'{"type":"object","properties":{},"additionalProperties":true}')
 
@@ -45,15 +45,16 @@ class ToolAnswer:
     def matches(self, arguments: str) -> bool:
         return self.arguments in (None, arguments)
 
+    def __str__(self) -> str:
+        arguments = "any arguments" if self.arguments is None else repr(self.arguments)
+        return f"the answer {self.output!r} to {arguments}"
 
-class ScriptedTool:
+
+class ScriptedTool(ScriptedFake[ToolAnswer]):
     """A `HostedTool` whose calls get the answers in order. Its items have a type of their own.
 
-    repeatable: answers that match any number of times, when the next answer in order does not.
     files: found by `find_files`.
     calls: arguments of all calls; interrupted_calls: of those that were closed before they answered.
-
-    An unexpected call raises AssertionError, and so does `assert_consumed` afterwards.
     """
 
     def __init__(
@@ -63,13 +64,11 @@ class ScriptedTool:
         repeatable: Sequence[ToolAnswer] = (),
         files: Sequence[ProducedFile] = (),
     ) -> None:
+        super().__init__(answers, repeatable)
         self.name = name
         self.files = files
         self.calls: list[str] = []
         self.interrupted_calls: list[str] = []
-        self._answers = deque(answers)
-        self._repeatable = tuple(repeatable)
-        self._failures: list[str] = []
 
     @property
     def types(self) -> frozenset[str]:
@@ -114,21 +113,8 @@ class ScriptedTool:
 
     def next_answer(self, arguments: str) -> ToolAnswer:
         self.calls.append(arguments)
-        if self._answers and self._answers[0].matches(arguments):
-            return self._answers.popleft()
-        for answer in self._repeatable:
-            if answer.matches(arguments):
-                return answer
-        expected = repr(self._answers[0].arguments) if self._answers else "no more calls"
-        failure = f"{self.name} was called with {arguments!r}; expected {expected}."
-        self._failures.append(failure)
-        raise AssertionError(failure)
-
-    def assert_consumed(self) -> None:
-        """Raise AssertionError if answers are left, or a call was unexpected."""
-        unused = [f"The answer {answer.output!r} was not used." for answer in self._answers]
-        if problems := [*self._failures, *unused]:
-            raise AssertionError("\n".join(problems))
+        call = f"{self.name} was called with {arguments!r}"
+        return self.take_step(call, lambda answer: answer.matches(arguments))
 
 
 class ConfiguredScriptedTool:
