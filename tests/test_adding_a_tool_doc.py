@@ -10,23 +10,24 @@ PAGE = (ROOT / "docs" / "adding-a-tool.md").read_text(encoding="utf-8")
 
 
 def test_the_tool_and_its_tests(tmp_path: Path) -> None:
-    tool, tests = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    tool, contract, own_tests = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     (tmp_path / "dice_tool.py").write_text(tool, encoding="utf-8")
-    tests = tests.replace("from fumehood.tools.dice_tool import", "from dice_tool import")
-    (tmp_path / "test_dice_tool.py").write_text(tests, encoding="utf-8")
+    for name, tests in (("test_contract.py", contract), ("test_dice_tool.py", own_tests)):
+        tests = tests.replace("from fumehood.tools.dice_tool import", "from dice_tool import")
+        (tmp_path / name).write_text(tests, encoding="utf-8")
     (tmp_path / "pytest.ini").write_text(
         "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\npythonpath = .\n",
         encoding="utf-8",
     )
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_dice_tool.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\b\d+ passed", done.stdout)
+    assert re.search(r"\b1\d passed", done.stdout)
     ruff = [sys.executable, "-m", "ruff"]
     name = str(
         ROOT / "src" / "fumehood" / "tools" / "dice_tool.py"

@@ -188,6 +188,8 @@ class HostedTool(Protocol):
     def rebuild_exchange(self, entry: ConversationEntry) -> ToolExchange | None:
         """Return what the model reads of an item of this tool's that a client has sent back; None for nothing.
 
+        Arguments are those that the model wrote, as far as the item carries them, and no others.
+
         entry: the item.
         """
         ...

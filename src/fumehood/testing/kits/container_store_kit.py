@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from functools import partial
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from fumehood.protocol.openai.container_objects import (
 )
 from fumehood.protocol.openai.page_query import PageQuery
 from fumehood.protocol.sandbox.sandbox_messages import NetworkDisabled
-from fumehood.testing.kits.store_fixtures import StoreSubject
+from fumehood.testing.kits.store_fixtures import StoreSubject, load_pages
 
 _BLOB = "ab" * 32
 
@@ -122,16 +123,8 @@ class ContainerStoreKit:
             ordered = records[::-1] if newest_first else records
             for name in (None, "odd", "even", "neither"):
                 wanted = [record for record in ordered if name in (None, record.spec.name)]
-                found: list[ContainerRecord] = []
-                while True:
-                    after = found[-1].id if found else None
-                    window = PageQuery(limit=4, after=after, newest_first=newest_first)
-                    page = await store.list_containers("a", window, name)
-                    assert len(page) <= 5
-                    found += page[:4]
-                    if len(page) <= 4:
-                        break
-                assert found == wanted
+                load_page = partial(store.list_containers, "a", name=name)
+                assert await load_pages(load_page, newest_first=newest_first) == wanted
         assert list(await store.list_containers("b", PageQuery())) == [_make_container(99, "b")]
         before = PageQuery(before=records[2].id, newest_first=False)
         assert list(await store.list_containers("a", before)) == records[:2]

@@ -239,11 +239,14 @@ class HostedToolKit:
         _, result = await run_call(await subject.start_call(), subject.valid_arguments)
         made = [(result.item, result.exchange)]
         made += [(further.item, further.exchange) for further in result.additional_items]
+        written = msgspec.json.decode(subject.valid_arguments, type=dict[str, object])
         for item, before in made:
             exchange = subject.tool.rebuild_exchange(make_conversation_item(item))
             assert exchange is not None
             assert (exchange.name, exchange.half) == (before.name, before.half)
-            assert exchange.half == "result" or isinstance(msgspec.json.decode(exchange.arguments), dict)
+            if exchange.half != "result":
+                rebuilt = msgspec.json.decode(exchange.arguments, type=dict[str, object])
+                assert rebuilt.items() <= written.items(), "arguments that the model did not write"
             assert exchange.half == "call" or exchange.output
             assert subject.tool.rebuild_exchange(make_conversation_item(item)) == exchange
 

@@ -11,6 +11,7 @@ from fumehood.testing.kits.store_fixtures import (
     assert_same_response,
     find_stored_items,
     list_user_texts,
+    load_response,
     make_response,
     make_user_item,
     store_response,
@@ -30,8 +31,7 @@ class LeaseKit:
         await subject.expire_leases()
         assert await store.fail_orphaned_responses() == 1
         assert await store.fail_orphaned_responses() == 0
-        found = await store.get_response("tenant", one.response.id)
-        assert found is not None
+        found = await load_response(store, one.response.id)
         assert found.error is not None
         assert (found.status, found.error.code, found.output) == ("failed", "server_error", [])
         assert "stopped" in found.error.message
@@ -39,8 +39,7 @@ class LeaseKit:
         with pytest.raises(LeaseLost):
             await one.complete(lease)
         assert await find_stored_items(store, one.entries) == []
-        again = await store.get_response("tenant", one.response.id)
-        assert again is not None
+        again = await load_response(store, one.response.id)
         assert again.status == "failed"
         after = await store_response(store, "after", after=one.response)
         assert list_user_texts(await store.get_conversation("tenant", after.id)) == ["before", "after"]
@@ -111,8 +110,7 @@ class LeaseKit:
             task.cancel()
             await asyncio.wait([task])
             await store.renew_leases([])  # after the commit, if there is a queue
-            found = await store.get_response("tenant", one.response.id)
-            assert found is not None
+            found = await load_response(store, one.response.id)
             if found.status == "completed":
                 assert await find_stored_items(store, one.entries) == one.entries
                 assert found.output == one.response.output
@@ -132,8 +130,7 @@ class SharedStoreKit:
         await subject.expire_leases()
         held = await alive.begin()
         assert await second.fail_orphaned_responses() == 1
-        found = await store.get_response("tenant", one.response.id)
-        assert found is not None
+        found = await load_response(store, one.response.id)
         assert found.status == "failed"
         assert list(await store.renew_leases([lease])) == []
         with pytest.raises(LeaseLost):

@@ -7,8 +7,11 @@ import msgspec
 
 from fumehood.interfaces import Lease, Store
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
+from fumehood.protocol.openai.container_objects import ContainerRecord
+from fumehood.protocol.openai.file_objects import UploadedFileRecord
 from fumehood.protocol.openai.ids import new_id
 from fumehood.protocol.openai.items import OutputItem, OutputMessage, OutputText
+from fumehood.protocol.openai.page_query import PageQuery
 from fumehood.protocol.openai.responses import Response
 
 
@@ -102,6 +105,27 @@ class StoreSubject:
     second_store: Store | None = None
 
 
+async def load_response(store: Store, response_id: str) -> Response:
+    found = await store.get_response("tenant", response_id)
+    assert found is not None
+    return found
+
+
+async def load_pages[Record: (UploadedFileRecord, ContainerRecord)](
+    load_page: Callable[[PageQuery], Awaitable[Sequence[Record]]], *, newest_first: bool
+) -> list[Record]:
+    """Return all records of a list, page by page. Fails if a page has more than its limit and one."""
+    limit = 3
+    found: list[Record] = []
+    while True:
+        after = found[-1].id if found else None
+        page = await load_page(PageQuery(limit=limit, after=after, newest_first=newest_first))
+        assert len(page) <= limit + 1
+        found += page[:limit]
+        if len(page) <= limit:
+            return found
+
+
 async def load_segments(store: Store, response: Response) -> list[ConversationSegment]:
     found = await store.get_conversation("tenant", response.id)
     assert found is not None
@@ -120,7 +144,6 @@ def list_user_texts(conversation: Sequence[ConversationSegment] | None) -> list[
 
 
 def assert_same_response(found: Response | None, expected: Response) -> None:
-    assert found is not None
     assert msgspec.json.encode(found) == msgspec.json.encode(expected)
 
 

@@ -34,6 +34,7 @@ from fumehood.testing.kits.store_fixtures import (
     assert_same_response,
     find_stored_items,
     list_user_texts,
+    load_response,
     load_segments,
     make_assistant_message,
     make_model_item,
@@ -60,8 +61,7 @@ class ResponseStoreKit:
 
     async def test_returned_responses_are_copies(self, subject: StoreSubject) -> None:
         response = await store_response(subject.store)
-        found = await subject.store.get_response("tenant", response.id)
-        assert found is not None
+        found = await load_response(subject.store, response.id)
         found.output.clear()
         found.metadata["changed"] = "yes"
         assert_same_response(await subject.store.get_response("tenant", response.id), response)
@@ -82,8 +82,7 @@ class ResponseStoreKit:
             make_assistant_message("2"),
         ]
         response = await store_response(subject.store, output=items)
-        found = await subject.store.get_response("tenant", response.id)
-        assert found is not None
+        found = await load_response(subject.store, response.id)
         assert found.output == items
         projected = project_response(found, ()).output[1]
         assert isinstance(projected, CodeInterpreterCall)
@@ -102,8 +101,7 @@ class ResponseStoreKit:
         response = await store_response(
             subject.store, output=[theirs[0], make_assistant_message("between"), theirs[1]]
         )
-        found = await subject.store.get_response("tenant", response.id)
-        assert found is not None
+        found = await load_response(subject.store, response.id)
         first, second, third = found.output
         assert isinstance(second, OutputMessage)
         assert [bytes(item) for item in (first, third) if isinstance(item, msgspec.Raw)] == [
@@ -159,16 +157,14 @@ class ResponseStoreKit:
         one = make_response(subject.store, after=before)
         one.response.output = []
         lease = await one.begin()
-        found = await subject.store.get_response("tenant", one.response.id)
-        assert found is not None
+        found = await load_response(subject.store, one.response.id)
         assert (found.status, found.output) == ("in_progress", [])
         assert await subject.store.get_conversation("tenant", one.response.id) is None
         so_far = await subject.store.list_input_items("tenant", one.response.id)
         assert so_far is not None
         assert [entry.turn for entry in so_far] == [0, 1]
         await one.complete(lease)
-        found = await subject.store.get_response("tenant", one.response.id)
-        assert found is not None
+        found = await load_response(subject.store, one.response.id)
         assert found.status == "completed"
 
     async def test_what_was_never_there(self, subject: StoreSubject) -> None:

@@ -1,6 +1,7 @@
 """Conformance tests of `UploadStore`."""
 
 import asyncio
+from functools import partial
 
 import msgspec
 import pytest
@@ -9,7 +10,7 @@ from fumehood.interfaces import FileTotals
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.file_objects import FilePurpose, UploadedFileRecord
 from fumehood.protocol.openai.page_query import PageQuery
-from fumehood.testing.kits.store_fixtures import StoreSubject
+from fumehood.testing.kits.store_fixtures import StoreSubject, load_pages
 
 
 def _make_upload(number: int, tenant: str = "a", purpose: FilePurpose = "user_data") -> UploadedFileRecord:
@@ -50,17 +51,8 @@ class UploadStoreKit:
             ordered = records[::-1] if newest_first else records
             for purpose in (None, "vision", "batch"):
                 wanted = [record for record in ordered if purpose in (None, record.purpose)]
-                found: list[UploadedFileRecord] = []
-                after: str | None = None
-                while True:
-                    window = PageQuery(limit=3, after=after, newest_first=newest_first)
-                    page = await store.list_uploads("a", window, purpose=purpose, now=0)
-                    assert len(page) <= 4
-                    found += page[:3]
-                    if len(page) <= 3:
-                        break
-                    after = found[-1].id
-                assert found == wanted
+                load_page = partial(store.list_uploads, "a", purpose=purpose, now=0)
+                assert await load_pages(load_page, newest_first=newest_first) == wanted
             between = PageQuery(after=ordered[3].id, before=ordered[9].id, newest_first=newest_first)
             assert list(await store.list_uploads("a", between, now=0)) == ordered[4:9]
         assert list(await store.list_uploads("a", PageQuery(), purpose="\udcff", now=0)) == []
