@@ -15,10 +15,10 @@ from typing import Annotated, Any, Literal, TypeAliasType, cast, get_args, get_o
 import msgspec
 from msgspec import Meta
 
+from fumehood.files import InputSettings, UploadSettings
 from fumehood.models import ModelSettings, check_url, read_secret
+from fumehood.setting_types import NonNegative, Positive, Seconds, SettingsSection
 
-type Positive = Annotated[int, Meta(ge=1)]
-type Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 type Port = Annotated[int, Meta(ge=0, le=65_535)]
 type LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -32,11 +32,7 @@ class ConfigError(ValueError):
     """One sentence: the source, the setting, and what to do. It never contains a value that could be a secret."""
 
 
-class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    pass
-
-
-class ServerSettings(_Section, frozen=True):
+class ServerSettings(SettingsSection, frozen=True):
     """Where the gateway listens, and for whom."""
 
     host: str = "127.0.0.1"
@@ -56,42 +52,30 @@ class ServerSettings(_Section, frozen=True):
             return False
 
 
-class StorageSettings(_Section, frozen=True):
+class StorageSettings(SettingsSection, frozen=True):
     """The database and the directory of files."""
 
     url: str = "sqlite:///fumehood.db"
     blobs: str = "./blobs"
-    min_free_bytes: Annotated[int, Meta(ge=0)] = 256 << 20
+    min_free_bytes: NonNegative = 256 << 20
 
     @property
     def database_path(self) -> Path:
         return Path(self.url.removeprefix(_SQLITE_PREFIX))
 
 
-class CompactionSettings(_Section, frozen=True):
+class CompactionSettings(SettingsSection, frozen=True):
     """The keys that seal compacted conversations. Without any, a key is created beside the database."""
 
     keys_file: str | None = None
     keys_env: str | None = None
 
 
-class InputSettings(_Section, frozen=True):
-    """Files and images in requests."""
-
-    image_bytes: Positive = 20 << 20
-    file_bytes: Positive = 32 << 20
-    fetch_urls: bool = False
-    fetch_bytes: Positive = 20 << 20
-    fetch_timeout: Seconds = 20.0
-    fetch_private_networks: tuple[str, ...] = ()
-    pass_urls: bool = False
-
-
-class AuthSettings(_Section, frozen=True):
+class AuthSettings(SettingsSection, frozen=True):
     required: bool = True
 
 
-class CodeInterpreterSettings(_Section, frozen=True):
+class CodeInterpreterSettings(SettingsSection, frozen=True):
     """The code interpreter, its containers, and the sandbox server that runs them."""
 
     isolation: Literal["container", "execution"] = "container"
@@ -108,8 +92,8 @@ class CodeInterpreterSettings(_Section, frozen=True):
     sandbox_config: str | None = None
     allowed_domains: tuple[str, ...] = ()
     always_include_outputs: bool = False
-    inline_bytes: Annotated[int, Meta(ge=0)] = 1 << 20
-    inline_total_bytes: Annotated[int, Meta(ge=0)] = 4 << 20
+    inline_bytes: NonNegative = 1 << 20
+    inline_total_bytes: NonNegative = 4 << 20
     model_output_characters: Annotated[int, Meta(ge=100)] = 20_000
     stored_output_characters: Annotated[int, Meta(ge=100)] = 1 << 18
     file_bytes: Positive = 64 << 20
@@ -119,64 +103,54 @@ class CodeInterpreterSettings(_Section, frozen=True):
     max_idle_minutes: Positive = 60
     max_lifetime_hours: Annotated[float, Meta(gt=0, le=8760)] = 24.0
     retention_hours: Annotated[float, Meta(ge=0, le=8760)] = 168.0
-    retained_bytes: Annotated[int, Meta(ge=0)] = 2 << 30
+    retained_bytes: NonNegative = 2 << 30
 
 
-class CodeInterpreterSection(_Section, frozen=True):
+class CodeInterpreterSection(SettingsSection, frozen=True):
     enabled: bool = True
     settings: CodeInterpreterSettings = CodeInterpreterSettings()
 
 
-class ShellSettings(_Section, frozen=True):
+class ShellSettings(SettingsSection, frozen=True):
     execution_timeout: Seconds = 60.0
     model_output_characters: Annotated[int, Meta(ge=100)] = 20_000
     stored_output_characters: Annotated[int, Meta(ge=100)] = 1 << 18
 
 
-class ShellSection(_Section, frozen=True):
+class ShellSection(SettingsSection, frozen=True):
     """The shell runs in the containers of the code interpreter, and only if that is enabled."""
 
     enabled: bool = True
     settings: ShellSettings = ShellSettings()
 
 
-class FileSearchSettings(_Section, frozen=True):
+class FileSearchSettings(SettingsSection, frozen=True):
     pass
 
 
-class FileSearchSection(_Section, frozen=True):
+class FileSearchSection(SettingsSection, frozen=True):
     enabled: bool = False
     settings: FileSearchSettings = FileSearchSettings()
 
 
-class WebSearchSettings(_Section, frozen=True):
+class WebSearchSettings(SettingsSection, frozen=True):
     backend: Literal["searxng"] = "searxng"
     url: str | None = None
 
 
-class WebSearchSection(_Section, frozen=True):
+class WebSearchSection(SettingsSection, frozen=True):
     enabled: bool = False
     settings: WebSearchSettings = WebSearchSettings()
 
 
-class ProvidersSection(_Section, frozen=True):
+class ProvidersSection(SettingsSection, frozen=True):
     code_interpreter: CodeInterpreterSection = CodeInterpreterSection()
     shell: ShellSection = ShellSection()
     file_search: FileSearchSection = FileSearchSection()
     web_search: WebSearchSection = WebSearchSection()
 
 
-class FileSettings(_Section, frozen=True):
-    """Limits of uploads."""
-
-    file_bytes: Positive = 2 << 30
-    tenant_bytes: Positive = 64 << 30
-    tenant_files: Positive = 10_000
-    concurrent_uploads: Positive = 16
-    extra_types: tuple[str, ...] = ()
-
-
-class LimitSettings(_Section, frozen=True):
+class LimitSettings(SettingsSection, frozen=True):
     """Limits of requests, responses and readers."""
 
     requests_per_minute: Positive | None = None
@@ -185,7 +159,7 @@ class LimitSettings(_Section, frozen=True):
     containers_per_tenant: Positive = 50
     body_bytes: Positive = 32 << 20
     body_bytes_total: Positive = 512 << 20
-    min_body_bytes_per_second: Annotated[int, Meta(ge=0)] = 1024
+    min_body_bytes_per_second: NonNegative = 1024
     turns: Positive = 64
     response_seconds: Seconds = 1800.0
     max_turn_characters: Annotated[int, Meta(ge=1000)] = 1 << 22
@@ -193,7 +167,7 @@ class LimitSettings(_Section, frozen=True):
     max_reader_lag_seconds: Seconds = 30.0
 
 
-class TelemetrySettings(_Section, frozen=True):
+class TelemetrySettings(SettingsSection, frozen=True):
     """Metrics, traces and logs."""
 
     metrics: bool = True
@@ -205,7 +179,7 @@ class TelemetrySettings(_Section, frozen=True):
     log_level: LogLevel = "info"
 
 
-class GatewayConfig(_Section, frozen=True):
+class GatewayConfig(SettingsSection, frozen=True):
     """All settings. Without models, the built-in `direct` model executes the code of the user's message."""
 
     server: ServerSettings = ServerSettings()
@@ -215,7 +189,7 @@ class GatewayConfig(_Section, frozen=True):
     inputs: InputSettings = InputSettings()
     auth: AuthSettings = AuthSettings()
     providers: ProvidersSection = ProvidersSection()
-    files: FileSettings = FileSettings()
+    files: UploadSettings = UploadSettings()
     limits: LimitSettings = LimitSettings()
     telemetry: TelemetrySettings = TelemetrySettings()
 

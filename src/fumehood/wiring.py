@@ -13,18 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fumehood.config import CodeInterpreterSettings, ConfigError, FileSettings, GatewayConfig, resolve_secret
+from fumehood.config import CodeInterpreterSettings, ConfigError, GatewayConfig, resolve_secret
 from fumehood.containers import ContainerFileLimits, ContainerSettings, SandboxContainerService
 from fumehood.engine import EngineRunService, LagLimits, LoopLimits
-from fumehood.files import (
-    FetchLimits,
-    InputFileLoader,
-    InputLimits,
-    UploadedFiles,
-    UploadSettings,
-    UrlFetcher,
-    UrlPassthrough,
-)
+from fumehood.files.input_file_loader import InputFileLoader
+from fumehood.files.uploaded_files import UploadedFiles
+from fumehood.files.url_fetcher import UrlFetcher, UrlPassthrough
 from fumehood.gateway import (
     ANY_ORIGIN,
     AnonymousAuthenticator,
@@ -40,14 +34,12 @@ from fumehood.gateway import (
     RequestLog,
     log_to_logger,
 )
-from fumehood.http_server.address_policy import parse_networks
 from fumehood.http_server.asgi_exchange import Application
 from fumehood.interfaces import (
     ApiKeyStore,
     Clock,
     ContainerService,
     FileService,
-    FileTotals,
     HostedTool,
     ModelProvider,
     RunService,
@@ -56,7 +48,6 @@ from fumehood.interfaces import (
 from fumehood.metrics import GatewayStats
 from fumehood.models.registry import open_model_registry
 from fumehood.protocol.api_keys import ApiKeyLimits
-from fumehood.protocol.file_types import AcceptedFileTypes
 from fumehood.protocol.openai.response_projection import INCLUDE_CODE_OUTPUTS
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
 from fumehood.sandbox_client import (
@@ -163,9 +154,7 @@ async def assemble_gateway(
         is_keyless = not isinstance(authenticator, ApiKeyAuthenticator) or authenticator.allows_anonymous
         _check_cors_origins(config, is_keyless)
         blobs = await _open_blobs(config, store, clock, stack)
-        files = await stack.enter_async_context(
-            UploadedFiles(store, blobs, clock, _build_upload_settings(config.files))
-        )
+        files = await stack.enter_async_context(UploadedFiles(store, blobs, clock, config.files))
         models = _open_models(config, clock, environ, stats, stack)
         telemetry = open_telemetry(config, environ, stats, stack)
         interpreter = config.providers.code_interpreter
@@ -386,15 +375,6 @@ async def _open_blobs(
     return await stack.enter_async_context(GarbageCollectedBlobs(disk, store).run_garbage_collector(clock))
 
 
-def _build_upload_settings(settings: FileSettings) -> UploadSettings:
-    return UploadSettings(
-        file_bytes=settings.file_bytes,
-        tenant_quota=FileTotals(settings.tenant_files, settings.tenant_bytes),
-        concurrent_uploads=settings.concurrent_uploads,
-        accepted_types=AcceptedFileTypes(settings.extra_types),
-    )
-
-
 async def _open_authentication(
     config: GatewayConfig, store: ApiKeyStore, clock: Clock, stack: AsyncExitStack
 ) -> Authenticator:
@@ -442,16 +422,12 @@ def _build_input_file_loader(
     """Build the loader of input files; it fetches or passes on URLs only if the operator allows it."""
     settings = config.inputs
     url_handler: UrlFetcher | UrlPassthrough | None = None
-    private_networks = parse_networks(settings.fetch_private_networks)
     if settings.fetch_urls:
-        limits = FetchLimits(bytes=settings.fetch_bytes, seconds=settings.fetch_timeout)
-        url_handler = UrlFetcher(limits, private_networks)
+        url_handler = UrlFetcher(settings)
         stack.callback(url_handler.close)
     elif settings.pass_urls:
-        url_handler = UrlPassthrough(private_networks)
-    return InputFileLoader(
-        files, url_handler, InputLimits(image_bytes=settings.image_bytes, file_bytes=settings.file_bytes)
-    )
+        url_handler = UrlPassthrough(settings)
+    return InputFileLoader(files, url_handler, settings)
 
 
 def _build_tools(

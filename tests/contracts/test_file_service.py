@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from fumehood.files.uploaded_files import UploadedFiles, UploadSettings
-from fumehood.interfaces import FileTotals
 from fumehood.store.disk_blob_store import DiskBlobStore
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.store.sqlite_store import SqliteStore
@@ -20,7 +19,7 @@ from fumehood.testing.kits.file_service_kit import (
 )
 
 SETTINGS = UploadSettings(
-    file_bytes=MAX_FILE_BYTES, tenant_quota=FileTotals(MAX_TENANT_FILES, MAX_TENANT_BYTES)
+    file_bytes=MAX_FILE_BYTES, tenant_files=MAX_TENANT_FILES, tenant_bytes=MAX_TENANT_BYTES
 )
 
 

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from fumehood.engine.token_counter import estimate_entry
-from fumehood.files.input_file_loader import InputFileLoader, InputLimits
+from fumehood.files import InputSettings
+from fumehood.files.input_file_loader import InputFileLoader
 from fumehood.interfaces import Caller
 from fumehood.models.chat_completions.chat_renderer import render_messages
 from fumehood.models.rendering.conversation_items import ServerFeatures
@@ -130,7 +131,7 @@ async def test_what_cannot_be_had_is_refused_before_anything_begins(items: Any, 
 
 
 async def test_an_inline_file_that_is_too_large_for_models_is_there_for_code() -> None:
-    attachments = InputFileLoader(InMemoryUploads(), limits=InputLimits(file_bytes=len(PDF) - 1))
+    attachments = InputFileLoader(InMemoryUploads(), settings=InputSettings(file_bytes=len(PDF) - 1))
     model = ScriptedModel(ANSWER, profile=ModelProfile(takes_files=True))
     house = EngineHarness(model, [EchoTool(finds_files=True)], attachments=attachments)
     request: Any = {"input": [user(inline("x.pdf", PDF))]}

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fumehood.files.input_file_loader import InputFileLoader, InputLimits
-from fumehood.files.url_fetcher import FetchLimits, UrlFetcher, UrlPassthrough
-from fumehood.http_server.address_policy import parse_networks
+from fumehood.files import InputSettings
+from fumehood.files.input_file_loader import InputFileLoader
+from fumehood.files.url_fetcher import UrlFetcher, UrlPassthrough
 from fumehood.http_server.dns_resolver import DnsResolver
 from fumehood.interfaces import Caller
 from fumehood.protocol.attachments import (
@@ -41,7 +41,7 @@ class House:
 
     def __init__(self, **limits: Any) -> None:
         self.uploads = InMemoryUploads()
-        self.subject = InputFileLoader(self.uploads, None, InputLimits(**limits))
+        self.subject = InputFileLoader(self.uploads, None, InputSettings(**limits))
 
     async def of_upload(
         self, filename: str, content: bytes, kind: str = "input_file", *, whole: bool = False
@@ -233,7 +233,7 @@ async def test_addresses_are_refused_unless_somebody_deals_with_them(part: dict[
 
 @pytest.mark.parametrize("part", ADDRESSED)
 async def test_addresses_may_pass(part: dict[str, Any]) -> None:
-    subject = InputFileLoader(InMemoryUploads(), UrlPassthrough())
+    subject = InputFileLoader(InMemoryUploads(), UrlPassthrough(InputSettings()))
     assert (
         await subject.load_attachment(SOMEBODY, msgspec.convert(part, InputFilePart), with_content=False)
         == Attachment()
@@ -253,7 +253,8 @@ async def test_what_was_fetched_is_kept_like_what_came_inline() -> None:
 
     async with Website(reply=reply) as site:
         fetcher = UrlFetcher(
-            FetchLimits(), parse_networks(["127.0.0.0/8"]), DnsResolver({"w.test": "127.0.0.1"}, timeout=5)
+            InputSettings(fetch_private_networks=("127.0.0.0/8",)),
+            DnsResolver({"w.test": "127.0.0.1"}, timeout=5),
         )
         subject = InputFileLoader(InMemoryUploads(), fetcher)
         base = f"http://w.test:{site.port}"

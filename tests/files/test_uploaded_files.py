@@ -113,7 +113,7 @@ async def test_who_is_cancelled_while_the_record_is_written(tmp_path: Path) -> N
 
 async def test_room_that_is_freed_while_a_file_comes_can_be_used() -> None:
     store, blobs = MemoryStore(), MemoryBlobStore()
-    settings = UploadSettings(tenant_quota=FileTotals(10, 100))
+    settings = UploadSettings(tenant_files=10, tenant_bytes=100)
     files = UploadedFiles(store, GarbageCollectedBlobs(blobs, store), FakeClock(), settings)
     old = await files.create_file(ANN, NEW, stream_chunks(b"x" * 60))
 

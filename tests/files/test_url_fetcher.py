@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from fumehood.files.url_fetcher import FetchedFile, FetchLimits, UrlFetcher, UrlPassthrough, UrlRejected
-from fumehood.http_server.address_policy import parse_networks
+from fumehood.files import InputSettings
+from fumehood.files.url_fetcher import FetchedFile, UrlFetcher, UrlPassthrough, UrlRejected
 from fumehood.http_server.dns_resolver import DnsResolutionFailed, DnsResolver
 from tests.support.websites import ReceivedRequest, Reply, Website
 
 HERE = "127.0.0.1"
-LOOPBACK = parse_networks(["127.0.0.0/8"])
+LOOPBACK = ("127.0.0.0/8",)
 TEXT = [("Content-Type", "text/csv; charset=utf-8")]
 
 
@@ -28,9 +28,8 @@ class TableResolver(DnsResolver):
 
 def fetcher(hosts: dict[str, str] | None = None, **limits: Any) -> UrlFetcher:
     """One that may reach this machine."""
-    return UrlFetcher(
-        FetchLimits(**limits), LOOPBACK, TableResolver(hosts or {"files.test": HERE}, timeout=5)
-    )
+    settings = InputSettings(fetch_private_networks=LOOPBACK, **limits)
+    return UrlFetcher(settings, TableResolver(hosts or {"files.test": HERE}, timeout=5))
 
 
 async def refusal(fetching: Awaitable[FetchedFile]) -> str:
@@ -75,7 +74,7 @@ async def test_a_file_is_fetched_with_nothing_of_ours(monkeypatch: pytest.Monkey
 )
 async def test_addresses_that_are_not_public_are_refused(address: str) -> None:
     """As they are written, and as what a name turns out to mean."""
-    subject = UrlFetcher(resolver=DnsResolver({"innocent.test": address}, timeout=5))
+    subject = UrlFetcher(InputSettings(), resolver=DnsResolver({"innocent.test": address}, timeout=5))
     written = f"[{address}]" if ":" in address else address
     assert ipaddress.ip_address(address)
     for host in (written, "innocent.test", "innocent.test."):
@@ -118,7 +117,7 @@ async def test_addresses_that_are_none(url: str, why: str) -> None:
     ],
 )
 def test_addresses_that_may_pass(url: str) -> None:
-    UrlPassthrough(parse_networks(["10.1.0.0/16"])).check(url)
+    UrlPassthrough(InputSettings(fetch_private_networks=("10.1.0.0/16",))).check(url)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +158,7 @@ def test_addresses_that_may_pass(url: str) -> None:
 )
 def test_addresses_that_may_not_pass(url: str) -> None:
     with pytest.raises(UrlRejected):
-        UrlPassthrough().check(url)
+        UrlPassthrough(InputSettings()).check(url)
 
 
 async def test_every_redirection_is_looked_at() -> None:
@@ -195,7 +194,7 @@ async def test_the_address_that_was_checked_is_the_one_that_is_used() -> None:
 
     async with Website() as site:
         resolver = Turncoat({}, timeout=5)
-        found = await UrlFetcher(FetchLimits(), LOOPBACK, resolver).fetch(
+        found = await UrlFetcher(InputSettings(fetch_private_networks=LOOPBACK), resolver).fetch(
             f"http://rebound.test:{site.port}/x"
         )
         assert (found.content, resolver.asked) == (b"GET /x", 1)
@@ -220,7 +219,7 @@ async def test_the_address_that_was_checked_is_the_one_that_is_used() -> None:
 )
 async def test_answers_that_are_refused(reply: Callable[[ReceivedRequest], Reply], why: str) -> None:
     async with Website(reply=reply) as site:
-        assert await refusal(fetcher(bytes=100).fetch(f"http://files.test:{site.port}/")) == why
+        assert await refusal(fetcher(fetch_bytes=100).fetch(f"http://files.test:{site.port}/")) == why
 
 
 async def test_a_body_without_an_end_is_cut_off_and_a_silent_server_is_left() -> None:
@@ -236,7 +235,7 @@ async def test_a_body_without_an_end_is_cut_off_and_a_silent_server_is_left() ->
 
     async with Website(handler=endless) as site:
         url = f"http://files.test:{site.port}/"
-        assert await refusal(fetcher(bytes=5000).fetch(url)) == "it is larger than 5,000 bytes."
+        assert await refusal(fetcher(fetch_bytes=5000).fetch(url)) == "it is larger than 5,000 bytes."
     async with Website(handler=silent) as site:
         url = f"http://files.test:{site.port}/"
-        assert await refusal(fetcher(seconds=0.2).fetch(url)) == "it took longer than 0.2 seconds."
+        assert await refusal(fetcher(fetch_timeout=0.2).fetch(url)) == "it took longer than 0.2 seconds."

@@ -1,18 +1,9 @@
 """The Files API and the files of requests.
 
-Stores uploads within quotas, and loads the files and images that requests reference, inline, by id or by URL.
+Stores uploads within quotas, and loads the files and images that requests reference, inline, by id or by URL. Here are
+the settings alone, so that reading a configuration does not import an HTTP client.
 """
 
-from fumehood.files.input_file_loader import InputFileLoader, InputLimits
-from fumehood.files.uploaded_files import UploadedFiles, UploadSettings
-from fumehood.files.url_fetcher import FetchLimits, UrlFetcher, UrlPassthrough
+from fumehood.files.file_settings import InputSettings, UploadSettings
 
-__all__ = [
-    "FetchLimits",
-    "InputFileLoader",
-    "InputLimits",
-    "UploadSettings",
-    "UploadedFiles",
-    "UrlFetcher",
-    "UrlPassthrough",
-]
+__all__ = ["InputSettings", "UploadSettings"]

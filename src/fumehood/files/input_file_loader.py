@@ -2,11 +2,11 @@
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from fumehood.cpu_worker import run_in_worker
+from fumehood.files.file_settings import InputSettings
 from fumehood.files.url_fetcher import FetchedFile, UrlFetcher, UrlPassthrough, UrlRejected
 from fumehood.interfaces import Caller, FileService, ReserveMemory
 from fumehood.protocol.attachments import (
@@ -30,14 +30,6 @@ from fumehood.protocol.untrusted_names import sanitize_name
 _IMAGE_FORMATS = "PNG, JPEG, GIF or WebP"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputLimits:
-    """The largest image and the largest other file that are sent to a model. Code can read larger files."""
-
-    image_bytes: int = 20 << 20
-    file_bytes: int = 32 << 20
-
-
 class InputFileLoader:
     """An `AttachmentLoader` on uploads.
 
@@ -48,11 +40,11 @@ class InputFileLoader:
         self,
         uploads: FileService,
         url_handler: UrlFetcher | UrlPassthrough | None = None,
-        limits: InputLimits | None = None,
+        settings: InputSettings | None = None,
     ) -> None:
         self._uploads = uploads
         self._url_handler = url_handler
-        self._limits = limits or InputLimits()
+        self._settings = settings or InputSettings()
 
     async def load_attachment(
         self,
@@ -84,13 +76,13 @@ class InputFileLoader:
 
     def _check_size(self, found: Attachment, param: str) -> Attachment:
         """Mark a file as too large for a model; it is left to code. Raises InvalidRequest for such an image."""
-        if found.kind == "picture" and found.bytes > self._limits.image_bytes:
+        if found.kind == "picture" and found.bytes > self._settings.image_bytes:
             raise InvalidRequest(
-                f"The image is larger than {self._limits.image_bytes:,} bytes, so it cannot be sent to a model.",
+                f"The image is larger than {self._settings.image_bytes:,} bytes, so it cannot be sent to a model.",
                 param=param,
                 code="invalid_value",
             )
-        too_large = found.kind == "binary" and found.bytes > self._limits.file_bytes
+        too_large = found.kind == "binary" and found.bytes > self._settings.file_bytes
         return replace(found, too_large=True) if too_large else found
 
     # ---- uploads ------------------------------------------------------------------------------------------------
@@ -108,8 +100,8 @@ class InputFileLoader:
     async def _load_uploaded_image(
         self, caller: Caller, record: UploadedFileRecord, reserve_memory: ReserveMemory
     ) -> Attachment:
-        if record.bytes > self._limits.image_bytes:
-            raise _not_an_image(record, f"is larger than {self._limits.image_bytes:,} bytes")
+        if record.bytes > self._settings.image_bytes:
+            raise _not_an_image(record, f"is larger than {self._settings.image_bytes:,} bytes")
         reserve_memory(_compute_data_url_size(record.bytes))
         content = await self._read_upload(caller, record, record.bytes)
         media_type = detect_image_type(content)
@@ -140,7 +132,7 @@ class InputFileLoader:
             omitted_bytes=left_out,
         )
         reserve_memory(found.size)
-        if text is not None or not with_content or record.bytes > self._limits.file_bytes:
+        if text is not None or not with_content or record.bytes > self._settings.file_bytes:
             return found
         reserve_memory(_compute_data_url_size(record.bytes))
         content = await self._read_upload(caller, record, record.bytes)

@@ -11,6 +11,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Self
 
+from fumehood.files.file_settings import UploadSettings
 from fumehood.interfaces import BlobRef, Caller, Clock, FileTotals, ReferencedBlobs, UploadStore
 from fumehood.protocol.file_types import HEAD_BYTES, AcceptedFileTypes
 from fumehood.protocol.openai.api_errors import ApiError, BodyTooLarge, InvalidRequest, NotFound, RateLimited
@@ -26,22 +27,7 @@ MAX_LIFETIME_SECONDS = 30 * 86_400
 _BATCH_LIFETIME_SECONDS = MAX_LIFETIME_SECONDS  # the default for purpose `batch`
 _DEFAULT_FILENAME = "upload"
 _SWEEP_BATCH = 100
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UploadSettings:
-    """Limits of uploads.
-
-    file_bytes: the largest file. tenant_quota: files and bytes of one tenant.
-    concurrent_uploads: of one tenant.
-    sweep_seconds: interval in which expired files are deleted.
-    """
-
-    file_bytes: int = 2 << 30
-    tenant_quota: FileTotals = field(default_factory=lambda: FileTotals(10_000, 64 << 30))
-    concurrent_uploads: int = 16
-    accepted_types: AcceptedFileTypes = field(default_factory=AcceptedFileTypes)
-    sweep_seconds: float = 60.0
+_SWEEP_SECONDS = 60.0
 
 
 class UploadedFiles:
@@ -54,6 +40,7 @@ class UploadedFiles:
         self._blobs = blobs
         self._clock = clock
         self._settings = settings or UploadSettings()
+        self._accepted_types = AcceptedFileTypes(self._settings.extra_types)
         self._incoming: dict[str, list[_IncomingUpload]] = {}
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -91,7 +78,7 @@ class UploadedFiles:
                 if described is None:
                     raise InvalidRequest("A file needs a name and a purpose.", param="file")
                 _check_lifetime(described)
-                self._settings.accepted_types.check(_clean_filename(described), bytes(incoming.head))
+                self._accepted_types.check(_clean_filename(described), bytes(incoming.head))
                 record = self._make_record(caller.tenant, described, blob)
                 self._untrack_incoming(incoming)  # first, or it would count twice while it is written
                 if not await self._store.add_upload(record, self._settings.tenant_quota):
@@ -137,7 +124,7 @@ class UploadedFiles:
             if len(incoming.head) < HEAD_BYTES:
                 incoming.head += chunk[: HEAD_BYTES - len(incoming.head)]
                 if known is not None and len(incoming.head) == HEAD_BYTES:
-                    self._settings.accepted_types.check(_clean_filename(known), bytes(incoming.head))
+                    self._accepted_types.check(_clean_filename(known), bytes(incoming.head))
             yield chunk
 
     async def _check_quota(self, incoming: "_IncomingUpload") -> None:
@@ -229,7 +216,7 @@ class UploadedFiles:
                 logger.warning("Expired files could not be deleted: %s", error.message)
             except Exception:
                 logger.exception("Expired files could not be deleted.")
-            await self._clock.sleep(self._settings.sweep_seconds)
+            await self._clock.sleep(_SWEEP_SECONDS)
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,8 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from fumehood.http_server.address_policy import AddressPolicy, IpNetwork
+from fumehood.files.file_settings import InputSettings
+from fumehood.http_server.address_policy import AddressPolicy, parse_networks
 from fumehood.http_server.dns_resolver import DnsResolutionFailed, DnsResolver
 from fumehood.protocol.untrusted_names import sanitize_name
 
@@ -27,24 +28,12 @@ _CHUNK_BYTES = 64 << 10
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _DOMAIN_NAME = re.compile(r"[a-z0-9_-]+(\.[a-z0-9_-]+)+")
 _PRIVATE_TOP_LEVEL_DOMAINS = frozenset({"localhost", "local", "internal", "localdomain", "lan", "home"})
+_MEDIA_TYPES = ("text/", "application/", "image/", "binary/octet-stream")  # accepted prefixes
 _HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "fumehood"}
 
 
 class UrlRejected(Exception):
     """The URL must not or cannot be fetched. The message is for the caller and names no internal address."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchLimits:
-    """Limits of a fetch.
-
-    bytes: the largest response. seconds: total time, including name resolution.
-    media_types: accepted prefixes of the media type.
-    """
-
-    bytes: int = 20 << 20
-    seconds: float = 20.0
-    media_types: tuple[str, ...] = ("text/", "application/", "image/", "binary/octet-stream")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,29 +46,21 @@ class FetchedFile:
 
 
 class UrlFetcher:
-    """Fetches files from untrusted URLs.
+    """Fetches files from untrusted URLs."""
 
-    private_networks: private networks that may be reached nevertheless.
-    """
-
-    def __init__(
-        self,
-        limits: FetchLimits | None = None,
-        private_networks: tuple[IpNetwork, ...] = (),
-        resolver: DnsResolver | None = None,
-    ) -> None:
-        self._limits = limits or FetchLimits()
-        self._private_networks = private_networks
-        self._addresses = AddressPolicy(private_networks)
-        self._resolver = resolver or DnsResolver({}, timeout=self._limits.seconds)
+    def __init__(self, settings: InputSettings, resolver: DnsResolver | None = None) -> None:
+        self._settings = settings
+        self._private_networks = parse_networks(settings.fetch_private_networks)
+        self._addresses = AddressPolicy(self._private_networks)
+        self._resolver = resolver or DnsResolver({}, timeout=settings.fetch_timeout)
 
     async def fetch(self, url: str, reserve_memory: Callable[[int], None] = lambda _: None) -> FetchedFile:
         """Raises UrlRejected, and what `reserve_memory` raises; it is called with the size of each chunk."""
         try:
-            async with asyncio.timeout(self._limits.seconds):
+            async with asyncio.timeout(self._settings.fetch_timeout):
                 return await self._follow_redirects(url, reserve_memory)
         except TimeoutError:
-            raise _make_rejection(f"it took longer than {self._limits.seconds:g} seconds") from None
+            raise _make_rejection(f"it took longer than {self._settings.fetch_timeout:g} seconds") from None
         except (aiohttp.ClientError, OSError, ValueError):  # their messages may describe our network
             raise _make_rejection("its server does not respond properly") from None
 
@@ -107,7 +88,7 @@ class UrlFetcher:
                 cookie_jar=aiohttp.DummyCookieJar(),
                 trust_env=False,
                 auto_decompress=False,
-                timeout=aiohttp.ClientTimeout(total=None, sock_read=self._limits.seconds),
+                timeout=aiohttp.ClientTimeout(total=None, sock_read=self._settings.fetch_timeout),
             ) as session,
             session.get(url, headers=_HEADERS, allow_redirects=False) as response,
         ):
@@ -123,20 +104,20 @@ class UrlFetcher:
     ) -> bytes:
         if response.headers.get("Content-Encoding", "identity") != "identity":
             raise _make_rejection("its server compresses it although that was not requested")
-        if not response.content_type.startswith(self._limits.media_types):
+        if not response.content_type.startswith(_MEDIA_TYPES):
             raise _make_rejection(
                 f"it is of the type {sanitize_name(response.content_type, 100)}, which is not fetched"
             )
         content = bytearray()
-        if (response.content_length or 0) <= self._limits.bytes:
+        if (response.content_length or 0) <= self._settings.fetch_bytes:
             async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
                 reserve_memory(len(chunk))
                 content += chunk
-                if len(content) > self._limits.bytes:
+                if len(content) > self._settings.fetch_bytes:
                     break
             else:
                 return bytes(content)
-        raise _make_rejection(f"it is larger than {self._limits.bytes:,} bytes")
+        raise _make_rejection(f"it is larger than {self._settings.fetch_bytes:,} bytes")
 
     async def _resolve_allowed(self, url: URL) -> list[str]:
         """Resolve the host to the IP addresses that are allowed. Raises UrlRejected if there is none."""
@@ -165,11 +146,10 @@ class UrlPassthrough:
     """Passes URLs on to the model server, which fetches them itself.
 
     URLs that name a non-public address are rejected; what a host name resolves to, only the model server knows.
-    private_networks: private networks that are allowed nevertheless.
     """
 
-    def __init__(self, private_networks: tuple[IpNetwork, ...] = ()) -> None:
-        self._addresses = AddressPolicy(private_networks)
+    def __init__(self, settings: InputSettings) -> None:
+        self._addresses = AddressPolicy(parse_networks(settings.fetch_private_networks))
 
     def check(self, url: str) -> None:
         """Raises UrlRejected."""

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta, Raw
 
 from fumehood.protocol.openai.passthrough_fields import SAMPLING_FIELDS, reserved_fields
+from fumehood.setting_types import Seconds
 
 _EXAMPLE_URL = "http://127.0.0.1:8000/v1"
 _FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.:-]{0,63}")
@@ -21,7 +22,6 @@ _RESERVED_FIELDS = {
 }
 
 type RequestFields = dict[str, object]
-type TimeoutSeconds = Annotated[float, Meta(gt=0, le=86_400)]
 
 
 class Secret:
@@ -90,8 +90,8 @@ class ModelSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     encrypted_reasoning: bool = True
     pass_tools: list[str] = []
     pass_fields: Annotated[list[str], Meta(max_length=100)] = []
-    connect_timeout: TimeoutSeconds = 10.0
-    read_timeout: TimeoutSeconds = 600.0
+    connect_timeout: Seconds = 10.0
+    read_timeout: Seconds = 600.0
     retries: Annotated[int, Meta(ge=0, le=10)] = 2
     trace_context: bool = True
     extra_body: RequestFields = {}

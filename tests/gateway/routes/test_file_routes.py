@@ -8,7 +8,7 @@ import pytest_asyncio
 
 from fumehood.files.uploaded_files import UploadSettings
 from fumehood.gateway.request_limits import RequestLimits
-from fumehood.interfaces import Caller, FileTotals
+from fumehood.interfaces import Caller
 from fumehood.protocol.api_keys import ApiKeyLimits
 from fumehood.protocol.openai.page_query import PageQuery
 from tests.support.multipart_bodies import BOUNDARY, form, form_type, part
@@ -24,7 +24,7 @@ AT_ONCE = 3
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[UploadGateway]:
     settings = UploadSettings(
-        file_bytes=FILE_BYTES, tenant_quota=FileTotals(50, 3_000_000), concurrent_uploads=AT_ONCE
+        file_bytes=FILE_BYTES, tenant_files=50, tenant_bytes=3_000_000, concurrent_uploads=AT_ONCE
     )
     async with run_upload_gateway(tmp_path_factory.mktemp("files"), settings) as upload_gateway:
         yield upload_gateway

@@ -14,7 +14,6 @@ from openai import AsyncOpenAI
 from openai.resources.files import AsyncFiles
 
 from fumehood.files.uploaded_files import UploadSettings
-from fumehood.interfaces import FileTotals
 from tests.support.upload_gateway import UploadGateway, run_upload_gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -24,7 +23,7 @@ PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256)) * 4000
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def upload_gateway(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[UploadGateway]:
-    settings = UploadSettings(file_bytes=2_000_000, tenant_quota=FileTotals(200, 20_000_000))
+    settings = UploadSettings(file_bytes=2_000_000, tenant_files=200, tenant_bytes=20_000_000)
     async with run_upload_gateway(tmp_path_factory.mktemp("files"), settings) as upload_gateway:
         yield upload_gateway
 
