@@ -29,14 +29,12 @@ from fumehood.protocol.model_turns import (
 from fumehood.protocol.openai.items import CodeInterpreterCall, CodeInterpreterLogs
 from fumehood.protocol.openai.responses import CreateResponse, IncompleteDetails, Response
 from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
-from fumehood.telemetry.content_capture import (
-    CAPTURE_PROFILES,
+from fumehood.telemetry.content_capture import CAPTURE_PROFILES, ContentCapture, ProfileName
+from fumehood.telemetry.semantic_conventions import (
     INPUT_MESSAGES,
     OUTPUT_MESSAGES,
     SYSTEM_INSTRUCTIONS,
     TOOL_DEFINITIONS,
-    ContentCapture,
-    ProfileName,
 )
 from fumehood.telemetry.span_records import RunRecord, SpanRecord, ToolCallRecord, TurnRecord
 from tests.support.turn_records import start_turn

@@ -10,8 +10,9 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from fumehood.protocol.model_turns import ModelRequest, ModelTextDelta, ModelTurnEnded, SamplingParameters
 from fumehood.protocol.openai.responses import Usage
-from fumehood.telemetry.content_capture import INPUT_MESSAGES, OUTPUT_MESSAGES, ContentCapture
+from fumehood.telemetry.content_capture import ContentCapture
 from fumehood.telemetry.log_events import LogEventEmitter
+from fumehood.telemetry.semantic_conventions import INPUT_MESSAGES, OUTPUT_MESSAGES
 from fumehood.telemetry.span_records import (
     RecordDispatcher,
     SandboxTimingRecord,

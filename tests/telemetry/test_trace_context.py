@@ -61,7 +61,8 @@ def extract_tracestate(*values: str) -> str:
         f" \t{PARENT}\t ",
         f"00-{TRACE}-{SPAN}-ff",
         f"01-{TRACE}-{SPAN}-01",
-        f"cc-{TRACE}-{SPAN}-01-what-the-future-will-bring",
+        f"cc-{TRACE}-{SPAN}-01-a-later-version",
+        f"00-{TRACE}-{SPAN}-01\n",
     ],
 )
 def test_a_parent_is_read(parent: str) -> None:
@@ -69,7 +70,6 @@ def test_a_parent_is_read(parent: str) -> None:
     assert found is not None
     assert (f"{found.trace_id:032x}", f"{found.span_id:016x}") == (TRACE, SPAN)
     assert found.is_remote
-    assert found.trace_flags & ~3 == 0
     assert found.trace_flags.sampled
 
 
@@ -86,7 +86,6 @@ def test_a_parent_is_read(parent: str) -> None:
         f"00-{TRACE.upper()}-{SPAN}-01",
         f"00-{TRACE[1:]}-{SPAN}-01",
         f"00-{TRACE}-{SPAN}-1",
-        f"00-{TRACE}-{SPAN}-01\n",
         f"00-{TRACE}-{SPAN}-0é",
         f"{PARENT},{PARENT}",
         f"cc-{TRACE}-{SPAN}-01-{'x' * 512}",
@@ -116,11 +115,14 @@ def test_two_parents_are_none() -> None:
         (["a=é"], ""),
         ([f"{'k' * 257}=1"], ""),
         ([f"a={'v' * 256},b={'v' * 250}"], f"a={'v' * 256},b={'v' * 250}"),
-        ([f"a={'v' * 256},b={'v' * 254}"], ""),
+        ([",".join(f"k{n}={'v' * 256}" for n in range(32))], ""),
     ],
 )
-def test_a_state_is_read_whole_or_not_at_all(values: list[str], read: str) -> None:
+def test_a_tracestate_is_read_whole_or_not_at_all_and_not_logged(
+    values: list[str], read: str, caplog: pytest.LogCaptureFixture
+) -> None:
     assert extract_tracestate(*values) == read
+    assert caplog.text == ""
 
 
 @given(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 from urllib.parse import urlsplit
 
 try:
@@ -42,23 +42,20 @@ from fumehood.message_parts import (
     ToolCallPart,
     ToolCallResponsePart,
     from_vendor,
-    infer_finish_reason,
-    redact_parts,
-    replace_inline_data,
-    to_messages,
-    to_representation,
-    truncate_parts,
 )
+from fumehood.telemetry.message_writer import MessageWriter
 from fumehood.telemetry.semantic_conventions import (
-    CAPTURE_CONTENT_VARIABLE,
     DURATION_BUCKETS,
+    INPUT_MESSAGES,
     MAX_CONTENT_BYTES,
-    PROPAGATORS_VARIABLE,
+    OUTPUT_MESSAGES,
     TOKEN_BUCKETS,
+    TOOL_CALL_ARGUMENTS,
+    TOOL_CALL_RESULT,
     map_finish_reason,
+    propagates_trace_context,
+    read_capture_targets,
 )
-
-_CAPTURE_VALUES = frozenset({"true", "span_only", "span_and_event"})
 
 CONTAINER_IDS = "fumehood.container.ids"
 MEMORY_LIMIT = "fumehood.container.memory_limit"
@@ -122,11 +119,11 @@ class ClientTelemetry:
             explicit_bucket_boundaries_advisory=TOKEN_BUCKETS,
         )
         if capture_content is None:
-            capture_content = os.environ.get(CAPTURE_CONTENT_VARIABLE, "").lower() in _CAPTURE_VALUES
+            capture_content, _ = read_capture_targets(os.environ)
         self._content_recorder = (
             _ContentRecorder(representation, redact, max_content_bytes) if capture_content else None
         )
-        self._propagates = "tracecontext" in _enabled_propagators() if propagate is None else propagate
+        self._propagates = propagates_trace_context(os.environ) if propagate is None else propagate
 
     # ---- the observer ---------------------------------------------------------------------------
 
@@ -169,9 +166,9 @@ class ClientTelemetry:
             headers: dict[str, str] = {}
             if self._propagates:
                 _W3C.inject(headers)
-            if self._content_recorder is not None:
-                self._content_recorder.record_input(step.span, event.request)
-            yield _RequestObservation(step, self._token_usage, self._content_recorder, parent, headers)
+            if recorder := self._recorder_for(step.span):
+                recorder.record_items(step.span, INPUT_MESSAGES, event.request.get("input"))
+            yield _RequestObservation(step, self._token_usage, recorder, parent, headers)
 
     @contextmanager
     def observe_tool_call(self, call: ToolCallStarted) -> Generator[None]:
@@ -186,7 +183,7 @@ class ClientTelemetry:
         with self._start_step(name, SpanKind.INTERNAL, attributes, span_attributes) as step:
             evaluation = _evaluation.get()
             if evaluation is not None:
-                evaluation.running_function = _RunningFunction(step, call)
+                evaluation.running_function = step, call
             try:
                 yield
             finally:
@@ -211,20 +208,20 @@ class ClientTelemetry:
                 self._record_tool_invoked(event)
             case PromptRendered():
                 _current_span().add_event("fumehood.prompt_rendered")
-            case PromptExecuted() if self._content_recorder is not None:
-                self._content_recorder.record_answer(_current_span(), event.result.text)
+            case PromptExecuted():
+                span = _current_span()
+                if recorder := self._recorder_for(span):
+                    recorder.record_answer(span, event.result.text)
             case _:
                 pass
 
     def _record_tool_invoked(self, event: ToolInvoked) -> None:
         evaluation = _evaluation.get()
-        running = evaluation.running_function if evaluation else None
-        if running is not None and (running.call.name, running.call.call_id) == (event.name, event.call_id):
-            if not event.result.success:
-                running.step.set_error("failed")
-            if self._content_recorder is not None:
-                self._content_recorder.record_call(running.step.span, event)
-            return
+        if evaluation is not None and evaluation.running_function is not None:
+            step, call = evaluation.running_function
+            if (call.name, call.call_id) == (event.name, event.call_id):
+                self._record_function_result(step, event)
+                return
         attributes: Attributes = {
             "gen_ai.tool.name": event.name,
             "gen_ai.tool.type": "extension",
@@ -235,6 +232,15 @@ class ClientTelemetry:
         if isinstance(container := getattr(event.params, "container_id", None), str):
             attributes[CONTAINER_IDS] = [container]
         _current_span().add_event("fumehood.tool_invoked", attributes)
+
+    def _record_function_result(self, step: "_SpanStep", event: ToolInvoked) -> None:
+        if not event.result.success:
+            step.set_error("failed")
+        if recorder := self._recorder_for(step.span):
+            recorder.record_call(step.span, event)
+
+    def _recorder_for(self, span: Span) -> "_ContentRecorder | None":
+        return self._content_recorder if span.is_recording() else None
 
     # ---- spans --------------------------------------------------------------------------------
 
@@ -256,11 +262,6 @@ class ClientTelemetry:
             duration = self._durations.get(str(attributes["gen_ai.operation.name"]), self._durations["chat"])
             duration.record(time.perf_counter() - started, step.metric_attributes)
             span.end()
-
-
-def _enabled_propagators() -> list[str]:
-    names = os.environ.get(PROPAGATORS_VARIABLE) or "tracecontext"
-    return [name.strip() for name in names.split(",")]
 
 
 def _create_duration_histogram(meter: metrics.Meter, name: str, description: str) -> Histogram:
@@ -323,18 +324,12 @@ class _EvaluationSpan:
     session: Attributes
     usage: TokenUsage = field(default_factory=TokenUsage)
     containers: set[str] = field(default_factory=set[str])
-    running_function: "_RunningFunction | None" = None
+    running_function: tuple[_SpanStep, ToolCallStarted] | None = None
 
     def record_totals(self) -> None:
         _set_usage_attributes(self.span, self.usage)
         if self.containers:
             self.span.set_attribute(CONTAINER_IDS, sorted(self.containers))
-
-
-@dataclass(frozen=True)
-class _RunningFunction:
-    step: _SpanStep
-    call: ToolCallStarted
 
 
 _evaluation: ContextVar[_EvaluationSpan | None] = ContextVar("fumehood_evaluation", default=None)
@@ -365,12 +360,13 @@ class _RequestObservation:
             span.set_attribute(REQUEST_ID, response.request_id)
         if response.container_ids:
             span.set_attribute(CONTAINER_IDS, response.container_ids)
-        span.set_attribute("gen_ai.response.finish_reasons", [_finish_reason(response)])
+        finish_reason = _finish_reason(response)
+        span.set_attribute("gen_ai.response.finish_reasons", [finish_reason])
         if response.finish_reason in ("failed", "cancelled"):
             self.step.set_error(response.finish_reason)
         self._record_usage(response)
         if self.content_recorder is not None:
-            self.content_recorder.record_output(span, response)
+            self.content_recorder.record_items(span, OUTPUT_MESSAGES, response.output, finish_reason)
 
     def _record_usage(self, response: ModelResponseReceived) -> None:
         if self.evaluation is not None:
@@ -396,78 +392,52 @@ def _finish_reason(response: ModelResponseReceived) -> str:
 
 
 class _ContentRecorder:
-    """Writes content to span attributes. A failure costs the attribute, never the evaluation."""
+    """Writes content to attributes of spans that are recorded. A failure costs the attribute, never the evaluation."""
 
     def __init__(self, representation: str, redact: Callable[[str], str] | None, max_bytes: int) -> None:
-        self._representation = representation
-        self._redactor = redact
+        self._message_writer = MessageWriter(representation, redact)
+        self._call_writer = MessageWriter("option1", redact)
         self._max_bytes = max_bytes
 
-    def record_input(self, span: Span, request: Mapping[str, Any]) -> None:
-        def build() -> str:
-            parts = self._redact(from_vendor("openai", _as_item_list(request.get("input"))))
-            return self._dump_messages(parts)
-
-        self._set_attribute(span, "gen_ai.input.messages", build)
-
-    def record_output(self, span: Span, response: ModelResponseReceived) -> None:
-        def build() -> str:
-            parts = self._redact(from_vendor("openai", _as_item_list(response.output)))
-            reason = response.finish_reason
-            return self._dump_messages(
-                parts, infer_finish_reason(parts) if reason == "stop" else map_finish_reason(reason)
-            )
-
-        self._set_attribute(span, "gen_ai.output.messages", build)
+    def record_items(
+        self, span: Span, attribute: str, items: object, finish_reason: str | None = None
+    ) -> None:
+        with _log_failure(attribute):
+            parts = from_vendor("openai", cast(list[Json], items)) if isinstance(items, list) else []
+            self._set_messages(span, attribute, parts, finish_reason)
 
     def record_answer(self, span: Span, text: str | None) -> None:
-        def build() -> str:
-            return self._dump_messages(self._redact([TextPart(content=text or "")]), "stop")
-
-        self._set_attribute(span, "gen_ai.output.messages", build)
+        with _log_failure(OUTPUT_MESSAGES):
+            self._set_messages(span, OUTPUT_MESSAGES, [TextPart(content=text or "")], "stop")
 
     def record_call(self, span: Span, event: ToolInvoked) -> None:
         """Record the arguments of a function, and its result as the model reads it."""
-
-        def arguments() -> str:
+        with _log_failure(TOOL_CALL_ARGUMENTS):
             value = event.params if isinstance(event.params, str) else serde.to_builtins(event.params)
-            call = ToolCallPart(kind="function", name=event.name, payload={"arguments": cast(Json, value)})
-            return json.dumps(self._payload(call, "tool_call")["arguments"])
+            call = ToolCallPart(kind="function", name=event.name, payload={"arguments": value})
+            self._set_payload(span, TOOL_CALL_ARGUMENTS, call, ("tool_call", "arguments"))
+        with _log_failure(TOOL_CALL_RESULT):
+            result = ToolCallResponsePart(
+                kind="function", payload={"result": json.loads(event.rendered_output)}
+            )
+            self._set_payload(span, TOOL_CALL_RESULT, result, ("response", "result"))
 
-        def result() -> str:
-            value = cast(Json, json.loads(event.rendered_output))
-            response = ToolCallResponsePart(kind="function", payload={"result": value})
-            return json.dumps(self._payload(response, "response")["result"])
-
-        self._set_attribute(span, "gen_ai.tool.call.arguments", arguments)
-        self._set_attribute(span, "gen_ai.tool.call.result", result)
-
-    def _payload(self, part: Part, member: str) -> JsonObject:
-        (truncated,) = truncate_parts(to_representation("option1", self._redact([part])), self._max_bytes)
-        return cast(JsonObject, truncated[member])
-
-    def _redact(self, parts: list[Part]) -> list[Part]:
-        bare = replace_inline_data(parts)
-        return bare if self._redactor is None else redact_parts(bare, self._redactor)
-
-    def _dump_messages(self, parts: list[Part], finish_reason: str | None = None) -> str:
-        messages = to_messages(self._representation, parts, finish_reason)
-        share = self._max_bytes // max(1, len(messages))
-        return json.dumps(
-            [
-                {**message, "parts": truncate_parts(cast(list[JsonObject], message["parts"]), share)}
-                for message in messages
-            ]
+    def _set_messages(
+        self, span: Span, attribute: str, parts: list[Part], finish_reason: str | None = None
+    ) -> None:
+        messages = self._message_writer.write_messages(
+            parts, self._max_bytes, finish_reason, keep_vendor_items=True
         )
+        span.set_attribute(attribute, json.dumps(messages))
 
-    def _set_attribute(self, span: Span, attribute: str, build_value: Callable[[], str]) -> None:
-        if not span.is_recording():
-            return
-        try:
-            span.set_attribute(attribute, build_value())
-        except Exception as error:
-            _log.warning("%s was not recorded in a span: %s", attribute, type(error).__name__)
+    def _set_payload(self, span: Span, attribute: str, part: Part, path: tuple[str, str]) -> None:
+        (written,) = self._call_writer.write_parts([part], self._max_bytes)
+        span.set_attribute(attribute, json.dumps(cast(JsonObject, written[path[0]])[path[1]]))
 
 
-def _as_item_list(items: object) -> list[Json]:
-    return cast(list[Json], items) if isinstance(items, list) else []
+@contextmanager
+def _log_failure(attribute: str) -> Generator[None]:
+    try:
+        yield
+    except Exception as error:
+        _log.warning("%s was not recorded in a span: %s", attribute, type(error).__name__)

@@ -11,34 +11,32 @@ from typing import Literal, override
 import msgspec
 
 from fumehood.message_parts import (
-    SOURCE_FIELD,
-    TRUNCATED_PART_TYPE,
     Json,
     JsonObject,
     Part,
     ReasoningPart,
     TextPart,
     ToolCallPart,
-    ToolCallResponsePart,
     from_vendor,
     infer_finish_reason,
-    redact_parts,
-    replace_inline_data,
-    to_messages,
-    to_representation,
-    truncate_parts,
-    validate,
 )
 from fumehood.protocol import model_turns
 from fumehood.protocol.openai.responses import CreateResponse, Response
-from fumehood.telemetry.semantic_conventions import MAX_CONTENT_BYTES, map_finish_reason
+from fumehood.telemetry.message_writer import MessageWriter
+from fumehood.telemetry.semantic_conventions import (
+    INPUT_MESSAGES,
+    MAX_CONTENT_BYTES,
+    OUTPUT_MESSAGES,
+    SYSTEM_INSTRUCTIONS,
+    TOOL_CALL_ARGUMENTS,
+    TOOL_CALL_RESULT,
+    TOOL_DEFINITIONS,
+    map_finish_reason,
+)
 from fumehood.telemetry.span_records import RecordListener, RunRecord, SpanRecord, ToolCallRecord, TurnRecord
 
 _READ_FACTOR = 4  # reads up to this many times the bytes that are recorded
 
-INPUT_MESSAGES, OUTPUT_MESSAGES = "gen_ai.input.messages", "gen_ai.output.messages"
-SYSTEM_INSTRUCTIONS, TOOL_DEFINITIONS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
-TOOL_CALL_ARGUMENTS, TOOL_CALL_RESULT = "gen_ai.tool.call.arguments", "gen_ai.tool.call.result"
 
 type ProfileName = Literal["option1", "option2", "option3", "option3-alternative", "phoenix"]
 
@@ -82,9 +80,10 @@ class ContentCapture(RecordListener):
     ) -> None:
         self.in_spans = in_spans
         self.in_events = in_events
-        self._profile = CAPTURE_PROFILES[profile]
+        self._keeps_vendor_items = CAPTURE_PROFILES[profile].keeps_vendor_items
+        self._writer = MessageWriter(CAPTURE_PROFILES[profile].representation, redact)
         self._max_bytes = max_bytes
-        self._redactor = redact
+        self._redacts = redact is not None
 
     @override
     def on_end(self, record: SpanRecord) -> None:
@@ -117,12 +116,14 @@ class ContentCapture(RecordListener):
         content = self._capture_request(input_parts, dropped, instructions, tools)
         if response is not None:
             parts = from_vendor("openai", msgspec.json.decode(msgspec.json.encode(response.output)))
-            content[OUTPUT_MESSAGES] = self._build_messages(
-                parts,
-                self._max_bytes // 2,
-                _finish_reason_of_response(response, parts),
-                keep_vendor_items=self._profile.keeps_vendor_items,
-            )
+            content[OUTPUT_MESSAGES] = [
+                *self._writer.write_messages(
+                    parts,
+                    self._max_bytes // 2,
+                    _finish_reason_of_response(response, parts),
+                    keep_vendor_items=self._keeps_vendor_items,
+                )
+            ]
         return content
 
     def _capture_turn(self, request: model_turns.ModelRequest, turn: TurnRecord) -> JsonObject:
@@ -143,107 +144,34 @@ class ContentCapture(RecordListener):
             {"type": each.type, "name": each.name or each.type} for each in request.other_tools
         ]
         content = self._capture_request(_parts_of_items(raws), dropped, instructions, [*functions, *others])
-        content[OUTPUT_MESSAGES] = self._build_messages(
-            _parts_of_turn(turn.events or ()), self._max_bytes // 2, turn.finish_reason or "error"
-        )
+        content[OUTPUT_MESSAGES] = [
+            *self._writer.write_messages(
+                _parts_of_turn(turn.events or ()), self._max_bytes // 2, turn.finish_reason or "error"
+            )
+        ]
         return content
 
     def _capture_call(self, call: ToolCallRecord) -> JsonObject:
         content: JsonObject = {}
         for name, text in ((TOOL_CALL_ARGUMENTS, call.arguments), (TOOL_CALL_RESULT, call.output)):
             if text:
-                redacted = self._redact_parts([TextPart(content=text)])
-                parts = truncate_parts(
-                    to_representation(self._profile.representation, redacted), self._max_bytes // 2
-                )
+                parts = self._writer.write_parts([TextPart(content=text)], self._max_bytes // 2)
                 content[name] = "" if not parts else parts[0].get("content", "")
         return content
 
     def _capture_request(
         self, input_parts: list[Part], dropped: int, instructions: list[Part], tools: list[JsonObject]
     ) -> JsonObject:
-        content: JsonObject = {
-            INPUT_MESSAGES: self._build_messages(input_parts, self._max_bytes // 4, None, dropped)
-        }
+        messages = self._writer.write_messages(input_parts, self._max_bytes // 4, dropped_count=dropped)
+        content: JsonObject = {INPUT_MESSAGES: [*messages]}
+        share = self._max_bytes // 8
         if instructions:
-            parts = _drop_sources(
-                to_representation(self._profile.representation, self._redact_parts(instructions))
-            )
-            content[SYSTEM_INSTRUCTIONS] = [*truncate_parts(parts, self._max_bytes // 8)]
+            content[SYSTEM_INSTRUCTIONS] = [*self._writer.write_parts(instructions, share)]
         if tools:
-            content[TOOL_DEFINITIONS] = [
-                *_fit_tool_definitions(self._redact_tool_definitions(tools), self._max_bytes // 8)
-            ]
+            if self._redacts:
+                tools = [{"type": tool["type"], "name": tool["name"]} for tool in tools]
+            content[TOOL_DEFINITIONS] = [*_fit_tool_definitions(tools, share)]
         return content
-
-    # ---- redaction and limits ---------------------------------------------------------------------
-
-    def _redact_parts(self, parts: list[Part]) -> list[Part]:
-        parts = replace_inline_data(parts)
-        return parts if self._redactor is None else redact_parts(parts, self._redactor)
-
-    def _redact_tool_definitions(self, tools: list[JsonObject]) -> list[JsonObject]:
-        if self._redactor is None:
-            return tools
-        return [{"type": tool["type"], "name": tool["name"]} for tool in tools]
-
-    def _build_messages(
-        self,
-        parts: list[Part],
-        max_bytes: int,
-        finish_reason: str | None,
-        dropped_count: int = 0,
-        *,
-        keep_vendor_items: bool = False,
-    ) -> list[Json]:
-        if dropped_count:
-            call_ids = {part.call_id for part in parts if isinstance(part, ToolCallPart)}
-            parts = [
-                part
-                for part in parts
-                if not isinstance(part, ToolCallResponsePart) or part.call_id in call_ids
-            ]
-        messages = to_messages(self._profile.representation, self._redact_parts(parts), finish_reason)
-        message_bytes = max_bytes // max(1, len(messages))
-        messages = [
-            _truncate_message(message, message_bytes, keep_vendor_items=keep_vendor_items)
-            for message in messages
-        ]
-        while messages and (_json_size(messages) > max_bytes or validate([*messages])):
-            half = max(1, len(messages) // 2)
-            dropped_count += sum(len(_parts_of(message)) for message in messages[:half])
-            messages = messages[half:]
-        if dropped_count:
-            notice: JsonObject = {
-                "role": "system",
-                "parts": [{"type": TRUNCATED_PART_TYPE, "parts": dropped_count}],
-            }
-            messages.insert(
-                0, notice if finish_reason is None else {**notice, "finish_reason": finish_reason}
-            )
-        return [*messages]
-
-
-def _json_size(value: Json | Sequence[JsonObject]) -> int:
-    return len(json.dumps(value))
-
-
-def _parts_of(message: JsonObject) -> list[JsonObject]:
-    parts = message["parts"]
-    return [part for part in parts if isinstance(part, dict)] if isinstance(parts, list) else []
-
-
-def _truncate_message(message: JsonObject, max_bytes: int, *, keep_vendor_items: bool) -> JsonObject:
-    parts = _parts_of(message)
-    return {
-        **message,
-        "parts": [*truncate_parts(parts if keep_vendor_items else _drop_sources(parts), max_bytes)],
-    }
-
-
-def _drop_sources(parts: list[JsonObject]) -> list[JsonObject]:
-    """Drop the vendor items, which only conversion back to the vendor needs."""
-    return [{key: value for key, value in part.items() if key != SOURCE_FIELD} for part in parts]
 
 
 def _fit_tool_definitions(tools: list[JsonObject], max_bytes: int) -> list[JsonObject]:
@@ -252,7 +180,7 @@ def _fit_tool_definitions(tools: list[JsonObject], max_bytes: int) -> list[JsonO
         fitted = (
             tools if keys is None else [{key: tool[key] for key in keys if key in tool} for tool in tools]
         )
-        if _json_size(fitted) <= max_bytes:
+        if len(json.dumps(fitted)) <= max_bytes:
             return fitted
     return [{"type": tool["type"], "name": tool["name"]} for tool in tools[: max_bytes // 300]]
 

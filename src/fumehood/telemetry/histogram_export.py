@@ -51,6 +51,9 @@ class HistogramInstrument:
             point = self._series.setdefault(labels, BucketHistogram(self._bounds))
         return point
 
+    def observe(self, labels: Labels, value: float) -> None:
+        self.series(labels).observe(value)
+
     def collect(self, temporality: AggregationTemporality) -> Metric | None:
         """Return the data points, cumulative or since the last call; None if there are none. Not thread-safe."""
         start, now = self._interval_start, time_ns()

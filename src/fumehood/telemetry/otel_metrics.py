@@ -5,12 +5,11 @@ A turn or a response costs a few additions, a streamed event nothing.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import override
 
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
-from fumehood.metrics import BucketHistogram, GatewayStats
+from fumehood.metrics import GatewayStats
 from fumehood.telemetry.histogram_export import HistogramInstrument, Labels
 from fumehood.telemetry.semantic_conventions import (
     DURATION_BUCKETS,
@@ -62,32 +61,11 @@ class ModelNameLimiter:
         return model
 
 
-@dataclass(frozen=True, slots=True)
-class _TurnHistograms:
-    """The histograms of successful turns of one model at one server, cached to look them up once a turn."""
-
-    labels: Labels
-    durations: BucketHistogram
-    first_chunks: BucketHistogram
-    chunks: BucketHistogram
-    input_tokens: BucketHistogram
-    output_tokens: BucketHistogram
-
-
-@dataclass(frozen=True, slots=True)
-class _RunHistograms:
-    """The histograms of successful responses, by requested and answering model."""
-
-    labels: Labels
-    agent_labels: Labels
-    requests: BucketHistogram
-    agents: BucketHistogram
-    first_tokens: BucketHistogram
-    each_token: BucketHistogram
-
-
 class OtelMetrics(RecordListener):
-    """Counts ended records. `HistogramMetricExporter` reads `instruments`."""
+    """Records the `gen_ai.*` histograms (tokens, durations, time to first token) when a run, turn or tool call ends.
+
+    `HistogramMetricExporter` reads `instruments`.
+    """
 
     needs_chunk_times = True
 
@@ -133,10 +111,6 @@ class OtelMetrics(RecordListener):
             "Hosted tool calls per response.",
             _COUNT_BUCKETS,
         )
-        self._agent_turn_counts, self._agent_call_counts = (
-            self._agent_turns.series(()),
-            self._agent_calls.series(()),
-        )
         self._tool_call_durations = _duration_histogram(
             "gen_ai.execute_tool.duration", "Duration of hosted tool calls."
         )
@@ -145,8 +119,6 @@ class OtelMetrics(RecordListener):
             "Duration of acquiring a sandbox, installing packages, running code, finding files.",
             _PHASE_BUCKETS,
         )
-        self._turn_histograms: dict[tuple[str, tuple[str, int] | None], _TurnHistograms] = {}
-        self._run_histograms: dict[tuple[str, str | None], _RunHistograms] = {}
         self.sandbox_starts = Counter[str]()
 
     @property
@@ -163,96 +135,60 @@ class OtelMetrics(RecordListener):
             self._record_run(record)
         elif isinstance(record, ToolCallRecord):
             labels: Labels = (("gen_ai.tool.name", record.name), ("gen_ai.tool.type", "extension"))
-            self._tool_call_durations.series(_add_error_label(labels, record)).observe(record.seconds)
+            self._tool_call_durations.observe(_add_error_label(labels, record), record.seconds)
         elif isinstance(record, SandboxTimingRecord):
             self._record_timing(record)
 
     def _record_turn(self, turn: TurnRecord) -> None:
-        server, end, seconds = turn.server, turn.end, turn.seconds
-        series = self._turn_histograms.get((turn.model, server))
-        if series is None:
-            model = self._model_names.label(turn.model, has_answered=end is not None)
-            series = self._turn_histograms.get((model, server)) or self._create_turn_histograms(model, server)
-        if turn.error:
-            self._turn_durations.series(_add_error_label(series.labels, turn)).observe(seconds)
-        else:
-            series.durations.observe(seconds)
-        if turn.time_to_first_chunk and turn.streamed:
-            series.first_chunks.observe(turn.time_to_first_chunk / 1e9)
-            if turn.chunk_times is not None:
-                series.chunks.merge(turn.take_chunk_intervals())
-        if end is not None and end.usage is not None:
-            series.input_tokens.observe(end.usage.input_tokens)
-            series.output_tokens.observe(end.usage.output_tokens)
-
-    def _create_turn_histograms(self, model: str, server: tuple[str, int] | None) -> "_TurnHistograms":
         labels: Labels = (
             ("gen_ai.operation.name", "chat"),
-            ("gen_ai.provider.name", map_provider(server)),
-            ("gen_ai.request.model", model),
+            ("gen_ai.provider.name", map_provider(turn.server)),
+            (
+                "gen_ai.request.model",
+                self._model_names.label(turn.model, has_answered=turn.end is not None),
+            ),
         )
-        if server is not None:
-            labels += (("server.address", server[0]), ("server.port", server[1]))
-        self._turn_histograms[model, server] = series = _TurnHistograms(
-            labels,
-            durations=self._turn_durations.series(labels),
-            first_chunks=self._time_to_first_chunk.series(labels),
-            chunks=self._time_per_output_chunk.series(labels),
-            input_tokens=self._token_usage.series((*labels, ("gen_ai.token.type", "input"))),
-            output_tokens=self._token_usage.series((*labels, ("gen_ai.token.type", "output"))),
-        )
-        return series
+        if turn.server is not None:
+            labels += (("server.address", turn.server[0]), ("server.port", turn.server[1]))
+        self._turn_durations.observe(_add_error_label(labels, turn), turn.seconds)
+        if turn.time_to_first_chunk and turn.streamed:
+            self._time_to_first_chunk.observe(labels, turn.time_to_first_chunk / 1e9)
+            if turn.chunk_times is not None:
+                self._time_per_output_chunk.series(labels).merge(turn.take_chunk_intervals())
+        usage = None if turn.end is None else turn.end.usage
+        if usage is not None:
+            self._token_usage.observe((*labels, ("gen_ai.token.type", "input")), usage.input_tokens)
+            self._token_usage.observe((*labels, ("gen_ai.token.type", "output")), usage.output_tokens)
 
     def _record_run(self, run: RunRecord) -> None:
-        summary, has_answered, seconds = run.response_summary, bool(run.time_to_first_token), run.seconds
-        answering = None if summary is None else summary.model
-        series = None if run.model is None else self._run_histograms.get((run.model, answering))
-        if series is None:
-            model = self._model_names.label(run.model, has_answered=has_answered)
-            if answering is not None:
-                answering = self._model_names.label(answering, has_answered=has_answered)
-            series = self._run_histograms.get((model, answering)) or self._create_run_histograms(
-                model, answering
-            )
-        if run.error:
-            self._request_durations.series(_add_error_label(series.labels, run)).observe(seconds)
-            self._agent_durations.series(_add_error_label(series.agent_labels, run)).observe(seconds)
-        else:
-            series.requests.observe(seconds)
-            series.agents.observe(seconds)
-        if run.turns:
-            self._agent_turn_counts.observe(run.turns)
-            self._agent_call_counts.observe(run.calls)
-        if run.error or summary is None or not has_answered or not run.streamed:
-            return
-        series.first_tokens.observe(run.time_to_first_token / 1e9)
-        after_first = (0 if summary.usage is None else summary.usage.output_tokens) - run.turns
-        if after_first > 0:
-            series.each_token.observe(run.generation_time / 1e9 / after_first)
-
-    def _create_run_histograms(self, model: str, answering: str | None) -> "_RunHistograms":
+        summary, has_answered = run.response_summary, bool(run.time_to_first_token)
+        model: Labels = (
+            ("gen_ai.request.model", self._model_names.label(run.model, has_answered=has_answered)),
+        )
         labels: Labels = (
             ("gen_ai.operation.name", "invoke_agent"),
             ("gen_ai.provider.name", OWN_PROVIDER),
-            ("gen_ai.request.model", model),
+            *model,
         )
-        if answering is not None:
+        if summary is not None:
+            answering = self._model_names.label(summary.model, has_answered=has_answered)
             labels += (("gen_ai.response.model", answering),)
-        agent_labels: Labels = (("gen_ai.request.model", model),)
-        self._run_histograms[model, answering] = series = _RunHistograms(
-            labels,
-            agent_labels,
-            requests=self._request_durations.series(labels),
-            agents=self._agent_durations.series(agent_labels),
-            first_tokens=self._time_to_first_token.series(labels),
-            each_token=self._time_per_output_token.series(labels),
-        )
-        return series
+        self._request_durations.observe(_add_error_label(labels, run), run.seconds)
+        self._agent_durations.observe(_add_error_label(model, run), run.seconds)
+        if run.turns:
+            self._agent_turns.observe((), run.turns)
+            self._agent_calls.observe((), run.calls)
+        if run.error or summary is None or not has_answered or not run.streamed:
+            return
+        self._time_to_first_token.observe(labels, run.time_to_first_token / 1e9)
+        after_first = (0 if summary.usage is None else summary.usage.output_tokens) - run.turns
+        if after_first > 0:
+            self._time_per_output_token.observe(labels, run.generation_time / 1e9 / after_first)
 
     def _record_timing(self, record: SandboxTimingRecord) -> None:
         timing = record.timing
         labels = _add_error_label((("fumehood.sandbox.phase", timing.name),), record)
-        self._phase_durations.series(labels).observe(record.seconds)
+        self._phase_durations.observe(labels, record.seconds)
         start = timing.attributes.get("start")
         if start is not None:
             self.sandbox_starts[start] += 1

@@ -1,7 +1,6 @@
 """The OpenTelemetry pipeline of one gateway: providers, OTLP exporters and the SDK's environment variables."""
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,7 +32,7 @@ from fumehood.telemetry.instrumentation import (
 )
 from fumehood.telemetry.log_events import LogEventEmitter
 from fumehood.telemetry.otel_metrics import ModelNameLimiter, OtelMetrics
-from fumehood.telemetry.semantic_conventions import CAPTURE_CONTENT_VARIABLE, MAX_CONTENT_BYTES
+from fumehood.telemetry.semantic_conventions import MAX_CONTENT_BYTES, read_capture_targets
 from fumehood.telemetry.span_records import RecordDispatcher, RecordListener
 from fumehood.telemetry.spans import SpanEmitter
 from fumehood.telemetry.trace_context import TraceContextPropagator
@@ -44,23 +43,10 @@ _ENDPOINT_OF = "OTEL_EXPORTER_OTLP_{}_ENDPOINT"
 _CREDENTIAL_PROVIDER = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_CREDENTIAL_PROVIDER"
 _CREDENTIAL_PROVIDER_OF = "OTEL_PYTHON_EXPORTER_OTLP_HTTP_{}_CREDENTIAL_PROVIDER"
 
-# Whether content goes into spans and into events, by the value of CAPTURE_CONTENT_VARIABLE.
-_CAPTURE_TARGETS = {
-    "": (False, False),
-    "false": (False, False),
-    "no_content": (False, False),
-    "true": (True, False),
-    "span_only": (True, False),
-    "event_only": (False, True),
-    "span_and_event": (True, True),
-}
-
 _MAX_RESPONSE_BYTES = 64 << 10
 _READ_SIZE = 4 << 10
 _DEFAULT_TIMEOUT_SECONDS = 10.0
 _SHUTDOWN_SECONDS = 2.0  # for all exporters together, even if a receiver does not respond
-
-logger = logging.getLogger(__name__)
 
 
 class BoundedReadSession(requests.Session):
@@ -171,10 +157,7 @@ class OtlpPipeline:
 
     def _create_content_capture(self, settings: OtlpPipelineSettings) -> ContentCapture | None:
         """Return None unless the operator asks for content."""
-        target = self._environ.get(CAPTURE_CONTENT_VARIABLE, "").strip().lower()
-        if target not in _CAPTURE_TARGETS:
-            logger.warning("%s: %r is not known; no content is recorded", CAPTURE_CONTENT_VARIABLE, target)
-        in_spans, in_events = _CAPTURE_TARGETS.get(target, (False, False))
+        in_spans, in_events = read_capture_targets(self._environ)
         if not in_spans and not in_events:
             return None
         return ContentCapture(

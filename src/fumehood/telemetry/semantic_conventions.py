@@ -1,7 +1,12 @@
-"""OpenTelemetry's GenAI semantic conventions: variables, buckets, provider names and finish reasons."""
+"""OpenTelemetry's GenAI semantic conventions: variables, attributes, buckets, provider names and finish reasons."""
+
+import logging
+from collections.abc import Mapping
 
 CAPTURE_CONTENT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
-PROPAGATORS_VARIABLE = "OTEL_PROPAGATORS"
+INPUT_MESSAGES, OUTPUT_MESSAGES = "gen_ai.input.messages", "gen_ai.output.messages"
+SYSTEM_INSTRUCTIONS, TOOL_DEFINITIONS = "gen_ai.system_instructions", "gen_ai.tool.definitions"
+TOOL_CALL_ARGUMENTS, TOOL_CALL_RESULT = "gen_ai.tool.call.arguments", "gen_ai.tool.call.result"
 MAX_CONTENT_BYTES = 200_000  # backends truncate attributes, or reject spans, beyond 256 KB
 
 # The buckets that the conventions advise for durations in seconds and for tokens.
@@ -34,6 +39,33 @@ _FINISH_REASONS = {
     "failed": "error",
     "cancelled": "error",
 }
+
+# Whether content goes into spans and into events, by the value of CAPTURE_CONTENT_VARIABLE.
+_CAPTURE_TARGETS = {
+    "": (False, False),
+    "false": (False, False),
+    "no_content": (False, False),
+    "true": (True, False),
+    "span_only": (True, False),
+    "event_only": (False, True),
+    "span_and_event": (True, True),
+}
+
+logger = logging.getLogger(__name__)
+
+
+def read_capture_targets(environ: Mapping[str, str]) -> tuple[bool, bool]:
+    """Return whether content goes into spans and into events; neither for an unknown value, which is logged."""
+    target = environ.get(CAPTURE_CONTENT_VARIABLE, "").strip().lower()
+    if target not in _CAPTURE_TARGETS:
+        logger.warning("%s: %r is not known; no content is recorded", CAPTURE_CONTENT_VARIABLE, target)
+    return _CAPTURE_TARGETS.get(target, (False, False))
+
+
+def propagates_trace_context(environ: Mapping[str, str]) -> bool:
+    """Whether `OTEL_PROPAGATORS` includes `tracecontext`, which it does by default."""
+    names = environ.get("OTEL_PROPAGATORS") or "tracecontext"
+    return "tracecontext" in (name.strip() for name in names.split(","))
 
 
 def map_finish_reason(end: str) -> str:
