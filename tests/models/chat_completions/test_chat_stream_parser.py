@@ -38,7 +38,7 @@ def parser(*functions: str, max_line_bytes: int = 1 << 25, decode_repeats: bool 
     return ChatStreamParser(
         UpstreamErrorFactory("m", [SECRET]),
         functions,
-        new_call_id=lambda: f"made_{next(ids)}",
+        make_id=lambda _: f"made_{next(ids)}",
         max_line_bytes=max_line_bytes,
         decode_repeats=decode_repeats,
     )

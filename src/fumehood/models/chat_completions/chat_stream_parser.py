@@ -2,14 +2,15 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import override
 
 import msgspec
 from msgspec import Raw
 
 from fumehood.models.chat_completions.batch_chunk_decoder import BatchChunkDecoder
+from fumehood.models.chat_completions.think_tags import ThinkTagFilter
 from fumehood.models.chat_completions.tool_call_deltas import (
     FunctionDelta,
-    MalformedToolCall,
     ToolCallAssembler,
     ToolCallDelta,
 )
@@ -21,7 +22,6 @@ from fumehood.models.upstream.stream_parser import (
     UpstreamStreamParser,
     make_usage,
 )
-from fumehood.models.upstream.think_tags import ThinkTagFilter
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
 from fumehood.protocol.model_turns import (
     AnyModelEvent,
@@ -106,10 +106,6 @@ class _Chunk(msgspec.Struct):
 _chunk_decoder = msgspec.json.Decoder(_Chunk)
 
 
-def _new_call_id() -> str:
-    return new_id("call")
-
-
 class ChatStreamParser(UpstreamStreamParser[_Chunk]):
     """Parses one turn of Chat Completions.
 
@@ -122,13 +118,13 @@ class ChatStreamParser(UpstreamStreamParser[_Chunk]):
         errors: UpstreamErrorFactory,
         functions: Iterable[str] = (),
         *,
-        new_call_id: Callable[[], str] = _new_call_id,
+        make_id: Callable[[str], str] = new_id,
         max_line_bytes: int = MAX_LINE_BYTES,
         max_bytes: int = MAX_RESPONSE_BYTES,
         decode_repeats: bool = True,
     ) -> None:
         super().__init__(errors, _chunk_decoder, max_line_bytes=max_line_bytes, max_bytes=max_bytes)
-        self._tool_calls = ToolCallAssembler(functions, new_call_id)
+        self._tool_calls = ToolCallAssembler(functions, make_id)
         self._finish_reason: str | None = None
         self._usage: Usage | None = None
         self._repeated_chunks: BatchChunkDecoder | None = None
@@ -144,6 +140,14 @@ class ChatStreamParser(UpstreamStreamParser[_Chunk]):
     @property
     def _is_turn_complete(self) -> bool:
         return self._finish_reason is not None or (self._is_document and self._has_event)
+
+    @override
+    def feed(self, chunk: bytes) -> list[AnyModelEvent]:
+        return self._think_tags.filter_events(super().feed(chunk))
+
+    @override
+    def finish(self) -> list[AnyModelEvent]:
+        return self._think_tags.filter_events(super().finish())
 
     def _parse_block(self, block: bytes, events: list[AnyModelEvent]) -> None:
         """Complete lines: those that repeat in runs, the others one by one."""
@@ -181,10 +185,7 @@ class ChatStreamParser(UpstreamStreamParser[_Chunk]):
         for choice in chunk.choices or ():
             if choice.index:
                 continue  # the request asks for one choice
-            try:
-                self._handle_choice(choice, chunk, payload, events)
-            except MalformedToolCall as error:
-                self.failure = self._errors.invalid_response(str(error))
+            self._handle_choice(choice, chunk, payload, events)
         return self._repeated_chunks is not known and self._repeated_chunks is not None and not self.is_over
 
     def _handle_choice(
@@ -229,11 +230,7 @@ class ChatStreamParser(UpstreamStreamParser[_Chunk]):
                 events.append(ModelTextDelta(part.text))
 
     def _finish_turn(self, events: list[AnyModelEvent]) -> None:
-        try:
-            self._tool_calls.finish(events)
-        except MalformedToolCall as error:
-            self.failure = self._errors.invalid_response(str(error))
-            return
+        self._tool_calls.finish(events)
         reason = _FINISH_REASONS.get(self._finish_reason or "")
         events.append(
             ModelTurnEnded(reason or ("calls" if self._tool_calls.has_calls else "stop"), self._usage)

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from fumehood.models.upstream.stream_parser import arguments_to_json
+from fumehood.models.upstream.stream_parser import (
+    MAX_CALLS,
+    MalformedOutput,
+    arguments_to_json,
+    choose_call_id,
+)
 from fumehood.protocol.model_turns import AnyModelEvent, ModelCallArgumentsDelta, ModelCallStarted
-from fumehood.protocol.openai.ids import MAX_ID_LENGTH
-
-_MAX_CALLS = 128
 
 
 class FunctionDelta(msgspec.Struct):
@@ -23,10 +25,6 @@ class ToolCallDelta(msgspec.Struct):
     index: int | None = None
     id: str | None = None
     function: FunctionDelta | None = None
-
-
-class MalformedToolCall(ValueError):
-    """A tool call that cannot be interpreted; the text says why."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,12 +44,12 @@ class ToolCallAssembler:
     else with its first arguments.
     """
 
-    def __init__(self, names: Iterable[str], new_call_id: Callable[[], str]) -> None:
+    def __init__(self, names: Iterable[str], make_id: Callable[[str], str]) -> None:
         offered = self._offered_names = set(names)
         self._unambiguous_names = {
             name for name in offered if not any(other != name and other.startswith(name) for other in offered)
         }
-        self._new_call_id = new_call_id
+        self._make_id = make_id
         self._calls: list[_ToolCall] = []
         self._by_index: dict[int, _ToolCall] = {}
         self._used_ids: set[str] = set()
@@ -61,7 +59,7 @@ class ToolCallAssembler:
         return bool(self._calls)
 
     def add(self, delta: ToolCallDelta, events: list[AnyModelEvent]) -> None:
-        """Process one delta. Raises MalformedToolCall."""
+        """Process one delta. Raises MalformedOutput."""
         function = delta.function or FunctionDelta()
         known = len(self._calls)
         call = self._find_call(delta, function.name or "")
@@ -83,11 +81,11 @@ class ToolCallAssembler:
             self._emit_start(call, events)
 
     def finish(self, events: list[AnyModelEvent]) -> None:
-        """Emit what is buffered; a call without arguments gets `{}`. Raises MalformedToolCall."""
+        """Emit what is buffered; a call without arguments gets `{}`. Raises MalformedOutput."""
         for call in self._calls:
             if not call.is_started:
                 if not call.name:
-                    raise MalformedToolCall("it called a function without naming it")
+                    raise MalformedOutput("it called a function without naming it")
                 self._emit_start(call, events)
             if not call.has_arguments:
                 call.has_arguments = True
@@ -122,17 +120,14 @@ class ToolCallAssembler:
         return last
 
     def _add_call(self, server_id: str | None) -> _ToolCall:
-        if len(self._calls) >= _MAX_CALLS:
-            raise MalformedToolCall(f"it made more than {_MAX_CALLS} calls in one turn")
+        if len(self._calls) >= MAX_CALLS:
+            raise MalformedOutput(f"it made more than {MAX_CALLS} calls in one turn")
         call = _ToolCall(len(self._calls), server_id or None)
         self._calls.append(call)
         return call
 
     def _emit_start(self, call: _ToolCall, events: list[AnyModelEvent]) -> None:
-        call_id = call.server_id
-        if not call_id or len(call_id) > MAX_ID_LENGTH or call_id in self._used_ids:
-            call_id = self._new_call_id()
-        self._used_ids.add(call_id)
+        call_id = choose_call_id(call.server_id, self._used_ids, self._make_id)
         call.is_started = True
         events.append(ModelCallStarted(call.key, call_id, call.name))
         if call.buffered:

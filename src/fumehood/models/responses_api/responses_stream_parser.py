@@ -14,12 +14,15 @@ from msgspec import Raw
 
 from fumehood.models.responses_api.reasoning_origin import ReasoningOrigin
 from fumehood.models.upstream.stream_parser import (
+    MAX_CALLS,
     MAX_LINE_BYTES,
     MAX_RESPONSE_BYTES,
     InputTokenDetails,
+    MalformedOutput,
     OutputTokenDetails,
     UpstreamStreamParser,
     arguments_to_json,
+    choose_call_id,
     make_usage,
 )
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
@@ -41,11 +44,10 @@ from fumehood.protocol.model_turns import (
     TurnEndReason,
 )
 from fumehood.protocol.openai.api_errors import ModelError
-from fumehood.protocol.openai.ids import MAX_ID_LENGTH, new_id
+from fumehood.protocol.openai.ids import new_id
 from fumehood.protocol.openai.items import MessagePhase, UrlCitationAnnotation
 from fumehood.protocol.openai.responses import Usage
 
-_MAX_CALLS = 128
 _ID_PREFIX = re.compile(r"([a-z]{1,8})_")
 _ITEM_TYPE = re.compile(r"[a-z][a-z_:.-]{0,63}")
 _PHASES: Mapping[str | None, MessagePhase] = {"commentary": "commentary", "final_answer": "final_answer"}
@@ -161,10 +163,6 @@ class _OpenCall:
     has_arguments: bool = False
 
 
-class _MalformedOutput(ValueError):
-    """Output that cannot be interpreted; the text says why."""
-
-
 class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
     """Parses one turn of the Responses API.
 
@@ -196,13 +194,10 @@ class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
     def _handle_event(self, event: _UpstreamEvent, payload: bytes, events: list[AnyModelEvent]) -> bool:  # noqa: ARG002
         self._has_event = True
         handler = _HANDLERS.get(event.type)
-        try:
-            if handler is not None:
-                handler(self, event, events)
-            elif self._is_document or event.error != _NULL or event.object == "error":
-                self._finish_response(event, events)
-        except (_MalformedOutput, msgspec.DecodeError, RecursionError) as error:
-            self.failure = self._errors.invalid_response(str(error))
+        if handler is not None:
+            handler(self, event, events)
+        elif self._is_document or event.error != _NULL or event.object == "error":
+            self._finish_response(event, events)
         return False
 
     def _is_ignorable(self, payload: bytes) -> bool:
@@ -304,14 +299,11 @@ class ResponsesStreamParser(UpstreamStreamParser[_UpstreamEvent]):
 
     def _begin_call(self, key: _ItemKey, item: _Item, events: list[AnyModelEvent]) -> None:
         if not item.name:
-            raise _MalformedOutput("it called a function without naming it")
-        if len(self._call_ids) >= _MAX_CALLS:
-            raise _MalformedOutput(f"it made more than {_MAX_CALLS} calls in one turn")
-        call_id = item.call_id
-        if not call_id or len(call_id) > MAX_ID_LENGTH or call_id in self._call_ids:
-            call_id = self._make_id("call")
+            raise MalformedOutput("it called a function without naming it")
+        if len(self._call_ids) >= MAX_CALLS:
+            raise MalformedOutput(f"it made more than {MAX_CALLS} calls in one turn")
         call = self._open_calls[key] = _OpenCall(len(self._call_ids), item.type == "custom_tool_call")
-        self._call_ids.add(call_id)
+        call_id = choose_call_id(item.call_id, self._call_ids, self._make_id)
         events.append(ModelCallStarted(call.key, call_id, item.name))
 
     def _finish_call(self, key: _ItemKey, full_arguments: str, events: list[AnyModelEvent]) -> None:

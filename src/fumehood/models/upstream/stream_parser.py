@@ -6,13 +6,12 @@ The parsers of the two APIs derive from this one and interpret the events.
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 from msgspec.structs import replace
 
 from fumehood.cpu_worker import WORKER_THRESHOLD_BYTES
-from fumehood.models.upstream.think_tags import ThinkTagFilter
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
 from fumehood.protocol.json_limits import MAX_VALUES, has_too_many_values
 from fumehood.protocol.model_turns import (
@@ -22,10 +21,12 @@ from fumehood.protocol.model_turns import (
     ModelTextDelta,
 )
 from fumehood.protocol.openai.api_errors import ModelError
+from fumehood.protocol.openai.ids import MAX_ID_LENGTH
 from fumehood.protocol.openai.responses import InputTokensDetails, OutputTokensDetails, Usage
 
 MAX_LINE_BYTES = 1 << 25  # also the longest response that is not streamed
 MAX_RESPONSE_BYTES = 1 << 29
+MAX_CALLS = 128  # in one turn
 MAX_TOKEN_COUNT = 1 << 48  # larger counts are clamped
 # Limits between two events that the parser understands: comments, blank lines and fields other than `data`; and
 # payloads of unknown events, which may be images.
@@ -37,6 +38,13 @@ _MAX_LENIENT_BYTES = 1 << 20  # the lenient decoder is slow
 _EVENT_COST = 1 << 10  # what an ignored event counts in addition to its bytes
 _LINE_COST = 1 << 6  # what a line of an event counts in addition to its bytes
 _BOM = b"\xef\xbb\xbf"
+
+
+class MalformedOutput(ValueError):
+    """Output that cannot be interpreted; the text says why."""
+
+
+_MALFORMED = (MalformedOutput, msgspec.DecodeError, RecursionError)
 
 
 class UpstreamStreamParser[Event](ABC):
@@ -71,7 +79,6 @@ class UpstreamStreamParser[Event](ABC):
         self._ignored_bytes = 0
         self._has_event = False
         self._body_ended = False
-        self._think_tags: ThinkTagFilter | None = None  # set while the text may begin with reasoning
 
     @property
     def awaits_usage(self) -> bool:
@@ -91,11 +98,17 @@ class UpstreamStreamParser[Event](ABC):
 
     @abstractmethod
     def _handle_event(self, event: Event, payload: bytes, events: list[AnyModelEvent]) -> bool:
-        """Append the events of one decoded payload. True if `_parse_block` must start again with the rest."""
+        """Append the events of one decoded payload. True if `_parse_block` must start again with the rest.
+
+        Raises MalformedOutput, msgspec.DecodeError.
+        """
 
     @abstractmethod
     def _finish_turn(self, events: list[AnyModelEvent]) -> None:
-        """Append the end of the turn: the server sent [DONE], or closed the connection after a complete turn."""
+        """Append the end of the turn: the server sent [DONE], or closed the connection after a complete turn.
+
+        Raises MalformedOutput.
+        """
 
     @property
     @abstractmethod
@@ -130,12 +143,15 @@ class UpstreamStreamParser[Event](ABC):
             self._buffer_bytes = 0
         if cut < len(chunk):
             self._append_to_buffer(chunk[cut:])
-        self._parse_block(block, events)
+        try:
+            self._parse_block(block, events)
+        except _MALFORMED as error:
+            self.failure = self._errors.invalid_response(str(error))
         if events:
             self._bytes_without_event = self._ignored_bytes = 0
         elif not self.is_over:
             self._count_eventless_block(block)
-        return events if self._think_tags is None else self._filter_think_tags(events)
+        return events
 
     def finish(self) -> list[AnyModelEvent]:
         """Parse the rest at the end of the body, and end the turn or fail."""
@@ -144,25 +160,21 @@ class UpstreamStreamParser[Event](ABC):
             return events
         self._body_ended = True
         rest = b"".join(self._buffer)
-        if self._is_document:
-            self._parse_leniently(rest, events)
-        else:
-            self._parse_lines(rest + b"\n\n", events)
-        if not self.is_over:
-            if self._is_turn_complete:
-                self._finish_turn(events)
-            elif self._has_event:
-                self.failure = self._errors.disconnected()
+        try:
+            if self._is_document:
+                self._parse_leniently(rest, events)
             else:
-                self.failure = self._errors.invalid_response("its response is empty or of another kind")
-        return self._filter_think_tags(events)
-
-    def _filter_think_tags(self, events: list[AnyModelEvent]) -> list[AnyModelEvent]:
-        if self._think_tags is None:
-            return events
-        events = self._think_tags.filter_events(events)
-        if self._think_tags.is_done:
-            self._think_tags = None
+                self._parse_lines(rest + b"\n\n", events)
+            if not self.is_over and self._is_turn_complete:
+                self._finish_turn(events)
+        except _MALFORMED as error:
+            self.failure = self._errors.invalid_response(str(error))
+        if not self.is_over:
+            self.failure = (
+                self._errors.disconnected()
+                if self._has_event
+                else self._errors.invalid_response("its response is empty or of another kind")
+            )
         return events
 
     def _detect_format(self, chunk: bytes) -> bytes:
@@ -359,6 +371,15 @@ def _clamp_token_count(reported: float | None) -> int:
     return (
         min(max(0, int(reported)), MAX_TOKEN_COUNT) if reported is not None and math.isfinite(reported) else 0
     )
+
+
+def choose_call_id(server_id: str | None, used_ids: set[str], make_id: Callable[[str], str]) -> str:
+    """The server's id of a call, or a new one if that is missing, too long or used; adds it to `used_ids`."""
+    call_id = server_id
+    if not call_id or len(call_id) > MAX_ID_LENGTH or call_id in used_ids:
+        call_id = make_id("call")
+    used_ids.add(call_id)
+    return call_id
 
 
 def arguments_to_json(arguments: str | dict[str, object] | None) -> str:

@@ -1,7 +1,5 @@
 """Extracts reasoning that a server leaves in the text between `<think>` tags."""
 
-from collections.abc import Sequence
-
 from fumehood.protocol.model_turns import AnyModelEvent, ModelReasoningDelta, ModelTextDelta
 
 _OPENING = "<think>"
@@ -12,20 +10,22 @@ _MAX_BUFFERED_CHARS = 256  # whitespace before the first tag
 class ThinkTagFilter:
     """Turns a text that begins with `<think>` into reasoning up to `</think>`, delta by delta.
 
-    Tags anywhere else stay text: models also write about them. Once `is_done`, events pass unchanged.
+    Tags anywhere else stay text: models also write about them. After the tag, or without one, events pass unchanged.
     """
 
     def __init__(self) -> None:
-        self.is_done = False
+        self._is_done = False
         self._buffered: list[ModelTextDelta] = []  # text that may be the start of the opening tag
         self._inside_tag = False
         self._tail = ""  # reasoning that may be the start of the closing tag
         self._tag_closed = False
 
-    def filter_events(self, events: Sequence[AnyModelEvent]) -> list[AnyModelEvent]:
+    def filter_events(self, events: list[AnyModelEvent]) -> list[AnyModelEvent]:
+        if self._is_done:
+            return events
         filtered: list[AnyModelEvent] = []
         for event in events:
-            if self.is_done:
+            if self._is_done:
                 filtered.append(event)
             elif isinstance(event, ModelTextDelta):
                 self._handle_text(event, filtered)
@@ -71,12 +71,12 @@ class ThinkTagFilter:
         """Drop the whitespace between reasoning and answer."""
         text = text.lstrip()
         if text:
-            self.is_done = True
+            self._is_done = True
             filtered.append(ModelTextDelta(text))
 
     def _flush(self, filtered: list[AnyModelEvent]) -> None:
         """Emit the buffered text as it is: the text does not begin with a tag, or another event came."""
-        self.is_done = True
+        self._is_done = True
         filtered += self._buffered
         self._buffered.clear()
         if self._tail:
