@@ -1,4 +1,4 @@
-"""A client of OpenAI's Containers and Files APIs, with the output and options of the commands that use it.
+"""A client of OpenAI's Containers and Files APIs, with uploads, downloads and the options of the commands that use it.
 
 Server responses are untrusted: their size is limited, and text is sanitized before it reaches a terminal or the disk.
 """
@@ -10,14 +10,14 @@ import secrets
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, BinaryIO, cast
 from urllib.parse import quote, urlencode, urlsplit
 
 import typer
 
-from fumehood.cli.options import EXIT_UNAVAILABLE
+from fumehood.cli.options import EXIT_UNAVAILABLE, CommandFailed
+from fumehood.cli.tables import print_message, sanitize_text
 
 EPILOG = (
     "The API key is read from FUMEHOOD_API_KEY or OPENAI_API_KEY. Exit codes: 0 success, 1 the server or the disk "
@@ -26,13 +26,10 @@ EPILOG = (
 _KEY_VARIABLES = ("FUMEHOOD_API_KEY", "OPENAI_API_KEY")
 _CHUNK_BYTES = 1 << 18
 _MAX_RESPONSE_BYTES = 64 << 20
-_MAX_MESSAGE_LENGTH = 500
 _PAGE_SIZE = 100
 _TIMEOUT_SECONDS = 60.0
 
 type ApiObject = dict[str, object]
-type TableColumns = Mapping[str, Callable[[ApiObject], str]]
-"""The cells of a table row, by column heading."""
 
 BaseUrlOption = Annotated[
     str,
@@ -42,7 +39,6 @@ BaseUrlOption = Annotated[
         help="The base URL of the server's API.",
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")]
 OutputOption = Annotated[
     Path | None,
     typer.Option("-o", "--output", metavar="PATH", help="A file or a directory; - is standard output."),
@@ -50,14 +46,6 @@ OutputOption = Annotated[
 ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")]
 LimitOption = Annotated[int, typer.Option(metavar="N", min=1, help="List at most this many, newest first.")]
 DEFAULT_URL = "http://127.0.0.1:8080/v1"
-
-
-class CommandFailed(Exception):
-    """The command failed; the text is safe to print."""
-
-
-class ApiUnreachable(Exception):
-    """The server does not answer; the text names its URL."""
 
 
 class ApiClient:
@@ -130,7 +118,7 @@ class ApiClient:
 
     @contextmanager
     def download(self, path: str) -> Generator[tuple[int | None, Iterator[bytes]]]:
-        """The size, if known, and the chunks of a file. Raises ApiUnreachable if the content is incomplete."""
+        """The size, if known, and the chunks of a file. Raises CommandFailed if the content is incomplete."""
         with self._open_request("GET", path) as response:
             yield response.length, self._read_chunks(response)
 
@@ -182,7 +170,9 @@ class ApiClient:
             yield
         except (OSError, http.client.HTTPException) as error:
             reason = sanitize_text(str(error)) or type(error).__name__
-            raise ApiUnreachable(f"{self._display_url} does not answer: {reason}.") from error
+            raise CommandFailed(
+                f"{self._display_url} does not answer: {reason}.", EXIT_UNAVAILABLE
+            ) from error
 
     def _read_chunks(self, response: http.client.HTTPResponse) -> Iterator[bytes]:
         wanted, size = response.length, 0
@@ -320,101 +310,16 @@ def show_progress(title: str, size: int | None) -> Generator[TransferProgress]:
         yield lambda size: progress.advance(task, size)
 
 
-def sanitize_text(text: str) -> str:
-    """Make text safe for a terminal: one line, without control and bidirectional characters."""
-    from fumehood.protocol.untrusted_names import sanitize_name
-
-    return sanitize_name(" ".join(text.split()), _MAX_MESSAGE_LENGTH)
-
-
-def format_text(row: ApiObject, name: str) -> str:
-    value = row.get(name)
-    return "" if value is None else sanitize_text(value if isinstance(value, str) else json.dumps(value))
-
-
-def format_time(row: ApiObject, name: str) -> str:
-    value = row.get(name)
-    with suppress(OverflowError, OSError, ValueError):
-        if isinstance(value, int | float):
-            return datetime.fromtimestamp(value, UTC).strftime("%Y-%m-%d %H:%M")
-    return ""
-
-
-def format_size(row: ApiObject, name: str) -> str:
-    value = row.get(name)
-    return f"{value:,}" if isinstance(value, int) else ""
-
-
-def print_json(rows: Iterable[ApiObject]) -> None:
-    """Print JSON lines in ASCII, which contain no control characters."""
-    for row in rows:
-        print(json.dumps(row).replace("\x7f", "\\u007f"))
-
-
-def print_list(
-    found: Sequence[ApiObject], more: bool, columns: TableColumns, *, as_json: bool, empty_message: str
-) -> None:
-    """Print a table or JSON lines, and whether the server has more."""
-    if as_json:
-        print_json(found)
-    elif found:
-        _print_table(found, columns)
-    else:
-        print_message(empty_message)
-    if more:
-        print_message(f"There are more than {len(found)}; use --limit to list them.")
-
-
-def _print_table(found: Sequence[ApiObject], columns: TableColumns) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for head in columns:
-        table.add_column(head, no_wrap=True, justify="right" if head == "BYTES" else "left")
-    for row in found:
-        table.add_row(*(Text(cell(row)) for cell in columns.values()))
-    wide = None if sys.stdout.isatty() else 10_000
-    Console(width=wide, highlight=False).print(table, soft_wrap=True)
-
-
-def print_object(row: ApiObject, *, as_json: bool) -> None:
-    if as_json:
-        print_json([row])
-        return
-    names = [sanitize_text(name) for name in row]
-    width = max(map(len, names), default=0)
-    for name, shown in zip(row, names, strict=True):
-        value = format_time(row, name) if name.endswith("_at") else format_text(row, name)
-        print(f"{shown.ljust(width)}  {value}")
-
-
-def print_message(text: str) -> None:
-    print(text, file=sys.stderr)
-
-
-@contextmanager
-def exit_on_error() -> Generator[None]:
-    """Print errors as one sentence and exit with their code."""
-    try:
-        yield
-    except CommandFailed as error:
-        print_message(str(error))
-        raise typer.Exit(1) from None
-    except ApiUnreachable as error:
-        print_message(str(error))
-        raise typer.Exit(EXIT_UNAVAILABLE) from None
-
-
 def delete_all(server: ApiClient, ids: Sequence[str], path: str) -> None:
-    """Delete all of them; exit with 1 if any failed."""
+    """Delete all of them; exit with 1 if the server refused any."""
     failures = 0
     for one in ids:
         try:
             server.delete(f"{path}/{quote_path_segment(one)}")
             print_message(f"Deleted {sanitize_text(one)}.")
         except CommandFailed as error:
+            if error.exit_code == EXIT_UNAVAILABLE:
+                raise
             failures += 1
             print_message(f"{sanitize_text(one)}: {error}")
     if failures:

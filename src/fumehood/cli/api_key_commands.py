@@ -9,17 +9,17 @@ import re
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from fumehood.cli.options import EXIT_UNAVAILABLE
+from fumehood.cli.options import EXIT_UNAVAILABLE, CommandFailed, exit_on_error
+from fumehood.cli.tables import JsonOption, TableColumns, TableRow, format_text, format_time, print_list
 
 if TYPE_CHECKING:
     from fumehood.interfaces import ApiKeyStore
-    from fumehood.protocol.api_keys import ApiKeyLimits, ApiKeyRecord, ApiKeyScope
+    from fumehood.protocol.api_keys import ApiKeyRecord, ApiKeyScope
 
 _TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _MAX_LABEL_LENGTH = 200
@@ -48,6 +48,7 @@ def _limit_option(help_text: str) -> Any:
 
 
 @app.command("create")
+@exit_on_error()
 def create(
     config: GatewayConfigOption = None,
     tenant: Annotated[
@@ -113,41 +114,20 @@ def create(
 
 
 @app.command("list")
+@exit_on_error()
 def list_keys(
     config: GatewayConfigOption = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    json: JsonOption = False,
 ) -> None:
     """List all keys, including revoked ones, without their secrets."""
     keys = _run_with_store(config, lambda store: store.list_api_keys())
-    if json:
-        import msgspec
-
-        for key in keys:
-            print(msgspec.json.encode(_to_json_object(key)).decode())
-        return
-    if not keys:
-        print("There are no keys; create one with `fumehood keys create`.", file=sys.stderr)
-        return
-    rows = [("ID", "SECRET", "TENANT", "CREATED", "REVOKED", "LIMITS", "SCOPES", "NAME")]
-    rows += [
-        (
-            key.id,
-            f"fh-…{key.hint}",
-            "its own" if key.tenant == key.id else key.tenant,
-            _format_time(key.created_at),
-            "" if key.revoked_at is None else _format_time(key.revoked_at),
-            " ".join([f"{name}={value}" for name, value in _limits_to_dict(key.limits).items()]),
-            ",".join(_sort_scopes(key.scopes)),
-            key.name,
-        )
-        for key in keys
-    ]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    rows = [_to_row(key) for key in keys]
+    message = "There are no keys; create one with `fumehood keys create`."
+    print_list(rows, False, _COLUMNS, as_json=json, empty_message=message)
 
 
 @app.command("revoke")
+@exit_on_error()
 def revoke(
     key: Annotated[str, typer.Argument(metavar="ID", show_default=False, help="The id that `list` shows.")],
     config: GatewayConfigOption = None,
@@ -155,8 +135,7 @@ def revoke(
     """Revoke a key permanently. A running gateway rejects it within seconds; running requests continue."""
     if not _run_with_store(config, lambda store: store.revoke_api_key(key, time.time())):
         # Do not echo the argument: it may be a secret.
-        print("There is no such key, or it is already revoked; see `fumehood keys list`.", file=sys.stderr)
-        raise typer.Exit(1)
+        raise CommandFailed("There is no such key, or it is already revoked; see `fumehood keys list`.")
     print(f"Revoked {key}.", file=sys.stderr)
 
 
@@ -180,23 +159,9 @@ def _run_with_store[T](file: Path | None, action: _StoreAction[T]) -> T:
     try:
         return asyncio.run(run())
     except StoreOpenError as error:
-        print(error, file=sys.stderr)
+        raise CommandFailed(str(error), EXIT_UNAVAILABLE) from error
     except ApiError as error:
-        print(error.message, file=sys.stderr)
-    raise typer.Exit(EXIT_UNAVAILABLE)
-
-
-def _to_json_object(key: "ApiKeyRecord") -> dict[str, object]:
-    return {
-        "id": key.id,
-        "tenant": key.tenant,
-        "name": key.name,
-        "hint": key.hint,
-        "created_at": key.created_at,
-        "revoked_at": key.revoked_at,
-        "limits": _limits_to_dict(key.limits),
-        "scopes": _sort_scopes(key.scopes),
-    }
+        raise CommandFailed(error.message, EXIT_UNAVAILABLE) from error
 
 
 def _parse_scopes(names: list[str] | None) -> "frozenset[ApiKeyScope]":
@@ -212,17 +177,35 @@ def _parse_scopes(names: list[str] | None) -> "frozenset[ApiKeyScope]":
         raise typer.BadParameter(f"must be one of {', '.join(ALL_SCOPES)}", param_hint="--scope") from error
 
 
-def _sort_scopes(scopes: "frozenset[ApiKeyScope]") -> "list[ApiKeyScope]":
-    from fumehood.protocol.api_keys import ALL_SCOPES
-
-    return [scope for scope in ALL_SCOPES if scope in scopes]
-
-
-def _limits_to_dict(limits: "ApiKeyLimits") -> dict[str, int]:
+def _to_row(key: "ApiKeyRecord") -> TableRow:
     import msgspec
 
-    return msgspec.to_builtins(limits)
+    from fumehood.protocol.api_keys import ALL_SCOPES
+
+    return {
+        "id": key.id,
+        "tenant": key.tenant,
+        "name": key.name,
+        "hint": key.hint,
+        "created_at": key.created_at,
+        "revoked_at": key.revoked_at,
+        "limits": msgspec.to_builtins(key.limits),
+        "scopes": [scope for scope in ALL_SCOPES if scope in key.scopes],
+    }
 
 
-def _format_time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M")
+def _format_limits(row: TableRow) -> str:
+    limits = cast("dict[str, int]", row["limits"])
+    return " ".join([f"{name}={value}" for name, value in limits.items()])
+
+
+_COLUMNS: TableColumns = {
+    "ID": lambda row: format_text(row, "id"),
+    "SECRET": lambda row: f"fh-…{row['hint']}",
+    "TENANT": lambda row: "its own" if row["tenant"] == row["id"] else format_text(row, "tenant"),
+    "CREATED": lambda row: format_time(row, "created_at"),
+    "REVOKED": lambda row: format_time(row, "revoked_at"),
+    "LIMITS": _format_limits,
+    "SCOPES": lambda row: ",".join(cast("list[str]", row["scopes"])),
+    "NAME": lambda row: format_text(row, "name"),
+}

@@ -11,27 +11,27 @@ from fumehood.cli.api_client import (
     ApiClient,
     ApiObject,
     BaseUrlOption,
-    CommandFailed,
     ForceOption,
-    JsonOption,
     LimitOption,
     OutputOption,
-    TableColumns,
     delete_all,
     download_file,
-    exit_on_error,
+    get_rows,
+    quote_path_segment,
+)
+from fumehood.cli.options import CommandFailed, MemorySizeChoice, exit_on_error
+from fumehood.cli.tables import (
+    JsonOption,
+    TableColumns,
     format_size,
     format_text,
     format_time,
-    get_rows,
     print_json,
     print_list,
     print_message,
     print_object,
-    quote_path_segment,
     sanitize_text,
 )
-from fumehood.cli.options import MemorySizeChoice
 
 _MAX_FILES = 100_000
 _DATA_DIRECTORY = "/mnt/data/"
@@ -65,6 +65,7 @@ ContainerArgument = Annotated[
 
 
 @app.command("list")
+@exit_on_error()
 def list_containers(
     base_url: BaseUrlOption = DEFAULT_URL,
     name: Annotated[
@@ -74,22 +75,22 @@ def list_containers(
     json: JsonOption = False,
 ) -> None:
     """List containers, including expired ones."""
-    with exit_on_error():
-        found, more = ApiClient(base_url).list_objects("/containers", limit, name=name)
+    found, more = ApiClient(base_url).list_objects("/containers", limit, name=name)
     print_list(found, more, _CONTAINER_COLUMNS, as_json=json, empty_message="There are no containers.")
 
 
 @app.command("show")
+@exit_on_error()
 def show(
     container: ContainerArgument, base_url: BaseUrlOption = DEFAULT_URL, json: JsonOption = False
 ) -> None:
     """Show one container."""
-    with exit_on_error():
-        found = ApiClient(base_url).get(f"/containers/{quote_path_segment(container)}")
+    found = ApiClient(base_url).get(f"/containers/{quote_path_segment(container)}")
     print_object(found, as_json=json)
 
 
 @app.command("create")
+@exit_on_error()
 def create(
     base_url: BaseUrlOption = DEFAULT_URL,
     name: Annotated[
@@ -114,8 +115,7 @@ def create(
         body["expires_after"] = {"anchor": "last_active_at", "minutes": minutes}
     if file:
         body["file_ids"] = file
-    with exit_on_error():
-        created = ApiClient(base_url).post("/containers", body)
+    created = ApiClient(base_url).post("/containers", body)
     if json:
         print_json([created])
     else:
@@ -123,6 +123,7 @@ def create(
 
 
 @app.command("rm", short_help="Delete containers with all their files.")
+@exit_on_error()
 def remove(
     containers: Annotated[
         list[str], typer.Argument(metavar="CONTAINER", show_default=False, help="Container ids.")
@@ -130,11 +131,11 @@ def remove(
     base_url: BaseUrlOption = DEFAULT_URL,
 ) -> None:
     """Delete containers with all their files, and stop what runs in them."""
-    with exit_on_error():
-        delete_all(ApiClient(base_url), containers, "/containers")
+    delete_all(ApiClient(base_url), containers, "/containers")
 
 
 @app.command("files")
+@exit_on_error()
 def list_container_files(
     container: ContainerArgument,
     base_url: BaseUrlOption = DEFAULT_URL,
@@ -142,14 +143,14 @@ def list_container_files(
     json: JsonOption = False,
 ) -> None:
     """List the files of a container."""
-    with exit_on_error():
-        found, more = ApiClient(base_url).list_objects(
-            f"/containers/{quote_path_segment(container)}/files", limit
-        )
+    found, more = ApiClient(base_url).list_objects(
+        f"/containers/{quote_path_segment(container)}/files", limit
+    )
     print_list(found, more, _FILE_COLUMNS, as_json=json, empty_message="The container has no files.")
 
 
 @app.command("get")
+@exit_on_error()
 def get(
     container: ContainerArgument,
     file: Annotated[
@@ -161,15 +162,15 @@ def get(
     force: ForceOption = False,
 ) -> None:
     """Download a file of a container."""
-    with exit_on_error():
-        server = ApiClient(base_url)
-        files_path = f"/containers/{quote_path_segment(container)}/files"
-        found = _find_file(server, files_path, file)
-        path = f"{files_path}/{quote_path_segment(str(found.get('id')))}/content"
-        download_file(server, path, str(found.get("path") or ""), output, force=force)
+    server = ApiClient(base_url)
+    files_path = f"/containers/{quote_path_segment(container)}/files"
+    found = _find_file(server, files_path, file)
+    path = f"{files_path}/{quote_path_segment(str(found.get('id')))}/content"
+    download_file(server, path, str(found.get("path") or ""), output, force=force)
 
 
 @app.command("put")
+@exit_on_error()
 def put(
     container: ContainerArgument,
     file: Annotated[
@@ -187,11 +188,10 @@ def put(
     json: JsonOption = False,
 ) -> None:
     """Upload a file into a container."""
-    with exit_on_error():
-        fields = {"unpack": "true"} if unpack else {}
-        created = ApiClient(base_url).upload(
-            f"/containers/{quote_path_segment(container)}/files", fields, file, name or file.name
-        )
+    fields = {"unpack": "true"} if unpack else {}
+    created = ApiClient(base_url).upload(
+        f"/containers/{quote_path_segment(container)}/files", fields, file, name or file.name
+    )
     if json:
         print_json([created])
     else:

@@ -2,10 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,6 +15,7 @@ from fumehood.cli.options import (
     LimitsOption,
     ModeOption,
     SandboxConfigOption,
+    exit_on_error,
     load_sandbox_settings,
     require_linux,
 )
@@ -38,6 +38,7 @@ _VERDICTS = {
 }
 
 
+@exit_on_error()
 def doctor(
     context: typer.Context,
     config: SandboxConfigOption = None,
@@ -101,22 +102,11 @@ def _report(report: "HostReport | DatabaseReport", verdict: str, *, passed: bool
 
         print(msgspec.json.encode(report).decode())
     else:
-        _print_findings(report.findings, verdict, passed=passed)
+        _print_findings(report, verdict, passed=passed)
     return 0 if passed else 1
 
 
-class _Finding(Protocol):
-    @property
-    def name(self) -> str: ...
-    @property
-    def state(self) -> str: ...
-    @property
-    def detail(self) -> str: ...
-    @property
-    def advice(self) -> str: ...
-
-
-def _print_findings(findings: Sequence[_Finding], verdict: str, *, passed: bool) -> None:
+def _print_findings(report: "HostReport | DatabaseReport", verdict: str, *, passed: bool) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -125,12 +115,12 @@ def _print_findings(findings: Sequence[_Finding], verdict: str, *, passed: bool)
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, emoji=False, width=160)
     table = Table(box=None, pad_edge=False, show_header=False)
-    for finding in findings:
+    for finding in report.findings:
         table.add_row(
             Text(finding.state, style=_STATE_STYLES[finding.state]), finding.name, Text(finding.detail)
         )
     console.print(table)
-    for finding in findings:
+    for finding in report.findings:
         if finding.advice:
             console.print()
             console.print(Text(f"{finding.name}:", style=_STATE_STYLES[finding.state]))

@@ -11,20 +11,22 @@ from fumehood.cli.api_client import (
     ApiClient,
     BaseUrlOption,
     ForceOption,
-    JsonOption,
     LimitOption,
     OutputOption,
-    TableColumns,
     delete_all,
     download_file,
-    exit_on_error,
+    quote_path_segment,
+)
+from fumehood.cli.options import exit_on_error
+from fumehood.cli.tables import (
+    JsonOption,
+    TableColumns,
     format_size,
     format_text,
     format_time,
     print_json,
     print_list,
     print_object,
-    quote_path_segment,
 )
 
 _COLUMNS: TableColumns = {
@@ -44,6 +46,7 @@ FileArgument = Annotated[str, typer.Argument(metavar="FILE", show_default=False,
 
 
 @app.command("list")
+@exit_on_error()
 def list_files(
     base_url: BaseUrlOption = DEFAULT_URL,
     purpose: Annotated[
@@ -53,20 +56,20 @@ def list_files(
     json: JsonOption = False,
 ) -> None:
     """List uploaded files."""
-    with exit_on_error():
-        found, more = ApiClient(base_url).list_objects("/files", limit, purpose=purpose)
+    found, more = ApiClient(base_url).list_objects("/files", limit, purpose=purpose)
     print_list(found, more, _COLUMNS, as_json=json, empty_message="There are no files.")
 
 
 @app.command("show")
+@exit_on_error()
 def show(file: FileArgument, base_url: BaseUrlOption = DEFAULT_URL, json: JsonOption = False) -> None:
     """Show the metadata of a file."""
-    with exit_on_error():
-        found = ApiClient(base_url).get(f"/files/{quote_path_segment(file)}")
+    found = ApiClient(base_url).get(f"/files/{quote_path_segment(file)}")
     print_object(found, as_json=json)
 
 
 @app.command("upload")
+@exit_on_error()
 def upload(
     files: Annotated[
         list[Path],
@@ -83,17 +86,17 @@ def upload(
     fields = {"purpose": purpose}
     if expires_after is not None:
         fields |= {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(expires_after)}
-    with exit_on_error():
-        server = ApiClient(base_url)
-        for file in files:
-            created = server.upload("/files", fields, file, file.name)
-            if json:
-                print_json([created])
-            else:
-                print(format_text(created, "id"))
+    server = ApiClient(base_url)
+    for file in files:
+        created = server.upload("/files", fields, file, file.name)
+        if json:
+            print_json([created])
+        else:
+            print(format_text(created, "id"))
 
 
 @app.command("get")
+@exit_on_error()
 def get(
     file: FileArgument,
     output: OutputOption = None,
@@ -101,23 +104,22 @@ def get(
     force: ForceOption = False,
 ) -> None:
     """Download a file."""
-    with exit_on_error():
-        server = ApiClient(base_url)
-        found = server.get(f"/files/{quote_path_segment(file)}")
-        download_file(
-            server,
-            f"/files/{quote_path_segment(file)}/content",
-            str(found.get("filename") or ""),
-            output,
-            force=force,
-        )
+    server = ApiClient(base_url)
+    found = server.get(f"/files/{quote_path_segment(file)}")
+    download_file(
+        server,
+        f"/files/{quote_path_segment(file)}/content",
+        str(found.get("filename") or ""),
+        output,
+        force=force,
+    )
 
 
 @app.command("rm")
+@exit_on_error()
 def remove(
     files: Annotated[list[str], typer.Argument(metavar="FILE", show_default=False, help="File ids.")],
     base_url: BaseUrlOption = DEFAULT_URL,
 ) -> None:
     """Delete files. Copies in containers stay."""
-    with exit_on_error():
-        delete_all(ApiClient(base_url), files, "/files")
+    delete_all(ApiClient(base_url), files, "/files")

@@ -2,7 +2,8 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "FUMEHOOD_SANDBOX_TOKEN"  # noqa: S105 - its name, not its value
 METRICS_TOKEN_VARIABLE = "FUMEHOOD_SANDBOX_METRICS_TOKEN"  # noqa: S105 - its name, not its value
+EXIT_INVALID_USAGE = 2
 EXIT_UNAVAILABLE = 125  # exit code: the command cannot do its work on this host
 
 
@@ -68,10 +70,27 @@ SandboxConfigOption = Annotated[
 ]
 
 
+class CommandFailed(Exception):
+    """Ends the command with this exit code; its text is safe to print."""
+
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@contextmanager
+def exit_on_error() -> Generator[None]:
+    """Print the text of CommandFailed to standard error and exit. For commands, as a decorator."""
+    try:
+        yield
+    except CommandFailed as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(error.exit_code) from None
+
+
 def require_linux() -> None:
     if sys.platform != "linux":
-        print("Sandboxes require Linux.", file=sys.stderr)
-        raise typer.Exit(EXIT_UNAVAILABLE)
+        raise CommandFailed("Sandboxes require Linux.", EXIT_UNAVAILABLE)
 
 
 def load_sandbox_settings(

@@ -10,6 +10,8 @@ from contextlib import suppress
 from itertools import count, islice
 from pathlib import Path
 
+from fumehood.protocol.untrusted_names import candidate_names
+
 _MAX_PATH_DEPTH = 32
 _MAX_CANDIDATES = 10_000
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -45,9 +47,7 @@ class OutputDirectory:
     def save(self, name: str, content: bytes) -> str:
         """Save a file and return its relative path: `name`, with a number if it exists with other content."""
         *parents, last = split_safe_path(name)
-        stem, suffix = os.path.splitext(last)
-        numbered = (f"{stem}-{number}{suffix}" for number in count(2))
-        return self._write_first_free(parents, _prepend(last, numbered), content)
+        return self._write_first_free(parents, candidate_names(last), content)
 
     def save_image(self, suffix: str, content: bytes) -> str:
         return self._write_first_free([], (f"figure-{number}{suffix}" for number in count(1)), content)
@@ -91,11 +91,6 @@ def split_safe_path(name: str) -> list[str]:
         if unicodedata.category(char) in _UNSAFE_CATEGORIES or char in _BIDI_CONTROLS:
             raise FileNotSaved("its name contains control characters or is not valid text")
     return parts
-
-
-def _prepend(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest
 
 
 def _write_new_file(directory: int, candidates: Iterator[str], content: bytes) -> str:

@@ -17,12 +17,14 @@ from fumehood.cli.options import (
     EXIT_UNAVAILABLE,
     METRICS_TOKEN_VARIABLE,
     TOKEN_VARIABLE,
+    CommandFailed,
     GuestSocketOption,
     IsolationModeChoice,
     LimitEnforcementChoice,
     LimitsOption,
     ModeOption,
     SandboxConfigOption,
+    exit_on_error,
     load_sandbox_settings,
     require_linux,
 )
@@ -57,6 +59,7 @@ class LogLevelChoice(StrEnum):
     ERROR = "error"
 
 
+@exit_on_error()
 def sandbox(
     context: typer.Context,
     listen: Annotated[
@@ -156,7 +159,7 @@ def sandbox(
             param_hint="--listen",
         )
     structured_logging.configure_logging(log_format.value, getattr(logging, log_level.value.upper()))
-    raise typer.Exit(_run(settings, address, _Tokens(token, metrics_token), grace, exit_with_stdin))
+    _run(settings, address, _Tokens(token, metrics_token), grace, exit_with_stdin)
 
 
 def _check_seconds(value: float, option: str) -> None:
@@ -236,7 +239,7 @@ def _stop_at_end_of_input() -> None:
 
 def _run(
     settings: "Settings", address: "ListenAddress", tokens: _Tokens, grace: float, exit_with_stdin: bool
-) -> int:
+) -> None:
     from fumehood.http_server.listening_sockets import ListenError, listen
     from fumehood.sandbox_server.host.linux_capabilities import limit_supervisor_capabilities
     from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
@@ -244,20 +247,17 @@ def _run(
     try:
         listener = listen(address)
     except ListenError as error:
-        print(error, file=sys.stderr)
-        return EXIT_UNAVAILABLE
+        raise CommandFailed(str(error), EXIT_UNAVAILABLE) from error
     try:
         limit_supervisor_capabilities()  # after binding a port, which may need more, and before any thread starts
         if exit_with_stdin:
             threading.Thread(target=_stop_at_end_of_input, daemon=True).start()
         _serve(settings, listener, tokens, grace)
     except IsolationUnavailable as error:
-        print(f"This host cannot isolate code, so the server does not start. {error.reason}", file=sys.stderr)
-        print(error.advice, file=sys.stderr)
-        return EXIT_UNAVAILABLE
+        text = f"This host cannot isolate code, so the server does not start. {error.reason}\n{error.advice}"
+        raise CommandFailed(text, EXIT_UNAVAILABLE) from error
     finally:
         listener.close()
-    return 0
 
 
 def _serve(settings: "Settings", listener: "ListeningSocket", tokens: _Tokens, grace: float) -> None:

@@ -4,13 +4,12 @@ import asyncio
 import gc
 import logging
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fumehood.cli.options import EXIT_UNAVAILABLE
+from fumehood.cli.options import EXIT_INVALID_USAGE, EXIT_UNAVAILABLE, CommandFailed, exit_on_error
 
 if TYPE_CHECKING:
     from fumehood.config import GatewayConfig
@@ -29,6 +28,7 @@ Exit codes:
 """
 
 
+@exit_on_error()
 def serve(
     config: Annotated[
         Path | None,
@@ -84,7 +84,7 @@ def serve(
     structured_logging.configure_logging(
         settings.telemetry.log_format, logging.getLevelNamesMapping()[settings.telemetry.log_level.upper()]
     )
-    raise typer.Exit(_run(settings))
+    _run(settings)
 
 
 def _load_config(
@@ -108,7 +108,7 @@ def _load_config(
         raise typer.BadParameter(str(error), param_hint="the configuration") from error
 
 
-def _run(settings: "GatewayConfig") -> int:
+def _run(settings: "GatewayConfig") -> None:
     from fumehood.config import ConfigError
     from fumehood.http_server.listening_sockets import ListenAddress, ListenError, listen
     from fumehood.protocol.openai.api_errors import StorageCorrupted, StorageUnavailable
@@ -117,19 +117,15 @@ def _run(settings: "GatewayConfig") -> int:
     try:
         listener = listen(ListenAddress(settings.server.host, settings.server.port))
     except ListenError as error:
-        print(error, file=sys.stderr)
-        return EXIT_UNAVAILABLE
+        raise CommandFailed(str(error), EXIT_UNAVAILABLE) from error
     try:
         _serve(settings, listener)
     except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
+        raise CommandFailed(str(error), EXIT_INVALID_USAGE) from error
     except (StartupError, StorageCorrupted, StorageUnavailable) as error:
-        print(error, file=sys.stderr)
-        return EXIT_UNAVAILABLE
+        raise CommandFailed(str(error), EXIT_UNAVAILABLE) from error
     finally:
         listener.close()
-    return 0
 
 
 def _serve(settings: "GatewayConfig", listener: "ListeningSocket") -> None:

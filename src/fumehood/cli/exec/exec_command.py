@@ -19,14 +19,13 @@ from fumehood.cli.options import (
     LimitsOption,
     MemorySizeChoice,
     ModeOption,
+    exit_on_error,
     require_linux,
     resolve_guest_socket,
 )
 
 if TYPE_CHECKING:
-    from fumehood.cli.exec.exec_backends import ExecBackend, LocalExecBackend, RemoteExecBackend
-    from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec
-    from fumehood.sandbox_server.settings import Settings
+    from fumehood.cli.exec.exec_backends import ExecBackend, RemoteExecBackend
 
 _MAX_REMOTE_SECONDS = 86_400.0
 EPILOG = """\b
@@ -41,6 +40,7 @@ Exit codes:
 """
 
 
+@exit_on_error()
 def execute(
     context: typer.Context,
     source: Annotated[
@@ -120,15 +120,23 @@ def execute(
     text = _read_code(source, code)
     if server is None:
         require_linux()
-    from fumehood.cli.exec.exec_session import ExecJob, ExecSession
+    from fumehood.cli.exec.exec_backends import LocalExecBackend
+    from fumehood.cli.exec.exec_session import ExecJob, ExecSession, choose_preload, find_upload_problem
     from fumehood.cli.output_directory import OutputDirectory
     from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec
 
     spec = SandboxSpec(memory=memory.value, fresh_interpreter=fresh_interpreter, requirements=with_ or [])
-    uploads = _check_uploads(file or [], spec)
+    uploads = tuple(file or ())
+    if problem := find_upload_problem(uploads, spec):
+        raise typer.BadParameter(problem, param_hint="--file")
     backend: ExecBackend
     if server is None:
-        backend = _local_backend(_build_settings(context, mode, limits, guest_socket), text, uploads)
+        from fumehood.sandbox_server.settings import Settings
+
+        socket = resolve_guest_socket(context, mode, guest_socket)
+        settings = Settings(pool=0, capacity=1, mode=mode.value, limits=limits.value, guest_socket=socket)
+        preload = choose_preload(text, uploads, settings.preload)
+        backend = LocalExecBackend(replace(settings, preload=preload))
     else:
         backend = _remote_backend(context, server, timeout)
     try:
@@ -173,33 +181,6 @@ def _decode_source(content: bytes) -> str:
     lines = iter(content.splitlines(keepends=True))
     encoding, _ = tokenize.detect_encoding(lambda: next(lines, b""))
     return content.decode(encoding)
-
-
-def _check_uploads(paths: "list[Path]", spec: "SandboxSpec") -> tuple[Path, ...]:
-    from fumehood.cli.exec.exec_session import find_upload_problem
-
-    if problem := find_upload_problem(paths, spec):
-        raise typer.BadParameter(problem, param_hint="--file")
-    return tuple(paths)
-
-
-def _build_settings(
-    context: typer.Context,
-    mode: IsolationModeChoice,
-    limits: LimitEnforcementChoice,
-    guest_socket: Path | None,
-) -> "Settings":
-    from fumehood.sandbox_server.settings import Settings
-
-    guest_socket = resolve_guest_socket(context, mode, guest_socket)
-    return Settings(pool=0, capacity=1, mode=mode.value, limits=limits.value, guest_socket=guest_socket)
-
-
-def _local_backend(settings: "Settings", text: str, uploads: tuple[Path, ...]) -> "LocalExecBackend":
-    from fumehood.cli.exec.exec_backends import LocalExecBackend
-    from fumehood.cli.exec.exec_session import choose_preload
-
-    return LocalExecBackend(replace(settings, preload=choose_preload(text, uploads, settings.preload)))
 
 
 def _remote_backend(context: typer.Context, url: str, timeout: float) -> "RemoteExecBackend":

@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -355,7 +355,7 @@ def _limit_lines(lines: list[str]) -> list[str]:
     return lines if more <= 0 else [*lines[:_MAX_LINES], f"… and {more} more"]
 
 
-def find_upload_problem(paths: list[Path], spec: SandboxSpec) -> str | None:
+def find_upload_problem(paths: Sequence[Path], spec: SandboxSpec) -> str | None:
     """Why these files cannot be uploaded to a sandbox; None if they can."""
     names = [path.name for path in paths]
     if len(set(names)) < len(names):
