@@ -27,6 +27,7 @@ from tests.support.engine_harness import (
     make_produced_file,
     make_usage,
     message_text,
+    read_batches,
 )
 from tests.support.stream_checks import check_invariants
 
@@ -67,7 +68,7 @@ async def test_parallel_calls_interleave_and_the_model_reads_them_in_order() -> 
     ) as model:
         run = await EngineHarness(model, [echo]).start(tools=[ECHO])
         events: list[StreamEvent] = []
-        async for batch in run.subscribe():
+        async for batch in read_batches(run):
             events += batch
             if len([line for line in echo.log if line.startswith("began")]) == 2:
                 gates['{"text":"b"}'].set()

@@ -20,7 +20,7 @@ from fumehood.testing import (
 )
 from fumehood.testing.fakes.scripted_model import calls, says
 from fumehood.tools.shell_tool import ShellTool
-from tests.support.engine_harness import EngineHarness
+from tests.support.engine_harness import EngineHarness, read_batches
 from tests.support.stream_checks import check_invariants
 
 SHELL = {"type": "shell", "environment": {"type": "container_auto"}}
@@ -63,7 +63,7 @@ async def test_one_that_is_cancelled_while_it_runs() -> None:
     async with house() as at, ScriptedModel(calls("shell", {"commands": ["ls", "sleep", "ls"]})) as model:
         run = await EngineHarness(model, [at.shell]).start(tools=[SHELL])
         events: list[StreamEvent] = []
-        async for batch in run.subscribe():
+        async for batch in read_batches(run):
             events += batch
             if any(isinstance(event, ShellCallOutputDelta) and event.command_index == 1 for event in batch):
                 run.cancel("nobody wants it")

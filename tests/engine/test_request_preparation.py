@@ -16,7 +16,7 @@ from fumehood.protocol.openai.items import (
 from fumehood.protocol.openai.stream_events import OutputItemAdded
 from fumehood.testing import ScriptedModel, calls, says
 from tests.support.echo_tool import EchoTool
-from tests.support.engine_harness import ECHO, FUNCTION, EngineHarness
+from tests.support.engine_harness import ECHO, FUNCTION, EngineHarness, read_batches
 from tests.support.stream_checks import event_types
 
 
@@ -207,7 +207,7 @@ async def test_an_item_is_in_the_log_before_the_code_runs() -> None:
         ScriptedModel(calls("echo", {}), says("ok")), [EchoTool(gate=lambda _: gate)]
     ).start(tools=[ECHO])
     seen: list[str] = []
-    async for batch in run.subscribe():
+    async for batch in read_batches(run):
         seen += event_types(batch)
         if "response.code_interpreter_call.interpreting" in seen:
             assert any(isinstance(event, OutputItemAdded) for event in batch) or seen.count(

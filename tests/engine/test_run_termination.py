@@ -36,6 +36,7 @@ from tests.support.engine_harness import (
     make_produced_file,
     make_usage,
     message_text,
+    read_batches,
     wait_until,
 )
 from tests.support.stream_checks import check_invariants, event_types
@@ -181,7 +182,7 @@ async def test_cancelled_while_the_model_writes() -> None:
     engine = EngineHarness(model)
     run = await engine.start()
     events: list[StreamEvent] = []
-    async for batch in run.subscribe():
+    async for batch in read_batches(run):
         events += batch
         if any(isinstance(event, OutputTextDelta) for event in batch):
             run.cancel("the client has gone")
@@ -197,7 +198,7 @@ async def test_cancelled_while_code_runs() -> None:
     echo = EchoTool(gate=lambda _: asyncio.Event())
     run = await EngineHarness(ScriptedModel(calls("echo", {"text": "x"})), [echo]).start(tools=[ECHO])
     events: list[StreamEvent] = []
-    async for batch in run.subscribe():
+    async for batch in read_batches(run):
         events += batch
         if any(line.startswith("began") for line in echo.log):
             run.cancel("the client has gone")
@@ -286,7 +287,7 @@ async def test_a_model_that_never_ends_is_cut_off(piece: str) -> None:
 async def test_cancelled_before_it_began() -> None:
     run = await EngineHarness(ScriptedModel()).start()
     run.cancel("at once")
-    response = check_invariants([event async for batch in run.subscribe() for event in batch])
+    response = check_invariants(await collect_events(run))
     assert response.status == "cancelled"
 
 
@@ -297,7 +298,7 @@ async def test_a_reader_far_behind_ends_the_run() -> None:
     )
     engine = EngineHarness(model, lag_limits=LagLimits(events=10, seconds=1.0, hard_events=50))
     run = await engine.start()
-    reader = run.subscribe()
+    reader = read_batches(run)
     await anext(reader)
     go_on.set()
     assert (await run.wait()).status == "cancelled"
@@ -337,7 +338,7 @@ async def test_a_reader_that_catches_up_is_forgiven() -> None:
     run = await engine.start()
     await asyncio.sleep(0)
     events: list[StreamEvent] = []
-    async for batch in run.subscribe():
+    async for batch in read_batches(run):
         events += batch
         engine.clock.advance(31)
         gate.set()
@@ -349,7 +350,7 @@ async def test_a_renewal_that_breaks_is_tried_again(
 ) -> None:
     engine = EngineHarness(ScriptedModel([ModelTextDelta("x"), asyncio.Event()]))
     run = await engine.start()
-    reader = run.subscribe()
+    reader = read_batches(run)
     while not any(isinstance(event, OutputTextDelta) for event in await anext(reader)):
         pass
     renew, renewed = engine.store.renew_leases, asyncio.Event()
@@ -397,7 +398,7 @@ async def test_a_response_whose_end_was_not_written_has_failed_soon(
 async def test_a_run_whose_lease_is_lost_ends() -> None:
     engine = EngineHarness(ScriptedModel([ModelTextDelta("x"), asyncio.Event()]))
     run = await engine.start()
-    reader = run.subscribe()
+    reader = read_batches(run)
     while not any(isinstance(event, OutputTextDelta) for event in await anext(reader)):
         pass
     engine.clock.advance(10)

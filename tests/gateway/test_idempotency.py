@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from fumehood.engine.event_log import LagLimits
 from fumehood.gateway import idempotency
 from fumehood.interfaces import IdempotencyClaim
 from fumehood.protocol.openai.api_errors import InternalServerError, InvalidRequest, ModelUnreachable
@@ -191,7 +192,7 @@ async def wait_for_subscribers(gateway: ScriptedGateway, number: int) -> None:
 
 def subscriber_count(gateway: ScriptedGateway) -> int:
     return sum(
-        len(shared_run._subscribers) for shared_run in idempotent_requests_of(gateway)._shared_runs.values()
+        shared_run.joined_count for shared_run in idempotent_requests_of(gateway)._shared_runs.values()
     )
 
 
@@ -312,7 +313,7 @@ GONE = (409, "idempotency_response_gone", "Idempotency-Key")
 
 
 async def test_what_had_to_make_room_is_not_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idempotency, "_REPLAY_OVERHEAD_BYTES", 100_000)
+    monkeypatch.setattr(idempotency, "_CACHE_OVERHEAD_BYTES", 100_000)
     monkeypatch.setattr(idempotency, "_MAX_CACHE_BYTES", 250_000)
     async with run_gateway() as gateway:
         for name in ("a", "b", "c"):
@@ -330,7 +331,7 @@ async def test_what_had_to_make_room_is_not_run_again(monkeypatch: pytest.Monkey
 
 async def test_only_so_many_keys_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idempotency, "_MAX_CACHE_BYTES", 0)
-    monkeypatch.setattr(idempotency, "_MAX_TOMBSTONES", 2)
+    monkeypatch.setattr(idempotency, "_MAX_UNSTORED_KEYS", 2)
     async with run_gateway() as gateway:
         for name in ("a", "b", "c"):
             await gateway.create_response(store=False, headers=idempotency_header(name))
@@ -345,7 +346,8 @@ async def test_only_so_many_keys_are_remembered(monkeypatch: pytest.MonkeyPatch)
 async def test_what_one_tenant_does_makes_no_room_in_what_is_remembered_of_another(
     tenant_gateway: TenantGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(idempotency, "_MAX_CACHE_BYTES", 24_000)  # three of them
+    cache = idempotent_requests_of(tenant_gateway.gateway)._unstored._responses
+    monkeypatch.setattr(cache, "max_bytes", 24_000)  # three of them
     quiet, busy = await tenant_gateway.add_tenant(), await tenant_gateway.add_tenant()
     first = await quiet.create(idempotency_header("quiet"), store=False)
     for number in range(6):
@@ -417,12 +419,11 @@ def emit_large_delta(gateway: ScriptedGateway, number: int) -> bytes:
     return mark.encode()
 
 
-async def test_who_reads_too_slowly_is_left_behind_by_those_who_do_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_slow_reader_is_dropped_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idempotency, "_MAX_REPLAY_BYTES", 1 << 20)
     async with run_gateway() as gateway:
         first_events(gateway)
+        gateway.runs.lag_limits = LagLimits(events=4, hard_events=8)
         request: dict[str, Any] = {"stream": True, "headers": idempotency_header("slow")}
         async with (
             gateway.post_response(**request) as (slow, writer),
@@ -432,42 +433,45 @@ async def test_who_reads_too_slowly_is_left_behind_by_those_who_do_not(
             await fast.readuntil(b"response.content_part.added")
             transport: Any = writer.transport
             transport.pause_reading()
+            log: Any = gateway.runs.runs[0].log
             number = 0
-            while subscriber_count(gateway) == 2:
+            while len(log._readers) == 2:
                 number += 1
                 await fast.readuntil(emit_large_delta(gateway, number))
-            (shared_run,) = idempotent_requests_of(gateway)._shared_runs.values()
-            assert sum(map(len, shared_run._chunks)) < 1 << 20
+            await fast.readuntil(emit_large_delta(gateway, number + 1))
+            assert log._events == []
             transport.resume_reading()
-            left = await slow.readuntil(b"data: [DONE]\n\n")
+            dropped = await slow.readuntil(b"data: [DONE]\n\n")
             finish_run(gateway)
-            stayed = await fast.readuntil(b"data: [DONE]\n\n")
+            finished = await fast.readuntil(b"data: [DONE]\n\n")
         assert gateway.runs.runs[0].cancelled is None
-    assert b"event: error" in left
-    assert b"reads the stream too slowly" in left
-    assert b"response.completed" in stayed
+    assert b"event: error" in dropped
+    assert b"not read fast enough" in dropped
+    assert b"response.failed" in dropped
+    assert b"response.completed" in finished
 
 
-async def test_a_run_whose_only_reader_is_too_slow_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idempotency, "_MAX_REPLAY_BYTES", 1 << 20)
-    monkeypatch.setattr(idempotency, "DISCONNECT_GRACE_SECONDS", 0.05)
+async def test_a_run_whose_only_reader_is_too_slow_ends() -> None:
     async with run_gateway() as gateway:
         first_events(gateway)
+        gateway.runs.lag_limits = LagLimits(events=4, hard_events=8)
         request: dict[str, Any] = {"stream": True, "store": False, "headers": idempotency_header("slow")}
         async with gateway.post_response(**request) as (slow, writer):
             await slow.readuntil(b"response.content_part.added")
             transport: Any = writer.transport
             transport.pause_reading()
+            run = gateway.runs.runs[0]
             number = 0
-            while subscriber_count(gateway):
+            while not run.ended.is_set():
                 number += 1
                 emit_large_delta(gateway, number)
                 await asyncio.sleep(0.001)
-            await gateway.runs.runs[0].ended.wait()
             transport.resume_reading()
-            assert b"reads the stream too slowly" in await slow.readuntil(b"data: [DONE]\n\n")
-        assert gateway.runs.runs[0].cancelled == "client disconnected"
-        assert (await gateway.create_response(**request)).error == GONE
+            assert b"not read fast enough" in await slow.readuntil(b"data: [DONE]\n\n")
+        assert run.cancelled == "its events were not read"
+        again = await gateway.create_response(**request)
+        assert is_replayed(again)
+        assert terminal_response(again)["status"] == "cancelled"
         assert len(gateway.runs.runs) == 1
 
 

@@ -15,7 +15,6 @@ import pytest
 import pytest_asyncio
 
 from fumehood.gateway.app import Gateway
-from fumehood.gateway.routes import websocket_routes
 from fumehood.protocol.openai.responses import CreateResponse
 from tests.support.scripted_gateway import HttpResponse
 from tests.support.two_tenant_gateway import (
@@ -263,7 +262,7 @@ async def test_what_a_connection_holds_is_nobody_elses(tenant_gateway: TenantGat
 async def test_connections_of_a_tenant_hold_no_more_than_its_share(
     tenant_gateway: TenantGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(websocket_routes, "_MAX_UNSTORED_BYTES_PER_TENANT", 100_000)
+    monkeypatch.setattr(tenant_gateway.gateway.app.websockets.unstored, "max_tenant_bytes", 100_000)
     async with (
         connect_websocket(tenant_gateway.gateway.port, additional_headers=tenant_gateway.ben.headers) as ben,
         connect_websocket(tenant_gateway.gateway.port, additional_headers=tenant_gateway.ann.headers) as one,

@@ -1,7 +1,7 @@
 """An engine of doubles, driven by requests as clients write them."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,7 @@ import msgspec
 from fumehood.engine.event_log import LagLimits
 from fumehood.engine.loop import LoopLimits
 from fumehood.engine.run_service import EngineRun, EngineRunService
-from fumehood.interfaces import AttachmentLoader, Caller, HostedTool, Sealer
+from fumehood.interfaces import AttachmentLoader, Caller, HostedTool, Run, Sealer
 from fumehood.metrics import GatewayStats
 from fumehood.protocol.openai.items import OutputMessage, OutputText, ProducedFile
 from fumehood.protocol.openai.responses import CreateResponse, Response, Usage
@@ -59,8 +59,7 @@ class EngineHarness:
         return await self.runs.start(request, Caller(tenant))
 
     async def stream(self, **body: Any) -> list[StreamEvent]:
-        run = await self.start(**body)
-        return [event async for batch in run.subscribe() for event in batch]
+        return await collect_events(await self.start(**body))
 
     async def create(self, **body: Any) -> Response:
         return await (await self.start(**body, stream=False)).wait()
@@ -77,8 +76,23 @@ def message_text(message: object) -> str:
     return part.text
 
 
-async def collect_events(run: EngineRun) -> list[StreamEvent]:
-    return [event async for batch in run.subscribe() for event in batch]
+async def read_batches(run: Run) -> AsyncGenerator[Sequence[StreamEvent]]:
+    """Yield the events of a run, each time all that are available."""
+    available = asyncio.Event()
+    reader = run.open_reader(available.set)
+    try:
+        while not reader.is_exhausted:
+            available.clear()
+            if batch := reader.read_available():
+                yield batch
+            else:
+                await available.wait()
+    finally:
+        reader.close()
+
+
+async def collect_events(run: Run) -> list[StreamEvent]:
+    return [event async for batch in read_batches(run) for event in batch]
 
 
 async def wait_until(holds: Callable[[], bool]) -> None:

@@ -5,12 +5,14 @@ import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import aiohttp
 import msgspec
 
 from fumehood.containers.container_service import SandboxContainerService
+from fumehood.engine.event_log import EventLog, LagLimits
 from fumehood.files.uploaded_files import UploadedFiles
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.request_limits import RequestLimits
@@ -122,56 +124,74 @@ def number_events(events: Sequence[StreamEvent]) -> list[StreamEvent]:
 # --- the doubles --------------------------------------------------------------------------------------
 
 
+class _FallibleLog(EventLog):
+    """An event log that can fail for those who read it."""
+
+    fault: Exception | None = None
+
+    def read_from(self, position: int) -> Sequence[StreamEvent]:
+        if self.fault is not None and position:
+            raise self.fault
+        return super().read_from(position)
+
+
 class ScriptedRun:
-    """A `Run` that says what it was given, and then what it is told to, until that was the end or it is cancelled.
+    """A `Run` that emits the given batches one after another, then what a test emits, until that ends it."""
 
-    Every batch is a reading's own: what is given together goes out together.
-    """
-
-    def __init__(self, response: Response, batches: Sequence[Sequence[StreamEvent]]) -> None:
+    def __init__(
+        self,
+        response: Response,
+        batches: Sequence[Sequence[StreamEvent]],
+        lag_limits: LagLimits | None = None,
+        retain_bytes: int = 0,
+    ) -> None:
         self.response = response
         self.cancelled: str | None = None
-        self.fault: Exception | None = None
-        self.log: list[Sequence[StreamEvent]] = [*batches]
         self.ended = asyncio.Event()
-        self.readers: list[ScriptedReading] = []
+        self.log = _FallibleLog(
+            recording=True,
+            limits=lag_limits or LagLimits(),
+            monotonic=perf_counter,
+            on_overrun=lambda: self.cancel("its events were not read"),
+            retain_bytes=retain_bytes,
+        )
+        self.open_reader = self.log.open_reader
+        self._result: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self._script = asyncio.create_task(self._emit_batches(batches))
+
+    async def _emit_batches(self, batches: Sequence[Sequence[StreamEvent]]) -> None:
+        for batch in batches:
+            self.emit(*batch)
+            await asyncio.sleep(0)
 
     @property
     def id(self) -> str:
         return self.response.id
 
+    @property
+    def holds_all_events(self) -> bool:
+        return self.log.holds_all_events
+
     def emit(self, *events: StreamEvent) -> None:
         self.log.append(events)
-        self._wake()
+        last = events[-1]
+        if isinstance(last, ResponseCompleted | ResponseIncomplete):
+            self._result.set_result(last.response)
+            self._end()
 
     def fail(self, fault: Exception) -> None:
-        self.fault = fault
-        self._wake()
+        self.log.fault = fault
+        self._result.set_exception(fault)
+        self._result.exception()  # retrieved: perhaps nobody waits
+        self._end()
 
-    def _wake(self) -> None:
-        for reader in self.readers:
-            reader.wake()
-
-    def watch(self, on_available: Callable[[], None], after: int = -1) -> "ScriptedReading":
-        reader = ScriptedReading(self, on_available)
-        self.readers.append(reader)
-        return reader
-
-    async def subscribe(self, after: int = -1) -> AsyncGenerator[Sequence[StreamEvent]]:
-        news = asyncio.Event()
-        reader = self.watch(news.set)
-        while not reader.is_exhausted:
-            if batch := reader.read_available():
-                yield batch
-            else:
-                await news.wait()
-                news.clear()
+    def _end(self) -> None:
+        self._script.cancel()
+        self.ended.set()
+        self.log.close()
 
     async def wait(self) -> Response:
-        async for batch in self.subscribe():
-            if isinstance(batch[-1], ResponseCompleted | ResponseIncomplete):
-                return batch[-1].response
-        raise AssertionError("it has no end")
+        return await asyncio.shield(self._result)
 
     def add_done_callback(self, callback: Callable[[Response | BaseException], None]) -> None:
         raise AssertionError("the gateway waits")
@@ -180,42 +200,9 @@ class ScriptedRun:
         return ()
 
     def cancel(self, reason: str) -> None:
-        self.cancelled = reason
-        ended = msgspec.structs.replace(self.response, status="cancelled")
-        self.emit(ResponseIncomplete(sequence_number=10_000, response=ended))
-
-
-class ScriptedReading:
-    def __init__(self, run: ScriptedRun, wake: Callable[[], None]) -> None:
-        self._run = run
-        self._wake = wake
-        self._place = 0
-
-    def wake(self) -> None:
-        before = -1
-        while before != self._place:  # batch by batch
-            before = self._place
-            self._wake()
-
-    @property
-    def is_exhausted(self) -> bool:
-        return self._run.ended.is_set() and self._place == len(self._run.log)
-
-    def read_available(self) -> Sequence[StreamEvent]:
-        if self._place == len(self._run.log):
-            if self._run.fault is not None:
-                raise self._run.fault
-            return ()
-        batch = self._run.log[self._place]
-        self._place += 1
-        if isinstance(batch[-1], ResponseCompleted | ResponseIncomplete):
-            self._run.ended.set()
-        else:
-            asyncio.get_running_loop().call_soon(self._wake)
-        return batch
-
-    def close(self) -> None:
-        self._run.readers.remove(self)
+        self.cancelled = self.cancelled or reason
+        if not self.ended.is_set():
+            self.emit(ResponseIncomplete(response=msgspec.structs.replace(self.response, status="cancelled")))
 
 
 type Script = Callable[[Response], Sequence[Sequence[StreamEvent]]]
@@ -237,6 +224,7 @@ class ScriptedRuns:
         self.script: Script = _hello
         self.rejection: Exception | None = None
         self.refers_to = 0  # bytes that every request makes us read
+        self.lag_limits = LagLimits()
         self.started = asyncio.Event()
         self.stubborn = False  # drains only when it is cancelled
         self.draining = asyncio.Event()
@@ -250,6 +238,7 @@ class ScriptedRuns:
         *,
         past: Sequence[ConversationSegment] | None = None,
         reserve_memory: ReserveMemory | None = None,
+        retain_bytes: int = 0,
     ) -> ScriptedRun:
         if self.rejection is not None:
             raise self.rejection
@@ -259,7 +248,7 @@ class ScriptedRuns:
         response = Response(id=response_id or new_id("resp"), created_at=1, model=request.model or "?")
         if request.tools:
             response.tools = request.tools
-        run = ScriptedRun(response, self.script(response))
+        run = ScriptedRun(response, self.script(response), self.lag_limits, retain_bytes)
         self.runs.append(run)
         self.started.set()
         return run

@@ -42,7 +42,7 @@ from fumehood.testing import (
 )
 from fumehood.timings import start_timing
 from tests.support.echo_tool import EchoTool
-from tests.support.engine_harness import ECHO, make_usage
+from tests.support.engine_harness import ECHO, make_usage, read_batches
 from tests.support.turn_records import live_records, start_turn
 
 
@@ -90,7 +90,7 @@ async def run_instrumented(
         {"model": "scripted", "input": "Hi", "stream": True, "tools": [ECHO]} | body
     )
     run = await runs.start(msgspec.json.decode(written, type=CreateResponse), Caller())
-    async for _ in run.subscribe():
+    async for _ in read_batches(run):
         pass
     response = await run.wait()
     await runs.drain(0)

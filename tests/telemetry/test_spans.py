@@ -39,7 +39,7 @@ from fumehood.testing import (
     says,
 )
 from tests.support.echo_tool import EchoTool
-from tests.support.engine_harness import ECHO, make_usage, wait_until
+from tests.support.engine_harness import ECHO, make_usage, read_batches, wait_until
 from tests.support.otlp_receiver import OtlpReceiver
 from tests.support.turn_records import live_records
 
@@ -84,7 +84,7 @@ class TracedEngine:
     async def spans(self, **body: Any) -> dict[str, list[ReadableSpan]]:
         """Run to the end and return the spans by name."""
         run = await self.start(**body)
-        async for _ in run.subscribe():
+        async for _ in read_batches(run):
             pass
         await self.runs.drain(0)
         spans: dict[str, list[ReadableSpan]] = {}

@@ -1,23 +1,27 @@
 """The event log of one run: numbered events for any number of readers.
 
-The run appends and never waits. Events that every reader has read are discarded, so the length of the log is the lag
-of its slowest reader.
+The run appends and never waits. Events that every reader has read are discarded, unless they are retained for readers
+that come later.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from fumehood.protocol.openai.api_errors import InternalServerError
 from fumehood.protocol.openai.stream_events import StreamEvent
 
+_encode = msgspec.json.Encoder().encode
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LagLimits:
-    """How far a reader may lag before the run is cancelled.
+    """How far a reader may lag before it is dropped.
 
     events, seconds: a lag of more than `events` may last `seconds`.
-    hard_events: a lag that cancels the run at once.
+    hard_events: a lag that drops the reader at once.
     """
 
     events: int = 10_000
@@ -33,7 +37,8 @@ class EventLog:
     """The events of one run, for any number of readers.
 
     recording: False for a blocking run, which has no readers: events are dropped.
-    on_overrun: called once, when a reader exceeds the lag limits.
+    on_overrun: called once, when the last reader was dropped for its lag, or nobody reads for as long.
+    retain_bytes: encoded size up to which events are kept for readers that come later.
     """
 
     def __init__(
@@ -43,18 +48,25 @@ class EventLog:
         limits: LagLimits,
         monotonic: Callable[[], float],
         on_overrun: Callable[[], None],
+        retain_bytes: int = 0,
     ) -> None:
         self._is_recording = recording
         self._limits = limits
         self._monotonic = monotonic
         self._on_overrun = on_overrun
+        self._retain_bytes = retain_bytes  # what is left of it
         self._events: list[StreamEvent] = []
         self._first_number = 0  # sequence number of the oldest event that is not discarded
         self._next_number = 0
+        self._unread_number = 0  # where the last reader closed, while there is none
         self._lagging_since: float | None = None
         self._is_overrun = False
         self._is_closed = False
         self._readers: list[EventLogReader] = []
+
+    @property
+    def holds_all_events(self) -> bool:
+        return self._first_number == 0
 
     def append(self, events: Sequence[StreamEvent]) -> None:
         """Number the events, append them and wake the readers."""
@@ -66,6 +78,8 @@ class EventLog:
             number += 1
         self._next_number = number
         self._events.extend(events)
+        if self._retain_bytes > 0:
+            self._retain_bytes -= sum([len(_encode(event)) for event in events])
         self._wake_readers()
         if len(self._events) > self._limits.events:
             self._check_lag()
@@ -76,28 +90,11 @@ class EventLog:
         self._on_overrun = _noop  # breaks the reference cycle with the run
         self._wake_readers()
 
-    def open_reader(self, after: int, on_available: Callable[[], None]) -> "EventLogReader":
-        """Open a reader of the events after sequence number `after`; `on_available` is called when there are more."""
-        reader = EventLogReader(self, after + 1, on_available)
+    def open_reader(self, on_available: Callable[[], None]) -> "EventLogReader":
+        """Open a reader, from the first event on; `on_available` is called when there are more."""
+        reader = EventLogReader(self, on_available)
         self._readers.append(reader)
         return reader
-
-    async def read(self, after: int) -> AsyncGenerator[Sequence[StreamEvent]]:
-        """Yield the events after sequence number `after`, each time all that are available."""
-        available = asyncio.Event()
-        reader = self.open_reader(after, available.set)
-        try:
-            while True:
-                available.clear()
-                batch = reader.read_available()
-                if batch:
-                    yield batch
-                elif reader.is_exhausted:
-                    return
-                else:
-                    await available.wait()
-        finally:
-            reader.close()
 
     def _wake_readers(self) -> None:
         for reader in self._readers:
@@ -105,9 +102,9 @@ class EventLog:
 
     def read_from(self, position: int) -> Sequence[StreamEvent]:
         """Return the events from `position` on. Raises InternalServerError if they are discarded. For readers."""
-        if self._is_overrun or position < self._first_number:
-            raise InternalServerError("The events were not read fast enough, and the response was cancelled.")
-        if position > self._first_number or len(self._readers) > 1:
+        if position < self._first_number:
+            raise InternalServerError("The events were not read fast enough.")
+        if position > self._first_number or len(self._readers) > 1 or self._retain_bytes > 0:
             return self._events[position - self._first_number :]
         events, self._events = self._events, []  # the only reader
         self._first_number = self._next_number
@@ -119,9 +116,9 @@ class EventLog:
 
     def discard_read(self, position: int) -> None:
         """Discard what every reader has read, after one has advanced to `position`."""
-        if position == self._first_number:
+        if position == self._first_number or self._retain_bytes > 0:
             return
-        slowest = min((reader.position for reader in self._readers), default=self._first_number)
+        slowest = self._slowest_position()
         if slowest >= self._next_number:
             self._events.clear()
         else:
@@ -130,19 +127,34 @@ class EventLog:
         if len(self._events) <= self._limits.events:
             self._lagging_since = None
 
+    def _slowest_position(self) -> int:
+        return min([reader.position for reader in self._readers], default=self._unread_number)
+
     def remove_reader(self, reader: "EventLogReader") -> None:
-        self._readers.remove(reader)
+        if reader in self._readers:  # it may have been dropped
+            self._readers.remove(reader)
+            self._unread_number = reader.position
 
     def _check_lag(self) -> None:
+        """Drop readers that exceed the limits; call `on_overrun` if none is left."""
+        lag = self._next_number - self._slowest_position()
+        if lag <= self._limits.events:
+            self._lagging_since = None
+            return
         now = self._monotonic()
         if self._lagging_since is None:
             self._lagging_since = now
-        too_long = now - self._lagging_since > self._limits.seconds
-        if (too_long or len(self._events) > self._limits.hard_events) and not self._is_overrun:
+        if lag <= self._limits.hard_events and now - self._lagging_since <= self._limits.seconds:
+            return
+        self._lagging_since = None
+        for reader in [*self._readers]:
+            if self._next_number - reader.position > self._limits.events:
+                self._readers.remove(reader)
+                reader.drop()
+        if not self._readers and not self._is_overrun:
             self._is_overrun = True
             self._events.clear()
-            self._first_number = self._next_number
-            self._wake_readers()
+            self._first_number = self._unread_number = self._next_number
             # Later: the caller is the run itself, which must not be cancelled inside `append`.
             asyncio.get_running_loop().call_soon(self._on_overrun)
 
@@ -152,9 +164,9 @@ class EventLogReader:
 
     __slots__ = ("_log", "on_available", "position")
 
-    def __init__(self, log: EventLog, position: int, on_available: Callable[[], None]) -> None:
+    def __init__(self, log: EventLog, on_available: Callable[[], None]) -> None:
         self._log = log
-        self.position = position
+        self.position = 0  # sequence number of the next event; -1 after `drop`
         self.on_available = on_available
 
     @property
@@ -167,6 +179,11 @@ class EventLogReader:
             self.position += len(events)
             self._log.discard_read(self.position)
         return events
+
+    def drop(self) -> None:
+        """Make the next read fail."""
+        self.position = -1
+        self.on_available()
 
     def close(self) -> None:
         self._log.remove_reader(self)

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from fumehood.cpu_worker import run_in_worker
@@ -40,7 +40,6 @@ from fumehood.protocol.openai.responses import (
     Response,
     Usage,
 )
-from fumehood.protocol.openai.stream_events import StreamEvent
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +74,12 @@ class EngineRun:
         for callback in self._done_callbacks:
             callback(self._outcome())
 
-    def subscribe(self, after: int = -1) -> AsyncGenerator[Sequence[StreamEvent]]:
-        return self._log.read(after)
+    @property
+    def holds_all_events(self) -> bool:
+        return self._log.holds_all_events
 
-    def watch(self, on_available: Callable[[], None], after: int = -1) -> RunEventReader:
-        return self._log.open_reader(after, on_available)
+    def open_reader(self, on_available: Callable[[], None]) -> RunEventReader:
+        return self._log.open_reader(on_available)
 
     async def wait(self) -> Response:
         # Cancelling the waiter does not cancel the run; `cancel` does.
@@ -173,6 +173,7 @@ class EngineRunService:
         *,
         past: Sequence[ConversationSegment] | None = None,
         reserve_memory: ReserveMemory | None = None,
+        retain_bytes: int = 0,
     ) -> EngineRun:
         prepared = await self._preparer.prepare(request, caller, past, reserve_memory=reserve_memory)
         prepared.check_files()
@@ -186,7 +187,7 @@ class EngineRunService:
             # Renders it in the worker thread; otherwise counting would render it in the event loop.
             await run_in_worker(_count_unrendered_bytes(prepared), backend.validate_request, first_request)
             await check_length(self._token_counter, backend, caller, first_request)
-        return await self._start_run(prepared, backend)
+        return await self._start_run(prepared, backend, retain_bytes)
 
     async def count_tokens(
         self, request: CreateResponse, caller: Caller, *, reserve_memory: ReserveMemory | None = None
@@ -267,12 +268,15 @@ class EngineRunService:
         logger.info("response %s is cancelled: its events were not read", run.id)
         run.cancel("its events were not read")
 
-    async def _start_run(self, prepared: PreparedRequest, backend: ModelBackend) -> EngineRun:
+    async def _start_run(
+        self, prepared: PreparedRequest, backend: ModelBackend, retain_bytes: int
+    ) -> EngineRun:
         log = EventLog(
             recording=prepared.streamed,
             limits=self._lag_limits,
             monotonic=self._clock.monotonic,
             on_overrun=lambda: self._cancel_lagging_run(run),
+            retain_bytes=retain_bytes,
         )
         loop = AgentLoop(
             prepared,

@@ -116,7 +116,7 @@ class Gateway:
             keepalive_seconds=keepalive_seconds,
             parser=RequestParser(pass_fields),
         )
-        websockets = WebSocketRoutes(
+        websockets = self.websockets = WebSocketRoutes(
             responses,
             self._authenticate_websocket,
             self.cors,

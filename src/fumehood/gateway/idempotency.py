@@ -1,51 +1,41 @@
 """Requests with an Idempotency-Key run once, however often they are sent.
 
-A retry joins the run while it lasts, from its first event. After that, a stored response is replayed from the store,
-an unstored one from a bounded cache, which keeps a tombstone when it drops a response.
+A retry joins the run while it lasts, and reads its event log from the first event. After that the response is replayed:
+a stored one from the store, an unstored one from a bounded cache. A key outlives its cached response as a tombstone.
 """
 
 import asyncio
-import contextlib
 import hashlib
-import logging
-from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Generator
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from fumehood.gateway.gateway_metrics import GatewayMetrics
-from fumehood.gateway.request_context import DisconnectMonitor, RequestContext, encode_json
+from fumehood.gateway.request_context import RequestContext, encode_json
 from fumehood.gateway.request_limits import MemoryBudget, RequestLimits
 from fumehood.gateway.streaming.event_sender import CLIENT_DISCONNECTED, TERMINAL_EVENTS
-from fumehood.gateway.streaming.server_sent_events import (
-    DONE_EVENT,
-    KEEPALIVE_COMMENT,
-    SSE_HEADERS,
-    encode_events,
-)
+from fumehood.gateway.tenant_cache import TenantCache
+from fumehood.http_server.asgi_exchange import ClientDisconnected
+from fumehood.http_server.slow_clients import do_nothing
 from fumehood.interfaces import (
     Caller,
     IdempotencyClaim,
     IdempotencyStore,
+    ReadableRun,
     ReserveMemory,
     ResponseStore,
     Run,
     RunService,
 )
-from fumehood.protocol.openai.api_errors import (
-    ApiError,
-    Conflict,
-    InternalServerError,
-    InvalidRequest,
-    RateLimited,
-    detect_resource_exhaustion,
-    to_error_detail,
-)
+from fumehood.protocol.openai.api_errors import ApiError, Conflict, InvalidRequest, RateLimited
 from fumehood.protocol.openai.ids import new_id
-from fumehood.protocol.openai.response_projection import project_response
 from fumehood.protocol.openai.response_replay import replay_response
 from fumehood.protocol.openai.responses import CreateResponse, Response
-from fumehood.protocol.openai.stream_events import ErrorEvent
+from fumehood.protocol.openai.stream_events import StreamEvent
 
 IDEMPOTENCY_HEADER = "Idempotency-Key"
 RETENTION_SECONDS = 86_400.0
@@ -53,13 +43,13 @@ DISCONNECT_GRACE_SECONDS = 10.0
 """Seconds for which a run without clients goes on: the client may be about to retry."""
 
 _MAX_KEY_LENGTH = 255
-_MAX_SUBSCRIBERS = 16
+_MAX_JOINED = 16
 _MAX_REPLAY_BYTES = 32 << 20
 _MAX_CACHE_BYTES = 64 << 20
-_REPLAY_OVERHEAD_BYTES = 6 << 10  # memory besides the bytes to replay
-_MAX_TOMBSTONES = 10_000  # of each tenant
+_CACHE_OVERHEAD_BYTES = 6 << 10  # of each response, besides its JSON
+_MAX_UNSTORED_KEYS = 20_000  # of each tenant
 
-logger = logging.getLogger(__name__)
+_response_decoder = msgspec.json.Decoder(Response)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +60,6 @@ class IdempotentRequest:
     key: str
     digest: bytes
     parameters: CreateResponse
-    include: Collection[str]
 
     @property
     def cache_key(self) -> tuple[str, str]:
@@ -105,95 +94,88 @@ class IdempotentRequests:
     """The requests with keys that this process serves or remembers."""
 
     def __init__(
-        self,
-        runs: RunService,
-        store: IdempotentResponseStore,
-        limits: RequestLimits,
-        metrics: GatewayMetrics,
-        keepalive_seconds: float,
+        self, runs: RunService, store: IdempotentResponseStore, limits: RequestLimits, metrics: GatewayMetrics
     ) -> None:
         self._runs = runs
         self._store = store
         self._limits = limits
         self._metrics = metrics
-        self._keepalive_seconds = keepalive_seconds
         self._shared_runs: dict[tuple[str, str], _SharedRun] = {}
-        self._replay_cache = _ReplayCache()
+        self._unstored = _UnstoredResponses()
 
-    async def respond(
+    @asynccontextmanager
+    async def open_run(
         self, context: RequestContext, request: IdempotentRequest, budget: MemoryBudget
-    ) -> Response | None:
-        """Send the response of the first request with this key. Returns it; None if the client disconnected.
-
-        Raises Conflict if the key was used for another request, and what a request without a key raises.
+    ) -> AsyncGenerator[ReadableRun]:
+        """Start the run of this key, join it, or replay its response.
 
         budget: the memory of the request; moved to the run if one starts.
+
+        Raises Conflict if the key was used for another request, and what a request without a key raises.
         """
-        shared_run = self._shared_runs.get(request.cache_key) or self._replay_cache.find(request)
-        first = shared_run is None
+        shared_run = self._shared_runs.get(request.cache_key)
+        is_first = shared_run is None
         if shared_run is None:
-            shared_run = self._shared_runs[request.cache_key] = _SharedRun(request.digest, new_id("resp"))
-            shared_run.task = asyncio.create_task(
-                self._run_shared(shared_run, request, budget.transfer()),
-                name=f"{IDEMPOTENCY_HEADER} of {request.caller.key_id}",
-            )
+            shared_run = self._start_shared(request, budget)
         elif shared_run.digest != request.digest:
             raise _key_reused()
-        stored = await asyncio.shield(shared_run.started)
-        context.log_fields["response_id"] = shared_run.response_id if stored is None else stored.id
-        if not first or stored is not None:
+        started = await asyncio.shield(shared_run.started)
+        if isinstance(started, Response) or not is_first:
             context.extra_headers.append((b"idempotent-replayed", b"true"))
-        if stored is not None:
-            return await self._replay_stored(context, request, stored)
-        if not request.parameters.stream:
-            return await shared_run.send_response(context)
-        self._metrics.open_streams += 1
-        try:
-            return await shared_run.send_stream(context, self._keepalive_seconds)
-        finally:
-            self._metrics.open_streams -= 1
+        if isinstance(started, Response):
+            budget.reserve_for_response(len(encode_json(started)))
+            yield _ReplayedRun(started)
+        else:
+            with shared_run.join(started) as run:
+                yield run
 
-    async def _replay_stored(
-        self, context: RequestContext, request: IdempotentRequest, response: Response
-    ) -> Response:
-        """Raises RateLimited, ServiceUnavailable; the client can retry."""
-        with self._limits.memory_budget(request.caller) as budget:
-            if not request.parameters.stream:
-                body = encode_json(project_response(response, request.include))
-                budget.reserve_for_response(len(body))
-                await context.respond(body)
-            else:
-                events = encode_events(replay_response(response), request.include) + DONE_EVENT
-                budget.reserve_for_response(len(events))
-                await context.start_response(200, [*SSE_HEADERS])
-                await context.send(events, more=False)
-        return response
-
-    # ---- the run ----------------------------------------------------------------------------------------------
+    def _start_shared(self, request: IdempotentRequest, budget: MemoryBudget) -> "_SharedRun":
+        """The run has a task of its own: the first client may disconnect before others."""
+        shared_run = self._shared_runs[request.cache_key] = _SharedRun(request.digest)
+        shared_run.task = asyncio.create_task(
+            self._run_shared(shared_run, request, budget.transfer()),
+            name=f"{IDEMPOTENCY_HEADER} of {request.caller.key_id}",
+        )
+        return shared_run
 
     async def _run_shared(
         self, shared_run: "_SharedRun", request: IdempotentRequest, budget: MemoryBudget
     ) -> None:
-        """Runs in a task of its own: the first client may disconnect before others."""
+        """Start the run, unless an earlier one had this key, and record its end."""
         try:
             with budget, self._limits.concurrency_slot(request.caller):
-                earlier = await self._claim_key(request, shared_run.response_id)
-                if earlier is not None:
-                    shared_run.started.set_result(earlier)
-                else:
-                    await self._start_run(shared_run, request, budget.reserve)
+                started = await self._claim_and_start(request, budget.reserve)
+                shared_run.started.set_result(started)
+                if not isinstance(started, Response):
+                    shared_run.start_grace_period(started)
+                    await self._record_end(started, request)
         except Exception as error:
-            if not isinstance(error, ApiError):
-                exhausted = detect_resource_exhaustion(error)
-                if exhausted is None:
-                    logger.exception("Request with an Idempotency-Key failed.")
-                error = exhausted or InternalServerError("Internal server error; see the server log.")
-            shared_run.fail(error)
+            if shared_run.started.done():
+                raise
+            shared_run.started.set_exception(error)
         finally:
+            shared_run.cancel_grace_period()
             del self._shared_runs[request.cache_key]
-            # A stored response is read from the store from now on, where it can be deleted.
-            if shared_run.may_have_run and not request.is_stored:
-                self._replay_cache.add(request.cache_key, shared_run)
+
+    async def _claim_and_start(
+        self, request: IdempotentRequest, reserve_memory: ReserveMemory
+    ) -> Run | Response:
+        """The response of an earlier request with this key, or a new run. Releases the key if that does not start."""
+        response_id = new_id("resp")
+        earlier = self._unstored.find(request) or await self._claim_key(request, response_id)
+        if earlier is not None:
+            return earlier
+        try:
+            return await self._runs.start(
+                request.parameters,
+                request.caller,
+                response_id,
+                reserve_memory=reserve_memory,
+                retain_bytes=_MAX_REPLAY_BYTES,
+            )
+        except Exception:
+            await self._release_key(request, response_id)
+            raise
 
     async def _claim_key(self, request: IdempotentRequest, response_id: str) -> Response | None:
         """The response of an earlier request with this key; None if this one is the first. Raises Conflict."""
@@ -211,7 +193,7 @@ class IdempotentRequests:
             raise _response_gone(
                 found, "it was deleted, could not be stored, or the server stopped before it was complete"
             )
-        if response.status in ("queued", "in_progress"):
+        if response.status in ("queued", "in_progress"):  # in another gateway on the same store
             raise Conflict(
                 f"The request with this {IDEMPOTENCY_HEADER} is still in progress.",
                 param=IDEMPOTENCY_HEADER,
@@ -220,303 +202,171 @@ class IdempotentRequests:
             )
         return response
 
-    async def _start_run(
-        self, shared_run: "_SharedRun", request: IdempotentRequest, reserve_memory: ReserveMemory
-    ) -> None:
-        """Releases the key if the request is rejected or fails before anything ran."""
+    async def _record_end(self, run: Run, request: IdempotentRequest) -> None:
+        """Wait until the run has ended. Releases the key if nothing ran."""
         try:
-            run = await self._runs.start(
-                request.parameters, request.caller, shared_run.response_id, reserve_memory=reserve_memory
-            )
-        except Exception:
-            await self._release_claim(shared_run, request)
-            raise
-        shared_run.attach(run)
-        try:
-            response = await shared_run.record(run, request)
-        except ApiError as error:
+            response = await run.wait()
+        except Exception as error:
             # A blocking run that raises has produced nothing, unless it could not be stored.
-            if not request.parameters.stream and not error.may_have_run:
-                shared_run.may_have_run = False
-                await self._release_claim(shared_run, request)
-            raise
-        self._metrics.record_events(shared_run.event_count)
+            if not request.parameters.stream and isinstance(error, ApiError) and not error.may_have_run:
+                await self._release_key(request, run.id)
+                return
+            response = _read_terminal_response(run)
         if response is not None:
             self._metrics.record_response(response)
+        # A stored response is read from the store from now on, where it can be deleted.
+        if not request.is_stored:
+            self._unstored.add(request, run.id, response)
 
-    async def _release_claim(self, shared_run: "_SharedRun", request: IdempotentRequest) -> None:
+    async def _release_key(self, request: IdempotentRequest, response_id: str) -> None:
         if request.is_stored:
-            await self._store.release_idempotency_key(*request.cache_key, shared_run.response_id)
-
-
-class _TenantReplays:
-    """The cache of one tenant, by key, oldest first.
-
-    replays: finished runs that can be replayed; `total_bytes` is their size.
-    tombstones: keys whose response can no longer be replayed.
-    """
-
-    def __init__(self) -> None:
-        self.replays: OrderedDict[str, _SharedRun] = OrderedDict()
-        self.tombstones: OrderedDict[str, IdempotencyClaim] = OrderedDict()
-        self.total_bytes = 0
-
-    def add(self, key: str, shared_run: "_SharedRun") -> None:
-        self.replays[key] = shared_run
-        self.total_bytes += shared_run.total_bytes + _REPLAY_OVERHEAD_BYTES
-
-    def evict_oldest(self) -> int:
-        """Replace the oldest replay by a tombstone; return the bytes freed."""
-        key, shared_run = self.replays.popitem(last=False)
-        freed = shared_run.total_bytes + _REPLAY_OVERHEAD_BYTES
-        self.total_bytes -= freed
-        self.add_tombstone(key, shared_run)
-        return freed
-
-    def add_tombstone(self, key: str, shared_run: "_SharedRun") -> None:
-        self.tombstones[key] = IdempotencyClaim(shared_run.digest, shared_run.response_id)
-        if len(self.tombstones) > _MAX_TOMBSTONES:
-            self.tombstones.popitem(last=False)
-
-
-class _ReplayCache:
-    """Finished runs whose responses are not stored. Beyond the limit, the largest tenant loses its oldest replay;
-    tombstones are limited per tenant.
-    """
-
-    def __init__(self) -> None:
-        self._by_tenant: defaultdict[str, _TenantReplays] = defaultdict(_TenantReplays)
-        self._total_bytes = 0
-
-    def find(self, request: IdempotentRequest) -> "_SharedRun | None":
-        """Raises Conflict if only a tombstone is left."""
-        tenant_replays = self._by_tenant.get(request.caller.tenant)
-        if tenant_replays is None:
-            return None
-        tombstone = tenant_replays.tombstones.get(request.key)
-        if tombstone is None:
-            return tenant_replays.replays.get(request.key)
-        if tombstone.digest != request.digest:
-            raise _key_reused()
-        raise _response_gone(
-            tombstone,
-            "it was not stored, and it failed, was too long to cache, or was evicted from the cache",
-        )
-
-    def add(self, cache_key: tuple[str, str], shared_run: "_SharedRun") -> None:
-        tenant, key = cache_key
-        tenant_replays = self._by_tenant[tenant]
-        if not shared_run.is_replayable:
-            tenant_replays.add_tombstone(key, shared_run)
-            return
-        tenant_replays.add(key, shared_run)
-        self._total_bytes += shared_run.total_bytes + _REPLAY_OVERHEAD_BYTES
-        while self._total_bytes > _MAX_CACHE_BYTES:
-            heaviest = max(self._by_tenant.values(), key=lambda one: one.total_bytes)
-            self._total_bytes -= heaviest.evict_oldest()
-
-
-@dataclass(slots=True, eq=False)
-class _Subscriber:
-    """One client of a shared run.
-
-    position: number of the next chunk. sent_bytes: the bytes before it.
-    is_dropped: the client was too far behind.
-    """
-
-    position: int = 0
-    sent_bytes: int = 0
-    is_dropped: bool = False
-    wakeup: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def wait(self) -> None:
-        await self.wakeup.wait()
-        self.wakeup.clear()
+            await self._store.release_idempotency_key(*request.cache_key, response_id)
 
 
 class _SharedRun:
-    """A run that several requests read, as encoded chunks.
+    """The run of one key, which several requests read.
 
-    started: done when the run has started; its result is the response of an earlier request, if there is one.
-    may_have_run: whether code may have run.
-    is_truncated: too long to replay; only chunks that a subscriber still needs are kept.
+    task: starts the run, and ends when its end is recorded.
+    started: the run, or the response of an earlier request with this key.
+    joined_count: number of requests that read it.
     """
 
-    def __init__(self, digest: bytes, response_id: str) -> None:
+    task: asyncio.Task[None]
+
+    def __init__(self, digest: bytes) -> None:
         self.digest = digest
-        self.response_id = response_id
-        self.started: asyncio.Future[Response | None] = asyncio.get_running_loop().create_future()
-        self.task: asyncio.Task[None] | None = None
-        self.error: ApiError | None = None
-        self.may_have_run = False
-        self.event_count = 0
-        self.total_bytes = 0
-        self.is_truncated = False
-        self._run: Run | None = None
-        self._response: Response | None = None
-        self._chunks: list[bytes] = []
-        self._first_chunk = 0  # number of the first chunk that is kept
-        self._has_ended = False
-        self._subscribers: list[_Subscriber] = []
+        self.started: asyncio.Future[Run | Response] = asyncio.get_running_loop().create_future()
+        self.joined_count = 0
         self._grace_timer: asyncio.TimerHandle | None = None
 
-    @property
-    def is_replayable(self) -> bool:
-        """Whether the whole run can be replayed."""
-        return self._has_ended and self.error is None and not self.is_truncated
-
-    # ---- producer --------------------------------------------------------------------------------
-
-    def attach(self, run: Run) -> None:
-        self._run = run
-        self.may_have_run = True
-        self.started.set_result(None)
-        self._start_grace_period()
-
-    async def record(self, run: Run, request: IdempotentRequest) -> Response | None:
-        """Record the run to its end. Raises ApiError if it fails without a response."""
-        if request.parameters.stream:
-            await self._record_events(run, request.include)
-        else:
-            self._response = await run.wait()
-            self._append(encode_json(project_response(self._response, request.include)))
-        self._finish()
-        return self._response
-
-    async def _record_events(self, run: Run, include: Collection[str]) -> None:
-        async for batch in run.subscribe():
-            self._drop_slow_subscribers()
-            self._append(bytes(encode_events(batch, include)))
-            self.event_count += len(batch)
-            if isinstance(batch[-1], TERMINAL_EVENTS):
-                self._response = batch[-1].response
-        self._append(DONE_EVENT)
-
-    def fail(self, error: ApiError) -> None:
-        self.error = error
-        if not self.started.done():
-            self.started.set_exception(error)
-            self.started.exception()  # retrieved: perhaps nobody waits any more
-        self._finish()
-
-    def _append(self, chunk: bytes) -> None:
-        self._chunks.append(chunk)
-        self.total_bytes += len(chunk)
-        self.is_truncated = self.total_bytes > _MAX_REPLAY_BYTES
-        self._notify()
-
-    def _drop_slow_subscribers(self) -> None:
-        """Drop subscribers that are too far behind, and the chunks that nobody needs."""
-        for subscriber in [*self._subscribers]:
-            if self.total_bytes - subscriber.sent_bytes > _MAX_REPLAY_BYTES:
-                subscriber.is_dropped = True
-                self._unsubscribe(subscriber)
-        self._trim()
-
-    def _finish(self) -> None:
-        self._has_ended = True
-        self._cancel_grace_period()
-        self._run = None  # it holds the whole conversation; this object may be cached for long
-        self._notify()
-
-    def _notify(self) -> None:
-        for subscriber in self._subscribers:
-            subscriber.wakeup.set()
-
-    # ---- subscribers ------------------------------------------------------------------------------------
-
-    async def send_response(self, context: RequestContext) -> Response | None:
-        """Send the response when it is complete; None if the client disconnected."""
-        with self._subscribe() as subscriber:
-            with DisconnectMonitor(context, subscriber.wakeup.set) as monitor:
-                while not self._has_ended and not monitor.disconnected:
-                    await subscriber.wait()
-            if monitor.disconnected:
-                return None
-            if self.error is not None:
-                raise self.error
-            await context.respond(self._chunks[0])
-        return self._response
-
-    async def send_stream(self, context: RequestContext, keepalive_seconds: float) -> Response | None:
-        """Send the events; None if the client disconnected or was dropped."""
-        with self._subscribe() as subscriber:
-            await context.start_response(200, [*SSE_HEADERS])
-            with DisconnectMonitor(
-                context, subscriber.wakeup.set, keepalive=KEEPALIVE_COMMENT, interval=keepalive_seconds
-            ) as monitor:
-                while not monitor.disconnected and not subscriber.is_dropped:
-                    if chunks := self._next_chunks(subscriber):
-                        await context.send(chunks)
-                    elif self._has_ended:
-                        break
-                    else:
-                        await subscriber.wait()
-            if monitor.disconnected:
-                return None
-            error = _reader_too_slow() if subscriber.is_dropped else self.error
-            await context.send(b"" if error is None else self._encode_error(error), more=False)
-        return None if subscriber.is_dropped else self._response
-
-    def _encode_error(self, error: ApiError) -> bytearray:
-        """The end of a stream that failed."""
-        event = ErrorEvent(sequence_number=self.event_count, error=to_error_detail(error))
-        return encode_events([event], ()) + DONE_EVENT
-
-    @contextlib.contextmanager
-    def _subscribe(self) -> Generator[_Subscriber]:
-        if self.is_truncated and self._first_chunk:
+    @contextmanager
+    def join(self, run: Run) -> Generator["_JoinedRun"]:
+        """The run as one request reads it. Raises Conflict, RateLimited."""
+        if not run.holds_all_events:
             raise Conflict(
                 f"The response of this {IDEMPOTENCY_HEADER} is too long to be replayed; if it is stored, GET "
                 "/v1/responses/ID returns it.",
                 param=IDEMPOTENCY_HEADER,
                 code="idempotency_response_too_long",
             )
-        if len(self._subscribers) >= _MAX_SUBSCRIBERS:
+        if self.joined_count >= _MAX_JOINED:
             raise RateLimited(
                 f"Too many concurrent requests with this {IDEMPOTENCY_HEADER}.", retry_after=1.0
             )
-        subscriber = _Subscriber()
-        self._subscribers.append(subscriber)
-        self._cancel_grace_period()
+        self.joined_count += 1
+        self.cancel_grace_period()
         try:
-            yield subscriber
+            yield _JoinedRun(run, self.task)
         finally:
-            if not subscriber.is_dropped:
-                self._unsubscribe(subscriber)
+            self.joined_count -= 1
+            if not self.joined_count and not self.task.done():
+                self.start_grace_period(run)
 
-    def _unsubscribe(self, subscriber: _Subscriber) -> None:
-        self._subscribers.remove(subscriber)
-        if not self._subscribers and not self._has_ended:
-            self._start_grace_period()
+    def start_grace_period(self, run: Run) -> None:
+        """Cancel the run soon unless a request joins it."""
+        self._grace_timer = asyncio.get_running_loop().call_later(
+            DISCONNECT_GRACE_SECONDS, run.cancel, CLIENT_DISCONNECTED
+        )
 
-    def _next_chunks(self, subscriber: _Subscriber) -> bytes:
-        """The chunks since the last call, joined."""
-        joined = b"".join(self._chunks[subscriber.position - self._first_chunk :])
-        subscriber.position = self._first_chunk + len(self._chunks)
-        subscriber.sent_bytes = self.total_bytes
-        self._trim()
-        return joined
-
-    def _trim(self) -> None:
-        """Of a truncated run, keep only chunks that a subscriber still needs."""
-        if self.is_truncated:
-            end = self._first_chunk + len(self._chunks)
-            done = min((one.position for one in self._subscribers), default=end)
-            del self._chunks[: done - self._first_chunk]
-            self._first_chunk = done
-
-    def _start_grace_period(self) -> None:
-        """Cancel the run soon unless somebody subscribes."""
-        if self._run is not None:
-            self._grace_timer = asyncio.get_running_loop().call_later(
-                DISCONNECT_GRACE_SECONDS, self._run.cancel, CLIENT_DISCONNECTED
-            )
-
-    def _cancel_grace_period(self) -> None:
+    def cancel_grace_period(self) -> None:
         if self._grace_timer is not None:
             self._grace_timer.cancel()
             self._grace_timer = None
+
+
+class _JoinedRun:
+    """A shared run as one request reads it: to cancel it only leaves it."""
+
+    def __init__(self, run: Run, recorded: asyncio.Future[None]) -> None:
+        self.id = run.id
+        self.open_reader = run.open_reader
+        self._run = run
+        self._recorded = recorded
+        self._left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> Response:
+        """Raises ClientDisconnected after `cancel`, and as `Run.wait`."""
+        await asyncio.wait([self._recorded, self._left], return_when=asyncio.FIRST_COMPLETED)
+        if not self._recorded.done():
+            raise ClientDisconnected
+        return await self._run.wait()
+
+    def cancel(self, reason: str) -> None:
+        del reason
+        if not self._left.done():
+            self._left.set_result(None)
+
+
+class _ReplayedRun:
+    """A response that has ended, as a run. It is its own reader, of events made from the response."""
+
+    is_exhausted = True
+
+    def __init__(self, response: Response) -> None:
+        self.id = response.id
+        self._response = response
+        self._unread: Sequence[StreamEvent] = ()
+
+    def open_reader(self, on_available: Callable[[], None]) -> "_ReplayedRun":
+        del on_available  # all events are available at once
+        self._unread = replay_response(self._response)
+        return self
+
+    def read_available(self) -> Sequence[StreamEvent]:
+        events, self._unread = self._unread, ()
+        return events
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    async def wait(self) -> Response:
+        return self._response
+
+    def cancel(self, reason: str) -> None:
+        """It has ended."""
+
+
+class _UnstoredResponses:
+    """Finished responses that are not stored, as JSON, and the keys that stand for them."""
+
+    def __init__(self) -> None:
+        self._claims: defaultdict[str, dict[str, IdempotencyClaim]] = defaultdict(dict)
+        self._responses = TenantCache[bytes](_MAX_CACHE_BYTES)
+
+    def find(self, request: IdempotentRequest) -> Response | None:
+        """The response of a key; None if it was not used. Raises Conflict."""
+        claim = self._claims.get(request.caller.tenant, {}).get(request.key)
+        if claim is None:
+            return None
+        if claim.digest != request.digest:
+            raise _key_reused()
+        response = self._responses.get(*request.cache_key)
+        if response is None:
+            raise _response_gone(
+                claim,
+                "it was not stored, and it failed, was too long to cache, or was evicted from the cache",
+            )
+        return _response_decoder.decode(response)
+
+    def add(self, request: IdempotentRequest, response_id: str, response: Response | None) -> None:
+        tenant, key = request.cache_key
+        claims = self._claims[tenant]
+        claims[key] = IdempotencyClaim(request.digest, response_id)
+        if len(claims) > _MAX_UNSTORED_KEYS:
+            oldest = next(iter(claims))
+            del claims[oldest]
+            self._responses.drop(tenant, oldest)
+        encoded = b"" if response is None else encode_json(response)
+        if 0 < len(encoded) <= _MAX_REPLAY_BYTES:
+            self._responses.put(tenant, key, encoded, len(encoded) + _CACHE_OVERHEAD_BYTES)
+
+
+def _read_terminal_response(run: Run) -> Response | None:
+    """The response in the last event of a run that has ended, if that is kept."""
+    reader = run.open_reader(do_nothing)
+    events = reader.read_available() if run.holds_all_events else ()
+    reader.close()
+    return events[-1].response if events and isinstance(events[-1], TERMINAL_EVENTS) else None
 
 
 def _key_reused() -> Conflict:
@@ -534,7 +384,3 @@ def _response_gone(claim: IdempotencyClaim, why: str) -> Conflict:
         param=IDEMPOTENCY_HEADER,
         code="idempotency_response_gone",
     )
-
-
-def _reader_too_slow() -> InternalServerError:
-    return InternalServerError("The client reads the stream too slowly.")

@@ -12,6 +12,7 @@ from fumehood.interfaces.clock import Clock  # time, as tests control it
 
 # The engine, as the gateway uses it
 from fumehood.interfaces.runs import (
+    ReadableRun,  # a run as a request reads it
     ReserveMemory,  # callback that accounts for memory
     Run,  # a response in progress
     RunEventReader,  # a position in the event log of a run
@@ -116,6 +117,7 @@ __all__ = [
     "ModelBackend",
     "ModelEventStream",
     "ModelProvider",
+    "ReadableRun",
     "ReferencedBlobs",
     "ReserveMemory",
     "ResponseStore",

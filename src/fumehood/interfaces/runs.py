@@ -1,10 +1,6 @@
 """Runs: responses in progress, and how their events are read."""
 
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Sequence,
-)
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from fumehood.interfaces.callers import Caller
@@ -24,7 +20,7 @@ class RunEventReader(Protocol):
     def read_available(self) -> Sequence[StreamEvent]:
         """Return the events since the last call, perhaps none.
 
-        Raises InternalServerError if the run was ended because this reader stayed too far behind for too long.
+        Raises InternalServerError if this reader stayed too far behind for too long.
         """
         ...
 
@@ -33,32 +29,18 @@ class RunEventReader(Protocol):
         ...
 
 
-class Run(Protocol):
-    """A response in progress.
-
-    It does not depend on the request that started it: it runs until it ends or is cancelled. Any number of readers
-    follow its event log.
-    """
+class ReadableRun(Protocol):
+    """A run as a request reads it: its events with a reader, or its result with `wait`."""
 
     @property
     def id(self) -> str:
         """The id of the response."""
         ...
 
-    def subscribe(self, after: int = -1) -> AsyncGenerator[Sequence[StreamEvent]]:
-        """Yield events in batches, the terminal one last.
-
-        after: sequence number of the last event to skip.
-
-        Raises InternalServerError as `RunEventReader.read_available`.
-        """
-        ...
-
-    def watch(self, on_available: Callable[[], None], after: int = -1) -> RunEventReader:
-        """Return a reader that is notified by a callback, for callers that cannot wait.
+    def open_reader(self, on_available: Callable[[], None]) -> RunEventReader:
+        """Open a reader of the events, from the first one on.
 
         on_available: called from the run when events have come; it must be quick and must not raise.
-        after: sequence number of the last event to skip.
         """
         ...
 
@@ -67,6 +49,26 @@ class Run(Protocol):
 
         Raises ApiError if it could not be stored, or failed before any output.
         """
+        ...
+
+    def cancel(self, reason: str) -> None:
+        """Abort the model's request and interrupt code; the output so far is kept. Returns at once.
+
+        reason: for the error of the response.
+        """
+        ...
+
+
+class Run(ReadableRun, Protocol):
+    """A response in progress.
+
+    It does not depend on the request that started it: it runs until it ends or is cancelled. Any number of readers
+    follow its event log.
+    """
+
+    @property
+    def holds_all_events(self) -> bool:
+        """Whether a new reader can still read the first event."""
         ...
 
     def add_done_callback(self, callback: Callable[[Response | BaseException], None]) -> None:
@@ -80,13 +82,6 @@ class Run(Protocol):
         """Return the conversation up to the end of this response, as `ConversationStore.get_conversation` does.
 
         For callers that continue a response which is not stored. Call it after the run has ended.
-        """
-        ...
-
-    def cancel(self, reason: str) -> None:
-        """Abort the model's request and interrupt code; the output so far is kept. Returns at once.
-
-        reason: for the error of the response.
         """
         ...
 
@@ -107,6 +102,7 @@ class RunService(Protocol):
         *,
         past: Sequence[ConversationSegment] | None = None,
         reserve_memory: ReserveMemory | None = None,
+        retain_bytes: int = 0,
     ) -> Run:
         """Validate a request and start its run.
 
@@ -115,6 +111,7 @@ class RunService(Protocol):
         response_id: for the new response, if the caller needs to know it before.
         past: the conversation to continue, if it is not stored; None to look up `previous_response_id`.
         reserve_memory: called before files of the input or a large conversation are read.
+        retain_bytes: encoded size up to which events are kept for readers that come later.
 
         Raises ApiError if the request is invalid or cannot be served; then nothing was started.
         """

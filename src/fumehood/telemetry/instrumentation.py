@@ -79,6 +79,7 @@ class InstrumentedRunService:
         *,
         past: Sequence[ConversationSegment] | None = None,
         reserve_memory: ReserveMemory | None = None,
+        retain_bytes: int = 0,
     ) -> Run:
         record = RunRecord(request=request, model=request.model, streamed=request.stream is True)
         self._dispatcher.running_count += 1
@@ -87,7 +88,12 @@ class InstrumentedRunService:
         token = _current_run.set(link)
         try:
             run = await self._runs.start(
-                request, caller, response_id, past=past, reserve_memory=reserve_memory
+                request,
+                caller,
+                response_id,
+                past=past,
+                reserve_memory=reserve_memory,
+                retain_bytes=retain_bytes,
             )
         except BaseException as error:
             self._end_run(record, link, error)

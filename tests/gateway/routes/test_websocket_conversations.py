@@ -13,7 +13,6 @@ from openai import AsyncOpenAI
 from openai.types.responses import ResponsesServerEvent
 
 from fumehood.engine.run_service import EngineRunService
-from fumehood.gateway.routes import websocket_routes
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
 from fumehood.protocol.openai.api_errors import ModelUnreachable
 from fumehood.testing import (
@@ -360,7 +359,7 @@ async def test_what_is_stored_at_last_has_everything_before_it(
 async def test_what_is_held_is_bounded(
     conversation_gateway: ConversationGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(websocket_routes, "_MAX_UNSTORED_BYTES_PER_TENANT", 100_000)
+    monkeypatch.setattr(conversation_gateway.gateway.app.websockets.unstored, "max_tenant_bytes", 100_000)
     conversation_gateway.model.expect(*[says("ok")] * 5)
     async with conversation_gateway.socket() as socket:
         small = await socket.create_and_read(stream_id="a", input="x" * 10_000)
@@ -382,7 +381,7 @@ async def test_what_is_held_is_bounded(
 async def test_what_all_hold_is_bounded_and_whoever_holds_most_gives_way(
     conversation_gateway: ConversationGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(websocket_routes, "_MAX_UNSTORED_BYTES", 100_000)
+    monkeypatch.setattr(conversation_gateway.gateway.app.websockets.unstored, "max_bytes", 100_000)
     conversation_gateway.model.expect(*[says("ok")] * 6)
     async with conversation_gateway.socket() as one, conversation_gateway.socket() as two:
         oldest = await one.create_and_read(stream_id="a", input="x" * 20_000)

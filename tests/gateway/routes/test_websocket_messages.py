@@ -12,7 +12,8 @@ from websockets.frames import Frame, Opcode
 from websockets.streams import StreamReader
 
 from fumehood.gateway.request_limits import RequestLimits
-from fumehood.gateway.streaming.server_sent_events import encode_events
+from fumehood.gateway.streaming.event_sender import EventEncoder
+from fumehood.gateway.streaming.server_sent_events import SseEncoder
 from fumehood.gateway.streaming.websocket_framing import WebSocketEncoder
 from fumehood.http_server import websocket_protocol
 from fumehood.protocol.openai.api_errors import InternalServerError
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 # --- framing ------------------------------------------------------------------------------------------
 
 
-def written(wire: WebSocketEncoder, events: Sequence[StreamEvent]) -> bytearray:
+def written(wire: EventEncoder, events: Sequence[StreamEvent]) -> bytearray:
     messages, number = wire.encode_batch(events, (), sys.maxsize)
     assert number == len(events)
     return messages
@@ -58,7 +59,9 @@ def frames(written: bytearray) -> list[Any]:
 @pytest.mark.parametrize("size", [0, 1, 50, 125, 126, 300, 65_000, 65_400, 65_536, 200_000])
 async def test_messages_of_every_size_say_what_a_stream_says(size: int) -> None:
     events = text_events(Response(id="resp_1", created_at=1, model="m"), ["x" * size, "é\u2028"])
-    streamed = [value for _, value in parse_events(bytes(encode_events(events, ())) + b"data: [DONE]\n\n")]
+    streamed = [
+        value for _, value in parse_events(bytes(written(SseEncoder(), events)) + b"data: [DONE]\n\n")
+    ]
     assert frames(written(WebSocketEncoder(), events)) == streamed
     named = frames(written(WebSocketEncoder("main"), events))
     assert named == [{**value, "stream_id": "main"} for value in streamed]

@@ -1,5 +1,7 @@
 """Encoding of events as server-sent events and WebSocket messages."""
 
+import sys
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ from inline_snapshot import snapshot
 from msgspec import Raw
 
 from fumehood.gateway.streaming.event_sender import EventEncoder
-from fumehood.gateway.streaming.server_sent_events import DONE_EVENT, SseEncoder, encode_events
+from fumehood.gateway.streaming.server_sent_events import DONE_EVENT, SseEncoder, encode_batch
 from fumehood.gateway.streaming.websocket_framing import WebSocketEncoder
 from fumehood.protocol.openai.response_projection import INCLUDE_LOGPROBS, ONLY_OPENAI_EVENTS
 from fumehood.protocol.openai.responses import Response
@@ -18,15 +20,20 @@ from fumehood.protocol.openai.stream_events import (
     OutputItemDone,
     OutputTextDelta,
     ResponseCreated,
+    StreamEvent,
 )
 from tests.support.sse_parsing import parse_events
 
 DELTA: Any = {"item_id": "msg_1", "output_index": 0, "content_index": 0}
 
 
+def encode(events: Sequence[StreamEvent], include: Collection[str]) -> bytes:
+    return bytes(encode_batch(events, include, sys.maxsize)[0])
+
+
 def test_one_event_byte_by_byte() -> None:
     event = OutputTextDelta(sequence_number=4, delta="42", **DELTA)
-    assert bytes(encode_events([event], ())).split(b",") == snapshot(
+    assert encode([event], ()).split(b",") == snapshot(
         [
             b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta"',
             b'"sequence_number":4',
@@ -41,9 +48,9 @@ def test_one_event_byte_by_byte() -> None:
 
 def test_a_client_that_knows_only_openais_events_is_told_of_no_other() -> None:
     failed = CodeInterpreterCallFailed(sequence_number=7, item_id="ci_1", output_index=2)
-    ((name, event),) = parse_events(bytes(encode_events([failed], ())) + DONE_EVENT)
+    ((name, event),) = parse_events(encode([failed], ()) + DONE_EVENT)
     assert name == event["type"] == "response.code_interpreter_call.failed"
-    ((name, told),) = parse_events(bytes(encode_events([failed], {ONLY_OPENAI_EVENTS})) + DONE_EVENT)
+    ((name, told),) = parse_events(encode([failed], {ONLY_OPENAI_EVENTS}) + DONE_EVENT)
     assert name == told["type"] == "response.code_interpreter_call.completed"
     assert {**told, "type": event["type"]} == event
     message, _ = WebSocketEncoder().encode_batch([failed], {ONLY_OPENAI_EVENTS}, 1)
@@ -77,7 +84,7 @@ def test_what_is_too_much_for_one_write_goes_in_several(wire: EventEncoder) -> N
 @given(st.lists(st.text(), min_size=1))
 def test_any_text_stays_on_its_line(deltas: list[str]) -> None:
     events = [OutputTextDelta(sequence_number=n, delta=delta, **DELTA) for n, delta in enumerate(deltas)]
-    encoded = bytes(encode_events(events, ()))
+    encoded = encode(events, ())
     assert [value["delta"] for _, value in parse_events(encoded + b"data: [DONE]\n\n")] == deltas
     # Also for readers who take other characters for the end of a line.
     assert len(encoded.decode().splitlines()) == 3 * len(deltas)
@@ -91,7 +98,7 @@ def test_bytes_of_others_cannot_break_a_line() -> None:
         OutputItemDone(sequence_number=1, output_index=0, item=Raw(b'{"type":\n"program"\r}')),
         OutputTextDelta(sequence_number=2, delta="x", logprobs=[Raw(b'{"a":\n1}')], **DELTA),
     ):
-        encoded = bytes(encode_events([event], (INCLUDE_LOGPROBS,)))
+        encoded = encode([event], (INCLUDE_LOGPROBS,))
         assert encoded.count(b"\n") == 3
         assert b"\r" not in encoded
         assert len(parse_events(encoded + b"data: [DONE]\n\n")) == 1

@@ -22,7 +22,7 @@ from fumehood.gateway.routes.list_pages import paginate
 from fumehood.gateway.streaming.event_sender import CLIENT_DISCONNECTED
 from fumehood.gateway.streaming.server_sent_events import KEEPALIVE_SECONDS, send_run
 from fumehood.http_server.asgi_exchange import ClientDisconnected
-from fumehood.interfaces import Caller, ConversationStore, Run, RunService
+from fumehood.interfaces import Caller, ConversationStore, ReadableRun, Run, RunService
 from fumehood.protocol.conversation import ConversationSegment
 from fumehood.protocol.openai.api_errors import InvalidRequest, NotFound
 from fumehood.protocol.openai.response_projection import ONLY_OPENAI_EVENTS, project_response
@@ -35,7 +35,7 @@ from fumehood.protocol.openai.responses import (
 )
 
 # Streams a run; returns the number of events sent and the terminal response, None if the client disconnected.
-type SendEvents = Callable[[Run, Collection[str]], Awaitable[tuple[int, Response | None]]]
+type SendEvents = Callable[[ReadableRun, Collection[str]], Awaitable[tuple[int, Response | None]]]
 
 
 class ResponseRouteStore(IdempotentResponseStore, ConversationStore, Protocol):
@@ -66,21 +66,22 @@ class ResponseRoutes:
         self._limits = limits
         self._always_include = frozenset(always_include)
         self._keepalive_seconds = keepalive_seconds
-        self._idempotent_requests = IdempotentRequests(runs, store, limits, metrics, keepalive_seconds)
+        self._idempotent_requests = IdempotentRequests(runs, store, limits, metrics)
 
     async def create(self, context: RequestContext, caller: Caller) -> None:
         with self._limits.memory_budget(caller) as budget:
             request, body = await self._read_request(context, caller, budget)
-            include = self._effective_include(context, request)
+            send_events = partial(self._send_sse, context)
             header = context.headers.get(b"idempotency-key")
-            if header is not None:
-                digest = await run_in_worker(len(body), digest_body, body)
+            if header is None:
                 del body  # free it: it may be large and the run long
-                keyed = IdempotentRequest(caller, parse_key(header), digest, request, include)
-                self._log_outcome(context, await self._idempotent_requests.respond(context, keyed, budget))
+                await self._run_and_respond(context, caller, request, send_events, budget)
                 return
+            digest = await run_in_worker(len(body), digest_body, body)
             del body
-            await self._run_and_respond(context, caller, request, partial(self._send_sse, context), budget)
+            keyed = IdempotentRequest(caller, parse_key(header), digest, request)
+            async with self._idempotent_requests.open_run(context, keyed, budget) as run:
+                await self._respond(context, run, request, send_events)
 
     def memory_budget(self, caller: Caller) -> MemoryBudget:
         """A memory budget for a request that arrives as a WebSocket message."""
@@ -128,19 +129,26 @@ class ResponseRoutes:
     ) -> tuple[Run, Response | None]:
         with self._limits.concurrency_slot(caller):
             run = await self._runs.start(request, caller, past=past, reserve_memory=budget.reserve)
-            context.log_fields["response_id"] = run.id
             response = await self._respond(context, run, request, send_events)
-        self._log_outcome(context, response)
         if response is not None:
             self._metrics.record_response(response)
         return run, response
 
     async def _respond(
-        self, context: RequestContext, run: Run, request: CreateResponse, send_events: SendEvents
+        self, context: RequestContext, run: ReadableRun, request: CreateResponse, send_events: SendEvents
     ) -> Response | None:
+        context.log_fields["response_id"] = run.id
         include = self._effective_include(context, request)
-        if not request.stream:
-            return await self._send_when_complete(context, run, include)
+        if request.stream:
+            response = await self._stream(context, run, include, send_events)
+        else:
+            response = await self._send_when_complete(context, run, include)
+        self._log_outcome(context, response)
+        return response
+
+    async def _stream(
+        self, context: RequestContext, run: ReadableRun, include: Collection[str], send_events: SendEvents
+    ) -> Response | None:
         self._metrics.open_streams += 1
         try:
             events, response = await send_events(run, include)
@@ -151,15 +159,18 @@ class ResponseRoutes:
         return response
 
     def _send_sse(
-        self, context: RequestContext, run: Run, include: Collection[str]
+        self, context: RequestContext, run: ReadableRun, include: Collection[str]
     ) -> Awaitable[tuple[int, Response | None]]:
         return send_run(context, run, include, self._keepalive_seconds)
 
     async def _send_when_complete(
-        self, context: RequestContext, run: Run, include: Collection[str]
-    ) -> Response:
-        with DisconnectMonitor(context, lambda: run.cancel(CLIENT_DISCONNECTED)):
-            response = await run.wait()
+        self, context: RequestContext, run: ReadableRun, include: Collection[str]
+    ) -> Response | None:
+        try:
+            with DisconnectMonitor(context, lambda: run.cancel(CLIENT_DISCONNECTED)):
+                response = await run.wait()
+        except ClientDisconnected:  # of a run that others read, too
+            return None
         await context.respond_json(project_response(response, include))
         return response
 

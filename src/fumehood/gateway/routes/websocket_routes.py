@@ -27,9 +27,10 @@ from fumehood.gateway.request_limits import MemoryBudget
 from fumehood.gateway.routes.response_routes import ResponseRoutes
 from fumehood.gateway.streaming.event_sender import EventSender
 from fumehood.gateway.streaming.websocket_framing import WebSocketEncoder, encode_text_message
+from fumehood.gateway.tenant_cache import TenantCache
 from fumehood.http_server.asgi_exchange import Receive, Scope, Send
 from fumehood.http_server.websocket_protocol import MESSAGE_REJECTED, SHUTDOWN_MESSAGE
-from fumehood.interfaces import Caller, Run
+from fumehood.interfaces import Caller, ReadableRun, Run
 from fumehood.protocol.conversation import ConversationSegment
 from fumehood.protocol.openai.api_errors import (
     ApiError,
@@ -130,7 +131,9 @@ class WebSocketRoutes:
         self.responses = responses
         self.authenticate = authenticate
         self.record_request = record_request
-        self.unstored = _UnstoredConversations()
+        self.unstored = TenantCache[_UnstoredConversation](
+            _MAX_UNSTORED_BYTES, _MAX_UNSTORED_BYTES_PER_TENANT
+        )
 
     async def connect(self, context: RequestContext, caller: Caller) -> None:
         if not isinstance(context, WebSocketHandshake):
@@ -167,49 +170,6 @@ class _UnstoredConversation:
 
     segments: Sequence[ConversationSegment]
     total_bytes: int
-
-
-class _TenantConversations:
-    """The unstored conversations of one tenant, by response id, oldest first."""
-
-    def __init__(self) -> None:
-        self.by_response: dict[str, _UnstoredConversation] = {}
-        self.total_bytes = 0
-
-
-class _UnstoredConversations:
-    """The unstored conversations of all tenants. Beyond the limit, the largest tenant loses its oldest."""
-
-    def __init__(self) -> None:
-        self._by_owner: dict[Hashable, _TenantConversations] = {}
-        self._total_bytes = 0
-
-    def get(self, owner: Hashable, response_id: str) -> _UnstoredConversation | None:
-        tenant = self._by_owner.get(owner)
-        return None if tenant is None else tenant.by_response.get(response_id)
-
-    def put(self, owner: Hashable, response_id: str, conversation: _UnstoredConversation) -> None:
-        if conversation.total_bytes > _MAX_UNSTORED_BYTES_PER_TENANT:
-            return
-        tenant = self._by_owner.setdefault(owner, _TenantConversations())
-        tenant.by_response[response_id] = conversation
-        tenant.total_bytes += conversation.total_bytes
-        self._total_bytes += conversation.total_bytes
-        while tenant.total_bytes > _MAX_UNSTORED_BYTES_PER_TENANT:
-            self.drop(owner, next(iter(tenant.by_response)))
-        while self._total_bytes > _MAX_UNSTORED_BYTES:
-            largest, tenant = max(self._by_owner.items(), key=lambda each: each[1].total_bytes)
-            self.drop(largest, next(iter(tenant.by_response)))
-
-    def drop(self, owner: Hashable, response_id: str) -> None:
-        tenant = self._by_owner.get(owner)
-        conversation = None if tenant is None else tenant.by_response.pop(response_id, None)
-        if tenant is None or conversation is None:
-            return
-        tenant.total_bytes -= conversation.total_bytes
-        self._total_bytes -= conversation.total_bytes
-        if not tenant.by_response:
-            del self._by_owner[owner]
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,7 +411,7 @@ class _WebSocketConnection:
                 self._drop_unstored(previous)
 
     async def _send_events(
-        self, context: RequestContext, queue: _StreamQueue, run: Run, include: Collection[str]
+        self, context: RequestContext, queue: _StreamQueue, run: ReadableRun, include: Collection[str]
     ) -> tuple[int, Response | None]:
         context.status = 200
         sender = queue.sender = EventSender(context, run, include, queue.encoder)
@@ -487,7 +447,7 @@ class _WebSocketConnection:
         else:
             conversation = _UnstoredConversation(segments, sum(each.memory_bytes for each in segments))
         queue.last_response_id = run.id
-        self._routes.unstored.put(self._owner, run.id, conversation)
+        self._routes.unstored.put(self._owner, run.id, conversation, conversation.total_bytes)
 
     def _drop_unstored(self, response_id: str | None) -> None:
         if response_id is not None:

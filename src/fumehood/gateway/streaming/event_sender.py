@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from fumehood.gateway.request_context import RequestContext
-from fumehood.interfaces import Run
+from fumehood.interfaces import ReadableRun
 from fumehood.protocol.openai.api_errors import (
     ApiError,
     InternalServerError,
@@ -85,7 +85,7 @@ class EventSender:
     """
 
     def __init__(
-        self, context: RequestContext, run: Run, include: Collection[str], encoder: EventEncoder
+        self, context: RequestContext, run: ReadableRun, include: Collection[str], encoder: EventEncoder
     ) -> None:
         self.sent_count = 0
         self.response: Response | None = None
@@ -101,7 +101,7 @@ class EventSender:
         self._error: ApiError | None = None  # ends the stream
         self._final_write: bytearray | None = None  # ends the response
         self._wakeup = asyncio.Event()  # wakes the request's task
-        self._reader = run.watch(self._send_available)
+        self._reader = run.open_reader(self._send_available)
 
     def disconnect(self) -> None:
         """The client disconnected: cancel the run."""
@@ -132,8 +132,8 @@ class EventSender:
             self._reader.close()
 
     def _send_available(self) -> None:
-        """Send the events that are available, unless a write is pending."""
-        if self._pending_write is not None or self._final_write is not None or self._error is not None:
+        """Send the events that are available, unless a write is pending or the request's task is about to send."""
+        if self._pending_write is not None or self._final_write is not None or self._wakeup.is_set():
             return
         try:
             self._send_events(self._unsent or self._reader.read_available())

@@ -3,14 +3,13 @@
 Events that are available together share one write. Only events that can need projection are projected.
 """
 
-import sys
 from collections.abc import Collection, Sequence
 
 import msgspec
 
 from fumehood.gateway.request_context import DisconnectMonitor, RequestContext
 from fumehood.gateway.streaming.event_sender import NEEDS_PROJECTION, EventSender
-from fumehood.interfaces import Run
+from fumehood.interfaces import ReadableRun
 from fumehood.protocol.openai.response_projection import project_event
 from fumehood.protocol.openai.responses import Response
 from fumehood.protocol.openai.stream_events import OutputTextDelta, StreamEvent
@@ -48,11 +47,6 @@ class _EventPrefixes(dict[type[StreamEvent], tuple[bytes, bool]]):
 
 
 _EVENT_PREFIXES = _EventPrefixes()
-
-
-def encode_events(events: Sequence[StreamEvent], include: Collection[str]) -> bytearray:
-    """Encode all events, projected."""
-    return encode_batch(events, include, sys.maxsize)[0]
 
 
 def encode_batch(
@@ -95,7 +89,10 @@ _SSE_ENCODER = SseEncoder()
 
 
 async def send_run(
-    context: RequestContext, run: Run, include: Collection[str], keepalive_seconds: float = KEEPALIVE_SECONDS
+    context: RequestContext,
+    run: ReadableRun,
+    include: Collection[str],
+    keepalive_seconds: float = KEEPALIVE_SECONDS,
 ) -> tuple[int, Response | None]:
     """Stream a run; cancel it if the client disconnects.
 
