@@ -32,7 +32,6 @@ from tests.support.gateway_process import code_call, text_answer
 from tests.support.openai_server import Reply, error, message, response
 
 THRESHOLD = 2500
-TURNS = 60
 
 
 def create_prompt(text: str, *tools: AnyTool) -> Prompt[None]:
@@ -41,27 +40,6 @@ def create_prompt(text: str, *tools: AnyTool) -> Prompt[None]:
         key="talk",
         sections=[MarkdownSection(title="Turn", key="turn", template=text, tools=tools)],
     )
-
-
-def test_sixty_turns_through_compactions_and_the_model_still_knows(
-    gateway_without_code: GatewayServer,
-) -> None:
-    gateway_server = gateway_without_code
-    thinker = CodeWordModel()
-    gateway_server.model.script(*[thinker.answer] * 400)
-    adapter = gateway_server.adapter(compaction=CompactionConfig(threshold_tokens=THRESHOLD))
-    session = Session()
-    adapter.evaluate(create_prompt("Remember: the code word is heliotrope."), session=session)
-    for number in range(TURNS - 1):
-        adapter.evaluate(create_prompt(f"{number}. " + "something else entirely " * 12), session=session)
-    last = adapter.evaluate(create_prompt("Which word did I tell you first?"), session=session)
-    assert last.text == "heliotrope"
-    state = session[CompactionState].latest()
-    assert state is not None
-    assert state.compaction_count == len(thinker.summaries) >= 3
-    assert state.last_compaction_tokens > THRESHOLD
-    assert len(session[CompactionState].all()) == 1
-    assert max(thinker.turns) < 2 * THRESHOLD
 
 
 def test_without_compaction_every_evaluation_starts_afresh(gateway_without_code: GatewayServer) -> None:

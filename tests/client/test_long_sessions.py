@@ -96,6 +96,8 @@ def _converse(long: LongSession, threshold: int, turns: int, *, mounted: bool) -
     assert long.printed[1:] == [PRINTED, *(["granite\n"] if mounted else [])]
     assert long.say(turns - 1, QUESTION) == KNOWN
     long.record.check(long.analyst, turns)
+    (state,) = long.session[CompactionState].all()
+    assert state.last_compaction_tokens > threshold
 
 
 CASES = [

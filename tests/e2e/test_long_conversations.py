@@ -1,5 +1,8 @@
 """Two hundred turns with the OpenAI SDK: the context stays bounded and nothing is forgotten."""
 
+import itertools
+import sqlite3
+from contextlib import closing
 from typing import Any, Literal
 
 import pytest
@@ -35,6 +38,8 @@ class Conversation:
     ) -> None:
         self.record = ConversationRecord(threshold, turn=0)
         self.analyst = Analyst()
+        self.stored = [read_stored_bytes(gateway)]
+        self._gateway = gateway
         self._client = gateway.strict
         self._way = way
         self._store = store
@@ -69,6 +74,7 @@ class Conversation:
             compacted = self._client.responses.compact(model="scripted", input=self._window)
             self._window = [item.model_dump(exclude_none=True) for item in compacted.output]
             self._note(number, self._window)
+        self.stored.append(read_stored_bytes(self._gateway))
         self.record.turn = max(self.record.turn, count_tokens(text) + count_tokens(response.output_text) + 8)
         return response
 
@@ -88,6 +94,22 @@ class Conversation:
                 self._window = self._window[place:]
 
 
+def read_stored_bytes(gateway: RunningGateway) -> int:
+    """The bytes of all items in the store."""
+    with closing(sqlite3.connect(f"file:{gateway.process.directory}/gateway.db?mode=ro", uri=True)) as db:
+        return db.execute("SELECT coalesce(sum(length(raw)), 0) FROM items").fetchone()[0]
+
+
+def check_stored(gateway: RunningGateway, conversation: Conversation, last_id: str) -> None:
+    """What a turn adds to the store does not grow with the turns before it."""
+    added = [after - before for before, after in itertools.pairwise(conversation.stored)]
+    half = len(added) // 2
+    assert max(added[half:]) <= 1.25 * max(added[:half])
+    assert max(added) < 8 * conversation.record.threshold
+    listed: Any = gateway.strict.responses.input_items.list(last_id, limit=100)
+    assert [item.type for item in listed].count("compaction") == len(conversation.record.compactions)
+
+
 def converse(
     gateway: RunningGateway, way: Way, threshold: int, turns: int, *, store: bool, role: str = "user"
 ) -> None:
@@ -98,8 +120,11 @@ def converse(
     ran = conversation.say(turns - 2, READ)
     called = next(item for item in ran.output if item.type == "code_interpreter_call")
     assert called.outputs[0].logs == PRINTED
-    assert conversation.say(turns - 1, QUESTION).output_text == KNOWN
+    last = conversation.say(turns - 1, QUESTION)
+    assert last.output_text == KNOWN
     conversation.record.check(conversation.analyst, turns)
+    if way == "previous":
+        check_stored(gateway, conversation, last.id)
 
 
 WAYS = [
@@ -114,7 +139,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("way", "store", "role"), [WAYS[1], WAYS[6]])
+@pytest.mark.parametrize(("way", "store", "role"), [WAYS[1], WAYS[3], WAYS[6]])
 def test_fifty_turns_stay_within_the_threshold(
     gateway: RunningGateway, way: Way, store: bool, role: str
 ) -> None:

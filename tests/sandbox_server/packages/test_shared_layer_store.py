@@ -85,9 +85,7 @@ async def test_a_killed_build_leaves_nothing(index: FakePackageIndex, tmp_path: 
 
 
 @pytest.mark.slow
-async def test_two_supervisors_leave_each_other_s_layers(
-    index: FakePackageIndex, tmp_path: Path
-) -> None:
+async def test_two_supervisors_leave_each_other_s_layers(index: FakePackageIndex, tmp_path: Path) -> None:
     for name in ("first", "second", "third"):
         index.add(wheel(name, "1.0", {f"{name}.py": "x = 1", f"{name}.bin": os.urandom(400_000)}))
     options = settings(index_url=index.url, packages_dir=tmp_path, preload=(), packages_bytes=1_000_000)
