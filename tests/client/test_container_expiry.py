@@ -102,6 +102,14 @@ class RequestInterceptor:
 
 
 @pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python ignores SIGINT if it was started in the background of a shell without job control."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.fixture
 def interceptor(openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> RequestInterceptor:
     return RequestInterceptor(openai_stand_in, monkeypatch)
 
@@ -440,7 +448,7 @@ def test_the_first_error_ends_the_others(
 
 
 def test_who_interrupts_a_download_need_not_wait_for_it(
-    openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, tmp_path: Path, interruptible: None
 ) -> None:
     never = threading.Event()
     interrupted = threading.Lock()
