@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import gateway
-from benchmarks.gateway import Bench, Scale
+from benchmarks.gateway_rows import code_turns, conversations
+from benchmarks.gateway_rows.bench import FULL, Bench, Scale, measure_cpu
 from benchmarks.harness import gateway_client, gateway_processes, process_resources
 from benchmarks.harness.gateway_client import TEXT, Item, Response, TimedAnswer, UnexpectedAnswer, read_events
 from benchmarks.harness.gateway_processes import BenchmarkProcess, StartError
@@ -139,7 +140,7 @@ def test_the_configuration_is_one_that_the_gateway_takes(tmp_path: Path) -> None
     file.write_text(json.dumps(gateway_processes.write_configuration(tmp_path, "http://127.0.0.1:9", 8080)))
     taken = config.load_config(file, {})
     assert taken.storage.url.removeprefix("sqlite:///") == str(gateway_processes.database_path(tmp_path))
-    assert taken.limits.concurrent_total > gateway.FULL.streams
+    assert taken.limits.concurrent_total > FULL.streams
 
 
 async def test_a_server_that_does_not_start_is_told_with_its_last_words(tmp_path: Path) -> None:
@@ -174,7 +175,7 @@ async def test_work_costs_a_process_what_it_spends_meanwhile() -> None:
             await asyncio.sleep(0)
         return "done"
 
-    taken, result = await gateway.measure_cpu(time.process_time, work())
+    taken, result = await measure_cpu(time.process_time, work())
     assert (taken >= 0.05, result) == (True, "done")
 
 
@@ -198,23 +199,23 @@ def test_memory_at_its_peak_is_forgotten_on_request() -> None:
 
 
 def test_a_code_delta_is_told_from_its_turn() -> None:
-    flat = [[5000.0 + 8 * length for length in gateway.LENGTHS]]
-    text = [[300.0 + 4 * length for length in gateway.LENGTHS]]
-    delta, level = gateway.code_table(flat, text)
+    flat = [[5000.0 + 8 * length for length in code_turns.LENGTHS]]
+    text = [[300.0 + 4 * length for length in code_turns.LENGTHS]]
+    delta, level = code_turns.code_table(flat, text)
     assert (delta.ours.values, delta.ratio("p50"), level.ratio("p50")) == ([8.0], 0.5, 1.0)
-    squared = [[0.01 * length * length for length in gateway.LENGTHS]]
-    _, steep = gateway.code_table(squared, text)
+    squared = [[0.01 * length * length for length in code_turns.LENGTHS]]
+    _, steep = code_turns.code_table(squared, text)
     assert steep.meets_goals() == {"p50": False}
 
 
 def test_bytes_per_turn_are_compared_late_with_early() -> None:
     flat = {turn: 4096 + 2 * 1000 * turn for turn in range(10, 101, 10)}
-    (row,) = gateway.stored_row(flat, 2)
+    (row,) = conversations.stored_row(flat, 2)
     assert (row.ours.values, row.ratio("mean")) == ([1000.0] * 3, 1.0)
     assert row.title == "bytes stored per turn, turns 61 to 90"
-    (steep,) = gateway.stored_row({turn: 10 * turn * turn for turn in flat}, 2)
+    (steep,) = conversations.stored_row({turn: 10 * turn * turn for turn in flat}, 2)
     assert steep.meets_goals() == {"mean": False}
-    assert gateway.stored_row({}, 2) == []
+    assert conversations.stored_row({}, 2) == []
 
 
 def test_bytes_in_a_database_include_its_log(tmp_path: Path) -> None:
@@ -223,10 +224,10 @@ def test_bytes_in_a_database_include_its_log(tmp_path: Path) -> None:
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("CREATE TABLE kept (content BLOB)")
         connection.commit()
-        before = gateway.file_sizes(path)
+        before = conversations.file_sizes(path)
         connection.execute("INSERT INTO kept VALUES (zeroblob(1000000))")
         connection.commit()
-        assert 990_000 < gateway.file_sizes(path) - before < 1_100_000
+        assert 990_000 < conversations.file_sizes(path) - before < 1_100_000
 
 
 def test_rows_are_chosen_by_name() -> None:

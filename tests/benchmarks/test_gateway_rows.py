@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gateway
-from benchmarks.gateway import Bench, Scale
+from benchmarks.gateway_rows.bench import CHUNK_COUNT, Bench, Scale
+from benchmarks.gateway_rows.code_turns import code_rows, tool_rows
+from benchmarks.gateway_rows.conversations import growth_rows
 from benchmarks.harness import process_resources
 from benchmarks.harness.gateway_client import ARGUMENTS, CODE, TEXT, BenchmarkTarget, UnexpectedAnswer
 from benchmarks.harness.model_server import TEXT_AFTER_TOOL, make_code, make_query, make_text
@@ -43,13 +44,13 @@ class Actor:
         if kind == "function" and before is None:
             arguments = ['{"query":"', *make_query(int(number)), '"}']
             call = {"type": "function_call", "call_id": "call_1", "arguments": "".join(arguments)}
-            return self._told(identity, asked, [call], [(ARGUMENTS, arguments)])
+            return self._record_answer(identity, asked, [call], [(ARGUMENTS, arguments)])
         spoken = make_text(int(number) if kind == "burst" else TEXT_AFTER_TOOL)
         message = {"type": "message", "content": [{"type": "output_text", "text": "".join(spoken)}]}
         if kind != "code":
-            return self._told(identity, asked, [message], [(TEXT, spoken)])
+            return self._record_answer(identity, asked, [message], [(TEXT, spoken)])
         written = make_code(int(number))
-        return self._told(
+        return self._record_answer(
             identity, asked, [self._call(asked, written), message], [(CODE, written), (TEXT, spoken)]
         )
 
@@ -61,7 +62,7 @@ class Actor:
         call = {"type": "code_interpreter_call", "code": "".join(written), "container_id": container}
         return {**call, "status": "completed" if container in self.containers else "failed"}
 
-    def _told(
+    def _record_answer(
         self, identity: str, asked: dict[str, Any], output: list[Any], deltas: list[tuple[str, list[str]]]
     ) -> bytes:
         response = {"id": identity, "status": "completed", "output": output}
@@ -114,7 +115,7 @@ async def _on_stage(directory: Path) -> AsyncGenerator[tuple[Bench, Actor]]:
 
 async def test_code_is_measured_in_one_container(tmp_path: Path) -> None:
     async with _on_stage(tmp_path) as (bench, actor):
-        rows = await gateway.code_rows(bench)
+        rows = await code_rows(bench)
     assert [row.key for row in rows] == ["code_delta", "code_flat"]
     assert len(actor.containers) == 1
 
@@ -125,7 +126,7 @@ async def test_turns_with_tools_are_measured(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(process_resources, "CpuMeter", cannot)
     async with _on_stage(tmp_path) as (bench, actor):
-        (row,) = await gateway.tool_rows(bench)
+        (row,) = await tool_rows(bench)
     assert row.key == "code_turn"
     assert sorted(actor.turns.values()) == [1] * 5 + [2] * 2
 
@@ -138,10 +139,10 @@ async def test_code_that_was_not_run_is_an_error(tmp_path: Path) -> None:
 
 async def test_conversations_grow_to_their_hundredth_turn(tmp_path: Path) -> None:
     async with _on_stage(tmp_path) as (bench, actor):
-        rows = await gateway.growth_rows(bench)
+        rows = await growth_rows(bench)
     assert [row.key for row in rows] == ["growth", "growth_blocking", "growth_bytes"]
     turns = list(actor.turns.values())
     assert [turns.count(turn) for turn in (3, 4, 5, 99, 100, 101, 102)] == [4, 4, 2, 2, 2, 2, 0]
     bytes_row = rows[2]
-    assert bytes_row.ours.statistic("mean") > len("".join(make_text(gateway.CHUNK_COUNT)))
+    assert bytes_row.ours.statistic("mean") > len("".join(make_text(CHUNK_COUNT)))
     assert bytes_row.meets_goals() == {"mean": True}
