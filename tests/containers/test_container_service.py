@@ -17,6 +17,7 @@ from fumehood.protocol.openai.container_objects import ContainerFileRecord, Cont
 from fumehood.protocol.openai.page_query import PageQuery
 from fumehood.protocol.sandbox.sandbox_errors import (
     InvalidSandboxRequest,
+    SandboxError,
     SandboxGone,
     SandboxServerUnreachable,
     SandboxStartFailed,
@@ -197,10 +198,11 @@ async def test_a_server_that_refuses_is_asked_once(trouble: SandboxServerUnreach
         harness.scripted.error = None
 
 
-async def test_a_sandbox_that_fails_to_start_is_tried_again() -> None:
+@pytest.mark.parametrize("error", [SandboxStartFailed("not this one"), SandboxGone("its server has ended")])
+async def test_a_sandbox_that_fails_to_start_is_tried_again(error: SandboxError) -> None:
     async with container_harness(ExecutionStep("x")) as harness:
         container = await harness.open()
-        harness.scripted.error = SandboxStartFailed("not this one")
+        harness.scripted.error = error
         waiting = asyncio.ensure_future(harness.run(container, "x"))
         for _ in range(10):
             await asyncio.sleep(0)

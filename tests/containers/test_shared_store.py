@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fumehood.containers.container_handle import ContainerHandle
+from fumehood.containers.container_handle import ContainerHandle, SandboxLease
 from fumehood.containers.container_service import SandboxContainerService
 from fumehood.containers.container_state import ContainerSettings
 from fumehood.protocol.openai.api_errors import ContainerExpired, RateLimited
@@ -228,7 +228,7 @@ async def test_a_loss_that_is_told_late_takes_no_other_sandbox_away(knows: bool)
             status="lost", exit_code=-1, duration_ms=1, state_kept=False, reason="it was killed"
         )
         sandbox = ScriptedSandbox(harness.scripted, f"{container.id}-1", SandboxSpec())
-        await container._finish_call(sandbox, lost)  # pyright: ignore[reportPrivateUsage]
+        await container._finish_call(SandboxLease(sandbox), lost)  # pyright: ignore[reportPrivateUsage]
         found = await harness.record(container)
         assert (found.sandbox, found.incarnation) == (f"{container.id}-2", 2)
         container.release()

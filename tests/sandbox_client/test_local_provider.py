@@ -111,14 +111,16 @@ async def test_a_server_that_dies_is_replaced_and_its_sandboxes_are_gone(local: 
     assert await printed(local, "print('again')") == "again\n"
 
 
-async def test_a_server_that_dies_while_it_is_asked_is_asked_again(local: LocalSandboxProvider) -> None:
+async def test_a_server_that_dies_while_it_is_asked(local: LocalSandboxProvider) -> None:
     first = local.server_pid
     assert first is not None
     os.kill(first, signal.SIGSTOP)  # it takes the request, and never answers
     asking = asyncio.ensure_future(local.create(SandboxSpec(), "new"))
     await asyncio.sleep(0.1)
     os.kill(first, signal.SIGKILL)
-    assert (await asking).id == "new"
+    with pytest.raises(SandboxGone):
+        await asking
+    assert (await local.create(SandboxSpec(), "new")).id == "new"
     assert local.server_pid not in (None, first)
 
 

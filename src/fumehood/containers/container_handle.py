@@ -2,15 +2,16 @@
 
 import asyncio
 import logging
-import secrets
+import math
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, suppress
+from contextlib import AsyncExitStack, aclosing, suppress
+from dataclasses import dataclass
 
 import msgspec
 
 from fumehood.containers.container_state import ContainerContext, ContainerState
-from fumehood.containers.execution_recovery import execute_with_recovery, lost_execution_end
-from fumehood.containers.file_sync import FileChanges, format_file_names
+from fumehood.containers.file_sync import FileChanges, RestoreResult, format_file_names
+from fumehood.containers.running_call import RunningCall
 from fumehood.containers.sandbox_claims import (
     attach_sandbox,
     check_network_allowed,
@@ -29,7 +30,12 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     SandboxNotFound,
     SandboxServerUnreachable,
 )
-from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, ExecutionEnd, ExecutionNote
+from fumehood.protocol.sandbox.sandbox_messages import (
+    ExecuteRequest,
+    ExecutionEnd,
+    ExecutionNote,
+    make_execution_end,
+)
 from fumehood.timings import Timing, start_timing
 
 logger = logging.getLogger(__name__)
@@ -42,6 +48,19 @@ _INTERRUPTED_STATUSES = frozenset({"timeout", "interrupted"})
 _FINISHED_STATUSES = frozenset({"ok", "error"})
 
 
+@dataclass(frozen=True, slots=True)
+class SandboxLease:
+    """A sandbox for one call.
+
+    notices: for the model. is_cached: whether it may be gone by now. restored: the files in an ephemeral sandbox.
+    """
+
+    sandbox: Sandbox
+    notices: Sequence[str] = ()
+    is_cached: bool = False
+    restored: RestoreResult | None = None
+
+
 class ContainerHandle:
     """A `Container`; `collect_files` returns what the last call left."""
 
@@ -49,6 +68,7 @@ class ContainerHandle:
         self._context = context
         self._state = state
         self._collected = CollectedFiles()
+        self._is_ephemeral = context.settings.isolation == "execution"
         self._just_opened = True
         self._is_open = True
         state.open_handles += 1
@@ -57,22 +77,47 @@ class ContainerHandle:
     def id(self) -> str:
         return self._state.record.id
 
-    async def execute(self, request: ExecuteRequest) -> AsyncGenerator[ContainerEvent]:
-        execution_id = request.execution_id or secrets.token_hex(12)
-        request = msgspec.structs.replace(request, execution_id=execution_id)
-        is_ephemeral = self._context.settings.isolation == "execution"
-        run = self._execute_in_ephemeral_sandbox if is_ephemeral else self._execute_in_persistent_sandbox
-        metrics = self._context.metrics
-        metrics.running_calls += 1
-        event: ContainerEvent | None = None
-        try:
-            with self._state.keep_in_use():
-                async with aclosing(run(request, execution_id)) as events:
-                    async for event in events:
-                        yield event
-        finally:
-            metrics.running_calls -= 1
-            metrics.ended_calls[event.status if isinstance(event, ExecutionEnd) else "abandoned"] += 1
+    async def execute(
+        self, request: ExecuteRequest, timeout: float = math.inf
+    ) -> AsyncGenerator[ContainerEvent]:
+        if timeout <= 0:
+            reason = f"The time for this response was over before the {request.noun} began."
+            yield make_execution_end("timeout", reason)
+            return
+        notices: Sequence[str] = ()
+        with self._state.keep_in_use(), RunningCall(self._context, request, timeout) as call:
+            try:
+                async with AsyncExitStack() as stack:
+                    await call.wait_for(self._wait_for_turn(stack))
+                    while call.end is None:
+                        lease = await call.wait_for(self._acquire_sandbox(stack))
+                        for text in lease.notices:
+                            yield ExecutionNote(text)
+                        yield ExecutionStarted()
+                        call.begin()
+                        stack.push_async_callback(call.stop, lease.sandbox)
+                        try:
+                            events = lease.sandbox.execute(call.request)
+                            await stack.enter_async_context(aclosing(events))
+                            event = await call.next_event(events)
+                            while not isinstance(event, ExecutionEnd):
+                                yield event
+                                event = await call.next_event(events)
+                        except SandboxError as error:
+                            call.fail(error)
+                            if lease.is_cached and _is_gone(error) and not call.may_have_run:
+                                self._state.sandbox = None
+                                continue
+                            event = call.lost_end(error)
+                        call.measure(event)
+                        call.end, notices = await call.wait_for(self._finish_call(lease, event))
+            except TimeoutError:
+                call.end = call.timeout_end()
+            except SandboxError as error:
+                call.end = self._unavailable_end(call, error)
+            for text in notices:
+                yield ExecutionNote(text)
+            yield call.end
 
     def release(self) -> None:
         if self._is_open:
@@ -91,72 +136,45 @@ class ContainerHandle:
                 sandbox = await attach_sandbox(self._context.provider, self._state.record)
             return await self._context.files.add_assistant_file(self.id, path, content, sandbox)
 
-    # ---- persistent sandbox: one for all calls ------------------------------------------------------------------
+    # ---- before the code runs -----------------------------------------------------------------------------------
 
-    async def _execute_in_persistent_sandbox(
-        self, request: ExecuteRequest, execution_id: str
-    ) -> AsyncGenerator[ContainerEvent]:
-        has_waited = self._state.call_lock.locked()
-        async with self._state.call_lock:
-            if not await self._is_running(has_waited):
-                yield _lost_end(_CONTAINER_ENDED)
-                return
-            while True:
-                try:
-                    async with aclosing(self._execute_once(request, execution_id)) as events:
-                        async for event in events:
-                            yield event
-                    return
-                except SandboxError as error:
-                    is_gone = isinstance(error, SandboxGone | SandboxNotFound)
-                    if not is_gone or self._state.sandbox is None:
-                        yield (
-                            _lost_end(_CONTAINER_ENDED)
-                            if self._state.has_ended
-                            else sandbox_unavailable_end(error, request)
-                        )
-                        return
-                    self._state.sandbox = None  # the cached one is gone: try once more with another
+    async def _wait_for_turn(self, stack: AsyncExitStack) -> None:
+        """Wait for earlier calls in the same sandbox. Raises SandboxGone if the container has ended.
 
-    async def _execute_once(
-        self, request: ExecuteRequest, execution_id: str
-    ) -> AsyncGenerator[ContainerEvent]:
-        """Raises SandboxError if the call could not start."""
-        sandbox, notices = await self._acquire_sandbox()
-        for text in notices:
-            yield ExecutionNote(text)
-        yield ExecutionStarted()
-        started_at = self._context.clock.monotonic()
-        async with aclosing(
-            execute_with_recovery(sandbox, request, execution_id, self._context.clock)
-        ) as events:
-            async for event in events:
-                if isinstance(event, ExecutionEnd):
-                    self._context.metrics.run_seconds.observe(self._context.clock.monotonic() - started_at)
-                    event, notices = await self._finish_call(sandbox, event)
-                    for text in notices:
-                        yield ExecutionNote(text)
-                    event = _append_reason(
-                        event,
-                        _CONTAINER_ENDED if self._state.has_ended else _describe_persistent_state(event),
-                    )
-                yield event
+        The record is read again if time has passed since the container was opened.
+        """
+        is_fresh, self._just_opened = self._just_opened, False
+        if not self._is_ephemeral:
+            is_fresh = is_fresh and not self._state.call_lock.locked()
+            await stack.enter_async_context(self._state.call_lock)
+        if is_fresh:
+            return
+        record = await self._context.store.get_container(self.id)
+        if record is None or record.status != "running":
+            self._state.has_ended = True
+            raise SandboxGone(_CONTAINER_ENDED)
+        if record != self._state.stored:
+            self._state.merge_stored(record)
 
-    async def _acquire_sandbox(self) -> tuple[Sandbox, list[str]]:
-        """Return the container's sandbox, a new one if there is none, and notices for the model. Raises SandboxError.
+    async def _acquire_sandbox(self, stack: AsyncExitStack) -> SandboxLease:
+        """Return the container's sandbox, a new one if there is none. Raises SandboxError.
 
         Whether a cached sandbox still runs is not checked: that would cost as much as the call.
         """
+        if self._is_ephemeral:
+            sandbox = await stack.enter_async_context(ephemeral_sandbox(self._context, self._state))
+            with self._context.time_file_sync():
+                restored = await self._context.files.restore(self.id, sandbox)
+            return SandboxLease(sandbox, restored.notices(), restored=restored)
         with start_timing("acquire") as timing:
+            timing.set_attribute("start", "reused")
             cached = self._state.sandbox
             if cached is not None and cached.id == self._state.record.sandbox:
-                timing.set_attribute("start", "reused")
-                return cached, []
+                return SandboxLease(cached, is_cached=True)
             check_network_allowed(self._context, self._state.record)
             sandbox = await self._attach()
             if sandbox is not None:
-                timing.set_attribute("start", "reused")
-                return sandbox, []
+                return SandboxLease(sandbox)
             async with self._state.files_lock:  # so that an upload meanwhile is not missed
                 return await self._replace_sandbox(timing)
 
@@ -167,7 +185,7 @@ class ContainerHandle:
         except TimeoutError:
             raise SandboxServerUnreachable("The sandbox server does not answer.") from None
 
-    async def _replace_sandbox(self, timing: Timing) -> tuple[Sandbox, list[str]]:
+    async def _replace_sandbox(self, timing: Timing) -> SandboxLease:
         """Attach to the sandbox that another process has made meanwhile, or make one.
 
         Files are not restored into the other's sandbox: that could undo what code is writing there.
@@ -180,14 +198,13 @@ class ContainerHandle:
             if self._state.record.sandbox != gone:
                 sandbox = await self._attach()
                 if sandbox is not None:
-                    timing.set_attribute("start", "reused")
-                    return sandbox, []
+                    return SandboxLease(sandbox)
                 gone = self._state.record.sandbox
             created = await self._recreate_sandbox(timing)
             if created is not None:
                 return created
 
-    async def _recreate_sandbox(self, timing: Timing) -> tuple[Sandbox, list[str]] | None:
+    async def _recreate_sandbox(self, timing: Timing) -> SandboxLease | None:
         """Make the next sandbox and restore the files. None if another process was faster."""
         record = self._state.record
         incarnation = record.incarnation + 1
@@ -205,120 +222,80 @@ class ContainerHandle:
         if self._state.record.sandbox != ref.id:
             await release_sandbox(self._context.provider, ref)
             return None
-        return sandbox, [*([_NEW_SANDBOX_NOTICE] if incarnation > 1 else []), *restored.notices()]
+        return SandboxLease(
+            sandbox, [*([_NEW_SANDBOX_NOTICE] if incarnation > 1 else []), *restored.notices()]
+        )
 
-    async def _finish_call(self, sandbox: Sandbox, end: ExecutionEnd) -> tuple[ExecutionEnd, Sequence[str]]:
+    # ---- after the code has run ---------------------------------------------------------------------------------
+
+    async def _finish_call(
+        self, lease: SandboxLease, end: ExecutionEnd
+    ) -> tuple[ExecutionEnd, Sequence[str]]:
         """Collect files and update the record. Returns the end, changed if files were lost, and notices."""
         self._state.update(last_active_at=self._context.clock.now())
         notices: Sequence[str] = ()
         if end.state_kept and end.status != "lost":
-            changes = await self._collect_files(sandbox, self._state.record.mark)
-            self._state.update(mark=changes.mark)
+            changes = await self._collect_files(lease)
             notices = changes.notices
             if not self._collected.is_complete:
-                if await self._is_sandbox_gone(changes.failure):
+                if self._is_ephemeral or await self._is_sandbox_gone(changes.failure):
                     end = _mark_files_lost(end, self._collected)
                 else:
                     notices = [*notices, _describe_missing_files(self._collected)]
-        self._state.sandbox = sandbox if end.state_kept and end.status != "lost" else None
+        if self._is_ephemeral:
+            return _describe_ephemeral_end(end), notices
+        self._state.sandbox = lease.sandbox if end.state_kept and end.status != "lost" else None
         # Another process may have made the next one already.
-        if not end.state_kept and self._state.record.sandbox == sandbox.id:
+        if not end.state_kept and self._state.record.sandbox == lease.sandbox.id:
             self._state.update(sandbox="", address="", mark="")
             await self._state.save(self._context.store)
-        return end, notices
+        sentence = _CONTAINER_ENDED if self._state.has_ended else _describe_persistent_state(end)
+        return _append_reason(end, sentence), notices
 
     async def _is_sandbox_gone(self, failure: SandboxError | None) -> bool:
         """Whether the sandbox has ended, after a failure to fetch its files."""
-        if isinstance(failure, SandboxGone | SandboxNotFound):
+        if failure is not None and _is_gone(failure):
             return True
         try:
             return await self._attach() is None
         except SandboxError:
             return False  # unknown
 
-    async def _collect_files(
-        self, sandbox: Sandbox, mark: str, initial_files: dict[str, ContainerFileRecord] | None = None
-    ) -> FileChanges:
+    async def _collect_files(self, lease: SandboxLease) -> FileChanges:
         """Record what a call wrote, for `collect_files`."""
+        restored = lease.restored
+        mark = self._state.record.mark if restored is None else restored.mark
         try:
             with self._context.time_file_sync():
                 async with self._state.files_lock:
-                    changes = await self._context.files.capture_changes(self.id, sandbox, mark, initial_files)
+                    changes = await self._context.files.capture_changes(
+                        self.id, lease.sandbox, mark, None if restored is None else restored.files
+                    )
         except SandboxError as error:
             logger.warning("Could not list the files of %s: %s", self.id, error.message)
             self._collected = CollectedFiles(is_complete=False)
             return FileChanges(mark, failure=error)
+        if restored is None:
+            self._state.update(mark=changes.mark)
         self._collected = CollectedFiles(
             files=changes.changed, missing=changes.missing, is_complete=not changes.missing
         )
         return changes
 
-    # ---- ephemeral sandbox: one for every call ------------------------------------------------------------------
-
-    async def _execute_in_ephemeral_sandbox(
-        self, request: ExecuteRequest, execution_id: str
-    ) -> AsyncGenerator[ContainerEvent]:
-        if not await self._is_running():
-            yield _lost_end(_CONTAINER_ENDED)
-            return
-        end: ExecutionEnd | None = None
-        try:
-            async with ephemeral_sandbox(self._context, self._state) as sandbox:
-                with self._context.time_file_sync():
-                    restored = await self._context.files.restore(self.id, sandbox)
-                for text in restored.notices():
-                    yield ExecutionNote(text)
-                yield ExecutionStarted()
-                started_at = self._context.clock.monotonic()
-                async with aclosing(
-                    execute_with_recovery(sandbox, request, execution_id, self._context.clock)
-                ) as events:
-                    async for event in events:
-                        if not isinstance(event, ExecutionEnd):
-                            yield event
-                            continue
-                        end = event
-                        self._context.metrics.run_seconds.observe(
-                            self._context.clock.monotonic() - started_at
-                        )
-                        if end.state_kept and end.status != "lost":
-                            changes = await self._collect_files(sandbox, restored.mark, restored.files)
-                            for text in changes.notices:
-                                yield ExecutionNote(text)
-        except SandboxError as error:
-            end = sandbox_unavailable_end(error, request)
-        self._state.update(last_active_at=self._context.clock.now())
-        if end is not None:
-            if not self._collected.is_complete:  # the sandbox is gone, and its files with it
-                end = _mark_files_lost(end, self._collected)
-            yield msgspec.structs.replace(
-                _append_reason(end, _describe_ephemeral_state(end)), state_kept=False
-            )
-
-    # ---- record -------------------------------------------------------------------------------------------------
-
-    async def _is_running(self, has_waited: bool = False) -> bool:
-        """Whether the container still runs; reads the record again if time has passed since it was opened."""
-        is_fresh, self._just_opened = self._just_opened and not has_waited, False
-        if is_fresh:
-            return True
-        record = await self._context.store.get_container(self.id)
-        if record is None or record.status != "running":
-            return False
-        if record != self._state.stored:
-            self._state.merge_stored(record)
-        return True
+    def _unavailable_end(self, call: RunningCall, error: SandboxError) -> ExecutionEnd:
+        """Return the end of a call that got no sandbox."""
+        if self._state.has_ended:
+            return make_execution_end("lost", _CONTAINER_ENDED)
+        if isinstance(error, RetryLater):
+            reason = f"No sandbox is free at the moment, try again later: {error.message}"
+            end = make_execution_end("lost", reason)
+        else:
+            end = call.lost_end(error)
+        return _describe_ephemeral_end(end) if self._is_ephemeral else end
 
 
-def sandbox_unavailable_end(error: SandboxError, request: ExecuteRequest) -> ExecutionEnd:
-    """Return the end of a call that never ran."""
-    if isinstance(error, RetryLater):
-        return _lost_end(f"No sandbox is free at the moment, try again later: {error.message}")
-    return lost_execution_end(error, request.noun)
-
-
-def _lost_end(reason: str) -> ExecutionEnd:
-    return ExecutionEnd(status="lost", exit_code=-1, duration_ms=0, state_kept=True, reason=reason)
+def _is_gone(error: SandboxError) -> bool:
+    return isinstance(error, SandboxGone | SandboxNotFound)
 
 
 def _append_reason(end: ExecutionEnd, sentence: str) -> ExecutionEnd:
@@ -335,11 +312,15 @@ def _describe_persistent_state(end: ExecutionEnd) -> str:
     return "Variables and files are kept." if end.status in _INTERRUPTED_STATUSES else ""
 
 
-def _describe_ephemeral_state(end: ExecutionEnd) -> str:
+def _describe_ephemeral_end(end: ExecutionEnd) -> ExecutionEnd:
     """Say what the next call finds if every call has its own sandbox."""
     if end.state_kept and end.status in _INTERRUPTED_STATUSES:
-        return "Files are kept; the next call begins in a new sandbox, without variables."
-    return "The next call begins in a new sandbox, without variables, with the files of earlier calls."
+        sentence = "Files are kept; the next call begins in a new sandbox, without variables."
+    else:
+        sentence = (
+            "The next call begins in a new sandbox, without variables, with the files of earlier calls."
+        )
+    return msgspec.structs.replace(_append_reason(end, sentence), state_kept=False)
 
 
 def _mark_files_lost(end: ExecutionEnd, collected: CollectedFiles) -> ExecutionEnd:

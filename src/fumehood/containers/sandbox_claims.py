@@ -79,7 +79,11 @@ async def _claim_with_backoff(context: ContainerContext, record: ContainerRecord
                 return await context.provider.create(spec, name)
         except TimeoutError:
             raise SandboxServerAtCapacity(f"no sandbox was ready within {timeout:g} s.") from None
-        except (RetryLater, SandboxStartFailed):
+        except (
+            RetryLater,
+            SandboxStartFailed,
+            SandboxGone,
+        ):  # gone: the server has ended, and may start again
             if clock.monotonic() + backoff > deadline:
                 raise
         await clock.sleep(backoff)

@@ -1,5 +1,6 @@
 """Containers and their files, as tools and routes use them."""
 
+import math
 from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -45,13 +46,14 @@ class Container(Protocol):
         """The id of the container."""
         ...
 
-    def execute(self, request: ExecuteRequest) -> AsyncGenerator[ContainerEvent]:
-        """Run code and yield its events, `ExecutionEnd` last. Closing the generator interrupts the code.
+    def execute(self, request: ExecuteRequest, timeout: float = math.inf) -> AsyncGenerator[ContainerEvent]:
+        """Run code and yield its events as they come, `ExecutionEnd` last. Closing the generator interrupts the code.
 
         `ExecutionStarted` precedes the first event of the code, and comes again if the sandbox is replaced. An
         execution that cannot run has none. A notice comes first if variables are lost because the sandbox is new.
 
         request: the code, its language and its timeout.
+        timeout: seconds until it ends in any case, also while it waits for a sandbox.
 
         Raises no SandboxError: a missing or lost sandbox is an `ExecutionEnd`.
         """

@@ -158,7 +158,7 @@ class SandboxProvider(Protocol):
         name: its id; None to have one chosen.
 
         Raises SandboxConflict if the name runs with another spec, SandboxServerAtCapacity, TenantQuotaExceeded,
-        InstallFailed, InvalidSandboxRequest, SandboxStartFailed.
+        InstallFailed, InvalidSandboxRequest, SandboxStartFailed, SandboxGone if the server ended meanwhile.
         """
         ...
 

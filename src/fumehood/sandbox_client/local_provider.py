@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, cast
@@ -127,19 +127,19 @@ class LocalSandboxProvider:
         await self._running_server()
 
     async def create(self, spec: SandboxSpec, name: str | None = None) -> SandboxRef:
-        return await self._call_server(lambda remote: remote.create(spec, name))
+        return await (await self._running_server()).remote.create(spec, name)
 
     async def attach(self, ref: SandboxRef) -> RemoteSandbox:
-        return await self._call_server(lambda remote: remote.attach(ref))
+        return await (await self._running_server()).remote.attach(ref)
 
     async def destroy(self, ref: SandboxRef) -> None:
-        await self._call_server(lambda remote: remote.destroy(ref))
+        await (await self._running_server()).remote.destroy(ref)
 
     async def list_sandboxes(self) -> list[SandboxInfo]:
-        return await self._call_server(lambda remote: remote.list_sandboxes())
+        return await (await self._running_server()).remote.list_sandboxes()
 
     async def health(self) -> ServerHealth:
-        return await self._call_server(lambda remote: remote.health())
+        return await (await self._running_server()).remote.health()
 
     async def metrics(self) -> bytes:
         """Return the server's metrics. Raises SandboxServerUnreachable if none runs: this does not start one."""
@@ -147,16 +147,6 @@ class LocalSandboxProvider:
         if server is None or not server.is_alive:
             raise SandboxServerUnreachable("No sandbox server runs on this host.")
         return await server.remote.metrics()
-
-    async def _call_server[T](self, operation: Callable[[RemoteSandboxProvider], Awaitable[T]]) -> T:
-        """Call the server; if it has died, start another and call that."""
-        server = await self._running_server()
-        try:
-            return await operation(server.remote)
-        except SandboxGone:
-            if server.is_alive or self._closed:
-                raise
-        return await operation((await self._running_server()).remote)
 
     async def close(self) -> None:
         self._closed = True

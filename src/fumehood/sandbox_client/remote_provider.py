@@ -222,10 +222,11 @@ class RemoteSandbox:
                                 continue
                             event = _decode_event(line)
                             received += 1
-                            yield event
                             if isinstance(event, ExecutionEnd):
                                 await self._drain(response)
+                                yield event
                                 return
+                            yield event
                 if is_follow and not received:
                     return  # the caller asked for what comes after the end
                 raise self._connection.record_failure(

@@ -112,7 +112,6 @@ class Reconnect:
         error.disconnected_at = self.disconnected_at
         left = self._within if self.disconnected_at is None else self.disconnected_at + self._within - now
         if not is_retryable or self.failures >= self._settings.retries or left <= 0:
-            error.retries_exhausted = is_retryable
             raise error
         await asyncio.sleep(min(self._settings.backoff * 2**self.failures, _MAX_BACKOFF, left))
         self.failures += 1

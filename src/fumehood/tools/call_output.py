@@ -16,6 +16,8 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 )
 from fumehood.tools.images import DecodedImage, decode_display
 
+RAN_STATUSES = frozenset({"ok", "error"})  # also code that raises and a command that fails
+NO_OUTPUT = "(no output)"  # shown to the model
 _TEXT_TYPES = ("text/plain", "text/markdown", "text/html", "text/latex", "application/json", "image/svg+xml")
 
 

@@ -22,6 +22,7 @@ from fumehood.protocol.openai.container_objects import DATA_DIRECTORY
 from fumehood.protocol.openai.items import ProducedFile
 from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
 from fumehood.protocol.untrusted_names import sanitize_name
+from fumehood.tools.call_output import NO_OUTPUT
 from fumehood.tools.container_binding import (
     ConfiguredContainerTool,
     bind_container,
@@ -29,7 +30,6 @@ from fumehood.tools.container_binding import (
     list_used_containers,
 )
 from fumehood.tools.container_config import echo_code_interpreter, read_container_choice
-from fumehood.tools.container_execution import NO_OUTPUT
 from fumehood.tools.container_inputs import ConversationFile, collect_conversation_files, snapshot_files
 from fumehood.tools.interpreter_call import TOOL_NAME, CodeInterpreterToolSettings, InterpreterCallSession
 from fumehood.tools.produced_files import to_produced_file

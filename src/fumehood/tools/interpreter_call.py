@@ -9,7 +9,7 @@ import msgspec
 
 from fumehood.interfaces import (
     Clock,
-    Container,
+    ContainerEvent,
     ExecutionStarted,
     ToolCallContext,
     ToolCallResult,
@@ -35,12 +35,16 @@ from fumehood.protocol.openai.stream_events import (
     OutputItemDone,
     StreamEvent,
 )
-from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, ExecutionEnd, Requirements
+from fumehood.protocol.sandbox.sandbox_messages import (
+    ExecuteRequest,
+    ExecutionEnd,
+    Requirements,
+    make_execution_end,
+)
 from fumehood.protocol.streaming_json import StringFieldScanner
 from fumehood.tools.call_arguments import decode_arguments, to_replayable
-from fumehood.tools.call_output import CallOutput, OutputLimits
+from fumehood.tools.call_output import NO_OUTPUT, RAN_STATUSES, CallOutput, OutputLimits
 from fumehood.tools.container_binding import ContainerBinding
-from fumehood.tools.container_execution import NO_OUTPUT, RAN_STATUSES, execute_within, make_end
 from fumehood.tools.produced_files import InlineLimits, ProducedFileCollector, ProducedFiles, describe_files
 
 TOOL_NAME = "code_interpreter"
@@ -130,9 +134,16 @@ class InterpreterCallSession:
         except ApiError as error:
             yield self._fail(f"The code did not run: {error.message}")
             return
-        async with aclosing(self._execute(container, arguments)) as steps:
-            async for step in steps:
-                yield step
+        request = ExecuteRequest(
+            code=arguments.code,
+            timeout_seconds=self._settings.execution_timeout,
+            requirements=arguments.requirements or [],
+        )
+        remaining = self._context.deadline - self._clock.monotonic()
+        async with aclosing(container.execute(request, remaining)) as events:
+            async for event in events:
+                if step := self._add_event(event):
+                    yield step
         collector = ProducedFileCollector(
             self._binding.containers,
             container,
@@ -150,27 +161,21 @@ class InterpreterCallSession:
             raise ValueError("the arguments name `code` more than once")
         return arguments
 
-    async def _execute(
-        self, container: Container, arguments: _InterpreterArguments
-    ) -> AsyncGenerator[Sequence[StreamEvent]]:
-        """Run the code within the deadline of the response; its output goes to `self._output`."""
-        remaining = self._context.deadline - self._clock.monotonic()
-        request = ExecuteRequest(
-            code=arguments.code,
-            timeout_seconds=self._settings.execution_timeout,
-            requirements=arguments.requirements or [],
-        )
-        async with aclosing(execute_within(container, request, remaining)) as events:
-            async for event in events:
-                if not isinstance(event, ExecutionStarted):
-                    self._output.add_event(event)
-                elif self._started_at is None:
-                    self._started_at = self._clock.monotonic()
-                    yield (CodeInterpreterCallInterpreting(item_id=self._id, output_index=self._index),)
+    def _add_event(self, event: ContainerEvent) -> Sequence[StreamEvent]:
+        """Collect an event of the code, and return the events that it causes."""
+        if not isinstance(event, ExecutionStarted):
+            self._output.add_event(event)
+            return ()
+        if self._started_at is not None:  # in a second sandbox, since the first one was lost
+            return ()
+        self._started_at = self._clock.monotonic()
+        return (CodeInterpreterCallInterpreting(item_id=self._id, output_index=self._index),)
 
     def abort(self, reason: str) -> ToolCallResult:
         seconds = 0.0 if self._started_at is None else self._clock.monotonic() - self._started_at
-        self._output.add_event(make_end("interrupted", f"The call was not finished: {reason}.", seconds))
+        self._output.add_event(
+            make_execution_end("interrupted", f"The call was not finished: {reason}.", seconds)
+        )
         return self._build_result("incomplete", self._finish_code(), ProducedFiles())
 
     # ---- result -----------------------------------------------------------------------------------------
@@ -187,7 +192,7 @@ class InterpreterCallSession:
 
     def _fail(self, reason: str) -> ToolCallResult:
         """The result of a call that did not run."""
-        self._output.add_event(make_end("lost", reason))
+        self._output.add_event(make_execution_end("lost", reason))
         return self._finish(ProducedFiles())
 
     def _finish(self, produced: ProducedFiles) -> ToolCallResult:
@@ -200,7 +205,7 @@ class InterpreterCallSession:
     def _build_result(
         self, status: CallStatus, events: Sequence[StreamEvent], produced: ProducedFiles
     ) -> ToolCallResult:
-        output, end = self._output, self._output.end or make_end("lost", "")
+        output, end = self._output, self._output.end or make_execution_end("lost", "")
         item = CodeInterpreterCall(
             id=self._id,
             status=status,

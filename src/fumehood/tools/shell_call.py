@@ -17,6 +17,7 @@ from fumehood.interfaces import (
     AdditionalItem,
     Clock,
     Container,
+    ContainerEvent,
     ExecutionStarted,
     ToolCallContext,
     ToolCallResult,
@@ -51,16 +52,15 @@ from fumehood.protocol.openai.stream_events import (
 from fumehood.protocol.sandbox.sandbox_messages import (
     ExecuteRequest,
     ExecutionEnd,
-    ExecutionEvent,
     ExecutionNote,
     Stderr,
     Stdout,
+    make_execution_end,
 )
 from fumehood.protocol.streaming_json import StringArrayPiece, StringArrayScanner
 from fumehood.tools.call_arguments import decode_arguments, to_replayable
-from fumehood.tools.call_output import CallOutput, OutputLimits
+from fumehood.tools.call_output import NO_OUTPUT, RAN_STATUSES, CallOutput, OutputLimits
 from fumehood.tools.container_binding import ContainerBinding
-from fumehood.tools.container_execution import NO_OUTPUT, RAN_STATUSES, execute_within, make_end
 from fumehood.tools.produced_files import InlineLimits, ProducedFileCollector, ProducedFiles, describe_files
 
 TOOL_NAME = "shell"
@@ -165,12 +165,18 @@ class ShellCallSession:
             yield self._build_result(events, ProducedFiles())
             return
         produced = ProducedFiles()
+        max_ms = self._settings.execution_timeout * 1000
+        timeout = min(max_ms, arguments.timeout_ms or max_ms) / 1000  # the model may send a huge integer
         for command in arguments.commands:
             if output.stop_reason is not None:
                 break
-            async with aclosing(self._run_command(container, command, arguments, output)) as steps:
-                async for step in steps:
-                    yield step
+            output.begin_command()
+            request = ExecuteRequest(code=command, language="shell", timeout_seconds=timeout)
+            remaining = self._context.deadline - self._clock.monotonic()
+            async with aclosing(container.execute(request, remaining)) as events:
+                async for event in events:
+                    if step := output.add_event(event):
+                        yield step
             await self._collect_files(container, produced)
         await self._drop_deleted_files(produced, len(output.command_outputs))
         yield self._build_result(output.end_all(output.stop_reason or ""), produced)
@@ -181,23 +187,6 @@ class ShellCallSession:
         if arguments.commands != self._commands_field.values:
             raise ValueError("the arguments name `commands` more than once")
         return arguments
-
-    async def _run_command(
-        self, container: Container, command: str, arguments: _ShellArguments, output: "_ShellOutputBuilder"
-    ) -> AsyncGenerator[Sequence[StreamEvent]]:
-        max_ms = self._settings.execution_timeout * 1000
-        request = ExecuteRequest(
-            code=command,
-            language="shell",
-            timeout_seconds=min(max_ms, arguments.timeout_ms or max_ms)
-            / 1000,  # the model may send a huge integer
-        )
-        remaining = self._context.deadline - self._clock.monotonic()
-        output.begin_command()
-        async with aclosing(execute_within(container, request, remaining)) as events:
-            async for event in events:
-                if not isinstance(event, ExecutionStarted) and (step := output.add_event(event)):
-                    yield step
 
     async def _collect_files(self, container: Container, produced: ProducedFiles) -> None:
         """Add the files of a command to those of the previous ones."""
@@ -310,8 +299,10 @@ class _ShellOutputBuilder:
         self.command_outputs.append(CallOutput(self._limits))
         self._streamed_characters = 0
 
-    def add_event(self, event: ExecutionEvent) -> list[StreamEvent]:
-        """Add an event of the running command."""
+    def add_event(self, event: ContainerEvent) -> Sequence[StreamEvent]:
+        """Collect an event of the running command, and return the events that it causes."""
+        if isinstance(event, ExecutionStarted):
+            return ()
         self.command_outputs[-1].add_event(event)
         match event:
             case Stdout(text):
@@ -348,14 +339,14 @@ class _ShellOutputBuilder:
         """End the running command and all that have not begun, with this reason."""
         events: list[StreamEvent] = []
         if self.command_outputs and self.command_outputs[-1].end is None:
-            events += self.add_event(make_end("interrupted", reason))
+            events += self.add_event(make_execution_end("interrupted", reason))
         while len(self.command_outputs) < len(self._commands):
             self.begin_command()
-            events += self.add_event(make_end("lost", reason))
+            events += self.add_event(make_execution_end("lost", reason))
         return events
 
     def finish(self, produced: ProducedFiles) -> tuple[ShellCallOutput, StreamEvent]:
-        ends = [output.end or make_end("lost", "") for output in self.command_outputs]
+        ends = [output.end or make_execution_end("lost", "") for output in self.command_outputs]
         all_ended = all(end.status in _CONTINUABLE_STATUSES for end in ends)
         status: ItemStatus = "completed" if all_ended else "incomplete"
         contents = [_to_shell_output(output) for output in self.command_outputs]
@@ -395,7 +386,7 @@ def _divide_limits(limits: OutputLimits, commands: int, length: int | None) -> O
 
 
 def _to_shell_output(output: CallOutput) -> ShellCallOutputContent:
-    end = output.end or make_end("lost", "")
+    end = output.end or make_execution_end("lost", "")
     return ShellCallOutputContent(
         stdout=output.stdout.render(),
         stderr=output.stderr.render(),

@@ -20,9 +20,9 @@ from fumehood.interfaces import (
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
+from fumehood.tools.call_output import NO_OUTPUT
 from fumehood.tools.container_binding import ConfiguredContainerTool, bind_container, find_call_container
 from fumehood.tools.container_config import echo_shell, read_shell_environment
-from fumehood.tools.container_execution import NO_OUTPUT
 from fumehood.tools.shell_call import MAX_COMMANDS, TOOL_NAME, ShellCallSession, ShellToolSettings
 
 _CALL_TYPE = "shell_call"

@@ -31,8 +31,7 @@ class SandboxError(Exception):
 
     param: the invalid parameter, if there is one.
     nothing_started: whether nothing of the request has started: the server rejected it, or was never reached.
-    retries_exhausted: whether all attempts to restore a broken connection failed.
-    disconnected_at: when that connection broke, by the event loop's clock.
+    disconnected_at: when its connection broke first, by the event loop's clock; None if it did not.
     """
 
     code: ClassVar[str] = "sandbox_error"
@@ -43,7 +42,6 @@ class SandboxError(Exception):
         self.message = message
         self.param = param
         self.nothing_started = False
-        self.retries_exhausted = False
         self.disconnected_at: float | None = None
 
 

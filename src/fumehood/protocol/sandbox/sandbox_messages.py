@@ -187,6 +187,15 @@ class ExecutionEnd(BaseExecutionEvent, frozen=True, tag="end", kw_only=True):
     packages_ms: int = 0
 
 
+def make_execution_end(
+    status: ExecutionEndStatus, reason: str, seconds: float = 0.0, *, state_kept: bool = True
+) -> ExecutionEnd:
+    """Make the end of an execution that its sandbox did not report, after `seconds`."""
+    return ExecutionEnd(
+        status=status, exit_code=-1, duration_ms=round(seconds * 1000), state_kept=state_kept, reason=reason
+    )
+
+
 type ExecutionEvent = (
     Stdout | Stderr | DisplayData | ExpressionResult | ExceptionRaised | ExecutionNote | ExecutionEnd
 )

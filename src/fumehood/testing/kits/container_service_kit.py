@@ -11,7 +11,14 @@ import pytest
 from fumehood.interfaces import CollectedFiles
 from fumehood.protocol.openai.api_errors import ContainerExpired, NotFound
 from fumehood.protocol.openai.container_objects import ContainerSpec
-from fumehood.protocol.sandbox.sandbox_messages import ExceptionRaised, ExecutionEvent, ExecutionNote, Stdout
+from fumehood.protocol.sandbox.sandbox_messages import (
+    ExceptionRaised,
+    ExecuteRequest,
+    ExecutionEnd,
+    ExecutionEvent,
+    ExecutionNote,
+    Stdout,
+)
 from fumehood.testing.kits.container_lifecycle_kit import ContainerLifecycleKit, ContainerUserFilesKit
 from fumehood.testing.kits.container_subject import (
     PYTHON_PROGRAMS,
@@ -146,6 +153,15 @@ class ContainerExecutionKit:
             # Unless the first is interrupted, it waits behind it for ever.
             again = await subject.open_container(container.id)
             assert get_end(await subject.run(again, "prints hello")).status == "ok"
+
+    async def test_a_call_ends_in_time(self, subject: ContainerSubject) -> None:
+        container = await subject.open_container()
+        request = ExecuteRequest(code=subject.programs["waits to be interrupted"])
+        async with asyncio.timeout(SECONDS):
+            *_, last = [event async for event in container.execute(request, 1.0)]
+        assert isinstance(last, ExecutionEnd)
+        assert last.status == "timeout"
+        assert get_end(await subject.run(container, "prints hello")).status == "ok"
 
     async def test_calls_at_once(self, subject: ContainerSubject) -> None:
         container = await subject.open_container()
