@@ -9,6 +9,10 @@ from typing import Any
 
 import msgspec
 
+from fumehood.models.model_settings import ModelSettings, Secret
+from fumehood.models.upstream.http1_client import PooledHttpClient
+
+UPSTREAM_KEY = "sk-upstream-secret-0123456789"
 BREAK_CONNECTION = object()  # in a stream: the connection breaks
 DONE = b"data: [DONE]\n\n"
 
@@ -147,6 +151,24 @@ async def open_raw_model_server(*answers: Responder) -> AsyncGenerator[RawModelS
         finally:
             for writer in chat.writers:
                 writer.transport.abort()
+
+
+@asynccontextmanager
+async def open_backend[Backend](
+    backend_class: Callable[[ModelSettings, PooledHttpClient, Secret], Backend],
+    *answers: Responder,
+    tokenize_path: str | None = None,
+    **settings: Any,
+) -> AsyncGenerator[tuple[Backend, RawModelServer]]:
+    """A backend whose server answers with these, and that server."""
+    async with open_raw_model_server(*answers) as server:
+        client = PooledHttpClient()
+        tokenize_url = None if tokenize_path is None else server.url + tokenize_path
+        chosen = ModelSettings(base_url=server.url, tokenize_url=tokenize_url, **settings)
+        try:
+            yield backend_class(chosen, client, Secret(UPSTREAM_KEY)), server
+        finally:
+            await client.close()
 
 
 # --- what such servers say ----------------------------------------------------------------------------

@@ -4,8 +4,9 @@ import asyncio
 import logging
 import socket
 import threading
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Sequence
+from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from msgspec import Raw
 
 from fumehood.models.chat_completions.chat_backend import ChatCompletionsBackend
 from fumehood.models.chat_completions.chat_stream_parser import ChatStreamParser
-from fumehood.models.model_settings import ModelSettings, Secret
+from fumehood.models.model_settings import ModelSettings
 from fumehood.models.upstream.http1_client import PooledHttpClient
 from fumehood.protocol.model_turns import (
     AnyModelEvent,
@@ -38,46 +39,26 @@ from tests.support.conversations import message, segment
 from tests.support.raw_model_server import (
     BREAK_CONNECTION,
     DONE,
-    RawModelServer,
+    UPSTREAM_KEY,
     Responder,
     chunk,
     data,
-    disconnect,
     document,
     error,
-    open_raw_model_server,
+    open_backend,
     says,
     stream,
 )
 
-KEY = "sk-upstream-secret-0123456789"
 REQUEST = ModelRequest(model="small", segments=[segment(message("hi"))])
 FUNCTION = FunctionSpec(name="f", description="Does f.", parameters=Raw(b'{"type":"object"}'))
 
 
-@asynccontextmanager
-async def upstream(
-    *answers: Responder, **settings: object
-) -> AsyncGenerator[tuple[ChatCompletionsBackend, RawModelServer]]:
-    async with open_raw_model_server(*answers) as server:
-        connections = PooledHttpClient()
-        chosen = ModelSettings(base_url=server.url, **settings)  # pyright: ignore[reportArgumentType]
-        try:
-            yield ChatCompletionsBackend(chosen, connections, Secret(KEY)), server
-        finally:
-            await connections.close()
+upstream = partial(open_backend, ChatCompletionsBackend)
 
 
 async def turn(backend: ChatCompletionsBackend, request: ModelRequest = REQUEST) -> list[AnyModelEvent]:
     return [event async for batch in backend.stream(request) for event in batch]
-
-
-async def failure(*answers: Responder, **settings: object) -> ModelError:
-    async with upstream(*answers, **settings) as (backend, _):
-        with pytest.raises(ModelError) as caught:
-            await turn(backend)
-    assert KEY not in repr(caught.value) + str(caught.value.__cause__) + caught.value.message
-    return caught.value
 
 
 # --- what is sent -------------------------------------------------------------------------------------
@@ -88,7 +69,7 @@ async def test_the_least_that_is_sent() -> None:
         assert await turn(backend) == [ModelTextDelta("a"), ModelTurnEnded("stop")]
     (received,) = server.requests
     assert (received.method, received.path) == ("POST", "/v1/chat/completions")
-    assert received.headers["authorization"] == f"Bearer {KEY}"
+    assert received.headers["authorization"] == f"Bearer {UPSTREAM_KEY}"
     assert received.headers["x-team"] == "blue"
     assert received.headers["content-type"] == "application/json"
     assert received.json == {
@@ -235,7 +216,7 @@ async def test_in_one_piece_where_nobody_watches() -> None:
 async def test_a_key_in_a_header_of_its_own() -> None:
     async with upstream(stream(says("a")), api_key_header="api-key") as (backend, server):
         await turn(backend)
-    assert server.requests[0].headers["api-key"] == KEY
+    assert server.requests[0].headers["api-key"] == UPSTREAM_KEY
     assert "authorization" not in server.requests[0].headers
 
 
@@ -337,130 +318,127 @@ async def test_leaving_tells_the_server() -> None:
         await asyncio.wait_for(server.client_disconnected.wait(), 10)
 
 
-# --- what goes wrong ----------------------------------------------------------------------------------
+# --- failures -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("status", ["401 Unauthorized", "403 Forbidden"])
-async def test_our_credentials_are_not_the_callers_business(status: str) -> None:
-    raised = await failure(error(status, {"error": {"message": f"Incorrect API key provided: {KEY}"}}))
-    assert type(raised) is ModelError
-    assert raised.status == 502
-    assert raised.message == (
-        f"The server of the model 'small' does not accept the gateway's credentials (HTTP {status[:3]}); "
-        "the operator of the gateway must check the model's api_key_env."
-    )
+async def failure(*answers: Responder, **settings: Any) -> ModelError:
+    async with upstream(*answers, **settings) as (backend, _):
+        with pytest.raises(ModelError) as caught:
+            await turn(backend)
+    assert UPSTREAM_KEY not in repr(caught.value) + str(caught.value.__cause__) + caught.value.message
+    return caught.value
 
 
-async def test_too_long() -> None:
-    said = {
-        "error": {
-            "message": "This model's maximum context length is 8192 tokens.",
-            "code": "context_length_exceeded",
-        }
-    }
-    for status, body in [
-        ("400 Bad Request", said),
-        ("400 Bad Request", {"object": "error", "message": "the prompt is too long", "code": 400}),
-        ("413 Payload Too Large", {"error": "request too large"}),
-        (
-            "500 Internal Server Error",
-            {"error": {"message": "exceeds the available context size", "code": 500}},
-        ),
-    ]:
-        raised = await failure(error(status, body))
-        assert isinstance(raised, ModelRejectedRequest)
-        assert (raised.status, raised.wire_code, raised.param) == (400, "context_length_exceeded", "input")
+CREDENTIALS = {"error": {"message": f"Incorrect API key provided: {UPSTREAM_KEY}"}}
+BUSY = {"error": {"message": "slow down", "code": "rate_limit_exceeded"}}
+TOO_LONG = {"status": 400, "wire_code": "context_length_exceeded", "param": "input"}
 
 
-async def test_refused() -> None:
-    raised = await failure(
-        error(
-            "422 Unprocessable Entity", {"error": {"message": f"bad\nvalue for {KEY}", "code": "bad_value"}}
-        )
-    )
-    assert isinstance(raised, ModelRejectedRequest)
-    assert (raised.status, raised.type, raised.wire_code) == (400, "invalid_request_error", "bad_value")
-    assert raised.message == snapshot(
-        "The server of the model 'small' refused the request (HTTP 422): bad value for [hidden]."
-    )
-    raised = await failure(error("400 Bad Request", {"detail": [{"msg": "field required", "loc": ["body"]}]}))
-    assert raised.message.endswith(": field required.")
-    raised = await failure(
-        error("404 Not Found", {"error": {"message": "no model small", "code": "model_not_found"}})
-    )
-    assert isinstance(raised, ModelRejectedRequest)
-    assert raised.wire_code == "model_not_found"
-    raised = await failure(document(b"<html>Not here</html>", "404 Not Found"))
-    assert type(raised) is ModelError
-    assert "base_url" in raised.message
+async def answer_with_smtp(_: object, writer: asyncio.StreamWriter) -> bool:
+    writer.write(f"220 mail.example {UPSTREAM_KEY}\r\n\r\n".encode())
+    await writer.drain()
+    return False
 
 
-async def test_busy() -> None:
-    busy = {"error": {"message": "slow down", "code": "rate_limit_exceeded"}}
-    raised = await failure(error("429 Too Many Requests", busy, headers={"Retry-After": "7"}))
-    assert isinstance(raised, ModelRateLimited)
-    assert (raised.status, raised.retry_after, raised.wire_code) == (429, 7.0, "rate_limit_exceeded")
-    raised = await failure(error("429 Too Many Requests", busy, headers={"Retry-After": "Fri, 31 Dec 1999"}))
-    assert raised.retry_after is None
-    raised = await failure(
-        error("429 Too Many Requests", {"error": {"message": "pay", "code": "insufficient_quota"}})
-    )
-    assert raised.wire_code == "insufficient_quota"
+def fail_with_bytes(status: str) -> Responder:
+    return document(b"\xff" * 200_000, status, headers={"Location": "http://127.0.0.1:1/"})
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"),
+    ("answer", "error_class", "words", "attributes"),
     [
-        ("500 Internal Server Error", ModelError),
-        ("502 Bad Gateway", ModelUnreachable),
-        ("503 Service Unavailable", ModelUnreachable),
-        ("504 Gateway Timeout", ModelUnreachable),
-        ("408 Request Timeout", ModelTimeout),
-        ("307 Temporary Redirect", ModelError),
+        *(
+            (
+                error(status, CREDENTIALS),
+                ModelError,
+                (
+                    f"The server of the model 'small' does not accept the gateway's credentials (HTTP {status[:3]}); "
+                    "the operator of the gateway must check the model's api_key_env."
+                ),
+                {"status": 502},
+            )
+            for status in ("401 Unauthorized", "403 Forbidden")
+        ),
+        *(
+            (error(status, body), ModelRejectedRequest, "rejected the request as too long", TOO_LONG)
+            for status, body in (
+                (
+                    "400 Bad Request",
+                    {
+                        "error": {
+                            "message": "This model's maximum context length is 8192 tokens.",
+                            "code": "context_length_exceeded",
+                        }
+                    },
+                ),
+                ("400 Bad Request", {"object": "error", "message": "the prompt is too long", "code": 400}),
+                ("413 Payload Too Large", {"error": "request too large"}),
+                (
+                    "500 Internal Server Error",
+                    {"error": {"message": "exceeds the available context size", "code": 500}},
+                ),
+            )
+        ),
+        (
+            error(
+                "422 Unprocessable Entity",
+                {"error": {"message": f"bad\nvalue for {UPSTREAM_KEY}", "code": "bad_value"}},
+            ),
+            ModelRejectedRequest,
+            "The server of the model 'small' refused the request (HTTP 422): bad value for [hidden].",
+            {"status": 400, "type": "invalid_request_error", "wire_code": "bad_value"},
+        ),
+        (
+            error("400 Bad Request", {"detail": [{"msg": "field required", "loc": ["body"]}]}),
+            ModelRejectedRequest,
+            ": field required.",
+            {},
+        ),
+        (
+            error("404 Not Found", {"error": {"message": "no model small", "code": "model_not_found"}}),
+            ModelRejectedRequest,
+            "no model small",
+            {"wire_code": "model_not_found"},
+        ),
+        (document(b"<html>Not here</html>", "404 Not Found"), ModelError, "base_url", {}),
+        (
+            error("429 Too Many Requests", BUSY, headers={"Retry-After": "7"}),
+            ModelRateLimited,
+            "slow down",
+            {"status": 429, "retry_after": 7.0, "wire_code": "rate_limit_exceeded"},
+        ),
+        (
+            error("429 Too Many Requests", BUSY, headers={"Retry-After": "Fri, 31 Dec 1999"}),
+            ModelRateLimited,
+            "slow down",
+            {"retry_after": None},
+        ),
+        (
+            error("429 Too Many Requests", {"error": {"message": "pay", "code": "insufficient_quota"}}),
+            ModelRateLimited,
+            "pay",
+            {"wire_code": "insufficient_quota"},
+        ),
+        (fail_with_bytes("500 Internal Server Error"), ModelError, "500", {}),
+        (fail_with_bytes("502 Bad Gateway"), ModelUnreachable, "502", {}),
+        (fail_with_bytes("503 Service Unavailable"), ModelUnreachable, "503", {}),
+        (fail_with_bytes("504 Gateway Timeout"), ModelUnreachable, "504", {}),
+        (fail_with_bytes("408 Request Timeout"), ModelTimeout, "408", {}),
+        (fail_with_bytes("307 Temporary Redirect"), ModelError, "307", {}),
+        (answer_with_smtp, ModelError, "is not valid HTTP", {}),
     ],
 )
-async def test_other_failures(status: str, kind: type[ModelError]) -> None:
-    raised = await failure(document(b"\xff" * 200_000, status, headers={"Location": "http://127.0.0.1:1/"}))
-    assert type(raised) is kind
-    assert status[:3] in raised.message
+async def test_failure(
+    answer: Responder, error_class: type[ModelError], words: str, attributes: dict[str, object]
+) -> None:
+    raised = await failure(answer)
+    assert type(raised) is error_class
+    assert words in raised.message
     assert len(raised.message) < 500
+    assert {name: getattr(raised, name) for name in attributes} == attributes
 
 
-async def test_no_server() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        connections = PooledHttpClient()
-        backend = ChatCompletionsBackend(
-            ModelSettings(base_url=f"http://127.0.0.1:{taken.getsockname()[1]}"), connections
-        )
-        with pytest.raises(ModelUnreachable) as caught:
-            await turn(backend)
-        await connections.close()
-        with pytest.raises(ModelUnreachable, match="closing its connections"):
-            await turn(backend)
-    assert caught.value.message == snapshot(
-        "The server of the model 'small' cannot be reached: Connection refused."
-    )
-
-
-async def test_a_server_that_hangs_up() -> None:
-    assert isinstance(await failure(disconnect()), ModelUnreachable)
-
-
-async def test_an_answer_that_is_cut_off() -> None:
-    answer = stream(chunk({"content": "a"}), BREAK_CONNECTION)
-    async with upstream(answer) as (backend, _), aclosing(backend.stream(REQUEST)) as batches:
-        assert await anext(batches) == [ModelTextDelta("a")]
-        with pytest.raises(ModelUnreachable, match="broke before its response was complete"):
-            await anext(batches)
-
-
-async def test_a_body_that_ends_too_early() -> None:
-    raised = await failure(stream(chunk({"content": "a"})))
-    assert isinstance(raised, ModelUnreachable)
-
-
-async def test_silence() -> None:
+async def test_a_timeout_is_the_gateways() -> None:
     raised = await failure(stream(chunk({"content": "a"}), asyncio.Event()), read_timeout=0.05)
     assert isinstance(raised, ModelTimeout)
     assert (raised.status, raised.message) == (
@@ -469,88 +447,88 @@ async def test_silence() -> None:
     )
 
 
-async def test_what_is_not_http() -> None:
-    async def answer(_: object, writer: asyncio.StreamWriter) -> bool:
-        writer.write(f"220 mail.example {KEY}\r\n\r\n".encode())
-        await writer.drain()
-        return False
-
-    raised = await failure(answer)
-    assert "is not valid HTTP" in raised.message
+async def test_no_server() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        client = PooledHttpClient()
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        backend = ChatCompletionsBackend(ModelSettings(base_url=url), client)
+        with pytest.raises(ModelUnreachable) as caught:
+            await turn(backend)
+        await client.close()
+        with pytest.raises(ModelUnreachable, match="closing its connections"):
+            await turn(backend)
+    assert caught.value.message == "The server of the model 'small' cannot be reached: Connection refused."
 
 
 async def test_nothing_secret_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    await failure(error("401 Unauthorized", {"error": KEY}))
-    await failure(stream(chunk({"content": "a"}), data({"error": {"message": KEY}})))
-    assert KEY not in caplog.text
+    await failure(error("401 Unauthorized", {"error": UPSTREAM_KEY}))
+    await failure(stream(chunk({"content": "a"}), data({"error": {"message": UPSTREAM_KEY}})))
+    assert UPSTREAM_KEY not in caplog.text
 
 
 async def test_keys_are_not_shown() -> None:
     async with upstream() as (backend, _):
-        assert KEY not in repr(backend)
-        assert KEY not in repr(vars(backend)["_settings"])
+        assert UPSTREAM_KEY not in repr(backend)
+        assert UPSTREAM_KEY not in repr(vars(backend)["_settings"])
+
+
+# --- counting -----------------------------------------------------------------------------------------
 
 
 async def test_a_server_that_counts_is_asked() -> None:
-    counted = document(b'{"count": 77, "max_model_len": 4096, "tokens": [1, 2, 3]}')
-    async with upstream(counted, document(b'{"count": -1}'), error("404 Not Found", {}), name="served") as (
-        plain,
+    answers = [
+        document(b'{"count": 77, "max_model_len": 4096, "tokens": [1, 2, 3]}'),
+        document(b'{"count": -1}'),
+        error("404 Not Found", {}),
+    ]
+    request = ModelRequest(
+        model="small", instructions="Be brief.", segments=REQUEST.segments, function_tools=[FUNCTION]
+    )
+    extra = {"chat_template_kwargs": {"think": False}, "top_k": 1}
+    async with upstream(*answers, tokenize_path="/tokenize", name="served", extra_body=extra) as (
+        backend,
         server,
     ):
-        assert not plain.get_profile("small").counts_tokens
-        settings = ModelSettings(
-            base_url=server.url,
-            tokenize_url=server.url + "/tokenize",
-            name="served",
-            extra_body={"chat_template_kwargs": {"think": False}, "top_k": 1},
-        )
-        connections = PooledHttpClient()
-        backend = ChatCompletionsBackend(settings, connections, Secret(KEY))
-        request = ModelRequest(
-            model="small", instructions="Be brief.", segments=REQUEST.segments, function_tools=[FUNCTION]
-        )
         assert backend.get_profile("small").counts_tokens
         assert await backend.count_tokens(request) == (77, True)
         for _ in range(2):
             with pytest.raises(ModelError):
                 await backend.count_tokens(request)
-        await connections.close()
-        received = server.requests[0]
-        assert received.path == "/v1/tokenize"
-        assert received.headers["authorization"] == f"Bearer {KEY}"
-        assert received.json == snapshot(
-            {
-                "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}],
-                "model": "served",
-                "add_generation_prompt": True,
-                "chat_template_kwargs": {"think": False},
-                "tools": [
-                    {
-                        "type": "function",
-                        "function": {"name": "f", "description": "Does f.", "parameters": {"type": "object"}},
-                    }
-                ],
-            }
-        )
+    received = server.requests[0]
+    assert received.path == "/v1/tokenize"
+    assert received.headers["authorization"] == f"Bearer {UPSTREAM_KEY}"
+    assert received.json == snapshot(
+        {
+            "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}],
+            "model": "served",
+            "add_generation_prompt": True,
+            "chat_template_kwargs": {"think": False},
+            "tools": [
+                {
+                    "type": "function",
+                    "function": {"name": "f", "description": "Does f.", "parameters": {"type": "object"}},
+                }
+            ],
+        }
+    )
 
 
 async def test_the_count_uses_the_clients_template_arguments() -> None:
-    async with open_raw_model_server(document(b'{"count": 7}')) as server:
-        settings = ModelSettings(base_url=server.url, tokenize_url=server.url + "/tokenize")
-        connections = PooledHttpClient()
-        passed = {"chat_template_kwargs": Raw(b'{"think":false}'), "seed": Raw(b"1"), "n": Raw(b"2")}
-        request = msgspec.structs.replace(REQUEST, sampling=SamplingParameters(passthrough=passed))
-        assert await ChatCompletionsBackend(settings, connections).count_tokens(request) == (7, True)
-        await connections.close()
-        received = server.requests[0].json
-        assert received["chat_template_kwargs"] == {"think": False}
-        assert not {"seed", "n"} & set(received)
+    passed = {"chat_template_kwargs": Raw(b'{"think":false}'), "seed": Raw(b"1"), "n": Raw(b"2")}
+    request = msgspec.structs.replace(REQUEST, sampling=SamplingParameters(passthrough=passed))
+    async with upstream(document(b'{"count": 7}'), tokenize_path="/tokenize") as (backend, server):
+        assert await backend.count_tokens(request) == (7, True)
+    received = server.requests[0].json
+    assert received["chat_template_kwargs"] == {"think": False}
+    assert not {"seed", "n"} & set(received)
 
 
 async def test_the_count_is_an_estimate() -> None:
     async with upstream() as (backend, _):
         tokens, exact = await backend.count_tokens(REQUEST)
+        assert not backend.get_profile("small").counts_tokens
     assert not exact
     assert 10 < tokens < 100
 
@@ -572,7 +550,7 @@ async def test_cards() -> None:
             ("b", 0, "upstream"),
         ]
     assert (server.requests[0].method, server.requests[0].path) == ("GET", "/v1/models")
-    assert server.requests[0].headers["authorization"] == f"Bearer {KEY}"
+    assert server.requests[0].headers["authorization"] == f"Bearer {UPSTREAM_KEY}"
 
 
 async def test_a_list_that_is_none() -> None:

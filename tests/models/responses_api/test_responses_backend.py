@@ -1,8 +1,7 @@
 """The backend for servers of the Responses API, over a real socket."""
 
 import json
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -10,9 +9,7 @@ import pytest
 from inline_snapshot import snapshot
 from msgspec import Raw
 
-from fumehood.models.model_settings import ModelSettings, Secret
 from fumehood.models.responses_api.responses_backend import ResponsesApiBackend
-from fumehood.models.upstream.http1_client import PooledHttpClient
 from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
 from fumehood.protocol.model_turns import (
@@ -38,17 +35,9 @@ from tests.support.conversations import (
     shell_call,
     shell_output,
 )
-from tests.support.raw_model_server import (
-    RawModelServer,
-    Responder,
-    document,
-    error,
-    open_raw_model_server,
-    stream,
-)
+from tests.support.raw_model_server import UPSTREAM_KEY, document, error, open_backend, stream
 from tests.support.responses_events import done, ended, response, says
 
-KEY = "sk-upstream-secret-0123456789"
 REQUEST = ModelRequest(model="small", segments=[segment(message("hi"))])
 FUNCTION = FunctionSpec(name="f", description="Does f.", parameters=Raw(b'{"type":"object"}'))
 CUSTOM = FunctionSpec(
@@ -61,17 +50,7 @@ CUSTOM = FunctionSpec(
 OTHERS = [ToolSpec(kind, None, json.dumps({"type": kind}).encode()) for kind in ("web_search", "namespace")]
 
 
-@asynccontextmanager
-async def upstream(
-    *answers: Responder, **settings: Any
-) -> AsyncGenerator[tuple[ResponsesApiBackend, RawModelServer]]:
-    async with open_raw_model_server(*answers) as server:
-        connections = PooledHttpClient()
-        chosen = ModelSettings(base_url=server.url, backend="responses", **settings)
-        try:
-            yield ResponsesApiBackend(chosen, connections, Secret(KEY)), server
-        finally:
-            await connections.close()
+upstream = partial(open_backend, ResponsesApiBackend, backend="responses")
 
 
 async def turn(backend: ResponsesApiBackend, request: ModelRequest = REQUEST) -> list[AnyModelEvent]:
@@ -93,7 +72,7 @@ async def test_the_least_that_is_sent() -> None:
         assert await turn(backend) == [ModelMessageStarted(), ModelTextDelta("a"), ModelTurnEnded("stop")]
     (received,) = server.requests
     assert (received.method, received.path) == ("POST", "/v1/responses")
-    assert received.headers["authorization"] == f"Bearer {KEY}"
+    assert received.headers["authorization"] == f"Bearer {UPSTREAM_KEY}"
     assert received.json == {
         "input": [{"type": "message", "role": "user", "content": "hi"}],
         "model": "small",
@@ -475,18 +454,12 @@ async def test_the_server_counts_if_it_can() -> None:
         model="m", instructions="Be.", segments=REQUEST.segments, sampling=SamplingParameters(temperature=1.0)
     )
     answers = [counted, document(b"{}"), error("404 Not Found", {"error": {"message": "no"}})]
-    async with open_raw_model_server(*answers) as server:
-        connections = PooledHttpClient()
-        settings = ModelSettings(
-            base_url=server.url, backend="responses", tokenize_url=server.url + "/responses/input_tokens"
-        )
-        backend = ResponsesApiBackend(settings, connections)
+    async with upstream(*answers, tokenize_path="/responses/input_tokens") as (backend, server):
         assert backend.get_profile("m").counts_tokens
         assert await backend.count_tokens(request) == (42, True)
         for words in ("no token count", "refused"):
             with pytest.raises(ModelError, match=words):
                 await backend.count_tokens(request)
-        await connections.close()
     assert server.requests[0].path == "/v1/responses/input_tokens"
     assert server.requests[0].json == {
         "input": [{"type": "message", "role": "user", "content": "hi"}],
