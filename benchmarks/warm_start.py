@@ -73,12 +73,20 @@ OPTIMISATIONS: dict[str, list[Replacement]] = {
     "deferred_hooks": [Replacement("processes/jail_spawner.py", "        fork_hooks.defer_hooks()\n")],
     "plain_fork": [Replacement("warm_start/fork_hooks.py", 'getattr(_python, "_Fork", None)', "None")],
     "warm_up_packages": [
-        Replacement("processes/zygote.py", "        runner.warm_up(preload.warm_up_programs())\n"),
+        Replacement(
+            "processes/zygote.py", "        runner.warm_up(preload.warm_up_programs())\n", "        pass\n"
+        ),
     ],
     "warm_up_simple": [
-        Replacement("processes/zygote.py", "        runner.warm_up(preload.simple_warm_up_programs())\n"),
+        Replacement(
+            "processes/zygote.py",
+            "        runner.warm_up(preload.simple_warm_up_programs())\n",
+            "        pass\n",
+        ),
     ],
-    "type_cache": [Replacement("processes/zygote.py", "        preload.clear_type_cache()\n")],
+    "type_cache": [
+        Replacement("processes/zygote.py", "        preload.clear_type_cache()\n", "        pass\n")
+    ],
     "numpy_state": [
         Replacement(
             "processes/zygote.py",

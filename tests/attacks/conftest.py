@@ -9,8 +9,7 @@ import os
 import secrets
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.support.driver_client import TIMEOUT, Driver, DriverError, SandboxClient, Who
+from tests.support.waiting import becomes_true
 
 PRELUDE = (Path(__file__).parent / "programs" / "prelude.py").read_text()
 _NEIGHBOUR = """
@@ -30,16 +30,6 @@ def tick():
         time.sleep(0.05)
 threading.Thread(target=tick, daemon=True).start()
 """
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 20) -> bool:
-    """Whether it became true in time."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 @dataclass
@@ -58,7 +48,7 @@ class Neighbour:
             self.last = count
             return moved
 
-        assert wait_for(counted), "the neighbour's counter stands still"
+        assert becomes_true(counted), "the neighbour's counter stands still"
 
 
 @dataclass
@@ -152,7 +142,7 @@ class Residue:
 
     def assert_none(self) -> None:
         assert self._seen
-        assert wait_for(lambda: not self.alive()), f"processes outlived their supervisor: {self.alive()}"
+        assert becomes_true(lambda: not self.alive()), f"processes outlived their supervisor: {self.alive()}"
         assert [path for path in self._cgroups if path.exists()] == []
         assert mounts() - self._mounts == set()
         assert list(self.temporary.iterdir()) == []
@@ -232,7 +222,7 @@ def host(session_host: Host) -> Iterator[Host]:
         ending.wait()
     session_host.check()
     # One that is being made for the pool counts until it is parked.
-    assert wait_for(lambda: session_host.driver.info()["live"] == 1), "sandboxes outlived their deletion"
+    assert becomes_true(lambda: session_host.driver.info()["live"] == 1), "sandboxes outlived their deletion"
 
 
 @pytest.fixture

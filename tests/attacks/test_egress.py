@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.attacks.conftest import PRELUDE, Residue, start_driver, wait_for
+from tests.attacks.conftest import PRELUDE, Residue, start_driver
 from tests.support.driver_client import Driver, SandboxClient, Who
+from tests.support.waiting import becomes_true
 
 VALUE = f"sk-{secrets.token_hex(16)}-{secrets.token_hex(16)}"
 
@@ -77,7 +78,9 @@ def reaching(outside: Outside) -> Iterator[SandboxClient]:
     box = outside.create()
     yield box
     box.destroy()
-    assert wait_for(lambda: outside.driver.info()["open_files"] <= files), "descriptors outlived the sandbox"
+    assert becomes_true(lambda: outside.driver.info()["open_files"] <= files), (
+        "descriptors outlived the sandbox"
+    )
 
 
 FETCH = """

@@ -6,9 +6,10 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-from tests.attacks.conftest import Host, wait_for
+from tests.attacks.conftest import Host
 from tests.support.driver_client import SandboxClient
 from tests.support.host_census import find_processes_by_role
+from tests.support.waiting import becomes_true
 
 SIGNALS = """
     import fcntl, signal, struct, time
@@ -106,7 +107,7 @@ def test_slowed_down_it_still_takes_the_sandbox_along(host: Host, box: SandboxCl
     box.destroy()
     host.boxes.remove(box)
     assert time.monotonic() - began < 5
-    assert wait_for(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in members))
+    assert becomes_true(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in members))
 
 
 ORPHANS = """

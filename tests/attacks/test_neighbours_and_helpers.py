@@ -31,6 +31,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.sandbox_runs import ExecutionOutcome, has_cgroups, run, settings
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 needs_cgroups = pytest.mark.skipif(not has_cgroups(), reason="memory cannot be bounded as this user")
@@ -92,14 +93,6 @@ def holdings(supervisor: Supervisor) -> tuple[int, int, list[int]]:
     paths = [] if tree is None else tree.paths
     cgroups = [sum(child.is_dir() for child in path.iterdir()) for path in paths]
     return len(os.listdir("/proc/self/fd")), len(supervisor._host_resources._free_uids), cgroups  # pyright: ignore[reportPrivateUsage]
-
-
-async def settled(supervisor: Supervisor, expected: tuple[int, int, list[int]]) -> bool:
-    for _ in range(200):
-        if holdings(supervisor) == expected:
-            return True
-        await asyncio.sleep(0.05)
-    return False
 
 
 # ---- what one may learn of another -------------------------------------------------------------------------
@@ -234,10 +227,7 @@ async def test_unfinished_messages_between_calls_are_not_kept(sandbox: SandboxIn
         threading.Thread(target=late).start()
     """
     await attack(sandbox, FORGE + dedent(program))
-    for _ in range(100):
-        if sandbox.end_reason is not None:
-            break
-        await asyncio.sleep(0.05)
+    await wait_until(lambda: sandbox.end_reason is not None)
     assert sandbox.end_reason is not None
     assert "broke the protocol" in sandbox.end_reason
 
@@ -274,8 +264,7 @@ async def test_times_that_are_none_are_refused(sandbox: SandboxInstance, timeout
 
 async def test_capacity_holds_in_a_flood() -> None:
     async with Supervisor(settings(preload=(), pool=2, capacity=6)) as crowded:
-        while len(crowded._pool) < 2:  # pyright: ignore[reportPrivateUsage]
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: len(crowded._pool) == 2)  # pyright: ignore[reportPrivateUsage]
         peak = 0
 
         async def one() -> SandboxInstance | None:
@@ -315,7 +304,7 @@ async def test_a_creation_given_up_at_the_hand_over_leaks_nothing(monkeypatch: p
             creation.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await creation
-        assert await settled(hurried, before), (before, holdings(hurried))
+        await wait_until(lambda: holdings(hurried) == before)
         assert hurried.sandboxes == {}
 
 
@@ -331,7 +320,7 @@ async def test_creations_without_descriptors_leak_nothing(supervisor: Supervisor
                 await (await asyncio.wait_for(supervisor.create(), 20)).destroy()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert await settled(supervisor, before), (before, holdings(supervisor))
+    await wait_until(lambda: holdings(supervisor) == before)
     assert supervisor.sandboxes == {}
 
 
@@ -370,7 +359,7 @@ async def test_sudden_ends_leave_nothing(supervisor: Supervisor) -> None:
         with contextlib.suppress(asyncio.CancelledError):
             assert (await asyncio.wait_for(call, 10)).end.exit_code == -1
         await box.destroy()
-    assert await settled(supervisor, before), (before, holdings(supervisor))
+    await wait_until(lambda: holdings(supervisor) == before)
 
 
 # ---- files -------------------------------------------------------------------------------------------------

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.attacks.conftest import Residue, children_of, start_driver, started_at, wait_for
+from tests.attacks.conftest import Residue, children_of, start_driver, started_at
 from tests.support.driver_client import Driver, DriverGone, SandboxClient, Who
+from tests.support.waiting import becomes_true
 
 
 @pytest.fixture
@@ -74,7 +75,7 @@ def test_the_zygote_is_killed(driver: Driver, residue: Residue, which: str) -> N
         assert (outcome.end.status, outcome.end.exit_code, outcome.end.state_kept) == ("lost", -1, False)
         assert outcome.end.reason
     assert time.monotonic() - began < 15  # 3 s on a quiet machine
-    assert wait_for(lambda: residue.alive() == {driver.started["supervisor"]})
+    assert becomes_true(lambda: residue.alive() == {driver.started["supervisor"]})
     assert driver.create().run("1 + 1").result == "2"
     assert driver.info()["zygote"] != driver.started["zygote"]
     residue.note(driver)
@@ -108,7 +109,7 @@ def test_init_is_killed(driver: Driver, residue: Residue) -> None:
     kill(member(box, 1))
     outcome = call.outcome()
     assert (outcome.end.status, outcome.end.exit_code, outcome.end.state_kept) == ("lost", -1, False)
-    assert wait_for(lambda: not members & children_of({driver.started["supervisor"]}))
+    assert becomes_true(lambda: not members & children_of({driver.started["supervisor"]}))
     assert other.run("kept + 1").result == "42"
     assert driver.info()["zygote"] == driver.started["zygote"]
 
@@ -123,7 +124,7 @@ def test_the_interpreter_is_killed(driver: Driver, residue: Residue) -> None:
     outcome = call.outcome()
     assert outcome.end.status == "lost"
     assert "SIGKILL" in outcome.end.reason
-    assert wait_for(lambda: not members & children_of({driver.started["supervisor"]}))
+    assert becomes_true(lambda: not members & children_of({driver.started["supervisor"]}))
     assert box.gone is not None
     assert driver.create().run("1 + 1").result == "2"
 
@@ -133,7 +134,7 @@ def test_the_interpreter_is_killed_between_calls(driver: Driver, residue: Residu
     residue.note(driver)
     assert box.run("1 + 1").result == "2"
     kill(member(box, 2))
-    assert wait_for(lambda: box.gone is not None)
+    assert becomes_true(lambda: box.gone is not None)
     assert "SIGKILL" in (box.gone or "")
 
 
@@ -167,7 +168,7 @@ def test_the_supervisor_is_killed(who: Who, residue: Residue, request: pytest.Fi
     kill(driver.started["supervisor"])
     with pytest.raises(DriverGone):
         call.outcome()
-    assert wait_for(lambda: not residue.alive()), f"still alive: {residue.alive()}"
+    assert becomes_true(lambda: not residue.alive()), f"still alive: {residue.alive()}"
     driver.close()
     if os.geteuid() != 0 or who == "root":  # else the delegated cgroup went with its parent: nothing to sweep
         with start_driver(who, residue, preload=[], pool=0) as successor:

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.attacks.conftest import Host, children_of, wait_for
+from tests.attacks.conftest import Host, children_of
 from tests.support.driver_client import SandboxClient
 from tests.support.host_census import find_processes_by_role
+from tests.support.waiting import becomes_true
 
 SETUID = ["su", "mount", "umount", "passwd", "chsh", "chfn", "newgrp", "gpasswd", "sudo", "pkexec"]
 
@@ -247,9 +248,9 @@ def test_daemons_belong_to_no_later_call_and_die_with_the_sandbox(host: Host) ->
     host.boxes.remove(box)
     if host.limited:
         assert len(before) == 2  # the interpreter, the daemon
-        assert wait_for(lambda: not set(before) & children_of({host.zygote}))
+        assert becomes_true(lambda: not set(before) & children_of({host.zygote}))
     # The first process is in no cgroup of the sandbox, and goes as well: each that is left has an interpreter.
-    assert wait_for(lambda: _alone(host) == 0)
+    assert becomes_true(lambda: _alone(host) == 0)
 
 
 def _alone(host: Host) -> int:

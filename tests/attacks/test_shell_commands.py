@@ -2,8 +2,9 @@
 
 import pytest
 
-from tests.attacks.conftest import Host, wait_for
+from tests.attacks.conftest import Host
 from tests.support.driver_client import SandboxClient
+from tests.support.waiting import becomes_true
 
 MIB = 1 << 20
 FLOODS = {
@@ -37,7 +38,7 @@ def test_endless_output_is_cut_and_stopped(box: SandboxClient, command: str) -> 
     assert box.gone is None
     if outcome.end.status == "timeout":
         assert "[output truncated: more than 1048576 bytes]" in text
-        assert wait_for(lambda: alive(box) == before)
+        assert becomes_true(lambda: alive(box) == before)
 
 
 LEFT_BEHIND = {
@@ -58,7 +59,7 @@ def test_a_command_that_takes_too_long_leaves_nothing(box: SandboxClient, comman
     before = alive(box)
     outcome = box.shell(command, timeout=0.3)
     assert (outcome.end.status, outcome.end.state_kept) == ("timeout", True)
-    assert wait_for(lambda: alive(box) == before)
+    assert becomes_true(lambda: alive(box) == before)
     assert box.run("kept").result == "5"
 
 

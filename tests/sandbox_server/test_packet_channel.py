@@ -4,12 +4,13 @@ import asyncio
 import itertools
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
 
 from fumehood.sandbox_server.packet_channel import PacketChannel
+from tests.support.waiting import wait_until
 
 
 @dataclass
@@ -31,12 +32,6 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     yield mine, theirs
     theirs.close()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
 
 
 def open_fds() -> int:
@@ -81,7 +76,7 @@ async def test_descriptors_are_dropped_unless_asked_for(pair: tuple[socket.socke
     for _ in range(100):
         socket.send_fds(theirs, [b"x"], [null] * 10)
     os.close(null)
-    await until(lambda: len(received.packets) == 100)
+    await wait_until(lambda: len(received.packets) == 100)
     packets.close()
     assert received.fds == []
     assert open_fds() == before - 1
@@ -94,7 +89,7 @@ async def test_descriptors_come_through_when_accepted(pair: tuple[socket.socket,
     null = os.open("/dev/null", os.O_RDONLY)
     socket.send_fds(theirs, [b"x"], [null])
     os.close(null)
-    await until(lambda: received.fds)
+    await wait_until(lambda: received.fds)
     packets.close()
     assert os.fstat(received.fds[0]).st_rdev == os.makedev(1, 3)
     os.close(received.fds[0])
@@ -119,7 +114,7 @@ async def test_the_end_is_told_once(pair: tuple[socket.socket, socket.socket]) -
     received = Received()
     packets = PacketChannel(mine, on_packet=received.packet, on_close=received.close)
     theirs.close()
-    await until(lambda: received.closed)
+    await wait_until(lambda: received.closed)
     packets.send(b"into the void")
     packets.close()
     packets.close()
@@ -138,6 +133,6 @@ async def test_the_last_words_of_a_peer_that_did_not_listen(
     theirs.send(b"last")
     theirs.send(b"words")
     theirs.close()
-    await until(lambda: received.closed)
+    await wait_until(lambda: received.closed)
     assert received.packets == [b"last", b"words"]
     assert packets.has_peer_closed

@@ -7,10 +7,11 @@ found by the name of its cgroup tree and by descent, loop devices and mounts by 
 import collections
 import contextlib
 import os
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.support.waiting import becomes_true
 
 _CGROUPS = Path("/sys/fs/cgroup")
 type Roles = dict[str, list[int]]
@@ -99,7 +100,7 @@ class CensusTaker:
             busy = any(os.path.basename(name).startswith("sb-") for name in seen[-1].cgroups)
             return not busy and not seen[-1].loop_devices and seen[-1] == seen[-2]
 
-        assert wait_until(calm, seconds), f"it does not come to rest: {seen[-1]}"
+        assert becomes_true(calm, seconds), f"it does not come to rest: {seen[-1]}"
         return seen[-1]
 
     def wait_for_census(self, wanted: Census, seconds: float = 20) -> dict[str, object]:
@@ -113,7 +114,7 @@ class CensusTaker:
             )  # not taken once more: the supervisor opens files now and then
             return not beyond
 
-        wait_until(settled, seconds)
+        becomes_true(settled, seconds)
         return beyond
 
 
@@ -121,15 +122,6 @@ def _number_names(names: Iterable[str]) -> frozenset[str]:
     return frozenset(
         f"{name} {number}" for name, count in collections.Counter(names).items() for number in range(count)
     )
-
-
-def wait_until(condition: Callable[[], object], seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def resident_kib(pid: int) -> int:

@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from tests.support.sandbox_runs import settings
 from tests.support.sandbox_server import RunningServer, SandboxApiClient, run_server
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -167,9 +168,7 @@ async def test_code_goes_on_when_its_reader_leaves(running: RunningServer, clien
     async with execute(client, WAIT_FOR_GO, "alone") as response:
         await first(lines(response))
         response.close()
-    async with asyncio.timeout(20):  # nobody waits here for a reader that is not there
-        while running.server.open_request_count:
-            await asyncio.sleep(0.02)
+    await wait_until(lambda: not running.server.open_request_count)
     assert running.service.health().running == 1
     await go(client)
     async with follow(client, "alone") as response:
@@ -189,17 +188,13 @@ async def test_a_slow_reader_costs_no_memory(running: RunningServer, client: San
         _, writer = await asyncio.open_connection(host, int(port), limit=1 << 10)
         writer.write(b"GET /sandboxes/box/executions/large HTTP/1.1\r\nhost: localhost\r\n\r\n")
         writers.append(writer)
-    async with asyncio.timeout(20):
-        while running.server.open_request_count < 8:
-            await asyncio.sleep(0.02)
+    await wait_until(lambda: running.server.open_request_count >= 8)
     await asyncio.sleep(0.5)  # for what would be written if it were written
     assert running.server.open_request_count == 8
     assert _resident() - before < 8 * 8 << 20
     for writer in writers:
         writer.transport.abort()
-    async with asyncio.timeout(20):
-        while running.server.open_request_count:
-            await asyncio.sleep(0.02)
+    await wait_until(lambda: not running.server.open_request_count)
 
 
 @pytest.mark.parametrize("size", [200 << 20, pytest.param(1 << 30, marks=pytest.mark.slow)])
@@ -232,12 +227,9 @@ async def test_an_upload_that_breaks_off_leaves_nothing(
         + b"x" * 500
     )
     await writer.drain()
-    async with asyncio.timeout(20):
-        while not running.server.open_request_count:
-            await asyncio.sleep(0.01)
-        writer.transport.abort()
-        while running.server.open_request_count:
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: running.server.open_request_count)
+    writer.transport.abort()
+    await wait_until(lambda: not running.server.open_request_count)
     assert (await client.request("GET", "/sandboxes/box/files")).json["files"] == []
     assert (await client.run_code("box", "import os; os.listdir('.')"))[0]["data"] == {"text/plain": "[]"}
 

@@ -15,6 +15,7 @@ import pytest_asyncio
 from fumehood.protocol.sandbox.sandbox_messages import MEMORY_TIERS
 from tests.support.sandbox_runs import has_cgroups, settings
 from tests.support.sandbox_server import RunningServer, SandboxApiClient, content_type_for, run_server
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -435,13 +436,11 @@ async def test_one_shot(running: RunningServer, client: SandboxApiClient) -> Non
 async def test_one_shot_ends_when_its_caller_leaves(running: RunningServer, client: SandboxApiClient) -> None:
     live = running.service.supervisor.live_count
     work = asyncio.ensure_future(client.request("POST", "/execute", {"code": "while True: pass"}))
-    async with asyncio.timeout(20):
-        while running.service.health().running == 0:
-            await asyncio.sleep(0.01)
-        work.cancel()
-        while running.service.supervisor.live_count > live or running.service.health().running:
-            await asyncio.sleep(0.01)
-    assert running.service.supervisor.live_count <= live
+    await wait_until(lambda: running.service.health().running)
+    work.cancel()
+    await wait_until(
+        lambda: running.service.supervisor.live_count <= live and not running.service.health().running
+    )
 
 
 async def test_packages_that_are_refused(running: RunningServer, client: SandboxApiClient) -> None:

@@ -33,6 +33,7 @@ from fumehood.sandbox_server.api.sandbox_service import SandboxService
 from fumehood.sandbox_server.inside.files.data_directory import MAX_ENTRIES
 from fumehood.sandbox_server.supervisor.execution_registry import RegisteredExecution
 from tests.support.sandbox_runs import ExecutionOutcome, has_cgroups, settings
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -204,9 +205,7 @@ async def test_one_that_nobody_uses_is_ended() -> None:
         idle = await service.create(SandboxSpec(), "idle")
         busy = await service.create(SandboxSpec(), "busy")
         call = await begun(busy, "long")
-        async with asyncio.timeout(20):
-            while idle.end_reason is None:
-                await asyncio.sleep(0.05)
+        await wait_until(lambda: idle.end_reason is not None)
         with pytest.raises(SandboxGone, match="it was idle"):
             service.get("idle")
         assert busy.end_reason is None
@@ -425,11 +424,10 @@ async def test_one_shot_refuses_files(
 async def test_one_shot_is_destroyed_when_its_caller_leaves(service: SandboxService) -> None:
     before = service.supervisor.live_count
     work = asyncio.ensure_future(once(service, WAITING))
+    await wait_until(lambda: service.health().running)
+    assert service.supervisor.live_count == before + 1
+    work.cancel()
     async with asyncio.timeout(20):
-        while service.health().running == 0:
-            await asyncio.sleep(0.01)
-        assert service.supervisor.live_count == before + 1
-        work.cancel()
         await asyncio.gather(work, return_exceptions=True)
     assert work.cancelled()
     assert (service.supervisor.live_count, service.health().running) == (before, 0)
@@ -444,8 +442,7 @@ async def test_stopping_lets_calls_end_and_then_interrupts_them() -> None:
         quick = short.start_execution(ExecuteRequest(code="import time; time.sleep(0.3); 5"))
         slow = await begun(long, "slow")
         shot = asyncio.ensure_future(once(service, WAITING))
-        while service.health().running < 3:
-            await asyncio.sleep(0.01)
+        await wait_until(lambda: service.health().running >= 3)
         stopping = asyncio.ensure_future(service.stop(grace_seconds=1.0))
         await asyncio.sleep(0)
         assert service.health().status == "stopping"

@@ -19,6 +19,7 @@ from fumehood.sandbox_server.egress.proxy_worker import ProxyWorker
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.sandbox_runs import run, settings
+from tests.support.waiting import wait_until
 from tests.support.websites import Website, WebsiteAuthority
 
 PLAIN = "data.test"
@@ -38,9 +39,7 @@ class EgressNetwork:
 
     async def wait_for_events(self, count: int) -> list[EgressEvent]:
         """What the proxy reported, once there is so much of it: it is another process."""
-        async with asyncio.timeout(20):
-            while len(self.events) < count:
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: len(self.events) >= count)
         return self.events
 
     async def create(

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import resource
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -22,15 +22,10 @@ from tests.sandbox_server.egress.conftest import (
 )
 from tests.sandbox_server.egress.test_tls_client_hello import real_hello
 from tests.support.sandbox_runs import run
+from tests.support.waiting import wait_until
 from tests.support.websites import Website, WebsiteAuthority
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-async def wait_until(condition: Callable[[], object], seconds: float = 20) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @pytest_asyncio.fixture(loop_scope="module")

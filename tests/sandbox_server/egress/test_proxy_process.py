@@ -25,6 +25,7 @@ from tests.sandbox_server.egress.conftest import (
     send_raw_bytes,
 )
 from tests.support.sandbox_runs import run
+from tests.support.waiting import wait_until
 from tests.support.websites import Website, WebsiteAuthority
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -44,9 +45,7 @@ def proxy_pid(net: EgressNetwork) -> int:
 
 
 async def wait_for_new_pid(net: EgressNetwork, pid: int) -> int:
-    async with asyncio.timeout(30):
-        while net.supervisor.egress.pid in (None, pid):
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: net.supervisor.egress.pid not in (None, pid))
     return proxy_pid(net)
 
 
@@ -140,18 +139,14 @@ s.sendall(b"GET http://{PLAIN}:{net.plain.port}/ HTTP/1.1\\r\\nHost: {PLAIN}:{ne
 """,
     )
     assert outcome.end.status == "ok", outcome
-    async with asyncio.timeout(20):
-        while not net.plain.open_now:
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: net.plain.open_now)
     pid = proxy_pid(net)
     os.kill(pid, signal.SIGKILL)
     await wait_for_new_pid(net, pid)
     assert net.supervisor.egress.connections == 0
     outcome = await run(box, "try:\n    print(s.recv(100))\nexcept ConnectionError:\n    print(b'')")
     assert outcome.stdout == "b''\n", outcome
-    async with asyncio.timeout(20):
-        while net.plain.open_now:
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: not net.plain.open_now)
     await box.destroy()
 
 
@@ -172,9 +167,7 @@ async def test_a_new_proxy_knows_how_much_a_sandbox_has_moved(authority: Website
         url = f"http://{PLAIN}:{site.port}/{'x' * 700}"
         await fetch_through_proxy(box, url)
         (access,) = supervisor.egress._accesses.values()  # pyright: ignore[reportPrivateUsage]
-        async with asyncio.timeout(20):
-            while not moved or access.bytes_used < moved:
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: moved and access.bytes_used >= moved)
         pid = proxy_pid(net)
         os.kill(pid, signal.SIGKILL)
         await wait_for_new_pid(net, pid)
@@ -231,16 +224,13 @@ async def test_a_proxy_that_says_nonsense_is_ended(
     liar = _LyingProxy()
     egress = EgressController(net_settings(authority), start_proxy=liar.start)
     egress.start(12345)
-    async with asyncio.timeout(20):
-        while egress.pid is None:
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: egress.pid is not None)
     assert liar.ours is not None
-    assert liar.process is not None
+    process = liar.process
+    assert process is not None
     liar.ours.send(lie)
-    async with asyncio.timeout(20):
-        while liar.process.poll() is None:
-            await asyncio.sleep(0.01)
-    assert liar.process.returncode == -signal.SIGKILL
+    await wait_until(lambda: process.poll() is not None)
+    assert process.returncode == -signal.SIGKILL
     assert "sent an invalid message" in caplog.text
     await egress.close()
     liar.ours.close()
@@ -255,18 +245,16 @@ async def test_what_a_lying_proxy_says_is_one_line_of_the_log(
     events: list[control_messages.EgressEvent] = []
     egress.on_event = events.append
     egress.start(12345)
-    async with asyncio.timeout(20):
-        while liar.ours is None:
-            await asyncio.sleep(0.01)
-        liar.ours.send(
-            control_messages.encode(
-                control_messages.EgressEvent(
-                    domain="a\nforged line", port=1, verdict="allowed", sandbox="another", number=7
-                )
+    await wait_until(lambda: liar.ours is not None)
+    assert liar.ours is not None
+    liar.ours.send(
+        control_messages.encode(
+            control_messages.EgressEvent(
+                domain="a\nforged line", port=1, verdict="allowed", sandbox="another", number=7
             )
         )
-        while not events:
-            await asyncio.sleep(0.01)
+    )
+    await wait_until(lambda: events)
     assert events[0].sandbox == ""
     assert "\nforged" not in caplog.text
     await egress.close()
@@ -289,9 +277,7 @@ async def test_a_proxy_that_is_ready_again_and_again_is_sent_its_doors_once(
     for _ in range(20):
         liar.ours.send(control_messages.encode(control_messages.ProxyReady()))
     liar.ours.send(control_messages.encode(control_messages.ProxyStatus(connections=7)))
-    async with asyncio.timeout(20):
-        while egress.connections != 7:
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: egress.connections == 7)
     access.close()
     assert b'"close"' in liar.ours.recv(1 << 16)  # and nothing in between
     await egress.close()
@@ -317,9 +303,7 @@ async def test_a_proxy_that_does_not_read_is_ended(
             if "does not read its orders" in caplog.text:
                 break
     assert len(os.listdir("/proc/self/fd")) < before + 3000
-    async with asyncio.timeout(20):
-        while first.poll() is None:
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: first.poll() is not None)
     assert first.returncode == -signal.SIGKILL
     await egress.close()
     liar.ours.close()

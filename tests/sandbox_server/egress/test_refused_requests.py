@@ -1,6 +1,5 @@
 """Requests that an allow-list refuses, from real sandboxes."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import pytest
@@ -25,6 +24,7 @@ from tests.sandbox_server.egress.test_tls_client_hello import (
     records,
 )
 from tests.support.sandbox_runs import run, settings
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -279,9 +279,7 @@ async def test_parked_sandboxes_serve_either(net: EgressNetwork, authority: obje
     """One pool for all policies: what is parked has a listener, and nobody accepts there."""
     pooled = settings(pool=1, preload=(), egress="allowlist")
     async with Supervisor(pooled) as supervisor:
-        async with asyncio.timeout(30):
-            while not supervisor._pool:  # pyright: ignore[reportPrivateUsage]
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: supervisor._pool)  # pyright: ignore[reportPrivateUsage]
         parked = supervisor._pool[0]  # pyright: ignore[reportPrivateUsage]
         assert parked._listener_fds  # pyright: ignore[reportPrivateUsage]
         assert parked._network_access is None  # pyright: ignore[reportPrivateUsage]

@@ -27,6 +27,7 @@ from fumehood.sandbox_server.settings import Settings
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.sandbox_runs import run, settings
+from tests.support.waiting import wait_until
 
 _LARGE = SandboxSpec(memory="16g")
 _MIB = 1 << 20
@@ -83,9 +84,7 @@ def _loop_devices(directory: Path) -> set[str]:
 
 
 async def _no_devices(directory: Path) -> None:
-    async with asyncio.timeout(20):
-        while _loop_devices(directory):
-            await asyncio.sleep(0.02)
+    await wait_until(lambda: not _loop_devices(directory))
 
 
 @contextlib.contextmanager
@@ -173,9 +172,7 @@ async def test_what_is_deleted_returns_to_the_host(sandbox: SandboxInstance) -> 
     )
     assert _disk(sandbox).used_bytes() > 60 * _MIB
     await run(sandbox, "f.close(); os.unlink('x')")
-    async with asyncio.timeout(10):
-        while _disk(sandbox).used_bytes() > 16 * _MIB:
-            await asyncio.sleep(0.05)
+    await wait_until(lambda: _disk(sandbox).used_bytes() <= 16 * _MIB)
     assert _disk(sandbox).used_bytes() < 16 * _MIB
 
 
@@ -188,10 +185,7 @@ async def test_nothing_is_left_of_a_disk(supervisor: Supervisor, directory: Path
     await run(sandbox, "open('x', 'wb').write(bytes(50 << 20))")
     await sandbox.destroy()
     await _no_devices(directory)
-    async with asyncio.timeout(20):
-        # A look at hoards, in a thread, may have one open just now.
-        while len(os.listdir("/proc/self/fd")) > before:
-            await asyncio.sleep(0.02)
+    await wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
     assert os.listdir(directory) == []
 
 

@@ -213,36 +213,65 @@ def test_a_call_is_a_result_and_an_end(kernel: Kernel) -> None:
     )
 
 
-def test_state_is_kept_between_calls(kernel: Kernel) -> None:
-    kernel.run("x = 1\ndef f(): return x\nclass A: pass")
-    kernel.run("x = 41")
-    assert kernel.run("f() + 1").result == "42"
-    assert kernel.run("_").result == "42"
-    assert kernel.run("A.__module__, __name__, __doc__").result == "('__main__', '__main__', None)"
-    assert (
-        kernel.run("import sys; sys.argv, sys.path[0], '__file__' in globals()").result == "([''], '', False)"
-    )
+# Calls one after another, and what a notebook shows of each: what is printed, then the value of the last expression.
+TRANSCRIPTS: dict[str, list[tuple[str, str]]] = {
+    "state": [
+        ("x = 1\ndef f(): return x\nclass A: pass", ""),
+        ("x = 41", ""),
+        ("f() + 1", "42"),
+        ("_", "42"),
+        ("A.__module__, __name__, __doc__", "('__main__', '__main__', None)"),
+        ("import sys; sys.argv, sys.path[0], '__file__' in globals()", "([''], '', False)"),
+    ],
+    "main blocks": [("if __name__ == '__main__': print('main')", "main\n")],
+    "annotations": [("n: int = 3\n__annotations__", "{'n': <class 'int'>}")],
+    "pickled classes": [
+        ("import dataclasses, pickle\n@dataclasses.dataclass\nclass Point:\n    x: int", ""),
+        ("pickle.loads(pickle.dumps([Point(1), Point]))", "[Point(x=1), <class '__main__.Point'>]"),
+    ],
+    "future imports": [
+        ("from __future__ import annotations", ""),
+        ("def f(x: missing): pass\nf.__annotations__", "{'x': 'missing'}"),
+    ],
+    "working directory": [
+        ("import os; start = os.getcwd(); os.mkdir('sub'); os.chdir('sub')", ""),
+        ("os.path.relpath(os.getcwd(), start)", "'sub'"),
+    ],
+    "code larger than a packet": [(f"len({'é' * 200_000!r})", "200000")],
+    "sources": [
+        ("def f():\n    return 1", ""),
+        ("import inspect; inspect.getsource(f)", repr("def f():\n    return 1\n")),
+    ],
+    "await": [
+        ("import asyncio\nawait asyncio.sleep(0, 'value')", "'value'"),
+        ("x = await asyncio.sleep(0, 4)\nx + 1", "5"),
+        ("async def g():\n    for i in range(3): yield i\n[i async for i in g()]", "[0, 1, 2]"),
+        ("async for i in g(): print(i)", "0\n1\n2\n"),
+        ("async with asyncio.timeout(5): print('in')", "in\n"),
+        ("await asyncio.sleep(0)\nasyncio.create_task(asyncio.sleep(0)).done()", "False"),
+    ],
+    "tasks go on in the next call that awaits": [
+        (
+            "import asyncio\nasync def work():\n    await gate.wait(); return 'done'\ngate = asyncio.Event()",
+            "",
+        ),
+        ("task = asyncio.ensure_future(work())\nawait asyncio.sleep(0)", ""),
+        ("gate.set(); task.done()", "False"),
+        ("await task", "'done'"),
+    ],
+    "asyncio.run": [
+        ("import asyncio\nasyncio.run(asyncio.sleep(0, 3))", "3"),
+        ("await asyncio.sleep(0, 4)", "4"),
+        ("asyncio.run(asyncio.sleep(0, 5))", "5"),
+    ],
+}
 
 
-def test_main_blocks_run_and_annotations_are_kept(kernel: Kernel) -> None:
-    assert kernel.run("if __name__ == '__main__': print('main')").out == "main\n"
-    assert kernel.run("n: int = 3\n__annotations__").result == "{'n': <class 'int'>}"
-
-
-def test_classes_of_a_cell_can_be_pickled_and_be_dataclasses(kernel: Kernel) -> None:
-    reply = kernel.run("""
-        import dataclasses, pickle
-        @dataclasses.dataclass
-        class Point:
-            x: int
-        pickle.loads(pickle.dumps([Point(1), Point]))
-    """)
-    assert reply.result == "[Point(x=1), <class '__main__.Point'>]"
-
-
-def test_future_imports_hold_for_later_calls(kernel: Kernel) -> None:
-    kernel.run("from __future__ import annotations")
-    assert kernel.run("def f(x: missing): pass\nf.__annotations__").result == "{'x': 'missing'}"
+@pytest.mark.parametrize("calls", TRANSCRIPTS.values(), ids=TRANSCRIPTS)
+def test_calls_one_after_another(kernel: Kernel, calls: list[tuple[str, str]]) -> None:
+    for code, shown in calls:
+        reply = kernel.run(code)
+        assert (reply.out + (reply.result or ""), reply.exit_code) == (shown, 0)
 
 
 def test_modules_written_by_the_program_can_be_imported_at_once(kernel: Kernel, tmp_path: Path) -> None:
@@ -250,11 +279,6 @@ def test_modules_written_by_the_program_can_be_imported_at_once(kernel: Kernel, 
     assert kernel.run("import one; one.value").result == "1"
     (tmp_path / "two.py").write_text("value = 2")
     assert kernel.run("import two; two.value").result == "2"
-
-
-def test_the_working_directory_stays_where_the_program_went(kernel: Kernel, tmp_path: Path) -> None:
-    kernel.run("import os; os.mkdir('sub'); os.chdir('sub')")
-    assert kernel.run("os.getcwd()").result == repr(str(tmp_path / "sub"))
 
 
 def test_configuration_sets_environment_and_working_directory(tmp_path: Path) -> None:
@@ -292,11 +316,6 @@ def test_a_program_cannot_spoil_the_next_call(kernel: Kernel, damage: str) -> No
     assert kernel.run("import sys; sys.stdout.write('still here\\n');").out == "still here\n"
 
 
-def test_code_larger_than_a_packet(kernel: Kernel) -> None:
-    text = "é" * 200_000
-    assert kernel.run(f"len({text!r})").result == "200000"
-
-
 def test_the_runner_goes_with_its_supervisor(tmp_path: Path) -> None:
     kernel = Kernel(tmp_path)
     kernel.socket.close()
@@ -328,22 +347,6 @@ def test_the_runner_goes_with_its_supervisor(tmp_path: Path) -> None:
 def test_the_last_expression(kernel: Kernel, code: str, result: str | None) -> None:
     reply = kernel.run(code)
     assert (reply.result, reply.exit_code) == (result, 0)
-
-
-def test_a_repr_that_raises_is_the_error_of_the_call(kernel: Kernel) -> None:
-    reply = kernel.run("""
-        class A:
-            def __repr__(self): raise ValueError("no")
-        A()
-    """)
-    assert reply.traceback == snapshot("""\
-Traceback (most recent call last):
-  File "<cell 1>", line 3, in __repr__
-    def __repr__(self): raise ValueError("no")
-                        ^^^^^^^^^^^^^^^^^^^^^^
-ValueError: no
-""")
-    assert reply.exit_code == 1
 
 
 def test_a_huge_result_is_cut(tmp_path: Path) -> None:
@@ -409,9 +412,23 @@ SyntaxError: expected ':'
     assert kernel.run("print('not run')\nreturn 3").sequence[0][0] == "ERROR"
 
 
-def test_chained_exceptions(kernel: Kernel) -> None:
-    reply = kernel.run("try:\n    {}['a']\nexcept KeyError as e:\n    raise ValueError('b') from e")
-    assert reply.traceback == snapshot("""\
+@pytest.mark.parametrize(
+    ("code", "traceback"),
+    [
+        pytest.param(
+            "class A:\n    def __repr__(self): raise ValueError('no')\nA()",
+            snapshot("""\
+Traceback (most recent call last):
+  File "<cell 1>", line 2, in __repr__
+    def __repr__(self): raise ValueError('no')
+                        ^^^^^^^^^^^^^^^^^^^^^^
+ValueError: no
+"""),
+            id="in a repr",
+        ),
+        pytest.param(
+            "try:\n    {}['a']\nexcept KeyError as e:\n    raise ValueError('b') from e",
+            snapshot("""\
 Traceback (most recent call last):
   File "<cell 1>", line 2, in <module>
     {}['a']
@@ -424,7 +441,26 @@ Traceback (most recent call last):
   File "<cell 1>", line 4, in <module>
     raise ValueError('b') from e
 ValueError: b
-""")
+"""),
+            id="chained",
+        ),
+        pytest.param(
+            "async def f():\n    raise ValueError(1)\nawait f()",
+            snapshot("""\
+Traceback (most recent call last):
+  File "<cell 1>", line 3, in <module>
+    await f()
+  File "<cell 1>", line 2, in f
+    raise ValueError(1)
+ValueError: 1
+"""),
+            id="awaited",
+        ),
+    ],
+)
+def test_whole_tracebacks(kernel: Kernel, code: str, traceback: str) -> None:
+    reply = kernel.run(code)
+    assert (reply.traceback, reply.exit_code) == (traceback, 1)
 
 
 def test_exception_groups(kernel: Kernel) -> None:
@@ -518,11 +554,6 @@ def test_a_bug_in_the_making_of_a_traceback_is_told(monkeypatch: pytest.MonkeyPa
     assert lines[3].startswith(
         "ValueError: <the exception cannot be shown: LookupError at test_code_runner.py:"
     )
-
-
-def test_sources_are_known(kernel: Kernel) -> None:
-    kernel.run("def f():\n    return 1")
-    assert kernel.run("import inspect; inspect.getsource(f)").result == repr("def f():\n    return 1\n")
 
 
 def test_warnings_show_the_users_line_in_every_call(kernel: Kernel) -> None:

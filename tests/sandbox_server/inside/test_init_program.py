@@ -12,8 +12,9 @@ from fumehood.protocol.sandbox.sandbox_errors import SandboxStartFailed
 from fumehood.sandbox_server.host import jail_launcher
 from fumehood.sandbox_server.host.cgroups import open_join_fds
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
-from tests.support.host_census import find_processes_by_role, wait_until
+from tests.support.host_census import find_processes_by_role
 from tests.support.sandbox_runs import run, settings
+from tests.support.waiting import becomes_true
 
 ROOT = Path(__file__).parents[3]
 LOOK = """
@@ -92,7 +93,7 @@ async def test_a_spawner_without_descriptors_leaves_no_init() -> None:
             _limit_descriptors(spawner, 1024)
         assert len(refusals) == 3
         assert all("Too many open files" in refusal for refusal in refusals)
-        assert wait_until(lambda: len(find_processes_by_role(os.getpid())["init"]) == 1, 10)
+        assert becomes_true(lambda: len(find_processes_by_role(os.getpid())["init"]) == 1, 10)
         assert (await run(neighbour, "1 + 1")).result == "2"
 
 

@@ -180,39 +180,6 @@ def test_a_forked_child_can_be_interrupted(kernel: Kernel) -> None:
 # --- await --------------------------------------------------------------------------------------------
 
 
-def test_await_at_the_top(kernel: Kernel) -> None:
-    assert kernel.run("import asyncio\nawait asyncio.sleep(0, 'value')").result == "'value'"
-    assert kernel.run("x = await asyncio.sleep(0, 4)\nx + 1").result == "5"
-    assert (
-        kernel.run("async def g():\n    for i in range(3): yield i\n[i async for i in g()]").result
-        == "[0, 1, 2]"
-    )
-    assert kernel.run("async for i in g(): print(i)").out == "0\n1\n2\n"
-    assert kernel.run("async with asyncio.timeout(5): print('in')").out == "in\n"
-    assert (
-        kernel.run("await asyncio.sleep(0)\nasyncio.create_task(asyncio.sleep(0)).done()").result == "False"
-    )
-
-
-def test_tasks_go_on_in_the_next_awaiting_call(kernel: Kernel) -> None:
-    kernel.run("""
-        import asyncio
-        async def work():
-            await gate.wait(); return 'done'
-        gate = asyncio.Event()
-        task = asyncio.ensure_future(work())
-        await asyncio.sleep(0)
-    """)
-    assert kernel.run("gate.set(); task.done()").result == "False"
-    assert kernel.run("await task").result == "'done'"
-
-
-def test_asyncio_run_works_where_nothing_is_awaited(kernel: Kernel) -> None:
-    assert kernel.run("import asyncio\nasyncio.run(asyncio.sleep(0, 3))").result == "3"
-    assert kernel.run("await asyncio.sleep(0, 4)").result == "4"
-    assert kernel.run("asyncio.run(asyncio.sleep(0, 5))").result == "5"
-
-
 def test_an_interrupted_await_does_not_go_on_later(kernel: Kernel) -> None:
     call = kernel.start("""
         import asyncio
@@ -238,17 +205,6 @@ def test_an_exit_in_another_task_ends_the_cell_for_good(kernel: Kernel) -> None:
     """)
     assert reply.exit_code == 9
     assert kernel.run("await asyncio.sleep(0.05)").out == ""
-
-
-def test_errors_of_awaiting_cells_show_the_users_lines(kernel: Kernel) -> None:
-    assert kernel.run("async def f():\n    raise ValueError(1)\nawait f()").traceback == snapshot("""\
-Traceback (most recent call last):
-  File "<cell 1>", line 3, in <module>
-    await f()
-  File "<cell 1>", line 2, in f
-    raise ValueError(1)
-ValueError: 1
-""")
 
 
 # --- magics -------------------------------------------------------------------------------------------

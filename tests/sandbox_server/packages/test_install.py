@@ -18,6 +18,7 @@ from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.package_index import FakePackageIndex, WheelMember, sdist, wheel
 from tests.support.sandbox_runs import ExecutionOutcome, run, settings
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 _MARKER = "/tmp/an-sdist-was-built"
@@ -339,9 +340,7 @@ async def test_closing_ends_builds(index: FakePackageIndex, tmp_path: Path) -> N
     try:
         async with Supervisor(_settings(index, tmp_path, preload=())) as running:
             asking = asyncio.create_task(running.create(SandboxSpec(requirements=["never"])))
-            async with asyncio.timeout(30):
-                while not index.downloads("never") and not asking.done():
-                    await asyncio.sleep(0.01)
+            await wait_until(lambda: index.downloads("never") or asking.done())
         with pytest.raises(InstallFailed, match="shutting down"):
             await asking
         assert list((tmp_path / "staging").iterdir()) == []

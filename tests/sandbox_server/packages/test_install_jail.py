@@ -18,6 +18,7 @@ from fumehood.sandbox_server.packages.package_index_config import PackageIndexCo
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.package_index import FakePackageIndex, wheel
 from tests.support.sandbox_runs import run, settings
+from tests.support.waiting import wait_until
 
 _UID = 2_000_262_143
 _SECRET = "index-pa55word"
@@ -96,9 +97,7 @@ async def test_it_writes_to_its_cache_and_output_only(jail: InstallJail) -> None
 
 async def test_secrets_of_the_index_stand_on_no_command_line(jail: InstallJail) -> None:
     running = asyncio.create_task(_shell(jail, "echo $UV_DEFAULT_INDEX; touch /cache/here; sleep 0.5"))
-    async with asyncio.timeout(20):
-        while not (jail.cache / "here").exists():
-            await asyncio.sleep(0.01)
+    await wait_until((jail.cache / "here").exists)
     shown = b""
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
@@ -115,9 +114,7 @@ async def test_it_ends_in_time_and_nothing_outlives_it(jail: InstallJail) -> Non
     jail.timeout = 1.0
     with pytest.raises(InstallTimeout):
         await _shell(jail, "sleep 4712 & sleep 4713")
-    async with asyncio.timeout(10):
-        while any(_sleeps(name) for name in os.listdir("/proc") if name.isdigit()):
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: not any(_sleeps(name) for name in os.listdir("/proc") if name.isdigit()))
 
 
 def _sleeps(pid: str) -> bool:

@@ -11,6 +11,7 @@ from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.package_index import FakePackageIndex, wheel
 from tests.support.sandbox_runs import run, settings
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 _TALK = """
@@ -218,9 +219,7 @@ async def test_the_service_ends_with_the_sandbox(supervisor: Supervisor) -> None
     sandbox = await supervisor.create()
     await run(sandbox, f"{_TALK}\nheld = socket.create_connection(('127.0.0.1', 3129)); held.send(b'[')")
     await sandbox.destroy()
-    async with asyncio.timeout(5):
-        while asyncio.all_tasks() - before:
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: not asyncio.all_tasks() - before)
     assert sandbox.end_reason is not None
 
 

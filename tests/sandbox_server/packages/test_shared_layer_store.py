@@ -3,7 +3,7 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,7 @@ from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.driver_client import Driver, SandboxClient
 from tests.support.package_index import FakePackageIndex, wheel
 from tests.support.sandbox_runs import has_cgroups, run, settings
+from tests.support.waiting import becomes_true
 
 
 @pytest.fixture
@@ -57,22 +58,15 @@ def _parent_pid(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
-def _wait_until(what: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 async def test_a_killed_build_leaves_nothing(index: FakePackageIndex, tmp_path: Path) -> None:
     index.hold = threading.Event()
     with _driver(index, tmp_path) as host:
         host.send("create", requirements=["hello"])
         supervisor = host.started["supervisor"]
-        _wait_until(lambda: index.asked and _find_install_jails(supervisor))
+        assert becomes_true(lambda: index.asked and _find_install_jails(supervisor))
         jails = _find_install_jails(supervisor)
         host.kill()
-    _wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in jails))
+    assert becomes_true(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in jails))
     assert len(list((tmp_path / "staging").iterdir())) == 1
     index.hold.set()
     index.hold = None

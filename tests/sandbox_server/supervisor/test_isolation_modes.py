@@ -27,6 +27,7 @@ from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from fumehood.sandbox_server.supervisor.zygote_connection import ZygoteConnection, ZygoteInfo
 from tests.support.archives import make_zip
 from tests.support.sandbox_runs import run, settings
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 _PROJECT = Path(__file__).parents[3]
@@ -119,9 +120,7 @@ async def test_degraded_takes_everything_along() -> None:
         scratch = sandbox.resources.scratch_directory
         assert pid
         await sandbox.destroy()
-        async with asyncio.timeout(5):
-            while os.path.exists(f"/proc/{pid}"):
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: not os.path.exists(f"/proc/{pid}"))
     assert scratch is not None
     assert not os.path.exists(scratch)
 

@@ -27,6 +27,7 @@ from fumehood.sandbox_server.supervisor.sandbox_files import FileSnapshots
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.sandbox_runs import has_cgroups, run, settings
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 needs_cgroups = pytest.mark.skipif(not has_cgroups(), reason="no cgroup is delegated to this user")
@@ -204,8 +205,9 @@ async def test_a_helper_that_is_killed_or_frozen_leaves_nothing(
     sandbox: SandboxInstance, how: signal.Signals, do: str
 ) -> None:
     """As by the kernel for want of memory, or by anything that stops it: the upload ends, and what it left goes."""
-    assert sandbox.resources.cgroup is not None
-    before = set(sandbox.resources.cgroup.processes())
+    cgroup = sandbox.resources.cgroup
+    assert cgroup is not None
+    before = set(cgroup.processes())
     source = Source(30, stop_after=10)
 
     async def upload() -> None:
@@ -227,9 +229,7 @@ async def test_a_helper_that_is_killed_or_frozen_leaves_nothing(
     with pytest.raises(FileRefused, match=r"helper ended|took nothing of it for"):
         await asyncio.wait_for(uploading, 30)
     assert await names(sandbox) == []
-    async with asyncio.timeout(10):  # until it is buried
-        while set(sandbox.resources.cgroup.processes()) != before:
-            await asyncio.sleep(0.02)
+    await wait_until(lambda: set(cgroup.processes()) == before)
 
 
 async def test_a_sandbox_that_ends_meanwhile(sandbox: SandboxInstance) -> None:
@@ -335,9 +335,7 @@ async def test_leaving_many_files_half_read_ends_what_reads(either: SandboxInsta
         reading = either.files.read_bundle(["f"] * 200)
         assert await anext(reading)
         await reading.aclose()
-    async with asyncio.timeout(10):
-        while len(os.listdir("/proc/self/fd")) > before:
-            await asyncio.sleep(0.02)
+    await wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
     assert await given(either, ["f"]) == [bytes(PIECE)]
 
 

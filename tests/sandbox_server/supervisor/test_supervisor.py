@@ -23,6 +23,7 @@ from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.host_census import descendants
 from tests.support.sandbox_runs import ExecutionOutcome, has_cgroups, run, settings
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 needs_cgroups = pytest.mark.skipif(not has_cgroups(), reason="memory cannot be bounded as this user")
@@ -187,9 +188,7 @@ async def test_a_cancelled_creation_leaves_nothing(supervisor: Supervisor) -> No
         made = (await asyncio.gather(creation, return_exceptions=True))[0]
         if isinstance(made, SandboxInstance):
             await made.destroy()
-    async with asyncio.timeout(10):
-        while set(supervisor.sandboxes) != before:
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: set(supervisor.sandboxes) == before)
 
 
 async def test_a_failure_of_the_supervisor_still_ends_the_call(
@@ -445,10 +444,7 @@ async def test_nothing_is_left_behind() -> None:
             elif number % 3 == 1:
                 await sandbox.destroy()
     assert _left_behind() == before
-    async with asyncio.timeout(20):
-        # A last look at hoards, in a thread, may have a file open.
-        while len(os.listdir("/proc/self/fd")) > fds:
-            await asyncio.sleep(0.02)
+    await wait_until(lambda: len(os.listdir("/proc/self/fd")) <= fds)
     assert not descendants(os.getpid()) & _named("sleep")
 
 

@@ -16,6 +16,7 @@ from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from fumehood.sandbox_server.supervisor.zygote_connection import ZygoteConnection
 from tests.support.host_census import descendants
 from tests.support.sandbox_runs import ExecutionOutcome, run, settings
+from tests.support.waiting import wait_until
 
 
 async def test_a_zygote_that_died_is_followed_by_another_before_anybody_asks() -> None:
@@ -24,11 +25,8 @@ async def test_a_zygote_that_died_is_followed_by_another_before_anybody_asks() -
         assert pid is not None
         assert supervisor.can_create
         os.kill(pid, signal.SIGKILL)
-        async with asyncio.timeout(20):
-            while supervisor.can_create:
-                await asyncio.sleep(0.001)
-            while not supervisor.can_create:
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: not supervisor.can_create)
+        await wait_until(lambda: supervisor.can_create)
         assert supervisor.zygote.pid != pid
 
 
@@ -40,15 +38,11 @@ async def test_callers_who_wait_when_the_zygote_dies_are_served_by_the_next(who:
             victim = {"jail": supervisor.zygote.pid, "spawner": spawner, "zygote": zygote}[who]
             assert victim is not None
             callers = [asyncio.create_task(supervisor.create()) for _ in range(8)]
-            async with asyncio.timeout(20):
-                while supervisor.live_count < 4:  # some are on their way
-                    await asyncio.sleep(0)
+            await wait_until(lambda: supervisor.live_count >= 4)  # some are on their way
             os.kill(victim, signal.SIGKILL)
             boxes = await asyncio.gather(*callers, return_exceptions=True)
             assert [box for box in boxes if isinstance(box, BaseException)] == []
-            async with asyncio.timeout(20):
-                while not supervisor.can_create:
-                    await asyncio.sleep(0.01)
+            await wait_until(lambda: supervisor.can_create)
         assert (await run(await supervisor.create(), "1 + 1")).result == "2"
 
 
@@ -152,9 +146,7 @@ async def test_a_shard_that_dies_takes_none_of_the_others_sandboxes() -> None:
         )
 
         os.kill(victim.pid, signal.SIGKILL)
-        async with asyncio.timeout(20):
-            while set(sharded.sandboxes.values()) & set(lost):
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: not set(sharded.sandboxes.values()) & set(lost))
         assert set(sharded.sandboxes.values()) == set(spared)
         for box in lost:
             with pytest.raises(SandboxGone):
@@ -188,9 +180,7 @@ async def test_a_fork_that_fails_says_why() -> None:
             resources.zygote_cgroup.add(pid)
             assert alone.remove()
             assert (await run(await crowded.create(), "1 + 1")).result == "2"
-        async with asyncio.timeout(10):
-            while crowded.live_count > 2:
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: crowded.live_count <= 2)
 
 
 def _forkers(running: Supervisor) -> tuple[int, int]:
