@@ -15,7 +15,7 @@ from fumehood.client.adapters.openai import (
     OpenAICodeInterpreterTool,
     wire,
 )
-from fumehood.client.adapters.openai.code_interpreter import (
+from fumehood.client.adapters.openai.code_interpreter_tool import (
     build_code_interpreter_result,
     build_container_spec,
 )

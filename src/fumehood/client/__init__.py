@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from fumehood.client.filesystem import Filesystem, HostFilesystem, InMemoryFilesystem
     from fumehood.client.mounts import HostMount, HostMountPreview
     from fumehood.client.prompt.vfs import VfsToolsSection
-    from fumehood.client.workspace import HostWorkspaceSection
+    from fumehood.client.workspace_section import HostWorkspaceSection
 else:
 
     def __getattr__(name: str) -> object:
@@ -72,7 +72,7 @@ _LATER = {
     "fumehood.client.filesystem": ("Filesystem", "HostFilesystem", "InMemoryFilesystem"),
     "fumehood.client.mounts": ("HostMount", "HostMountPreview"),
     "fumehood.client.prompt.vfs": ("VfsToolsSection",),
-    "fumehood.client.workspace": ("HostWorkspaceSection",),
+    "fumehood.client.workspace_section": ("HostWorkspaceSection",),
 }
 
 __all__ = [

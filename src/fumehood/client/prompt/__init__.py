@@ -1,7 +1,5 @@
 """Prompts, sections, tools and structured output."""
 
-from typing import TYPE_CHECKING
-
 from fumehood.client.prompt._types import NoParams, SupportsDataclass
 from fumehood.client.prompt.prompt import Prompt, PromptTemplate, RenderedPrompt, ToolChoice
 from fumehood.client.prompt.section import MarkdownSection, PromptSection, Section
@@ -15,18 +13,6 @@ from fumehood.client.prompt.tool import (
     ToolPolicy,
     ToolResult,
 )
-
-if TYPE_CHECKING:
-    from fumehood.client.prompt.vfs import VfsToolsSection
-else:
-
-    def __getattr__(name: str) -> object:
-        if name == "VfsToolsSection":
-            from fumehood.client.prompt.vfs import VfsToolsSection
-
-            return VfsToolsSection
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
 
 __all__ = [
     "AnyTool",
@@ -45,6 +31,5 @@ __all__ = [
     "ToolContext",
     "ToolPolicy",
     "ToolResult",
-    "VfsToolsSection",
     "parse_structured_output",
 ]

@@ -133,8 +133,13 @@ class MarkdownSection(Section[ParamsT_co]):
         other.template = template
         return other
 
-    def clone(self, **kwargs: object) -> "MarkdownSection[ParamsT_co]":
-        settings: dict[str, Any] = {
+    def clone(self, **kwargs: object) -> Self:
+        settings: dict[str, Any] = {**self.settings(), **kwargs}
+        return type(self)(**settings)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments of the constructor, for `clone`."""
+        return {
             "title": self.title,
             "key": self.key,
             "template": self.template,
@@ -144,8 +149,6 @@ class MarkdownSection(Section[ParamsT_co]):
             "tools": self._tools,
             "accepts_overrides": self.accepts_overrides,
         }
-        settings.update(kwargs)
-        return type(self)(**settings)
 
 
 def format_markdown(title: str, body: str, depth: int, number: str) -> str:

@@ -110,11 +110,9 @@ class VfsToolsSection(MarkdownSection[NoParams]):
             accepts_overrides=accepts_overrides,
         )
 
-    def clone(self, **kwargs: object) -> "VfsToolsSection":
-        settings: dict[str, Any] = {
+    def settings(self) -> dict[str, Any]:
+        return {
             "filesystem": self.filesystem,
             "template": self.template,
             "accepts_overrides": self.accepts_overrides,
         }
-        settings.update(kwargs)
-        return VfsToolsSection(**settings)

@@ -88,37 +88,22 @@ class EvaluationObserver(Protocol):
         ...
 
 
-class _NoopObservation:
-    """Ignores a step."""
+class _NoopObserver:
+    """Ignores everything. It is its own context manager and observation for every step."""
 
     headers: Mapping[str, str] = {}
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        pass
+    def ignore(self, *_: object) -> None:
+        """Do nothing."""
 
-    def on_response(self, *_: object) -> None:
-        pass
+    def ignore_step(self, *_: object) -> Self:
+        return self
 
-
-class _NoopObserver:
-    """Ignores everything."""
-
-    _step = _NoopObservation()
-
-    def observe_evaluation(self, *_: object) -> _NoopObservation:
-        return self._step
-
-    def observe_request(self, *_: object) -> _NoopObservation:
-        return self._step
-
-    def observe_tool_call(self, *_: object) -> _NoopObservation:
-        return self._step
-
-    def publish(self, *_: object) -> None:
-        pass
+    __exit__ = on_response = publish = ignore
+    observe_evaluation = observe_request = observe_tool_call = ignore_step
 
 
 NOOP_OBSERVER: EvaluationObserver = _NoopObserver()

@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, overload
 
 from fumehood.client.dbc import require
-from fumehood.client.runtime.events import EVENT_TYPES, EventBus, InProcessDispatcher, new_id
+from fumehood.client.runtime.event_bus import EventBus, InProcessDispatcher
+from fumehood.client.runtime.events import EVENT_TYPES, new_id
 
 # Computes the new values of a slice from the old ones and an event.
 type Reducer[T, E] = Callable[[tuple[T, ...], E], tuple[T, ...]]

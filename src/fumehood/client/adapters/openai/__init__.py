@@ -1,7 +1,7 @@
 """The adapter for OpenAI's Responses API, and for the fumehood gateway."""
 
 from fumehood.client.adapters.openai.adapter import OpenAIAdapter
-from fumehood.client.adapters.openai.code_interpreter import (
+from fumehood.client.adapters.openai.code_interpreter_tool import (
     AutoContainerConfig,
     CodeInterpreterConfig,
     CodeInterpreterFile,

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-from fumehood.client.adapters.openai.code_interpreter import build_container_spec
+from fumehood.client.adapters.openai.code_interpreter_tool import build_container_spec
 from fumehood.client.adapters.openai.compaction import CompactionManager
 from fumehood.client.adapters.openai.config import (
     MODELS_WITHOUT_REASONING,
@@ -39,11 +39,11 @@ from fumehood.client.prompt._types import SupportsDataclass
 from fumehood.client.prompt.prompt import Prompt, RenderedPrompt, ToolChoice, merge_native_tools
 from fumehood.client.prompt.tool import ProviderTool, ToolContext, select_provider_tools
 from fumehood.client.resources import ResourceRegistry, Resources
-from fumehood.client.runtime.events import EventBus, FanOutEventBus
+from fumehood.client.runtime.event_bus import EventBus, FanOutEventBus
 from fumehood.client.runtime.observer import NOOP_OBSERVER, EvaluationObserver, EvaluationStarted
 from fumehood.client.runtime.session import Session, SessionProtocol
 from fumehood.client.throttle import ThrottlePolicy
-from fumehood.client.workspace import WorkspaceSection
+from fumehood.client.workspace_section import WorkspaceSection
 
 if TYPE_CHECKING:
     from openai import OpenAI

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from fumehood.client import serde
-from fumehood.client.adapters.openai.code_interpreter import (
+from fumehood.client.adapters.openai.code_interpreter_tool import (
     CodeInterpreterResult,
     build_code_interpreter_result,
 )

@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 from weakref import WeakKeyDictionary
@@ -90,19 +91,12 @@ class ResponsesClient:
         memory_limit: str | None = None,
     ) -> WireResponse:
         """Create a response. Raises PromptEvaluationError and ContainerGoneError. memory_limit: for observers."""
+        # As a raw body, because servers accept more than the SDK's parameters.
+        send = partial(self._sdk.responses.with_raw_response.create, extra_body=request)
         # One key for all attempts: code does not run twice because a response was lost.
         headers = {"idempotency-key": str(uuid4())}
-        # As a raw body, because servers accept more than the SDK's parameters.
-        send: Any = self._sdk.responses.with_raw_response.create
-        with self._observer.observe_request(
-            self._request_event("chat", request, memory_limit)
-        ) as observation:
-            headers |= observation.headers
-            response = self._send(
-                lambda more: send(extra_body=request, extra_headers=headers, **more), prompt_name, deadline
-            )
-            observation.on_response(build_response_event(response))
-        return response
+        event = self._request_event("chat", request, memory_limit)
+        return self._send_observed(event, send, headers, prompt_name, deadline)
 
     def compact(
         self,
@@ -116,14 +110,8 @@ class ResponsesClient:
         if threshold is not None and is_fumehood_gateway(self.client):
             managed = {"type": "compaction", "compact_threshold": max(_MIN_COMPACT_THRESHOLD, threshold)}
             extra["context_management"] = [managed]
-        send: Any = self._sdk.responses.with_raw_response.compact
-        with self._observer.observe_request(self._request_event("compact", request)) as observation:
-            headers = dict(observation.headers)
-            response = self._send(
-                lambda more: send(**request, extra_body=extra, extra_headers=headers, **more), "", deadline
-            )
-            observation.on_response(build_response_event(response))
-        return response
+        send = partial(self._sdk.responses.with_raw_response.compact, **request, extra_body=extra)
+        return self._send_observed(self._request_event("compact", request), send, {}, "", deadline)
 
     def count_tokens(self, request: Mapping[str, Any], *, deadline: Deadline | None = None) -> int | None:
         """Return the number of input tokens; None if the provider does not count them."""
@@ -157,6 +145,20 @@ class ResponsesClient:
         read: Any = self._sdk.containers.with_raw_response.retrieve
         answer = self._send(lambda more: read(container_id, **more), prompt_name, deadline)
         return answer.status or "running"
+
+    def _send_observed(
+        self,
+        event: ModelRequestStarted,
+        send: Callable[..., Any],
+        headers: Mapping[str, str],
+        prompt_name: str,
+        deadline: Deadline | None,
+    ) -> WireResponse:
+        with self._observer.observe_request(event) as observation:
+            all_headers = {**headers, **observation.headers}
+            response = self._send(lambda more: send(extra_headers=all_headers, **more), prompt_name, deadline)
+            observation.on_response(build_response_event(response))
+        return response
 
     def _send(
         self, send: Callable[[dict[str, Any]], Any], prompt_name: str, deadline: Deadline | None

@@ -8,7 +8,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fumehood.client.adapters.openai.config import ContainerConfig, OpenAIClientConfig
 from fumehood.client.adapters.openai.container import WORKING_DIRECTORY
@@ -17,7 +17,7 @@ from fumehood.client.dbc import require
 from fumehood.client.mounts import HostMount, escape_name
 from fumehood.client.runtime.session import SessionProtocol
 from fumehood.client.throttle import ThrottlePolicy
-from fumehood.client.workspace import WorkspaceSection
+from fumehood.client.workspace_section import WorkspaceSection
 
 if TYPE_CHECKING:
     from openai import OpenAI
@@ -159,15 +159,9 @@ class OpenAIContainerWorkspaceSection(WorkspaceSection):
             notes.append("\n".join(["Some files lie elsewhere than their names say:", *names]))
         return [*notes, *super().notes()]
 
-    def clone(self, **kwargs: object) -> "OpenAIContainerWorkspaceSection":
-        settings = self._settings()
-        settings |= {
-            "container_config": self.container_config,
-            "client": self._client,
-            "template": self.template,
-        }
-        settings.update(kwargs)
-        return OpenAIContainerWorkspaceSection(**settings)
+    def settings(self) -> dict[str, Any]:
+        own = {"container_config": self.container_config, "client": self._client}
+        return {**super().settings(), **own}
 
     def _bound_client(self) -> "OpenAI":
         if self._client is None or (self._create_client and self._client.is_closed()):

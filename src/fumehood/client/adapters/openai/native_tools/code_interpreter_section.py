@@ -1,9 +1,12 @@
-"""The code interpreter, for prompts that do not use its results."""
+"""A prompt section that enables OpenAI's code interpreter.
+
+To read its results, use `OpenAICodeInterpreterTool` instead.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fumehood.client.adapters.openai.code_interpreter import (
+from fumehood.client.adapters.openai.code_interpreter_tool import (
     AutoContainerConfig,
     ExistingContainerRef,
     build_container_spec,

@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from fumehood.client.adapters.openai.config import NATIVE_TOOLS
 from fumehood.client.adapters.openai.wire import NATIVE_NAMES
@@ -48,9 +48,8 @@ class NativeToolSection(Section[ParamsT_co]):
         _ = params, depth, number
         return ""
 
-    def clone(self, **kwargs: object) -> "NativeToolSection[ParamsT_co]":
-        settings: dict[str, Any] = {"default_params": self.default_params, "model": self.model}
-        settings.update(kwargs)
+    def clone(self, **kwargs: object) -> Self:
+        settings: dict[str, Any] = {"default_params": self.default_params, "model": self.model, **kwargs}
         return type(self)(**settings)
 
 

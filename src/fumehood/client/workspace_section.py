@@ -1,6 +1,8 @@
-"""Workspaces: sections that give a model copies of host files."""
+"""Workspace sections: prompt sections that copy host files and describe the copies to the model."""
 
 import os
+import shutil
+import tempfile
 import weakref
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -57,10 +59,9 @@ class WorkspaceSection(MarkdownSection[NoParams]):
         self.sync_on_cleanup = sync_on_cleanup
         self._sync_dir = None if sync_dir is None else Path(sync_dir)
         self._closed = False
-        self._temp_dir = _make_temp_dir("fumehood-workspace-")
-        self._finalizer = weakref.finalize(
-            self, _remove_tree, self._temp_dir
-        )  # in case cleanup is never called
+        self._temp_dir = Path(tempfile.mkdtemp(prefix="fumehood-workspace-"))
+        # In case cleanup is never called.
+        self._finalizer = weakref.finalize(self, shutil.rmtree, self._temp_dir, ignore_errors=True)
         try:
             self._previews = copy_mounts(mounts, allowed_host_roots, self._temp_dir)
         except BaseException:
@@ -81,7 +82,7 @@ class WorkspaceSection(MarkdownSection[NoParams]):
     def sync_dir(self) -> Path | None:
         """The target directory of `cleanup`; None if files are not synced."""
         if self.sync_on_cleanup and self._sync_dir is None:
-            self._sync_dir = _make_temp_dir("fumehood-synced-")
+            self._sync_dir = Path(tempfile.mkdtemp(prefix="fumehood-synced-"))
         return self._sync_dir if self.sync_on_cleanup else None
 
     @property
@@ -117,13 +118,14 @@ class WorkspaceSection(MarkdownSection[NoParams]):
         """Return further paragraphs of its text."""
         return [_format_preview(preview) for preview in self._previews]
 
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         return {
             "session": self.session,
             "mounts": self.mounts,
             "allowed_host_roots": self.allowed_host_roots,
             "sync_on_cleanup": self.sync_on_cleanup,
             "accepts_overrides": self.accepts_overrides,
+            "template": self.template,
         }
 
     def placeholders(self) -> frozenset[str]:
@@ -164,15 +166,7 @@ class HostWorkspaceSection(WorkspaceSection):
         return self._filesystem
 
     def download_all(self, dest: Path) -> None:
-        import shutil
-
         shutil.copytree(self.temp_dir, dest, dirs_exist_ok=True, symlinks=True)
-
-    def clone(self, **kwargs: object) -> "HostWorkspaceSection":
-        settings = self._settings()
-        settings["template"] = self.template
-        settings.update(kwargs)
-        return HostWorkspaceSection(**settings)
 
 
 def _format_preview(preview: HostMountPreview) -> str:
@@ -182,18 +176,3 @@ def _format_preview(preview: HostMountPreview) -> str:
         return head
     more = ["- …"] if preview.entry_count > len(names) else []
     return "\n".join([f"{head}, among them", *(f"- `{name}`" for name in names), *more])
-
-
-# Imported lazily: most programs never need it.
-
-
-def _make_temp_dir(prefix: str) -> Path:
-    import tempfile
-
-    return Path(tempfile.mkdtemp(prefix=prefix))
-
-
-def _remove_tree(directory: Path) -> None:
-    import shutil
-
-    shutil.rmtree(directory, ignore_errors=True)
