@@ -19,9 +19,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest
 from fumehood.sandbox_server.host import jail_launcher
 from fumehood.sandbox_server.host.host_resources import HostResources
 from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from fumehood.sandbox_server.supervisor.zygote_connection import ZygoteConnection
@@ -194,7 +196,7 @@ async def _record_one(supervisor: Supervisor, watch: SupervisorTimeline) -> list
     sandbox = await supervisor.create()
     watch.mark("created")
     text = ""
-    async for event in sandbox.execute(_PRINT_TIMELINE):
+    async for event in InProcessSandbox(sandbox).execute(ExecuteRequest(code=_PRINT_TIMELINE)):
         if getattr(event, "text", None):
             watch.mark("first output")
             text += event.text  # pyright: ignore[reportAttributeAccessIssue]

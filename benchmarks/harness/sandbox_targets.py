@@ -24,6 +24,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 )
 from fumehood.sandbox_client import RemoteSandboxProvider
 from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 
@@ -84,7 +85,9 @@ class InProcessTarget(SandboxTarget):
         return await self.supervisor.create()
 
     async def run(self, sandbox: SandboxInstance, code: str, *, timeout: float = 60.0) -> TimedCall:
-        return await _time_events(sandbox.execute(code, timeout=timeout))
+        return await _time_events(
+            InProcessSandbox(sandbox).execute(ExecuteRequest(code=code, timeout_seconds=timeout))
+        )
 
     async def delete(self, sandbox: SandboxInstance) -> None:
         await sandbox.destroy()

@@ -1,5 +1,6 @@
 """Real sandboxes pass the kit, over every transport. All tests of a class share one server."""
 
+import secrets
 import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -9,15 +10,36 @@ from typing import Any, cast
 import pytest
 import pytest_asyncio
 
-from fumehood.interfaces import SandboxProvider
+from fumehood.interfaces import SandboxProvider, SandboxRef
+from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec
 from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
 from fumehood.sandbox_server.api.sandbox_service import SandboxService
+from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
 from fumehood.testing.kits.sandbox_kit import SandboxKit, SandboxSubject
 from tests.support.sandbox_runs import has_cgroups, settings
 from tests.support.sandbox_server import run_server
 
 TOKEN = "a-token-of-some-length"
+
+
+class InProcessProvider:
+    """The seam `SandboxProvider` on a service of this process."""
+
+    def __init__(self, service: SandboxService) -> None:
+        self._service = service
+        self.close = service.close
+        self.list_sandboxes = service.list_sandboxes
+
+    async def create(self, spec: SandboxSpec, name: str | None = None) -> SandboxRef:
+        sandbox, _ = await self._service.get_or_create(secrets.token_hex(8) if name is None else name, spec)
+        return SandboxRef(sandbox.name)
+
+    async def attach(self, ref: SandboxRef) -> InProcessSandbox:
+        return InProcessSandbox(self._service.get(ref.id))
+
+    async def destroy(self, ref: SandboxRef) -> None:
+        await self._service.delete(ref.id)
 
 
 @pytest_asyncio.fixture(loop_scope="class", scope="class")
@@ -35,11 +57,10 @@ class TestInProcess(SandboxKit):
         async def make_provider() -> SandboxProvider:
             service = SandboxService(settings(preload=()))
             await service.start()
-            return cast("SandboxProvider", service)
+            return InProcessProvider(service)
 
         async with SandboxService(settings(preload=())) as service:
-            # Its references are the sandboxes themselves, since it does not know the seams.
-            yield SandboxSubject(cast("SandboxProvider", service), make_provider=make_provider)
+            yield SandboxSubject(InProcessProvider(service), make_provider=make_provider)
 
 
 @pytest.mark.asyncio(loop_scope="class")

@@ -3,12 +3,14 @@
 import functools
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fumehood.protocol.sandbox.sandbox_messages import (
     DisplayData,
     ExceptionRaised,
+    ExecuteRequest,
     ExecutionEnd,
     ExecutionEvent,
     ExecutionLanguage,
@@ -19,6 +21,8 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 )
 from fumehood.sandbox_server.host import cgroups
 from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.supervisor.in_process_sandbox import iter_events
+from fumehood.sandbox_server.supervisor.sandbox_execution import SandboxExecution
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 
 
@@ -75,12 +79,32 @@ class ExecutionOutcome:
         return last
 
 
+def start(
+    sandbox: SandboxInstance,
+    code: str,
+    *,
+    timeout: float = 60,
+    language: ExecutionLanguage = "python",
+    requirements: Sequence[str] = (),
+) -> SandboxExecution:
+    return sandbox.executions.start_or_get(
+        ExecuteRequest(code=code, timeout_seconds=timeout, language=language, requirements=list(requirements))
+    )
+
+
+async def wait_for_outcome(execution: SandboxExecution) -> ExecutionOutcome:
+    return ExecutionOutcome([event async for event in iter_events(execution)])
+
+
 async def run(
     sandbox: SandboxInstance, code: str, *, timeout: float = 60, language: ExecutionLanguage = "python"
 ) -> ExecutionOutcome:
-    return ExecutionOutcome(
-        [event async for event in sandbox.execute(code, timeout=timeout, language=language)]
-    )
+    """Interrupts the code when the caller is cancelled."""
+    execution = start(sandbox, code, timeout=timeout, language=language)
+    try:
+        return await wait_for_outcome(execution)
+    finally:
+        execution.interrupt()
 
 
 def build_environment() -> dict[str, str]:

@@ -19,8 +19,14 @@ from typing import Any
 import msgspec
 
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError, SandboxGone
-from fumehood.protocol.sandbox.sandbox_messages import ArchiveFormat, ExecutionLanguage, SandboxSpec
+from fumehood.protocol.sandbox.sandbox_messages import (
+    ArchiveFormat,
+    ExecuteRequest,
+    ExecutionLanguage,
+    SandboxSpec,
+)
 from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 
@@ -69,14 +75,14 @@ class SupervisorDriver:
         requirements: list[str],
         language: ExecutionLanguage,
     ) -> None:
-        execution = self._find(sandbox).start_execution(
-            code, timeout=timeout, requirements=requirements, language=language
+        request = ExecuteRequest(
+            code=code, timeout_seconds=timeout, requirements=requirements, language=language
         )
-        async for event in execution.events():
+        async for event in InProcessSandbox(self._find(sandbox)).execute(request):
             write_message({"id": number, "event": msgspec.to_builtins(event)})
 
     async def do_interrupt(self, number: int, sandbox: str) -> None:
-        self._find(sandbox).interrupt()
+        self._find(sandbox).executions.interrupt()
 
     async def do_list_files(self, number: int, sandbox: str) -> dict[str, Any]:
         listing = await self._find(sandbox).files.list()

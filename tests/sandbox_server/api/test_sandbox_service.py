@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import secrets
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -28,11 +29,12 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     OneShotResponse,
     SandboxSpec,
 )
-from fumehood.sandbox_server.api.api_sandbox import ApiSandbox
 from fumehood.sandbox_server.api.sandbox_service import SandboxService
 from fumehood.sandbox_server.inside.files.data_directory import MAX_ENTRIES
-from fumehood.sandbox_server.supervisor.execution_registry import RegisteredExecution
-from tests.support.sandbox_runs import ExecutionOutcome, has_cgroups, settings
+from fumehood.sandbox_server.supervisor.in_process_sandbox import iter_events
+from fumehood.sandbox_server.supervisor.sandbox_execution import SandboxExecution
+from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
+from tests.support.sandbox_runs import ExecutionOutcome, has_cgroups, settings, wait_for_outcome
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -59,30 +61,31 @@ async def service() -> AsyncIterator[SandboxService]:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def sandbox(service: SandboxService) -> AsyncIterator[ApiSandbox]:
-    made = await service.create(SandboxSpec())
+async def sandbox(service: SandboxService) -> AsyncIterator[SandboxInstance]:
+    made = await create(service, SandboxSpec())
     yield made
-    await service.destroy(made)
+    await service.delete(made.name)
+
+
+async def create(service: SandboxService, spec: SandboxSpec, name: str | None = None) -> SandboxInstance:
+    sandbox, _ = await service.get_or_create(secrets.token_hex(8) if name is None else name, spec)
+    return sandbox
 
 
 async def outcome(
-    sandbox: ApiSandbox, code: str, execution_id: str | None = None, **request: Any
+    sandbox: SandboxInstance, code: str, execution_id: str | None = None, **request: Any
 ) -> ExecutionOutcome:
     asked = ExecuteRequest(code=code, execution_id=execution_id, **request)
-    return ExecutionOutcome([event async for event in sandbox.execute(asked)])
+    return await wait_for_outcome(sandbox.executions.start_or_get(asked))
 
 
-async def begun(sandbox: ApiSandbox, execution_id: str) -> RegisteredExecution:
+async def begun(sandbox: SandboxInstance, execution_id: str) -> SandboxExecution:
     """A call that runs until it is interrupted, and has said so."""
-    call = sandbox.start_execution(ExecuteRequest(code=WAITING, execution_id=execution_id))
+    call = sandbox.executions.start_or_get(ExecuteRequest(code=WAITING, execution_id=execution_id))
     async for batch in call.event_batches():
         assert batch
         return call
     raise AssertionError("it ended")
-
-
-async def ended(call: RegisteredExecution) -> ExecutionOutcome:
-    return ExecutionOutcome([event async for event in call.execution.events()])
 
 
 # ---- sandboxes ------------------------------------------------------------------------------------------------
@@ -94,32 +97,33 @@ async def test_asked_at_once_for_one_name_all_get_the_same(service: SandboxServi
     assert [new for _, new in found] == [True, False, False, False, False]
     with pytest.raises(SandboxConflict):
         await service.get_or_create("same", SandboxSpec(tenant="u"))
-    await service.destroy(found[0][0])
+    await service.delete("same")
 
 
 async def test_while_one_is_made_another_spec_is_a_conflict(service: SandboxService) -> None:
-    first = asyncio.ensure_future(service.create(SandboxSpec(), "racing"))
+    first = asyncio.ensure_future(create(service, SandboxSpec(), "racing"))
     await asyncio.sleep(0)
     with pytest.raises(SandboxConflict):
-        await service.create(SandboxSpec(memory="4g"), "racing")
-    await service.destroy(await first)
+        await create(service, SandboxSpec(memory="4g"), "racing")
+    await first
+    await service.delete("racing")
 
 
 async def test_a_caller_who_leaves_does_not_take_the_sandbox_from_the_others(service: SandboxService) -> None:
-    first = asyncio.ensure_future(service.create(SandboxSpec(), "left"))
+    first = asyncio.ensure_future(create(service, SandboxSpec(), "left"))
     await asyncio.sleep(0)
-    second = asyncio.ensure_future(service.create(SandboxSpec(), "left"))
+    second = asyncio.ensure_future(create(service, SandboxSpec(), "left"))
     await asyncio.sleep(0)
     first.cancel()
     made = await second
     assert (await outcome(made, "1")).result == "1"
-    await service.destroy(made)
+    await service.delete(made.name)
 
 
 async def test_deleting_one_that_is_being_made(service: SandboxService) -> None:
-    making = asyncio.ensure_future(service.create(SandboxSpec(), "unwanted"))
+    making = asyncio.ensure_future(create(service, SandboxSpec(), "unwanted"))
     await asyncio.sleep(0)
-    await service.destroy(_Ref("unwanted"))
+    await service.delete("unwanted")
     await making
     with pytest.raises(SandboxGone):
         service.get("unwanted")
@@ -128,59 +132,59 @@ async def test_deleting_one_that_is_being_made(service: SandboxService) -> None:
 @pytest.mark.parametrize("name", ["", "..", "a/b", "a b", "-a", "x" * 65, "a\n", "ä"])
 async def test_what_is_no_name(service: SandboxService, name: str) -> None:
     with pytest.raises(InvalidSandboxRequest) as caught:
-        await service.create(SandboxSpec(), name)
+        await create(service, SandboxSpec(), name)
     assert caught.value.param == "id"
 
 
 async def test_a_tenant_has_so_many_sandboxes_and_so_much_memory(service: SandboxService) -> None:
-    one = await service.create(SandboxSpec(tenant="t"))
-    two = await service.create(SandboxSpec(tenant="t"))
+    one = await create(service, SandboxSpec(tenant="t"))
+    two = await create(service, SandboxSpec(tenant="t"))
     with pytest.raises(TenantQuotaExceeded, match="'t' has reached its quota of 2 sandboxes"):
-        await service.create(SandboxSpec(tenant="t"))
+        await create(service, SandboxSpec(tenant="t"))
     with pytest.raises(TenantQuotaExceeded):
         await service.execute_once(OneShotRequest(code="1", tenant="t"))
-    await service.destroy(one)
+    await service.delete(one.name)
     with pytest.raises(TenantQuotaExceeded, match="16g more would exceed") as caught:
-        await service.create(SandboxSpec(tenant="t", memory="16g"))
+        await create(service, SandboxSpec(tenant="t", memory="16g"))
     assert caught.value.param == "memory"
-    await service.destroy(two)
+    await service.delete(two.name)
     assert (await service.execute_once(OneShotRequest(code="1", tenant="t"))).status == "success"
-    both = [await service.create(SandboxSpec(tenant="t")) for _ in range(2)]
+    both = [await create(service, SandboxSpec(tenant="t")) for _ in range(2)]
     for made in both:
-        await service.destroy(made)
+        await service.delete(made.name)
 
 
 async def test_a_failed_start_costs_no_quota() -> None:
     async with SandboxService(settings(preload=(), capacity=1, tenant_sandboxes=1)) as small:
-        made = await small.create(SandboxSpec(tenant="a"))
+        made = await create(small, SandboxSpec(tenant="a"))
         for _ in range(3):
             with pytest.raises(SandboxServerAtCapacity):
-                await small.create(SandboxSpec(tenant="b"))
-        await small.destroy(made)
-        await small.destroy(await small.create(SandboxSpec(tenant="b")))
+                await create(small, SandboxSpec(tenant="b"))
+        await small.delete(made.name)
+        await create(small, SandboxSpec(tenant="b"))
 
 
 async def test_one_that_ended_is_remembered_with_its_reason(service: SandboxService) -> None:
-    made = await service.create(SandboxSpec(), "departed")
+    made = await create(service, SandboxSpec(), "departed")
     last = await outcome(made, "import os; print('last', flush=True); os._exit(3)", "last")
     assert last.end.status == "lost"
     with pytest.raises(SandboxGone, match="exited with code 3"):
-        await service.attach(_Ref("departed"))
+        service.get("departed")
     # What it said last can still be read, and asking for it again runs nothing.
     old = service.get_live_or_ended("departed")
-    assert [event async for event in old.follow("last")] == last.events
+    assert [event async for event in iter_events(old.executions.get("last"))] == last.events
     with pytest.raises(SandboxGone):
         await outcome(old, "1")
-    again = await service.create(SandboxSpec(), "departed")
+    again = await create(service, SandboxSpec(), "departed")
     assert (await outcome(again, "1")).result == "1"
-    await service.destroy(again)
+    await service.delete(again.name)
 
 
 async def test_the_memory_of_the_departed_is_bounded(service: SandboxService) -> None:
     for number in range(4):
-        made = await service.create(SandboxSpec(), f"late-{number}")
+        made = await create(service, SandboxSpec(), f"late-{number}")
         await outcome(made, "print('x' * 9000)", "call")
-        await service.destroy(made)
+        await service.delete(made.name)
     with pytest.raises(SandboxNotFound):
         service.get("late-0")
     for number in range(1, 4):
@@ -194,7 +198,8 @@ async def test_the_memory_of_the_departed_is_bounded(service: SandboxService) ->
 
 async def test_departed_are_forgotten_in_time() -> None:
     async with SandboxService(settings(preload=(), tombstone_seconds=0.0)) as short:
-        await short.destroy(await short.create(SandboxSpec(), "gone"))
+        await create(short, SandboxSpec(), "gone")
+        await short.delete("gone")
         await asyncio.sleep(0.01)
         with pytest.raises(SandboxNotFound):
             short.get("gone")
@@ -202,38 +207,38 @@ async def test_departed_are_forgotten_in_time() -> None:
 
 async def test_one_that_nobody_uses_is_ended() -> None:
     async with SandboxService(settings(preload=(), idle_seconds=0.4)) as service:
-        idle = await service.create(SandboxSpec(), "idle")
-        busy = await service.create(SandboxSpec(), "busy")
+        idle = await create(service, SandboxSpec(), "idle")
+        busy = await create(service, SandboxSpec(), "busy")
         call = await begun(busy, "long")
         await wait_until(lambda: idle.end_reason is not None)
         with pytest.raises(SandboxGone, match="it was idle"):
             service.get("idle")
         assert busy.end_reason is None
-        await busy.interrupt()
-        assert (await ended(call)).end.status == "interrupted"
+        busy.executions.interrupt()
+        assert (await wait_for_outcome(call)).end.status == "interrupted"
 
 
 async def test_the_list_and_its_entries(service: SandboxService) -> None:
-    one = await service.create(SandboxSpec(tenant="a", memory="4g"), "one")
-    two = await service.create(SandboxSpec(tenant="b"), "two")
+    one = await create(service, SandboxSpec(tenant="a", memory="4g"), "one")
+    two = await create(service, SandboxSpec(tenant="b"), "two")
     assert {info.id for info in await service.list_sandboxes()} >= {"one", "two"}
     (info,) = await service.list_sandboxes("a")
     assert (info.id, info.memory, info.tenant, info.running, info.waiting) == ("one", "4g", "a", None, 0)
     call = await begun(two, "running")
-    two.start_execution(ExecuteRequest(code="1", execution_id="next"))
+    two.executions.start_or_get(ExecuteRequest(code="1", execution_id="next"))
     (info,) = await service.list_sandboxes("b")
     assert (info.running, info.waiting) == ("running", 1)
     assert info.last_used_at > info.created_at
-    await two.interrupt()
-    await ended(call)
+    two.executions.interrupt()
+    await wait_for_outcome(call)
     for made in (one, two):
-        await service.destroy(made)
+        await service.delete(made.name)
 
 
 # ---- calls ----------------------------------------------------------------------------------------------------
 
 
-async def test_the_same_call_again_runs_once(sandbox: ApiSandbox) -> None:
+async def test_the_same_call_again_runs_once(sandbox: SandboxInstance) -> None:
     await outcome(sandbox, "n = 0")
     first = await outcome(sandbox, "n += 1; n", "once")
     assert (await outcome(sandbox, "n += 1; n", "once")).events == first.events
@@ -243,74 +248,77 @@ async def test_the_same_call_again_runs_once(sandbox: ApiSandbox) -> None:
         ExecuteRequest(code="n += 1; n", execution_id="once", timeout_seconds=5),
     ):
         with pytest.raises(SandboxConflict) as caught:
-            sandbox.start_execution(other)
+            sandbox.executions.start_or_get(other)
         assert caught.value.param == "execution_id"
 
 
-async def test_only_so_many_calls_wait(sandbox: ApiSandbox) -> None:
+async def test_only_so_many_calls_wait(sandbox: SandboxInstance) -> None:
     running = await begun(sandbox, "running")
     waiting = [
-        sandbox.start_execution(ExecuteRequest(code="1", execution_id=f"w{number}")) for number in range(2)
+        sandbox.executions.start_or_get(ExecuteRequest(code="1", execution_id=f"w{number}"))
+        for number in range(2)
     ]
     with pytest.raises(RetryLater, match="2 executions wait"):
-        sandbox.start_execution(ExecuteRequest(code="1"))
-    assert sandbox.start_execution(waiting[1].request) is waiting[1]
-    assert await sandbox.interrupt("w0")
-    assert await sandbox.interrupt()
-    assert (await ended(running)).end.status == "interrupted"
-    assert (await ended(waiting[0])).end.status == "interrupted"
-    assert (await ended(waiting[1])).end.status == "ok"
-    assert not await sandbox.interrupt()
-    assert not await sandbox.interrupt("w1")
-    assert not await sandbox.interrupt("unheard-of")
+        sandbox.executions.start_or_get(ExecuteRequest(code="1"))
+    assert sandbox.executions.start_or_get(waiting[1].request) is waiting[1]
+    assert sandbox.executions.interrupt("w0")
+    assert sandbox.executions.interrupt()
+    assert (await wait_for_outcome(running)).end.status == "interrupted"
+    assert (await wait_for_outcome(waiting[0])).end.status == "interrupted"
+    assert (await wait_for_outcome(waiting[1])).end.status == "ok"
+    assert not sandbox.executions.interrupt()
+    assert not sandbox.executions.interrupt("w1")
+    assert not sandbox.executions.interrupt("unheard-of")
 
 
-async def test_ended_calls_are_forgotten_by_number(sandbox: ApiSandbox) -> None:
+async def test_ended_calls_are_forgotten_by_number(sandbox: SandboxInstance) -> None:
     for number in range(4):
         await outcome(sandbox, str(number), f"call-{number}")
     with pytest.raises(ExecutionNotFound, match="no longer retained"):
         sandbox.executions.get("call-0")
     with pytest.raises(ExecutionNotFound, match="no longer retained"):  # nothing runs twice
-        sandbox.start_execution(ExecuteRequest(code="0", execution_id="call-0"))
+        sandbox.executions.start_or_get(ExecuteRequest(code="0", execution_id="call-0"))
     for number in range(1, 4):
-        assert sandbox.executions.get(f"call-{number}").execution.has_ended
+        assert sandbox.executions.get(f"call-{number}").has_ended
     with pytest.raises(ExecutionNotFound, match="no execution"):
         sandbox.executions.get("call-4")
 
 
-async def test_ended_calls_are_forgotten_by_size(sandbox: ApiSandbox) -> None:
+async def test_ended_calls_are_forgotten_by_size(sandbox: SandboxInstance) -> None:
     await outcome(sandbox, "print('x' * 15000)", "large")
     last = await outcome(sandbox, "print('x' * 30000)", "larger")
     with pytest.raises(ExecutionNotFound):
         sandbox.executions.get("large")
     # The last one can be read whatever its size.
-    assert [event async for event in sandbox.follow("larger", after=-1)] == last.events
-    assert [event async for event in sandbox.follow("larger", after=len(last.events))] == []
+    assert [event async for event in iter_events(sandbox.executions.get("larger"), after=-1)] == last.events
+    assert [
+        event async for event in iter_events(sandbox.executions.get("larger"), after=len(last.events))
+    ] == []
 
 
-async def test_output_counts_as_the_memory_it_takes(sandbox: ApiSandbox) -> None:
+async def test_output_counts_as_the_memory_it_takes(sandbox: SandboxInstance) -> None:
     """One character beyond the usual ones, and Python keeps all of the text in four bytes each."""
     await outcome(sandbox, "display({'text/html': '\\U0001f600' + 'x' * 99_999}, raw=True)", "wide")
     assert sandbox.executions.retained_bytes > 400_000
 
 
 async def test_all_sandboxes_together_keep_a_bounded_output(
-    service: SandboxService, sandbox: ApiSandbox
+    service: SandboxService, sandbox: SandboxInstance
 ) -> None:
     """The least recently used lets go, also of its last call; the newest one stays readable."""
-    other = await service.create(SandboxSpec())
+    other = await create(service, SandboxSpec())
     await outcome(sandbox, "print('x' * 200_000)", "first")
     await outcome(other, "print('x' * 200_000)", "second")
     with pytest.raises(ExecutionNotFound, match="no longer retained"):
         sandbox.executions.get("first")
-    assert other.executions.get("second").execution.has_ended
+    assert other.executions.get("second").has_ended
     assert (sandbox.executions.retained_bytes, other.executions.retained_bytes > 200_000) == (0, True)
-    await service.destroy(other)
+    await service.delete(other.name)
 
 
-async def test_a_call_that_is_read_is_not_lost_when_it_is_forgotten(sandbox: ApiSandbox) -> None:
+async def test_a_call_that_is_read_is_not_lost_when_it_is_forgotten(sandbox: SandboxInstance) -> None:
     first = await outcome(sandbox, "print(1)\nprint(2)", "first")
-    events = sandbox.follow("first")
+    events = iter_events(sandbox.executions.get("first"))
     assert await anext(events) == first.events[0]
     for _ in range(4):
         await outcome(sandbox, "0")
@@ -438,8 +446,8 @@ async def test_one_shot_is_destroyed_when_its_caller_leaves(service: SandboxServ
 
 async def test_stopping_lets_calls_end_and_then_interrupts_them() -> None:
     async with SandboxService(settings(preload=())) as service:
-        short, long = [await service.create(SandboxSpec()) for _ in range(2)]
-        quick = short.start_execution(ExecuteRequest(code="import time; time.sleep(0.3); 5"))
+        short, long = [await create(service, SandboxSpec()) for _ in range(2)]
+        quick = service.start_execution(short, ExecuteRequest(code="import time; time.sleep(0.3); 5"))
         slow = await begun(long, "slow")
         shot = asyncio.ensure_future(once(service, WAITING))
         await wait_until(lambda: service.health().running >= 3)
@@ -447,14 +455,16 @@ async def test_stopping_lets_calls_end_and_then_interrupts_them() -> None:
         await asyncio.sleep(0)
         assert service.health().status == "stopping"
         for new in (
-            service.create(SandboxSpec()),
+            create(service, SandboxSpec()),
             service.execute_once(OneShotRequest(code="1")),
-            outcome(short, "1"),
         ):
             with pytest.raises(SandboxServerUnreachable, match="stopping"):
                 await new
+        with pytest.raises(SandboxServerUnreachable, match="stopping"):
+            service.start_execution(short, ExecuteRequest(code="1"))
         await stopping
-        assert ((await ended(quick)).end.status, (await ended(slow)).end.status) == ("ok", "interrupted")
+        assert (await wait_for_outcome(quick)).end.status == "ok"
+        assert (await wait_for_outcome(slow)).end.status == "interrupted"
         answer = await shot
         assert (answer.status, answer.stdout) == ("error", "waiting\n")
         assert "interrupted" in answer.stderr
@@ -463,13 +473,8 @@ async def test_stopping_lets_calls_end_and_then_interrupts_them() -> None:
 
 async def test_closing_ends_what_does_not_stop() -> None:
     async with SandboxService(settings(preload=())) as service:
-        sandbox = await service.create(SandboxSpec())
+        sandbox = await create(service, SandboxSpec())
         call = await begun(sandbox, "long")
-    assert (await ended(call)).end.status == "lost"
+    assert (await wait_for_outcome(call)).end.status == "lost"
     with pytest.raises(SandboxServerUnreachable):
-        await service.create(SandboxSpec())
-
-
-class _Ref:
-    def __init__(self, name: str) -> None:
-        self.id = name
+        await create(service, SandboxSpec())

@@ -8,9 +8,10 @@ import pytest
 import pytest_asyncio
 
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEnd, ExecutionEvent, ExecutionLanguage, Stdout
+from fumehood.sandbox_server.supervisor.in_process_sandbox import iter_events
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
-from tests.support.sandbox_runs import run, settings
+from tests.support.sandbox_runs import run, settings, start
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -66,27 +67,26 @@ class WatchedExecution:
     def __init__(
         self, sandbox: SandboxInstance, code: str, marker: str, language: ExecutionLanguage, timeout: float
     ) -> None:
-        self.sandbox = sandbox
-        self.execution = sandbox.start_execution(code, timeout=timeout, language=language)
-        self.execution.on_end = self._on_end
+        self.execution = start(sandbox, code, timeout=timeout, language=language)
+        sandbox.executions.on_end = self._on_end
         self.marker = marker
         self.started: set[int] = set()
         self.survivors: list[int] | None = None
 
-    def _on_end(self, _: ExecutionEnd) -> None:
+    def _on_end(self, *_: object) -> None:
         self.survivors = [pid for pid in self.started if is_alive(pid)]
 
     async def follow(self, interrupt_at: int = 0) -> ExecutionEnd:
         """Interrupt it once so many processes are up, if any; else wait for its end."""
         seen = ""
         last: ExecutionEvent | None = None
-        async for last in self.execution.events():
+        async for last in iter_events(self.execution):
             if isinstance(last, Stdout):
                 seen += last.text
                 self.started |= find_processes(self.marker)
             if interrupt_at and seen.count("up") >= interrupt_at:
                 interrupt_at = 0
-                self.sandbox.interrupt(self.execution)
+                self.execution.interrupt()
         assert isinstance(last, ExecutionEnd)
         assert self.started
         return last

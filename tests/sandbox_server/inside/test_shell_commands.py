@@ -7,9 +7,10 @@ import pytest
 import pytest_asyncio
 
 from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, ExecutionEnd, Stderr, Stdout
+from fumehood.sandbox_server.supervisor.in_process_sandbox import iter_events
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
-from tests.support.sandbox_runs import ExecutionOutcome, run, settings
+from tests.support.sandbox_runs import ExecutionOutcome, run, settings, start
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -34,23 +35,18 @@ async def test_exit_codes(sandbox: SandboxInstance, text: str, code: int) -> Non
 
 
 async def test_two_streams_in_order(sandbox: SandboxInstance) -> None:
-    events = [
-        event
-        async for event in sandbox.start_execution(
-            "echo a; sleep 0.1; echo b >&2; sleep 0.1; printf 'c\\xc3\\xa4\\xff'",
-            timeout=60,
-            language="shell",
-        ).events()
-    ]
+    events = (
+        await command(sandbox, "echo a; sleep 0.1; echo b >&2; sleep 0.1; printf 'c\\xc3\\xa4\\xff'")
+    ).events
     assert events[:-1] == [Stdout("a\n"), Stderr("b\n"), Stdout("cä\N{REPLACEMENT CHARACTER}")]
     assert isinstance(events[-1], ExecutionEnd)
 
 
 async def test_output_comes_while_the_command_runs(sandbox: SandboxInstance) -> None:
-    execution = sandbox.start_execution(
-        "echo first; while [ ! -e go ]; do sleep 0.01; done", timeout=60, language="shell"
+    execution = start(
+        sandbox, "echo first; while [ ! -e go ]; do sleep 0.01; done", timeout=60, language="shell"
     )
-    events = execution.events()
+    events = iter_events(execution)
     assert await anext(events) == Stdout("first\n")
     await sandbox.files.write("go", b"")
     assert isinstance(await anext(events), ExecutionEnd)

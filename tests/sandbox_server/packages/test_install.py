@@ -14,10 +14,11 @@ import pytest_asyncio
 from fumehood.protocol.sandbox.sandbox_errors import InstallFailed
 from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec
 from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.supervisor.in_process_sandbox import iter_events
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.package_index import FakePackageIndex, WheelMember, sdist, wheel
-from tests.support.sandbox_runs import ExecutionOutcome, run, settings
+from tests.support.sandbox_runs import ExecutionOutcome, run, settings, start, wait_for_outcome
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -66,8 +67,8 @@ def _settings(index: FakePackageIndex, directory: Path, **changes: object) -> Se
 
 
 async def _run_with(sandbox: SandboxInstance, *requirements: str, code: str = "1") -> ExecutionOutcome:
-    execution = sandbox.start_execution(code, timeout=60, requirements=requirements)
-    return ExecutionOutcome([event async for event in execution.events()])
+    execution = start(sandbox, code, timeout=60, requirements=requirements)
+    return await wait_for_outcome(execution)
 
 
 # ---- what works ---------------------------------------------------------------------------------------------------
@@ -292,10 +293,10 @@ async def test_an_interrupt_ends_the_waiting_for_packages(
     index.hold = threading.Event()
     try:
         sandbox = await supervisor.create()
-        execution = sandbox.start_execution("print('ran')", timeout=60, requirements=["slow"])
-        events = execution.events()
+        execution = start(sandbox, "print('ran')", timeout=60, requirements=["slow"])
+        events = iter_events(execution)
         assert (await anext(events)).text == "installing slow"  # type: ignore[union-attr]
-        sandbox.interrupt()
+        execution.interrupt()
         end = ExecutionOutcome([event async for event in events]).end
         assert (end.status, end.exit_code, end.state_kept) == ("interrupted", -1, True)
     finally:
@@ -310,8 +311,8 @@ async def test_a_sandbox_that_ends_meanwhile(supervisor: Supervisor, index: Fake
     index.hold = threading.Event()
     try:
         sandbox = await supervisor.create()
-        execution = sandbox.start_execution("1", timeout=60, requirements=["slower"])
-        events = execution.events()
+        execution = start(sandbox, "1", timeout=60, requirements=["slower"])
+        events = iter_events(execution)
         await anext(events)
         await sandbox.destroy()
         assert ExecutionOutcome([event async for event in events]).end.status == "lost"

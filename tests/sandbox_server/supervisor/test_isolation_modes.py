@@ -14,7 +14,6 @@ import pytest_asyncio
 
 from fumehood.protocol.sandbox.bundle_encoding import BundledFile, BundleReader, encode_bundle
 from fumehood.protocol.sandbox.sandbox_errors import SandboxServerAtCapacity
-from fumehood.protocol.sandbox.sandbox_messages import ExecutionEnd
 from fumehood.sandbox_server import seccomp
 from fumehood.sandbox_server.host import cgroups
 from fumehood.sandbox_server.host.cgroups import CgroupUnavailable
@@ -26,7 +25,7 @@ from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from fumehood.sandbox_server.supervisor.zygote_connection import ZygoteConnection, ZygoteInfo
 from tests.support.archives import make_zip
-from tests.support.sandbox_runs import run, settings
+from tests.support.sandbox_runs import run, settings, start, wait_for_outcome
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -91,9 +90,8 @@ async def test_degraded_still_holds(degraded: SandboxInstance, code: str, error:
 
 
 async def test_degraded_has_no_packages_to_give(degraded: SandboxInstance) -> None:
-    execution = degraded.start_execution("1", timeout=30, requirements=["humanize"])
-    end = [event async for event in execution.events()][-1]
-    assert isinstance(end, ExecutionEnd)
+    execution = start(degraded, "1", timeout=30, requirements=["humanize"])
+    end = (await wait_for_outcome(execution)).end
     assert end.status == "install_failed"
     assert "Packages cannot be installed in mode unsafe-degraded" in end.reason
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fumehood.protocol.sandbox.sandbox_messages import (
     DisplayData,
     ExceptionRaised,
+    ExecuteRequest,
     ExecutionEnd,
     ExpressionResult,
     Stderr,
@@ -18,11 +19,14 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 from fumehood.sandbox_server.inside import output_batches
 from fumehood.sandbox_server.inside.framing import CALL_ID_BYTES, MAX_BODY, MessageKind, RunnerMessage
 from fumehood.sandbox_server.inside.runner import output_limits
+from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.supervisor.in_process_sandbox import iter_events
 from fumehood.sandbox_server.supervisor.sandbox_execution import ProtocolViolation, SandboxExecution
 
 
 def execution(output_bytes: int = 1 << 20, display_bytes: int = 1 << 20) -> SandboxExecution:
-    made = SandboxExecution("1", 1.0, output_bytes=output_bytes, display_bytes=display_bytes)
+    limits = Settings(output_bytes=output_bytes, display_bytes=display_bytes)
+    made = SandboxExecution(ExecuteRequest(code="1", timeout_seconds=1.0), limits)
     made.start_clock()
     return made
 
@@ -204,4 +208,4 @@ async def test_readers_follow_from_any_point_to_the_end() -> None:
 
 
 async def _read(running: SandboxExecution, after: int) -> list[object]:
-    return [event async for event in running.events(after)]
+    return [event async for event in iter_events(running, after)]

@@ -19,10 +19,11 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     SandboxStartFailed,
 )
 from fumehood.protocol.sandbox.sandbox_messages import MemoryTier, SandboxSpec
+from fumehood.sandbox_server.supervisor.in_process_sandbox import iter_events
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.host_census import descendants
-from tests.support.sandbox_runs import ExecutionOutcome, has_cgroups, run, settings
+from tests.support.sandbox_runs import has_cgroups, run, settings, start, wait_for_outcome
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -72,13 +73,13 @@ async def test_what_makes_sandboxes_goes_before_busy_ones(supervisor: Supervisor
 
 
 async def test_on_the_host_the_code_is_never_root(supervisor: Supervisor, sandbox: SandboxInstance) -> None:
-    execution = sandbox.start_execution("import time; time.sleep(30)", timeout=30)
+    execution = start(sandbox, "import time; time.sleep(30)", timeout=30)
     await asyncio.sleep(0.2)
     jail = supervisor.zygote.pid
     assert jail is not None
     users = {_user_of(pid) for pid in {jail, *descendants(jail)}}
-    sandbox.interrupt()
-    assert [event async for event in execution.events()]
+    execution.interrupt()
+    await wait_for_outcome(execution)
     assert 0 not in users
     assert len(users) >= (2 if os.geteuid() == 0 else 1), (
         "as root, zygote and sandbox have users of their own"
@@ -117,49 +118,39 @@ async def test_time_out_kills_what_ignores_the_interrupt(supervisor: Supervisor)
     assert (outcome.end.status, outcome.end.exit_code, outcome.end.state_kept) == ("timeout", -1, False)
     assert "killed" in outcome.end.reason
     with pytest.raises(SandboxGone, match="did not stop"):
-        sandbox.start_execution("1", timeout=1)
+        start(sandbox, "1", timeout=1)
 
 
 async def test_calls_are_serialised(sandbox: SandboxInstance) -> None:
-    first = sandbox.start_execution(
-        "import time\norder = ['a']\ntime.sleep(0.3)\norder.append('b')", timeout=10
-    )
-    second = sandbox.start_execution("order.append('c'); order", timeout=10)
-    assert [event async for event in first.events()]
-    assert [event async for event in second.events()]
+    first = start(sandbox, "import time\norder = ['a']\ntime.sleep(0.3)\norder.append('b')", timeout=10)
+    second = start(sandbox, "order.append('c'); order", timeout=10)
+    await wait_for_outcome(first)
+    await wait_for_outcome(second)
     assert (await run(sandbox, "order")).result == "['a', 'b', 'c']"
 
 
 async def test_events_can_be_read_again_and_from_any_point(sandbox: SandboxInstance) -> None:
-    execution = sandbox.start_execution("print('one'); 2", timeout=10)
-    everything = [event async for event in execution.events()]
-    assert [event async for event in execution.events()] == everything
-    assert [event async for event in execution.events(after=0)] == everything[1:]
+    execution = start(sandbox, "print('one'); 2", timeout=10)
+    everything = [event async for event in iter_events(execution)]
+    assert [event async for event in iter_events(execution)] == everything
+    assert [event async for event in iter_events(execution, after=0)] == everything[1:]
 
 
 async def test_interrupt_by_the_caller(sandbox: SandboxInstance) -> None:
-    execution = sandbox.start_execution("import time\ntime.sleep(60)", timeout=60)
+    execution = start(sandbox, "import time\ntime.sleep(60)", timeout=60)
     await asyncio.sleep(0.2)
-    sandbox.interrupt()
-    *_, end = [event async for event in execution.events()]
-    assert (getattr(end, "status", None), getattr(end, "state_kept", None)) == ("interrupted", True)
-
-
-async def test_abandoned_iterator_stops_the_code(sandbox: SandboxInstance) -> None:
-    stream = sandbox.execute("print('go', flush=True)\nwhile True: pass", timeout=60)
-    async for _ in stream:
-        break
-    await stream.aclose()
-    assert (await run(sandbox, "1 + 1", timeout=10)).result == "2"
+    execution.interrupt()
+    end = (await wait_for_outcome(execution)).end
+    assert (end.status, end.state_kept) == ("interrupted", True)
 
 
 async def test_interrupting_a_waiting_call_leaves_the_running_one_alone(sandbox: SandboxInstance) -> None:
-    running = sandbox.start_execution("import time\ntime.sleep(0.5)\n'done'", timeout=10)
-    waiting = sandbox.start_execution("ran = True", timeout=10)
+    running = start(sandbox, "import time\ntime.sleep(0.5)\n'done'", timeout=10)
+    waiting = start(sandbox, "ran = True", timeout=10)
     await asyncio.sleep(0.1)
-    sandbox.interrupt(waiting)
-    assert ExecutionOutcome([event async for event in running.events()]).result == "'done'"
-    end = ExecutionOutcome([event async for event in waiting.events()]).end
+    waiting.interrupt()
+    assert (await wait_for_outcome(running)).result == "'done'"
+    end = (await wait_for_outcome(waiting)).end
     assert (end.status, end.reason) == ("interrupted", "The code was interrupted before it started.")
     assert (await run(sandbox, "'ran' in globals()")).result == "False"
 

@@ -15,7 +15,7 @@ from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from fumehood.sandbox_server.supervisor.zygote_connection import ZygoteConnection
 from tests.support.host_census import descendants
-from tests.support.sandbox_runs import ExecutionOutcome, run, settings
+from tests.support.sandbox_runs import run, settings, start, wait_for_outcome
 from tests.support.waiting import wait_until
 
 
@@ -141,18 +141,16 @@ async def test_a_shard_that_dies_takes_none_of_the_others_sandboxes() -> None:
         assert {box.zygote is victim for box in homes.values()} == {True, False}
         for number, box in enumerate(spared):
             assert (await run(box, f"kept = {number}")).end.status == "ok"
-        running = spared[0].start_execution(
-            "import os\nwhile not os.path.exists('go'): pass\nkept", timeout=60
-        )
+        running = start(spared[0], "import os\nwhile not os.path.exists('go'): pass\nkept", timeout=60)
 
         os.kill(victim.pid, signal.SIGKILL)
         await wait_until(lambda: not set(sharded.sandboxes.values()) & set(lost))
         assert set(sharded.sandboxes.values()) == set(spared)
         for box in lost:
             with pytest.raises(SandboxGone):
-                box.start_execution("1", timeout=1)
+                start(box, "1", timeout=1)
         await spared[0].files.write("go", b"")
-        assert ExecutionOutcome([event async for event in running.events()]).result == "0"
+        assert (await wait_for_outcome(running)).result == "0"
         assert [(await run(box, "kept")).result for box in spared] == [str(n) for n in range(len(spared))]
 
         newcomer = await sharded.create()

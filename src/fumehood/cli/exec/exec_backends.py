@@ -29,10 +29,6 @@ class ExecBackend(Protocol):
     def open_sandbox(self, spec: SandboxSpec) -> "AbstractAsyncContextManager[Sandbox]": ...
 
 
-def _ignore(*_: object) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class LocalExecBackend:
     """Runs a supervisor in this process. Entering raises IsolationUnavailable."""
@@ -41,22 +37,11 @@ class LocalExecBackend:
 
     @asynccontextmanager
     async def open_sandbox(self, spec: SandboxSpec) -> AsyncGenerator[Sandbox]:
-        from fumehood.sandbox_server.api.api_sandbox import ApiSandbox
+        from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
         from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 
         async with Supervisor(self.settings) as supervisor:
-            local = await supervisor.create(spec)
-            # The callbacks are for quotas, logs and metrics of a server.
-            yield ApiSandbox(
-                local.id,
-                spec,
-                local,
-                self.settings,
-                check_accepting_work=lambda: None,
-                on_execution_start=_ignore,
-                on_execution_end=_ignore,
-                on_file_bytes=_ignore,
-            )
+            yield InProcessSandbox(await supervisor.create(spec))
 
 
 @dataclass(frozen=True, slots=True)

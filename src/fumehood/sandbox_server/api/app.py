@@ -6,6 +6,7 @@ import errno
 import hmac
 import logging
 import re
+from collections.abc import Generator
 from typing import override
 
 import msgspec
@@ -32,7 +33,6 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 )
 from fumehood.sandbox_server import structured_logging
 from fumehood.sandbox_server.api import openapi, sandbox_metrics
-from fumehood.sandbox_server.api.api_sandbox import ApiSandbox
 from fumehood.sandbox_server.api.operations import (
     ARCHIVE_FORMATS,
     OPERATIONS,
@@ -47,7 +47,9 @@ from fumehood.sandbox_server.api.sandbox_request_context import (
     encode_json,
 )
 from fumehood.sandbox_server.api.sandbox_service import NAME_PATTERN, SandboxService, validate_name
-from fumehood.sandbox_server.supervisor.execution_registry import RegisteredExecution
+from fumehood.sandbox_server.supervisor.sandbox_execution import SandboxExecution
+from fumehood.sandbox_server.supervisor.sandbox_files import OpenFile
+from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 
 KEEPALIVE_SECONDS = 10.0
 # Output that comes at once is sent with the response headers, in one packet.
@@ -174,8 +176,14 @@ class SandboxServerApp:
         if is_cross_site(context.headers):
             raise SandboxAccessForbidden("Web pages of other sites may not use this server.", param="origin")
 
-    def _find_sandbox(self, context: SandboxRequestContext) -> ApiSandbox:
+    def _find_sandbox(self, context: SandboxRequestContext) -> SandboxInstance:
         return self._service.get(_read_name(context, "id"))
+
+    @contextlib.contextmanager
+    def _use_sandbox(self, context: SandboxRequestContext) -> Generator[SandboxInstance]:
+        sandbox = self._find_sandbox(context)
+        with sandbox.in_use():
+            yield sandbox
 
     # ---- sandboxes --------------------------------------------------------------------------------------------
 
@@ -210,36 +218,36 @@ class SandboxServerApp:
         settings = self._service.settings
         request = await context.read_json(_decode_execute, settings.request_bytes, settings.request_seconds)
         sandbox = self._service.get_live_or_ended(name) if request.execution_id else self._service.get(name)
-        await self._stream_events(context, sandbox.start_execution(request))
+        await self._stream_events(context, self._service.start_execution(sandbox, request))
 
     async def follow(self, context: SandboxRequestContext) -> None:
         sandbox = self._service.get_live_or_ended(_read_name(context, "id"))
         after = _parse_number(context.query_value("after"), "after", -1)
         if after < -1:
             raise InvalidSandboxRequest("`after` is the number of an event, or -1.", param="after")
-        registered = sandbox.executions.get(_read_name(context, "execution_id"))
+        execution = sandbox.executions.get(_read_name(context, "execution_id"))
         sandbox.touch()
-        await self._stream_events(context, registered, after)
+        await self._stream_events(context, execution, after)
 
     async def _stream_events(
-        self, context: SandboxRequestContext, registered: RegisteredExecution, after: int = -1
+        self, context: SandboxRequestContext, execution: SandboxExecution, after: int = -1
     ) -> None:
         """Send events as they come; the execution goes on when the client disconnects."""
         if context.method == "HEAD":
-            await context.start_event_stream(registered.id)
+            await context.start_event_stream(execution.id)
             await context.send(b"", more=False)
             return
-        if not registered.execution.event_log:
-            await registered.execution.wait_for_events(_FIRST_EVENT_WAIT)
-        await context.start_event_stream(registered.id)
+        if not execution.event_log:
+            await execution.wait_for_events(_FIRST_EVENT_WAIT)
+        await context.start_event_stream(execution.id)
         timeout = min(_DISCONNECT_CHECK_AFTER, self._keepalive_seconds)
         disconnect: asyncio.Task[None] | None = None
         silent = 0.0
         try:
-            async for batch in registered.event_batches(after, timeout=timeout):
+            async for batch in execution.event_batches(after, timeout=timeout):
                 if disconnect is None and not batch:
                     disconnect = asyncio.ensure_future(context.wait_for_disconnect())
-                    disconnect.add_done_callback(lambda _: registered.execution.notify_readers())
+                    disconnect.add_done_callback(lambda _: execution.notify_readers())
                 if disconnect is not None and disconnect.done():
                     return
                 if batch:
@@ -257,11 +265,12 @@ class SandboxServerApp:
                 disconnect.cancel()
 
     async def interrupt(self, context: SandboxRequestContext) -> None:
-        sandbox = self._find_sandbox(context)
-        execution_id = context.query_value("execution_id")
-        if execution_id is not None:
-            validate_name(execution_id, "execution_id")
-        await context.send_json(InterruptResponse(interrupted=await sandbox.interrupt(execution_id)))
+        with self._use_sandbox(context) as sandbox:
+            execution_id = context.query_value("execution_id")
+            if execution_id is not None:
+                validate_name(execution_id, "execution_id")
+            interrupted = sandbox.executions.interrupt(execution_id)
+        await context.send_json(InterruptResponse(interrupted=interrupted))
 
     async def execute_once(self, context: SandboxRequestContext) -> None:
         settings = self._service.settings
@@ -283,67 +292,77 @@ class SandboxServerApp:
     # ---- files ------------------------------------------------------------------------------------------------
 
     async def list_files(self, context: SandboxRequestContext) -> None:
-        await context.send_json(await self._find_sandbox(context).list_files(context.query_value("since")))
+        with self._use_sandbox(context) as sandbox:
+            await context.send_json(await sandbox.files.list(context.query_value("since")))
 
     async def read_file(self, context: SandboxRequestContext) -> None:
-        async with self._find_sandbox(context).open(context.path_parameters["path"]) as opened:
-            await context.start_binary_response(opened.size)
-            if context.method == "HEAD":
-                await context.send(b"", more=False)
-                return
-            left = opened.size
-            async with contextlib.aclosing(opened.chunks()) as chunks:
-                async for chunk in chunks:
-                    chunk = chunk[:left]
-                    left -= len(chunk)
-                    await context.send(chunk, more=left > 0)
-                    if not left:
-                        return
-            if left == opened.size == 0:
-                await context.send(b"", more=False)
+        with self._use_sandbox(context) as sandbox:
+            async with await sandbox.files.open(context.path_parameters["path"]) as opened:
+                try:
+                    await self._send_file(context, opened)
+                finally:
+                    self._service.metrics.record_file_bytes("out", opened.bytes_read)
+
+    async def _send_file(self, context: SandboxRequestContext, opened: OpenFile) -> None:
+        await context.start_binary_response(opened.size)
+        left = 0 if context.method == "HEAD" else opened.size
+        if not left:
+            await context.send(b"", more=False)
+            return
+        async with contextlib.aclosing(opened.chunks()) as chunks:
+            async for chunk in chunks:
+                left -= len(chunk)
+                await context.send(chunk, more=left > 0)
 
     async def write_file(self, context: SandboxRequestContext) -> None:
-        sandbox = self._find_sandbox(context)
-        chunks = context.read_body_chunks(self._service.settings.file_bytes)
-        executable = context.query_value("executable") or "false"
-        if executable not in ("true", "false"):
-            raise InvalidSandboxRequest("`executable` is true or false.", param="executable")
-        path = context.path_parameters["path"]
-        await context.send_json(await sandbox.write_file(path, chunks, executable=executable == "true"))
+        with self._use_sandbox(context) as sandbox:
+            chunks = context.read_body_chunks(self._service.settings.file_bytes)
+            executable = context.query_value("executable") or "false"
+            if executable not in ("true", "false"):
+                raise InvalidSandboxRequest("`executable` is true or false.", param="executable")
+            path = context.path_parameters["path"]
+            entry = await sandbox.files.write(path, chunks, executable=executable == "true")
+        self._service.metrics.record_file_bytes("in", entry.size)
+        await context.send_json(entry)
 
     async def read_files(self, context: SandboxRequestContext) -> None:
-        sandbox = self._find_sandbox(context)
         settings = self._service.settings
-        request = await context.read_json(_decode_read, settings.request_bytes, settings.request_seconds)
-        async with contextlib.aclosing(sandbox.read_bundle(request.paths)) as chunks:
-            first = await anext(chunks, b"")  # before that, an error can still be sent as a response
-            await context.start_binary_response()
-            await context.send(first)
-            async for chunk in chunks:
-                await context.send(chunk)
+        with self._use_sandbox(context) as sandbox:
+            request = await context.read_json(_decode_read, settings.request_bytes, settings.request_seconds)
+            async with contextlib.aclosing(sandbox.files.read_bundle(request.paths)) as chunks:
+                first = await anext(chunks, b"")  # before that, an error can still be sent as a response
+                await context.start_binary_response()
+                await self._send_read_chunk(context, first)
+                async for chunk in chunks:
+                    await self._send_read_chunk(context, chunk)
         await context.send(b"", more=False)
+
+    async def _send_read_chunk(self, context: SandboxRequestContext, chunk: bytes) -> None:
+        self._service.metrics.record_file_bytes("out", len(chunk))
+        await context.send(chunk)
 
     async def write_files(self, context: SandboxRequestContext) -> None:
         context.require_binary()
-        sandbox = self._find_sandbox(context)
-        chunks = context.read_body_chunks(self._service.settings.file_bytes)
-        await context.send_json(await sandbox.write_bundle(chunks))
+        with self._use_sandbox(context) as sandbox:
+            chunks = context.read_body_chunks(self._service.settings.file_bytes)
+            written = await sandbox.files.write_bundle(chunks)
+        self._service.metrics.record_file_bytes("in", written.bytes)
+        await context.send_json(written)
 
     async def delete_file(self, context: SandboxRequestContext) -> None:
-        await self._find_sandbox(context).delete_file(context.path_parameters["path"])
+        with self._use_sandbox(context) as sandbox:
+            await sandbox.files.delete(context.path_parameters["path"])
         await context.send_no_content()
 
     async def unpack(self, context: SandboxRequestContext) -> None:
         context.require_binary()
-        sandbox = self._find_sandbox(context)
-        kind = _ARCHIVE_FORMATS.get(context.query_value("kind") or "")
-        if kind is None:
-            raise InvalidSandboxRequest(f"`kind` is one of {', '.join(ARCHIVE_FORMATS)}.", param="kind")
-        unpacked = await sandbox.unpack_archive(
-            context.read_body_chunks(self._service.settings.file_bytes),
-            kind=kind,
-            into=context.query_value("into") or "",
-        )
+        with self._use_sandbox(context) as sandbox:
+            kind = _ARCHIVE_FORMATS.get(context.query_value("kind") or "")
+            if kind is None:
+                raise InvalidSandboxRequest(f"`kind` is one of {', '.join(ARCHIVE_FORMATS)}.", param="kind")
+            chunks = context.read_body_chunks(self._service.settings.file_bytes)
+            unpacked = await sandbox.files.unpack(chunks, kind=kind, into=context.query_value("into") or "")
+        self._service.metrics.record_file_bytes("in", unpacked.bytes)
         await context.send_json(unpacked)
 
     # ---- the server itself ------------------------------------------------------------------------------------

@@ -2,12 +2,11 @@
 
 import asyncio
 import base64
-import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from itertools import batched
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from fumehood.protocol.sandbox.bundle_encoding import BundledFile, encode_bundle
 from fumehood.protocol.sandbox.sandbox_errors import (
@@ -21,6 +20,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
 from fumehood.protocol.sandbox.sandbox_messages import (
     DisplayData,
     ExceptionRaised,
+    ExecuteRequest,
     ExecutionEnd,
     ExecutionEvent,
     ExecutionNote,
@@ -33,31 +33,18 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     Stdout,
 )
 from fumehood.sandbox_server import structured_logging
-from fumehood.sandbox_server.api.sandbox_metrics import SandboxMetrics
 from fumehood.sandbox_server.host.host_resources import file_quota_bytes
 from fumehood.sandbox_server.inside.files import data_directory
 from fumehood.sandbox_server.settings import Settings
-from fumehood.sandbox_server.supervisor.sandbox_execution import SandboxExecution
+from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
 from fumehood.sandbox_server.supervisor.sandbox_files import to_printable
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
-from fumehood.sandbox_server.supervisor.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from fumehood.sandbox_server.api.sandbox_service import SandboxService
 
 _LOG_NAME = "one-shot"  # the name of the sandbox in logs
 _FILES_PER_BATCH = 100
-
-
-class OneShotBackend(Protocol):
-    """What a one-shot execution needs of the service."""
-
-    settings: Settings
-    supervisor: Supervisor
-    metrics: SandboxMetrics
-
-    def track_execution(self, execution: SandboxExecution, instance: SandboxInstance) -> None: ...
-
-    def record_execution_end(
-        self, execution: SandboxExecution, end: ExecutionEnd, *, sandbox: str, execution_id: str
-    ) -> None: ...
 
 
 def build_spec(request: OneShotRequest) -> SandboxSpec:
@@ -88,11 +75,11 @@ def decode_files(request: OneShotRequest, settings: Settings) -> dict[str, bytes
 
 
 async def run_one_shot(
-    backend: OneShotBackend, request: OneShotRequest, spec: SandboxSpec, uploads: dict[str, bytes]
+    service: "SandboxService", request: OneShotRequest, spec: SandboxSpec, uploads: dict[str, bytes]
 ) -> OneShotResponse:
     started_at = time.monotonic()
     try:
-        instance = await backend.supervisor.create(spec)
+        instance = await service.supervisor.create(spec)
     except InstallFailed as error:
         seconds = time.monotonic() - started_at
         structured_logging.log_event(
@@ -101,25 +88,22 @@ async def run_one_shot(
         return _build_response(_OutputText(), None, round(seconds * 1000), {}, error.message)
     try:
         seconds = time.monotonic() - started_at
-        backend.metrics.record_created(
+        service.metrics.record_created(
             warm=instance.warm, seconds=seconds, with_packages=bool(spec.requirements)
         )
         before = await _upload_files(instance, uploads)
-        backend.metrics.record_file_bytes("in", sum(map(len, uploads.values())))
-        execution = instance.start_execution(request.code, timeout=request.timeout_seconds)
-        execution.on_end = partial(
-            backend.record_execution_end, execution, sandbox=_LOG_NAME, execution_id=secrets.token_hex(12)
-        )
-        backend.track_execution(execution, instance)
+        service.metrics.record_file_bytes("in", sum(map(len, uploads.values())))
+        instance.executions.on_end = partial(service.record_execution_end, _LOG_NAME)
         text = _OutputText()
-        end = await text.collect(execution)
-        produced, note, size = await _collect_produced_files(instance, end, before, backend.settings)
-        backend.metrics.record_file_bytes("out", size)
+        execution = ExecuteRequest(code=request.code, timeout_seconds=request.timeout_seconds)
+        end = await text.collect(InProcessSandbox(instance).execute(execution))
+        produced, note, size = await _collect_produced_files(instance, end, before, service.settings)
+        service.metrics.record_file_bytes("out", size)
         return _build_response(text, end, end.duration_ms, produced, note)
     finally:
         destroying_since = time.monotonic()
         await asyncio.shield(asyncio.ensure_future(instance.destroy()))
-        backend.metrics.record_destroyed(time.monotonic() - destroying_since)
+        service.metrics.record_destroyed(time.monotonic() - destroying_since)
 
 
 async def _upload_files(instance: SandboxInstance, uploads: dict[str, bytes]) -> dict[str, FileEntry]:
@@ -197,8 +181,8 @@ class _OutputText:
         self.stdout: list[str] = []
         self.stderr: list[str] = []
 
-    async def collect(self, execution: SandboxExecution) -> ExecutionEnd:
-        async for event in execution.events():
+    async def collect(self, events: AsyncGenerator[ExecutionEvent]) -> ExecutionEnd:
+        async for event in events:
             if isinstance(event, ExecutionEnd):
                 return event
             self._append(event)

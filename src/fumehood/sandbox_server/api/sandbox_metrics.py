@@ -1,7 +1,7 @@
 """Prometheus metrics of the sandbox server."""
 
 from collections.abc import Callable, Iterator
-from typing import override
+from typing import Literal, override
 
 from prometheus_client import (
     CollectorRegistry,
@@ -15,11 +15,12 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEnd
-from fumehood.sandbox_server.api.api_sandbox import TransferDirection
 from fumehood.sandbox_server.egress.control_messages import EgressEvent
 from fumehood.sandbox_server.settings import Settings
 from fumehood.sandbox_server.supervisor.sandbox_execution import SandboxExecution
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
+
+type TransferDirection = Literal["in", "out"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -8,11 +8,11 @@ import contextlib
 import logging
 import platform
 import re
-import secrets
 import time
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from fumehood.protocol.sandbox.sandbox_errors import (
     InvalidSandboxRequest,
@@ -27,6 +27,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
 from fumehood.protocol.sandbox.sandbox_messages import (
     MEMORY_TIERS,
     PROTOCOL_VERSION,
+    ExecuteRequest,
     ExecutionEnd,
     OneShotRequest,
     OneShotResponse,
@@ -36,10 +37,8 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 )
 from fumehood.sandbox_server import structured_logging
 from fumehood.sandbox_server.api import one_shot_execution
-from fumehood.sandbox_server.api.api_sandbox import ApiSandbox, SandboxTombstones
 from fumehood.sandbox_server.api.sandbox_metrics import SandboxMetrics
 from fumehood.sandbox_server.settings import Settings
-from fumehood.sandbox_server.supervisor.execution_registry import RegisteredExecution
 from fumehood.sandbox_server.supervisor.sandbox_execution import SandboxExecution
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
@@ -52,6 +51,7 @@ _PYTHON = platform.python_version()
 _DELETED_REASON = "it was deleted"
 _LARGE_OUTPUT_BYTES = 64 << 10
 _DRAIN_SECONDS = 5.0  # after the code has been interrupted
+_TRIM_EVERY = 32  # tombstones
 
 
 @dataclass(slots=True)
@@ -96,22 +96,64 @@ class TenantQuotas:
             del self._usage[spec.tenant]
 
 
-class HasSandboxId(Protocol):
-    """A reference to a sandbox."""
+class SandboxTombstones:
+    """Ended sandboxes, the newest last; bounded in number, age and retained output."""
 
-    @property
-    def id(self) -> str: ...
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._tombstones: dict[str, tuple[float, SandboxInstance]] = {}
+        self._retained_bytes = self._added_since_trim = 0
+
+    def add(self, sandbox: SandboxInstance) -> None:
+        self.remove(sandbox.name)
+        self._tombstones[sandbox.name] = (time.monotonic(), sandbox)
+        self._retained_bytes += sandbox.executions.retained_bytes
+        self._added_since_trim += 1
+        self._expire()
+        # Not each time, because it visits all. The sum is inexact: an execution may end after its sandbox.
+        if (
+            self._retained_bytes > self._settings.retained_output_bytes
+            or self._added_since_trim >= _TRIM_EVERY
+        ):
+            self._trim_output()
+
+    def get(self, name: str) -> SandboxInstance | None:
+        self._expire()
+        found = self._tombstones.get(name)
+        return None if found is None else found[1]
+
+    def remove(self, name: str) -> None:
+        self._tombstones.pop(name, None)
+
+    def _expire(self) -> None:
+        oldest = time.monotonic() - self._settings.tombstone_seconds
+        while self._tombstones:
+            name, (since, _) = next(iter(self._tombstones.items()))
+            if since >= oldest and len(self._tombstones) <= self._settings.max_tombstones:
+                return
+            del self._tombstones[name]
+
+    def _trim_output(self) -> None:
+        """All tombstones together retain no more output than one live sandbox may."""
+        room = self._settings.retained_output_bytes
+        for _, sandbox in reversed(self._tombstones.values()):
+            room -= sandbox.executions.retained_bytes
+            if room < 0 and sandbox.executions.retained_bytes:
+                room += sandbox.executions.retained_bytes
+                sandbox.executions.evict_all()
+        self._retained_bytes = self._settings.retained_output_bytes - room
+        self._added_since_trim = 0
 
 
 class _PendingSandbox(NamedTuple):
     """A sandbox that is being created; several callers may wait for it."""
 
     spec: SandboxSpec
-    task: asyncio.Task[ApiSandbox]
+    task: asyncio.Task[SandboxInstance]
 
 
 class SandboxService:
-    """Use as `async with SandboxService(settings) as service:`; implements the seam `SandboxProvider`.
+    """Use as `async with SandboxService(settings) as service:`.
 
     Entering raises IsolationUnavailable. While it stops, new work raises SandboxServerUnreachable.
     """
@@ -120,15 +162,13 @@ class SandboxService:
         self.settings = settings
         self.supervisor = Supervisor(settings)
         self.metrics = SandboxMetrics(
-            self.supervisor, settings, count_running=lambda: len(self._running_executions)
+            self.supervisor, settings, count_running=lambda: len(self._running_executions())
         )
         self.state: ServiceState = "starting"
-        self._sandboxes: dict[str, ApiSandbox] = {}
-        self._by_instance: dict[SandboxInstance, ApiSandbox] = {}
+        self._sandboxes: dict[str, SandboxInstance] = {}
         self._pending: dict[str, _PendingSandbox] = {}
         self._tombstones = SandboxTombstones(settings)
         self._quotas = TenantQuotas(settings)
-        self._running_executions: dict[SandboxExecution, SandboxInstance] = {}
         self._one_shots: set[asyncio.Task[OneShotResponse]] = set()
         self._reaper: asyncio.Task[None] | None = None
         self._started_at = time.monotonic()
@@ -144,7 +184,7 @@ class SandboxService:
 
     async def start(self) -> None:
         await self.supervisor.__aenter__()
-        self.supervisor.on_sandbox_exit = self._on_instance_exit
+        self.supervisor.on_sandbox_exit = self._retire
         if self.settings.idle_seconds is not None:
             self._reaper = asyncio.ensure_future(self._reap_idle(self.settings.idle_seconds))
         if self.state == "starting":
@@ -154,16 +194,16 @@ class SandboxService:
         """Refuse new work, wait up to `grace_seconds` for running executions, then interrupt them."""
         self.state = "stopping"
         await self._wait_until_idle(grace_seconds)
-        for execution, instance in [*self._running_executions.items()]:
-            instance.interrupt(execution)
-        if self._running_executions or self._one_shots:
+        for execution in self._running_executions():
+            execution.interrupt()
+        if self._running_executions() or self._one_shots:
             await self._wait_until_idle(self.settings.interrupt_grace + _DRAIN_SECONDS)
 
     async def _wait_until_idle(self, seconds: float) -> None:
         """Wait until nothing runs, or for `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                for execution in [*self._running_executions]:
+                for execution in self._running_executions():
                     while not execution.has_ended:
                         await execution.wait_for_events()
                 if self._one_shots:
@@ -200,18 +240,13 @@ class SandboxService:
             capacity=self.settings.capacity,
             live=self.supervisor.live_count,
             parked=self.supervisor.pool_available,
-            running=len(self._running_executions),
+            running=len(self._running_executions()),
             uptime_seconds=round(time.monotonic() - self._started_at, 3),
         )
 
     # ---- sandboxes --------------------------------------------------------------------------------------------
 
-    async def create(self, spec: SandboxSpec, name: str | None = None) -> ApiSandbox:
-        """Create a sandbox, or return the live one of that name if its spec is equal."""
-        sandbox, _ = await self.get_or_create(secrets.token_hex(8) if name is None else name, spec)
-        return sandbox
-
-    async def get_or_create(self, name: str, spec: SandboxSpec) -> tuple[ApiSandbox, bool]:
+    async def get_or_create(self, name: str, spec: SandboxSpec) -> tuple[SandboxInstance, bool]:
         """The sandbox of that name, and whether it is new; concurrent callers get the same one.
 
         Raises SandboxConflict if it exists with another spec, TenantQuotaExceeded, and what `Supervisor.create` raises.
@@ -233,10 +268,10 @@ class SandboxService:
         self._pending[name] = _PendingSandbox(spec, task)
         return await asyncio.shield(task), True
 
-    async def _create(self, name: str, spec: SandboxSpec) -> ApiSandbox:
+    async def _create(self, name: str, spec: SandboxSpec) -> SandboxInstance:
         started_at = time.monotonic()
         try:
-            instance = await self.supervisor.create(spec)
+            sandbox = await self.supervisor.create(spec)
         except BaseException as error:
             self._quotas.release(spec)
             if isinstance(error, SandboxStartFailed):
@@ -247,37 +282,27 @@ class SandboxService:
         finally:
             del self._pending[name]
         seconds = time.monotonic() - started_at
-        sandbox = ApiSandbox(
-            name,
-            spec,
-            instance,
-            self.settings,
-            check_accepting_work=self._check_accepting_work,
-            on_execution_start=self.track_execution,
-            on_execution_end=self._on_execution_end,
-            on_file_bytes=self.metrics.record_file_bytes,
-        )
+        sandbox.name = name
+        sandbox.executions.on_end = partial(self._on_execution_end, sandbox)
         if (previous := self._sandboxes.get(name)) is not None:
             self._retire(previous)
         self._tombstones.remove(name)
-        self._sandboxes[name] = self._by_instance[instance] = sandbox
-        if instance.end_reason is not None:
+        self._sandboxes[name] = sandbox
+        if sandbox.end_reason is not None:
             self._retire(sandbox)
-        self.metrics.record_created(
-            warm=instance.warm, seconds=seconds, with_packages=bool(spec.requirements)
-        )
+        self.metrics.record_created(warm=sandbox.warm, seconds=seconds, with_packages=bool(spec.requirements))
         structured_logging.log_event(
             "sandbox_created",
             sandbox=name,
             tenant=spec.tenant,
             memory=spec.memory,
-            warm=instance.warm,
+            warm=sandbox.warm,
             duration_ms=round(seconds * 1000, 3),
-            instance=instance.id,
+            instance=sandbox.id,
         )
         return sandbox
 
-    def get(self, name: str) -> ApiSandbox:
+    def get(self, name: str) -> SandboxInstance:
         """A live sandbox; raises SandboxGone with the reason for one that has ended, otherwise SandboxNotFound."""
         sandbox = self._sandboxes.get(name)
         if sandbox is None or sandbox.end_reason is not None:
@@ -285,18 +310,12 @@ class SandboxService:
             raise SandboxGone(f"Sandbox {name} is gone: {sandbox.end_reason}.")
         return sandbox
 
-    def get_live_or_ended(self, name: str) -> ApiSandbox:
+    def get_live_or_ended(self, name: str) -> SandboxInstance:
         """Also an ended sandbox that has a tombstone: its executions may still be read."""
         sandbox = self._sandboxes.get(name) or self._tombstones.get(name)
         if sandbox is None:
             raise SandboxNotFound(f"There is no sandbox {name}.")
         return sandbox
-
-    async def attach(self, ref: HasSandboxId) -> ApiSandbox:
-        return self.get(ref.id)
-
-    async def destroy(self, ref: HasSandboxId) -> None:
-        await self.delete(ref.id)
 
     async def delete(self, name: str) -> None:
         """End the sandbox of that name and wait for it; does nothing if there is none."""
@@ -314,24 +333,18 @@ class SandboxService:
             if sandbox.end_reason is None and tenant in (None, sandbox.spec.tenant)
         ]
 
-    async def _destroy(self, sandbox: ApiSandbox, reason: str) -> None:
+    async def _destroy(self, sandbox: SandboxInstance, reason: str) -> None:
         started_at = time.monotonic()
-        sandbox.instance.kill(reason)
-        await sandbox.instance.destroy()
+        sandbox.kill(reason)
+        await sandbox.destroy()
         self._retire(sandbox)
         self.metrics.record_destroyed(time.monotonic() - started_at)
 
-    def _on_instance_exit(self, instance: SandboxInstance) -> None:
-        sandbox = self._by_instance.get(instance)
-        if sandbox is not None:
-            self._retire(sandbox)
-
-    def _retire(self, sandbox: ApiSandbox) -> None:
-        """Move an ended sandbox to the tombstones and release its quota; once."""
-        if self._by_instance.pop(sandbox.instance, None) is None:
+    def _retire(self, sandbox: SandboxInstance) -> None:
+        """Move an ended sandbox to the tombstones and release its quota; once, and no one-shots."""
+        if self._sandboxes.get(sandbox.name) is not sandbox:
             return
-        if self._sandboxes.get(sandbox.id) is sandbox:
-            del self._sandboxes[sandbox.id]
+        del self._sandboxes[sandbox.name]
         self._quotas.release(sandbox.spec)
         self._tombstones.add(sandbox)
         expected = sandbox.end_reason == _DELETED_REASON or self.state == "stopping"
@@ -340,7 +353,7 @@ class SandboxService:
         structured_logging.log_event(
             "sandbox_ended",
             level=logging.INFO if expected else logging.WARNING,
-            sandbox=sandbox.id,
+            sandbox=sandbox.name,
             tenant=sandbox.spec.tenant,
             reason=sandbox.end_reason,
             lived_seconds=round(time.time() - sandbox.created_at, 3),
@@ -356,19 +369,29 @@ class SandboxService:
 
     # ---- executions -------------------------------------------------------------------------------------------
 
-    def track_execution(self, execution: SandboxExecution, instance: SandboxInstance) -> None:
-        """Note an execution that `stop` has to wait for."""
-        self._running_executions[execution] = instance
+    def _running_executions(self) -> list[SandboxExecution]:
+        """Executions that run or are queued."""
+        return [
+            execution
+            for sandbox in self.supervisor.sandboxes.values()
+            for execution in sandbox.executions.pending.values()
+        ]
+
+    def start_execution(self, sandbox: SandboxInstance, request: ExecuteRequest) -> SandboxExecution:
+        """Start an execution, or return the one that was started under the same id."""
+        self._check_accepting_work()
+        execution = sandbox.executions.start_or_get(request)
+        sandbox.touch()
+        return execution
 
     def _on_execution_end(
-        self, sandbox: ApiSandbox, registered: RegisteredExecution, end: ExecutionEnd
+        self, sandbox: SandboxInstance, execution: SandboxExecution, end: ExecutionEnd
     ) -> None:
-        self.record_execution_end(registered.execution, end, sandbox=sandbox.id, execution_id=registered.id)
-        sandbox.touch()
-        if registered.cost > _LARGE_OUTPUT_BYTES:
+        self.record_execution_end(sandbox.name, execution, end)
+        if execution.retained_bytes > _LARGE_OUTPUT_BYTES:
             self._evict_output(sandbox)
 
-    def _evict_output(self, newest: ApiSandbox) -> None:
+    def _evict_output(self, newest: SandboxInstance) -> None:
         """Drop retained output of the least recently used sandboxes: it is memory of this process."""
         excess = sum(sandbox.executions.retained_bytes for sandbox in self._sandboxes.values())
         excess -= self.settings.total_output_limit()
@@ -379,15 +402,12 @@ class SandboxService:
                 excess -= sandbox.executions.retained_bytes
                 sandbox.executions.evict_all()
 
-    def record_execution_end(
-        self, execution: SandboxExecution, end: ExecutionEnd, *, sandbox: str, execution_id: str
-    ) -> None:
-        self._running_executions.pop(execution, None)
+    def record_execution_end(self, sandbox: str, execution: SandboxExecution, end: ExecutionEnd) -> None:
         self.metrics.record_execution(execution, end)
         structured_logging.log_event(
             "execution_ended",
             sandbox=sandbox,
-            execution=execution_id,
+            execution=execution.id,
             status=end.status,
             exit_code=end.exit_code,
             duration_ms=end.duration_ms,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fumehood.protocol.sandbox.sandbox_errors import InstallFailed
-from fumehood.protocol.sandbox.sandbox_messages import Stdout
+from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, Stdout
 from fumehood.sandbox_server.diagnostics.findings import REPORT_ADVICE, HostFinding, describe_error
 from fumehood.sandbox_server.diagnostics.host_checks import find_missing_packages
 from fumehood.sandbox_server.host.disks import format_size
@@ -17,6 +17,7 @@ from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.packages import bytecode_cache
 from fumehood.sandbox_server.packages.installer_factory import packages_directory
 from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 
@@ -96,7 +97,8 @@ async def _run_probe_code(sandbox: SandboxInstance, settings: Settings) -> list[
     await sandbox.files.write(PROBE_FILE, content.encode())
     printed = ""
     reason = ""
-    async for event in sandbox.execute(PROBE_CODE, timeout=30):
+    request = ExecuteRequest(code=PROBE_CODE, timeout_seconds=30)
+    async for event in InProcessSandbox(sandbox).execute(request):
         printed += event.text if isinstance(event, Stdout) else ""
         reason = getattr(event, "reason", "") or getattr(event, "traceback", "") or reason
     answer, _, network = printed.partition("\n")

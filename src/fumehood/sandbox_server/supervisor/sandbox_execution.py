@@ -2,7 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+import secrets
+from collections.abc import AsyncGenerator, Callable
 from sys import getsizeof
 from typing import Annotated
 
@@ -11,9 +12,9 @@ import msgspec
 from fumehood.protocol.sandbox.sandbox_messages import (
     DisplayData,
     ExceptionRaised,
+    ExecuteRequest,
     ExecutionEnd,
     ExecutionEvent,
-    ExecutionLanguage,
     ExecutionNote,
     ExpressionResult,
     Stderr,
@@ -22,6 +23,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 from fumehood.sandbox_server.inside import framing, output_batches
 from fumehood.sandbox_server.inside.framing import MessageKind
 from fumehood.sandbox_server.inside.runner import output_limits
+from fumehood.sandbox_server.settings import Settings
 
 
 class ProtocolViolation(Exception):
@@ -48,6 +50,7 @@ _decode_end = msgspec.json.Decoder(_RunnerEnd).decode
 _MAX_MIME_TYPES = 64
 _EVENT_OVERHEAD_BYTES = 100  # beyond an event's text
 _MAX_CHARACTER_BYTES = 4
+_BATCH_BYTES = 256 << 10
 
 
 def _decode_mime_bundle(body: bytes) -> dict[str, str]:
@@ -75,37 +78,28 @@ def estimate_memory(event: ExecutionEvent) -> int:
 class SandboxExecution:
     """From the request to its `ExecutionEnd`; events stay readable from any point.
 
-    The supervisor alone decides on the end: the sandbox's own report only supplies the exit code. `output_bytes` and
-    `display_bytes` are the limits that the runner applies: a peer that sends more is not the runner.
+    The supervisor alone decides on the end: the sandbox's own report only supplies the exit code. The runner applies
+    the output limits of the settings, too: a peer that sends more is not the runner.
     """
 
-    def __init__(
-        self,
-        code: str,
-        timeout: float,
-        *,
-        output_bytes: int,
-        display_bytes: int,
-        language: ExecutionLanguage = "python",
-    ) -> None:
+    def __init__(self, request: ExecuteRequest, settings: Settings) -> None:
+        self.id = request.execution_id or secrets.token_hex(12)
+        self.request = request
         self.call_id = os.urandom(framing.CALL_ID_BYTES)  # earlier code cannot guess it
-        self.code = code
-        self.language: ExecutionLanguage = language
-        self.timeout = timeout
-        self.requirements: Sequence[str] = ()  # installed before the code runs
         self.event_log: list[ExecutionEvent] = []
         self.reported_end: asyncio.Future[_RunnerEnd] = asyncio.get_running_loop().create_future()
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         # Done when the code is to be interrupted now.
         self.interrupt_requested: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.interrupted_by_caller = False
-        self.on_end: Callable[[ExecutionEnd], None] | None = None
+        self.on_end: Callable[[SandboxExecution, ExecutionEnd], None] | None = None
         self.install_seconds: float | None = None
         self.seconds_to_first_event: float | None = None  # from the start of the code
-        self.log_bytes = 0  # approximate memory of the log
-        self._bytes_left = output_limits.max_body_bytes(output_bytes, display_bytes)
-        self._batched_events_left = output_limits.max_batched_events(output_bytes)
-        self._messages_left = output_limits.max_message_burst(output_bytes)
+        self.log_bytes = 0  # approximate memory of the log, while it grows
+        self.retained_bytes = 0  # memory of code and log, once it has ended
+        self._bytes_left = output_limits.max_body_bytes(settings.output_bytes, settings.display_bytes)
+        self._batched_events_left = output_limits.max_batched_events(settings.output_bytes)
+        self._messages_left = output_limits.max_message_burst(settings.output_bytes)
         self._started_at = 0.0
         self._log_changed = asyncio.Event()
 
@@ -114,17 +108,19 @@ class SandboxExecution:
         self._started_at = asyncio.get_running_loop().time()
 
     @property
-    def noun(self) -> str:
-        """What runs, for messages."""
-        return "command" if self.language == "shell" else "code"
-
-    @property
     def elapsed(self) -> float:
         return asyncio.get_running_loop().time() - self._started_at
 
     @property
     def has_ended(self) -> bool:
         return bool(self.event_log) and isinstance(self.event_log[-1], ExecutionEnd)
+
+    def interrupt(self) -> None:
+        """Stop it as Ctrl-C would; one that is queued never starts."""
+        if not self.has_ended:
+            self.interrupted_by_caller = True
+            if not self.interrupt_requested.done():
+                self.interrupt_requested.set_result(None)
 
     def accept(self, message: framing.RunnerMessage) -> None:
         """Append one message of the sandbox; raises ProtocolViolation for what the runner would not send."""
@@ -183,22 +179,36 @@ class SandboxExecution:
         self.event_log.append(event)
         self._log_changed.set()
         if self.on_end is not None and isinstance(event, ExecutionEnd):
-            self.on_end(event)
+            self.on_end(self, event)
 
     def append_note(self, text: str) -> None:
         self.append(ExecutionNote(text))
 
-    async def events(self, after: int = -1) -> AsyncIterator[ExecutionEvent]:
-        """The events after number `after` up to the end, as they come."""
+    async def event_batches(
+        self, after: int = -1, *, timeout: float | None = None
+    ) -> AsyncGenerator[list[ExecutionEvent]]:
+        """The events after number `after` in batches, as they come; an empty batch after `timeout` idle seconds."""
         number = after + 1
         while True:
-            while number < len(self.event_log):
-                event = self.event_log[number]
-                number += 1
-                yield event
-            if self.has_ended:
+            if number < len(self.event_log):
+                batch = self._next_batch(number)
+                number += len(batch)
+                yield batch
+            elif self.has_ended:
                 return
-            await self.wait_for_events()
+            else:
+                await self.wait_for_events(timeout)
+                if number >= len(self.event_log) and not self.has_ended:
+                    yield []
+
+    def _next_batch(self, number: int) -> list[ExecutionEvent]:
+        """A bounded batch: a slow reader does not get the whole log at once."""
+        size = 0
+        for last in range(number, len(self.event_log)):
+            size += estimate_memory(self.event_log[last])
+            if size > _BATCH_BYTES:
+                return self.event_log[number : last + 1]
+        return self.event_log[number:]
 
     async def wait_for_events(self, timeout: float | None = None) -> None:
         """Wait for the next event, or `timeout` seconds; the caller reads the log again either way."""

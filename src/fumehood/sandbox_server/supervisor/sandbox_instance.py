@@ -1,25 +1,20 @@
-"""One running sandbox: its channel, claim, descriptors and exit."""
+"""One sandbox: its claim, use, channel, descriptors and exit; its parts run executions, reach files, add packages."""
 
 import asyncio
 import contextlib
 import json
 import logging
-import math
 import os
 import secrets
 import signal
 import socket
-from collections.abc import AsyncGenerator, Callable, Sequence
+import time
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 from fumehood.protocol.sandbox.sandbox_errors import SandboxGone, SandboxStartFailed
-from fumehood.protocol.sandbox.sandbox_messages import (
-    MEMORY_TIERS,
-    ExecutionEvent,
-    ExecutionLanguage,
-    MemoryTier,
-)
+from fumehood.protocol.sandbox.sandbox_messages import MEMORY_TIERS, MemoryTier, SandboxInfo, SandboxSpec
 from fumehood.sandbox_server.egress.proxy_control import NetworkAccess, open_access
 from fumehood.sandbox_server.host.host_resources import SandboxResources, file_quota_bytes
 from fumehood.sandbox_server.inside import framing
@@ -29,9 +24,9 @@ from fumehood.sandbox_server.packages.installer import Installer
 from fumehood.sandbox_server.packages.sandbox_packages import NO_INSTALLER, SandboxPackages
 from fumehood.sandbox_server.packet_channel import PacketChannel
 from fumehood.sandbox_server.settings import Settings
-from fumehood.sandbox_server.supervisor.execution_runner import ExecutionRunner
+from fumehood.sandbox_server.supervisor.execution_queue import ExecutionQueue
 from fumehood.sandbox_server.supervisor.helper_processes import HelperSpawner
-from fumehood.sandbox_server.supervisor.sandbox_execution import ProtocolViolation, SandboxExecution
+from fumehood.sandbox_server.supervisor.sandbox_execution import ProtocolViolation
 from fumehood.sandbox_server.supervisor.sandbox_files import FileAccess, SandboxFiles
 from fumehood.sandbox_server.supervisor.zygote_connection import ZygoteConnection
 
@@ -50,7 +45,10 @@ _MESSAGE_LIMIT = output_limits.MAX_DISPLAY_BYTES * 3 // 2
 
 
 class SandboxInstance:
-    """Created by `Supervisor.create`; runs one execution at a time."""
+    """Created by `Supervisor.create`.
+
+    name: what callers call it; the service sets it.
+    """
 
     def __init__(
         self,
@@ -63,10 +61,11 @@ class SandboxInstance:
         on_output_growth: Callable[[], None],
         next_number: Callable[[], int],
     ) -> None:
-        self.id = secrets.token_hex(8)
+        self.id = self.name = secrets.token_hex(8)
         self.number = number  # its id between supervisor and zygote
         self.resources = resources
-        self.memory: MemoryTier = "1g"
+        self.spec = SandboxSpec()
+        self.memory: MemoryTier = "1g"  # until the claim, another than that of the spec
         self.warm = False  # whether it came from the pool
         self._settings = settings
         self.zygote = zygote
@@ -102,9 +101,12 @@ class SandboxInstance:
         self._listener_fds: list[int] = []  # on the sandbox's loopback, for the proxy and pip
         self.offer_packages(None)
         self._network_access: NetworkAccess | None = None
-        self._runner = ExecutionRunner(self, settings)
+        self.executions = ExecutionQueue(self, settings)
         self._final_oom_kills: int | None = None  # set at exit, because the cgroup goes with the sandbox
         self._tasks: set[asyncio.Task[None]] = set()
+        self._active_uses = 0
+        self.created_at = time.time()
+        self.touch()
 
     # ---- start and end ----------------------------------------------------------------------------------------
 
@@ -112,6 +114,11 @@ class SandboxInstance:
     def end_reason(self) -> str | None:
         """Why the sandbox ended, or None while it is alive."""
         return self._end_reason
+
+    def check_alive(self) -> None:
+        """Raises SandboxGone."""
+        if self._end_reason is not None:
+            raise SandboxGone(f"The sandbox is gone: {self._end_reason}.")
 
     def send_plan(self, plan: bytes, memory: MemoryTier) -> None:
         """Send the first messages: the plan for init, then the configuration for the interpreter."""
@@ -139,12 +146,13 @@ class SandboxInstance:
             self.kill("it did not start in time")
             raise SandboxStartFailed(f"The sandbox did not start within {timeout:g} s.") from None
 
-    async def claim(self, memory: MemoryTier, access: NetworkAccess | None = None) -> None:
+    async def claim(self, spec: SandboxSpec, access: NetworkAccess | None = None) -> None:
         """Give a started sandbox to a caller: set its memory tier and its network access.
 
         Raises SandboxStartFailed.
         """
         loop = asyncio.get_running_loop()
+        self.spec = spec
         problem = None
         if (
             self.warm and self._channel.has_peer_closed
@@ -154,8 +162,8 @@ class SandboxInstance:
         self._network_access = open_access(access, self._listener_fds, self.id)
         try:
             async with asyncio.timeout(_CLAIM_TIMEOUT):
-                if memory != self.memory:
-                    problem = await self._resize(memory)
+                if spec.memory != self.memory:
+                    problem = await self._resize(spec.memory)
                 if self.warm or access is not None:  # a pooled one has to prove that it is alive
                     self._configured = loop.create_future()
                     self._send_configuration(access)
@@ -172,6 +180,9 @@ class SandboxInstance:
             raise SandboxStartFailed(f"The sandbox ended: {self._end_reason}")
         if self._listener_fds:
             self.packages.serve_pip(self._listener_fds.pop())
+        self.packages.tenant = spec.tenant
+        self.created_at = time.time()
+        self.touch()
 
     async def _resize(self, memory: MemoryTier) -> str | None:
         """Change the memory tier; returns an error message if the file quota could not be set."""
@@ -215,8 +226,8 @@ class SandboxInstance:
         """Approximate bytes of the supervisor's memory that the output of the running execution takes."""
         return (
             0
-            if self._runner.running is None or self._end_reason is not None
-            else self._runner.running.log_bytes
+            if self.executions.running is None or self._end_reason is not None
+            else self.executions.running.log_bytes
         )
 
     def unreclaimable_memory(self) -> int:
@@ -229,7 +240,7 @@ class SandboxInstance:
         self._close_descriptors()
         self._kill_processes()
         self._helpers.kill_all()
-        self._runner.abort(reason)
+        self.executions.abort(reason)
         for waiting in (self._configured, self._resized):
             if waiting is not None and not waiting.done():
                 waiting.set_exception(SandboxStartFailed(f"The sandbox ended: {reason}"))
@@ -311,7 +322,7 @@ class SandboxInstance:
     def _describe_exit(self, code: int) -> str:
         if code == -1:
             return "its zygote ended"
-        if self.count_oom_kills() > self._runner.seen_oom_kills:
+        if self.count_oom_kills() > self.executions.seen_oom_kills:
             return f"it ran out of memory ({self.memory})"
         if self._interpreter_exit_code is None and code == -signal.SIGKILL:
             return "its first process was killed"
@@ -327,7 +338,7 @@ class SandboxInstance:
         try:
             if self._end_reason is not None:
                 return
-            if self._runner.running is None and self._configured.done():
+            if self.executions.running is None and self._configured.done():
                 raise ProtocolViolation("a message while nothing ran")
             message = self._assembler.feed(packet)
             if message is not None:
@@ -339,11 +350,11 @@ class SandboxInstance:
                 os.close(fd)
 
     def _handle_message(self, message: framing.RunnerMessage, fds: list[int]) -> None:
-        if self._runner.running is not None:
-            self._runner.running.accept(message)
+        if self.executions.running is not None:
+            self.executions.running.accept(message)
             if message.kind is MessageKind.END:
-                self._runner.running = None
-            elif self._runner.running.log_bytes > _LARGE_OUTPUT_BYTES:
+                self.executions.running = None
+            elif self.executions.running.log_bytes > _LARGE_OUTPUT_BYTES:
                 self._on_output_growth()
             return
         expected = _DESCRIPTORS_AND_LISTENERS if self._settings.mode == "namespaces" else _DESCRIPTORS
@@ -371,52 +382,41 @@ class SandboxInstance:
         if self._end_reason is None:
             self.kill("it closed its channel to the supervisor")
 
-    # ---- executions -------------------------------------------------------------------------------------------
+    # ---- use --------------------------------------------------------------------------------------------------
 
-    def start_execution(
-        self,
-        code: str,
-        *,
-        timeout: float,
-        requirements: Sequence[str] = (),
-        language: ExecutionLanguage = "python",
-    ) -> SandboxExecution:
-        """Queue code, and packages to install first; it runs whether or not anybody reads it.
-
-        Raises SandboxGone, and ValueError for a timeout that is not positive and finite.
-        """
-        if self._end_reason is not None:
-            raise SandboxGone(f"The sandbox is gone: {self._end_reason}.")
-        if not 0 < timeout < math.inf:
-            raise ValueError(f"a time-out is a positive number of seconds, not {timeout}")
-        execution = SandboxExecution(
-            code,
-            timeout,
-            output_bytes=self._settings.output_bytes,
-            display_bytes=self._settings.display_bytes,
-            language=language,
+    def info(self) -> SandboxInfo:
+        return SandboxInfo(
+            id=self.name,
+            memory=self.spec.memory,
+            tenant=self.spec.tenant,
+            created_at=self.created_at,
+            last_used_at=self.last_used_at,
+            running=self.executions.running_id,
+            waiting=self.executions.queued_count,
+            warm=self.warm,
         )
-        execution.requirements = requirements
-        self._runner.submit(execution)
-        return execution
 
-    async def execute(
-        self, code: str, *, timeout: float = 60.0, language: ExecutionLanguage = "python"
-    ) -> AsyncGenerator[ExecutionEvent]:
-        """Run code and yield its events; closing the iterator interrupts the code."""
-        execution = self.start_execution(code, timeout=timeout, language=language)
+    def idle_seconds(self) -> float:
+        """Seconds since the last use; 0 while it is in use."""
+        if self._active_uses or self.executions.pending:
+            return 0
+        return time.monotonic() - self._last_used_monotonic
+
+    def touch(self) -> None:
+        self.last_used_at = time.time()
+        self._last_used_monotonic = time.monotonic()
+
+    @contextlib.contextmanager
+    def in_use(self) -> Generator[None]:
+        """Not idle for the block."""
+        self._active_uses += 1
         try:
-            async for event in execution.events():
-                yield event
+            yield
         finally:
-            if not execution.has_ended:
-                self.interrupt(execution)
+            self._active_uses -= 1
+            self.touch()
 
-    def interrupt(self, execution: SandboxExecution | None = None) -> None:
-        """Stop an execution, by default the running one, as Ctrl-C would; a queued one never starts."""
-        self._runner.interrupt(execution)
-
-    # ---- for the execution runner -----------------------------------------------------------------------------
+    # ---- for the execution queue ------------------------------------------------------------------------------
 
     def send_message(self, kind: MessageKind, call_id: bytes, body: dict[str, Any]) -> None:
         message = framing.RunnerMessage(kind, call_id, json.dumps(body).encode())
@@ -437,13 +437,12 @@ class SandboxInstance:
         try:
             return 0 if self.resources.cgroup is None else self.resources.cgroup.oom_kills()
         except OSError:  # for example out of descriptors: the end is still reported, without the cause
-            return self._runner.seen_oom_kills
+            return self.executions.seen_oom_kills
 
     # ---- files ------------------------------------------------------------------------------------------------
 
     def _require_data_fd(self) -> int:
-        if self._end_reason is not None or self._data_fd < 0:
-            raise SandboxGone(f"The sandbox is gone: {self._end_reason}.")
+        self.check_alive()
         return self._data_fd
 
     def _free_memory(self) -> int | None:

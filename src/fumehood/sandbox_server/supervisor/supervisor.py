@@ -376,8 +376,7 @@ class Supervisor:
     ) -> SandboxInstance:
         try:
             access = None if grant is None else self.egress.create_access(grant)
-            await sandbox.claim(spec.memory, access)
-            sandbox.packages.tenant = spec.tenant
+            await sandbox.claim(spec, access)
             await sandbox.packages.attach_provision(provision.share())
         except BaseException:  # also when the caller is cancelled: nobody else would end it
             self._run_in_background(sandbox.destroy())

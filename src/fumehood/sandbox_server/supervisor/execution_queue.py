@@ -1,79 +1,161 @@
-"""Runs the executions of one sandbox one after another: installs, deadline, interrupt, end."""
+"""The executions of one sandbox: run one after another, each started once and readable until it is evicted."""
 
 import asyncio
 import logging
-from typing import Any, Protocol
+import math
+from collections.abc import Callable
+from sys import getsizeof
+from typing import TYPE_CHECKING, Any
 
-from fumehood.protocol.sandbox.sandbox_errors import InstallFailed, SandboxGone
+from fumehood.protocol.sandbox.sandbox_errors import (
+    ExecutionNotFound,
+    InstallFailed,
+    RetryLater,
+    SandboxConflict,
+    SandboxGone,
+)
 from fumehood.protocol.sandbox.sandbox_messages import (
     MEMORY_TIERS,
+    ExecuteRequest,
     ExecutionEnd,
     ExecutionEndStatus,
-    MemoryTier,
 )
 from fumehood.sandbox_server.inside.framing import MessageKind
-from fumehood.sandbox_server.packages.sandbox_packages import SandboxPackages
 from fumehood.sandbox_server.settings import Settings
-from fumehood.sandbox_server.supervisor.sandbox_execution import SandboxExecution
+from fumehood.sandbox_server.supervisor.sandbox_execution import SandboxExecution, estimate_memory
+
+if TYPE_CHECKING:
+    from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 
 logger = logging.getLogger(__name__)
 
+_MAX_EVICTED_IDS = 1000
 _INTERRUPT_INTERVAL = 0.1
 _EXIT_WAIT = 5.0  # seconds a killed sandbox gets to end its last process
-_COMMAND_EXIT_WAIT = (
-    3.0  # seconds more for an interrupted command, whose runner waits for its child processes
-)
+# Seconds more for an interrupted command, whose runner waits for its child processes.
+_COMMAND_EXIT_WAIT = 3.0
 
 
-class ExecutingSandbox(Protocol):
-    """What the runner uses of its sandbox."""
+class ExecutionQueue:
+    """Every started execution gets its `ExecutionEnd`, whatever the code does.
 
-    id: str
-    memory: MemoryTier
-    packages: SandboxPackages
+    on_end: called with each execution that has ended.
+    """
 
-    @property
-    def end_reason(self) -> str | None: ...
-    def send_message(self, kind: MessageKind, call_id: bytes, body: dict[str, Any]) -> None: ...
-    def send_interrupt(self) -> None: ...
-    def count_oom_kills(self) -> int: ...
-    async def wait_exited(self, timeout: float) -> None: ...
-    def kill(self, reason: str) -> None: ...
-
-
-class ExecutionRunner:
-    """Every submitted execution gets its `ExecutionEnd`, whatever the code does."""
-
-    def __init__(self, sandbox: ExecutingSandbox, settings: Settings) -> None:
+    def __init__(self, sandbox: "SandboxInstance", settings: Settings) -> None:
         self._sandbox = sandbox
         self._settings = settings
         self._lock = asyncio.Lock()
         self._memory_limit_sent = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ended: dict[str, SandboxExecution] = {}
+        self._evicted_ids: dict[str, None] = {}
+        self.pending: dict[str, SandboxExecution] = {}  # the first one runs
+        self.retained_bytes = 0
+        self.on_end: Callable[[SandboxExecution, ExecutionEnd], None] | None = None
         self.running: SandboxExecution | None = None
-        self.seen_oom_kills = (
-            0  # processes the kernel had killed for lack of memory by the end of the last execution
-        )
+        # Processes that the kernel had killed for lack of memory by the end of the last execution.
+        self.seen_oom_kills = 0
 
-    def submit(self, execution: SandboxExecution) -> None:
-        """Queue an execution; it runs whether or not anybody reads it."""
+    # ---- starting and finding ---------------------------------------------------------------------------------
+
+    @property
+    def running_id(self) -> str | None:
+        return next(iter(self.pending), None)
+
+    @property
+    def queued_count(self) -> int:
+        return max(len(self.pending) - 1, 0)
+
+    def start_or_get(self, request: ExecuteRequest) -> SandboxExecution:
+        """Queue an execution, or return the one that was started under this id.
+
+        It runs whether or not anybody reads it. Raises SandboxConflict, RetryLater, SandboxGone, ExecutionNotFound for
+        one that has been evicted, and ValueError for a timeout that is not positive and finite.
+        """
+        if request.execution_id is not None and (known := self._look_up(request.execution_id)) is not None:
+            if known.request != request:
+                raise SandboxConflict(
+                    f"Execution id {request.execution_id} is in use with another request; choose another id.",
+                    param="execution_id",
+                )
+            return known
+        self._sandbox.check_alive()
+        if len(self.pending) > self._settings.queued_executions:
+            raise RetryLater(
+                f"Execution queue full: {self.queued_count} executions wait in this sandbox. Retry when one has ended."
+            )
+        if not 0 < request.timeout_seconds < math.inf:
+            raise ValueError(f"a time-out is a positive number of seconds, not {request.timeout_seconds}")
+        execution = SandboxExecution(request, self._settings)
+        execution.on_end = self._retire
+        self.pending[execution.id] = execution
         task = asyncio.ensure_future(self._run_and_report_end(execution))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return execution
 
-    def interrupt(self, execution: SandboxExecution | None = None) -> None:
-        """Stop an execution, by default the running one, as Ctrl-C would; a queued one never starts."""
+    def _look_up(self, execution_id: str) -> SandboxExecution | None:
+        execution = self.pending.get(execution_id) or self._ended.get(execution_id)
+        if execution is None and execution_id in self._evicted_ids:
+            raise ExecutionNotFound(
+                f"Execution {execution_id} has run; its output is no longer retained.", param="execution_id"
+            )
+        return execution
+
+    def get(self, execution_id: str) -> SandboxExecution:
+        """Raises ExecutionNotFound, or SandboxGone if the sandbox has ended."""
+        execution = self._look_up(execution_id)
         if execution is None:
-            execution = self.running
-        if execution is not None and not execution.has_ended:
-            execution.interrupted_by_caller = True
-            if not execution.interrupt_requested.done():
-                execution.interrupt_requested.set_result(None)
+            self._sandbox.check_alive()
+            raise ExecutionNotFound(
+                f"There is no execution {execution_id} in this sandbox.", param="execution_id"
+            )
+        return execution
+
+    def interrupt(self, execution_id: str | None = None) -> bool:
+        """Interrupt an execution, by default the running one; returns whether there was one."""
+        execution = self.pending.get(self.running_id or "" if execution_id is None else execution_id)
+        if execution is None:
+            return False
+        execution.interrupt()
+        return True
 
     def abort(self, reason: str) -> None:
         """The sandbox is gone: the running execution ends as lost."""
         if self.running is not None and not self.running.lost.done():
             self.running.lost.set_result(reason)
+
+    # ---- retaining --------------------------------------------------------------------------------------------
+
+    def _retire(self, execution: SandboxExecution, end: ExecutionEnd) -> None:
+        del self.pending[execution.id]
+        execution.retained_bytes = getsizeof(execution.request.code) + sum(
+            map(estimate_memory, execution.event_log)
+        )
+        self._ended[execution.id] = execution
+        self.retained_bytes += execution.retained_bytes
+        while len(self._ended) > 1 and (
+            len(self._ended) > self._settings.retained_executions
+            or self.retained_bytes > self._settings.retained_output_bytes
+        ):
+            self._evict(next(iter(self._ended)))
+        self._sandbox.touch()
+        if self.on_end is not None:
+            self.on_end(execution, end)
+
+    def _evict(self, execution_id: str) -> None:
+        self.retained_bytes -= self._ended.pop(execution_id).retained_bytes
+        self._evicted_ids[execution_id] = None
+        if len(self._evicted_ids) > _MAX_EVICTED_IDS:
+            del self._evicted_ids[next(iter(self._evicted_ids))]
+
+    def evict_all(self) -> None:
+        """Drop all retained output."""
+        for execution_id in [*self._ended]:
+            self._evict(execution_id)
+
+    # ---- running ----------------------------------------------------------------------------------------------
 
     async def _run_and_report_end(self, execution: SandboxExecution) -> None:
         """Append an end even if the supervisor itself fails."""
@@ -93,12 +175,13 @@ class ExecutionRunner:
             execution.start_clock()
             if self._sandbox.end_reason is not None:
                 reason = (
-                    f"The sandbox was lost before the {execution.noun} started: {self._sandbox.end_reason}."
+                    f"The sandbox was lost before the {execution.request.noun} started: "
+                    f"{self._sandbox.end_reason}."
                 )
                 execution.append(self._build_end(execution, "lost", reason=reason))
                 return
             if execution.interrupted_by_caller:
-                reason = f"The {execution.noun} was interrupted before it started."
+                reason = f"The {execution.request.noun} was interrupted before it started."
                 execution.append(self._build_end(execution, "interrupted", reason=reason))
                 return
             self.running = execution
@@ -106,7 +189,7 @@ class ExecutionRunner:
                 self.running = None
                 execution.append(self._build_end(execution, failed[0], reason=failed[1]))
                 return
-            kind = MessageKind.COMMAND if execution.language == "shell" else MessageKind.EXECUTE
+            kind = MessageKind.COMMAND if execution.request.language == "shell" else MessageKind.EXECUTE
             self._sandbox.send_message(kind, execution.call_id, self._build_request(execution))
             # Counted while the code starts: no process runs out of memory that soon.
             kills_before = self._sandbox.count_oom_kills()
@@ -114,8 +197,8 @@ class ExecutionRunner:
             self.seen_oom_kills = self._sandbox.count_oom_kills()
             if end.state_kept and self.seen_oom_kills > kills_before:
                 execution.append_note(
-                    f"A process that the {execution.noun} had started was killed: the sandbox was out of memory "
-                    f"({self._sandbox.memory})."
+                    f"A process that the {execution.request.noun} had started was killed: the sandbox was out of "
+                    f"memory ({self._sandbox.memory})."
                 )
             self.running = None
             execution.append(end)
@@ -124,12 +207,12 @@ class ExecutionRunner:
         self, execution: SandboxExecution
     ) -> tuple[ExecutionEndStatus, str] | None:
         """None once the packages are there; otherwise how the execution ends, and why."""
-        if not execution.requirements:
+        if not execution.request.requirements:
             return None
         loop = asyncio.get_running_loop()
         started_at = loop.time()
         install = asyncio.ensure_future(
-            self._sandbox.packages.install(execution.requirements, execution.append_note)
+            self._sandbox.packages.install(execution.request.requirements, execution.append_note)
         )
         try:
             await asyncio.wait(
@@ -156,7 +239,7 @@ class ExecutionRunner:
 
     def _build_request(self, execution: SandboxExecution) -> dict[str, Any]:
         """The first request carries the interpreter's memory limit, which can be set only once."""
-        request: dict[str, Any] = {"code": execution.code}
+        request: dict[str, Any] = {"code": execution.request.code}
         if not self._memory_limit_sent:
             self._memory_limit_sent = True
             request["data_limit"] = MEMORY_TIERS[self._sandbox.memory] * 9 // 10
@@ -165,16 +248,18 @@ class ExecutionRunner:
     async def _wait_for_end(self, execution: SandboxExecution, kills_before: int) -> ExecutionEnd:
         """Wait for the runner's end message, the death of the sandbox or the deadline."""
         interrupted = await self._is_running_after(
-            execution, execution.timeout, execution.interrupt_requested
+            execution, execution.request.timeout_seconds, execution.interrupt_requested
         )
         if interrupted:
             await self._interrupt_until_stopped(execution)
         if not execution.reported_end.done() or execution.lost.done():
             return await self._build_lost_end(execution, kills_before, interrupted=interrupted)
         if interrupted and execution.interrupted_by_caller:
-            return self._build_end(execution, "interrupted", reason=f"The {execution.noun} was interrupted.")
+            return self._build_end(
+                execution, "interrupted", reason=f"The {execution.request.noun} was interrupted."
+            )
         if interrupted:
-            reason = f"The {execution.noun} ran longer than {execution.timeout:g} s and was interrupted."
+            reason = f"{_describe_timeout(execution)} and was interrupted."
             return self._build_end(execution, "timeout", reason=reason)
         exit_code = execution.reported_end.result().exit_code
         return self._build_end(execution, "ok" if exit_code == 0 else "error", exit_code)
@@ -191,14 +276,14 @@ class ExecutionRunner:
         """Interrupt repeatedly, because a child process may swallow one; then kill."""
         loop = asyncio.get_running_loop()
         grace = self._settings.interrupt_grace
-        if execution.language == "shell":
+        if execution.request.language == "shell":
             grace += _COMMAND_EXIT_WAIT
         deadline = loop.time() + grace
         while loop.time() < deadline:
             self._sandbox.send_interrupt()
             if not await self._is_running_after(execution, _INTERRUPT_INTERVAL):
                 return
-        self._sandbox.kill(f"the {execution.noun} did not stop when it was interrupted")
+        self._sandbox.kill(f"the {execution.request.noun} did not stop when it was interrupted")
 
     async def _build_lost_end(
         self, execution: SandboxExecution, kills_before: int, *, interrupted: bool
@@ -208,13 +293,10 @@ class ExecutionRunner:
             reason = f"The sandbox ran out of memory ({self._sandbox.memory}) and was ended."
             return self._build_end(execution, "out_of_memory", reason=reason)
         if interrupted and execution.interrupted_by_caller:
-            reason = f"The {execution.noun} did not stop when it was interrupted and was killed."
+            reason = f"The {execution.request.noun} did not stop when it was interrupted and was killed."
             return self._build_end(execution, "interrupted", reason=reason)
         if interrupted:
-            reason = (
-                f"The {execution.noun} ran longer than {execution.timeout:g} s, did not stop when interrupted and was "
-                "killed."
-            )
+            reason = f"{_describe_timeout(execution)}, did not stop when interrupted and was killed."
             return self._build_end(execution, "timeout", reason=reason)
         reason = f"The sandbox was lost: {execution.lost.result()}."
         return self._build_end(execution, "lost", reason=reason)
@@ -235,3 +317,7 @@ class ExecutionRunner:
             reason=reason,
             packages_ms=round((execution.install_seconds or 0) * 1000),
         )
+
+
+def _describe_timeout(execution: SandboxExecution) -> str:
+    return f"The {execution.request.noun} ran longer than {execution.request.timeout_seconds:g} s"
