@@ -171,7 +171,7 @@ async def assemble_gateway(
                 _build_container_settings(config),
                 sealer=sealer,
                 uploads=files,
-                metrics=stats.containers,
+                stats=stats.containers,
             )
         )
         tools = _build_tools(config, containers, files, clock)
@@ -412,7 +412,6 @@ def _build_container_settings(config: GatewayConfig) -> ContainerSettings:
         ),
         concurrent_uploads=config.files.concurrent_uploads,
         sandboxes_survive_restart=settings.sandbox_url is not None,
-        single_process=True,  # the process holds a lock on the database
     )
 
 

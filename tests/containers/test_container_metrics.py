@@ -37,12 +37,12 @@ async def test_calls_are_counted_by_their_ends() -> None:
         harness.scripted.error = SandboxServerUnreachable("nobody answers")
         await harness.run(await harness.open(container.id), "nobody there")
         harness.scripted.error = None
-        figures = harness.metrics
-    assert figures.ended_calls == {"ok": 1, "timeout": 2, "out_of_memory": 1, "lost": 2}
-    assert figures.running_calls == 0
+        stats = harness.stats
+    assert stats.ended_calls == {"ok": 1, "timeout": 2, "out_of_memory": 1, "lost": 2}
+    assert stats.running_calls == 0
     # After each sandbox that was lost another one; the last was not to be had.
-    assert (figures.sandbox_starts, figures.acquire_seconds.count) == ({"new": 3}, 4)
-    assert figures.run_seconds.count == 5
+    assert (stats.sandbox_starts, stats.acquire_seconds.count) == ({"new": 3}, 4)
+    assert stats.run_seconds.count == 5
 
 
 async def test_a_call_that_nobody_stayed_for() -> None:
@@ -53,18 +53,18 @@ async def test_a_call_that_nobody_stayed_for() -> None:
         begun = asyncio.ensure_future(anext(events))
         while not harness.scripted.requests:
             await asyncio.sleep(0)
-        assert harness.metrics.running_calls == 1
+        assert harness.stats.running_calls == 1
         begun.cancel()
         await asyncio.gather(begun, return_exceptions=True)
         await events.aclose()
         container.release()
-        assert (harness.metrics.running_calls, harness.metrics.ended_calls) == (0, {"abandoned": 1})
+        assert (harness.stats.running_calls, harness.stats.ended_calls) == (0, {"abandoned": 1})
 
 
 async def test_files_take_time() -> None:
     async with container_harness(ExecutionStep("x", [WriteFile("made.txt", b"made")])) as harness:
         await harness.run(await harness.open(), "x")
-        assert harness.metrics.file_seconds.count == 2  # what is put there, and what is found there
+        assert harness.stats.file_seconds.count == 2  # what is put there, and what is found there
 
 
 async def create_container(harness: ContainerHarness) -> str:
@@ -74,17 +74,17 @@ async def create_container(harness: ContainerHarness) -> str:
 async def test_containers_are_counted_by_their_ends() -> None:
     async with container_harness(settings=ContainerSettings(max_lifetime_hours=1)) as harness:
         deleted, _idle = await create_container(harness), await create_container(harness)
-        assert harness.metrics.live_containers == 2
+        assert harness.stats.live_containers == 2
         await harness.containers.delete_container(SOMEBODY, deleted)
         harness.clock.advance(20 * 60)
         await harness.containers.sweep()
-        assert (harness.metrics.ended, harness.metrics.live_containers) == ({"deleted": 1, "idle": 1}, 0)
+        assert (harness.stats.ended, harness.stats.live_containers) == ({"deleted": 1, "idle": 1}, 0)
         used = await create_container(harness)
         for _ in range(6):
             harness.clock.advance(10 * 60)
             await harness.containers.get_container(SOMEBODY, used)
-        assert harness.metrics.ended == {"deleted": 1, "idle": 1, "old": 1}
-        assert (harness.metrics.created, harness.metrics.live_containers) == (3, 0)
+        assert harness.stats.ended == {"deleted": 1, "idle": 1, "old": 1}
+        assert (harness.stats.created, harness.stats.live_containers) == (3, 0)
 
 
 async def test_an_expired_container_that_is_deleted_has_ended_before() -> None:
@@ -93,21 +93,19 @@ async def test_an_expired_container_that_is_deleted_has_ended_before() -> None:
         harness.clock.advance(20 * 60)
         await harness.containers.sweep()
         await harness.containers.delete_container(SOMEBODY, name)
-        assert (harness.metrics.ended, harness.metrics.live_containers) == ({"idle": 1}, 0)
+        assert (harness.stats.ended, harness.stats.live_containers) == ({"idle": 1}, 0)
 
 
 async def test_the_quota() -> None:
-    async with container_harness(
-        settings=ContainerSettings(containers_per_tenant=1, single_process=True)
-    ) as harness:
+    async with container_harness(settings=ContainerSettings(containers_per_tenant=1)) as harness:
         evicted = await harness.open()
         evicted.release()
         await create_container(harness)
         with pytest.raises(RateLimited):
             await create_container(harness)
         await harness.containers.create_container(Caller("another"), ContainerSpec())
-        figures = harness.metrics
-        assert (figures.created, figures.rejected, figures.ended, figures.live_containers) == (
+        stats = harness.stats
+        assert (stats.created, stats.rejected, stats.ended, stats.live_containers) == (
             3,
             1,
             {"evicted": 1},
@@ -127,7 +125,7 @@ async def test_containers_lost_with_their_sandbox_server() -> None:
             harness.blobs,
         )
         async with after.containers:
-            assert (after.metrics.ended, after.metrics.live_containers) == ({"lost": 1}, 1)
+            assert (after.stats.ended, after.stats.live_containers) == ({"lost": 1}, 1)
 
 
 async def test_files_that_had_to_make_room() -> None:
@@ -137,7 +135,7 @@ async def test_files_that_had_to_make_room() -> None:
             await harness.containers.write_file(SOMEBODY, name, "given.txt", b"8 bytes!")
             harness.clock.advance(20 * 60)
             await harness.containers.sweep()
-        assert harness.metrics.purged == 1
+        assert harness.stats.purged == 1
 
 
 async def test_another_process_is_heard_of_at_the_next_sweep() -> None:
@@ -145,6 +143,6 @@ async def test_another_process_is_heard_of_at_the_next_sweep() -> None:
         other = harness.second_process()
         await create_container(harness)
         await create_container(other)
-        assert (harness.metrics.live_containers, other.metrics.live_containers) == (1, 1)
+        assert (harness.stats.live_containers, other.stats.live_containers) == (1, 1)
         await harness.containers.sweep()
-        assert harness.metrics.live_containers == 2
+        assert harness.stats.live_containers == 2

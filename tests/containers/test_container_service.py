@@ -212,9 +212,7 @@ async def test_a_sandbox_that_fails_to_start_is_tried_again(error: SandboxError)
 
 
 async def test_as_many_containers_as_a_tenant_may_have() -> None:
-    async with container_harness(
-        settings=ContainerSettings(containers_per_tenant=2, single_process=True)
-    ) as harness:
+    async with container_harness(settings=ContainerSettings(containers_per_tenant=2)) as harness:
         opened = await asyncio.gather(*(harness.open() for _ in range(4)), return_exceptions=True)
         refused = [one for one in opened if isinstance(one, RateLimited)]
         assert len(refused) == 2
@@ -232,9 +230,7 @@ async def test_as_many_containers_as_a_tenant_may_have() -> None:
 
 async def test_the_one_that_was_idle_longest_makes_room() -> None:
     steps = (ExecutionStep("a"), ExecutionStep("b"), ExecutionStep("a"), ExecutionStep("c"))
-    async with container_harness(
-        *steps, settings=ContainerSettings(containers_per_tenant=2, single_process=True)
-    ) as harness:
+    async with container_harness(*steps, settings=ContainerSettings(containers_per_tenant=2)) as harness:
         first, second = await harness.open(), await harness.open()
         for container, code in ((first, "a"), (second, "b"), (await harness.open(first.id), "a")):
             harness.clock.advance(1)
@@ -247,9 +243,7 @@ async def test_the_one_that_was_idle_longest_makes_room() -> None:
 
 
 async def test_a_lower_bound_holds_for_those_that_are_there() -> None:
-    async with container_harness(
-        settings=ContainerSettings(containers_per_tenant=4, single_process=True)
-    ) as harness:
+    async with container_harness(settings=ContainerSettings(containers_per_tenant=4)) as harness:
         opened = [await harness.open() for _ in range(4)]
         for container in opened:
             harness.clock.advance(1)
@@ -261,9 +255,7 @@ async def test_a_lower_bound_holds_for_those_that_are_there() -> None:
 
 
 async def test_what_was_asked_for_and_what_is_in_use_make_no_room() -> None:
-    async with container_harness(
-        settings=ContainerSettings(containers_per_tenant=3, single_process=True)
-    ) as harness:
+    async with container_harness(settings=ContainerSettings(containers_per_tenant=3)) as harness:
         asked = await harness.containers.create_container(SOMEBODY, ContainerSpec())
         working = await harness.open()
         idle = await harness.open()
@@ -278,9 +270,7 @@ async def test_what_was_asked_for_and_what_is_in_use_make_no_room() -> None:
 
 async def test_what_is_opened_while_it_is_looked_at_makes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = (ExecutionStep("a"), ExecutionStep("b"))
-    async with container_harness(
-        *steps, settings=ContainerSettings(containers_per_tenant=1, single_process=True)
-    ) as harness:
+    async with container_harness(*steps, settings=ContainerSettings(containers_per_tenant=1)) as harness:
         idle = await harness.open()
         await harness.run(idle, "a")
         looking, opened = asyncio.Event(), asyncio.Event()
@@ -416,10 +406,10 @@ async def test_sandboxes_that_belong_to_nobody_are_ended() -> None:
         )
 
 
-@pytest.mark.parametrize("alone", [True, False])
-async def test_what_a_killed_process_left_is_ended_when_the_next_one_starts(alone: bool) -> None:
+@pytest.mark.parametrize("is_shared", [False, True])
+async def test_what_a_killed_process_left_is_ended_when_the_next_one_starts(is_shared: bool) -> None:
     """At once, also what still runs; unless there are other processes that it may belong to."""
-    settings = ContainerSettings(isolation="execution", single_process=alone)
+    settings = ContainerSettings(isolation="execution")
     never = asyncio.Event()
     async with container_harness(
         ExecutionStep("x", [never]), ExecutionStep("y"), settings=settings
@@ -431,9 +421,10 @@ async def test_what_a_killed_process_left_is_ended_when_the_next_one_starts(alon
         (left,) = harness.scripted.specs
         await harness.scripted.create(SandboxSpec(), "cntr_of_another_gateway-1")
         after = harness.second_process()
+        harness.store.is_shared = is_shared
         async with after.containers:
             await settle()
-            assert (left in harness.scripted.specs) != alone
+            assert (left in harness.scripted.specs) == is_shared
             assert "cntr_of_another_gateway-1" in harness.scripted.specs
             assert (await after.run(await after.open(container.id), "y")).end.status == "ok"
         call.cancel()
@@ -441,7 +432,7 @@ async def test_what_a_killed_process_left_is_ended_when_the_next_one_starts(alon
 
 
 async def test_a_start_leaves_alone_what_is_used_meanwhile() -> None:
-    settings = ContainerSettings(isolation="execution", single_process=True)
+    settings = ContainerSettings(isolation="execution")
     done = asyncio.Event()
     async with container_harness(ExecutionStep("x", [done]), settings=settings) as harness:
         container = await harness.open()

@@ -95,7 +95,7 @@ async def test_code_that_takes_too_long_is_stopped(isolation: str) -> None:
         assert request.timeout_seconds == 0.01
         assert not [info for info in await harness.scripted.list_sandboxes() if info.running]
         assert len(harness.scripted.specs) == (isolation == "container")
-        assert (harness.metrics.running_calls, harness.metrics.ended_calls) == (0, {"timeout": 1})
+        assert (harness.stats.running_calls, harness.stats.ended_calls) == (0, {"timeout": 1})
 
 
 async def test_waiting_for_a_sandbox_takes_too_long() -> None:

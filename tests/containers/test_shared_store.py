@@ -142,10 +142,10 @@ async def test_what_another_process_begins_at_the_same_moment_counts(
         if settings is ONE:
             with pytest.raises(RateLimited):
                 await harness.open()
-            assert harness.metrics.rejected == 1
+            assert harness.stats.rejected == 1
         else:
             await harness.open()
-            assert (harness.metrics.created, other.metrics.created) == (1, 1)
+            assert (harness.stats.created, other.stats.created) == (1, 1)
         assert len(await harness.store.find_containers(running=True)) == settings.containers_per_tenant
 
 

@@ -63,7 +63,7 @@ class ContainerHarness:
 
     def __post_init__(self) -> None:
         self.store = self.shared_store or MemoryStore(self.clock)
-        self.metrics = ContainerStats()
+        self.stats = ContainerStats()
         self.containers = SandboxContainerService(
             self.scripted,
             self.store,
@@ -71,10 +71,11 @@ class ContainerHarness:
             self.clock,
             self.settings,
             sealer=PlainSealer(),
-            metrics=self.metrics,
+            stats=self.stats,
         )
 
     def second_process(self) -> "ContainerHarness":
+        self.store.is_shared = True
         return ContainerHarness(self.scripted, self.settings, self.clock, self.store, self.blobs)
 
     async def open(

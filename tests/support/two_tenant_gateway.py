@@ -168,7 +168,7 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[TenantG
         store,
         blobs,
         clock,
-        ContainerSettings(containers_per_tenant=_MANY, single_process=True),
+        ContainerSettings(containers_per_tenant=_MANY),
         sealer=PlainSealer(),
         uploads=files,
     )

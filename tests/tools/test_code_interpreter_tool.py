@@ -439,7 +439,7 @@ z\
 
 async def test_as_many_containers_as_are_allowed() -> None:
     async with run_scripted(
-        ExecutionStep("x"), containers=ContainerSettings(containers_per_tenant=1, single_process=True)
+        ExecutionStep("x"), containers=ContainerSettings(containers_per_tenant=1)
     ) as interpreter:
         assert (await interpreter.run("x")).item.status == "completed"
         interpreter.segments.clear()

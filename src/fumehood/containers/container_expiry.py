@@ -100,7 +100,7 @@ class ContainerReaper:
         if state is not None and state.in_use:
             return False
         # Another process may use it, and saves that only now and then.
-        quiet_seconds = 0 if self._context.settings.single_process else 2 * ACTIVITY_WRITE_INTERVAL
+        quiet_seconds = 2 * ACTIVITY_WRITE_INTERVAL if self._context.store.is_shared else 0
         return self.last_active_at(record) <= self._context.clock.now() - quiet_seconds
 
     async def delete(self, record: ContainerRecord) -> None:
@@ -138,11 +138,9 @@ class ContainerReaper:
         ):
             return False
         if record.status == "running":
-            metrics = self._context.metrics
-            metrics.ended[reason] += 1
-            metrics.live_containers = max(
-                metrics.live_containers - 1, 0
-            )  # another process may have created it
+            stats = self._context.stats
+            stats.ended[reason] += 1
+            stats.live_containers = max(stats.live_containers - 1, 0)  # another process may have created it
         refs = [] if reason == "lost" else self._sandbox_refs(record)
         for ref in (*refs, *(state.ephemeral_sandboxes if state else ())):
             await release_sandbox(self._context.provider, ref)
@@ -167,7 +165,7 @@ class ContainerReaper:
             if excess <= 0:
                 return
             excess -= record.retained
-            self._context.metrics.purged += 1
+            self._context.stats.purged += 1
             files = await store.list_container_files(record.id)
             await store.update_container(
                 msgspec.structs.replace(record, retained=0), [file.id for file in files]
@@ -180,7 +178,7 @@ class ContainerReaper:
         """Expire idle containers, delete tombstones, destroy orphans; save the activity of containers in use."""
         store, clock = self._context.store, self._context.clock
         running = await store.find_containers(running=True)
-        self._context.metrics.live_containers = len(running)
+        self._context.stats.live_containers = len(running)
         for record in running:  # first all of them: ending one may take longer than other processes wait
             state = self._states.get(record.id)
             if state is not None and self._is_in_use(record):

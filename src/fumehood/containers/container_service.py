@@ -85,13 +85,13 @@ class SandboxContainerService:
         *,
         sealer: Sealer | None = None,
         uploads: FileService | None = None,
-        metrics: ContainerStats | None = None,
+        stats: ContainerStats | None = None,
     ) -> None:
         settings = settings or ContainerSettings()
         files = FileSync(store, blobs, clock, settings.file_limits)
-        self._metrics = metrics or ContainerStats()
+        self._stats = stats or ContainerStats()
         self._context = ContainerContext(
-            provider, store, files, clock, settings, DomainSecretVault(sealer), self._metrics
+            provider, store, files, clock, settings, DomainSecretVault(sealer), self._stats
         )
         self._uploads = uploads
         self._user_files = UserFiles(self._context, blobs)
@@ -102,7 +102,7 @@ class SandboxContainerService:
         self._sweeper: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._metrics.live_containers = len(await self._context.store.find_containers(running=True))
+        self._stats.live_containers = len(await self._context.store.find_containers(running=True))
         if not self._context.settings.sandboxes_survive_restart:
             await self._reaper.expire_lost_containers()
         self._sweeper = asyncio.create_task(self._sweep_forever(), name="containers: sweeper")
@@ -122,7 +122,8 @@ class SandboxContainerService:
 
     async def _sweep_forever(self) -> None:
         settings = self._context.settings
-        if settings.single_process and settings.sandboxes_survive_restart:
+        # In a shared store, sandboxes without a record may be those that another process is making.
+        if settings.sandboxes_survive_restart and not self._context.store.is_shared:
             await self._log_sweep_failure(self._reaper.destroy_orphans_at_startup)
         while True:
             await self._context.clock.sleep(settings.sweep_interval_seconds)
@@ -277,8 +278,8 @@ class SandboxContainerService:
                 )
                 # False if another process has created a container since they were counted.
                 if await store.put_container(record, known_running=[known.id for known in running]):
-                    self._metrics.created += 1
-                    self._metrics.live_containers += 1
+                    self._stats.created += 1
+                    self._stats.live_containers += 1
                     return record
 
     async def _enforce_container_limit(self, caller: Caller, running: Sequence[ContainerRecord]) -> None:
@@ -287,7 +288,7 @@ class SandboxContainerService:
         if len(running) >= limit:
             running = [known for known in running if (await self._expire_if_due(known)).status == "running"]
         if len(running) >= limit and not await self._reaper.evict_idle(running, limit):
-            self._metrics.rejected += 1
+            self._stats.rejected += 1
             raise RateLimited(
                 f"Container limit reached ({limit}): delete a container, or wait for one to expire.",
                 code="container_limit_exceeded",

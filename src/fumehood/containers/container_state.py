@@ -42,8 +42,6 @@ class ContainerSettings:
     concurrent_uploads: uploads into containers of one tenant at the same time; further ones wait.
     sandboxes_survive_restart: whether sandboxes of an earlier process may still run. If not, containers that had one
         expire at startup.
-    single_process: whether no other process uses the same store. Then sandboxes without a record are orphans at
-        startup, and a container that is idle here is idle.
     sweep_interval_seconds: pause between two sweeps for expired containers and orphans.
     orphan_idle_seconds: idle time after which a sandbox without a container is destroyed.
     """
@@ -60,7 +58,6 @@ class ContainerSettings:
     concurrent_uploads: int = 16
     file_limits: ContainerFileLimits = field(default_factory=ContainerFileLimits)
     sandboxes_survive_restart: bool = True
-    single_process: bool = False
     sweep_interval_seconds: float = 30.0
     orphan_idle_seconds: float = 300.0
 
@@ -79,12 +76,12 @@ class ContainerContext:
     clock: Clock
     settings: ContainerSettings
     domain_secrets: DomainSecretVault
-    metrics: ContainerStats
+    stats: ContainerStats
 
     @contextmanager
     def time_file_sync(self) -> Generator[None]:
         """Measure the restoring or collecting of a call's files."""
-        with start_timing("files"), self.metrics.file_seconds.time(self.clock.monotonic):
+        with start_timing("files"), self.stats.file_seconds.time(self.clock.monotonic):
             yield
 
 

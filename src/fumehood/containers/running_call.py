@@ -48,7 +48,7 @@ class RunningCall:
         self.end: ExecutionEnd | None = None
         self.may_have_run = False
         self._clock = context.clock
-        self._metrics = context.metrics
+        self._stats = context.stats
         self._loop = asyncio.get_running_loop()
         self._called_at = self._started_at = self._loop.time()
         self._deadline = self._called_at + timeout + _TIMEOUT_GRACE_SECONDS
@@ -56,12 +56,12 @@ class RunningCall:
         self._runs = False  # the code may be running
 
     def __enter__(self) -> Self:
-        self._metrics.running_calls += 1
+        self._stats.running_calls += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._metrics.running_calls -= 1
-        self._metrics.ended_calls["abandoned" if self.end is None else self.end.status] += 1
+        self._stats.running_calls -= 1
+        self._stats.ended_calls["abandoned" if self.end is None else self.end.status] += 1
 
     async def wait_for[T](self, step: Awaitable[T]) -> T:
         """Return the result of a step. Raises TimeoutError if the call takes too long."""
@@ -94,7 +94,7 @@ class RunningCall:
 
     def measure(self, end: ExecutionEnd) -> None:
         """Record how long the code ran."""
-        self._metrics.run_seconds.observe(self._clock.monotonic() - self._clock_started_at)
+        self._stats.run_seconds.observe(self._clock.monotonic() - self._clock_started_at)
         self._timing.split_off_start("packages", end.packages_ms * 1_000_000)
         self._timing.set_attribute("status", end.status)
         self._timing.end()

@@ -58,9 +58,9 @@ def check_network_allowed(context: ContainerContext, record: ContainerRecord) ->
 async def claim_sandbox(context: ContainerContext, record: ContainerRecord, name: str) -> SandboxRef:
     """Claim a sandbox of that name, waiting up to `claim_timeout`. Raises SandboxError."""
     check_network_allowed(context, record)
-    with context.metrics.acquire_seconds.time(context.clock.monotonic):
+    with context.stats.acquire_seconds.time(context.clock.monotonic):
         ref = await _claim_with_backoff(context, record, name)
-    context.metrics.sandbox_starts[start_kind(ref)] += 1
+    context.stats.sandbox_starts[start_kind(ref)] += 1
     return ref
 
 

@@ -149,6 +149,11 @@ class ContainerStore(Protocol):
     or written, and StorageCorrupted if it reads a damaged row.
     """
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes may use the same containers at the same time."""
+        ...
+
     async def put_container(
         self, record: ContainerRecord, *, known_running: Collection[str] | None = None
     ) -> bool:

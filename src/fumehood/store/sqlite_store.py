@@ -71,6 +71,7 @@ class SqliteStore:
         cache_bytes: int = _CACHE_BYTES,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.is_shared = False
         self._database = database
         self._monotonic = monotonic
         self._cache = ConversationCache(cache_bytes)
@@ -96,7 +97,9 @@ class SqliteStore:
         Raises StoreOpenError if it is in use by another process, or cannot be used by this release.
         """
         database = await Database.open(path, shared=shared, stats=stats)
-        return cls(database, cache_bytes=cache_bytes, monotonic=monotonic)
+        store = cls(database, cache_bytes=cache_bytes, monotonic=monotonic)
+        store.is_shared = shared
+        return store
 
     async def get_database_id(self) -> str:
         """Return the unique id of this database."""

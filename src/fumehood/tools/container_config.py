@@ -54,10 +54,7 @@ def read_container_choice(spec: ToolSpec) -> ContainerChoice:
 
     `ContainerService.validate_spec` checks whether the server allows it.
     """
-    try:
-        container = msgspec.json.decode(spec.raw, type=_CodeInterpreterConfig).container
-    except msgspec.DecodeError as error:
-        raise _invalid_tool(f"{spec.type}: {error}") from None
+    container = _decode(spec, _CodeInterpreterConfig).container
     if container is None:
         return ContainerChoice(None, ContainerSpec())
     if isinstance(container, str):
@@ -71,18 +68,15 @@ def read_container_choice(spec: ToolSpec) -> ContainerChoice:
 
 def read_shell_environment(spec: ToolSpec) -> ContainerChoice | None:
     """Read the container of a shell; None for a shell that the client runs. Raises InvalidRequest."""
-    try:
-        environment = msgspec.json.decode(spec.raw, type=_ShellConfig).environment
-    except msgspec.DecodeError as error:
-        raise _invalid_tool(f"{spec.type}: {error}") from None
-    where = "environment"
+    environment = _decode(spec, _ShellConfig).environment
     match environment:
         case None | _ShellEnvironment(type="local"):
             return None
         case _ShellEnvironment(type="container_auto"):
-            return ContainerChoice(None, _read_container_spec(environment, where), where)
+            container_spec = _read_container_spec(environment, "environment")
+            return ContainerChoice(None, container_spec, "environment")
         case _ShellEnvironment(type="container_reference", container_id=str()):
-            return ContainerChoice(environment.container_id, ContainerSpec(), where)
+            return ContainerChoice(environment.container_id, ContainerSpec(), "environment")
         case _ShellEnvironment(type="container_reference"):
             raise _invalid_tool("environment.container_id is missing.")
         case _:
@@ -112,29 +106,23 @@ def _read_container_spec(container: _AutoContainer, where: str) -> ContainerSpec
 
 def echo_code_interpreter(spec: ToolSpec) -> bytes:
     """The tool as the response echoes it: with a container and without secrets. Raises InvalidRequest."""
-    try:
-        tool = msgspec.json.decode(spec.raw, type=dict[str, Raw])
-        container = msgspec.json.decode(spec.raw, type=_CodeInterpreterConfig).container
-        if container is None:
-            tool["container"] = Raw(b'{"type":"auto"}')
-        elif isinstance(container, _ContainerFields) and container.id is not None:
-            tool["container"] = Raw(msgspec.json.encode(container.id))
-        elif isinstance(container, _ContainerFields):
-            tool["container"] = _remove_secrets(tool["container"], container.network_policy)
-    except msgspec.DecodeError as error:
-        raise _invalid_tool(f"{spec.type}: {error}") from None
+    tool = _decode(spec, dict[str, Raw])
+    container = _decode(spec, _CodeInterpreterConfig).container
+    if container is None:
+        tool["container"] = Raw(b'{"type":"auto"}')
+    elif isinstance(container, _ContainerFields) and container.id is not None:
+        tool["container"] = Raw(msgspec.json.encode(container.id))
+    elif isinstance(container, _ContainerFields):
+        tool["container"] = _remove_secrets(tool["container"], container.network_policy)
     return msgspec.json.encode(tool)
 
 
 def echo_shell(spec: ToolSpec) -> bytes:
     """As `echo_code_interpreter`, for a shell."""
-    try:
-        tool = msgspec.json.decode(spec.raw, type=dict[str, Raw])
-        environment = msgspec.json.decode(spec.raw, type=_ShellConfig).environment
-        if environment is not None:
-            tool["environment"] = _remove_secrets(tool["environment"], environment.network_policy)
-    except msgspec.DecodeError as error:
-        raise _invalid_tool(f"{spec.type}: {error}") from None
+    tool = _decode(spec, dict[str, Raw])
+    environment = _decode(spec, _ShellConfig).environment
+    if environment is not None:
+        tool["environment"] = _remove_secrets(tool["environment"], environment.network_policy)
     return msgspec.json.encode(tool)
 
 
@@ -144,6 +132,13 @@ def _remove_secrets(raw: Raw, policy: Mapping[str, Raw] | None) -> Raw:
     fields = msgspec.json.decode(raw, type=dict[str, Raw])
     public = {key: value for key, value in policy.items() if key != "domain_secrets"}
     return Raw(msgspec.json.encode({**fields, "network_policy": public}))
+
+
+def _decode[ConfigT](spec: ToolSpec, config_type: type[ConfigT]) -> ConfigT:
+    try:
+        return msgspec.json.decode(spec.raw, type=config_type)
+    except msgspec.DecodeError as error:
+        raise _invalid_tool(f"{spec.type}: {error}") from None
 
 
 def _invalid_tool(message: str) -> InvalidRequest:

@@ -81,7 +81,7 @@ class _Tables:
 class MemoryStore:
     """A `Store` in memory. Leases expire by its clock.
 
-    commit_count: number of committed responses.
+    commit_count: number of committed responses. is_shared: whether other processes use it, for containers.
     """
 
     def __init__(self, clock: Clock | None = None, *, lease_seconds: float = 30) -> None:
@@ -90,6 +90,7 @@ class MemoryStore:
         self._data = _Tables()
         self._closed = False
         self.commit_count = 0
+        self.is_shared = False
 
     def open_second(self) -> Self:
         """Return the store as a second process sees it."""
