@@ -1,9 +1,11 @@
-"""The house rules that a machine can check."""
+"""Rules of the repository that a machine can check."""
 
 import ast
 import re
 import subprocess
 import tomllib
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,31 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 600
 
 # What a merge leaves where it needs a decision.
-CONFLICTS = re.compile(r"^(?:<{7}|>{7}) ")
+CONFLICTS = re.compile(r"^(?:<{7}|>{7}) ", re.MULTILINE)
 # Paths that exist on one machine only; each written so that it does not find itself.
 LOCAL_PATHS = re.compile(r"(?<![\w./-])/wor[k]/|(?<![\w/])\.\./share[d]\b|file:/[/]/opt\b")
+
+
+@dataclass(frozen=True)
+class _Module:
+    """What the rules need of a module."""
+
+    docstring: str
+    imports: list[str]
+    classes: list[str]
+    lines: int
+
+
+@cache
+def _modules() -> dict[Path, _Module]:
+    return {path: _read_module(path.read_text(encoding="utf-8")) for path in MODULES}
+
+
+def _read_module(text: str) -> _Module:
+    tree = ast.parse(text)
+    imports = [str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    return _Module(ast.get_docstring(tree) or "", imports, classes, len(text.splitlines()))
 
 
 def _name(path: Path) -> str:
@@ -45,44 +69,56 @@ def _tracked() -> list[Path]:
     return [path for path in paths if path.is_file()]
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_name)
-def test_module_says_its_purpose(path: Path) -> None:
-    docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    assert docstring, "a module docstring begins with one sentence of purpose"
-    first = " ".join(docstring.split("\n\n")[0].split())
-    assert first.endswith("."), f"the docstring's first paragraph is no sentence: {first!r}"
-    assert not re.search(r"\bimports\b", first), f"{first!r} says what the module imports; the contracts do"
-    assert len(first.split()) > 2, f"{first!r} does not say what the module is for"
+def _purpose_problem(docstring: str) -> str | None:
+    if not docstring:
+        return "it has no docstring"
+    first = " ".join(docstring.split("\n\n", maxsplit=1)[0].split())
+    if not first.endswith("."):
+        return f"the first paragraph is no sentence: {first!r}"
+    if re.search(r"\bimports\b", first):
+        return f"{first!r} says what the module imports; the contracts do"
+    return None if len(first.split()) > 2 else f"{first!r} does not say what the module is for"
+
+
+def test_every_module_says_its_purpose() -> None:
+    problems = {_name(path): _purpose_problem(module.docstring) for path, module in _modules().items()}
+    assert {name: problem for name, problem in problems.items() if problem} == {}
 
 
 # Entered by module: wire types, code of both servers, and packages whose parts are used one without the other.
 OPEN_PACKAGES = {"protocol", "http_server", "sandbox_server", "client", "cli", "interfaces", "testing"}
 # Not exported, because not every command needs what they import.
-OPEN_MODULES = {"fumehood.models.registry", "fumehood.store.aes_gcm_sealer"}
+OPEN_MODULES = {
+    "fumehood.files.input_file_loader",
+    "fumehood.files.uploaded_files",
+    "fumehood.files.url_fetcher",
+    "fumehood.models.registry",
+    "fumehood.store.aes_gcm_sealer",
+}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_name)
-def test_other_packages_are_imported_through_their_init(path: Path) -> None:
-    own = path.relative_to(PACKAGE).parts[0]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and re.match(r"fumehood\.\w+\.", node.module or ""):
-            package = str(node.module).split(".")[1]
-            entered = package == own or package in OPEN_PACKAGES or node.module in OPEN_MODULES
-            assert entered, f"import it from fumehood.{package}, which exports what others use"
+def test_other_packages_are_imported_through_their_init() -> None:
+    found: list[str] = []
+    for path, module in _modules().items():
+        open_packages = {path.relative_to(PACKAGE).parts[0], *OPEN_PACKAGES}
+        for imported in module.imports:
+            inner = re.match(r"fumehood\.(\w+)\.", imported)
+            if inner and inner[1] not in open_packages and imported not in OPEN_MODULES:
+                found.append(f"{_name(path)} imports {imported}; import it from fumehood.{inner[1]}")
+    assert found == []
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "engine").rglob("*.py")), ids=_name)
-def test_the_engine_knows_no_hosted_tool_by_name(path: Path) -> None:
-    named = re.findall(
-        r"code_?interpreter|file_search|web_search|shell_call|\bmcp_|\"ci\"", path.read_text(encoding="utf-8")
-    )
-    assert not named, "what only one tool needs belongs to that tool, or to the protocol"
+def test_the_engine_knows_no_hosted_tool_by_name() -> None:
+    """What only one tool needs belongs to that tool, or to the protocol."""
+    names = re.compile(r"code_?interpreter|file_search|web_search|shell_call|\bmcp_|\"ci\"")
+    modules = sorted((PACKAGE / "engine").rglob("*.py"))
+    found = {_name(path): names.findall(path.read_text(encoding="utf-8")) for path in modules}
+    assert {name: named for name, named in found.items() if named} == {}
 
 
-@pytest.mark.parametrize("path", MODULES, ids=_name)
-def test_module_is_short_enough_to_read(path: Path) -> None:
-    lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert lines <= MAX_LINES, f"{lines} lines; split it by idea"
+def test_every_module_is_short_enough_to_read() -> None:
+    long = {_name(path): module.lines for path, module in _modules().items() if module.lines > MAX_LINES}
+    assert long == {}
 
 
 def _found(pattern: re.Pattern[str]) -> list[str]:
@@ -92,9 +128,7 @@ def _found(pattern: re.Pattern[str]) -> list[str]:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:
             continue
-        for number, line in enumerate(text.splitlines(), 1):
-            if match := pattern.search(line):
-                found.append(f"{_name(path)}:{number}: {match.group()}")
+        found += [f"{_name(path)}: {match.group()}" for match in pattern.finditer(text)]
     return found
 
 
@@ -153,8 +187,8 @@ def test_script_is_executable(script: str) -> None:
 
 def test_no_public_class_name_is_defined_twice() -> None:
     found: dict[str, list[str]] = {}
-    for path in MODULES:
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                found.setdefault(node.name, []).append(_name(path))
+    for path, module in _modules().items():
+        for name in module.classes:
+            if not name.startswith("_"):
+                found.setdefault(name, []).append(_name(path))
     assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
