@@ -4,7 +4,7 @@ import http.server
 import secrets
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from textwrap import dedent
 from typing import Any
 
@@ -19,11 +19,10 @@ VALUE = f"sk-{secrets.token_hex(16)}-{secrets.token_hex(16)}"
 
 @dataclass
 class Outside:
-    """A driver whose sandboxes may reach one server on loopback, and that server's log."""
+    """A driver whose sandboxes may reach one server on loopback; `port` is its port."""
 
     driver: Driver
     port: int
-    requests: list[str] = field(default_factory=list[str])
 
     def create(self, **secret: str) -> SandboxClient:
         network: dict[str, Any] = {"type": "allowlist", "allowed_domains": ["site.test"]}
@@ -36,11 +35,8 @@ class Outside:
 
 @pytest.fixture(scope="module")
 def outside(who: Who) -> Iterator[Outside]:
-    requests: list[str] = []
-
     class Site(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            requests.append(self.path)
             self.send_response(200)
             self.send_header("Content-Length", "2")
             self.end_headers()
@@ -59,11 +55,11 @@ def outside(who: Who) -> Iterator[Outside]:
             pool=0,
             preload=[],
             egress="allowlist",
-            egress_hosts={"site.test": "127.0.0.1", "metadata.test": "169.254.169.254"},
+            egress_hosts={"site.test": "127.0.0.1"},
             egress_private_networks=["127.0.0.1/32"],
             egress_ports=[port],
         ) as driver:
-            yield Outside(driver, port, requests)
+            yield Outside(driver, port)
             residue.note(driver)
         site.shutdown()
     residue.assert_none()
@@ -74,7 +70,6 @@ def outside(who: Who) -> Iterator[Outside]:
 def reaching(outside: Outside) -> Iterator[SandboxClient]:
     """A fresh sandbox with an allow-list; afterwards nothing of it is left in the supervisor."""
     files = outside.driver.info()["open_files"]
-    outside.requests.clear()
     box = outside.create()
     yield box
     box.destroy()
@@ -92,31 +87,6 @@ FETCH = """
 
 def program(outside: Outside, text: str) -> str:
     return dedent(FETCH + text).replace("PORT", str(outside.port))
-
-
-def test_the_one_domain_is_reachable(outside: Outside, reaching: SandboxClient) -> None:
-    assert reaching.ask(program(outside, "    report(fetch())")) == "ok"
-    assert outside.requests == ["/"]
-
-
-def test_every_way_to_another_place(outside: Outside, reaching: SandboxClient) -> None:
-    text = """
-    hosts = ["127.0.0.1", "localhost", "metadata.test", "169.254.169.254", "0", "0x7f000001", "017700000001", "[::1]",
-             "[::ffff:127.0.0.1]", "site.test.", "SITE.test", "site.test%00.x", "x.site.test", "site.test@127.0.0.1"]
-    answers = {}
-    for host in hosts:
-        for line in ("GET http://%s:PORT/ HTTP/1.1" % host, "CONNECT %s:PORT HTTP/1.1" % host):
-            with socket.create_connection(("127.0.0.1", 3128), 30) as s:
-                s.sendall((line + "\\r\\nHost: %s:PORT\\r\\nConnection: close\\r\\n\\r\\n" % host).encode())
-                answers[line] = s.recv(100).decode()[9:12]
-    report(answers)
-    """
-    answers: dict[str, str] = reaching.ask(program(outside, text))
-    spelled = {line: code for line, code in answers.items() if " site.test.:" in line or "SITE" in line}
-    spelled |= {line: code for line, code in answers.items() if "//site.test.:" in line}
-    assert set(spelled.values()) == {"200"}, "the same name in another spelling"
-    assert {code for line, code in answers.items() if line not in spelled} <= {"400", "403"}, answers
-    assert outside.requests == ["/", "/"]
 
 
 def test_a_flood_of_connections(outside: Outside, reaching: SandboxClient) -> None:

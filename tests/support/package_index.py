@@ -15,7 +15,7 @@ import stat
 import tarfile
 import threading
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self, override
 
@@ -175,6 +175,16 @@ class FakePackageIndex:
         if request.command == "GET":
             with contextlib.suppress(OSError):  # whoever asked may be gone
                 request.wfile.write(body)
+
+    @contextlib.contextmanager
+    def held(self) -> Generator[None]:
+        """Let downloads wait until the end of the context."""
+        self.hold = threading.Event()
+        try:
+            yield
+        finally:
+            self.hold.set()
+            self.hold = None
 
     def downloads(self, project: str) -> int:
         """How often a wheel itself was fetched; metadata is asked for by name, too, and refused."""

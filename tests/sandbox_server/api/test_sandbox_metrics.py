@@ -6,7 +6,6 @@ import io
 import os
 import re
 import signal
-import threading
 import zipfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, Self
@@ -222,10 +221,9 @@ async def test_packages(client: SandboxApiClient) -> None:
 
 async def test_whoever_waits(client: SandboxApiClient, index: FakePackageIndex) -> None:
     index.add(wheel("late", "1.0", {"late.py": ""}))
-    index.hold = threading.Event()
-    asked = asyncio.ensure_future(client.create_sandbox("box", requirements=["late"]))
-    await wait_for_samples(client, lambda now: now["fumehood_sandbox_pending_creations"] == 1)
-    index.hold.set()
+    with index.held():
+        asked = asyncio.ensure_future(client.create_sandbox("box", requirements=["late"]))
+        await wait_for_samples(client, lambda now: now["fumehood_sandbox_pending_creations"] == 1)
     await asked
     assert (await read_samples(client))["fumehood_sandbox_pending_creations"] == 0
 

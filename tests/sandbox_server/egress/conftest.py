@@ -25,6 +25,7 @@ from tests.support.websites import Website, WebsiteAuthority
 PLAIN = "data.test"
 SECURE = "secure.test"
 OTHER = "other.test"
+METADATA = "metadata.test"  # of an address that nobody may reach
 
 
 @dataclass
@@ -174,7 +175,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> WebsiteAuthority:
 def net_settings(authority: WebsiteAuthority, *sites: Website, **changes: Any) -> Any:
     defaults: dict[str, Any] = {
         "egress": "allowlist",
-        "egress_hosts": dict.fromkeys((PLAIN, SECURE, OTHER), "127.0.0.1"),
+        "egress_hosts": {**dict.fromkeys((PLAIN, SECURE, OTHER), "127.0.0.1"), METADATA: "169.254.169.254"},
         "egress_private_networks": ("127.0.0.0/8",),
         "egress_ports": tuple(site.port for site in sites),
         "egress_ca_file": Path(authority.file),

@@ -59,6 +59,15 @@ for arguments in (["http://{PLAIN.upper()}:{net.plain.port}/a"], ["https://{SECU
     assert net.plain.seen[2].headers["transfer-encoding"] == "chunked"
 
 
+@pytest.mark.parametrize("name", ["data.test.", "DATA.test"])
+async def test_the_same_name_in_another_spelling(net: EgressNetwork, box: SandboxInstance, name: str) -> None:
+    port = net.plain.port
+    for line in (f"GET http://{name}:{port}/ HTTP/1.1", f"CONNECT {name}:{port} HTTP/1.1"):
+        head = f"{line}\r\nHost: {name}:{port}\r\nConnection: close\r\n\r\n"
+        assert (await send_raw_bytes(box, head.encode(), half_close=True)).startswith(b"HTTP/1.1 200")
+    assert [seen.target for seen in net.plain.seen] == ["/"]
+
+
 async def test_the_environment_tells_programs(box: SandboxInstance) -> None:
     outcome = await run(
         box, "import subprocess; print(subprocess.run(['env'], capture_output=True, text=True).stdout)"

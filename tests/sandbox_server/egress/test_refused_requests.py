@@ -9,6 +9,7 @@ from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.sandbox_server.egress.conftest import (
+    METADATA,
     PLAIN,
     SECURE,
     EgressNetwork,
@@ -46,6 +47,7 @@ async def _nothing_arrives(net: EgressNetwork, _forget: None) -> AsyncIterator[N
         *("other.test", "sub.data.test", "data.test.other.test", "test", "xdata.test", "data.testx"),
         *("10.0.0.1", "169.254.169.254", "127.1.2.3", "2130706433", "0x7f000001", "0177.0.0.1", "127.1"),
         *("[::1]", "[::ffff:127.0.0.1]", "[fd00:ec2::254]", "0", "data.test%00", "data.test%2eother.test"),
+        *("127.0.0.1", "localhost", "017700000001", "data.test%00.x", "data.test@127.0.0.1", METADATA),
         *("x@data.test", "data.test@other.test", "data.test#.other.test", "data_test", "*", "data.test.."),
     ],
 )

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import sys
-import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -62,6 +61,13 @@ async def supervisor(
         yield running
 
 
+@pytest_asyncio.fixture(autouse=True, loop_scope="module")
+async def _end_sandboxes(supervisor: Supervisor) -> AsyncIterator[None]:
+    yield
+    for sandbox in [*supervisor.sandboxes.values()]:
+        await sandbox.destroy()
+
+
 def _settings(index: FakePackageIndex, directory: Path, **changes: object) -> Settings:
     return settings(index_url=index.url, packages_dir=directory, **{"preload": ("numpy",), **changes})
 
@@ -80,7 +86,6 @@ async def test_at_creation(supervisor: Supervisor) -> None:
     assert outcome.result == (
         "(2, '/opt/packages/hello.py', ['/opt/packages', '/opt/sandbox/lib/python3.12/site-packages'])"
     ).replace("python3.12", f"python3.{sys.version_info.minor}")
-    await sandbox.destroy()
 
 
 async def test_in_a_running_sandbox_one_after_another(supervisor: Supervisor) -> None:
@@ -97,7 +102,6 @@ async def test_in_a_running_sandbox_one_after_another(supervisor: Supervisor) ->
     assert outcome.notes[-1] == "installed needs-numpy 1.0"
     again = await _run_with(sandbox, "needs-numpy", "hello", "numpy")
     assert (again.end.status, again.notes) == ("ok", [])
-    await sandbox.destroy()
 
 
 async def test_scripts_and_subprocesses_see_it(supervisor: Supervisor) -> None:
@@ -112,13 +116,11 @@ async def test_scripts_and_subprocesses_see_it(supervisor: Supervisor) -> None:
     outcome = await run(sandbox, code)
     assert "hello from a script" in outcome.stdout
     assert "/opt/packages/hello.py" in outcome.stdout
-    await sandbox.destroy()
 
 
 async def test_a_fresh_interpreter_has_it_too(supervisor: Supervisor) -> None:
     sandbox = await supervisor.create(SandboxSpec(requirements=["hello"], fresh_interpreter=True))
     assert (await run(sandbox, "import hello; hello.version")).result == "2"
-    await sandbox.destroy()
 
 
 async def test_at_creation_another_version_than_the_loaded_one(supervisor: Supervisor) -> None:
@@ -131,15 +133,12 @@ async def test_at_creation_another_version_than_the_loaded_one(supervisor: Super
     refused = await _run_with(sandbox, "needs-numpy")
     assert refused.end.status == "install_failed"
     assert "numpy" in refused.end.reason
-    for each in (sandbox, usual):
-        await each.destroy()
 
 
 async def test_what_is_there_needs_no_index(supervisor: Supervisor, index: FakePackageIndex) -> None:
     before = len(index.asked)
-    sandbox = await supervisor.create(SandboxSpec(requirements=["numpy>=2", "pandas"]))
+    await supervisor.create(SandboxSpec(requirements=["numpy>=2", "pandas"]))
     assert len(index.asked) == before
-    await sandbox.destroy()
 
 
 async def test_equal_requests_at_once_build_once(supervisor: Supervisor, index: FakePackageIndex) -> None:
@@ -273,7 +272,6 @@ async def test_refused_with_the_reason(
     assert (await run(sandbox, "1 + 1")).result == "2"
     assert not os.path.exists(_MARKER)
     assert not [path for path in index.asked if "x.whl" in path]
-    await sandbox.destroy()
 
 
 async def test_a_conflict_in_a_live_sandbox_says_that_a_new_one_is_needed(supervisor: Supervisor) -> None:
@@ -283,15 +281,13 @@ async def test_a_conflict_in_a_live_sandbox_says_that_a_new_one_is_needed(superv
         assert outcome.end.status == "install_failed"
         assert versions in outcome.end.reason
         assert "A new container is needed" in outcome.end.reason
-    await sandbox.destroy()
 
 
 async def test_an_interrupt_ends_the_waiting_for_packages(
     supervisor: Supervisor, index: FakePackageIndex
 ) -> None:
     index.add(wheel("slow", "1.0", {"slow.py": ""}))
-    index.hold = threading.Event()
-    try:
+    with index.held():
         sandbox = await supervisor.create()
         execution = start(sandbox, "print('ran')", timeout=60, requirements=["slow"])
         events = iter_events(execution)
@@ -299,55 +295,39 @@ async def test_an_interrupt_ends_the_waiting_for_packages(
         execution.interrupt()
         end = ExecutionOutcome([event async for event in events]).end
         assert (end.status, end.exit_code, end.state_kept) == ("interrupted", -1, True)
-    finally:
-        index.hold.set()
-        index.hold = None
     assert (await _run_with(sandbox, "slow", code="import slow; 1")).result == "1"
-    await sandbox.destroy()
 
 
 async def test_a_sandbox_that_ends_meanwhile(supervisor: Supervisor, index: FakePackageIndex) -> None:
     index.add(wheel("slower", "1.0", {"slower.py": ""}))
-    index.hold = threading.Event()
-    try:
+    with index.held():
         sandbox = await supervisor.create()
         execution = start(sandbox, "1", timeout=60, requirements=["slower"])
         events = iter_events(execution)
         await anext(events)
         await sandbox.destroy()
         assert ExecutionOutcome([event async for event in events]).end.status == "lost"
-    finally:
-        index.hold.set()
-        index.hold = None
 
 
 async def test_it_takes_no_longer_than_it_may(index: FakePackageIndex, tmp_path: Path) -> None:
     index.add(wheel("endless", "1.0", {"endless.py": ""}))
-    index.hold = threading.Event()
-    try:
+    with index.held():
         async with Supervisor(_settings(index, tmp_path, preload=(), install_timeout=2.0)) as running:
             with pytest.raises(InstallFailed, match="longer than 2 s"):
                 await running.create(SandboxSpec(requirements=["endless"]))
             assert list((tmp_path / "staging").iterdir()) == []
             assert list((tmp_path / "layers").iterdir()) == []
-    finally:
-        index.hold.set()
-        index.hold = None
 
 
 async def test_closing_ends_builds(index: FakePackageIndex, tmp_path: Path) -> None:
     index.add(wheel("never", "1.0", {"never.py": ""}))
-    index.hold = threading.Event()
-    try:
+    with index.held():
         async with Supervisor(_settings(index, tmp_path, preload=())) as running:
             asking = asyncio.create_task(running.create(SandboxSpec(requirements=["never"])))
             await wait_until(lambda: index.downloads("never") or asking.done())
         with pytest.raises(InstallFailed, match="shutting down"):
             await asking
         assert list((tmp_path / "staging").iterdir()) == []
-    finally:
-        index.hold.set()
-        index.hold = None
 
 
 async def test_an_operator_may_offer_none(index: FakePackageIndex, tmp_path: Path) -> None:
@@ -395,8 +375,6 @@ print(os.listdir('/opt/fumehood/layers'), any('layers' in line for line in mount
     assert lines[1].startswith("overlay packages ro,lowerdir=0:empty")
     assert lines[2] == "[] False"
     assert (await run(second, "import hello; hello.version")).result == "2"
-    for box in (first, second):
-        await box.destroy()
 
 
 async def test_a_poisoned_package_reaches_those_only_who_ask_for_it(
@@ -411,8 +389,6 @@ async def test_a_poisoned_package_reaches_those_only_who_ask_for_it(
         assert (
             await run(box, "import hello, numpy; hello.version, hasattr(numpy, 'evil')")
         ).result == "(2, False)"
-    for box in (clean_before, poisoned, clean_after):
-        await box.destroy()
 
 
 async def test_hostile_wheels_leave_nothing_outside(

@@ -1,7 +1,6 @@
 """A layer store of several supervisors, of a killed one, and of an unprivileged user."""
 
 import os
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,8 +21,6 @@ def index() -> Iterator[FakePackageIndex]:
         made.add(wheel("hello", "1.0", {"hello.py": "version = 1"}))
         made.add(wheel("other", "1.0", {"other.py": ""}))
         yield made
-        if made.hold is not None:
-            made.hold.set()
 
 
 def _driver(index: FakePackageIndex, directory: Path, who: str = "root") -> Driver:
@@ -59,8 +56,7 @@ def _parent_pid(pid: int) -> int:
 
 
 async def test_a_killed_build_leaves_nothing(index: FakePackageIndex, tmp_path: Path) -> None:
-    index.hold = threading.Event()
-    with _driver(index, tmp_path) as host:
+    with index.held(), _driver(index, tmp_path) as host:
         host.send("create", requirements=["hello"])
         supervisor = host.started["supervisor"]
         assert becomes_true(lambda: index.asked and _find_install_jails(supervisor))
@@ -68,8 +64,6 @@ async def test_a_killed_build_leaves_nothing(index: FakePackageIndex, tmp_path: 
         host.kill()
     assert becomes_true(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in jails))
     assert len(list((tmp_path / "staging").iterdir())) == 1
-    index.hold.set()
-    index.hold = None
     options = settings(index_url=index.url, packages_dir=tmp_path, preload=())
     async with Supervisor(options) as running:
         assert list((tmp_path / "staging").iterdir()) == []

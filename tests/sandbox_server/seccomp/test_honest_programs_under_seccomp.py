@@ -152,13 +152,14 @@ NEEDS_SOCKETS = {"forkserver", "loopback"}
 LIBRARIES = {"numpy", "pandas", "matplotlib", "pyarrow", "sklearn", "polars", "duckdb", "joblib"}
 
 
-# The filters differ little; libraries, which take long, are tried under each of them by the slow tests only.
+# Libraries take long: test_library_compatibility.py tries them in a sandbox, with the filter `namespaces`, the slow
+# tests under each filter alone.
 TRIALS = [
     pytest.param(
         name,
         work,
         id=f"{name}-{work}",
-        marks=[pytest.mark.slow] if name != "namespaces" and work in LIBRARIES else [],
+        marks=[pytest.mark.slow] if work in LIBRARIES else [],
     )
     for name in syscall_policy.POLICY_OF_MODE.values()
     for work in WORK
