@@ -90,7 +90,6 @@ OPEN_PACKAGES = {"protocol", "http_server", "sandbox_server", "client", "cli", "
 # Not exported, because not every command needs what they import.
 OPEN_MODULES = {
     "fumehood.files.input_file_loader",
-    "fumehood.files.uploaded_files",
     "fumehood.files.url_fetcher",
     "fumehood.models.registry",
     "fumehood.store.aes_gcm_sealer",

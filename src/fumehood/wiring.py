@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from fumehood.config import CodeInterpreterSettings, ConfigError, GatewayConfig, resolve_secret
 from fumehood.containers import ContainerFileLimits, ContainerSettings, SandboxContainerService
 from fumehood.engine import EngineRunService, LagLimits, LoopLimits
+from fumehood.files import UploadedFiles
 from fumehood.files.input_file_loader import InputFileLoader
-from fumehood.files.uploaded_files import UploadedFiles
 from fumehood.files.url_fetcher import UrlFetcher, UrlPassthrough
 from fumehood.gateway import (
     ANY_ORIGIN,

@@ -15,7 +15,7 @@ import pytest
 from fumehood.interfaces import Lease, LeaseLost
 from fumehood.metrics import StoreStats
 from fumehood.protocol.openai.api_errors import ServiceUnavailable, StorageUnavailable
-from fumehood.store.database import Database, require_worker_thread
+from fumehood.store.database import Database
 from fumehood.store.migrations import MIGRATIONS, Migration, StoreOpenError, migrate
 from fumehood.store.sqlite_store import SqliteStore
 from fumehood.testing import FakeClock
@@ -90,68 +90,6 @@ async def test_a_bad_job_does_not_harm_its_neighbours(database: Database) -> Non
     assert await database.read(_select_all) == [1, 3]
 
 
-async def test_small_jobs_are_done_on_the_event_loop_and_committed_together(database: Database) -> None:
-    where: list[int] = []
-
-    def insert(number: int, size: float) -> asyncio.Future[None]:
-        def work(db: sqlite3.Connection) -> None:
-            where.append(threading.get_ident())
-            db.execute("INSERT INTO t VALUES (?)", (number,))
-
-        return database.write(work, size=size)
-
-    jobs = [insert(number, 100) for number in range(3)]
-    found = await database.read(_select_all)  # readers see only commits
-    await asyncio.gather(*jobs)
-    await insert(3, 1 << 30)
-    assert set(found) in (set(), {0, 1, 2})
-    assert where[:3] == [threading.get_ident()] * 3
-    assert where[3] != threading.get_ident()
-    assert await database.read(_select_all) == [0, 1, 2, 3]
-
-
-async def test_a_job_that_turns_out_to_be_long_leaves_the_event_loop(database: Database) -> None:
-    where: list[int] = []
-
-    def work(db: sqlite3.Connection) -> int:
-        where.append(threading.get_ident())
-        db.execute(
-            "INSERT INTO t WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 50000)"
-            " SELECT i FROM n"
-        )
-        return len(where)
-
-    assert await database.write(work, size=100) == 2
-    assert where[0] == threading.get_ident()
-    assert where[1] != threading.get_ident()
-    assert len(await database.read(_select_all)) == 50_000
-
-
-async def test_a_bad_small_job_does_not_harm_its_neighbours(database: Database) -> None:
-    def insert(number: int) -> asyncio.Future[None]:
-        return database.write(lambda db: db.execute("INSERT INTO t VALUES (?)", (number,)) and None, size=100)
-
-    first, twice, last = await asyncio.gather(insert(1), insert(1), insert(2), return_exceptions=True)
-    assert (first, last) == (None, None)
-    assert isinstance(twice, sqlite3.IntegrityError)
-    assert await database.read(_select_all) == [1, 2]
-
-
-async def test_a_job_may_say_that_it_is_long(database: Database) -> None:
-    where: list[int] = []
-
-    def work(db: sqlite3.Connection) -> None:
-        where.append(threading.get_ident())
-        db.execute("INSERT INTO t VALUES (1)")
-        require_worker_thread()
-        db.execute("INSERT INTO t VALUES (2)")
-
-    await database.write(work, size=100)
-    assert where[0] == threading.get_ident()
-    assert where[1] != threading.get_ident()
-    assert await database.read(_select_all) == [1, 2]
-
-
 async def test_a_failing_callback_does_not_block_others(
     database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -168,7 +106,7 @@ async def test_a_failing_callback_does_not_block_others(
 async def test_the_event_loop_does_not_wait_for_another_writer(database: Database, tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "test.db", isolation_level=None)) as other:
         other.execute("BEGIN IMMEDIATE")
-        waiting = database.write(lambda db: db.execute("INSERT INTO t VALUES (7)") and None, size=100)
+        waiting = database.write(lambda db: db.execute("INSERT INTO t VALUES (7)") and None)
         for _ in range(20):
             assert await database.read(_select_all) == []
         assert not waiting.done()

@@ -23,8 +23,9 @@ SECONDS = 20  # half a second, on a busy machine
 
 
 def find_files_with_text(directory: Path) -> list[str]:
-    """Return the files that contain the text."""
-    found = [path for path in directory.rglob("*") if path.is_file() and MARK.encode() in path.read_bytes()]
+    """Return the files that contain the text, or the answer to it, which is in capitals."""
+    files = [path for path in directory.rglob("*") if path.is_file()]
+    found = [path for path in files if MARK.encode() in path.read_bytes().lower()]
     return sorted(path.name for path in found)
 
 

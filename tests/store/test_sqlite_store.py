@@ -2,7 +2,6 @@
 
 import asyncio
 import sqlite3
-import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from fumehood.interfaces import LeaseLost
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.responses import Response
 from fumehood.store import response_rows
-from fumehood.store.database import Database, require_worker_thread
+from fumehood.store.database import Database
 from fumehood.store.sqlite_store import SqliteStore
 from fumehood.testing.kits.store_fixtures import list_user_texts, load_segments, make_response, store_response
 
@@ -42,20 +41,7 @@ async def test_what_ran_when_the_process_ended_has_failed(tmp_path: Path) -> Non
     await again.close()
 
 
-async def test_a_short_response_is_written_once(tmp_path: Path) -> None:
-    database = await Database.open(tmp_path / "store.db")
-    store = SqliteStore(database)
-    statements: list[str] = []
-    await database.write(lambda db: db.set_trace_callback(statements.append))
-    statements.clear()
-    await store_response(store, "short")
-    assert [
-        statement for statement in statements if statement == "COMMIT" or "running_responses" in statement
-    ] == ["COMMIT"]
-    await store.close()
-
-
-async def test_a_longer_one_is_in_the_file_soon(tmp_path: Path) -> None:
+async def test_a_running_response_is_in_the_file_soon(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     store = await SqliteStore.open(path)
     one = make_response(store, "long")
@@ -138,28 +124,6 @@ async def test_forks_are_never_deeper_than_bound(tmp_path: Path) -> None:
     await store.close()
 
 
-async def test_what_a_fork_copies_is_not_copied_on_the_event_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = await SqliteStore.open(tmp_path / "store.db")
-    tip = await store_response(store, "0")
-    for number in range(1, response_rows.MAX_FORK_DEPTH + 1):
-        await store_response(store, "other", after=tip)
-        tip = await store_response(store, str(number), after=tip)
-    await store_response(store, "other", after=tip)
-    left: list[bool] = []
-
-    def leave() -> None:
-        left.append(threading.current_thread() is threading.main_thread())
-        require_worker_thread()
-
-    monkeypatch.setattr(response_rows, "require_worker_thread", leave)
-    copied = await store_response(store, "copied", after=tip)
-    assert left == [True, False]
-    assert len(await load_segments(store, copied)) == response_rows.MAX_FORK_DEPTH + 2
-    await store.close()
-
-
 async def test_items_of_one_id_are_not_all_looked_at(tmp_path: Path) -> None:
     database = await Database.open(tmp_path / "store.db")
     store = SqliteStore(database)
@@ -213,16 +177,3 @@ async def test_no_more_is_read_at_once_than_fits_into_memory(
         await store.get_conversation("tenant", second.id)
     assert refused.value.param == "previous_response_id"
     await store.close()
-
-
-async def test_what_was_deleted_is_not_in_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    store = await SqliteStore.open(path)
-    secret = await store_response(store, "a secret " * 5000)
-    kept = await store_response(store, "kept", after=None)
-    await store.delete_response("tenant", secret.id)
-    await store.close()
-    content = path.read_bytes()
-    assert b"a secret" not in content
-    assert b"A SECRET" not in content
-    assert kept.id.encode() in content

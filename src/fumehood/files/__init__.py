@@ -1,9 +1,10 @@
 """The Files API and the files of requests.
 
-Stores uploads within quotas, and loads the files and images that requests reference, inline, by id or by URL. Here are
-the settings alone, so that reading a configuration does not import an HTTP client.
+Stores uploads within quotas. `input_file_loader` loads the files and images that requests reference, inline, by id or
+by URL; with `url_fetcher` it imports an HTTP client, which reading a configuration must not do.
 """
 
 from fumehood.files.file_settings import InputSettings, UploadSettings
+from fumehood.files.uploaded_files import UploadedFiles
 
-__all__ = ["InputSettings", "UploadSettings"]
+__all__ = ["InputSettings", "UploadSettings", "UploadedFiles"]

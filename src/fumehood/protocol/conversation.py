@@ -52,11 +52,6 @@ class ConversationEntry(msgspec.Struct, frozen=True, kw_only=True):
             size += len(exchange.arguments) + len(exchange.output) + sum(map(len, exchange.images))
         return size
 
-    @property
-    def memory_bytes(self) -> int:
-        """Estimated bytes in memory, with one rendering."""
-        return _ENTRY_OVERHEAD + 2 * self.size
-
 
 type Rendering = tuple[bytes, bytes]
 """A piece of a conversation as a model server gets it, and what it leaves to the next piece."""
@@ -90,6 +85,7 @@ class ConversationSegment:
 
     @property
     def memory_bytes(self) -> int:
+        """Estimated bytes in memory, with one rendering."""
         return _ENTRY_OVERHEAD * len(self.entries) + 2 * self.size
 
 

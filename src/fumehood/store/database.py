@@ -28,10 +28,6 @@ logger = logging.getLogger(__name__)
 _READER_THREADS = 2
 _MAX_GROUP_JOBS = 256
 _BUSY_SECONDS = 10.0
-_BUSY_PAUSE = 0.01
-_MAX_INLINE_BYTES = 256 << 10  # of one transaction that is applied on the event loop
-_MAX_INLINE_STEPS = 20_000  # of SQLite's virtual machine in one statement there: about a millisecond
-UNKNOWN_SIZE = math.inf
 _WRITER_CACHE_KIB = 8 << 10
 _READER_CACHE_KIB = 2 << 10  # each; the kernel caches the file as well
 _MAX_IDLE_WAL_BYTES = 64 << 20
@@ -49,7 +45,6 @@ class DatabaseJob[T]:
 
     waiter: the future, if anybody waits.
     on_done: called with the result on the event loop, before the waiter and also without one.
-    size: estimated bytes that it writes.
     deletes: whether it deletes content that must not stay in the write-ahead log.
     subject: what it reads or writes, for the log.
     is_applied: whether later jobs see its changes; only they may read it.
@@ -63,7 +58,6 @@ class DatabaseJob[T]:
         "_work",
         "deletes",
         "is_applied",
-        "size",
         "subject",
     )
     _result: T
@@ -73,12 +67,10 @@ class DatabaseJob[T]:
         work: Work[T],
         waiter: asyncio.Future[T] | None = None,
         on_done: Callable[[T], None] | None = None,
-        size: float = UNKNOWN_SIZE,
         *,
         deletes: bool = False,
         subject: str = "",
     ) -> None:
-        self.size = size
         self.deletes = deletes
         self.subject = subject
         self._work = work
@@ -117,19 +109,6 @@ class DatabaseJob[T]:
             self._waiter.set_exception(_translate_error(self._error, self.subject))
 
 
-class _BlocksEventLoop(Exception):
-    """A job on the event loop needs the writer thread."""
-
-
-def require_worker_thread() -> None:
-    """Raise on the event loop, so that the writer thread restarts the job. For jobs with unexpectedly long work."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    raise _BlocksEventLoop
-
-
 def _translate_error(error: BaseException, subject: str) -> BaseException:
     """Return a database error as callers get it; other errors are bugs and stay as they are."""
     if not isinstance(error, sqlite3.DatabaseError):
@@ -161,64 +140,23 @@ def _is_corruption(error: sqlite3.DatabaseError) -> bool:
     return code & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
-def _run_jobs(
-    connection: sqlite3.Connection, begin: Work[object], jobs: Sequence[DatabaseJob[object]]
-) -> None:
+def _run_jobs(connection: sqlite3.Connection, begin: str, jobs: Sequence[DatabaseJob[object]]) -> None:
     """Run all jobs in one transaction; if that fails, each in its own."""
     try:
-        _apply(connection, begin, jobs)
-        _commit(connection, jobs)
+        connection.execute(begin)
+        for job in jobs:
+            job.run(connection)
+        connection.execute("COMMIT")
     except Exception as error:
+        for job in jobs:
+            job.mark_rolled_back()
+        with suppress(sqlite3.Error):
+            connection.rollback()
         if len(jobs) == 1:
             jobs[0].fail(error)
             return
         for job in jobs:
             _run_jobs(connection, begin, [job])
-
-
-def _apply(connection: sqlite3.Connection, begin: Work[object], jobs: Sequence[DatabaseJob[object]]) -> None:
-    try:
-        begin(connection)
-        for job in jobs:
-            job.run(connection)
-    except BaseException:
-        _roll_back(connection, jobs)
-        raise
-
-
-def _commit(connection: sqlite3.Connection, jobs: Sequence[DatabaseJob[object]]) -> None:
-    try:
-        connection.execute("COMMIT")
-    except BaseException:
-        _roll_back(connection, jobs)
-        raise
-
-
-def _roll_back(connection: sqlite3.Connection, jobs: Sequence[DatabaseJob[object]]) -> None:
-    for job in jobs:
-        job.mark_rolled_back()
-    with suppress(sqlite3.Error):
-        connection.rollback()
-
-
-def _begin_reading(connection: sqlite3.Connection) -> None:
-    connection.execute("BEGIN")
-
-
-def _begin_writing(connection: sqlite3.Connection) -> None:
-    connection.execute("BEGIN IMMEDIATE")
-
-
-def _begin_writing_with_retry(connection: sqlite3.Connection) -> None:
-    """Wait for another process that writes, such as `fumehood keys`."""
-    deadline = time.monotonic() + _BUSY_SECONDS
-    while True:
-        try:
-            return _begin_writing(connection)
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
-                raise
-        time.sleep(_BUSY_PAUSE)
 
 
 class _ReaderThread:
@@ -241,7 +179,7 @@ class _ReaderThread:
 
     def _process_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
-            _run_jobs(self._connection, _begin_reading, [job])
+            _run_jobs(self._connection, "BEGIN", [job])
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(job.deliver)
         self._connection.close()
@@ -249,9 +187,6 @@ class _ReaderThread:
 
 class _WriterThread:
     """The only connection that writes. While it waits for the disk, jobs gather for the next transaction.
-
-    Small jobs are applied on the event loop, which takes less time than a switch to the thread; the thread only commits
-    them. Large, slow and failing jobs run in the thread.
 
     is_failing: whether the last transaction failed.
     """
@@ -270,10 +205,7 @@ class _WriterThread:
         self._checkpoint_timer: asyncio.TimerHandle | None = None
         self._checkpoint_due = False
         self._checkpoint_delay = _CHECKPOINT_DELAY
-        self._groups = SimpleQueue[tuple[list[DatabaseJob[object]], bool] | float | None]()
-        loop_thread = threading.get_ident()
-        connection.execute("PRAGMA busy_timeout = 0")  # never wait for a lock on the event loop
-        connection.set_progress_handler(lambda: threading.get_ident() == loop_thread, _MAX_INLINE_STEPS)
+        self._groups = SimpleQueue[list[DatabaseJob[object]] | float | None]()
         self._thread = threading.Thread(target=self._process_groups, name="store-writer", daemon=True)
         self._thread.start()
 
@@ -302,16 +234,7 @@ class _WriterThread:
             return
         jobs, self._waiting = self._waiting[:_MAX_GROUP_JOBS], self._waiting[_MAX_GROUP_JOBS:]
         self._stats.batch_sizes.observe(len(jobs))
-        self._groups.put((jobs, self._apply_on_event_loop(jobs)))
-
-    def _apply_on_event_loop(self, jobs: Sequence[DatabaseJob[object]]) -> bool:
-        if sum(job.size for job in jobs) > _MAX_INLINE_BYTES:
-            return False
-        try:
-            _apply(self._connection, _begin_writing, jobs)
-        except Exception:  # the thread will report it
-            return False
-        return True
+        self._groups.put(jobs)
 
     def _finish_group(self, jobs: Sequence[DatabaseJob[object]]) -> None:
         self._stats.write_seconds.observe(time.monotonic() - self._started_at)
@@ -353,23 +276,15 @@ class _WriterThread:
 
     def _process_groups(self) -> None:
         while (group := self._groups.get()) is not None:
-            if isinstance(group, tuple):
-                jobs, applied = group
-                self._commit_group(jobs, applied)
-                finish: Callable[[], None] = partial(self._finish_group, jobs)
+            if isinstance(group, list):
+                _run_jobs(self._connection, "BEGIN IMMEDIATE", group)
+                finish: Callable[[], None] = partial(self._finish_group, group)
             else:
                 emptied = truncate_wal(self._connection)
                 finish = partial(self._finish_checkpoint, emptied, time.monotonic() - group)
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(finish)
         self._connection.close()
-
-    def _commit_group(self, jobs: Sequence[DatabaseJob[object]], applied: bool) -> None:
-        if applied:
-            with suppress(sqlite3.Error):
-                _commit(self._connection, jobs)
-                return
-        _run_jobs(self._connection, _begin_writing_with_retry, jobs)
 
 
 def truncate_wal(connection: sqlite3.Connection) -> bool:
@@ -398,9 +313,7 @@ class Database:
         self._lock = lock
         self._reads = SimpleQueue[DatabaseJob[object] | None]()
         self._writer = _WriterThread(writer, self._loop, stats or StoreStats())
-        self._inline_reader, *others = readers
-        self._inline_reader.execute("PRAGMA busy_timeout = 0")  # used on the event loop
-        self._readers = [_ReaderThread(connection, self._reads, self._loop) for connection in others]
+        self._readers = [_ReaderThread(connection, self._reads, self._loop) for connection in readers]
         self.is_closed = False
 
     @classmethod
@@ -415,14 +328,13 @@ class Database:
         self,
         work: Work[T],
         on_done: Callable[[T], None] | None = None,
-        size: float = UNKNOWN_SIZE,
         *,
         deletes: bool = False,
         subject: str = "",
     ) -> asyncio.Future[T]:
         """Queue a write. Arguments as of `DatabaseJob`."""
         waiter: asyncio.Future[T] = self._loop.create_future()
-        self.post(DatabaseJob(work, waiter, on_done, size, deletes=deletes, subject=subject))
+        self.post(DatabaseJob(work, waiter, on_done, deletes=deletes, subject=subject))
         return waiter
 
     def post[T](self, job: DatabaseJob[T]) -> None:
@@ -438,14 +350,6 @@ class Database:
         waiter: asyncio.Future[T] = self._loop.create_future()
         self._reads.put(DatabaseJob(work, waiter, on_done, subject=subject))  # pyright: ignore[reportArgumentType]
         return waiter
-
-    async def read_inline[T](self, work: Work[T], *, subject: str = "") -> T:
-        """Read on the event loop. For a row by its primary key, which is faster than a switch to a thread."""
-        self.check_open()
-        try:
-            return work(self._inline_reader)
-        except sqlite3.Error:  # the thread will report it
-            return await self.read(work, subject=subject)
 
     async def check_writable(self) -> None:
         """Raises StorageUnavailable if the disk is full, or the last write failed and a small one still does."""
@@ -463,7 +367,6 @@ class Database:
         if self.is_closed:
             return
         self.is_closed = True
-        self._inline_reader.close()
         for _ in self._readers:
             self._reads.put(None)
         for reader in self._readers:
@@ -512,7 +415,7 @@ def _open_connections(
         else:
             migrate(writer)
             truncate_wal(writer)  # a killed process may have left deleted content in it
-        for _ in range(1 + _READER_THREADS):
+        for _ in range(_READER_THREADS):
             opened.append(_connect(path, _READER_CACHE_KIB))
             opened[-1].execute("PRAGMA query_only = ON")
         return writer, opened[1:], lock

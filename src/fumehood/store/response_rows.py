@@ -20,7 +20,6 @@ from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.items import AuthoredItem, OutputItem
 from fumehood.protocol.openai.responses import RUN_LOST_ERROR, Response
 from fumehood.store.conversation_cache import ThreadPosition
-from fumehood.store.database import require_worker_thread
 from fumehood.store.row_integrity import DamagedRow, compute_checksum, decode, verify_checksum
 
 MAX_FORK_DEPTH = 8
@@ -51,13 +50,11 @@ class CompletedResponse(NamedTuple):
     """A finished response with its entries.
 
     passthrough_items: indices of output items that are stored as the bytes in which they came.
-    memory_bytes: estimated size of all of it.
     """
 
     row: ResponseRow
     entries: Sequence[ConversationEntry]
     passthrough_items: Collection[int]
-    memory_bytes: int
 
 
 class ThreadPrefix(NamedTuple):
@@ -83,9 +80,7 @@ def make_completed_response(
     tenant: str, response: Response, entries: Sequence[ConversationEntry]
 ) -> CompletedResponse:
     passthrough = [index for index, item in enumerate(response.output) if isinstance(item, msgspec.Raw)]
-    row = make_response_row(tenant, response)
-    size = len(row.body) + sum(entry.memory_bytes for entry in entries)
-    return CompletedResponse(row, tuple(entries), passthrough, size)
+    return CompletedResponse(make_response_row(tenant, response), tuple(entries), passthrough)
 
 
 # --- running responses ----------------------------------------------------------------------------------
@@ -219,7 +214,6 @@ def _extend_or_fork_thread(db: sqlite3.Connection, tenant: str, prefix: ThreadPr
     (depth,) = db.execute("SELECT depth FROM threads WHERE id = ?", (prefix.thread,)).fetchone()
     if depth < MAX_FORK_DEPTH:
         return _insert_thread(db, tenant, prefix, depth + 1, tip)
-    require_worker_thread()
     copy = _insert_thread(db, tenant, ThreadPrefix(None, 0), 0, tip)
     for ancestor in _list_ancestors(db, prefix):
         db.execute(

@@ -1,10 +1,8 @@
 """The store of a single gateway: one SQLite file.
 
-One thread writes, with group commit. The beginning of a response is written with a delay, and not at all if the
-response has ended by then. See docs/storage.md.
+One thread writes, with group commit. See docs/storage.md.
 """
 
-import asyncio
 import sqlite3
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -18,7 +16,6 @@ from fumehood.interfaces import FileTotals, IdempotencyClaim, Lease, LeaseLost
 from fumehood.metrics import StoreStats
 from fumehood.protocol.api_keys import ApiKeyRecord
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
-from fumehood.protocol.openai.api_errors import StorageCorrupted, StorageUnavailable
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.openai.file_objects import UploadedFileRecord
 from fumehood.protocol.openai.page_query import PageQuery
@@ -31,7 +28,6 @@ from fumehood.store.migrations import StoreOpenError
 __all__ = ["SqliteStore", "StoreOpenError"]
 
 _EPOCH = 1  # of every lease: no other process can take over a response
-_BEGIN_DELAY_SECONDS = 0.025
 _LEASE_SECONDS = 30.0
 _CACHE_BYTES = 64 << 20
 
@@ -77,8 +73,6 @@ class SqliteStore:
         self._cache = ConversationCache(cache_bytes)
         self._deletions = 0
         self._running: dict[str, _RunningResponse] = {}
-        self._pending_begins: dict[str, DatabaseJob[None]] = {}
-        self._timer: asyncio.TimerHandle | None = None
 
     @classmethod
     async def open(
@@ -106,7 +100,6 @@ class SqliteStore:
         return await self._database.read(response_rows.get_database_id)
 
     async def close(self) -> None:
-        self._flush_begins()
         await self._database.close()
 
     # --- responses ------------------------------------------------------------------------------------
@@ -115,12 +108,11 @@ class SqliteStore:
         await self._database.check_writable()
 
     async def begin_response(self, tenant: str, response: Response) -> Lease:
-        self._database.check_open()
         response = msgspec.structs.replace(response, output=[])
         row = response_rows.make_response_row(tenant, response)
-        job = DatabaseJob(lambda db: response_rows.insert_running(db, row), size=len(row.body))
+        job = DatabaseJob(lambda db: response_rows.insert_running(db, row))
+        self._database.post(job)
         self._running[response.id] = _RunningResponse(tenant, response, job, self._lease_deadline())
-        self._schedule_begin(response.id, job)
         return Lease(response.id, _EPOCH)
 
     async def renew_leases(self, leases: Sequence[Lease]) -> Sequence[Lease]:
@@ -153,22 +145,14 @@ class SqliteStore:
                     tenant, response_id, completed.row.previous_id, result.position, completed.entries
                 )
 
-        beginning = self._pending_begins.pop(response_id, None)
         try:
-            result = await self._database.write(
-                work, update_cache, completed.memory_bytes, subject=f"response {response_id}"
-            )
+            result = await self._database.write(work, update_cache, subject=f"response {response_id}")
         except sqlite3.IntegrityError:  # the id exists
             raise LeaseLost(response_id) from None
-        except (StorageUnavailable, StorageCorrupted):
-            if beginning is not None:
-                self._schedule_begin(response_id, beginning)
-            raise
         if result is None:
             raise LeaseLost(response_id)
 
     async def fail_orphaned_responses(self) -> int:
-        self._flush_begins()
         now = self._monotonic()
         expired = {name for name, running in self._running.items() if running.expires_at <= now}
         leased = self._running.keys() - expired
@@ -178,7 +162,6 @@ class SqliteStore:
         return failed
 
     async def get_response(self, tenant: str, response_id: str) -> Response | None:
-        # What a client has seen must survive a crash, so the beginning is written before it is read.
         found = await self._read_response(
             response_id, lambda db: response_rows.get_response(db, tenant, response_id)
         )
@@ -222,7 +205,6 @@ class SqliteStore:
                 self._cache.remove(response_id)
                 self._running.pop(response_id, None)
 
-        self._flush_begins()  # a running response protects what it continues
         return await self._database.write(
             lambda db: response_rows.delete(db, tenant, response_id),
             remove_from_cache,
@@ -253,7 +235,7 @@ class SqliteStore:
     async def get_container(self, container_id: str) -> ContainerRecord | None:
         if not _is_storable(container_id):
             return None
-        return await self._database.read_inline(
+        return await self._database.read(
             lambda db: container_rows.get(db, container_id), subject=f"container {container_id}"
         )
 
@@ -381,25 +363,11 @@ class SqliteStore:
     def _lease_deadline(self) -> float:
         return self._monotonic() + _LEASE_SECONDS
 
-    def _schedule_begin(self, response_id: str, beginning: DatabaseJob[None]) -> None:
-        self._pending_begins[response_id] = beginning
-        if self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_BEGIN_DELAY_SECONDS, self._flush_begins)
-
-    def _flush_begins(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        beginnings, self._pending_begins = self._pending_begins, {}
-        for beginning in beginnings.values() if not self._database.is_closed else ():
-            self._database.post(beginning)
-
     async def _read_response[T](self, response_id: str, work: Work[T | None]) -> T | None:
         """Ask the writer for a response that runs here: a reader might not see it yet."""
         if not _is_storable(response_id):
             return None
         if response_id in self._running:
-            self._flush_begins()
             return await self._database.write(work, subject=f"response {response_id}")
         return await self._database.read(work, subject=f"response {response_id}")
 
