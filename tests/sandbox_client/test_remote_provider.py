@@ -37,6 +37,7 @@ from fumehood.sandbox_client.server_connection import (
     SandboxReadTimeout,
 )
 from fumehood.testing import ExecutionStep, SandboxAction, ScriptedSandboxProvider
+from fumehood.testing.kits.assertions import assert_each_raises
 from tests.support.relay import relay
 from tests.support.sandbox_http import ProviderServer, ServerBehaviour, serve_provider
 
@@ -358,10 +359,11 @@ async def test_a_wrong_token_is_told(token: str | None) -> None:
         scripted_server(behaviour=ServerBehaviour(token=TOKEN)) as (_, server),
         RemoteSandboxProvider(server.url, token) as remote,
     ):
-        with pytest.raises(InvalidServerToken):
-            await remote.create(SandboxSpec())
-        with pytest.raises(InvalidServerToken):
-            await remote.list_sandboxes()
+        await assert_each_raises(
+            InvalidServerToken,
+            remote.create(SandboxSpec()),
+            remote.list_sandboxes(),
+        )
 
 
 async def test_the_token_is_shown_nowhere(caplog: pytest.LogCaptureFixture) -> None:

@@ -22,7 +22,7 @@ from fumehood.containers.file_transfer import (
 from fumehood.cpu_worker import ITEM_COST_BYTES, run_in_worker
 from fumehood.interfaces import BlobRef, Clock, ContainerFileStore, ReferencedBlobs, Sandbox
 from fumehood.protocol.openai.api_errors import ServiceUnavailable
-from fumehood.protocol.openai.container_objects import ContainerFileRecord
+from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerFileSource
 from fumehood.protocol.sandbox.sandbox_errors import (
     FileNotFound,
     FileRefused,
@@ -95,9 +95,28 @@ def is_output_file(path: str) -> bool:
     return "__pycache__" not in parts and not path.endswith(("~", ".pyc", ".swp", ".tmp"))
 
 
-def container_file_id(container_id: str, path: str) -> str:
-    """Return the id of a path in a container; it cannot be guessed without the container's id."""
-    return f"cfile_{hashlib.sha256(f'{container_id}\0{path}'.encode()).hexdigest()[:48]}"
+def make_file_record(
+    container_id: str,
+    file: FileUpload,
+    fingerprint: FileFingerprint,
+    created_at: float,
+    source: ContainerFileSource = "assistant",
+) -> ContainerFileRecord:
+    """Make the record of a file. Its id is that of the path, and cannot be guessed without the container's id."""
+    digest = hashlib.sha256(f"{container_id}\0{file.path}".encode()).hexdigest()
+    return ContainerFileRecord(
+        id=f"cfile_{digest[:48]}",
+        container_id=container_id,
+        path=file.path,
+        bytes=file.blob.bytes,
+        created_at=created_at,
+        modified_ns=fingerprint.modified_ns,
+        changed_ns=fingerprint.changed_ns,
+        inode=fingerprint.inode,
+        source=source,
+        executable=file.executable,
+        blob=file.blob.name,
+    )
 
 
 class FileSync:
@@ -235,18 +254,7 @@ class FileSync:
             except SandboxError as error:  # the blob is what counts
                 logger.warning("Could not write a file into the sandbox of %s: %s", container_id, error)
         async with self._blobs.put_pinned(content) as blob:
-            record = ContainerFileRecord(
-                id=container_file_id(container_id, name),
-                container_id=container_id,
-                path=name,
-                bytes=len(content),
-                created_at=self._clock.now(),
-                modified_ns=fingerprint.modified_ns,
-                changed_ns=fingerprint.changed_ns,
-                inode=fingerprint.inode,
-                source="assistant",
-                blob=blob.name,
-            )
+            record = make_file_record(container_id, FileUpload(name, blob), fingerprint, self._clock.now())
             if not await self._store.put_container_files([record]):
                 raise SandboxGone("The container has ended.")
         return record
@@ -350,18 +358,12 @@ class _ChangeRecorder:
 
     def _record_file(self, file: FileEntry, size: int, blob: str, now: float) -> None:
         old = self.known.get(file.path)
-        self.records[file.path] = ContainerFileRecord(
-            id=container_file_id(self.container_id, file.path),
-            container_id=self.container_id,
-            path=file.path,
-            bytes=size,
-            created_at=now if old is None else old.created_at,
-            modified_ns=file.modified_ns,
-            changed_ns=file.changed_ns,
-            inode=file.inode,
+        self.records[file.path] = make_file_record(
+            self.container_id,
+            FileUpload(file.path, BlobRef(blob, size), file.executable),
+            FileFingerprint.from_entry(file),
+            now if old is None else old.created_at,
             source="assistant" if old is None else old.source,
-            executable=file.executable,
-            blob=blob,
         )
 
     def notices(self) -> list[str]:

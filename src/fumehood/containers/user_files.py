@@ -19,7 +19,7 @@ from contextlib import AsyncExitStack, aclosing, suppress
 from weakref import WeakValueDictionary
 
 from fumehood.containers.container_state import ContainerContext, ContainerState
-from fumehood.containers.file_sync import container_file_id, total_blob_bytes
+from fumehood.containers.file_sync import make_file_record, total_blob_bytes
 from fumehood.containers.file_transfer import (
     NO_FINGERPRINT,
     DownloadedFile,
@@ -303,18 +303,12 @@ def _build_records(
     now: float,
 ) -> list[ContainerFileRecord]:
     return [
-        ContainerFileRecord(
-            id=container_file_id(container_id, upload.path),
-            container_id=container_id,
-            path=upload.path,
-            bytes=upload.blob.bytes,
-            created_at=known[upload.path].created_at if upload.path in known else now,
-            modified_ns=(fingerprint := fingerprints.get(upload.path, NO_FINGERPRINT)).modified_ns,
-            changed_ns=fingerprint.changed_ns,
-            inode=fingerprint.inode,
+        make_file_record(
+            container_id,
+            upload,
+            fingerprints.get(upload.path, NO_FINGERPRINT),
+            known[upload.path].created_at if upload.path in known else now,
             source="user",
-            executable=upload.executable,
-            blob=upload.blob.name,
         )
         for upload in uploads
     ]

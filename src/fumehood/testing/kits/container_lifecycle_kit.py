@@ -9,6 +9,7 @@ from fumehood.protocol.openai.api_errors import ContainerExpired, InvalidRequest
 from fumehood.protocol.openai.container_objects import ContainerSpec
 from fumehood.protocol.openai.page_query import PageQuery
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEvent, NetworkAllowlist
+from fumehood.testing.kits.assertions import assert_each_raises
 from fumehood.testing.kits.container_subject import (
     SOMEBODY,
     STRANGER,
@@ -82,18 +83,15 @@ class ContainerLifecycleKit:
         with pytest.raises(NotFound):
             await subject.containers.delete_container(STRANGER, container.id)
         await subject.containers.delete_container(SOMEBODY, container.id)
-        with pytest.raises(NotFound):
-            await subject.containers.delete_container(SOMEBODY, container.id)
-        with pytest.raises(NotFound):
-            await subject.containers.get_container(SOMEBODY, container.id)
-        with pytest.raises(NotFound):
-            await subject.open_container(container.id)
-        with pytest.raises(NotFound):
-            await subject.containers.list_files(SOMEBODY, container.id)
-        with pytest.raises(NotFound):
-            await subject.read_content(container.id, record.id)
-        with pytest.raises(NotFound):
-            await subject.containers.write_file(SOMEBODY, container.id, "a.txt", b"a")
+        await assert_each_raises(
+            NotFound,
+            subject.containers.delete_container(SOMEBODY, container.id),
+            subject.containers.get_container(SOMEBODY, container.id),
+            subject.open_container(container.id),
+            subject.containers.list_files(SOMEBODY, container.id),
+            subject.read_content(container.id, record.id),
+            subject.containers.write_file(SOMEBODY, container.id, "a.txt", b"a"),
+        )
         listed = await subject.containers.list_containers(SOMEBODY, PageQuery(limit=100))
         assert container.id not in {one.id for one in listed}
         end = get_end(await subject.run(container, "prints hello"))
@@ -110,64 +108,56 @@ class ContainerLifecycleKit:
         assert (end.status, end.exit_code, end.state_kept) == ("lost", -1, False)
 
     async def test_an_expired_one_can_be_looked_at_and_deleted(self, subject: ContainerSubject) -> None:
-        if subject.advance_clock is None:
-            pytest.skip("the adapter cannot let time pass")
         name = await subject.create_container(idle_minutes=5)
         file = await subject.containers.write_file(SOMEBODY, name, "a.txt", b"a")
-        await subject.advance_clock(5 * 60)
+        await subject.pass_time(5 * 60)
         assert (await subject.containers.get_container(SOMEBODY, name)).status == "expired"
         with pytest.raises(ContainerExpired):
             await subject.open_container(name)
-        with pytest.raises(NotFound):
-            await subject.containers.get_file(SOMEBODY, name, file.id)
-        with pytest.raises(NotFound):
-            await subject.containers.write_file(SOMEBODY, name, "b.txt", b"b")
-        with pytest.raises(NotFound):
-            await subject.containers.delete_file(SOMEBODY, name, file.id)
+        await assert_each_raises(
+            NotFound,
+            subject.containers.get_file(SOMEBODY, name, file.id),
+            subject.containers.write_file(SOMEBODY, name, "b.txt", b"b"),
+            subject.containers.delete_file(SOMEBODY, name, file.id),
+        )
         await subject.containers.delete_container(SOMEBODY, name)
         with pytest.raises(NotFound):
             await subject.containers.get_container(SOMEBODY, name)
 
     async def test_every_use_keeps_it_alive(self, subject: ContainerSubject) -> None:
-        if subject.advance_clock is None:
-            pytest.skip("the adapter cannot let time pass")
         name = await subject.create_container(idle_minutes=5)
-        await subject.advance_clock(4 * 60)
+        await subject.pass_time(4 * 60)
         file = await subject.containers.write_file(SOMEBODY, name, "a.txt", b"a")
-        await subject.advance_clock(4 * 60)
+        await subject.pass_time(4 * 60)
         await subject.containers.list_files(SOMEBODY, name)
-        await subject.advance_clock(4 * 60)
+        await subject.pass_time(4 * 60)
         assert await subject.read_content(name, file.id) == b"a"
-        await subject.advance_clock(4 * 60)
+        await subject.pass_time(4 * 60)
         await subject.containers.get_container(SOMEBODY, name)
-        await subject.advance_clock(4 * 60)
+        await subject.pass_time(4 * 60)
         await subject.run(await subject.open_container(name), "prints hello")
-        await subject.advance_clock(4 * 60)
+        await subject.pass_time(4 * 60)
         await subject.containers.delete_file(SOMEBODY, name, file.id)
-        await subject.advance_clock(4 * 60)
+        await subject.pass_time(4 * 60)
         assert (await subject.containers.check_active(SOMEBODY, name)).status == "running"
-        await subject.advance_clock(60)  # `check_active` is no use
+        await subject.pass_time(60)  # `check_active` is no use
         assert (await subject.containers.get_container(SOMEBODY, name)).status == "expired"
 
     async def test_no_container_lives_for_ever(self, subject: ContainerSubject) -> None:
-        if subject.advance_clock is None:
-            pytest.skip("the adapter cannot let time pass")
         name = await subject.create_container(idle_minutes=20)
         for _ in range(10_000):
             if (await subject.containers.get_container(SOMEBODY, name)).status == "expired":
                 return
-            await subject.advance_clock(19 * 60)
+            await subject.pass_time(19 * 60)
         pytest.fail("it has been used for half a year, and is still there")
 
     async def test_the_heir_of_an_expired_one_has_what_the_user_put_there(
         self, subject: ContainerSubject
     ) -> None:
-        if subject.advance_clock is None:
-            pytest.skip("the adapter cannot let time pass")
         name = await subject.create_container()
         await subject.containers.write_file(SOMEBODY, name, "given/a.txt", b"given")
         await subject.run(await subject.open_container(name), "writes out.txt")
-        await subject.advance_clock(60 * 60)
+        await subject.pass_time(60 * 60)
         spec = ContainerSpec()
         foreign = subject.containers.reserve_id()
         await subject.containers.open_container(STRANGER, foreign, spec, name)
@@ -244,10 +234,11 @@ class ContainerUserFilesKit:
         record = await subject.containers.write_file(SOMEBODY, name, "a.bin", pieces())
         assert record.bytes == 100_000
         assert len(await subject.read_content(name, record.id)) == 100_000
-        with pytest.raises(ConnectionResetError):
-            await subject.containers.write_file(SOMEBODY, name, "a.bin", broken())
-        with pytest.raises(ConnectionResetError):
-            await subject.containers.write_file(SOMEBODY, name, "b.bin", broken())
+        await assert_each_raises(
+            ConnectionResetError,
+            subject.containers.write_file(SOMEBODY, name, "a.bin", broken()),
+            subject.containers.write_file(SOMEBODY, name, "b.bin", broken()),
+        )
         assert await subject.list_paths(name) == ["a.bin"]
         assert len(await subject.read_content(name, record.id)) == 100_000
 

@@ -19,6 +19,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     ExecutionNote,
     Stdout,
 )
+from fumehood.testing.kits.assertions import assert_each_raises
 from fumehood.testing.kits.container_lifecycle_kit import ContainerLifecycleKit, ContainerUserFilesKit
 from fumehood.testing.kits.container_subject import (
     PYTHON_PROGRAMS,
@@ -53,19 +54,21 @@ class ContainerIdentityKit:
 
     async def test_what_is_only_reserved_is_not_there(self, subject: ContainerSubject) -> None:
         name = subject.containers.reserve_id()
-        with pytest.raises(NotFound):
-            await subject.containers.check_active(SOMEBODY, name)
-        with pytest.raises(NotFound):
-            await subject.containers.list_files(SOMEBODY, name)
+        await assert_each_raises(
+            NotFound,
+            subject.containers.check_active(SOMEBODY, name),
+            subject.containers.list_files(SOMEBODY, name),
+        )
 
     @pytest.mark.parametrize("name", ["cntr_" + 48 * "0", "cntr_", "", "x", "cntr_\N{SNOWMAN}", "a" * 10_000])
     async def test_what_was_never_reserved_cannot_be_opened(
         self, subject: ContainerSubject, name: str
     ) -> None:
-        with pytest.raises(NotFound):
-            await subject.containers.check_active(SOMEBODY, name)
-        with pytest.raises(NotFound):
-            await subject.open_container(name)
+        await assert_each_raises(
+            NotFound,
+            subject.containers.check_active(SOMEBODY, name),
+            subject.open_container(name),
+        )
 
     async def test_opening_begins_it(self, subject: ContainerSubject) -> None:
         spec = ContainerSpec(name="mine", memory="4g")
@@ -79,51 +82,46 @@ class ContainerIdentityKit:
     async def test_nothing_of_it_exists_for_another_tenant(self, subject: ContainerSubject) -> None:
         container = await subject.open_container()
         files = await subject.run_and_collect(container, "writes out.txt")
-        with pytest.raises(NotFound):
-            await subject.containers.check_active(STRANGER, container.id)
-        with pytest.raises(NotFound):
-            await subject.containers.open_container(STRANGER, container.id, ContainerSpec())
-        with pytest.raises(NotFound):
-            await subject.containers.list_files(STRANGER, container.id)
-        with pytest.raises(NotFound):
-            await subject.containers.get_file(STRANGER, container.id, files["out.txt"].id)
-        with pytest.raises(NotFound):
-            await subject.read_content(container.id, files["out.txt"].id, STRANGER)
+        await assert_each_raises(
+            NotFound,
+            subject.containers.check_active(STRANGER, container.id),
+            subject.containers.open_container(STRANGER, container.id, ContainerSpec()),
+            subject.containers.list_files(STRANGER, container.id),
+            subject.containers.get_file(STRANGER, container.id, files["out.txt"].id),
+            subject.read_content(container.id, files["out.txt"].id, STRANGER),
+        )
 
     async def test_an_idle_container_expires(self, subject: ContainerSubject) -> None:
-        if subject.advance_clock is None:
-            pytest.skip("the adapter cannot let time pass")
         container = await subject.open_container(spec=ContainerSpec(idle_minutes=20))
         files = await subject.run_and_collect(container, "writes out.txt")
-        await subject.advance_clock(19 * 60)
+        await subject.pass_time(19 * 60)
         await subject.run(await subject.open_container(container.id), "prints hello")
-        await subject.advance_clock(19 * 60)
+        await subject.pass_time(19 * 60)
         assert (await subject.containers.check_active(SOMEBODY, container.id)).status == "running"
-        await subject.advance_clock(61)
+        await subject.pass_time(61)
         for _ in range(2):
             with pytest.raises(ContainerExpired):
                 await subject.containers.check_active(SOMEBODY, container.id)
         with pytest.raises(ContainerExpired):
             await subject.open_container(container.id)
-        with pytest.raises(NotFound):
-            await subject.containers.list_files(SOMEBODY, container.id)
-        with pytest.raises(NotFound):
-            await subject.read_content(container.id, files["out.txt"].id)
+        await assert_each_raises(
+            NotFound,
+            subject.containers.list_files(SOMEBODY, container.id),
+            subject.read_content(container.id, files["out.txt"].id),
+        )
         assert get_end(await subject.run(container, "prints hello")).status == "lost"
 
     async def test_one_that_was_opened_and_not_left_stays(self, subject: ContainerSubject) -> None:
-        if subject.advance_clock is None:
-            pytest.skip("the adapter cannot let time pass")
         container = await subject.open_container(spec=ContainerSpec(idle_minutes=20))
         again = await subject.open_container(container.id)
         for _ in range(2):  # once is enough
             again.release()
-        await subject.advance_clock(21 * 60)
+        await subject.pass_time(21 * 60)
         assert (await subject.containers.check_active(SOMEBODY, container.id)).status == "running"
         container.release()
-        await subject.advance_clock(19 * 60)
+        await subject.pass_time(19 * 60)
         assert (await subject.containers.check_active(SOMEBODY, container.id)).status == "running"
-        await subject.advance_clock(61)
+        await subject.pass_time(61)
         with pytest.raises(ContainerExpired):
             await subject.containers.check_active(SOMEBODY, container.id)
 
@@ -238,10 +236,11 @@ class ContainerFilesKit:
         record = (await subject.run_and_collect(container, "writes out.txt"))["out.txt"]
         assert await subject.run_and_collect(container, "deletes out.txt") == {}
         assert await subject.containers.list_files(SOMEBODY, container.id) == []
-        with pytest.raises(NotFound):
-            await subject.containers.get_file(SOMEBODY, container.id, record.id)
-        with pytest.raises(NotFound):
-            await subject.read_content(container.id, record.id)
+        await assert_each_raises(
+            NotFound,
+            subject.containers.get_file(SOMEBODY, container.id, record.id),
+            subject.read_content(container.id, record.id),
+        )
         again = (await subject.run_and_collect(container, "writes out.txt"))["out.txt"]
         assert again.id == record.id
 

@@ -6,6 +6,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import pytest
+
 from fumehood.interfaces import Caller, Container, ContainerService, ExecutionStarted
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerSpec
 from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, ExecutionEvent
@@ -70,6 +72,12 @@ class ContainerSubject:
     destroy_sandbox: Callable[[str], Awaitable[None]] | None = None
     advance_clock: Callable[[float], Awaitable[None]] | None = None
     upload: Callable[[str, bytes], Awaitable[str]] | None = None
+
+    async def pass_time(self, seconds: float) -> None:
+        """Move the time of the containers, or skip the test."""
+        if self.advance_clock is None:
+            pytest.skip("the adapter cannot let time pass")
+        await self.advance_clock(seconds)
 
     async def create_container(self, **fields: Any) -> str:
         """Create a container with these fields of its spec, and return its id."""

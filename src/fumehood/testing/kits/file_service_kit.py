@@ -14,6 +14,7 @@ from fumehood.protocol.openai.api_errors import BodyTooLarge, InvalidRequest, No
 from fumehood.protocol.openai.file_objects import FileUploadMetadata, UploadedFileRecord, UploadPurpose
 from fumehood.protocol.openai.page_query import PageQuery
 from fumehood.testing.fakes.fake_clock import FakeClock
+from fumehood.testing.kits.assertions import assert_each_raises
 from fumehood.testing.kits.blob_store_kit import stream_chunks
 
 ANN = Caller("ann")
@@ -70,12 +71,12 @@ class FileServiceKit:
     async def test_for_others_it_is_not_there(self, subject: FileServiceSubject) -> None:
         record = await subject.upload()
         for file_id in (record.id, "file-unknown", "\udcff", ""):
-            with pytest.raises(NotFound):
-                await subject.files.get_file(BEN, file_id)
-            with pytest.raises(NotFound):
-                await anext(subject.files.read_file(BEN, file_id))
-            with pytest.raises(NotFound):
-                await subject.files.delete_file(BEN, file_id)
+            await assert_each_raises(
+                NotFound,
+                subject.files.get_file(BEN, file_id),
+                anext(subject.files.read_file(BEN, file_id)),
+                subject.files.delete_file(BEN, file_id),
+            )
         assert list(await subject.files.list_files(BEN, PageQuery())) == []
         assert await subject.read_content(record) == b"content"
 
@@ -94,10 +95,11 @@ class FileServiceKit:
     async def test_what_was_deleted_is_gone(self, subject: FileServiceSubject) -> None:
         record = await subject.upload()
         await subject.files.delete_file(ANN, record.id)
-        with pytest.raises(NotFound):
-            await subject.files.delete_file(ANN, record.id)
-        with pytest.raises(NotFound):
-            await subject.files.get_file(ANN, record.id)
+        await assert_each_raises(
+            NotFound,
+            subject.files.delete_file(ANN, record.id),
+            subject.files.get_file(ANN, record.id),
+        )
         assert subject.count_blobs() == 0
 
     async def test_equal_contents_are_deleted_one_by_one(self, subject: FileServiceSubject) -> None:
@@ -130,10 +132,11 @@ class FileServiceKit:
         subject.clock.advance(3599)
         assert await subject.read_content(hour) == b"hour"
         subject.clock.advance(1)
-        with pytest.raises(NotFound):
-            await subject.files.get_file(ANN, hour.id)
-        with pytest.raises(NotFound):
-            await subject.files.delete_file(ANN, hour.id)
+        await assert_each_raises(
+            NotFound,
+            subject.files.get_file(ANN, hour.id),
+            subject.files.delete_file(ANN, hour.id),
+        )
         assert set(list_ids(await subject.files.list_files(ANN, PageQuery()))) == {batch.id, kept.id}
 
     @pytest.mark.parametrize("seconds", [-1, 0, 3599, 30 * 86_400 + 1])

@@ -15,6 +15,7 @@ from fumehood.interfaces import Sandbox
 from fumehood.protocol.sandbox.bundle_encoding import MAX_BUNDLED_FILE_BYTES, BundleContent, BundledFile
 from fumehood.protocol.sandbox.sandbox_errors import FileNotFound, FileRefused, SandboxLimitExceeded
 from fumehood.protocol.sandbox.sandbox_messages import ArchiveFormat, ExecutionEvent
+from fumehood.testing.kits.assertions import assert_each_raises
 
 ODD_NAMES = [
     "with space.txt",
@@ -171,42 +172,43 @@ class SandboxFilesKit:
     async def test_bad_names_are_refused(self, subject: _SandboxFilesSubject) -> None:
         async with subject.create_sandbox() as sandbox:
             for name in BAD_NAMES:
-                with pytest.raises(FileRefused):
-                    await sandbox.write_file(name, b"x")
-                with pytest.raises(FileRefused):
-                    await read_content(sandbox, name)
-                with pytest.raises(FileRefused):
-                    await sandbox.delete_file(name)
+                await assert_each_raises(
+                    FileRefused,
+                    sandbox.write_file(name, b"x"),
+                    read_content(sandbox, name),
+                    sandbox.delete_file(name),
+                )
             assert await list_paths(sandbox) == []
 
     async def test_files_that_are_not_there(self, subject: _SandboxFilesSubject) -> None:
         async with subject.create_sandbox() as sandbox:
-            with pytest.raises(FileNotFound):
-                await read_content(sandbox, "none.txt")
-            with pytest.raises(FileNotFound):
-                await sandbox.delete_file("none.txt")
-            with pytest.raises(FileNotFound):
-                await read_content(sandbox, "no/such/directory.txt")
+            await assert_each_raises(
+                FileNotFound,
+                read_content(sandbox, "none.txt"),
+                sandbox.delete_file("none.txt"),
+                read_content(sandbox, "no/such/directory.txt"),
+            )
 
     async def test_directories_are_not_files(self, subject: _SandboxFilesSubject) -> None:
         async with subject.create_sandbox() as sandbox:
             await sandbox.write_file("folder/file.txt", b"x")
-            with pytest.raises(FileRefused):
-                await read_content(sandbox, "folder")
-            with pytest.raises(FileRefused):
-                await sandbox.write_file("folder", b"x")
-            with pytest.raises(FileRefused):
-                await sandbox.write_file("folder/file.txt/below", b"x")
+            await assert_each_raises(
+                FileRefused,
+                read_content(sandbox, "folder"),
+                sandbox.write_file("folder", b"x"),
+                sandbox.write_file("folder/file.txt/below", b"x"),
+            )
             assert await list_paths(sandbox) == ["folder/file.txt"]
 
     async def test_a_file_is_replaced_whole_or_not_at_all(self, subject: _SandboxFilesSubject) -> None:
         async with subject.create_sandbox() as sandbox:
             await sandbox.write_file("kept.txt", b"first version")
             await sandbox.write_file("kept.txt", b"second")
-            with pytest.raises(SourceError):
-                await sandbox.write_file("kept.txt", _fail_midway())
-            with pytest.raises(SourceError):
-                await sandbox.write_file("new.txt", _fail_midway())
+            await assert_each_raises(
+                SourceError,
+                sandbox.write_file("kept.txt", _fail_midway()),
+                sandbox.write_file("new.txt", _fail_midway()),
+            )
             assert await read_content(sandbox, "kept.txt") == b"second"
             assert await list_paths(sandbox) == ["kept.txt"]
 

@@ -31,7 +31,8 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     Stderr,
     Stdout,
 )
-from fumehood.testing.kits.sandbox_files_kit import SandboxFilesKit
+from fumehood.testing.kits.assertions import assert_each_raises
+from fumehood.testing.kits.sandbox_files_kit import SandboxFilesKit, read_content
 
 type SandboxProgram = Literal[
     "prints hello",
@@ -94,6 +95,15 @@ class SandboxSubject:
     def make_request(self, program: SandboxProgram, execution_id: str | None = None) -> ExecuteRequest:
         language = "shell" if program.startswith("a command") else "python"
         return ExecuteRequest(code=self.programs[program], language=language, execution_id=execution_id)
+
+    @asynccontextmanager
+    async def run_until_waiting(
+        self, sandbox: Sandbox, program: SandboxProgram, execution_id: str | None = None
+    ) -> AsyncGenerator[AsyncGenerator[ExecutionEvent]]:
+        """Yield the events of a program once it has printed that it is waiting."""
+        async with aclosing(sandbox.execute(self.make_request(program, execution_id))) as events:
+            await read_until_waiting(events)
+            yield events
 
     async def run(
         self, sandbox: Sandbox, program: SandboxProgram, execution_id: str | None = None
@@ -185,22 +195,17 @@ class SandboxProviderKit:
         async with subject.create_sandbox() as sandbox:
             await sandbox.write_file("file.txt", b"x")
             await subject.provider.destroy(SandboxRef(sandbox.id))
-            with pytest.raises(_GONE):
-                await subject.provider.attach(SandboxRef(sandbox.id))
-            with pytest.raises(_GONE):
-                await subject.run(sandbox, "prints hello")
-            with pytest.raises(_GONE):
-                await sandbox.list_files()
-            with pytest.raises(_GONE):
-                [chunk async for chunk in sandbox.read_file("file.txt")]
-            with pytest.raises(_GONE):
-                await sandbox.write_file("file.txt", b"x")
-            with pytest.raises(_GONE):
-                await sandbox.delete_file("file.txt")
-            with pytest.raises(_GONE):
-                await sandbox.unpack_archive(b"", kind="tar")
-            with pytest.raises(_GONE):
-                await sandbox.interrupt()
+            await assert_each_raises(
+                _GONE,
+                subject.provider.attach(SandboxRef(sandbox.id)),
+                subject.run(sandbox, "prints hello"),
+                sandbox.list_files(),
+                read_content(sandbox, "file.txt"),
+                sandbox.write_file("file.txt", b"x"),
+                sandbox.delete_file("file.txt"),
+                sandbox.unpack_archive(b"", kind="tar"),
+                sandbox.interrupt(),
+            )
             await subject.provider.destroy(SandboxRef(sandbox.id))
 
     async def test_a_name_can_be_reused(self, subject: SandboxSubject) -> None:
@@ -211,13 +216,12 @@ class SandboxProviderKit:
 
     async def test_destroying_ends_what_runs(self, subject: SandboxSubject) -> None:
         async with subject.create_sandbox() as sandbox:
-            events = sandbox.execute(subject.make_request("waits to be interrupted"))
-            await read_until_waiting(events)
-            await subject.provider.destroy(SandboxRef(sandbox.id))
-            try:
-                end = get_end(await read_events(events))
-            except _GONE:
-                return
+            async with subject.run_until_waiting(sandbox, "waits to be interrupted") as events:
+                await subject.provider.destroy(SandboxRef(sandbox.id))
+                try:
+                    end = get_end(await read_events(events))
+                except _GONE:
+                    return
             assert (end.status, end.state_kept) == ("lost", False)
 
     async def test_closing(self, subject: SandboxSubject) -> None:
@@ -277,10 +281,7 @@ class SandboxExecutionKit:
 
     async def test_interrupt_of_a_command(self, subject: SandboxSubject) -> None:
         async with subject.create_sandbox() as sandbox:
-            async with aclosing(
-                sandbox.execute(subject.make_request("a command waits to be interrupted"))
-            ) as events:
-                await read_until_waiting(events)
+            async with subject.run_until_waiting(sandbox, "a command waits to be interrupted") as events:
                 assert await sandbox.interrupt()
                 end = get_end(await read_events(events))
             assert (end.status, end.exit_code, end.state_kept) == ("interrupted", -1, True)
@@ -295,10 +296,8 @@ class SandboxExecutionKit:
 
     async def test_leaving_the_events_does_not_stop_the_code(self, subject: SandboxSubject) -> None:
         async with subject.create_sandbox() as sandbox:
-            async with aclosing(
-                sandbox.execute(subject.make_request("waits for the file go", "left"))
-            ) as events:
-                await read_until_waiting(events)
+            async with subject.run_until_waiting(sandbox, "waits for the file go", "left"):
+                pass
             await sandbox.write_file("go", b"")
             events = await read_events(sandbox.follow("left"))
             assert collect_stdout(events) == "waiting\ndone\n"
@@ -316,9 +315,8 @@ class SandboxExecutionKit:
     async def test_several_read_at_once(self, subject: SandboxSubject) -> None:
         async with (
             subject.create_sandbox() as sandbox,
-            aclosing(sandbox.execute(subject.make_request("waits for the file go", "shared"))) as events,
+            subject.run_until_waiting(sandbox, "waits for the file go", "shared") as events,
         ):
-            await read_until_waiting(events)
             reading = [asyncio.ensure_future(read_events(sandbox.follow("shared"))) for _ in range(3)]
             await sandbox.write_file("go", b"")
             one, two, three = await asyncio.gather(*reading)
@@ -339,16 +337,13 @@ class SandboxExecutionKit:
             assert (await sandbox.list_files(mark)).files == []
 
     async def test_asking_again_attaches_to_the_call_that_runs(self, subject: SandboxSubject) -> None:
-        async with subject.create_sandbox() as sandbox:
-            request = subject.make_request("waits for the file go", "attached")
-            async with (
-                aclosing(sandbox.execute(request)) as first,
-                aclosing(sandbox.execute(request)) as second,
-            ):
-                await read_until_waiting(first)
-                await read_until_waiting(second)
-                await sandbox.write_file("go", b"")
-                assert get_end(await read_events(first)) == get_end(await read_events(second))
+        async with (
+            subject.create_sandbox() as sandbox,
+            subject.run_until_waiting(sandbox, "waits for the file go", "attached") as first,
+            subject.run_until_waiting(sandbox, "waits for the file go", "attached") as second,
+        ):
+            await sandbox.write_file("go", b"")
+            assert get_end(await read_events(first)) == get_end(await read_events(second))
 
     async def test_an_execution_id_of_another_code_is_a_conflict(self, subject: SandboxSubject) -> None:
         async with subject.create_sandbox() as sandbox:
@@ -360,9 +355,8 @@ class SandboxExecutionKit:
     async def test_calls_run_one_after_another(self, subject: SandboxSubject) -> None:
         async with (
             subject.create_sandbox() as sandbox,
-            aclosing(sandbox.execute(subject.make_request("waits for the file go", "first"))) as first,
+            subject.run_until_waiting(sandbox, "waits for the file go", "first") as first,
         ):
-            await read_until_waiting(first)
             second = asyncio.ensure_future(subject.run(sandbox, "writes out.txt", "second"))
             await self._wait_until_queued(subject, sandbox)
             assert [file.path for file in (await sandbox.list_files()).files] == []
@@ -381,10 +375,7 @@ class SandboxExecutionKit:
     @pytest.mark.parametrize("by_id", [False, True])
     async def test_interrupt(self, subject: SandboxSubject, by_id: bool) -> None:
         async with subject.create_sandbox() as sandbox:
-            async with aclosing(
-                sandbox.execute(subject.make_request("waits to be interrupted", "stopped"))
-            ) as events:
-                await read_until_waiting(events)
+            async with subject.run_until_waiting(sandbox, "waits to be interrupted", "stopped") as events:
                 assert await sandbox.interrupt("stopped" if by_id else None)
                 rest = await read_events(events)
             assert [event.name for event in rest if isinstance(event, ExceptionRaised)] == [
@@ -404,10 +395,7 @@ class SandboxExecutionKit:
 
     async def test_interrupt_of_a_call_that_waits(self, subject: SandboxSubject) -> None:
         async with subject.create_sandbox() as sandbox:
-            async with aclosing(
-                sandbox.execute(subject.make_request("waits to be interrupted", "first"))
-            ) as first:
-                await read_until_waiting(first)
+            async with subject.run_until_waiting(sandbox, "waits to be interrupted", "first") as first:
                 second = asyncio.ensure_future(subject.run(sandbox, "writes out.txt", "second"))
                 await self._wait_until_queued(subject, sandbox)
                 assert await sandbox.interrupt("second")

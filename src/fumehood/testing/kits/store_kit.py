@@ -27,6 +27,7 @@ from fumehood.protocol.openai.items import (
 )
 from fumehood.protocol.openai.response_projection import INCLUDE_CODE_OUTPUTS, project_response
 from fumehood.protocol.openai.responses import Response, Usage
+from fumehood.testing.kits.assertions import assert_each_raises
 from fumehood.testing.kits.container_store_kit import ContainerStoreKit
 from fumehood.testing.kits.lease_kit import LeaseKit
 from fumehood.testing.kits.store_fixtures import (
@@ -227,14 +228,13 @@ class ResponseStoreKit:
         response = await store_response(subject.store)
         await subject.store.close()
         await subject.store.close()
-        with pytest.raises(ServiceUnavailable):
-            await subject.store.get_response("tenant", response.id)
-        with pytest.raises(ServiceUnavailable):
-            await subject.store.begin_response("tenant", response)
-        with pytest.raises(ServiceUnavailable):
-            await subject.store.delete_response("tenant", response.id)
-        with pytest.raises(ServiceUnavailable):
-            await subject.store.find_containers()
+        await assert_each_raises(
+            ServiceUnavailable,
+            subject.store.get_response("tenant", response.id),
+            subject.store.begin_response("tenant", response),
+            subject.store.delete_response("tenant", response.id),
+            subject.store.find_containers(),
+        )
 
 
 class ConversationStoreKit:
