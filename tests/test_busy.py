@@ -4,10 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.support.waiting import becomes_true
 
 ROOT = Path(__file__).resolve().parent.parent
 # Says who its siblings are, and waits until its standard input ends.
@@ -43,14 +44,6 @@ def _is_running(pid: int) -> bool:
         return False
 
 
-def _wait_until_ended(pids: list[int]) -> None:
-    """A process that the kernel kills is gone soon, not at once."""
-    until = time.monotonic() + 30
-    while any(_is_running(pid) for pid in pids):
-        assert time.monotonic() < until, "still running"
-        time.sleep(0.01)
-
-
 def test_they_compute_while_the_command_runs_and_end_with_it() -> None:
     process, pids = _start()
     assert all(_is_running(pid) for pid in pids)
@@ -65,5 +58,6 @@ def test_they_end_when_it_is_interrupted_or_killed(number: signal.Signals) -> No
     with process:
         os.kill(process.pid, number)
         process.communicate("", timeout=60)  # the command ends, too: its standard input does
-    _wait_until_ended(pids)
+    # A process that the kernel kills is gone soon, not at once.
+    assert becomes_true(lambda: not any(_is_running(pid) for pid in pids), 30)
     assert process.returncode != 0

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import sqlite3
-import time
 import urllib.error
 import urllib.request
 from contextlib import closing
@@ -15,6 +14,7 @@ import pytest
 from fumehood.store.migrations import MIGRATIONS, migrate
 from tests.support import gateway_process
 from tests.support.cli_runner import CommandResult, run_command
+from tests.support.waiting import becomes_true
 
 NO_CODE: dict[str, Any] = {"providers": {"code_interpreter": {"enabled": False}}}
 TIMEOUT_SECONDS = 60.0
@@ -136,10 +136,7 @@ def ask(url: str, key: str | None) -> tuple[int, Any]:
 
 
 def wait_for_status(url: str, key: str | None, status: int) -> None:
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while ask(url, key)[0] != status:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    assert becomes_true(lambda: ask(url, key)[0] == status, TIMEOUT_SECONDS)
 
 
 def test_keys_are_made_and_revoked_beside_a_gateway(tmp_path: Path) -> None:

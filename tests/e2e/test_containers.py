@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from tests.e2e.test_keys_and_idempotency import made_key
 from tests.support import gateway_process
 from tests.support.gateway_process import GatewayProcess
 from tests.support.sandbox_runs import has_cgroups
+from tests.support.waiting import becomes_true
 
 OUTPUTS: Any = ["code_interpreter_call.outputs"]
 LIMITS = "enforced" if has_cgroups() else "best-effort"
@@ -36,13 +37,6 @@ CROWD = 50
 
 def settings(**interpreter: object) -> dict[str, object]:
     return {"providers": {"code_interpreter": {"settings": {"sandbox_limits": LIMITS, **interpreter}}}}
-
-
-def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.05)
 
 
 def ran(client: OpenAI, code: str, container: object = None, **more: Any) -> Any:
@@ -135,14 +129,14 @@ def socket(tmp_path: Path) -> Iterator[Path]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        until(lambda: sandboxes(path) is not None)
+        assert becomes_true(lambda: sandboxes(path) is not None, 60)
         yield path
     finally:
         process.terminate()
         process.wait(60)
 
 
-async def living(path: Path) -> list[str]:
+async def list_running(path: Path) -> list[str]:
     async with RemoteSandboxProvider(f"unix:{path}", timeouts=SandboxConnectionSettings(retries=0)) as remote:
         return [info.id for info in await remote.list_sandboxes()]
 
@@ -150,7 +144,7 @@ async def living(path: Path) -> list[str]:
 def sandboxes(path: Path) -> list[str] | None:
     """Those that live, None if the server does not answer."""
     try:
-        return asyncio.run(living(path))
+        return asyncio.run(list_running(path))
     except SandboxServerUnreachable:
         return None
 
@@ -208,7 +202,7 @@ def test_a_sandbox_that_is_lost_while_code_runs_fails_the_call(tmp_path: Path, s
         with client.responses.create(model="direct", input=code, tools=[tool], stream=True) as events:
             for event in events:
                 if event.type == "response.code_interpreter_call.interpreting":
-                    until(lambda: bool(sandboxes(socket)))
+                    assert becomes_true(lambda: bool(sandboxes(socket)), 60)
                     client.containers.delete(made.id)
                 if event.type == "response.completed":
                     assert call_of(event.response).status == "failed"
@@ -336,11 +330,11 @@ def test_the_sandbox_of_a_call_that_a_kill_cut_off_goes_when_the_gateway_comes_b
         stream = create(tools=[tool], **request)
         while next(stream).type != "response.code_interpreter_call.interpreting":
             pass
-        until(lambda: len(sandboxes(socket) or ()) == 1)
+        assert becomes_true(lambda: len(sandboxes(socket) or ()) == 1, 60)
         running.kill()
     assert len(sandboxes(socket) or ()) == 1
     with gateway_process.run_gateway(tmp_path, elsewhere):
-        until(lambda: sandboxes(socket) == [])
+        assert becomes_true(lambda: sandboxes(socket) == [], 60)
 
 
 @pytest.mark.slow
@@ -373,7 +367,7 @@ def test_nothing_is_left_of_what_a_kill_cut_off(tmp_path: Path, socket: Path) ->
             thread.start()
         for _ in made:
             assert begun.acquire(timeout=60)
-        until(lambda: len(sandboxes(socket) or ()) == len(made) and bool(blobs(running)))
+        assert becomes_true(lambda: len(sandboxes(socket) or ()) == len(made) and bool(blobs(running)), 60)
         running.kill()
         for thread in work:
             thread.join(60)
@@ -422,7 +416,7 @@ def test_a_hundred_containers_of_two_tenants(tmp_path: Path, socket: Path) -> No
             made = await asyncio.gather(
                 *(one(client, tenant, place) for place in places for tenant, client in clients.items())
             )
-            assert len(await living(socket)) == 2 * CROWD
+            assert len(await list_running(socket)) == 2 * CROWD
             for number, (tenant, client) in enumerate(clients.items()):
                 own = set(made[number::2])
                 assert {container.id async for container in client.containers.list(limit=20)} == own

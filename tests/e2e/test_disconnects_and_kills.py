@@ -5,7 +5,6 @@ import contextlib
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,10 @@ from tests.e2e.conftest import RunningGateway, make_client, make_settings, make_
 from tests.support import gateway_process
 from tests.support.gateway_process import GatewayProcess, ScriptedModelServer, code_call, text_answer
 from tests.support.raw_model_server import chunk, stream
+from tests.support.waiting import becomes_true
 
 INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
 OUTPUTS: Any = ["code_interpreter_call.outputs"]
-
-
-def until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.05)
 
 
 def test_a_client_that_leaves_takes_its_run_along(gateway: RunningGateway) -> None:
@@ -43,7 +36,7 @@ def test_a_client_that_leaves_takes_its_run_along(gateway: RunningGateway) -> No
                 container = getattr(event.item, "container_id", "")
             elif event.type == "response.code_interpreter_call.interpreting":
                 break
-    until(lambda: gateway.client.responses.retrieve(response_id).status == "cancelled")
+    assert becomes_true(lambda: gateway.client.responses.retrieve(response_id).status == "cancelled")
     # The code was interrupted, not the sandbox ended: it can be used at once.
     gateway.model.script(code_call("print(n < 600)"), text_answer("ok"))
     tool: Any = {"type": "code_interpreter", "container": container}
@@ -62,7 +55,7 @@ def test_a_client_that_leaves_while_the_model_writes(gateway: RunningGateway) ->
                 response_id = event.response.id
             if event.type == "response.output_text.delta":
                 break
-    until(lambda: gateway.client.responses.retrieve(response_id).status == "cancelled")
+    assert becomes_true(lambda: gateway.client.responses.retrieve(response_id).status == "cancelled")
     assert gateway.client.responses.retrieve(response_id).output_text == "Hel"
 
 
@@ -77,16 +70,11 @@ def test_200_streams_at_once(gateway: RunningGateway) -> None:
         assert list(pool.map(one, range(200))) == ["abc"] * 200
 
 
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    return tmp_path
-
-
-def test_what_was_acknowledged_survives_a_kill(place: Path) -> None:
+def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
     with ScriptedModelServer() as model:
         acknowledged: list[str] = []
         for _ in range(3):
-            running = gateway_process.start_gateway(place, make_settings_without_code(model))
+            running = gateway_process.start_gateway(tmp_path, make_settings_without_code(model))
             model.script(*(text_answer("kept") for _ in range(1000)))
             stop = threading.Timer(0.5, running.kill)
             with make_client(running) as client:
@@ -98,7 +86,7 @@ def test_what_was_acknowledged_survives_a_kill(place: Path) -> None:
                         acknowledged.append(client.responses.create(model="scripted", input="?").id)
             stop.join()
         with (
-            gateway_process.run_gateway(place, make_settings_without_code(model)) as running,
+            gateway_process.run_gateway(tmp_path, make_settings_without_code(model)) as running,
             make_client(running) as client,
         ):
             assert len(acknowledged) >= 3
@@ -111,9 +99,9 @@ def test_what_was_acknowledged_survives_a_kill(place: Path) -> None:
             assert after.output_text == "on"
 
 
-def test_what_was_running_is_failed_and_nothing_runs_twice(place: Path) -> None:
+def test_what_was_running_is_failed_and_nothing_runs_twice(tmp_path: Path) -> None:
     with ScriptedModelServer() as model:
-        running = gateway_process.start_gateway(place, make_settings(model))
+        running = gateway_process.start_gateway(tmp_path, make_settings(model))
         model.script(code_call("import time; time.sleep(30)"), text_answer("never"))
         response_id = ""
         with (
@@ -127,7 +115,10 @@ def test_what_was_running_is_failed_and_nothing_runs_twice(place: Path) -> None:
                     assert client.responses.retrieve(response_id).status == "in_progress"
                     running.kill()
                     break
-        with gateway_process.run_gateway(place, make_settings(model)) as again, make_client(again) as client:
+        with (
+            gateway_process.run_gateway(tmp_path, make_settings(model)) as again,
+            make_client(again) as client,
+        ):
             found = client.responses.retrieve(response_id)
             assert found.status == "failed"
             assert found.error is not None
@@ -137,18 +128,18 @@ def test_what_was_running_is_failed_and_nothing_runs_twice(place: Path) -> None:
             )  # the second turn never came, and the first was not asked for again
 
 
-def test_a_second_gateway_on_the_same_file_refuses(place: Path) -> None:
+def test_a_second_gateway_on_the_same_file_refuses(tmp_path: Path) -> None:
     with (
         ScriptedModelServer() as model,
-        gateway_process.run_gateway(place, make_settings_without_code(model)),
+        gateway_process.run_gateway(tmp_path, make_settings_without_code(model)),
         pytest.raises(AssertionError, match="another"),
     ):
-        gateway_process.start_gateway(place, make_settings_without_code(model))
+        gateway_process.start_gateway(tmp_path, make_settings_without_code(model))
 
 
-def test_a_graceful_end(place: Path) -> None:
+def test_a_graceful_end(tmp_path: Path) -> None:
     with ScriptedModelServer() as model:
-        running = gateway_process.start_gateway(place, make_settings_without_code(model))
+        running = gateway_process.start_gateway(tmp_path, make_settings_without_code(model))
         gate, let_go = model.event()
         model.script(stream(chunk({"content": "x"}), gate, chunk(finish="stop"), b"data: [DONE]\n\n"))
         seen: list[str] = []
@@ -166,10 +157,12 @@ def test_a_graceful_end(place: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_it_at_once_and_what_ran_has_failed(place: Path, number: signal.Signals) -> None:
+def test_a_second_signal_ends_it_at_once_and_what_ran_has_failed(
+    tmp_path: Path, number: signal.Signals
+) -> None:
     with ScriptedModelServer() as model:
         gate, _ = model.event()
-        running = gateway_process.start_gateway(place, make_settings_without_code(model))
+        running = gateway_process.start_gateway(tmp_path, make_settings_without_code(model))
         model.script(stream(chunk({"content": "x"}), gate))
         response_id, began = "", 0.0
         with (
@@ -182,13 +175,13 @@ def test_a_second_signal_ends_it_at_once_and_what_ran_has_failed(place: Path, nu
                     response_id = event.response.id
                 elif event.type == "response.output_text.delta":
                     running.process.send_signal(number)
-                    until(lambda: not accepts(running))
+                    assert becomes_true(lambda: not accepts(running))
                     began = time.monotonic()
                     running.process.send_signal(number)
         assert running.wait_for_exit() == 0
         assert time.monotonic() - began < 10  # the grace would have been 30 s
         with (
-            gateway_process.run_gateway(place, make_settings_without_code(model)) as again,
+            gateway_process.run_gateway(tmp_path, make_settings_without_code(model)) as again,
             make_client(again) as client,
         ):
             found = client.responses.retrieve(response_id)
@@ -198,11 +191,11 @@ def test_a_second_signal_ends_it_at_once_and_what_ran_has_failed(place: Path, nu
             assert len(model.requests) == 1
 
 
-def test_one_signal_cancels_and_keeps_what_runs_beyond_the_grace(place: Path) -> None:
+def test_one_signal_cancels_and_keeps_what_runs_beyond_the_grace(tmp_path: Path) -> None:
     with ScriptedModelServer() as model:
         gate, _ = model.event()
         settings = {**make_settings_without_code(model), "server": {"shutdown_grace": 0.5}}
-        running = gateway_process.start_gateway(place, settings)
+        running = gateway_process.start_gateway(tmp_path, settings)
         model.script(stream(chunk({"content": "x"}), gate))
         last: Any = None
         with (
@@ -214,7 +207,7 @@ def test_one_signal_cancels_and_keeps_what_runs_beyond_the_grace(place: Path) ->
                     running.process.terminate()
         assert running.wait_for_exit() == 0
         assert last.response.status == "cancelled"
-        with gateway_process.run_gateway(place, settings) as again, make_client(again) as client:
+        with gateway_process.run_gateway(tmp_path, settings) as again, make_client(again) as client:
             found = client.responses.retrieve(last.response.id)
             assert (found.status, found.output_text) == ("cancelled", "x")
 

@@ -1,11 +1,9 @@
 """A gateway whose disk is full, before and while a response is made."""
 
 import json
-import subprocess
 import threading
-import time
-from collections.abc import Callable, Generator
-from contextlib import closing
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,8 @@ from tests.e2e.conftest import make_client, make_settings_without_code
 from tests.support import gateway_process
 from tests.support.gateway_process import GatewayProcess, ScriptedModelServer, text_answer
 from tests.support.raw_model_server import chunk, stream
+from tests.support.small_disk import fill_disk, free_disk, mount_small_disk
+from tests.support.waiting import becomes_true
 
 pytestmark = pytest.mark.root
 LONG = "x" * 200_000  # more than the log has room for
@@ -24,17 +24,8 @@ LONG = "x" * 200_000  # more than the log has room for
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Generator[Path]:
-    path = tmp_path / "disk"
-    path.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(path)], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("may not mount")
-    try:
+    with mount_small_disk(tmp_path / "disk", "8m") as path:
         yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 @pytest.fixture
@@ -49,37 +40,33 @@ def running(disk: Path, model: ScriptedModelServer) -> Generator[GatewayProcess]
         yield gateway
 
 
-def fill(disk: Path) -> None:
-    """To the last byte."""
-    with closing((disk / "filler").open("wb", buffering=0)) as file:
-        try:
-            while file.write(b"x" * 4096) == 4096:
-                pass
-        except OSError:
-            return
+@contextmanager
+def filling_when_asked(disk: Path, model: ScriptedModelServer) -> Generator[None]:
+    """The model writes more than fits; the disk is full before it ends."""
+    gate, let_go = model.event()
+    model.script(stream(chunk({"content": LONG}), gate, chunk(finish="stop"), b"data: [DONE]\n\n"))
+
+    def fill_and_let_go() -> None:
+        if becomes_true(lambda: model.requests):
+            fill_disk(disk)
+            let_go()
+
+    thread = threading.Thread(target=fill_and_let_go)
+    thread.start()
+    yield
+    thread.join()
 
 
-def fill_when_asked(disk: Path, model: ScriptedModelServer, let_go: Callable[[], None]) -> None:
-    while not model.requests:
-        time.sleep(0.01)
-    fill(disk)
-    let_go()
-
-
-def free(disk: Path) -> None:
-    (disk / "filler").unlink()
-
-
-def create(running: GatewayProcess, **more: Any) -> httpx.Response:
+def create(running: GatewayProcess, headers: dict[str, str] | None = None, **more: Any) -> httpx.Response:
     body = {"model": "scripted", "input": "?", **more}
-    return httpx.post(f"{running.url}/responses", json=body, timeout=60)
+    return httpx.post(f"{running.url}/responses", json=body, headers=headers, timeout=60)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_request_is_refused_before_anything_is_made(
     running: GatewayProcess, model: ScriptedModelServer, disk: Path, streamed: bool
 ) -> None:
-    fill(disk)
+    fill_disk(disk)
     model.script(text_answer("never"))
     refused = create(running, stream=streamed)
     assert refused.status_code == 503
@@ -89,7 +76,7 @@ def test_a_request_is_refused_before_anything_is_made(
     assert model.requests == []
     # What is not to be stored needs no disk.
     assert create(running, store=False).json()["status"] == "completed"
-    free(disk)
+    free_disk(disk)
     model.script(text_answer("again"))
     made = create(running)
     assert made.json()["status"] == "completed"
@@ -99,39 +86,21 @@ def test_a_request_is_refused_before_anything_is_made(
 def test_a_response_that_cannot_be_stored_is_no_success(
     running: GatewayProcess, model: ScriptedModelServer, disk: Path
 ) -> None:
-    gate, let_go = model.event()
-    model.script(stream(chunk({"content": LONG}), gate, chunk(finish="stop"), b"data: [DONE]\n\n"))
-    with httpx.Client(timeout=60) as client:
-        filling = threading.Thread(target=fill_when_asked, args=(disk, model, let_go))
-        filling.start()
-        refused = client.post(f"{running.url}/responses", json={"model": "scripted", "input": "?"})
-        filling.join()
+    key = {"Idempotency-Key": "one"}
+    with filling_when_asked(disk, model):
+        refused = create(running, key)
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "storage_unavailable"
     assert "could not be stored" in refused.json()["error"]["message"]
     assert "retry-after" in refused.headers
     assert refused.headers["x-should-retry"] == "false"  # code may have run for it
     assert "resp_" not in refused.text
-    free(disk)
+    free_disk(disk)
     model.script(text_answer("again"))
-    assert create(running).json()["status"] == "completed"
-
-
-def test_a_key_of_what_could_not_be_stored_is_not_run_again(
-    running: GatewayProcess, model: ScriptedModelServer, disk: Path
-) -> None:
-    gate, let_go = model.event()
-    model.script(stream(chunk({"content": LONG}), gate, chunk(finish="stop"), b"data: [DONE]\n\n"))
-    body, headers = {"model": "scripted", "input": "?"}, {"Idempotency-Key": "one"}
-    with httpx.Client(timeout=60, headers=headers) as client:
-        filling = threading.Thread(target=fill_when_asked, args=(disk, model, let_go))
-        filling.start()
-        assert client.post(f"{running.url}/responses", json=body).status_code == 503
-        filling.join()
-        free(disk)
-        again = client.post(f"{running.url}/responses", json=body)
+    again = create(running, key)
     assert again.status_code == 409
     assert again.json()["error"]["code"] == "idempotency_response_gone"
+    assert create(running).json()["status"] == "completed"
 
 
 def test_a_stream_that_cannot_be_stored_ends_as_failed(
@@ -148,14 +117,14 @@ def test_a_stream_that_cannot_be_stored_ends_as_failed(
             seen.append(event)
             if event.type == "response.output_text.delta":
                 assert client.responses.retrieve(seen[0].response.id).status == "in_progress"
-                fill(disk)
+                fill_disk(disk)
                 let_go()
                 break
         with pytest.raises(openai.APIError, match="could not be stored") as caught:  # by an `error` event
             seen.extend(events)
         assert caught.value.code == "storage_unavailable"
         assert "response.completed" not in {event.type for event in seen}
-        free(disk)
+        free_disk(disk)
         # Its beginning is on the disk; its lease will run out.
         assert client.responses.retrieve(seen[0].response.id).status in ("in_progress", "failed")
         model.script(text_answer("again"))
@@ -165,12 +134,8 @@ def test_a_stream_that_cannot_be_stored_ends_as_failed(
 def test_the_events_of_a_stream_that_cannot_be_stored(
     running: GatewayProcess, model: ScriptedModelServer, disk: Path
 ) -> None:
-    gate, let_go = model.event()
-    model.script(stream(chunk({"content": LONG}), gate, chunk(finish="stop"), b"data: [DONE]\n\n"))
-    filling = threading.Thread(target=fill_when_asked, args=(disk, model, let_go))
-    filling.start()
-    lines = create(running, stream=True).text.splitlines()
-    filling.join()
+    with filling_when_asked(disk, model):
+        lines = create(running, stream=True).text.splitlines()
     events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     error, failed = events[-2:]
     assert (error["type"], error["error"]["code"]) == ("error", "storage_unavailable")

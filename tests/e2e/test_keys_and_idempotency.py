@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from fumehood.cli import app
 from tests.support import gateway_process
 from tests.support.gateway_process import GatewayProcess, ScriptedModelServer, text_answer
 from tests.support.raw_model_server import chunk, stream
+from tests.support.waiting import becomes_true
 
 KEY = {"Idempotency-Key": "one request"}
 STREAM_KEY = {"Idempotency-Key": "another"}
@@ -55,10 +55,7 @@ def test_keys_limits_and_repeated_requests_across_a_kill(tmp_path: Path) -> None
         events = _streamed(running, key)
         with make_client(running, key).with_options(max_retries=0) as client:
             lost = pool.submit(client.responses.create, model="m", input="?", extra_headers=LOST_KEY)
-            deadline = time.monotonic() + 60
-            while len(model.requests) < 4:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            assert becomes_true(lambda: len(model.requests) == 4, 60)
             running.kill()
             with pytest.raises(openai.APIConnectionError):
                 lost.result()

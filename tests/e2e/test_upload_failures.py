@@ -1,10 +1,8 @@
 """Uploads to `fumehood serve` under bad conditions: huge files, kills, full disks."""
 
-import contextlib
 import http.client
 import os
-import subprocess
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,20 +10,17 @@ from urllib.parse import urlsplit
 import httpx
 import openai
 import pytest
-from openai import OpenAI
 
+from tests.e2e.conftest import make_client
 from tests.support import gateway_process
 from tests.support.gateway_process import GatewayProcess
 from tests.support.multipart_bodies import BOUNDARY, form, part
+from tests.support.small_disk import fill_disk, free_disk, mount_small_disk
 from tests.support.upload_gateway import list_files
 
 MIB = 1 << 20
 # No code is run here, so that a gateway needs no sandboxes.
 QUIET: dict[str, Any] = {"providers": {"code_interpreter": {"enabled": False}}}
-
-
-def make_client(running: GatewayProcess) -> OpenAI:
-    return OpenAI(base_url=running.url, api_key="none", max_retries=0, timeout=120)
 
 
 class Sending:
@@ -96,31 +91,12 @@ def test_blobs_of_another_database_are_refused(tmp_path: Path) -> None:
         assert client.files.content(kept.id).read() == b"kept"
 
 
-@contextlib.contextmanager
-def small_disk(path: Path, size: str) -> Generator[None]:
-    path.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(path)]).returncode:
-        pytest.skip("may not mount")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
-def fill(path: Path) -> None:
-    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
-        while file.write(bytes(4096)):
-            pass
-
-
 @pytest.mark.root
 def test_a_full_disk(tmp_path: Path) -> None:
     """Database and blobs are on it: what is there stays whole, what fits later is taken."""
     with (
-        small_disk(tmp_path / "disk", "12m"),
-        gateway_process.run_gateway(
-            tmp_path / "disk", QUIET, {"FUMEHOOD_STORAGE__MIN_FREE_BYTES": "0"}
-        ) as running,
+        mount_small_disk(tmp_path / "disk", "12m") as disk,
+        gateway_process.run_gateway(disk, QUIET, {"FUMEHOOD_STORAGE__MIN_FREE_BYTES": "0"}) as running,
         make_client(running) as client,
     ):
         kept = client.files.create(file=("kept.txt", b"kept" * MIB), purpose="user_data")
@@ -131,18 +107,17 @@ def test_a_full_disk(tmp_path: Path) -> None:
             assert "No space left on device" in refused.value.message
         assert [file.id for file in client.files.list()] == [kept.id]
         assert client.files.content(kept.id).read() == b"kept" * MIB
-        assert len(list_files(tmp_path / "disk" / "blobs")) == 1
+        assert len(list_files(disk / "blobs")) == 1
         # Not a byte is free: the database cannot write its row either, and the content goes with it.
-        ballast = tmp_path / "disk" / "ballast"
-        fill(ballast)
+        fill_disk(disk)
         with pytest.raises(openai.InternalServerError):
             client.files.create(file=("small.txt", b"small"), purpose="user_data")
         assert client.files.content(kept.id).read() == b"kept" * MIB
-        ballast.unlink()
+        free_disk(disk)
         after = client.files.create(file=("after.txt", b"after"), purpose="user_data")
         assert {file.id for file in client.files.list()} == {kept.id, after.id}
         client.files.delete(kept.id)
-        assert len(list_files(tmp_path / "disk" / "blobs")) == 1
+        assert len(list_files(disk / "blobs")) == 1
 
 
 @pytest.mark.slow

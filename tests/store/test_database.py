@@ -20,6 +20,7 @@ from fumehood.store.migrations import MIGRATIONS, Migration, StoreOpenError, mig
 from fumehood.store.sqlite_store import SqliteStore
 from fumehood.testing import FakeClock
 from fumehood.testing.kits.store_fixtures import list_user_texts, make_response, store_response
+from tests.support.small_disk import free_disk, mount_small_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -389,14 +390,7 @@ async def test_while_the_file_is_full_nothing_is_begun(tmp_path: Path) -> None:
 
 @pytest.mark.root
 async def test_a_disk_without_space(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "none", str(disk)], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("may not mount")
-    try:
+    with mount_small_disk(tmp_path / "disk", "8m") as disk:
         store = await SqliteStore.open(disk / "store.db")
         first = await store_response(store, "first")
         (disk / "filler").write_bytes(b"x" * 7_000_000)
@@ -407,11 +401,9 @@ async def test_a_disk_without_space(tmp_path: Path) -> None:
         with pytest.raises(ServiceUnavailable, match="cannot be used now"):
             await refused.complete(lease)
         assert list_user_texts(await store.get_conversation("tenant", first.id)) == ["first"]
-        (disk / "filler").unlink()
+        free_disk(disk)
         await refused.complete(lease)
         assert len(await store.get_conversation("tenant", refused.response.id) or ()) == 2
         await store.close()
         with closing(sqlite3.connect(disk / "store.db")) as connection:
             assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)

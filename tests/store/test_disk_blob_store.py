@@ -16,6 +16,7 @@ import pytest
 from fumehood.protocol.openai.api_errors import StorageUnavailable
 from fumehood.store.disk_blob_store import DiskBlobStore
 from fumehood.testing.kits.blob_store_kit import stream_chunks
+from tests.support.small_disk import mount_small_disk
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -197,9 +198,7 @@ async def test_many_whose_bringer_is_cancelled_leave_nothing(tmp_path: Path) -> 
 
 @pytest.mark.root
 async def test_a_disk_without_space(tmp_path: Path) -> None:
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)]).returncode:
-        pytest.skip("may not mount")
-    try:
+    with mount_small_disk(tmp_path, "1m"):
         blobs = DiskBlobStore(tmp_path / "blobs")
         for content in (b"x" * 2_000_000, stream_chunks(b"x" * 1_500_000, b"y" * 1_500_000)):
             with pytest.raises(StorageUnavailable, match="No space left on device"):
@@ -208,5 +207,3 @@ async def test_a_disk_without_space(tmp_path: Path) -> None:
             await blobs.put_many([bytes([number]) * 10_000 for number in range(250)])
         await asyncio.get_running_loop().shutdown_default_executor()
         assert _list_files(tmp_path) == []
-    finally:
-        subprocess.run(["umount", "-l", str(tmp_path)], check=True)

@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from tests.e2e.conftest import RunningGateway
 from tests.support import client_conversation, npm
 from tests.support.gateway_process import text_answer, tool_call, tool_calls
+from tests.support.waiting import becomes_true
 
 pytestmark = [pytest.mark.slow, npm.needed]
 
@@ -157,7 +157,5 @@ def test_codex(gateway: RunningGateway, tmp_path: Path, method: str) -> None:
     (resumed,) = gateway.model.requests
     roles = [message["role"] for message in resumed.json["messages"]]
     assert roles[-4:] == ["assistant", "tool", "assistant", "user"]
-    until = time.monotonic() + npm.PATIENCE
-    while logged(gateway, method) < before + 3 and time.monotonic() < until:
-        time.sleep(0.02)  # the log is written a little later
-    assert logged(gateway, method) >= before + 3
+    # The log is written a little later.
+    assert becomes_true(lambda: logged(gateway, method) >= before + 3, npm.PATIENCE)
