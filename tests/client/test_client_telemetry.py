@@ -75,6 +75,11 @@ class TelemetryRecorder:
         return found
 
 
+@pytest.fixture
+def recorded() -> TelemetryRecorder:
+    return TelemetryRecorder()
+
+
 def attributes_of(span: ReadableSpan | HistogramDataPoint) -> dict[str, Any]:
     return dict(span.attributes or {})
 
@@ -102,8 +107,10 @@ def span_endings(spans: list[ReadableSpan]) -> list[tuple[str, Any, StatusCode]]
 # --- spans --------------------------------------------------------------------------------------------
 
 
-def test_an_evaluation_is_a_trace_of_its_requests_and_functions(openai_stand_in: OpenAIStandIn) -> None:
-    recorded, session = TelemetryRecorder(), Session()
+def test_an_evaluation_is_a_trace_of_its_requests_and_functions(
+    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
+) -> None:
+    session = Session()
     openai_stand_in.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
     adapter = openai_stand_in.adapter(observer=recorded.telemetry())
     with recorded.tracers.get_tracer("mine").start_as_current_span("mine"):
@@ -157,19 +164,23 @@ def test_an_evaluation_is_a_trace_of_its_requests_and_functions(openai_stand_in:
 
 
 def test_each_request_carries_the_context_of_its_span(
-    openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch
+    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorded = TelemetryRecorder()
     busy = error(503, "Busy.")
-    openai_stand_in.server.script(
-        busy, response(function_call("c1", '{"sql": "x"}')), response(message("done"))
+    openai_stand_in.evaluate(
+        prompt(query_tool),
+        busy,
+        response(function_call("c1", '{"sql": "x"}')),
+        response(message("done")),
+        observer=recorded.telemetry(),
+        throttle=PATIENT,
     )
-    openai_stand_in.adapter(observer=recorded.telemetry(), throttle=PATIENT).evaluate(prompt(query_tool))
     expected = [ids(span) for span in recorded.spans() if span.kind is SpanKind.CLIENT]
     sent = [headers["traceparent"].rpartition("-")[0] for headers in openai_stand_in.server.headers]
     assert sent == [expected[0], *expected]
-    openai_stand_in.server.script(response(message("done")))
-    openai_stand_in.adapter(observer=recorded.telemetry(propagate=False)).evaluate(prompt())
+    openai_stand_in.evaluate(
+        prompt(), response(message("done")), observer=recorded.telemetry(propagate=False)
+    )
     assert "traceparent" not in openai_stand_in.server.headers[0]
     openai_stand_in.server.script(response(message("done")))
     monkeypatch.setenv("OTEL_PROPAGATORS", "none")
@@ -177,11 +188,13 @@ def test_each_request_carries_the_context_of_its_span(
     assert "traceparent" not in openai_stand_in.server.headers[0]
 
 
-def test_a_tool_that_the_provider_ran_is_an_event_and_has_no_duration(openai_stand_in: OpenAIStandIn) -> None:
-    recorded = TelemetryRecorder()
-    openai_stand_in.server.script(response(code_call(), message("42")))
+def test_a_tool_that_the_provider_ran_is_an_event_and_has_no_duration(
+    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
+) -> None:
     tool = OpenAICodeInterpreterTool(container=AutoContainerConfig(memory_limit="4g"))
-    openai_stand_in.adapter(observer=recorded.telemetry()).evaluate(prompt(tool))
+    openai_stand_in.evaluate(
+        prompt(tool), response(code_call(), message("42")), observer=recorded.telemetry()
+    )
     evaluation, chat = recorded.spans()
     container = code_call()["container_id"]
     assert attributes_of(chat)["fumehood.container.memory_limit"] == "4g"
@@ -206,14 +219,16 @@ def test_a_tool_that_the_provider_ran_is_an_event_and_has_no_duration(openai_sta
 
 def test_a_call_of_the_providers_is_never_taken_for_one_that_has_ended_here(
     openai_stand_in: OpenAIStandIn,
+    recorded: TelemetryRecorder,
 ) -> None:
-    recorded = TelemetryRecorder()
     own = Tool[Query, Query](name="code_interpreter", description="Mine.", handler=query_tool.handler)
-    openai_stand_in.server.script(
+    openai_stand_in.evaluate(
+        prompt(own),
         response(function_call("ci_1", '{"sql": "x"}', "code_interpreter")),
         response(code_call(status="failed", outputs=None), message("done")),
+        observer=recorded.telemetry(),
+        hosted_tools=HOSTED,
     )
-    openai_stand_in.adapter(observer=recorded.telemetry(), hosted_tools=HOSTED).evaluate(prompt(own))
     assert span_endings(recorded.spans())[2] == ("execute_tool code_interpreter", None, StatusCode.UNSET)
     assert [event.name for event in recorded.spans()[0].events] == [
         "fumehood.prompt_rendered",
@@ -221,8 +236,9 @@ def test_a_call_of_the_providers_is_never_taken_for_one_that_has_ended_here(
     ]
 
 
-def test_spans_of_handlers_and_of_inner_prompts_are_below_the_tools(openai_stand_in: OpenAIStandIn) -> None:
-    recorded = TelemetryRecorder()
+def test_spans_of_handlers_and_of_inner_prompts_are_below_the_tools(
+    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
+) -> None:
 
     def ask(params: Query, *, context: ToolContext) -> ToolResult[Query]:
         with recorded.tracers.get_tracer("mine").start_as_current_span("mine"):
@@ -248,12 +264,16 @@ def test_spans_of_handlers_and_of_inner_prompts_are_below_the_tools(openai_stand
     assert attributes_of(first)["gen_ai.usage.input_tokens"] == 20
 
 
-def test_a_compaction_is_a_request_too(openai_stand_in: OpenAIStandIn) -> None:
-    recorded = TelemetryRecorder()
+def test_a_compaction_is_a_request_too(openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder) -> None:
     window = {"type": "compaction", "id": "cmp_1", "encrypted_content": "x"}
-    openai_stand_in.server.script(response(message("done")), response(window, id="cmp_2"))
     compaction = CompactionConfig(threshold_tokens=1)
-    openai_stand_in.adapter(observer=recorded.telemetry(), compaction=compaction).evaluate(prompt())
+    openai_stand_in.evaluate(
+        prompt(),
+        response(message("done")),
+        response(window, id="cmp_2"),
+        observer=recorded.telemetry(),
+        compaction=compaction,
+    )
     evaluation, _, compact = recorded.spans()
     assert (compact.name, compact.kind) == ("compact gpt-4.1", SpanKind.CLIENT)
     assert is_child_of(compact, evaluation)
@@ -264,17 +284,19 @@ def test_a_compaction_is_a_request_too(openai_stand_in: OpenAIStandIn) -> None:
 # --- ends ---------------------------------------------------------------------------------------------
 
 
-def test_a_function_that_fails_is_told_and_the_evaluation_goes_on(openai_stand_in: OpenAIStandIn) -> None:
-    recorded = TelemetryRecorder()
-    openai_stand_in.server.script(
+def test_a_function_that_fails_is_told_and_the_evaluation_goes_on(
+    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
+) -> None:
+    openai_stand_in.evaluate(
+        prompt(query_tool),
         response(
             function_call("c1", '{"sql": "raise"}'),
             function_call("c2", "no json"),
             function_call("c3", "{}", name="made_up"),
         ),
         response(message("done")),
+        observer=recorded.telemetry(),
     )
-    openai_stand_in.adapter(observer=recorded.telemetry()).evaluate(prompt(query_tool))
     assert span_endings(recorded.spans()) == snapshot(
         [
             ("invoke_agent task", None, StatusCode.UNSET),
@@ -293,11 +315,11 @@ def test_a_function_that_fails_is_told_and_the_evaluation_goes_on(openai_stand_i
     assert names == {"run_query", None}
 
 
-def test_a_refused_request_ends_its_spans_without_its_words(openai_stand_in: OpenAIStandIn) -> None:
-    recorded = TelemetryRecorder()
-    openai_stand_in.server.script(error(400, f"What is {SECRET}?"))
+def test_a_refused_request_ends_its_spans_without_its_words(
+    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
+) -> None:
     with pytest.raises(PromptEvaluationError, match=SECRET):
-        openai_stand_in.adapter(observer=recorded.telemetry()).evaluate(prompt())
+        openai_stand_in.evaluate(prompt(), error(400, f"What is {SECRET}?"), observer=recorded.telemetry())
     evaluation, chat = recorded.spans()
     assert span_endings([evaluation, chat]) == snapshot(
         [
@@ -309,7 +331,9 @@ def test_a_refused_request_ends_its_spans_without_its_words(openai_stand_in: Ope
     assert not any(SECRET in span.to_json() for span in (evaluation, chat))
 
 
-def test_whatever_ends_an_evaluation_ends_its_spans(openai_stand_in: OpenAIStandIn) -> None:
+def test_whatever_ends_an_evaluation_ends_its_spans(
+    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
+) -> None:
     start = Deadline.after(0).expires_at
     now = [start]
 
@@ -322,7 +346,6 @@ def test_whatever_ends_an_evaluation_ends_its_spans(openai_stand_in: OpenAIStand
         return ToolResult.ok(params)
 
     slow = prompt(Tool[Query, Query](name="slow", description="Slow.", handler=late))
-    recorded = TelemetryRecorder()
     adapter = openai_stand_in.adapter(observer=recorded.telemetry(), throttle=PATIENT)
     for sql, raised in (("wait", DeadlineExceededError), ("interrupt", KeyboardInterrupt)):
         now[0] = start
@@ -359,19 +382,20 @@ def test_whatever_ends_an_evaluation_ends_its_spans(openai_stand_in: OpenAIStand
     ],
 )
 def test_why_a_model_stopped_is_said_in_the_words_of_the_conventions(
-    openai_stand_in: OpenAIStandIn, ended: dict[str, Any], reason: str
+    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder, ended: dict[str, Any], reason: str
 ) -> None:
-    recorded = TelemetryRecorder()
-    openai_stand_in.server.script(response(message("so far"), **ended))
     with contextlib.suppress(PromptEvaluationError):
-        openai_stand_in.adapter(observer=recorded.telemetry(capture_content=True)).evaluate(prompt())
+        openai_stand_in.evaluate(
+            prompt(), response(message("so far"), **ended), observer=recorded.telemetry(capture_content=True)
+        )
     asked = attributes_of(recorded.spans()[1])
     assert asked["gen_ai.response.finish_reasons"] == (reason,)
     assert {each["finish_reason"] for each in json.loads(str(asked["gen_ai.output.messages"]))} == {reason}
 
 
-def test_what_is_wrong_before_a_request_is_an_evaluation_that_failed(openai_stand_in: OpenAIStandIn) -> None:
-    recorded = TelemetryRecorder()
+def test_what_is_wrong_before_a_request_is_an_evaluation_that_failed(
+    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
+) -> None:
     tool = OpenAICodeInterpreterTool(container=ExistingContainerRef("cntr_gone"))
     with pytest.raises(ContainerExpiredError):
         openai_stand_in.adapter(observer=recorded.telemetry()).evaluate(prompt(tool))
@@ -383,8 +407,9 @@ def test_what_is_wrong_before_a_request_is_an_evaluation_that_failed(openai_stan
 # --- metrics ------------------------------------------------------------------------------------------
 
 
-def test_tokens_and_durations_are_measured(openai_stand_in: OpenAIStandIn) -> None:
-    recorded = TelemetryRecorder()
+def test_tokens_and_durations_are_measured(
+    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
+) -> None:
     adapter = openai_stand_in.adapter(observer=recorded.telemetry())
     openai_stand_in.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
     adapter.evaluate(prompt(query_tool))
@@ -419,11 +444,17 @@ def test_tokens_and_durations_are_measured(openai_stand_in: OpenAIStandIn) -> No
 # --- content ------------------------------------------------------------------------------------------
 
 
-def test_nothing_that_was_said_is_told_unless_it_is_asked_for(openai_stand_in: OpenAIStandIn) -> None:
-    recorded = TelemetryRecorder()
+def test_nothing_that_was_said_is_told_unless_it_is_asked_for(
+    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
+) -> None:
     said = response(function_call("c1", json.dumps({"sql": SECRET})), code_call(code=SECRET))
-    openai_stand_in.server.script(said, response(message(SECRET)))
-    openai_stand_in.adapter(observer=recorded.telemetry(), hosted_tools=HOSTED).evaluate(prompt(query_tool))
+    openai_stand_in.evaluate(
+        prompt(query_tool),
+        said,
+        response(message(SECRET)),
+        observer=recorded.telemetry(),
+        hosted_tools=HOSTED,
+    )
     spans = recorded.spans()
     assert len(spans) == 4
     assert not any(SECRET in span.to_json() or "Do it." in span.to_json() for span in spans)
@@ -433,12 +464,14 @@ def test_nothing_that_was_said_is_told_unless_it_is_asked_for(openai_stand_in: O
     "representation",
     [representation for representation in REPRESENTATIONS if representation != "option1-compat"],
 )
-def test_content_is_told_in_the_chosen_view(openai_stand_in: OpenAIStandIn, representation: str) -> None:
-    recorded = TelemetryRecorder()
+def test_content_is_told_in_the_chosen_view(
+    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder, representation: str
+) -> None:
     said = response(function_call("c1", '{"sql": "x"}'), code_call())
-    openai_stand_in.server.script(said, response(message("done")))
     telemetry = recorded.telemetry(capture_content=True, representation=representation)
-    openai_stand_in.adapter(observer=telemetry, hosted_tools=HOSTED).evaluate(prompt(query_tool))
+    openai_stand_in.evaluate(
+        prompt(query_tool), said, response(message("done")), observer=telemetry, hosted_tools=HOSTED
+    )
     evaluation, first, function, second = recorded.spans()
     for span, attribute in (
         (first, "gen_ai.input.messages"),
@@ -456,8 +489,7 @@ def test_content_is_told_in_the_chosen_view(openai_stand_in: OpenAIStandIn, repr
     assert json.loads(attributes_of(function)["gen_ai.tool.call.result"])["success"] is True
 
 
-def test_content_is_redacted_and_bounded(openai_stand_in: OpenAIStandIn) -> None:
-    recorded = TelemetryRecorder()
+def test_content_is_redacted_and_bounded(openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder) -> None:
     long = f"{SECRET} {'x' * 50_000}"
     openai_stand_in.server.script(
         response(function_call("c1", json.dumps({"sql": long})), code_call(code=long)),
@@ -481,24 +513,27 @@ def test_content_is_redacted_and_bounded(openai_stand_in: OpenAIStandIn) -> None
                 assert validate(json.loads(attributes_of(span)[name])) == []
 
 
-def test_pictures_are_told_by_their_digests(openai_stand_in: OpenAIStandIn) -> None:
-    recorded = TelemetryRecorder()
+def test_pictures_are_told_by_their_digests(
+    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
+) -> None:
     picture = {"type": "image", "url": "data:image/png;base64,aGVsbG8="}
-    openai_stand_in.server.script(response(code_call(outputs=[picture]), message("done")))
     telemetry = recorded.telemetry(capture_content=True)
-    openai_stand_in.adapter(observer=telemetry, hosted_tools=HOSTED).evaluate(prompt())
+    openai_stand_in.evaluate(
+        prompt(),
+        response(code_call(outputs=[picture]), message("done")),
+        observer=telemetry,
+        hosted_tools=HOSTED,
+    )
     told_of = attributes_of(find_span(recorded.spans(), "chat gpt-4.1"))["gen_ai.output.messages"]
     assert "aGVsbG8=" not in told_of
     assert "urn:sha256:2cf24dba" in told_of
 
 
 def test_the_environment_asks_for_content(
-    openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch
+    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recorded = TelemetryRecorder()
     monkeypatch.setenv("OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT", "span_only")
-    openai_stand_in.server.script(response(message("done")))
-    openai_stand_in.adapter(observer=recorded.telemetry()).evaluate(prompt())
+    openai_stand_in.evaluate(prompt(), response(message("done")), observer=recorded.telemetry())
     assert "Do it." in attributes_of(find_span(recorded.spans(), "chat gpt-4.1"))["gen_ai.input.messages"]
     openai_stand_in.server.script(response(message("done")))
     recorded.exporter.clear()
@@ -507,21 +542,29 @@ def test_the_environment_asks_for_content(
 
 
 def test_content_that_cannot_be_written_does_not_fail_the_evaluation(
-    openai_stand_in: OpenAIStandIn, caplog: pytest.LogCaptureFixture
+    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     def redact(text: str) -> str:
         raise ValueError(text)
 
-    recorded = TelemetryRecorder()
-    openai_stand_in.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
     telemetry = recorded.telemetry(capture_content=True, redact=redact)
     with caplog.at_level(logging.WARNING):
-        assert openai_stand_in.adapter(observer=telemetry).evaluate(prompt(query_tool)).text == "done"
+        assert (
+            openai_stand_in.evaluate(
+                prompt(query_tool),
+                response(function_call("c1", '{"sql": "x"}')),
+                response(message("done")),
+                observer=telemetry,
+            ).text
+            == "done"
+        )
     assert "gen_ai.output.messages was not recorded in a span: ValueError" in caplog.text
     assert "Do it." not in caplog.text
 
 
-def test_events_of_a_handlers_own_do_not_fail_the_evaluation(openai_stand_in: OpenAIStandIn) -> None:
+def test_events_of_a_handlers_own_do_not_fail_the_evaluation(
+    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
+) -> None:
     def publish(params: Query, *, context: ToolContext) -> ToolResult[Query]:
         about: Any = {"prompt_name": "p", "adapter": "a", "session_id": None, "result": None}
         context.event_bus.publish(PromptExecuted(**about))
@@ -529,7 +572,6 @@ def test_events_of_a_handlers_own_do_not_fail_the_evaluation(openai_stand_in: Op
         context.event_bus.publish("anything")
         return ToolResult.ok(params)
 
-    recorded = TelemetryRecorder()
     openai_stand_in.server.script(
         response(function_call("c1", '{"sql": "x"}', "publish")), response(message("done"))
     )
@@ -548,8 +590,15 @@ def test_a_trace_that_is_not_sampled_costs_no_content(openai_stand_in: OpenAISta
 
     tracers = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False)
     telemetry = ClientTelemetry(tracer_provider=tracers, capture_content=True, redact=redact)
-    openai_stand_in.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
-    assert openai_stand_in.adapter(observer=telemetry).evaluate(prompt(query_tool)).text == "done"
+    assert (
+        openai_stand_in.evaluate(
+            prompt(query_tool),
+            response(function_call("c1", '{"sql": "x"}')),
+            response(message("done")),
+            observer=telemetry,
+        ).text
+        == "done"
+    )
     assert seen == []
     flags = openai_stand_in.server.headers[0]["traceparent"].rpartition("-")[2]
     assert int(flags, 16) & TraceFlags.SAMPLED == 0
@@ -573,10 +622,14 @@ def test_whoever_listens_hears_the_same_with_and_without_telemetry(openai_stand_
     def heard(**settings: Any) -> list[tuple[Any, ...]]:
         session, events = Session(), list[ToolInvoked]()
         session.bus.subscribe(ToolInvoked, events.append)
-        openai_stand_in.server.script(
-            response(function_call("c1", '{"sql": "x"}'), code_call()), response(message("done"))
+        openai_stand_in.evaluate(
+            prompt(query_tool),
+            response(function_call("c1", '{"sql": "x"}'), code_call()),
+            response(message("done")),
+            session=session,
+            hosted_tools=HOSTED,
+            **settings,
         )
-        openai_stand_in.adapter(hosted_tools=HOSTED, **settings).evaluate(prompt(query_tool), session=session)
         return [(event.name, event.params, event.result, event.call_id) for event in events]
 
     plain = heard()

@@ -45,10 +45,9 @@ def create_prompt(text: str, *tools: AnyTool) -> Prompt[None]:
 def test_without_compaction_every_evaluation_starts_afresh(gateway_without_code: GatewayServer) -> None:
     gateway_server = gateway_without_code
     thinker = CodeWordModel()
-    gateway_server.model.script(*[thinker.answer] * 3)
     session = Session()
-    gateway_server.adapter().evaluate(
-        create_prompt("Remember: the code word is heliotrope."), session=session
+    gateway_server.evaluate(
+        create_prompt("Remember: the code word is heliotrope."), *[thinker.answer] * 3, session=session
     )
     assert (
         gateway_server.adapter().evaluate(create_prompt("Which word was it?"), session=session).text
@@ -204,8 +203,9 @@ def test_nothing_is_kept_there_in_zdr_mode(openai_stand_in: OpenAIStandIn) -> No
         assert "previous_response_id" not in request
     assert "store" not in compact
     assert two["input"][:2] == WINDOW
-    openai_stand_in.server.script(large_response("three", 5))
-    openai_stand_in.adapter(model="gpt-4.1", compaction=config).evaluate(create_prompt("3"))
+    openai_stand_in.evaluate(
+        create_prompt("3"), large_response("three", 5), model="gpt-4.1", compaction=config
+    )
     (plain,) = openai_stand_in.server.asked
     assert (plain["store"], plain["include"]) == (False, [])  # it does not reason, and would refuse
 

@@ -16,12 +16,8 @@ from fumehood.client import (
     Deadline,
     DeadlineExceededError,
     FumehoodError,
-    HostMount,
     HostWorkspaceSection,
-    MarkdownSection,
-    Prompt,
     PromptEvaluationError,
-    PromptSection,
     Session,
     ThrottleError,
     ThrottlePolicy,
@@ -33,53 +29,13 @@ from fumehood.client.adapters.openai import (
     ContainerConfig,
     ContainerFilesystem,
     OpenAIAdapter,
-    OpenAIContainerWorkspaceSection,
-    OpenAIHostedToolsConfig,
 )
-from fumehood.client.prompt import AnyTool, NoParams
-from tests.client.conftest import OpenAIStandIn
+from fumehood.client.prompt import NoParams
+from tests.client.conftest import CreateWorkspace, OpenAIStandIn
+from tests.support.client_prompts import HOSTED, function_call, prompt
 from tests.support.openai_server import Reply, error, message, response
 
-HOSTED = OpenAIHostedToolsConfig(code_interpreter=True)
 QUICK = ThrottlePolicy(base_delay=0)
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    root = tmp_path / "project"
-    (root / "src").mkdir(parents=True)
-    (root / "src" / "main.py").write_text("print(1)")
-    (root / "README.md").write_text("# Hi")
-    return root
-
-
-@pytest.fixture
-def create_workspace(project: Path) -> Iterator[Callable[..., OpenAIContainerWorkspaceSection]]:
-    made: list[OpenAIContainerWorkspaceSection] = []
-
-    def create_workspace(**more: Any) -> OpenAIContainerWorkspaceSection:
-        made.append(
-            OpenAIContainerWorkspaceSection(
-                session=Session(),
-                mounts=(HostMount(str(project), "project"),),
-                allowed_host_roots=(project,),
-                **more,
-            )
-        )
-        return made[-1]
-
-    yield create_workspace
-    for workspace in made:
-        workspace.sync_on_cleanup = False
-        workspace.cleanup()
-
-
-type Mounted = Callable[..., OpenAIContainerWorkspaceSection]
-
-
-def create_prompt(section: PromptSection, *tools: AnyTool) -> Prompt[None]:
-    task = MarkdownSection(title="Task", key="task", template="Review it.", tools=tools)
-    return Prompt(ns="tests", key="review", sections=[task, section])
 
 
 def count_created_containers(openai_stand_in: OpenAIStandIn) -> int:
@@ -118,7 +74,7 @@ def interceptor(openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_one_that_a_tool_has_renewed_is_not_made_a_third_time(
-    openai_stand_in: OpenAIStandIn, create_workspace: Mounted
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace
 ) -> None:
     workspace = create_workspace(client=openai_stand_in.client)
 
@@ -132,16 +88,20 @@ def test_one_that_a_tool_has_renewed_is_not_made_a_third_time(
         named = openai_stand_in.server.containers[asked["tools"][1]["container"]]
         return error(400, "Container is expired.") if named.status == "expired" else response(message("fine"))
 
-    called = {"type": "function_call", "call_id": "c1", "name": "note", "arguments": "{}"}
-    openai_stand_in.server.script(response(called), look, look)
     tool = Tool[NoParams, NoParams](name="note", description="Note it.", handler=note)
-    openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace, tool))
+    openai_stand_in.evaluate(
+        prompt(tool, sections=(workspace,)),
+        response(function_call("c1", "{}", "note")),
+        look,
+        look,
+        hosted_tools=HOSTED,
+    )
     assert count_created_containers(openai_stand_in) == 2
     assert openai_stand_in.server.asked[-1]["tools"][1]["container"] == workspace.container_id
 
 
 def test_threads_that_find_it_expired_share_another(
-    openai_stand_in: OpenAIStandIn, create_workspace: Mounted
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace
 ) -> None:
     files = create_workspace(client=openai_stand_in.client).filesystem
     files.ensure_container()
@@ -158,7 +118,7 @@ def test_threads_that_find_it_expired_share_another(
 
 
 def test_one_that_expires_between_the_list_and_the_file(
-    openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, create_workspace: Mounted
+    openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, create_workspace: CreateWorkspace
 ) -> None:
     files = create_workspace(client=openai_stand_in.client).filesystem
     files.write_text("notes.txt", "mine")
@@ -173,7 +133,7 @@ def test_one_that_expires_between_the_list_and_the_file(
 
 
 def test_what_took_the_place_of_something_else_is_there_again(
-    openai_stand_in: OpenAIStandIn, create_workspace: Mounted
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace
 ) -> None:
     files = create_workspace(client=openai_stand_in.client).filesystem
     files.delete("project/src/main.py")
@@ -182,7 +142,7 @@ def test_what_took_the_place_of_something_else_is_there_again(
     files.delete("notes.txt")
     files.write_text("notes.txt/one", "1")
     openai_stand_in.server.expire()
-    assert files.glob("**") == ["notes.txt/one", "project/README.md", "project/src"]
+    assert files.glob("**") == ["notes.txt/one", "project/README.md", "project/src", "project/tool.exe"]
     assert files.read_text("project/src") == "a file now"
 
 
@@ -190,7 +150,7 @@ def test_what_took_the_place_of_something_else_is_there_again(
 
 
 def test_one_that_could_not_be_filled_is_not_left_behind(
-    openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, create_workspace: Mounted
+    openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, create_workspace: CreateWorkspace
 ) -> None:
     files = create_workspace(client=openai_stand_in.client).filesystem
     openai_stand_in.server.containers.clear()
@@ -202,7 +162,7 @@ def test_one_that_could_not_be_filled_is_not_left_behind(
 
 
 def test_a_busy_provider_of_containers_is_asked_again(
-    openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, create_workspace: Mounted
+    openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, create_workspace: CreateWorkspace
 ) -> None:
     busy = [error(429, "Slow down.", retry_after_ms="1"), error(503, "Later."), Reply(closes=True)]
     tried: set[str] = set()
@@ -219,13 +179,13 @@ def test_a_busy_provider_of_containers_is_asked_again(
     openai_stand_in.server.script(response(message("fine")))
     workspace = create_workspace()
     adapter = openai_stand_in.adapter(hosted_tools=HOSTED, throttle=QUICK)
-    assert adapter.evaluate(create_prompt(workspace)).text == "fine"
+    assert adapter.evaluate(prompt(sections=(workspace,))).text == "fine"
     assert workspace.filesystem.read_text("project/README.md") == "# Hi"
     assert busy == []
 
 
 def test_a_deadline_holds_for_the_upload_too(
-    openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, create_workspace: Mounted
+    openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, create_workspace: CreateWorkspace
 ) -> None:
     over = threading.Event()
 
@@ -239,7 +199,7 @@ def test_a_deadline_holds_for_the_upload_too(
     workspace = create_workspace()
     with pytest.raises(DeadlineExceededError):
         openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(
-            create_prompt(workspace), deadline=Deadline.after(0.3)
+            prompt(sections=(workspace,)), deadline=Deadline.after(0.3)
         )
     over.set()
     assert "POST /v1/responses" not in openai_stand_in.server.calls
@@ -247,14 +207,14 @@ def test_a_deadline_holds_for_the_upload_too(
 
 
 def test_a_workspace_that_was_cleaned_up_is_refused(
-    openai_stand_in: OpenAIStandIn, create_workspace: Mounted
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace
 ) -> None:
     workspace = create_workspace(client=openai_stand_in.client)
     here = HostWorkspaceSection(session=Session())
     for section in (workspace, here):
         section.cleanup()
         with pytest.raises(PromptEvaluationError, match="was cleaned up") as refused:
-            openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(create_prompt(section))
+            openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(prompt(sections=(section,)))
         assert refused.value.phase == "configuration"
     for act in (workspace.filesystem.ensure_container, lambda: workspace.filesystem.exists("x")):
         with pytest.raises(PromptEvaluationError, match="was cleaned up"):
@@ -273,14 +233,14 @@ def environment(openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.usefixtures("environment")
 def test_results_come_back_after_the_adapter_was_closed(
-    openai_stand_in: OpenAIStandIn, create_workspace: Mounted, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, tmp_path: Path
 ) -> None:
     workspace = create_workspace(sync_on_cleanup=True, sync_dir=tmp_path / "back")
     adapter = OpenAIAdapter(model="gpt-4.1", hosted_tools=HOSTED)
     openai_stand_in.server.script(response(message("one")), response(message("two")))
     for text in ("one", "two"):
         with adapter:
-            assert adapter.evaluate(create_prompt(workspace)).text == text
+            assert adapter.evaluate(prompt(sections=(workspace,))).text == text
     assert count_created_containers(openai_stand_in) == 1
     openai_stand_in.server.containers[workspace.container_id or ""].files["cfile_x"] = (
         "report.md",
@@ -294,13 +254,13 @@ def test_results_come_back_after_the_adapter_was_closed(
 
 @pytest.mark.usefixtures("environment")
 def test_files_can_be_written_before_the_first_evaluation(
-    openai_stand_in: OpenAIStandIn, create_workspace: Mounted
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace
 ) -> None:
     workspace = create_workspace()
     workspace.filesystem.write_text("notes.txt", "mine")
     openai_stand_in.server.script(response(message("fine")))
     with OpenAIAdapter(model="gpt-4.1", hosted_tools=HOSTED) as adapter:
-        assert adapter.evaluate(create_prompt(workspace)).text == "fine"
+        assert adapter.evaluate(prompt(sections=(workspace,))).text == "fine"
     assert workspace.filesystem.read_text("notes.txt") == "mine"
     (request,) = openai_stand_in.server.asked
     ((_, (place, _)),) = [*openai_stand_in.server.containers[workspace.container_id or ""].files.items()][1:]
@@ -311,7 +271,7 @@ def test_files_can_be_written_before_the_first_evaluation(
 
 
 def test_files_that_cannot_come_back_do_not_keep_the_others(
-    openai_stand_in: OpenAIStandIn, create_workspace: Mounted, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, tmp_path: Path
 ) -> None:
     workspace = create_workspace(
         client=openai_stand_in.client, sync_on_cleanup=True, sync_dir=tmp_path / "back"
@@ -497,12 +457,11 @@ def test_what_fails_is_told_in_the_order_of_the_names(
 
 
 def test_unpacking_touches_nothing_that_is_there(
-    openai_stand_in: OpenAIStandIn, create_workspace: Mounted, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, tmp_path: Path
 ) -> None:
     """The prompt says it in every turn; what an earlier one has made of the files has to stay."""
-    openai_stand_in.server.script(response(message("fine")))
     workspace = create_workspace()
-    openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace))
+    openai_stand_in.evaluate(prompt(sections=(workspace,)), response(message("fine")), hosted_tools=HOSTED)
     text: str = openai_stand_in.server.asked[0]["input"][0]["content"]
     place = tmp_path / "data"
     place.mkdir()
@@ -519,7 +478,7 @@ def test_unpacking_touches_nothing_that_is_there(
 
 
 def test_what_is_written_goes_before_what_was_unpacked(
-    openai_stand_in: OpenAIStandIn, create_workspace: Mounted
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace
 ) -> None:
     files = create_workspace(client=openai_stand_in.client).filesystem
     stored = openai_stand_in.server.containers[files.ensure_container()].files
@@ -555,15 +514,16 @@ def test_errors_can_come_out_of_another_process() -> None:
 
 
 def test_a_provider_that_is_not_there_is_named(openai_stand_in: OpenAIStandIn) -> None:
-    task = MarkdownSection(title="Task", key="task", template="x")
     openai_stand_in.server.script(Reply(closes=True), Reply(closes=True))
     adapter = openai_stand_in.adapter(throttle=ThrottlePolicy(max_attempts=2, base_delay=0))
     with pytest.raises(ThrottleError, match=rf"\({openai_stand_in.server.url.removesuffix('/v1')}\)"):
-        adapter.evaluate(Prompt(ns="n", key="k", sections=[task]))
+        adapter.evaluate(prompt())
 
 
 def test_a_model_may_be_called_what_it_likes(openai_stand_in: OpenAIStandIn) -> None:
-    openai_stand_in.server.script(error(404, "There is no model container-7b.", "model_not_found"))
-    task = MarkdownSection(title="Task", key="task", template="x")
     with pytest.raises(PromptEvaluationError, match="no model container-7b"):
-        openai_stand_in.adapter(model="container-7b").evaluate(Prompt(ns="n", key="k", sections=[task]))
+        openai_stand_in.evaluate(
+            prompt(),
+            error(404, "There is no model container-7b.", "model_not_found"),
+            model="container-7b",
+        )

@@ -9,12 +9,9 @@ import pytest
 from fumehood.client import (
     ContainerExpiredError,
     HostMount,
-    MarkdownSection,
-    Prompt,
     Session,
     Tool,
     ToolContext,
-    ToolInvoked,
     ToolResult,
 )
 from fumehood.client.adapters.openai import (
@@ -22,15 +19,14 @@ from fumehood.client.adapters.openai import (
     ExistingContainerRef,
     OpenAICodeInterpreterTool,
     OpenAIContainerWorkspaceSection,
-    OpenAIHostedToolsConfig,
 )
 from fumehood.client.prompt import AnyTool, NoParams
 from tests.client.conftest import GatewayServer
 from tests.e2e.conftest import make_client, make_settings
 from tests.support import gateway_process, shifted_clock_gateway
+from tests.support.client_prompts import HOSTED, listen, prompt
 from tests.support.gateway_process import ScriptedModelServer, code_call, text_answer, tool_call, tool_calls
 
-HOSTED = OpenAIHostedToolsConfig(code_interpreter=True)
 LOOKS = "import os; print(*sorted(os.path.join(a, f) for a, _, fs in os.walk('.') for f in fs))"
 
 
@@ -83,11 +79,9 @@ def evaluate(
     late_gateway: LateGateway, workspace: OpenAIContainerWorkspaceSection, *tools: AnyTool
 ) -> list[str]:
     """What its code has printed."""
-    session, events = Session(), list[ToolInvoked]()
-    session.bus.subscribe(ToolInvoked, events.append)
-    task = MarkdownSection(title="Task", key="task", template="Look.", tools=tools)
-    prompt = Prompt(ns="tests", key="idle", sections=[task, workspace])
-    late_gateway.gateway_server.adapter(hosted_tools=HOSTED).evaluate(prompt, session=session)
+    session, events = listen()
+    adapter = late_gateway.gateway_server.adapter(hosted_tools=HOSTED)
+    adapter.evaluate(prompt(*tools, sections=(workspace,)), session=session)
     return [event.result.message.strip() for event in events if event.name == "code_interpreter"]
 
 
@@ -140,8 +134,7 @@ def test_one_that_was_only_named_is_not_replaced(late_gateway: LateGateway) -> N
     container = late_gateway.gateway_server.client.containers.create(name="mine", memory_limit="1g").id
     late_gateway.pass_time(21)
     python = OpenAICodeInterpreterTool(container=ExistingContainerRef(container))
-    task = MarkdownSection(title="Task", key="task", template="Look.", tools=(python,))
     late_gateway.gateway_server.model.script()
     with pytest.raises(ContainerExpiredError, match=container):
-        late_gateway.gateway_server.adapter().evaluate(Prompt(ns="tests", key="idle", sections=[task]))
+        late_gateway.gateway_server.adapter().evaluate(prompt(python))
     assert not late_gateway.gateway_server.model.requests

@@ -13,10 +13,7 @@ from fumehood.client import (
     ContainerExpiredError,
     HostMount,
     HostWorkspaceSection,
-    MarkdownSection,
-    Prompt,
     PromptEvaluationError,
-    PromptSection,
     Session,
     WorkspaceBudgetError,
     WorkspaceSecurityError,
@@ -26,41 +23,18 @@ from fumehood.client.adapters.openai import (
     ContainerFilesystem,
     ContainerManager,
     OpenAIContainerWorkspaceSection,
-    OpenAIHostedToolsConfig,
 )
 from fumehood.client.adapters.openai.container import UPLOAD_TYPES, check_upload
-from tests.client.conftest import OpenAIStandIn
+from tests.client.conftest import CreateWorkspace, OpenAIStandIn
 from tests.contracts.filesystem_kit import FilesystemKit
+from tests.support.client_prompts import HOSTED, prompt
 from tests.support.openai_server import error, make_client, message, response
-
-HOSTED = OpenAIHostedToolsConfig(code_interpreter=True)
 
 
 class TestContainerFilesystem(FilesystemKit):
     @pytest.fixture
     def files(self, openai_stand_in: OpenAIStandIn) -> ContainerFilesystem:
         return ContainerFilesystem(client=openai_stand_in.client, container_config=ContainerConfig())
-
-
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
-    root = tmp_path / "project"
-    (root / "src").mkdir(parents=True)
-    (root / "src" / "main.py").write_text("print(1)")
-    (root / "tool.exe").write_bytes(b"MZ")
-    return root
-
-
-def create_workspace(project: Path, **more: Any) -> OpenAIContainerWorkspaceSection:
-    mounts = (HostMount(str(project), "project"),)
-    return OpenAIContainerWorkspaceSection(
-        session=more.pop("session", None) or Session(), mounts=mounts, allowed_host_roots=(project,), **more
-    )
-
-
-def create_prompt(section: PromptSection) -> Prompt[None]:
-    task = MarkdownSection(title="Task", key="task", template="Review it.")
-    return Prompt(ns="tests", key="review", sections=[task, section])
 
 
 def list_uploads(openai_stand_in: OpenAIStandIn, container_id: str | None) -> dict[str, bytes]:
@@ -70,14 +44,14 @@ def list_uploads(openai_stand_in: OpenAIStandIn, container_id: str | None) -> di
 
 
 def test_a_container_is_made_and_filled_when_it_is_first_needed(
-    openai_stand_in: OpenAIStandIn, project: Path
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, project: Path
 ) -> None:
-    workspace = create_workspace(project)
+    workspace = create_workspace()
     assert openai_stand_in.server.calls == []
     assert workspace.container_id is None
     openai_stand_in.server.script(response(message("fine")), response(message("still fine")))
     adapter = openai_stand_in.adapter(hosted_tools=HOSTED)
-    adapter.evaluate(create_prompt(workspace))
+    adapter.evaluate(prompt(sections=(workspace,)))
     made = workspace.container_id
     assert [call for call in openai_stand_in.server.calls if call != "GET /v1/fumehood"] == [
         "POST /v1/containers",
@@ -90,35 +64,36 @@ def test_a_container_is_made_and_filled_when_it_is_first_needed(
     text = request["input"][0]["content"]
     ((archive_path, _),) = openai_stand_in.server.containers[made or ""].files.values()
     assert f"tarfile.open('/mnt/data/{archive_path}')" in text
-    assert "`project`: 2 file(s)" in text
+    assert "`project`: 3 file(s)" in text
     (archive,) = list_uploads(openai_stand_in, made).values()
     with tarfile.open(fileobj=io.BytesIO(archive)) as packed:
         members = packed.getmembers()
     assert [member.name for member in members] == [
         "project",
+        "project/README.md",
         "project/src",
         "project/src/main.py",
         "project/tool.exe",
     ]
     assert {(member.uid, member.gid, member.uname, member.gname) for member in members} == {(0, 0, "", "")}
-    adapter.evaluate(create_prompt(workspace))
+    adapter.evaluate(prompt(sections=(workspace,)))
     assert workspace.container_id == made
-    workspace.cleanup()
 
 
-def test_the_mirror_answers_for_what_is_still_packed(openai_stand_in: OpenAIStandIn, project: Path) -> None:
-    workspace = create_workspace(project, client=openai_stand_in.client)
+def test_the_mirror_answers_for_what_is_still_packed(
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, project: Path
+) -> None:
+    workspace = create_workspace(client=openai_stand_in.client)
     files = workspace.filesystem
-    assert files.glob("**") == ["project/src/main.py", "project/tool.exe"]
+    assert files.glob("**") == ["project/README.md", "project/src/main.py", "project/tool.exe"]
     assert files.read_text("project/src/main.py") == "print(1)"
     files.write_text("project/src/main.py", "changed")
     files.write_text("notes.txt", "mine")
     files.delete("project/tool.exe")
-    assert files.glob("**") == ["notes.txt", "project/src/main.py"]
+    assert files.glob("**") == ["notes.txt", "project/README.md", "project/src/main.py"]
     assert files.read_text("project/src/main.py") == "changed"
     assert list_uploads(openai_stand_in, files.container_id)["notes.txt"] == b"mine"
     assert (project / "src/main.py").read_text() == "print(1)"
-    workspace.cleanup()
 
 
 def test_of_two_files_with_one_path_the_later_counts(openai_stand_in: OpenAIStandIn) -> None:
@@ -130,9 +105,9 @@ def test_of_two_files_with_one_path_the_later_counts(openai_stand_in: OpenAIStan
 
 @pytest.mark.parametrize("sign", ["expired", "deleted"])
 def test_an_expired_container_is_made_again_with_what_was_written(
-    openai_stand_in: OpenAIStandIn, project: Path, sign: str
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, sign: str
 ) -> None:
-    workspace = create_workspace(project, client=openai_stand_in.client)
+    workspace = create_workspace(client=openai_stand_in.client)
     files = workspace.filesystem
     files.write_text("notes.txt", "mine")
     files.write_text("gone.txt", "soon")
@@ -150,29 +125,37 @@ def test_an_expired_container_is_made_again_with_what_was_written(
     openai_stand_in.server.expire()
     assert files.ensure_container() not in (before, second)
     assert list_uploads(openai_stand_in, files.container_id).keys() == {"workspace.tar", "notes.txt"}
-    workspace.cleanup()
 
 
 def test_a_container_that_expires_between_the_look_and_the_request(
-    openai_stand_in: OpenAIStandIn, project: Path
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace
 ) -> None:
-    workspace = create_workspace(project)
-    openai_stand_in.server.script(error(400, "Container is expired."), response(message("after all")))
-    found = openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace))
+    workspace = create_workspace()
+    found = openai_stand_in.evaluate(
+        prompt(sections=(workspace,)),
+        error(400, "Container is expired."),
+        response(message("after all")),
+        hosted_tools=HOSTED,
+    )
     assert found.text == "after all"
     first, second = (request["tools"][0]["container"] for request in openai_stand_in.server.asked)
     assert (second, first == second) == (workspace.container_id, False)
     for request in openai_stand_in.server.asked:  # each says where in its own container the archive lies
         ((archive, _),) = openai_stand_in.server.containers[request["tools"][0]["container"]].files.values()
         assert f"/mnt/data/{archive}" in request["input"][0]["content"]
-    openai_stand_in.server.script(error(400, "Container is expired."), error(404, "Container not found."))
     with pytest.raises(ContainerExpiredError):
-        openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace))
-    workspace.cleanup()
+        openai_stand_in.evaluate(
+            prompt(sections=(workspace,)),
+            error(400, "Container is expired."),
+            error(404, "Container not found."),
+            hosted_tools=HOSTED,
+        )
 
 
-def test_a_container_that_cannot_be_made_again(openai_stand_in: OpenAIStandIn, project: Path) -> None:
-    workspace = create_workspace(project, client=openai_stand_in.client)
+def test_a_container_that_cannot_be_made_again(
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, project: Path
+) -> None:
+    workspace = create_workspace(client=openai_stand_in.client)
     made = workspace.filesystem.ensure_container()
     openai_stand_in.server.expire()
     openai_stand_in.server.no_more_containers = True
@@ -180,19 +163,18 @@ def test_a_container_that_cannot_be_made_again(openai_stand_in: OpenAIStandIn, p
         workspace.filesystem.read("project/src/main.py")
     assert gone.value.container_id == made
     assert isinstance(gone.value.original_error, PromptEvaluationError)
-    workspace.cleanup()
 
 
 def test_a_container_of_nobody_that_expires_during_a_run(openai_stand_in: OpenAIStandIn) -> None:
-    openai_stand_in.server.script(error(400, "Container is expired."))
-    task = MarkdownSection(title="Task", key="task", template="x")
     with pytest.raises(ContainerExpiredError, match="make another one"):
-        openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(Prompt(ns="n", key="k", sections=[task]))
+        openai_stand_in.evaluate(prompt(), error(400, "Container is expired."), hosted_tools=HOSTED)
 
 
-def test_results_come_back_on_cleanup(openai_stand_in: OpenAIStandIn, project: Path, tmp_path: Path) -> None:
+def test_results_come_back_on_cleanup(
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, project: Path, tmp_path: Path
+) -> None:
     workspace = create_workspace(
-        project, client=openai_stand_in.client, sync_on_cleanup=True, sync_dir=tmp_path / "back"
+        client=openai_stand_in.client, sync_on_cleanup=True, sync_dir=tmp_path / "back"
     )
     made = workspace.filesystem.ensure_container()
     stored = openai_stand_in.server.containers[made].files
@@ -207,10 +189,10 @@ def test_results_come_back_on_cleanup(openai_stand_in: OpenAIStandIn, project: P
 
 
 def test_what_is_left_comes_back_of_an_expired_container(
-    openai_stand_in: OpenAIStandIn, project: Path, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, project: Path, tmp_path: Path
 ) -> None:
     workspace = create_workspace(
-        project, client=openai_stand_in.client, sync_on_cleanup=True, sync_dir=tmp_path / "back"
+        client=openai_stand_in.client, sync_on_cleanup=True, sync_dir=tmp_path / "back"
     )
     workspace.filesystem.write_text("notes.txt", "mine")
     openai_stand_in.server.expire()
@@ -221,8 +203,10 @@ def test_what_is_left_comes_back_of_an_expired_container(
     assert len(openai_stand_in.server.containers) == made
 
 
-def test_nothing_comes_back_unless_it_is_asked_for(openai_stand_in: OpenAIStandIn, project: Path) -> None:
-    workspace = create_workspace(project, client=openai_stand_in.client)
+def test_nothing_comes_back_unless_it_is_asked_for(
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace
+) -> None:
+    workspace = create_workspace(client=openai_stand_in.client)
     workspace.filesystem.ensure_container()
     openai_stand_in.server.script()
     workspace.cleanup()
@@ -231,26 +215,23 @@ def test_nothing_comes_back_unless_it_is_asked_for(openai_stand_in: OpenAIStandI
 
 
 def test_what_was_never_in_a_container_comes_back_as_it_was(
-    openai_stand_in: OpenAIStandIn, project: Path, tmp_path: Path
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, project: Path, tmp_path: Path
 ) -> None:
     openai_stand_in.server.script()
-    unused = create_workspace(
-        project, client=openai_stand_in.client, sync_on_cleanup=True, sync_dir=tmp_path / "back"
-    )
+    unused = create_workspace(client=openai_stand_in.client, sync_on_cleanup=True, sync_dir=tmp_path / "back")
     unused.cleanup()
     assert openai_stand_in.server.calls == []
     assert (tmp_path / "back/project/src/main.py").read_text() == "print(1)"
 
 
 def test_mode_auto_takes_over_a_live_container_of_the_session(
-    openai_stand_in: OpenAIStandIn, project: Path
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace
 ) -> None:
     session = Session()
 
     def made(**config: Any) -> str:
         config.setdefault("mode", "auto")
         workspace = create_workspace(
-            project,
             session=session,
             client=openai_stand_in.client,
             container_config=ContainerConfig(**config),
@@ -268,19 +249,20 @@ def test_mode_auto_takes_over_a_live_container_of_the_session(
     assert made() != third
 
 
-def test_one_container_has_one_client(openai_stand_in: OpenAIStandIn, project: Path) -> None:
+def test_one_container_has_one_client(
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace
+) -> None:
     with make_client(openai_stand_in.server) as other:
-        workspace = create_workspace(project, client=other)
+        workspace = create_workspace(client=other)
         with pytest.raises(PromptEvaluationError, match="pass the same client= to both"):
-            openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace))
+            openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(prompt(sections=(workspace,)))
     assert openai_stand_in.server.calls == []
-    workspace.cleanup()
 
 
 def test_without_a_client_the_environment_describes_one(
-    openai_stand_in: OpenAIStandIn, project: Path, monkeypatch: pytest.MonkeyPatch
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workspace = create_workspace(project)
+    workspace = create_workspace()
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     with pytest.raises(PromptEvaluationError, match="No client of OpenAI"):
         workspace.filesystem.ensure_container()
@@ -288,7 +270,6 @@ def test_without_a_client_the_environment_describes_one(
     monkeypatch.setenv("OPENAI_BASE_URL", openai_stand_in.server.url)
     assert workspace.filesystem.ensure_container() == workspace.container_id
     workspace.filesystem.client.close()
-    workspace.cleanup()
 
 
 def test_security_and_budgets_are_checked_at_construction(project: Path) -> None:
@@ -302,30 +283,37 @@ def test_security_and_budgets_are_checked_at_construction(project: Path) -> None
         )
 
 
-def test_a_clone_has_a_container_of_its_own(openai_stand_in: OpenAIStandIn, project: Path) -> None:
-    workspace = create_workspace(project, client=openai_stand_in.client)
+def test_a_clone_has_a_container_of_its_own(
+    openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace
+) -> None:
+    workspace = create_workspace(client=openai_stand_in.client)
     clone = workspace.clone(container_config=ContainerConfig("1g"))
     assert workspace.filesystem.ensure_container() != clone.filesystem.ensure_container()
     assert openai_stand_in.server.containers[clone.container_id or ""].memory_limit == "1g"
-    workspace.cleanup()
-    clone.cleanup()
 
 
 def test_nothing_is_left_of_a_workspace_that_nobody_cleaned_up(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = tmp_path / "temporary"
-    place.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(place))
-    workspace = create_workspace(project)
-    assert len([*place.iterdir()]) == 2
+    directory = tmp_path / "temporary"
+    directory.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(directory))
+
+    def create() -> OpenAIContainerWorkspaceSection:
+        mounts = (HostMount(str(project), "project"),)
+        return OpenAIContainerWorkspaceSection(
+            session=Session(), mounts=mounts, allowed_host_roots=(project,)
+        )
+
+    workspace = create()
+    assert len([*directory.iterdir()]) == 2
     workspace.cleanup()
-    assert [*place.iterdir()] == []
-    forgotten = create_workspace(project)
+    assert [*directory.iterdir()] == []
+    forgotten = create()
     assert forgotten.temp_dir.exists()
     del forgotten
     gc.collect()
-    assert [*place.iterdir()] == []
+    assert [*directory.iterdir()] == []
 
 
 def test_one_line_switches_between_container_and_host(openai_stand_in: OpenAIStandIn, project: Path) -> None:
@@ -336,15 +324,19 @@ def test_one_line_switches_between_container_and_host(openai_stand_in: OpenAISta
     for name in here.keys() - {"template"}:
         assert str(here[name]) == str(there[name])
     for kind in (OpenAIContainerWorkspaceSection, HostWorkspaceSection):
-        openai_stand_in.server.script(response(message("fine")))
         workspace = kind(
             session=Session(),
             mounts=(HostMount(str(project), "project", exclude_glob=("*.exe",)),),
             allowed_host_roots=(project,),
         )
-        assert openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(create_prompt(workspace)).text == "fine"
+        assert (
+            openai_stand_in.evaluate(
+                prompt(sections=(workspace,)), response(message("fine")), hosted_tools=HOSTED
+            ).text
+            == "fine"
+        )
         assert workspace.filesystem.read_text("project/src/main.py") == "print(1)"
-        assert workspace.mount_previews[0].file_count == 1
+        assert workspace.mount_previews[0].file_count == 2
         workspace.cleanup()
 
 
@@ -379,10 +371,9 @@ def test_a_container_that_cannot_be_made_is_a_configuration_error(openai_stand_i
     openai_stand_in.server.no_more_containers = True
     with pytest.raises(PromptEvaluationError, match="may not have any more containers"):
         ContainerManager(openai_stand_in.client).create()
-    prompt = Prompt(ns="n", key="k", sections=[OpenAIContainerWorkspaceSection(session=Session())])
-    adapter = openai_stand_in.adapter(hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True))
+    workspace = OpenAIContainerWorkspaceSection(session=Session())
     with pytest.raises(PromptEvaluationError, match="may not have any more containers") as refused:
-        adapter.evaluate(prompt)
+        openai_stand_in.evaluate(prompt(sections=(workspace,)), hosted_tools=HOSTED)
     assert refused.value.phase == "configuration"
     assert openai_stand_in.server.asked == []
 

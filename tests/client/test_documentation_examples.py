@@ -15,7 +15,7 @@ from openai import OpenAI
 
 import fumehood.client
 import fumehood.client.adapters.openai
-from fumehood.client import MarkdownSection, Prompt, PromptTemplate, Session, ToolInvoked
+from fumehood.client import MarkdownSection, Prompt, PromptTemplate, Session
 from fumehood.client.adapters.openai import (
     CompactionConfig,
     CompactionState,
@@ -24,6 +24,7 @@ from fumehood.client.adapters.openai import (
 )
 from fumehood.client.adapters.openai.compaction import LastModel
 from tests.client.conftest import GatewayServer, OpenAIStandIn
+from tests.support.client_prompts import listen
 from tests.support.gateway_process import code_call, text_answer, tool_call, tool_calls
 from tests.support.openai_server import message, response
 from tests.support.otlp_receiver import OtlpReceiver
@@ -95,12 +96,6 @@ def openai(openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> O
     monkeypatch.setenv("OPENAI_BASE_URL", openai_stand_in.server.url)
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     return openai_stand_in
-
-
-def collect_invocations(session: Session) -> list[ToolInvoked]:
-    events: list[ToolInvoked] = []
-    session.bus.subscribe(ToolInvoked, events.append)
-    return events
 
 
 def test_first(run: Run, gateway: GatewayServer, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,8 +274,7 @@ def test_story_2(run: Run, gateway: GatewayServer) -> None:
 
 
 def test_story_3(run: Run, openai: OpenAIStandIn) -> None:
-    session = Session()
-    events = collect_invocations(session)
+    session, events = listen()
     workspace = OpenAIContainerWorkspaceSection(session=session)
     query = {
         "type": "function_call",

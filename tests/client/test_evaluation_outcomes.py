@@ -107,9 +107,10 @@ def test_a_deadline_ends_an_evaluation(openai_stand_in: OpenAIStandIn) -> None:
 
 
 def test_an_evaluation_without_end_ends(openai_stand_in: OpenAIStandIn) -> None:
-    openai_stand_in.server.script(*[response(function_call("c1", '{"sql": "x"}'))] * 9)
     with pytest.raises(PromptEvaluationError, match="no answer after 3 turns"):
-        openai_stand_in.adapter(max_turns=3).evaluate(prompt(query_tool))
+        openai_stand_in.evaluate(
+            prompt(query_tool), *[response(function_call("c1", '{"sql": "x"}'))] * 9, max_turns=3
+        )
 
 
 @pytest.mark.parametrize(
@@ -123,23 +124,20 @@ def test_an_evaluation_without_end_ends(openai_stand_in: OpenAIStandIn) -> None:
     ],
 )
 def test_a_filtered_answer_that_is_needed_raises(openai_stand_in: OpenAIStandIn, reply: Reply) -> None:
-    openai_stand_in.server.script(reply)
     with pytest.raises(FilteredOutputError) as withheld:
-        openai_stand_in.adapter().evaluate(typed())
+        openai_stand_in.evaluate(typed(), reply)
     assert isinstance(withheld.value, AssertionError)
     assert withheld.value.phase == "response"
 
 
 def test_other_ends(openai_stand_in: OpenAIStandIn, caplog: pytest.LogCaptureFixture) -> None:
     failed = {"message": "The server had an error", "code": "server_error"}
-    openai_stand_in.server.script(response(status="failed", error=failed))
     with pytest.raises(PromptEvaluationError, match="The server had an error") as wrong:
-        openai_stand_in.adapter().evaluate(typed())
+        openai_stand_in.evaluate(typed(), response(status="failed", error=failed))
     assert wrong.value.provider_payload == failed
     cut: dict[str, Any] = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
-    openai_stand_in.server.script(response(message('{"val'), **cut))
     with pytest.raises(PromptEvaluationError, match=r"cut off \(max_output_tokens\)"):
-        openai_stand_in.adapter().evaluate(typed())
+        openai_stand_in.evaluate(typed(), response(message('{"val'), **cut))
     for reason in ("content_filter", "max_output_tokens"):
         cut["incomplete_details"] = {"reason": reason}
         openai_stand_in.server.script(response(message("partly"), **cut))
@@ -147,14 +145,12 @@ def test_other_ends(openai_stand_in: OpenAIStandIn, caplog: pytest.LogCaptureFix
         assert openai_stand_in.adapter().evaluate(prompt()).text == "partly"
         assert f"The answer to task was cut off: {reason}" in caplog.text
     for status in ("queued", "in_progress", "cancelled"):
-        openai_stand_in.server.script(response(status=status))
         with pytest.raises(PromptEvaluationError, match=f"its status is {status}"):
-            openai_stand_in.adapter().evaluate(prompt())
+            openai_stand_in.evaluate(prompt(), response(status=status))
     thought: dict[str, Any] = {"type": "reasoning", "id": "rs_1", "summary": []}
     for reply in (response(thought, **cut), Reply({}), Reply({"id": "resp_1"})):
-        openai_stand_in.server.script(reply)
         with pytest.raises(PromptEvaluationError, match="cut off"):
-            openai_stand_in.adapter().evaluate(prompt())
+            openai_stand_in.evaluate(prompt(), reply)
     openai_stand_in.server.script(response(message("no JSON")))
     assert openai_stand_in.adapter().evaluate(typed(), parse_output=False).output is None
 
@@ -163,25 +159,29 @@ def test_other_ends(openai_stand_in: OpenAIStandIn, caplog: pytest.LogCaptureFix
 
 
 def test_a_busy_provider_is_asked_again_with_the_same_key(openai_stand_in: OpenAIStandIn) -> None:
-    openai_stand_in.server.script(
-        error(429, "Slow down", "rate_limit_exceeded", retry_after="0"),
-        error(500, "Oops", retry_after_ms="1"),
-        Reply(closes=True),
-        error(503, "Overloaded", retry_after="Thu, 01 Jan 1970 00:00:00 GMT"),
-        response(message("at last")),
+    assert (
+        openai_stand_in.evaluate(
+            prompt(),
+            error(429, "Slow down", "rate_limit_exceeded", retry_after="0"),
+            error(500, "Oops", retry_after_ms="1"),
+            Reply(closes=True),
+            error(503, "Overloaded", retry_after="Thu, 01 Jan 1970 00:00:00 GMT"),
+            response(message("at last")),
+            throttle=PATIENT,
+        ).text
+        == "at last"
     )
-    assert openai_stand_in.adapter(throttle=PATIENT).evaluate(prompt()).text == "at last"
     keys = {headers["idempotency-key"] for headers in openai_stand_in.server.headers}
     assert (len(openai_stand_in.server.headers), len(keys)) == (5, 1)
-    openai_stand_in.server.script(response(message("again")))
-    openai_stand_in.adapter().evaluate(prompt())
+    openai_stand_in.evaluate(prompt(), response(message("again")))
     assert openai_stand_in.server.headers[0]["idempotency-key"] not in keys
 
 
 def test_patience_with_a_provider_ends(openai_stand_in: OpenAIStandIn) -> None:
-    openai_stand_in.server.script(*[error(429, "Slow down")] * 9)
     with pytest.raises(ThrottleError, match="2 attempts"):
-        openai_stand_in.adapter(throttle=ThrottlePolicy(max_attempts=2, base_delay=0)).evaluate(prompt())
+        openai_stand_in.evaluate(
+            prompt(), *[error(429, "Slow down")] * 9, throttle=ThrottlePolicy(max_attempts=2, base_delay=0)
+        )
     assert len(openai_stand_in.server.asked) == 2
 
 
@@ -189,9 +189,8 @@ def test_patience_with_a_provider_ends(openai_stand_in: OpenAIStandIn) -> None:
     "reply", [error(400, "Bad model", "model_not_found"), error(429, "No money", "insufficient_quota")]
 )
 def test_a_refusal_is_told_as_it_is_and_once(openai_stand_in: OpenAIStandIn, reply: Reply) -> None:
-    openai_stand_in.server.script(reply)
     with pytest.raises(PromptEvaluationError) as refused:
-        openai_stand_in.adapter(throttle=PATIENT).evaluate(prompt())
+        openai_stand_in.evaluate(prompt(), reply, throttle=PATIENT)
     assert reply.body["error"]["message"] in str(refused.value)
     assert refused.value.phase == "request"
     assert refused.value.provider_payload == reply.body["error"]
@@ -199,19 +198,26 @@ def test_a_refusal_is_told_as_it_is_and_once(openai_stand_in: OpenAIStandIn, rep
 
 
 def test_a_provider_that_says_not_to_ask_again_is_not_asked_again(openai_stand_in: OpenAIStandIn) -> None:
-    openai_stand_in.server.script(
-        error(500, "Broken for good", x_should_retry="false"), response(message("never"))
-    )
     with pytest.raises(PromptEvaluationError, match="Broken for good"):
-        openai_stand_in.adapter(throttle=PATIENT).evaluate(prompt())
+        openai_stand_in.evaluate(
+            prompt(),
+            error(500, "Broken for good", x_should_retry="false"),
+            response(message("never")),
+            throttle=PATIENT,
+        )
     assert len(openai_stand_in.server.asked) == 1
 
 
 def test_a_body_that_breaks_off_is_asked_for_again(openai_stand_in: OpenAIStandIn) -> None:
-    openai_stand_in.server.script(
-        Reply(b'{"id"', headers={"content-length": "99", "connection": "close"}), response(message("whole"))
+    assert (
+        openai_stand_in.evaluate(
+            prompt(),
+            Reply(b'{"id"', headers={"content-length": "99", "connection": "close"}),
+            response(message("whole")),
+            throttle=PATIENT,
+        ).text
+        == "whole"
     )
-    assert openai_stand_in.adapter(throttle=PATIENT).evaluate(prompt()).text == "whole"
     assert len(openai_stand_in.server.asked) == 2
 
 
@@ -228,9 +234,8 @@ def test_looking_for_a_container_has_a_deadline_too(openai_stand_in: OpenAIStand
 
 @pytest.mark.parametrize("body", [b"<html>", b'{"output": [1]}', b"[]"])
 def test_an_answer_that_is_none(openai_stand_in: OpenAIStandIn, body: bytes) -> None:
-    openai_stand_in.server.script(Reply(body))
     with pytest.raises(PromptEvaluationError, match="no response of the Responses API") as strange:
-        openai_stand_in.adapter().evaluate(prompt())
+        openai_stand_in.evaluate(prompt(), Reply(body))
     assert (strange.value.phase, strange.value.provider_payload) == ("response", body.decode())
 
 
@@ -238,9 +243,12 @@ def test_what_is_logged_has_ids_and_sizes_and_no_secrets(
     openai_stand_in: OpenAIStandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
     tool = OpenAICodeInterpreterTool(container=AutoContainerConfig(memory_limit="16g"))
-    openai_stand_in.server.script(response(code_call(), message("the answer")))
     with caplog.at_level(logging.DEBUG, "fumehood"):
-        openai_stand_in.adapter(model_config=OpenAIModelConfig(max_output_tokens=77)).evaluate(prompt(tool))
+        openai_stand_in.evaluate(
+            prompt(tool),
+            response(code_call(), message("the answer")),
+            model_config=OpenAIModelConfig(max_output_tokens=77),
+        )
     (record,) = [record for record in caplog.records if hasattr(record, "fumehood")]
     assert vars(record)["fumehood"] == {
         "prompt": "task",

@@ -16,7 +16,6 @@ from fumehood.client import (
     Session,
     Tool,
     ToolContext,
-    ToolInvoked,
     ToolResult,
 )
 from fumehood.client.adapters.openai import (
@@ -27,14 +26,13 @@ from fumehood.client.adapters.openai import (
     ExistingContainerRef,
     OpenAICodeInterpreterTool,
     OpenAIContainerWorkspaceSection,
-    OpenAIHostedToolsConfig,
 )
 from fumehood.client.prompt import AnyTool
 from tests.client.conftest import GatewayServer
 from tests.contracts.filesystem_kit import FilesystemKit
+from tests.support.client_prompts import HOSTED, listen
 from tests.support.gateway_process import code_call, text_answer, tool_call, tool_calls
 
-HOSTED = OpenAIHostedToolsConfig(code_interpreter=True)
 SMALL = ContainerConfig(memory_limit="1g")
 
 
@@ -60,19 +58,12 @@ def task(*tools: AnyTool, template: str = "Tell me about ${topic}.") -> Markdown
     return MarkdownSection[Topic](title="Task", key="task", template=template, tools=tools)
 
 
-def collect_invocations(session: Session) -> list[ToolInvoked]:
-    events: list[ToolInvoked] = []
-    session.bus.subscribe(ToolInvoked, events.append)
-    return events
-
-
 def test_a_function_is_run_and_its_result_shown_to_the_model(gateway_server: GatewayServer) -> None:
     gateway_server.model.script(
         tool_calls(tool_call("echo", {"text": "hello"}, call_id="call_7")), text_answer("It said hello.")
     )
     prompt = Prompt(ns="tests", key="echo", sections=(task(echo_tool),))
-    session = Session()
-    events = collect_invocations(session)
+    session, events = listen()
     response = gateway_server.adapter().evaluate(prompt, Topic("echoes"), session=session)
     assert response.text == "It said hello."
     assert [(event.name, event.params, event.call_id, event.result.success) for event in events] == [
@@ -89,8 +80,7 @@ def test_python_is_run_and_its_result_told(gateway_server: GatewayServer) -> Non
     gateway_server.model.script(
         code_call("open('a.csv', 'w').write('1,2'); print(6 * 7)"), text_answer("42: sandbox:/mnt/data/a.csv")
     )
-    session = Session()
-    events = collect_invocations(session)
+    session, events = listen()
     prompt = Prompt(ns="tests", key="python", sections=(task(OpenAICodeInterpreterTool()),))
     response = gateway_server.adapter().evaluate(prompt, Topic("sums"), session=session)
     (event,) = events
@@ -104,8 +94,7 @@ def test_python_is_run_and_its_result_told(gateway_server: GatewayServer) -> Non
 
 def test_hosted_tools(gateway_server: GatewayServer) -> None:
     gateway_server.model.script(code_call("1 / 0"), text_answer("It failed."))
-    session = Session()
-    events = collect_invocations(session)
+    session, events = listen()
     adapter = gateway_server.adapter(hosted_tools=HOSTED)
     adapter.evaluate(Prompt(ns="tests", key="python", sections=(task(),)), Topic("zero"), session=session)
     assert [(event.name, event.result.success) for event in events] == [("code_interpreter", False)]
@@ -122,8 +111,7 @@ def test_python_and_a_function_in_one_evaluation(gateway_server: GatewayServer) 
         tool_calls(tool_call("code_interpreter", {"code": "print(x + 22)"}, call_id="call_3")),
         text_answer("42"),
     )
-    session = Session()
-    events = collect_invocations(session)
+    session, events = listen()
     prompt = Prompt(ns="tests", key="both", sections=(task(echo_tool, OpenAICodeInterpreterTool()),))
     response = gateway_server.adapter().evaluate(prompt, Topic("sums"), session=session)
     assert response.text == "42"
@@ -183,8 +171,7 @@ def workspace(gateway_server: GatewayServer, project: Path) -> Iterator[OpenAICo
 def evaluate(gateway_server: GatewayServer, workspace: OpenAIContainerWorkspaceSection, code: str) -> Any:
     """What came of this code, as the bus tells it."""
     gateway_server.model.script(code_call(code), text_answer("Done."))
-    session, events = Session(), list[ToolInvoked]()
-    session.bus.subscribe(ToolInvoked, events.append)
+    session, events = listen()
     task = MarkdownSection(title="Task", key="task", template="Add them.")
     prompt = Prompt(ns="tests", key="add", sections=[task, workspace])
     gateway_server.adapter(hosted_tools=HOSTED).evaluate(prompt, session=session)
@@ -270,8 +257,9 @@ def test_an_existing_container_is_used_while_it_is_there(gateway_server: Gateway
     tool = OpenAICodeInterpreterTool(container=ExistingContainerRef(container, "1g"))
     task = MarkdownSection(title="Task", key="task", template="Read it.", tools=(tool,))
     prompt = Prompt(ns="tests", key="read", sections=[task])
-    gateway_server.model.script(code_call("print(open('data.csv').read())"), text_answer("Done."))
-    response = gateway_server.adapter().evaluate(prompt)
+    response = gateway_server.evaluate(
+        prompt, code_call("print(open('data.csv').read())"), text_answer("Done.")
+    )
     call = response.transcript[1]
     assert (call["container_id"], call["outputs"]) == (container, [{"type": "logs", "logs": "1,2,3\n"}])
     gateway_server.client.containers.delete(container)

@@ -160,15 +160,13 @@ def test_containers_are_understood_however_they_are_written(openai_stand_in: Ope
             {"type": "auto", "network_policy": {"type": "disabled"}},
         ),
     ):
-        openai_stand_in.server.script(response(message("done")))
-        openai_stand_in.adapter().evaluate(prompt(code_interpreter_in(container)))
+        openai_stand_in.evaluate(prompt(code_interpreter_in(container)), response(message("done")))
         assert openai_stand_in.server.asked[0]["tools"] == [{"type": "code_interpreter", "container": sent}]
 
 
 def test_what_openai_does_not_know_is_sent_all_the_same(openai_stand_in: OpenAIStandIn) -> None:
-    openai_stand_in.server.script(response(message("done")))
     config = OpenAIModelConfig(extra={"seed": 7, "chat_template_kwargs": {"thinking": False}})
-    openai_stand_in.adapter(model_config=config).evaluate(prompt())
+    openai_stand_in.evaluate(prompt(), response(message("done")), model_config=config)
     (request,) = openai_stand_in.server.asked
     assert (request["seed"], request["chat_template_kwargs"]) == (7, {"thinking": False})
 

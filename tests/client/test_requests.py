@@ -99,8 +99,12 @@ def test_a_whole_request(openai_stand_in: OpenAIStandIn) -> None:
 
 
 def test_a_forced_choice_is_for_the_first_call(openai_stand_in: OpenAIStandIn) -> None:
-    openai_stand_in.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
-    openai_stand_in.adapter(tool_choice="required").evaluate(prompt(query_tool))
+    openai_stand_in.evaluate(
+        prompt(query_tool),
+        response(function_call("c1", '{"sql": "x"}')),
+        response(message("done")),
+        tool_choice="required",
+    )
     assert [request["tool_choice"] for request in openai_stand_in.server.asked] == ["required", "auto"]
 
 

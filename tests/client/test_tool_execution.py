@@ -40,7 +40,9 @@ from tests.support.openai_server import message, response
 
 
 def test_calls_are_always_answered_and_told(openai_stand_in: OpenAIStandIn) -> None:
-    openai_stand_in.server.script(
+    session, events = listen()
+    found = openai_stand_in.evaluate(
+        prompt(query_tool),
         response(
             function_call("c1", '{"sql": "select"}'),
             function_call("c2", '{"sql": 1}'),
@@ -49,9 +51,8 @@ def test_calls_are_always_answered_and_told(openai_stand_in: OpenAIStandIn) -> N
             function_call("c5", '{"sql": "nothing"}'),
         ),
         response(message("done")),
+        session=session,
     )
-    session, events = listen()
-    found = openai_stand_in.adapter().evaluate(prompt(query_tool), session=session)
     assert [(event.call_id, event.name, event.result.success) for event in events] == [
         ("c1", "run_query", True),
         ("c2", "run_query", False),
@@ -76,10 +77,11 @@ def test_calls_are_always_answered_and_told(openai_stand_in: OpenAIStandIn) -> N
 
 
 def test_a_limit_that_a_tool_meets_ends_the_evaluation_and_is_told(openai_stand_in: OpenAIStandIn) -> None:
-    openai_stand_in.server.script(response(function_call("c1", '{"sql": "nested"}')))
     session, events = listen()
     with pytest.raises(DeadlineExceededError, match="inner prompt"):
-        openai_stand_in.adapter().evaluate(prompt(query_tool), session=session)
+        openai_stand_in.evaluate(
+            prompt(query_tool), response(function_call("c1", '{"sql": "nested"}')), session=session
+        )
     assert [(event.call_id, event.result.success) for event in events] == [("c1", False)]
     assert session[Answer].all() == ()
 
@@ -105,9 +107,10 @@ def test_a_result_that_cannot_be_shown_is_a_failure_of_the_tool(
         return result
 
     odd = Tool[Query, Any](name="run_query", description="x", handler=handler)
-    openai_stand_in.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
     session, events = listen()
-    openai_stand_in.adapter().evaluate(prompt(odd), session=session)
+    openai_stand_in.evaluate(
+        prompt(odd), response(function_call("c1", '{"sql": "x"}')), response(message("done")), session=session
+    )
     assert [event.result.success for event in events] == [False]
     assert said in openai_stand_in.server.asked[1]["input"][-1]["output"]
 
@@ -130,8 +133,9 @@ def test_reasoning_and_hosted_calls_are_replayed_as_they_came(openai_stand_in: O
         message("Look:", {"type": "container_file_citation", "file_id": "f", "container_id": "cntr_1"}),
         function_call("c1", '{"sql": "x"}'),
     ]
-    openai_stand_in.server.script(response(*output), response(message("done")))
-    found = openai_stand_in.adapter(hosted_tools=HOSTED).evaluate(prompt(query_tool))
+    found = openai_stand_in.evaluate(
+        prompt(query_tool), response(*output), response(message("done")), hosted_tools=HOSTED
+    )
     assert openai_stand_in.server.asked[1]["input"][1:5] == output
     assert [file.file_id for file in found.files] == ["f"]  # though it was cited before the last turn
 
@@ -167,18 +171,21 @@ def test_provider_output_goes_to_its_handler_first_with_the_same_context(
         return ToolResult.ok(params)
 
     session, events = listen()
-    openai_stand_in.server.script(
-        response(code_call(), function_call("c1", '{"sql": "x"}')), response(message("done", NOTE))
-    )
     asking = Tool[Query, Query](name="run_query", description="x", handler=query)
-    openai_stand_in.adapter().evaluate(prompt(both, asking), session=session)
+    openai_stand_in.evaluate(
+        prompt(both, asking),
+        response(code_call(), function_call("c1", '{"sql": "x"}')),
+        response(message("done", NOTE)),
+        session=session,
+    )
     assert [kind for kind, _, _ in seen] == ["provider", "function"]
     assert seen[0][2] is seen[1][2]  # one context, whoever is called
 
     seen.clear()
     events.clear()
-    openai_stand_in.server.script(response(code_call(), message("done", NOTE)))
-    found = openai_stand_in.adapter().evaluate(prompt(both), session=session)
+    found = openai_stand_in.evaluate(
+        prompt(both), response(code_call(), message("done", NOTE)), session=session
+    )
     assert [kind for kind, _, _ in seen] == ["provider"]
     data = seen[0][1]
     assert (data.code, data.container_id, data.status, data.annotations) == (
@@ -196,8 +203,11 @@ def test_provider_output_goes_to_its_handler_first_with_the_same_context(
     assert found.files[0].file_id == "cfile_1"
 
     seen.clear()
-    openai_stand_in.server.script(response(code_call(), code_call(id="ci_2"), message("done")))
-    openai_stand_in.adapter().evaluate(prompt(OpenAICodeInterpreterTool(handler=handler)), session=session)
+    openai_stand_in.evaluate(
+        prompt(OpenAICodeInterpreterTool(handler=handler)),
+        response(code_call(), code_call(id="ci_2"), message("done")),
+        session=session,
+    )
     assert [(kind, params) for kind, params, _ in seen] == [("handler", NoParams())] * 2
     assert seen[0][2] is seen[1][2]
     context = seen[0][2]
@@ -214,12 +224,12 @@ def test_a_handler_of_the_providers_output_fails_as_any_other(openai_stand_in: O
 
     session, events = listen()
     tool = OpenAICodeInterpreterTool(handle_provider_output=handle)
-    openai_stand_in.server.script(response(code_call(), message("done")))
-    openai_stand_in.adapter().evaluate(prompt(tool), session=session)
+    openai_stand_in.evaluate(prompt(tool), response(code_call(), message("done")), session=session)
     assert "returned str, not a ToolResult" in events[0].result.message
-    openai_stand_in.server.script(response(code_call(code="late"), message("done")))
     with pytest.raises(DeadlineExceededError, match="inner prompt"):
-        openai_stand_in.adapter().evaluate(prompt(tool), session=session)
+        openai_stand_in.evaluate(
+            prompt(tool), response(code_call(code="late"), message("done")), session=session
+        )
     assert [(event.call_id, event.result.success) for event in events] == [("ci_1", False)] * 2
     assert session[Answer].all() == ()
 
@@ -246,10 +256,11 @@ def test_without_a_handler_for_it_the_report_is_decoded_into_the_parameters(
         handler=handler,
     )
     session, events = listen()
-    openai_stand_in.server.script(
-        response(code_call(), code_call(code=5), code_call(code="fail"), message("done"))
+    openai_stand_in.evaluate(
+        prompt(tool),
+        response(code_call(), code_call(code=5), code_call(code="fail"), message("done")),
+        session=session,
     )
-    openai_stand_in.adapter().evaluate(prompt(tool), session=session)
     assert [(event.name, event.result.success) for event in events] == [
         ("python", True),
         ("python", False),
@@ -281,9 +292,10 @@ def test_searches_are_told_like_any_tool(
     openai_stand_in: OpenAIStandIn, section: Section[Any], item: dict[str, Any]
 ) -> None:
     name = str(item["type"]).removesuffix("_call")
-    openai_stand_in.server.script(response(item, message("found")))
     session, events = listen()
-    found = openai_stand_in.adapter().evaluate(prompt(query_tool, sections=(section,)), session=session)
+    found = openai_stand_in.evaluate(
+        prompt(query_tool, sections=(section,)), response(item, message("found")), session=session
+    )
     assert [(event.name, event.call_id, event.result.success) for event in events] == [
         (name, item["id"], True)
     ]

@@ -44,11 +44,13 @@ def made() -> Iterator[list[HostWorkspaceSection]]:
 
 
 @pytest.fixture
-def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    place = tmp_path / "temporary"
-    place.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(place))
-    return place
+def no_leftovers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Checks that the temporary directories of workspaces are gone at the end."""
+    directory = tmp_path / "temporary"
+    directory.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(directory))
+    yield
+    assert os.listdir(directory) == []
 
 
 def workspace(*mounts: HostMount, roots: tuple[Any, ...], **more: Any) -> HostWorkspaceSection:
@@ -122,13 +124,12 @@ def test_a_file_can_be_mounted(repo: Path, made: list[HostWorkspaceSection]) -> 
 
 
 @pytest.mark.parametrize("mount_path", ["../out", "/abs", "a/../..", ".", ""])
-def test_a_mount_stays_in_the_workspace(repo: Path, temporary: Path, mount_path: str) -> None:
+def test_a_mount_stays_in_the_workspace(repo: Path, no_leftovers: None, mount_path: str) -> None:
     with pytest.raises(WorkspaceSecurityError):
         workspace(HostMount(str(repo), mount_path), roots=(repo,))
-    assert os.listdir(temporary) == []
 
 
-def test_only_allowed_roots_can_be_mounted(repo: Path, temporary: Path) -> None:
+def test_only_allowed_roots_can_be_mounted(repo: Path, no_leftovers: None) -> None:
     for roots in ((), (repo / "src",), (str(repo) + "-other",)):
         with pytest.raises(WorkspaceSecurityError, match="outside allowed_host_roots"):
             workspace(HostMount(str(repo)), roots=roots)
@@ -138,16 +139,14 @@ def test_only_allowed_roots_can_be_mounted(repo: Path, temporary: Path) -> None:
         workspace(HostMount(str(repo / "missing")), roots=(repo,))
     with pytest.raises(WorkspaceSecurityError, match="Two mounts"):
         workspace(HostMount(str(repo)), HostMount(str(repo / "src"), "repo"), roots=(repo,))
-    assert os.listdir(temporary) == []
     workspace(roots=()).cleanup()
 
 
-def test_a_budget_is_for_all_files_of_a_mount(repo: Path, temporary: Path) -> None:
+def test_a_budget_is_for_all_files_of_a_mount(repo: Path, no_leftovers: None) -> None:
     total = sum(path.stat().st_size for path in repo.rglob("*") if path.is_file())
     workspace(HostMount(str(repo), max_bytes=total), roots=(repo,)).cleanup()
     with pytest.raises(WorkspaceBudgetError, match=f"more than its max_bytes of {total - 1}"):
         workspace(HostMount(str(repo), max_bytes=total - 1), roots=(repo,))
-    assert os.listdir(temporary) == []
     workspace(HostMount(str(repo), include_glob=("*.md",), max_bytes=4), roots=(repo,)).cleanup()
 
 
@@ -183,7 +182,7 @@ class Scanned(list[Any]):
 
 @pytest.mark.parametrize("kind", ["directory", "file"])
 def test_what_becomes_a_link_while_it_is_copied_leads_nowhere(
-    repo: Path, tmp_path: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    repo: Path, tmp_path: Path, no_leftovers: None, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     secrets = tmp_path / "secrets"
     secrets.mkdir()
@@ -202,7 +201,6 @@ def test_what_becomes_a_link_while_it_is_copied_leads_nowhere(
     monkeypatch.setattr("os.scandir", swap)
     with pytest.raises(WorkspaceSecurityError, match="became a link while it was being copied"):
         workspace(HostMount(str(repo), include_glob=("src",)), roots=(repo,))
-    assert os.listdir(temporary) == []
 
 
 def test_what_vanishes_while_it_is_copied_is_not_there(
@@ -220,11 +218,10 @@ def test_what_vanishes_while_it_is_copied_is_not_there(
     assert made[0].mount_previews[0].entries == ("src/",)
 
 
-def test_a_single_root_is_no_list_of_roots(repo: Path, temporary: Path) -> None:
+def test_a_single_root_is_no_list_of_roots(repo: Path, no_leftovers: None) -> None:
     for root in (str(repo), repo):
         with pytest.raises(PromptEvaluationError, match="allowed_host_roots is one path"):
             workspace(HostMount("/etc/hostname"), roots=root)  # pyright: ignore[reportArgumentType] - the mistake
-    assert os.listdir(temporary) == []
 
 
 @pytest.mark.parametrize(
@@ -241,17 +238,16 @@ def test_a_mount_is_checked_where_it_is_made(settings: dict[str, Any], said: str
         HostMount("/repos", **settings)
 
 
-def test_settings_of_a_workspace_fit_together(tmp_path: Path, temporary: Path) -> None:
+def test_settings_of_a_workspace_fit_together(tmp_path: Path, no_leftovers: None) -> None:
     for settings, said in (
         ({"sync_dir": tmp_path}, "sync_on_cleanup"),
         ({"mounts": HostMount("x")}, "one mount"),
     ):
         with pytest.raises(PromptEvaluationError, match=said):
             HostWorkspaceSection(session=Session(), **settings)  # pyright: ignore[reportArgumentType] - mistakes
-    assert os.listdir(temporary) == []
 
 
-def test_mounts_do_not_lie_upon_each_other(repo: Path, temporary: Path) -> None:
+def test_mounts_do_not_lie_upon_each_other(repo: Path, no_leftovers: None) -> None:
     below = HostMount(str(repo / "README.md"), "p/docs/README.md")
     workspace(HostMount(str(repo), "p"), below, roots=(repo,)).cleanup()
     readme = str(repo / "README.md")
@@ -262,31 +258,28 @@ def test_mounts_do_not_lie_upon_each_other(repo: Path, temporary: Path) -> None:
     ):
         with pytest.raises(WorkspaceSecurityError, match=r"Two mounts.* lead to 'p"):
             workspace(first, second, roots=(repo,))
-    assert os.listdir(temporary) == []
 
 
-def test_paths_that_cannot_be_followed_are_named(repo: Path, temporary: Path) -> None:
+def test_paths_that_cannot_be_followed_are_named(repo: Path, no_leftovers: None) -> None:
     (repo / "a").symlink_to(repo / "b")
     (repo / "b").symlink_to(repo / "a")
     for path in (str(repo / "a"), "nul\0byte", "/" + "x" * 5000):
         with pytest.raises((WorkspaceSecurityError, FileNotFoundError), match="The host path") as refused:
             workspace(HostMount(path), roots=("/",))
         assert len(str(refused.value)) < 500
-    assert os.listdir(temporary) == []
 
 
-def test_a_tree_has_an_end(tmp_path: Path, temporary: Path) -> None:
+def test_a_tree_has_an_end(tmp_path: Path, no_leftovers: None) -> None:
     deep = tmp_path / "deep"
     (deep / "/".join("d" * 201)).mkdir(parents=True)
     with pytest.raises(WorkspaceBudgetError, match=r"deeper than 200 directories.*exclude_glob"):
         workspace(HostMount(str(deep)), roots=(deep,))
     workspace(HostMount(str(deep), exclude_glob=("d/d/d",)), roots=(deep,)).cleanup()
-    assert os.listdir(temporary) == []
 
 
 @pytest.mark.parametrize("name", ["README.md", "src"])
 def test_what_may_not_be_read_is_named(
-    repo: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    repo: Path, no_leftovers: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     opens = os.open
 
@@ -298,7 +291,6 @@ def test_what_may_not_be_read_is_named(
     monkeypatch.setattr("os.open", refuse)  # root could read it all the same
     with pytest.raises(PermissionError, match=f"leave it out with exclude_glob: '{repo / name}'"):
         workspace(HostMount(str(repo)), roots=(repo,))
-    assert os.listdir(temporary) == []
 
 
 def test_pipes_and_sockets_are_left_alone(repo: Path, made: list[HostWorkspaceSection]) -> None:
