@@ -36,7 +36,7 @@ from fumehood.testing import (
     ScriptedSandboxProvider,
     WriteFile,
 )
-from tests.support.containers import SOMEBODY, ContainerHarness, container_harness
+from tests.support.containers import SOMEBODY, ContainerHarness, container_harness, settle
 from tests.support.memory_uploads import InMemoryUploads
 
 HOUR = 3600
@@ -70,14 +70,12 @@ async def test_only_what_the_user_put_there_outlives_an_expired_container() -> N
         name = await create_container(harness)
         await write_file(harness, name, "user.txt", b"given")
         await harness.run(await harness.open(name), "x")
-        harness.clock.advance(20 * 60)
-        await harness.containers.sweep()
+        await harness.sweep_after(20 * 60)
         assert [file.path for file in await harness.store.list_container_files(name)] == ["user.txt"]
         assert list(harness.blobs.contents.values()) == [b"given"]
         assert harness.scripted.specs == {}
         assert (await get_record(harness, name)).retained == 5
-        harness.clock.advance(168 * HOUR)
-        await harness.containers.sweep()
+        await harness.sweep_after(168 * HOUR)
         assert await harness.store.get_container(name) is None
         assert list(await harness.store.list_container_files(name)) == []
         assert harness.blobs.contents == {}
@@ -91,8 +89,7 @@ async def test_so_much_is_kept_of_expired_containers_and_the_oldest_goes_first()
         for number in range(4):
             names.append(await create_container(harness))
             await write_file(harness, names[-1], "a.txt", bytes([number]) * 4)
-            harness.clock.advance(20 * 60)
-            await harness.containers.sweep()
+            await harness.sweep_after(20 * 60)
         assert [len(await harness.store.list_container_files(name)) for name in names] == [0, 0, 1, 1]
         assert sorted(harness.blobs.contents.values()) == [bytes([2]) * 4, bytes([3]) * 4]
         statuses = [(await harness.containers.get_container(SOMEBODY, name)).status for name in names]
@@ -103,8 +100,7 @@ async def test_without_retention_nothing_outlives_a_container() -> None:
     async with container_harness(settings=ContainerSettings(retention_hours=0)) as harness:
         name = await create_container(harness)
         await write_file(harness, name, "a.txt", b"a")
-        harness.clock.advance(20 * 60)
-        await harness.containers.sweep()
+        await harness.sweep_after(20 * 60)
         assert harness.blobs.contents == {}
         await harness.containers.sweep()
         assert await harness.store.get_container(name) is None
@@ -148,11 +144,9 @@ async def test_nobody_keeps_a_container_for_ever_by_an_upload_that_does_not_end(
         await harness.run(await harness.open(name), "x")
         upload = asyncio.ensure_future(harness.containers.write_file(SOMEBODY, name, "a.txt", endless()))
         await arriving.wait()
-        harness.clock.advance(2 * HOUR - 1)
-        await harness.containers.sweep()
+        await harness.sweep_after(2 * HOUR - 1)
         assert (await get_record(harness, name)).status == "running"
-        harness.clock.advance(1)
-        await harness.containers.sweep()
+        await harness.sweep_after(1)
         assert (await get_record(harness, name)).status == "expired"
         assert harness.scripted.specs == {}
         upload.cancel()
@@ -179,8 +173,7 @@ async def test_all_that_ended_long_ago_are_forgotten_in_one_sweep() -> None:
         harness = ContainerHarness(provider, clock=clock, shared_store=FewAtOnce(clock))
         for _ in range(5):
             await harness.containers.delete_container(SOMEBODY, await create_container(harness))
-        harness.clock.advance(HOUR)
-        await harness.containers.sweep()
+        await harness.sweep_after(HOUR)
         assert list(await harness.store.find_containers()) == []
 
 
@@ -217,8 +210,7 @@ async def test_nothing_is_left_of_a_deleted_container() -> None:
         assert harness.blobs.contents == {}
         assert list(await harness.store.list_container_files(name)) == []
         assert list(await harness.containers.list_containers(SOMEBODY, PageQuery())) == []
-        harness.clock.advance(HOUR)
-        await harness.containers.sweep()
+        await harness.sweep_after(HOUR)
         assert list(await harness.store.find_containers()) == []
 
 
@@ -231,8 +223,7 @@ async def test_a_sandbox_that_could_not_be_ended_is_ended_later() -> None:
         harness.scripted.error = None
         assert len(harness.scripted.specs) == 1
         await create_container(harness)
-        harness.clock.advance(1000)
-        await harness.containers.sweep()
+        await harness.sweep_after(1000)
         assert harness.scripted.specs == {}
 
 
@@ -241,8 +232,7 @@ async def test_a_call_that_was_waiting_for_its_sandbox_leaves_none() -> None:
         first, name = await create_container(harness), await create_container(harness)
         await harness.run(await harness.open(first), "x")
         waiting = asyncio.ensure_future(harness.run(await harness.open(name), "y"))
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await settle()
         await harness.containers.delete_container(SOMEBODY, name)
         await harness.containers.delete_container(SOMEBODY, first)
         while not waiting.done():
@@ -265,8 +255,7 @@ async def test_what_a_call_left_is_not_recorded_for_a_deleted_container() -> Non
         name = await create_container(harness)
         other = harness.second_process()  # which knows nothing of the call
         call = asyncio.ensure_future(harness.run(await harness.open(name), "x"))
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await settle()
         await other.containers.delete_container(SOMEBODY, name)
         writing.set()
         assert not (await call).files
@@ -461,8 +450,7 @@ async def test_uploads_wait_for_each_other() -> None:
         uploads.append(
             asyncio.ensure_future(harness.containers.write_file(Caller("other"), other, "a", content(other)))
         )
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await settle()
         assert sorted(arriving) == sorted([*names[:2], other])
         uploads[0].cancel()
         go_on.set()
@@ -477,8 +465,7 @@ async def test_a_sandbox_that_was_made_and_not_written_down_goes_with_its_contai
             await harness.scripted.create(SandboxSpec(tenant="somebody"), f"{name}-1")
         await harness.containers.delete_container(SOMEBODY, deleted)
         assert list(harness.scripted.specs) == [f"{expired}-1"]
-        harness.clock.advance(20 * 60)
-        await harness.containers.sweep()
+        await harness.sweep_after(20 * 60)
         assert harness.scripted.specs == {}
 
 

@@ -76,8 +76,7 @@ async def test_containers_are_counted_by_their_ends() -> None:
         deleted, _idle = await create_container(harness), await create_container(harness)
         assert harness.stats.live_containers == 2
         await harness.containers.delete_container(SOMEBODY, deleted)
-        harness.clock.advance(20 * 60)
-        await harness.containers.sweep()
+        await harness.sweep_after(20 * 60)
         assert (harness.stats.ended, harness.stats.live_containers) == ({"deleted": 1, "idle": 1}, 0)
         used = await create_container(harness)
         for _ in range(6):
@@ -90,8 +89,7 @@ async def test_containers_are_counted_by_their_ends() -> None:
 async def test_an_expired_container_that_is_deleted_has_ended_before() -> None:
     async with container_harness() as harness:
         name = await create_container(harness)
-        harness.clock.advance(20 * 60)
-        await harness.containers.sweep()
+        await harness.sweep_after(20 * 60)
         await harness.containers.delete_container(SOMEBODY, name)
         assert (harness.stats.ended, harness.stats.live_containers) == ({"idle": 1}, 0)
 
@@ -133,8 +131,7 @@ async def test_files_that_had_to_make_room() -> None:
         for _ in range(2):
             name = await create_container(harness)
             await harness.containers.write_file(SOMEBODY, name, "given.txt", b"8 bytes!")
-            harness.clock.advance(20 * 60)
-            await harness.containers.sweep()
+            await harness.sweep_after(20 * 60)
         assert harness.stats.purged == 1
 
 

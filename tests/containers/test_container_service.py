@@ -30,7 +30,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     Stdout,
 )
 from fumehood.testing import ExecutionStep, ScriptedSandbox, WriteFile
-from tests.support.containers import SOMEBODY, ContainerHarness, container_harness
+from tests.support.containers import SOMEBODY, ContainerHarness, container_harness, settle
 
 EXECUTION = ContainerSettings(isolation="execution")
 KILLED = ExecutionEnd(
@@ -204,8 +204,7 @@ async def test_a_sandbox_that_fails_to_start_is_tried_again(error: SandboxError)
         container = await harness.open()
         harness.scripted.error = error
         waiting = asyncio.ensure_future(harness.run(container, "x"))
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await settle()
         harness.scripted.error = None
         await advance(harness, waiting)
         assert (await waiting).end.status == "ok"
@@ -349,11 +348,6 @@ async def test_the_sweeper_ends_what_nobody_uses() -> None:
         assert list(harness.blobs.contents.values()) == [b"b"]
 
 
-async def settle() -> None:
-    for _ in range(50):
-        await asyncio.sleep(0)
-
-
 async def test_a_container_does_not_expire_while_its_code_runs() -> None:
     done = asyncio.Event()
     async with container_harness(ExecutionStep("x", [done])) as harness:
@@ -361,8 +355,7 @@ async def test_a_container_does_not_expire_while_its_code_runs() -> None:
         running = asyncio.ensure_future(harness.run(container, "x"))
         await settle()
         for _ in range(5):
-            harness.clock.advance(15 * 60)
-            await harness.containers.sweep()
+            await harness.sweep_after(15 * 60)
             await harness.second_process().containers.sweep()  # which does not know that it runs
         done.set()
         assert (await running).end.status == "ok"
@@ -454,13 +447,11 @@ async def test_a_server_that_cannot_be_asked_does_not_stop_the_sweep(
         await harness.run(container, "x")
         harness.scripted.error = SandboxServerUnreachable("away")
         await harness.containers.sweep()
-        harness.clock.advance(20 * 60)
-        await harness.containers.sweep()
+        await harness.sweep_after(20 * 60)
         assert (await harness.record(container)).status == "expired"
         harness.scripted.error = None
         await harness.open()
-        harness.clock.advance(1000)
-        await harness.containers.sweep()
+        await harness.sweep_after(1000)
         assert list(harness.scripted.specs) == []
 
 

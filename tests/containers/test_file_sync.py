@@ -1,7 +1,7 @@
 """What is kept of containers' files, and what sandboxes cannot talk anybody into."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 
 import msgspec
 import pytest
@@ -184,16 +184,16 @@ class LyingSandbox(ScriptedSandbox):
 
     def __init__(self, provider: ScriptedSandboxProvider) -> None:
         super().__init__(provider, "lying", SandboxSpec())
-        self.listed: list[FileEntry] = []
+        self.listed: Sequence[FileEntry] = []
         self.complete = True
         self.truncated = False
         self.deleted: list[str] = []
-        self.chunks: dict[str, list[bytes | Exception]] = {}
+        self.chunks: Mapping[str, Sequence[bytes | Exception]] = {}
         self.waiting: asyncio.Event | None = None
 
     async def list_files(self, since: str | None = None) -> FileListing:
         return FileListing(
-            files=self.listed,
+            files=[*self.listed],
             mark="1",
             deleted=self.deleted,
             complete=self.complete,
@@ -230,6 +230,13 @@ class FileSyncHarness:
         )
         self.sandbox = LyingSandbox(ScriptedSandboxProvider())
 
+    async def capture_files(
+        self, mark: str, listed: Sequence[FileEntry], **chunks: Sequence[bytes | Exception]
+    ) -> FileChanges:
+        """Capture what the sandbox lists, and returns in these chunks."""
+        self.sandbox.listed, self.sandbox.chunks = listed, chunks
+        return await self.capture(mark)
+
     async def capture(self, mark: str) -> FileChanges:
         await self.store.put_container(
             ContainerRecord(id="cntr_1", tenant="", spec=ContainerSpec(), created_at=1, last_active_at=1)
@@ -239,33 +246,27 @@ class FileSyncHarness:
 
 async def test_a_file_that_is_larger_than_was_told() -> None:
     sync = FileSyncHarness(file_bytes=10)
-    sync.sandbox.listed = [entry("a", size=1)]
-    sync.sandbox.chunks = {"a": [b"x" * 6, b"x" * 6]}
-    changes = await sync.capture("")
+    changes = await sync.capture_files("", [entry("a", size=1)], a=[b"x" * 6, b"x" * 6])
     assert [(record.path, record.blob) for record in changes.changed] == [("a", "")]
     assert sync.blobs.contents == {}
 
 
 async def test_a_file_that_is_smaller_than_was_told() -> None:
     sync = FileSyncHarness()
-    sync.sandbox.listed = [entry("a", size=1000), entry("b", size=-5)]
-    sync.sandbox.chunks = {"a": [b"abc"], "b": [b""]}
-    changes = await sync.capture("")
+    changes = await sync.capture_files("", [entry("a", size=1000), entry("b", size=-5)], a=[b"abc"], b=[b""])
     assert [(record.path, record.bytes) for record in changes.changed] == [("a", 3), ("b", 0)]
 
 
 async def test_names_that_lead_elsewhere_are_not_looked_at() -> None:
     sync = FileSyncHarness()
-    sync.sandbox.listed = [entry(path) for path in ("../a", "/etc/passwd", "a//b", ".", "")]
-    changes = await sync.capture("")
-    assert changes.changed == []
+    listed = [entry(path) for path in ("../a", "/etc/passwd", "a//b", ".", "")]
+    assert (await sync.capture_files("", listed)).changed == []
 
 
 async def test_a_sandbox_that_ends_meanwhile_leaves_what_was_copied() -> None:
     sync = FileSyncHarness()
-    sync.sandbox.listed = [entry("a"), entry("b"), entry("c")]
-    sync.sandbox.chunks = {"a": [b"a"], "b": [SandboxGone("gone")], "c": [b"c"]}
-    changes = await sync.capture("0")
+    listed = [entry("a"), entry("b"), entry("c")]
+    changes = await sync.capture_files("0", listed, a=[b"a"], b=[SandboxGone("gone")], c=[b"c"])
     copied = [record.path for record in changes.changed]
     assert "a" in copied
     assert "b" not in copied
@@ -278,12 +279,12 @@ async def test_whatever_is_told_no_more_is_kept_than_there_is_room_for(
 ) -> None:
     sync = FileSyncHarness(file_bytes=30, container_bytes=60, files=15)
     names = [f"{number:02}" for number in range(len(files))]
-    sync.sandbox.listed = [entry(name, size=size) for name, (size, _) in zip(names, files, strict=True)]
-    sync.sandbox.chunks = {
+    listed = [entry(name, size=size) for name, (size, _) in zip(names, files, strict=True)]
+    chunks = {
         name: [name.encode()[:1] * size for size in sizes]
         for name, (_, sizes) in zip(names, files, strict=True)
     }
-    changes = await sync.capture("")
+    changes = await sync.capture_files("", listed, **chunks)
     kept = [record for record in changes.changed if record.blob]
     assert [record.path for record in changes.changed] == names[:15]
     assert all(record.bytes == sum(files[int(record.path)][1]) <= 30 for record in kept)
@@ -293,10 +294,8 @@ async def test_whatever_is_told_no_more_is_kept_than_there_is_room_for(
 
 async def test_copying_takes_so_long_and_no_longer() -> None:
     sync = FileSyncHarness(sync_timeout=0.01)
-    sync.sandbox.listed = [entry("a"), entry("b")]
-    sync.sandbox.chunks = {"a": [b"a"], "b": [b"b"]}
     sync.sandbox.waiting = asyncio.Event()
-    changes = await sync.capture("0")
+    changes = await sync.capture_files("0", [entry("a"), entry("b")], a=[b"a"], b=[b"b"])
     assert (changes.changed, changes.mark) == ([], "0")
     sync.sandbox.waiting = None
     changes = await sync.capture("0")
@@ -305,9 +304,7 @@ async def test_copying_takes_so_long_and_no_longer() -> None:
 
 async def test_a_whole_listing_finds_what_changed() -> None:
     sync = FileSyncHarness()
-    sync.sandbox.listed = [entry("a"), entry("b"), entry("c")]
-    sync.sandbox.chunks = {name: [name.encode()] for name in "abc"}
-    await sync.capture("")
+    await sync.capture_files("", [entry("a"), entry("b"), entry("c")], a=[b"a"], b=[b"b"], c=[b"c"])
     sync.sandbox.listed = [entry("a"), entry("b", modified_ns=2)]
     changes = await sync.capture("forgotten")
     assert [record.path for record in changes.changed] == ["b"]
@@ -318,11 +315,9 @@ async def test_a_whole_listing_finds_what_changed() -> None:
 @pytest.mark.parametrize("complete", [False, True])
 async def test_a_change_that_kept_size_and_time_is_copied(change: FileEntry, complete: bool) -> None:
     sync = FileSyncHarness()
-    sync.sandbox.listed, sync.sandbox.chunks = [entry("a", changed_ns=1, inode=1)], {"a": [b"a"]}
-    await sync.capture("")
-    sync.sandbox.complete, sync.sandbox.listed = complete, [change]
-    sync.sandbox.chunks = {"a": [b"b"]}
-    changes = await sync.capture("1")
+    await sync.capture_files("", [entry("a", changed_ns=1, inode=1)], a=[b"a"])
+    sync.sandbox.complete = complete
+    changes = await sync.capture_files("1", [change], a=[b"b"])
     assert [record.path for record in changes.changed] == ["a"]
     assert [*sync.blobs.contents.values()] == [b"b"]
     assert (await sync.capture("1")).changed == []
@@ -330,57 +325,40 @@ async def test_a_change_that_kept_size_and_time_is_copied(change: FileEntry, com
 
 async def test_what_was_only_given_another_mode_or_name_was_not_written() -> None:
     sync = FileSyncHarness()
-    sync.sandbox.listed, sync.sandbox.chunks = [entry("a", changed_ns=1, inode=1)], {"a": [b"a"]}
-    await sync.capture("")
-    sync.sandbox.listed = [entry("a", changed_ns=2, inode=1)]
-    assert (await sync.capture("1")).changed == []
-    sync.sandbox.chunks = {}  # nobody reads it once more: that it has another time is known by now
-    assert (await sync.capture("1")).changed == []
-    # The same once more, but written.
-    sync.sandbox.listed, sync.sandbox.chunks = (
-        [entry("a", modified_ns=3, changed_ns=3, inode=1)],
-        {"a": [b"a"]},
-    )
-    assert [record.path for record in (await sync.capture("1")).changed] == ["a"]
+    await sync.capture_files("", [entry("a", changed_ns=1, inode=1)], a=[b"a"])
+    moved = [entry("a", changed_ns=2, inode=1)]
+    assert (await sync.capture_files("1", moved, a=[b"a"])).changed == []
+    assert (await sync.capture_files("1", moved)).changed == []  # and it is not read again
+    changes = await sync.capture_files("1", [entry("a", modified_ns=3, changed_ns=3, inode=1)], a=[b"a"])
+    assert [record.path for record in changes.changed] == ["a"]
 
 
 async def test_a_server_that_tells_no_change_times_is_taken_at_its_word() -> None:
     sync = FileSyncHarness()
-    sync.sandbox.listed, sync.sandbox.chunks = [entry("a")], {"a": [b"a"]}
-    await sync.capture("")
-    sync.sandbox.chunks = {}
-    assert (await sync.capture("1")).changed == []
+    await sync.capture_files("", [entry("a")], a=[b"a"])
+    assert (await sync.capture_files("1", [entry("a")])).changed == []
 
 
 async def test_a_file_from_the_beginning_of_time_is_in_its_sandbox() -> None:
     sync = FileSyncHarness()
-    sync.sandbox.listed, sync.sandbox.chunks = (
-        [entry("a", modified_ns=0, changed_ns=1, inode=1)],
-        {"a": [b"a"]},
-    )
-    await sync.capture("")
+    await sync.capture_files("", [entry("a", modified_ns=0, changed_ns=1, inode=1)], a=[b"a"])
     assert (await sync.capture("1")).changed == []
-    sync.sandbox.listed = []
-    await sync.capture("1")
+    await sync.capture_files("1", [])
     assert await sync.store.list_container_files("cntr_1") == []
 
 
 async def test_a_listing_that_is_cut_deletes_nothing() -> None:
     sync = FileSyncHarness()
-    sync.sandbox.listed = [entry("a"), entry("b")]
-    sync.sandbox.chunks = {name: [name.encode()] for name in "ab"}
-    await sync.capture("")
-    sync.sandbox.listed, sync.sandbox.truncated = [entry("a")], True
-    changes = await sync.capture("1")
-    assert changes.changed == []
+    await sync.capture_files("", [entry("a"), entry("b")], a=[b"a"], b=[b"b"])
+    sync.sandbox.truncated = True
+    assert (await sync.capture_files("1", [entry("a")])).changed == []
     assert len(await sync.store.list_container_files("cntr_1")) == 2
 
 
 async def test_a_listing_tells_of_deletions_that_nobody_knows() -> None:
     sync = FileSyncHarness()
     sync.sandbox.complete, sync.sandbox.deleted = False, ["never", "../x"]
-    changes = await sync.capture("1")
-    assert changes.changed == []
+    assert (await sync.capture("1")).changed == []
 
 
 # --- back into a sandbox ------------------------------------------------------------------------------------

@@ -207,8 +207,7 @@ async def test_a_process_that_comes_late_does_not_bring_back_an_older_sandbox() 
         found = await harness.record(container)
         assert (found.sandbox, found.incarnation) == (f"{container.id}-2", 2)
         assert found.last_active_at == harness.clock.now()
-        harness.clock.advance(301)
-        await harness.containers.sweep()
+        await harness.sweep_after(301)
         assert [info.id for info in await harness.scripted.list_sandboxes()] == [f"{container.id}-2"]
         outcome = await harness.run(container, "after")
         assert (outcome.end.status, outcome.notes) == ("ok", [])
@@ -222,8 +221,7 @@ async def test_a_loss_that_is_told_late_takes_no_other_sandbox_away(knows: bool)
         other = harness.second_process()
         container = await moved_on(harness, other)
         if knows:
-            harness.clock.advance(61)
-            await harness.containers.sweep()
+            await harness.sweep_after(61)
         lost = ExecutionEnd(
             status="lost", exit_code=-1, duration_ms=1, state_kept=False, reason="it was killed"
         )

@@ -1,5 +1,6 @@
 """A container service over scripted sandboxes."""
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -97,6 +98,11 @@ class ContainerHarness:
         finally:
             container.release()
 
+    async def sweep_after(self, seconds: float) -> None:
+        """Let time pass, then expire what is due."""
+        self.clock.advance(seconds)
+        await self.containers.sweep()
+
     async def record(self, container: ContainerHandle) -> ContainerRecord:
         record = await self.store.get_container(container.id)
         assert record is not None
@@ -114,6 +120,12 @@ class ContainerHarness:
 
     async def sandbox(self, container: ContainerHandle) -> ScriptedSandbox:
         return await self.scripted.attach(SandboxRef((await self.record(container)).sandbox))
+
+
+async def settle() -> None:
+    """Let all tasks run until they wait."""
+    for _ in range(50):
+        await asyncio.sleep(0)
 
 
 @asynccontextmanager
