@@ -49,10 +49,17 @@ class SocketStream:
         name: str | None = None,
         timeout: float | None = None,
     ) -> "SocketStream":
-        """Return a stream that owns the socket; with a context, over verified TLS to the server `name`."""
-        reader, writer = await asyncio.open_connection(
-            sock=sock, ssl=context, server_hostname=name, ssl_handshake_timeout=timeout, limit=CHUNK_BYTES
-        )
+        """Return a stream that owns the socket; with a context, over verified TLS to the server `name`.
+
+        If that fails, the socket is closed.
+        """
+        try:
+            reader, writer = await asyncio.open_connection(
+                sock=sock, ssl=context, server_hostname=name, ssl_handshake_timeout=timeout, limit=CHUNK_BYTES
+            )
+        except BaseException:
+            sock.close()
+            raise
         return cls(sock, reader, writer)
 
     def push_back(self, data: bytes) -> None:
@@ -129,31 +136,24 @@ class TlsServerStream:
 
     async def handshake(self) -> None:
         """Perform the handshake. Raises ssl.SSLError, after the alert is sent."""
-        while True:
-            try:
-                self._tls.do_handshake()
-            except ssl.SSLWantReadError:
-                await self._flush()
-                await self._fill()
-            except ssl.SSLError:
-                await self._flush()
-                raise
-            else:
-                await self._flush()
-                return
+        await self._run(self._tls.do_handshake)
 
     async def read(self) -> bytes:
+        try:
+            return await self._run(lambda: self._tls.read(CHUNK_BYTES))
+        except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+            return b""
+
+    async def _run[Result](self, operation: Callable[[], Result]) -> Result:
+        """Run a TLS operation, which may need more bytes of the peer; send what it has written."""
         while True:
             try:
-                data = self._tls.read(CHUNK_BYTES)
+                return operation()
             except ssl.SSLWantReadError:
+                pass
+            finally:
                 await self._flush()
-                await self._fill()
-            except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
-                return b""
-            else:
-                await self._flush()
-                return data
+            await self._fill()
 
     async def send(self, data: bytes) -> None:
         view = memoryview(data)

@@ -168,7 +168,7 @@ class SandboxListener:
         self._proxy.connections += 1
         self._proxy.on_change()
         try:
-            await ProxySession(await _open_stream(sock), self._context).run()
+            await ProxySession(await SocketStream.open(sock), self._context).run()
         finally:
             self._proxy.connections -= 1
             self._proxy.on_change()
@@ -181,14 +181,6 @@ class SandboxListener:
 
     def _send_event(self, event: control_messages.EgressEvent) -> None:
         self._proxy.on_event(msgspec.structs.replace(event, number=self._number))
-
-
-async def _open_stream(sock: socket.socket) -> SocketStream:
-    try:
-        return await SocketStream.open(sock)
-    except BaseException:
-        sock.close()
-        raise
 
 
 def client_tls_context(extra_certificates: str) -> ssl.SSLContext:

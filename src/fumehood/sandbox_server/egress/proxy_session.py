@@ -174,16 +174,11 @@ class ProxySession:
                 sock, context=context, name=to.name if secure else None, timeout=seconds
             )
         except ssl.SSLCertVerificationError as error:
-            sock.close()
             raise ProxyRefusal(
                 HTTPStatus.BAD_GATEWAY, f"the certificate of {to.name} is not valid: {error.verify_message}"
             ) from None
         except OSError:
-            sock.close()
             raise ProxyRefusal(HTTPStatus.BAD_GATEWAY, f"the TLS handshake with {to.name} failed") from None
-        except BaseException:
-            sock.close()
-            raise
         self._upstream = UpstreamConnection(stream, to)
         return self._upstream
 
@@ -201,12 +196,7 @@ class ProxySession:
             await self._accept_connect(buffered)
             await self._terminate_tls(to)
             return
-        sock = await self._context.connector.connect(to)
-        try:
-            server = await SocketStream.open(sock)
-        except BaseException:
-            sock.close()
-            raise
+        server = await SocketStream.open(await self._context.connector.connect(to))
         try:
             await self._accept_connect(buffered)
             if await self._check_client_hello(to):
