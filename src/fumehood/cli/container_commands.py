@@ -96,7 +96,7 @@ def create(
     name: Annotated[
         str, typer.Option(metavar="NAME", help="The name of the container.")
     ] = "from the command line",
-    memory: Annotated[MemorySizeChoice, typer.Option(help="The memory limit.")] = MemorySizeChoice.GIB_1,
+    memory: Annotated[MemorySizeChoice, typer.Option(help="The memory limit.")] = "1g",
     minutes: Annotated[
         int | None,
         typer.Option(
@@ -110,7 +110,7 @@ def create(
     json: JsonOption = False,
 ) -> None:
     """Create a container and print its id."""
-    body: ApiObject = {"name": name, "memory_limit": memory.value}
+    body: ApiObject = {"name": name, "memory_limit": memory}
     if minutes is not None:
         body["expires_after"] = {"anchor": "last_active_at", "minutes": minutes}
     if file:

@@ -10,8 +10,6 @@ import typer
 
 from fumehood.cli.options import (
     GuestSocketOption,
-    IsolationModeChoice,
-    LimitEnforcementChoice,
     LimitsOption,
     ModeOption,
     SandboxConfigOption,
@@ -42,8 +40,8 @@ _VERDICTS = {
 def doctor(
     context: typer.Context,
     config: SandboxConfigOption = None,
-    mode: ModeOption = IsolationModeChoice.NAMESPACES,
-    limits: LimitsOption = LimitEnforcementChoice.ENFORCED,
+    mode: ModeOption = "namespaces",
+    limits: LimitsOption = "enforced",
     guest_socket: GuestSocketOption = None,
     data: Annotated[
         Path | None,
@@ -69,7 +67,7 @@ def doctor(
     if blobs is not None:
         raise typer.BadParameter("requires --data", param_hint="--blobs")
     require_linux()
-    options = {"mode": mode.value, "limits": limits.value, "guest_socket": guest_socket}
+    options = {"mode": mode, "limits": limits, "guest_socket": guest_socket}
     settings = replace(load_sandbox_settings(context, config, options), pool=0, capacity=1)
     logging.getLogger("fumehood").addHandler(logging.NullHandler())  # the findings contain all warnings
     from fumehood.sandbox_server.diagnostics import diagnose

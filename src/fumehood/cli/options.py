@@ -4,9 +4,8 @@ import os
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -19,23 +18,9 @@ EXIT_INVALID_USAGE = 2
 EXIT_UNAVAILABLE = 125  # exit code: the command cannot do its work on this host
 
 
-class IsolationModeChoice(StrEnum):
-    NAMESPACES = "namespaces"
-    POD = "pod"
-    UNSAFE_DEGRADED = "unsafe-degraded"
-
-
-class LimitEnforcementChoice(StrEnum):
-    ENFORCED = "enforced"
-    BEST_EFFORT = "best-effort"
-
-
-class MemorySizeChoice(StrEnum):
-    GIB_1 = "1g"
-    GIB_4 = "4g"
-    GIB_16 = "16g"
-    GIB_64 = "64g"
-
+# Copies of types in fumehood.protocol, which `--help` need not import.
+IsolationModeChoice = Literal["namespaces", "pod", "unsafe-degraded"]
+MemorySizeChoice = Literal["1g", "4g", "16g", "64g"]
 
 ModeOption = Annotated[
     IsolationModeChoice,
@@ -46,7 +31,7 @@ ModeOption = Annotated[
     ),
 ]
 LimitsOption = Annotated[
-    LimitEnforcementChoice,
+    Literal["enforced", "best-effort"],
     typer.Option(
         envvar="FUMEHOOD_LIMITS",
         help="If cgroups cannot limit memory: enforced refuses to run code, best-effort runs it without the limit.",
@@ -109,10 +94,8 @@ def load_sandbox_settings(
         if source is not None and source.name == "COMMANDLINE":
             values.pop(name, None)
     merged = {**options, **values}
-    if "guest_socket" not in values or merged["mode"] != IsolationModeChoice.POD:
-        merged["guest_socket"] = resolve_guest_socket(
-            context, IsolationModeChoice(merged["mode"]), merged["guest_socket"]
-        )
+    if "guest_socket" not in values or merged["mode"] != "pod":
+        merged["guest_socket"] = resolve_guest_socket(context, merged["mode"], merged["guest_socket"])
     return Settings(**merged)
 
 
@@ -121,8 +104,8 @@ def resolve_guest_socket(
 ) -> Path | None:
     """Check that mode pod has a guest socket and other modes have none, ignoring one from the environment."""
     source = context.get_parameter_source("guest_socket")
-    if mode is not IsolationModeChoice.POD and source is not None and source.name == "ENVIRONMENT":
+    if mode != "pod" and source is not None and source.name == "ENVIRONMENT":
         guest_socket = None
-    if (mode is IsolationModeChoice.POD) != (guest_socket is not None):
+    if (mode == "pod") != (guest_socket is not None):
         raise typer.BadParameter("--mode pod and --guest-socket go together", param_hint="--guest-socket")
     return guest_socket

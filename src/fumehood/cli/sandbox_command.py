@@ -7,9 +7,8 @@ import os
 import signal
 import sys
 import threading
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import typer
 
@@ -19,8 +18,6 @@ from fumehood.cli.options import (
     TOKEN_VARIABLE,
     CommandFailed,
     GuestSocketOption,
-    IsolationModeChoice,
-    LimitEnforcementChoice,
     LimitsOption,
     ModeOption,
     SandboxConfigOption,
@@ -47,18 +44,6 @@ Exit codes:
 _MIN_TOKEN_LENGTH = 16
 
 
-class LogFormatChoice(StrEnum):
-    TEXT = "text"
-    JSON = "json"
-
-
-class LogLevelChoice(StrEnum):
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
-
-
 @exit_on_error()
 def sandbox(
     context: typer.Context,
@@ -83,8 +68,8 @@ def sandbox(
         typer.Option(metavar="FILE", help="A file with a token that only permits /metrics."),
     ] = None,
     config: SandboxConfigOption = None,
-    mode: ModeOption = IsolationModeChoice.NAMESPACES,
-    limits: LimitsOption = LimitEnforcementChoice.ENFORCED,
+    mode: ModeOption = "namespaces",
+    limits: LimitsOption = "enforced",
     guest_socket: GuestSocketOption = None,
     pool: Annotated[int, typer.Option(metavar="N", min=0, help="How many sandboxes are kept warm.")] = 4,
     capacity: Annotated[int, typer.Option(metavar="N", min=1, help="The maximum number of sandboxes.")] = 256,
@@ -120,11 +105,11 @@ def sandbox(
         ),
     ] = False,
     log_format: Annotated[
-        LogFormatChoice, typer.Option(help="The format of the log on standard error.")
-    ] = LogFormatChoice.TEXT,
+        Literal["text", "json"], typer.Option(help="The format of the log on standard error.")
+    ] = "text",
     log_level: Annotated[
-        LogLevelChoice, typer.Option(help="The minimum level of the log.")
-    ] = LogLevelChoice.INFO,
+        Literal["debug", "info", "warning", "error"], typer.Option(help="The minimum level of the log.")
+    ] = "info",
 ) -> None:
     """Serve sandboxes over HTTP, with the protocol of docs/sandbox-protocol.md.
 
@@ -137,8 +122,8 @@ def sandbox(
 
     options = {
         "preload": tuple(filter(None, preload.split(","))),
-        "mode": mode.value,
-        "limits": limits.value,
+        "mode": mode,
+        "limits": limits,
         "guest_socket": guest_socket,
         "pool": pool,
         "capacity": capacity,
@@ -158,7 +143,7 @@ def sandbox(
             f"{TOKEN_VARIABLE}",
             param_hint="--listen",
         )
-    structured_logging.configure_logging(log_format.value, getattr(logging, log_level.value.upper()))
+    structured_logging.configure_logging(log_format, getattr(logging, log_level.upper()))
     _run(settings, address, _Tokens(token, metrics_token), grace, exit_with_stdin)
 
 
@@ -175,9 +160,7 @@ def _parse_address(listen: str | None, socket: Path | None, mode: str) -> "Liste
             raise typer.BadParameter("--listen and --socket exclude each other", param_hint="--socket")
         return ListenAddress(path=socket)
     try:
-        return ListenAddress.parse(
-            listen or ("0.0.0.0:8080" if mode == IsolationModeChoice.POD else "127.0.0.1:8080")
-        )
+        return ListenAddress.parse(listen or ("0.0.0.0:8080" if mode == "pod" else "127.0.0.1:8080"))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--listen") from error
 

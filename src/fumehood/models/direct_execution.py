@@ -7,7 +7,7 @@ import ast
 import re
 import warnings
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -93,8 +93,10 @@ class DirectExecutionModel:
         allowed = [call for call in requested if _may_call(request, call.name)]
         call = _next_call(allowed, exchanges)
         if call is not None:
-            async for batch in _stream_call(request, call):
-                yield batch
+            yield [ModelCallStarted(0, new_id("call"), call.name)]
+            for delta in _split_into_deltas(call.arguments):
+                yield [ModelCallArgumentsDelta(0, delta)]
+            yield [ModelTurnEnded("calls", _estimate_usage(request, call.arguments))]
             return
         if exchanges:
             answer = _format_answer(exchanges)
@@ -117,16 +119,6 @@ class DirectExecutionModel:
 
     async def close(self) -> None:
         pass
-
-
-async def _stream_call(
-    request: ModelRequest, call: _RequestedCall
-) -> AsyncGenerator[Sequence[AnyModelEvent]]:
-    arguments = call.arguments
-    yield [ModelCallStarted(0, new_id("call"), call.name)]
-    for delta in _split_into_deltas(arguments):
-        yield [ModelCallArgumentsDelta(0, delta)]
-    yield [ModelTurnEnded("calls", _estimate_usage(request, arguments))]
 
 
 def _may_call(request: ModelRequest, name: str) -> bool:
@@ -155,7 +147,7 @@ def _find_latest_message(segments: Sequence[ConversationSegment]) -> tuple[str, 
     """
     exchanges: list[ToolExchange] = []
     without_user: tuple[str, list[ToolExchange]] | None = None
-    for entry in _iterate_backwards(segments):
+    for entry in (entry for segment in reversed(segments) for entry in reversed(segment.entries)):
         if (result := _read_tool_result(entry)) is not None:
             exchanges.append(result)
         elif entry.type == "message":
@@ -182,11 +174,6 @@ def _read_client_output(entry: ConversationEntry) -> ToolExchange:
         output = None
     text = output if isinstance(output, str) else "\n".join(part.text or "" for part in output or ())
     return ToolExchange(call_id="", name=_UNKNOWN_FUNCTION, arguments="{}", output=text)
-
-
-def _iterate_backwards(segments: Sequence[ConversationSegment]) -> Iterator[ConversationEntry]:
-    for segment in reversed(segments):
-        yield from reversed(segment.entries)
 
 
 def _decode_message(entry: ConversationEntry) -> _Message:

@@ -51,29 +51,36 @@ class RetryingBackend:
     async def stream(
         self, request: ModelRequest, accept_batch: AcceptBatch | None = None
     ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
-        turn = _TurnRecorder(self._stats, self._clock)
+        stats, clock = self._stats, self._clock
+        requested_at = clock.monotonic()
+        has_started, outcome = False, "cancelled"
         attempt = 0
+        stats.running_turns += 1
         try:
             while True:
                 try:
                     async with aclosing(self._backend.stream(request, accept_batch)) as batches:
                         async for batch in batches:
-                            if not turn.has_started:
-                                turn.record_first_event()
+                            if not has_started:
+                                has_started = True
+                                stats.first_event_seconds.observe(clock.monotonic() - requested_at)
                             yield batch
-                    turn.outcome = "ended"
+                    outcome = "ended"
                     return
                 except ModelError as error:
-                    kind = turn.record_error(error)
+                    kind = _ERROR_KINDS.get(type(error), "failed")
+                    stats.errors[kind] += 1
                     attempt += 1
                     wait = self._backoff(error, attempt)
-                    if turn.has_started or attempt > self._retries or wait is None:
-                        turn.outcome = kind
+                    if has_started or attempt > self._retries or wait is None:
+                        outcome = kind
                         raise
-                self._stats.retries += 1
-                await self._clock.sleep(wait)
+                stats.retries += 1
+                await clock.sleep(wait)
         finally:
-            turn.record_end()
+            stats.running_turns -= 1
+            stats.ended_turns[outcome] += 1
+            stats.turn_seconds.observe(clock.monotonic() - requested_at)
 
     def _backoff(self, error: ModelError, attempt: int) -> float | None:
         """Seconds until the next attempt; None if the error is not worth a retry."""
@@ -98,32 +105,3 @@ class RetryingBackend:
 
     async def close(self) -> None:
         await self._backend.close()
-
-
-class _TurnRecorder:
-    """Records the metrics of one turn. Its outcome is `cancelled` unless something else is recorded."""
-
-    __slots__ = ("_clock", "_requested_at", "_stats", "has_started", "outcome")
-
-    def __init__(self, stats: ModelStats, clock: Clock) -> None:
-        self._stats = stats
-        self._clock = clock
-        self._requested_at = clock.monotonic()
-        self.has_started = False
-        self.outcome = "cancelled"
-        stats.running_turns += 1
-
-    def record_first_event(self) -> None:
-        self.has_started = True
-        self._stats.first_event_seconds.observe(self._clock.monotonic() - self._requested_at)
-
-    def record_error(self, error: ModelError) -> str:
-        """Count a failed attempt and return the kind of its error."""
-        kind = _ERROR_KINDS.get(type(error), "failed")
-        self._stats.errors[kind] += 1
-        return kind
-
-    def record_end(self) -> None:
-        self._stats.running_turns -= 1
-        self._stats.ended_turns[self.outcome] += 1
-        self._stats.turn_seconds.observe(self._clock.monotonic() - self._requested_at)

@@ -14,8 +14,6 @@ import typer
 from fumehood.cli.options import (
     TOKEN_VARIABLE,
     GuestSocketOption,
-    IsolationModeChoice,
-    LimitEnforcementChoice,
     LimitsOption,
     MemorySizeChoice,
     ModeOption,
@@ -25,7 +23,7 @@ from fumehood.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from fumehood.cli.exec.exec_backends import ExecBackend, RemoteExecBackend
+    from fumehood.sandbox_client import RemoteSandboxProvider
 
 _MAX_REMOTE_SECONDS = 86_400.0
 EPILOG = """\b
@@ -57,7 +55,7 @@ def execute(
     memory: Annotated[
         MemorySizeChoice,
         typer.Option(help="The memory limit; files count, and may use half of it."),
-    ] = MemorySizeChoice.GIB_1,
+    ] = "1g",
     file: Annotated[
         list[Path] | None,
         typer.Option(metavar="PATH", help="Copy this file into /mnt/data first; repeatable."),
@@ -79,8 +77,8 @@ def execute(
             "a dot), files over 256 MiB, and those beyond 1 GiB in total.",
         ),
     ] = None,
-    mode: ModeOption = IsolationModeChoice.NAMESPACES,
-    limits: LimitsOption = LimitEnforcementChoice.ENFORCED,
+    mode: ModeOption = "namespaces",
+    limits: LimitsOption = "enforced",
     guest_socket: GuestSocketOption = None,
     server: Annotated[
         str | None,
@@ -120,25 +118,30 @@ def execute(
     text = _read_code(source, code)
     if server is None:
         require_linux()
-    from fumehood.cli.exec.exec_backends import LocalExecBackend
-    from fumehood.cli.exec.exec_session import ExecJob, ExecSession, choose_preload, find_upload_problem
+    from fumehood.cli.exec.exec_session import (
+        ExecJob,
+        ExecSession,
+        choose_preload,
+        find_upload_problem,
+        open_local_sandbox,
+        open_remote_sandbox,
+    )
     from fumehood.cli.output_directory import OutputDirectory
     from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec
 
-    spec = SandboxSpec(memory=memory.value, fresh_interpreter=fresh_interpreter, requirements=with_ or [])
+    spec = SandboxSpec(memory=memory, fresh_interpreter=fresh_interpreter, requirements=with_ or [])
     uploads = tuple(file or ())
     if problem := find_upload_problem(uploads, spec):
         raise typer.BadParameter(problem, param_hint="--file")
-    backend: ExecBackend
     if server is None:
         from fumehood.sandbox_server.settings import Settings
 
         socket = resolve_guest_socket(context, mode, guest_socket)
-        settings = Settings(pool=0, capacity=1, mode=mode.value, limits=limits.value, guest_socket=socket)
+        settings = Settings(pool=0, capacity=1, mode=mode, limits=limits, guest_socket=socket)
         preload = choose_preload(text, uploads, settings.preload)
-        backend = LocalExecBackend(replace(settings, preload=preload))
+        sandbox = open_local_sandbox(replace(settings, preload=preload), spec)
     else:
-        backend = _remote_backend(context, server, timeout)
+        sandbox = open_remote_sandbox(_connect(context, server, timeout), spec)
     try:
         output_directory = None if files_out is None else OutputDirectory(files_out)
     except OSError as error:
@@ -146,8 +149,7 @@ def execute(
     job = ExecJob(
         code=text,
         timeout=timeout,
-        spec=spec,
-        backend=backend,
+        sandbox=sandbox,
         uploads=uploads,
         output_directory=output_directory,
         json=json,
@@ -183,7 +185,7 @@ def _decode_source(content: bytes) -> str:
     return content.decode(encoding)
 
 
-def _remote_backend(context: typer.Context, url: str, timeout: float) -> "RemoteExecBackend":
+def _connect(context: typer.Context, url: str, timeout: float) -> "RemoteSandboxProvider":
     for name in ("mode", "limits", "guest_socket"):
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -193,10 +195,9 @@ def _remote_backend(context: typer.Context, url: str, timeout: float) -> "Remote
             )
     if timeout > _MAX_REMOTE_SECONDS:
         raise typer.BadParameter("a server runs code for at most one day", param_hint="--timeout")
-    from fumehood.cli.exec.exec_backends import RemoteExecBackend
     from fumehood.sandbox_client import RemoteSandboxProvider
 
     try:
-        return RemoteExecBackend(RemoteSandboxProvider(url, os.environ.get(TOKEN_VARIABLE) or None))
+        return RemoteSandboxProvider(url, os.environ.get(TOKEN_VARIABLE) or None)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--server") from error

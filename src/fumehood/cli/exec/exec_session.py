@@ -9,12 +9,11 @@ import sys
 import tempfile
 import traceback
 from collections.abc import AsyncGenerator, Coroutine, Sequence
-from contextlib import AsyncExitStack, aclosing, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, override
+from typing import TYPE_CHECKING, Any, override
 
-from fumehood.cli.exec.exec_backends import ExecBackend
 from fumehood.cli.exec.exec_output import (
     ExecExit,
     ExecOutput,
@@ -25,10 +24,11 @@ from fumehood.cli.exec.exec_output import (
 )
 from fumehood.cli.options import EXIT_UNAVAILABLE
 from fumehood.cli.output_directory import FileNotSaved, OutputDirectory, decode_images, split_safe_path
-from fumehood.interfaces import Sandbox
+from fumehood.interfaces import Sandbox, SandboxRef
 from fumehood.protocol.sandbox.sandbox_errors import (
     FileNotFound,
     FileRefused,
+    InvalidServerToken,
     SandboxError,
     SandboxLimitExceeded,
 )
@@ -46,6 +46,12 @@ from fumehood.sandbox_server.host.host_resources import file_quota_bytes
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.supervisor.sandbox_files import to_printable
 
+if TYPE_CHECKING:
+    from fumehood.sandbox_client import RemoteSandboxProvider
+    from fumehood.sandbox_server.settings import Settings
+
+logger = logging.getLogger(__name__)
+
 EXIT_INTERRUPTED = 130
 _EXIT_CODES: dict[ExecutionEndStatus, int] = {
     "timeout": 124,
@@ -59,17 +65,21 @@ _MAX_TOTAL_BYTES = 1 << 30
 _CHUNK_BYTES = 1 << 20
 _MAX_LINES = 20
 _DRAIN_SECONDS = 1.0
+_DESTROY_TIMEOUT = 5.0
 _INTERRUPT_RETRY_SECONDS = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecJob:
-    """The options of one `fumehood exec`. Without `output_directory`, files are not saved."""
+    """The options of one `fumehood exec`.
+
+    sandbox: created when it is entered, destroyed when it is left.
+    output_directory: without it, files are not saved.
+    """
 
     code: str
     timeout: float
-    spec: SandboxSpec
-    backend: ExecBackend
+    sandbox: AbstractAsyncContextManager[Sandbox]
     uploads: tuple[Path, ...] = ()
     output_directory: OutputDirectory | None = None
     json: bool = False
@@ -211,7 +221,7 @@ class ExecSession:
         job = self._job
         async with AsyncExitStack() as stack:
             with self._output.show_startup():
-                self._sandbox = await stack.enter_async_context(job.backend.open_sandbox(job.spec))
+                self._sandbox = await stack.enter_async_context(job.sandbox)
             snapshot = await self._upload_files(self._sandbox)
             end = await self._execute(self._sandbox)
             self._reason = end.reason
@@ -368,6 +378,49 @@ def find_upload_problem(paths: Sequence[Path], spec: SandboxSpec) -> str | None:
         if bytes_left < 0:
             return f"{path} does not fit: files may use half of the memory ({spec.memory})"
     return None
+
+
+# --- sandboxes ---
+
+
+@asynccontextmanager
+async def open_local_sandbox(settings: "Settings", spec: SandboxSpec) -> AsyncGenerator[Sandbox]:
+    """Run a supervisor in this process. Raises IsolationUnavailable, SandboxError."""
+    from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
+    from fumehood.sandbox_server.supervisor.supervisor import Supervisor
+
+    async with Supervisor(settings) as supervisor:
+        yield InProcessSandbox(await supervisor.create(spec))
+
+
+@asynccontextmanager
+async def open_remote_sandbox(
+    provider: "RemoteSandboxProvider", spec: SandboxSpec
+) -> AsyncGenerator[Sandbox]:
+    """Use a sandbox server. Raises what `SandboxProvider` raises."""
+    # We choose the id, to destroy the sandbox even if we are cancelled before the response.
+    ref = SandboxRef(f"exec-{secrets.token_hex(8)}")
+    async with provider:
+        try:
+            await provider.create(spec, ref.id)
+            yield await provider.attach(ref)
+        except InvalidServerToken as error:
+            raise InvalidServerToken(
+                "The server requires its token; set the variable FUMEHOOD_SANDBOX_TOKEN."
+            ) from error
+        finally:
+            await _destroy(provider, ref)
+
+
+async def _destroy(provider: "RemoteSandboxProvider", ref: SandboxRef) -> None:
+    try:
+        async with asyncio.timeout(_DESTROY_TIMEOUT):
+            await provider.destroy(ref)
+    except (SandboxError, TimeoutError) as error:
+        logger.debug("The sandbox %s may not be destroyed: %s", ref.id, error)
+
+
+# --- logs ---
 
 
 class _OutputLogHandler(logging.Handler):

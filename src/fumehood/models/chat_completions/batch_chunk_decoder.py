@@ -1,7 +1,8 @@
-"""Decodes runs of stream chunks that differ in one string only, many at once.
+"""Fast path for SSE chunks: learns the constant JSON around the text of a chunk, then decodes many such chunks in one
+call.
 
-Most chunks of a model server repeat the previous one except for a few characters. The decoder splits a block at the
-repeated bytes and decodes all strings together. `ChatStreamParser(decode_repeats=False)` is the plain way.
+In bursts, a gateway with it takes 0.86 of the CPU per event of one without it (docs/benchmarks.md). The plain way is
+`ChatStreamParser(decode_repeats=False)`, which decodes every chunk by itself.
 """
 
 import re
@@ -44,7 +45,6 @@ class BatchChunkDecoder:
             return None
         parts = block.split(self._separator)
         parts[0] = parts[0][len(opening) :]
-        rest = 0
         end = parts[-1].find(self._closing)
         if end < 0:
             return None
