@@ -157,10 +157,14 @@ class ScriptedRun:
         )
         self.open_reader = self.log.open_reader
         self._result: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-        self._script = asyncio.create_task(self._emit_batches(batches))
+        for batch in batches[:1]:
+            self.emit(*batch)
+        self._later_batches = asyncio.create_task(self._emit_batches(batches[1:]))
 
     async def _emit_batches(self, batches: Sequence[Sequence[StreamEvent]]) -> None:
         for batch in batches:
+            if self.ended.is_set():
+                break
             self.emit(*batch)
             await asyncio.sleep(0)
 
@@ -186,7 +190,6 @@ class ScriptedRun:
         self._end()
 
     def _end(self) -> None:
-        self._script.cancel()
         self.ended.set()
         self.log.close()
 

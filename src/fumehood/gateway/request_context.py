@@ -5,11 +5,10 @@ import contextlib
 import itertools
 import math
 import secrets
-import types
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Generator
+from collections.abc import Callable
 from time import perf_counter
 from types import TracebackType
-from typing import Any, Self, cast, override
+from typing import Self, override
 
 import msgspec
 
@@ -19,7 +18,6 @@ from fumehood.http_server.asgi_exchange import (
     DIRECT_WRITER,
     JSON_CONTENT_TYPE,
     AsgiExchange,
-    BodyLimitExceeded,
     DirectWriter,
     Headers,
     Message,
@@ -59,8 +57,8 @@ class RequestContext(AsgiExchange):
 
     __slots__ = (
         "_body_deadline",
-        "_direct_writer",
         "_query_pairs",
+        "direct_writer",
         "extra_headers",
         "has_unsupported_encoding",
         "last_sent_at",
@@ -78,7 +76,7 @@ class RequestContext(AsgiExchange):
         super().__init__(scope, receive, send)
         self.started_at = perf_counter()
         self.min_bytes_per_second = min_bytes_per_second
-        self._body_deadline: TransferDeadline | None = None  # set once the body had to be awaited
+        self._body_deadline = TransferDeadline(_BODY_TIMEOUT, min_bytes_per_second)
         self.request_id = f"{_REQUEST_ID_PREFIX}{next(_request_numbers):010x}"
         self.path: str = scope["path"]
         self.log_fields: dict[str, LogValue] = {}
@@ -90,7 +88,7 @@ class RequestContext(AsgiExchange):
         ) and _has_unsupported_encoding(scope["headers"])
         self._query_pairs: list[tuple[str, str]] | None = None
         # Removed from the scope: the writer refers to the scope, and the cycle would need the garbage collector.
-        self._direct_writer: DirectWriter | None = scope.pop(DIRECT_WRITER, None)
+        self.direct_writer: DirectWriter | None = scope.pop(DIRECT_WRITER, None)
 
     @property
     def has_started(self) -> bool:
@@ -122,47 +120,24 @@ class RequestContext(AsgiExchange):
         reserve_memory: called with the size of each chunk of a body that has several; may raise.
         """
         chunks: list[bytes] = []
-        try:
-            left = self.check_content_length(limit)
-            while self._has_unread_body:
-                chunk = self.accept_chunk(await self._receive_message(), left)
-                left -= len(chunk)
-                if self._has_unread_body or chunks:
-                    reserve_memory(len(chunk))
-                chunks.append(chunk)
-        except BodyLimitExceeded:
-            raise BodyTooLarge(f"The body is larger than {limit} bytes.") from None
+        async for chunk in self.iter_chunks(limit):
+            if self._has_unread_body or chunks:
+                reserve_memory(len(chunk))
+            chunks.append(chunk)
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     @override
-    async def iter_chunks(self, limit: int) -> AsyncGenerator[bytes]:
-        """Yield the body in chunks. Raises as `read_body` does."""
-        try:
-            left = self.check_content_length(limit)
-            while self._has_unread_body:
-                chunk = self.accept_chunk(await self._receive_message(), left)
-                left -= len(chunk)
-                if chunk:
-                    yield chunk
-        except BodyLimitExceeded:
-            raise BodyTooLarge(f"The body is larger than {limit} bytes.") from None
+    def _body_too_large(self, limit: int) -> BodyTooLarge:
+        return BodyTooLarge(f"The body is larger than {limit} bytes.")
 
+    @override
     async def _receive_message(self) -> Message:
-        """The next ASGI message. A body that arrived with the headers needs no timer. Raises BodyTimeout."""
-        receiving = cast("Coroutine[Any, Any, Message]", self._receive())
-        try:
-            awaited = receiving.send(None)
-        except StopIteration as ready:
-            if self._body_deadline is not None:
-                self._body_deadline.extend(len(ready.value.get("body", b"")))
-            return ready.value
-        deadline = self._body_deadline = self._body_deadline or TransferDeadline(
-            _BODY_TIMEOUT, self.min_bytes_per_second
-        )
+        """The next ASGI message. Raises BodyTimeout."""
+        deadline = self._body_deadline
         waiting_since = perf_counter()
         try:
             async with asyncio.timeout(deadline.remaining_seconds):
-                message = await _resume_coroutine(receiving, awaited)
+                message = await self._receive()
         except TimeoutError:
             raise BodyTimeout(
                 f"Request body timeout: no data for {_BODY_TIMEOUT:g} seconds, or less than "
@@ -195,27 +170,18 @@ class RequestContext(AsgiExchange):
         await super().send(body, more=more)
         self.last_sent_at = perf_counter()
 
-    def send_nowait(self, body: bytes | bytearray) -> Awaitable[None] | None:
-        """Send without waiting. Returns an awaitable, to be awaited before the next send, if the write would block."""
-        if self._direct_writer is not None and self._direct_writer.write_chunk(body):
-            self.last_sent_at = perf_counter()
-            return None
-        sending = cast(
-            "Coroutine[Any, Any, None]",
-            self._send({"type": "http.response.body", "body": body, "more_body": True}),
-        )
+    def send_nowait(self, body: bytes | bytearray) -> bool:
+        """Send without waiting. Returns False, and sends nothing, if that is not possible; then await `send`."""
+        if self.direct_writer is None or not self.direct_writer.write_chunk(body):
+            return False
         self.last_sent_at = perf_counter()
-        try:
-            awaited = sending.send(None)
-        except StopIteration:
-            return None
-        return _resume_coroutine(sending, awaited)
+        return True
 
     async def respond(
         self, body: bytes, status: int = 200, content_type: tuple[bytes, bytes] = JSON_CONTENT_TYPE
     ) -> None:
         headers = [content_type, (b"content-length", b"%d" % len(body))]
-        writer = self._direct_writer
+        writer = self.direct_writer
         if writer is not None and writer.write_response(status, headers + self._common_headers(), body):
             self.status = status
             return
@@ -316,18 +282,3 @@ class DisconnectMonitor:
     async def _send_keepalive(self, keepalive: bytes) -> None:
         with contextlib.suppress(RuntimeError):  # the response just ended
             await self._context.send(keepalive)
-
-
-@types.coroutine
-def _resume_coroutine[T](coroutine: Coroutine[Any, Any, T], awaited: object) -> Generator[object, object, T]:
-    """Await the rest of a coroutine that was started by hand and now awaits `awaited`."""
-    try:
-        while True:
-            try:
-                result = yield awaited
-            except BaseException as error:
-                awaited = coroutine.throw(error)
-            else:
-                awaited = coroutine.send(result)
-    except StopIteration as end:
-        return end.value

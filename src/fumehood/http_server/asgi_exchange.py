@@ -24,10 +24,6 @@ class ClientDisconnected(Exception):
     """The client disconnected while its request was read."""
 
 
-class BodyLimitExceeded(Exception):
-    """The body, or its Content-Length, exceeds the limit."""
-
-
 class DirectWriter(Protocol):
     """Writes a response without awaiting ASGI. Both methods return False, and write nothing, if they cannot."""
 
@@ -87,29 +83,29 @@ class AsgiExchange:
         )
 
     async def iter_chunks(self, limit: int) -> AsyncGenerator[bytes]:
-        """Yield the body in chunks. Raises BodyLimitExceeded, ClientDisconnected."""
-        left = self.check_content_length(limit)
+        """Yield the body in chunks. Raises ClientDisconnected, and `_body_too_large` if it exceeds the limit."""
+        if self._content_length() > limit:
+            raise self._body_too_large(limit)
+        size = 0
         while self._has_unread_body:
-            chunk = self.accept_chunk(await self._receive(), left)
-            left -= len(chunk)
+            message = await self._receive_message()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            self._has_unread_body = message.get("more_body", False)
+            chunk: bytes = message.get("body", b"")
+            size += len(chunk)
+            if size > limit:
+                raise self._body_too_large(limit)
             if chunk:
                 yield chunk
 
-    def check_content_length(self, limit: int) -> int:
-        """Return `limit`. Raises BodyLimitExceeded if Content-Length is larger."""
-        if self._content_length() > limit:
-            raise BodyLimitExceeded
-        return limit
+    def _body_too_large(self, limit: int) -> Exception:
+        """The error of the server's format."""
+        raise NotImplementedError
 
-    def accept_chunk(self, message: Message, limit: int) -> bytes:
-        """The body chunk of an ASGI message. Raises BodyLimitExceeded, ClientDisconnected."""
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnected
-        self._has_unread_body = message.get("more_body", False)
-        chunk: bytes = message.get("body", b"")
-        if len(chunk) > limit:
-            raise BodyLimitExceeded
-        return chunk
+    async def _receive_message(self) -> Message:
+        """The next ASGI message; subclasses may limit the time."""
+        return await self._receive()
 
     async def wait_for_disconnect(self) -> None:
         """Return when the client has disconnected. Call it only after the body was read."""

@@ -11,6 +11,7 @@ from websockets.frames import CloseCode, Frame
 from websockets.protocol import State
 from websockets.streams import StreamReader
 
+from fumehood.http_server.asgi_exchange import DIRECT_WRITER, Headers
 from fumehood.http_server.read_scheduler import ReadScheduler, SlicedReadProtocol
 from fumehood.http_server.slow_clients import (
     MIN_BYTES_PER_SECOND,
@@ -41,8 +42,8 @@ class WebSocketProtocol(StalledClientMixin, WebSocketsSansIOProtocol):
 
     `websocket.accept` may contain `max_message_bytes`, `min_bytes_per_second`, and `on_message_size`, which is called
     with the received size of an incomplete message. If that raises, the message is discarded and the application
-    receives MESSAGE_REJECTED. `websocket.send` may contain `frames`: encoded frames, written as they are. On shutdown,
-    the application receives SHUTDOWN_MESSAGE.
+    receives MESSAGE_REJECTED. `websocket.send` may contain `frames`: encoded frames, written as they are; so does the
+    `DirectWriter` of the scope. On shutdown, the application receives SHUTDOWN_MESSAGE.
     """
 
     render_error: ErrorRenderer
@@ -155,6 +156,12 @@ class WebSocketProtocol(StalledClientMixin, WebSocketsSansIOProtocol):
         self.transport.abort()
 
     @override
+    async def run_asgi(self) -> None:
+        scope: Any = self.scope
+        scope[DIRECT_WRITER] = _FrameWriter(self)
+        await super().run_asgi()
+
+    @override
     async def send(self, message: ASGISendEvent) -> None:
         frames: bytes | None = message.get("frames")
         if frames is not None:
@@ -184,6 +191,26 @@ class WebSocketProtocol(StalledClientMixin, WebSocketsSansIOProtocol):
         if self._message_timer is not None:
             self._message_timer.cancel()
         super().connection_lost(exc)
+
+
+class _FrameWriter:
+    """The `DirectWriter` of a connection, for chunks that are encoded frames."""
+
+    __slots__ = ("_protocol",)
+
+    def __init__(self, protocol: WebSocketProtocol) -> None:
+        self._protocol = protocol
+
+    def write_response(self, status: int, headers: Headers, body: bytes) -> bool:
+        del status, headers, body
+        return False
+
+    def write_chunk(self, body: bytes | bytearray) -> bool:
+        protocol = self._protocol
+        if not protocol.writable.is_set() or protocol.disconnected or protocol.conn.state is not State.OPEN:
+            return False
+        protocol.transport.write(body)
+        return True
 
 
 def _is_utf8(data: bytes) -> bool:

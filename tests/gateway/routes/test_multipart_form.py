@@ -1,7 +1,8 @@
 """Multipart forms in any chunks, and invalid ones."""
 
+import asyncio
 import itertools
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -45,15 +46,6 @@ def exchange(
     return RequestContext(scope, receive, send)
 
 
-def at_once[T](reading: Coroutine[Any, Any, T]) -> T:
-    """All of the body is there, so nothing has to wait for anything."""
-    try:
-        reading.send(None)
-    except StopIteration as done:
-        return done.value
-    raise AssertionError("it waits")
-
-
 async def _read(came: RequestContext, file_bytes: int) -> Outcome:
     read = MultipartForm(came, file_bytes)
     await read.read_to_file()
@@ -64,7 +56,7 @@ async def _read(came: RequestContext, file_bytes: int) -> Outcome:
 def read_form(
     *pieces: bytes, headers: dict[str, str] | None = None, file_bytes: int = 1 << 20, leaves: bool = False
 ) -> Outcome:
-    return at_once(_read(exchange(pieces, headers, leaves=leaves), file_bytes))
+    return asyncio.run(_read(exchange(pieces, headers, leaves=leaves), file_bytes))
 
 
 def rejection(*pieces: bytes, **options: Any) -> ApiError:

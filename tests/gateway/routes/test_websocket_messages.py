@@ -129,13 +129,22 @@ async def test_events_that_are_there_share_a_write(
     gateway: ScriptedGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writes: list[int] = []
-    written = websocket_protocol.WebSocketProtocol.send
+    protocol: Any = websocket_protocol
+    send, write_chunk = protocol.WebSocketProtocol.send, protocol._FrameWriter.write_chunk
 
-    async def send(self: Any, message: Any) -> None:
-        writes.append(bytes(message.get("frames", b"")).count(b'"type":"response.'))
-        await written(self, message)
+    def count_events(frames: bytes) -> None:
+        writes.append(bytes(frames).count(b'"type":"response.'))
 
-    monkeypatch.setattr(websocket_protocol.WebSocketProtocol, "send", send)
+    async def counted_send(self: Any, message: Any) -> None:
+        count_events(message.get("frames", b""))
+        await send(self, message)
+
+    def counted_write(self: Any, body: bytes) -> bool:
+        count_events(body)
+        return write_chunk(self, body)
+
+    monkeypatch.setattr(protocol.WebSocketProtocol, "send", counted_send)
+    monkeypatch.setattr(protocol._FrameWriter, "write_chunk", counted_write)
 
     def script(response: Response) -> list[list[StreamEvent]]:
         events = text_events(response, [f"word {number} " for number in range(200)])

@@ -28,7 +28,7 @@ from fumehood.gateway.routes.response_routes import ResponseRoutes
 from fumehood.gateway.streaming.event_sender import EventSender
 from fumehood.gateway.streaming.websocket_framing import WebSocketEncoder, encode_text_message
 from fumehood.gateway.tenant_cache import TenantCache
-from fumehood.http_server.asgi_exchange import Receive, Scope, Send
+from fumehood.http_server.asgi_exchange import DIRECT_WRITER, Receive, Scope, Send
 from fumehood.http_server.websocket_protocol import MESSAGE_REJECTED, SHUTDOWN_MESSAGE
 from fumehood.interfaces import Caller, ReadableRun, Run
 from fumehood.protocol.conversation import ConversationSegment
@@ -104,7 +104,8 @@ class WebSocketHandshake(RequestContext):
         async def send_http(message: MutableMapping[str, Any]) -> None:
             await send({**message, "type": f"websocket.{message['type']}"})
 
-        super().__init__({**scope, "method": "GET"}, receive, send_http, min_bytes_per_second)
+        scope["method"] = "GET"
+        super().__init__(scope, receive, send_http, min_bytes_per_second)
         self.receive = receive
         self.send_raw = send
 
@@ -361,7 +362,8 @@ class _WebSocketConnection:
             queue.task = None
 
     async def _handle_request(self, queue: _StreamQueue, request: _QueuedRequest) -> None:
-        context = RequestContext(self._scope, self._receive, self._send_body)
+        scope = {**self._scope, DIRECT_WRITER: self._handshake.direct_writer}
+        context = RequestContext(scope, self._receive, self._send_body)
         try:
             await self._create_response(context, queue, request)
         except ApiError as error:

@@ -6,7 +6,7 @@ Every streamed token takes this path: it wakes no task per event and awaits noth
 import asyncio
 import logging
 import sys
-from collections.abc import Awaitable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import msgspec
@@ -79,7 +79,7 @@ class EventSender:
     """Sends the events of a run to one client.
 
     The run calls `_send_available` for every new event, so that no task is woken per event. The request's task, in
-    `run`, only waits: for a slow client, for its turn after a large write, and for the end.
+    `run`, is woken for what needs to wait: for a slow client, for other tasks after a large write, and for the end.
 
     sent_count: number of events sent. response: the terminal response; None if the client disconnected before.
     """
@@ -97,10 +97,10 @@ class EventSender:
         self._last_number = -1  # sequence number of the last event sent
         self._first_response: Response | None = None  # the response of the first event
         self._disconnected = False
-        self._pending_write: Awaitable[None] | None = None  # to be awaited before the next write
+        self._pending_write: bytearray | None = None  # to be written by the request's task
+        self._is_last_write = False
         self._error: ApiError | None = None  # ends the stream
-        self._final_write: bytearray | None = None  # ends the response
-        self._wakeup = asyncio.Event()  # wakes the request's task
+        self._wakeup = asyncio.Event()  # set while the request's task has something to do
         self._reader = run.open_reader(self._send_available)
 
     def disconnect(self) -> None:
@@ -115,25 +115,23 @@ class EventSender:
             self._send_available()
             while not self._disconnected:
                 await self._wakeup.wait()
-                self._wakeup.clear()
-                if self._pending_write is not None:
-                    await self._pending_write
-                    self._pending_write = None
-                    self._send_available()
-                elif self._unsent:
-                    await asyncio.sleep(0)  # let other tasks run
-                    self._send_available()
                 if self._error is not None:
                     self._finish(await self._encode_failure(self._error))
-                if self._final_write is not None:
-                    await self._context.send(self._final_write, more=False)
-                    return
+                if self._pending_write is not None:
+                    await self._context.send(self._pending_write, more=not self._is_last_write)
+                    self._pending_write = None
+                    if self._is_last_write:
+                        return
+                else:
+                    await asyncio.sleep(0)  # let other tasks run
+                self._wakeup.clear()
+                self._send_available()
         finally:
             self._reader.close()
 
     def _send_available(self) -> None:
-        """Send the events that are available, unless a write is pending or the request's task is about to send."""
-        if self._pending_write is not None or self._final_write is not None or self._wakeup.is_set():
+        """Send the events that are available, unless the request's task is about to send."""
+        if self._wakeup.is_set():
             return
         try:
             self._send_events(self._unsent or self._reader.read_available())
@@ -161,8 +159,10 @@ class EventSender:
             self.response = last.response
             self._finish(body)
             return
-        self._pending_write = self._context.send_nowait(body)
-        if self._pending_write is not None or self._unsent:
+        if not self._context.send_nowait(body):
+            self._pending_write = body
+            self._wakeup.set()
+        elif self._unsent:
             self._wakeup.set()
 
     def _abort(self, error: ApiError) -> None:
@@ -186,5 +186,6 @@ class EventSender:
         return self._encoder.encode_batch(events, self._include, sys.maxsize)[0]
 
     def _finish(self, body: bytearray) -> None:
-        self._final_write = self._encoder.append_end(body)
+        self._pending_write = self._encoder.append_end(body)
+        self._is_last_write = True
         self._wakeup.set()

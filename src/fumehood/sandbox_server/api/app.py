@@ -316,7 +316,7 @@ class SandboxServerApp:
 
     async def write_file(self, context: SandboxRequestContext) -> None:
         with self._use_sandbox(context) as sandbox:
-            chunks = context.read_body_chunks(self._service.settings.file_bytes)
+            chunks = context.iter_chunks(self._service.settings.file_bytes)
             executable = context.query_value("executable") or "false"
             if executable not in ("true", "false"):
                 raise InvalidSandboxRequest("`executable` is true or false.", param="executable")
@@ -344,7 +344,7 @@ class SandboxServerApp:
     async def write_files(self, context: SandboxRequestContext) -> None:
         context.require_binary()
         with self._use_sandbox(context) as sandbox:
-            chunks = context.read_body_chunks(self._service.settings.file_bytes)
+            chunks = context.iter_chunks(self._service.settings.file_bytes)
             written = await sandbox.files.write_bundle(chunks)
         self._service.metrics.record_file_bytes("in", written.bytes)
         await context.send_json(written)
@@ -360,7 +360,7 @@ class SandboxServerApp:
             kind = _ARCHIVE_FORMATS.get(context.query_value("kind") or "")
             if kind is None:
                 raise InvalidSandboxRequest(f"`kind` is one of {', '.join(ARCHIVE_FORMATS)}.", param="kind")
-            chunks = context.read_body_chunks(self._service.settings.file_bytes)
+            chunks = context.iter_chunks(self._service.settings.file_bytes)
             unpacked = await sandbox.files.unpack(chunks, kind=kind, into=context.query_value("into") or "")
         self._service.metrics.record_file_bytes("in", unpacked.bytes)
         await context.send_json(unpacked)

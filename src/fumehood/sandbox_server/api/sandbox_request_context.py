@@ -3,7 +3,6 @@
 import asyncio
 import difflib
 import re
-from collections.abc import AsyncGenerator
 from typing import Literal, get_args, get_origin, override
 from urllib.parse import unquote_to_bytes
 
@@ -12,7 +11,6 @@ import msgspec
 from fumehood.http_server.asgi_exchange import (
     JSON_CONTENT_TYPE,
     AsgiExchange,
-    BodyLimitExceeded,
     Headers,
     Receive,
     Scope,
@@ -117,13 +115,9 @@ class SandboxRequestContext(AsgiExchange):
             found[name] = value
         return found
 
-    async def read_body_chunks(self, limit: int) -> AsyncGenerator[bytes]:
-        """The body as it arrives; raises SandboxLimitExceeded, and ClientDisconnected if it breaks off."""
-        try:
-            async for chunk in self.iter_chunks(limit):
-                yield chunk
-        except BodyLimitExceeded:
-            raise SandboxLimitExceeded(f"The body is larger than {limit} bytes.", param="body") from None
+    @override
+    def _body_too_large(self, limit: int) -> SandboxLimitExceeded:
+        return SandboxLimitExceeded(f"The body is larger than {limit} bytes.", param="body")
 
     async def read_body(self, limit: int, seconds: float) -> bytes:
         """The whole body; raises RequestTimeout after `seconds`, even while data trickles in."""
@@ -131,7 +125,7 @@ class SandboxRequestContext(AsgiExchange):
             return b""
         try:
             async with asyncio.timeout(seconds):
-                chunks = [chunk async for chunk in self.read_body_chunks(limit)]
+                chunks = [chunk async for chunk in self.iter_chunks(limit)]
         except TimeoutError:
             raise RequestTimeout(
                 f"The body did not arrive within {seconds:g} s; send it again, faster.", param="body"
