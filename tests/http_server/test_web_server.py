@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -11,7 +12,7 @@ import pytest
 from fumehood.http_server import slow_clients
 from fumehood.http_server.asgi_exchange import Application, AsgiExchange, Headers, Receive, Scope, Send
 from fumehood.http_server.listening_sockets import ListenAddress, listen
-from fumehood.http_server.web_server import WebServer, render_error_response
+from fumehood.http_server.web_server import FileDescriptorLimit, WebServer, render_error_response
 
 PATIENCE = 30
 REQUEST = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -142,3 +143,24 @@ async def test_a_machine_that_confirms_nothing_is_noticed_by_the_kernel() -> Non
         writer.close()
     finally:
         listener.close()
+
+
+# --- file descriptors ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "last"), [(-1, 1 << 20), (64, 55), (1024, 959), (1 << 20, (1 << 20) - 65), (44, 35)]
+)
+def test_some_descriptors_are_reserved(limit: int, last: int) -> None:
+    descriptors = FileDescriptorLimit(lambda: limit)
+    assert not descriptors.rejects(last)
+    assert descriptors.rejects(last + 1) == (limit > 0)
+
+
+def test_rejections_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    descriptors = FileDescriptorLimit(lambda: 64, lambda: now[0])
+    with caplog.at_level(logging.WARNING):
+        for now[0] in (0.0, 1.0, 59.0, 60.0, 61.0):
+            assert descriptors.rejects(60)
+    assert [record.args for record in caplog.records] == [(64, 1), (64, 3)]

@@ -32,7 +32,7 @@ from fumehood.protocol.openai.items import (
     OutputMessage,
     OutputText,
 )
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.page_query import PageQuery, find_page
 from fumehood.protocol.openai.responses import CreateResponse, Response, Usage
 from fumehood.protocol.openai.stream_events import (
     CodeInterpreterCallCodeDelta,
@@ -54,7 +54,6 @@ from fumehood.protocol.openai.stream_events import (
 )
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.testing import FakeClock, MemoryBlobStore, MemoryStore, ScriptedSandboxProvider
-from fumehood.testing.fakes.memory_store import paginate
 from tests.support.multipart_bodies import form, form_type, part, quoted
 
 TIMEOUT = 30
@@ -309,7 +308,7 @@ class ScriptedContainerFiles(SandboxContainerService):
             return await super().list_files(caller, container_id, query)
         if query is None:
             return self.records
-        return paginate(self.records[::-1] if query.newest_first else self.records, query)
+        return find_page(query, self.records)
 
     def read_file(
         self, caller: Caller, container_id: str, file_id: str, start: int = 0, end: int | None = None

@@ -23,7 +23,6 @@ from fumehood.gateway.request_limits import RequestLimits
 from fumehood.gateway.request_log import RequestLog, log_to_logger
 from fumehood.gateway.routes.container_routes import ContainerFileRoutes, ContainerRoutes
 from fumehood.gateway.routes.file_routes import FileRoutes
-from fumehood.gateway.routes.model_routes import ModelRoutes
 from fumehood.gateway.routes.response_routes import ResponseRoutes, ResponseRouteStore
 from fumehood.gateway.routes.websocket_routes import WebSocketHandshake, WebSocketRoutes
 from fumehood.gateway.streaming.server_sent_events import KEEPALIVE_SECONDS
@@ -33,6 +32,7 @@ from fumehood.http_server.route_suggestions import format_path, suggest_routes
 from fumehood.http_server.slow_clients import MIN_BYTES_PER_SECOND
 from fumehood.interfaces import Caller, ContainerService, FileService, ModelProvider, RunService
 from fumehood.protocol.api_keys import ApiKeyScope
+from fumehood.protocol.model_turns import ModelList
 from fumehood.protocol.openai.api_errors import (
     ApiError,
     Conflict,
@@ -104,6 +104,7 @@ class Gateway:
         self._request_log = request_log
         self._openapi_json: bytes | None = None
         self._readiness_problem = readiness_problem
+        self._models = models
         self._min_bytes_per_second = min_bytes_per_second
         limits = limits or RequestLimits()
         self.metrics.limit_rejections = limits.rejections
@@ -123,7 +124,6 @@ class Gateway:
             self.metrics,
             record_request=lambda context: self._record_request(context, self._websocket_routes),
         )
-        model_routes = ModelRoutes(models)
         container_routes = ContainerRoutes(containers, limits)
         container_files = ContainerFileRoutes(containers, limits, self.metrics, max_file_bytes)
         file_routes = FileRoutes(files, limits, self.metrics, max_file_bytes)
@@ -137,8 +137,8 @@ class Gateway:
             ("DELETE", "/v1/responses/{response_id}", "responses", responses.delete),
             ("POST", "/v1/responses/{response_id}/cancel", "responses", responses.cancel),
             ("GET", "/v1/responses/{response_id}/input_items", "responses", responses.list_input_items),
-            ("GET", "/v1/models", "models", model_routes.list),
-            ("GET", "/v1/models/{model:path}", "models", model_routes.get),
+            ("GET", "/v1/models", "models", self._list_models),
+            ("GET", "/v1/models/{model:path}", "models", self._get_model),
             ("POST", "/v1/containers", "containers", container_routes.create),
             ("GET", "/v1/containers", "containers", container_routes.list),
             ("GET", "/v1/containers/{container_id}", "containers", container_routes.get),
@@ -278,7 +278,24 @@ class Gateway:
             },
         )
 
-    # ---- health, metrics, OpenAPI -----------------------------------------------------------------------------
+    # ---- models, health, metrics, OpenAPI -----------------------------------------------------------------------
+
+    async def _list_models(self, context: RequestContext, caller: Caller) -> None:
+        del caller
+        await context.respond_json(ModelList(data=await self._models.list_models()))
+
+    async def _get_model(self, context: RequestContext, caller: Caller) -> None:
+        del caller
+        wanted = context.path_parameters["model"]
+        for card in await self._models.list_models():
+            if card.id == wanted:
+                await context.respond_json(card)
+                return
+        raise NotFound(
+            f"The model {wanted[:256]!r} does not exist; GET /v1/models lists the models.",
+            param="model",
+            code="model_not_found",
+        )
 
     async def _get_health(self, context: RequestContext, caller: Caller) -> None:
         del caller

@@ -9,9 +9,9 @@ import msgspec
 from msgspec import UNSET
 
 from fumehood import __version__
-from fumehood.gateway.routes.model_routes import ModelList
+from fumehood.http_server.route_suggestions import format_path
 from fumehood.protocol.file_types import OCTET_STREAM
-from fumehood.protocol.model_turns import ModelCard
+from fumehood.protocol.model_turns import ModelCard, ModelList
 from fumehood.protocol.openai import stream_events
 from fumehood.protocol.openai.api_errors import ErrorBody
 from fumehood.protocol.openai.container_objects import (
@@ -233,8 +233,9 @@ def build_document(routes: Iterable[tuple[str, str]]) -> JsonObject:
     schemas, components = _build_schemas([operation for _, _, operation in described])
     paths: dict[str, JsonObject] = {}
     for method, path, operation in described:
-        plain = _PATH_PARAMETER.sub(r"{\1}", path)
-        paths.setdefault(plain, {})[method.lower()] = _describe_operation(path, operation, schemas)
+        paths.setdefault(format_path(path), {})[method.lower()] = _describe_operation(
+            path, operation, schemas
+        )
     return {
         "openapi": "3.1.0",
         "info": {

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import logging
+import resource
 import signal
 import socket
+import time
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, cast, override
 
@@ -14,7 +16,6 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from fumehood.http_server.asgi_exchange import DIRECT_WRITER, Application, Headers
-from fumehood.http_server.descriptor_limit import FileDescriptorLimit
 from fumehood.http_server.http1_protocol import Http1Protocol
 from fumehood.http_server.read_scheduler import ReadScheduler, SlicedReadProtocol
 from fumehood.http_server.slow_clients import StalledClientMixin, do_nothing
@@ -29,6 +30,7 @@ _MAX_PIPELINED = 128
 _MAX_DIRECT_BYTES = 64 << 10  # larger responses are not copied into one write
 _SHUTDOWN_SECONDS = 5.0  # for connections to close on shutdown
 _LINGER_SECONDS = 2.0  # for a client to read an error before the connection closes
+_REJECTION_LOG_INTERVAL = 60.0
 _ABORT_SECONDS = 1.0  # for requests to end after their connections were aborted
 
 logger = logging.getLogger(__name__)
@@ -183,6 +185,43 @@ class _UvicornServer(uvicorn.Server):
     def capture_signals(self) -> Generator[None]:
         """Signals are handled by `WebServer`."""
         yield
+
+
+class FileDescriptorLimit:
+    """Rejects connections when few file descriptors are left; logs it once a minute.
+
+    Responses need descriptors too (model servers, files), and uvloop closes connections silently when there are none.
+
+    limit: returns the descriptor limit of the process; -1 if unlimited.
+    """
+
+    def __init__(
+        self,
+        limit: Callable[[], int] = lambda: resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limit = limit
+        self._monotonic = monotonic
+        self._rejected_count = 0
+        self._logged_at: float | None = None
+
+    def rejects(self, descriptor: int) -> bool:
+        """Whether a connection with this descriptor is too many: the kernel assigns the lowest free number."""
+        limit = self._limit()
+        if limit < 0 or descriptor < limit - max(8, min(64, limit // 16)):
+            return False
+        self._rejected_count += 1
+        now = self._monotonic()
+        if self._logged_at is None or now - self._logged_at >= _REJECTION_LOG_INTERVAL:
+            self._logged_at = now
+            number, self._rejected_count = self._rejected_count, 0
+            logger.warning(
+                "Rejecting connections: nearly all of the %d file descriptors are in use (%d rejected since the last "
+                "message). Raise the limit with ulimit -n or LimitNOFILE=.",
+                limit,
+                number,
+            )
+        return True
 
 
 class _LimitedProtocol(StalledClientMixin, Http1Protocol):

@@ -189,3 +189,10 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     owned_by: str
     object: Literal["model"] = "model"
+
+
+class ModelList(msgspec.Struct, frozen=True, kw_only=True):
+    """The response of GET /v1/models."""
+
+    object: Literal["list"] = "list"
+    data: Sequence[ModelCard]

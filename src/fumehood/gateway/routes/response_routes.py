@@ -18,13 +18,14 @@ from fumehood.gateway.idempotency import (
 from fumehood.gateway.request_context import DisconnectMonitor, RequestContext, encode_json
 from fumehood.gateway.request_limits import MemoryBudget, RequestLimits
 from fumehood.gateway.routes.item_projection import project_item
-from fumehood.gateway.routes.list_pages import paginate
+from fumehood.gateway.routes.list_pages import make_page, parse_page_query
 from fumehood.gateway.streaming.event_sender import CLIENT_DISCONNECTED
 from fumehood.gateway.streaming.server_sent_events import KEEPALIVE_SECONDS, send_run
 from fumehood.http_server.asgi_exchange import ClientDisconnected
 from fumehood.interfaces import Caller, ConversationStore, ReadableRun, Run, RunService
 from fumehood.protocol.conversation import ConversationSegment
 from fumehood.protocol.openai.api_errors import InvalidRequest, NotFound
+from fumehood.protocol.openai.page_query import find_page
 from fumehood.protocol.openai.response_projection import ONLY_OPENAI_EVENTS, project_response
 from fumehood.protocol.openai.responses import (
     CompactedResponse,
@@ -239,18 +240,19 @@ class ResponseRoutes:
         await context.respond_json(project_response(response, self._always_include))
 
     async def list_input_items(self, context: RequestContext, caller: Caller) -> None:
-        include = self._parse_include(context)
+        include, query = self._parse_include(context), parse_page_query(context)
         response_id = context.path_parameters["response_id"]
         entries = await self._store.list_input_items(caller.tenant, response_id)
         if entries is None:
             raise _response_not_found(response_id)
         # An item that was referred to again is listed once: pages are found by id.
-        unique = {entry.id or "": entry for entry in entries}
+        unique = {entry.id: entry for entry in entries}
         size = sum([entry.size for entry in entries])
         with self._limits.memory_budget(caller) as budget:
             budget.reserve_for_response(size)
+            found = find_page(query, [*unique.values()])
             page = await run_in_worker(
-                size, paginate, context, list(unique.items()), lambda entry: project_item(entry, include)
+                size, make_page, query, found, lambda entry: project_item(entry, include)
             )
             await _send_large_response(context, budget, page)
 

@@ -10,11 +10,11 @@ import msgspec
 from fumehood.interfaces import Clock, FileTotals, IdempotencyClaim, Lease, LeaseLost
 from fumehood.protocol.api_keys import ApiKeyRecord
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
-from fumehood.protocol.openai.api_errors import InvalidRequest, ServiceUnavailable
+from fumehood.protocol.openai.api_errors import ServiceUnavailable
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.openai.file_objects import UploadedFileRecord
 from fumehood.protocol.openai.items import OutputItem
-from fumehood.protocol.openai.page_query import PageQuery
+from fumehood.protocol.openai.page_query import PageQuery, find_page
 from fumehood.protocol.openai.responses import RUN_LOST_ERROR, Response
 from fumehood.testing.fakes.fake_clock import FakeClock
 
@@ -237,7 +237,7 @@ class MemoryStore:
             for record in await self.find_containers(tenant)
             if record.status != "deleted" and name in (None, record.spec.name)
         ]
-        return paginate(found[::-1] if query.newest_first else found, query)
+        return find_page(query, found)
 
     async def list_retaining_containers(self, tenant: str) -> Sequence[ContainerRecord]:
         found = [record for record in await self.find_containers(tenant) if record.retained]
@@ -285,7 +285,7 @@ class MemoryStore:
         found.sort(key=lambda record: (record.created_at, record.id))
         if query is None:
             return found
-        return paginate(found[::-1] if query.newest_first else found, query)
+        return find_page(query, found)
 
     async def find_unreferenced_blobs(self, names: Sequence[str]) -> Sequence[str]:
         data = self._check_open()
@@ -315,8 +315,8 @@ class MemoryStore:
             and purpose in (None, record.purpose)
             and (record.expires_at is None or record.expires_at > now)
         ]
-        found.sort(key=lambda record: (record.created_at, record.id), reverse=query.newest_first)
-        return paginate(found, query)
+        found.sort(key=lambda record: (record.created_at, record.id))
+        return find_page(query, found)
 
     async def get_upload_totals(self, tenant: str) -> FileTotals:
         sizes = [record.bytes for record in self._check_open().uploads.values() if record.tenant == tenant]
@@ -399,16 +399,3 @@ def _is_held(lease: Lease, row: _MemoryResponseRow | None) -> bool:
 
 def _is_running(record: ContainerRecord) -> bool:
     return record.status == "running"
-
-
-def paginate[T: (UploadedFileRecord, ContainerRecord, ContainerFileRecord)](
-    ordered: Sequence[T], query: PageQuery
-) -> Sequence[T]:
-    """Return a page of a sorted list, and record record more. Raises InvalidRequest if the cursor is unknown."""
-    ids = [record.id for record in ordered]
-    for param, cursor in (("after", query.after), ("before", query.before)):
-        if cursor and cursor not in ids:
-            raise InvalidRequest(f"'{param}' names nothing in this list.", param=param, code="invalid_value")
-    first = ids.index(query.after) + 1 if query.after else 0
-    end = ids.index(query.before) if query.before else None
-    return ordered[first:end][: query.limit + 1]
