@@ -123,11 +123,12 @@ RESULT = {"type": "function_call_output", "call_id": "c1", "output": "1"}
         ({"tools": [FUNCTION, FUNCTION]}, "tools", "named 'f'"),
         ({"tools": [{"name": "x"}]}, "tools[0]", "type"),
         ({"tools": [{"type": "off"}]}, "tools", "off is not enabled"),
+        ({"tools": [ECHO, {"type": "fumehood:dize"}]}, "tools[1].type", "'fumehood:dize'; .* are echo"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.name", "name"),
     ],
 )
 async def test_what_is_refused_before_anything_begins(body: dict[str, Any], param: str, words: str) -> None:
-    engine = EngineHarness(ScriptedModel(), disabled_tools=frozenset({"off"}))
+    engine = EngineHarness(ScriptedModel(), [EchoTool()], disabled_tools=frozenset({"off"}))
     with pytest.raises(InvalidRequest, match=words) as refused:
         await engine.start(**body)
     assert refused.value.param == param

@@ -253,9 +253,15 @@ class RequestPreparer:
         self, specs: Sequence[ToolSpec], caller: Caller, past: Sequence[ConversationSegment]
     ) -> list[tuple[ToolSpec, ConfiguredTool]]:
         offered: list[tuple[ToolSpec, ConfiguredTool]] = []
-        for spec in specs:
+        for number, spec in enumerate(specs):
             if spec.type in self._disabled_types:
                 raise InvalidRequest(f"{spec.type} is not enabled on this server.", param="tools")
+            if spec.type.startswith("fumehood:") and spec.type not in self._tools:
+                raise InvalidRequest(
+                    f"There is no tool {spec.type[:100]!r}; hosted tools are {', '.join(sorted(self._tools))}.",
+                    param=f"tools[{number}].type",
+                    code="invalid_value",
+                )
             if spec.type in self._tools:
                 beside = [tool for _, tool in offered]
                 tool = await self._tools[spec.type].configure(spec, caller, past, beside)
