@@ -62,7 +62,6 @@ from fumehood.protocol.openai.stream_events import (
     ResponseInProgress,
     StreamEvent,
 )
-from fumehood.protocol.openai.tool_specs import FunctionSpec
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +118,7 @@ class AgentLoop:
         self._phase: Literal["new", "running", "finishing"] = "new"
         self._cancel_requested = False
         self._is_abandoned = False
-        self._timed_out = False  # cancelled because `limits.seconds` passed
+        self._timeout = asyncio.timeout(limits.seconds)
         self._incomplete_reason: Literal["max_output_tokens", "content_filter"] | None = None
         # The conversation as the model sees it, and the segments that this response has added.
         self._window = prepared.window
@@ -148,7 +147,7 @@ class AgentLoop:
         second time, when the loop may still be interrupting its code.
         """
         first, self._cancel_requested = not self._cancel_requested, True
-        return first and self._phase == "running"
+        return first and self._phase == "running" and not self._timeout.expired()
 
     def abandon(self) -> bool:
         """As `request_cancel`, but store nothing: recovery marks the response as failed."""
@@ -168,26 +167,21 @@ class AgentLoop:
             if self._cancel_requested:
                 raise asyncio.CancelledError
             if self._prepared.generate:
-                await self._run_turns_with_timeout()
+                async with self._timeout:
+                    await self._run_turns()
             else:
                 self._usage = Usage()
             status = "incomplete" if self._incomplete_reason else "completed"
         except asyncio.CancelledError:
             self._clear_cancellation()
-            status = self._end_cancelled()
-        except ApiError as error:
-            status = "failed"
-            self.failure = error
-            self._abort_turn("the response failed")
+            status = "cancelled"
+            self._abort_turn("the response was cancelled")
         except Exception as error:
             status = "failed"
-            self.failure = detect_resource_exhaustion(error)
-            if self.failure is None:
-                logger.exception("response %s failed", opening.id)
-                self.failure = InternalServerError("The server failed to make this response.")
-            else:
-                logger.warning("response %s failed: %s", opening.id, self.failure)
-            self._abort_turn("the response failed")
+            self.failure = self._describe_failure(error)
+            self._abort_turn(
+                "the response took too long" if self._timeout.expired() else "the response failed"
+            )
         return await self._finish(status)
 
     def _clear_cancellation(self) -> None:
@@ -202,30 +196,19 @@ class AgentLoop:
             turn.abort(reason)
             self._record_turn(turn)
 
-    def _end_cancelled(self) -> ResponseStatus:
-        if not self._timed_out:
-            self._abort_turn("the response was cancelled")
-            return "cancelled"
-        self.failure = InternalServerError(f"The response took longer than {self._limits.seconds:g} seconds.")
-        self._abort_turn("the response took too long")
-        return "failed"
+    def _describe_failure(self, error: Exception) -> ApiError:
+        if isinstance(error, ApiError):
+            return error
+        if self._timeout.expired():
+            return InternalServerError(f"The response took longer than {self._limits.seconds:g} seconds.")
+        exhaustion = detect_resource_exhaustion(error)
+        if exhaustion is not None:
+            logger.warning("response %s failed: %s", self._prepared.response.id, exhaustion)
+            return exhaustion
+        logger.error("response %s failed", self._prepared.response.id, exc_info=error)
+        return InternalServerError("The server failed to make this response.")
 
     # --- turns ---
-
-    async def _run_turns_with_timeout(self) -> None:
-        """Run the turns, and cancel them after `limits.seconds`. One timer is cheaper than `asyncio.timeout`."""
-        task = asyncio.current_task()
-
-        def expire() -> None:
-            if self.request_cancel() and task is not None:
-                self._timed_out = True
-                task.cancel()
-
-        timer = asyncio.get_running_loop().call_later(self._limits.seconds, expire)
-        try:
-            await self._run_turns()
-        finally:
-            timer.cancel()
 
     async def _run_turns(self) -> None:
         for number in range(1, self._limits.turns + 1):
@@ -385,15 +368,22 @@ class AgentLoop:
         return max(0, maximum - self._usage.output_tokens)
 
     def _build_model_request(self, number: int, toolbox: Toolbox) -> ModelRequest:
-        prepared = self._prepared
-        functions = [spec for spec in prepared.functions if _is_offered(spec, toolbox)]
+        first, hosted_tools = self._prepared.first_request, self._prepared.toolbox.hosted_tools
         # tool_choice forces a call in the first turn only: after it, the model must be able to answer.
-        choice = prepared.choice if number == 1 or prepared.choice == "none" else "auto"
-        sampling = msgspec.structs.replace(
-            prepared.sampling, max_output_tokens=self._count_remaining_tokens()
+        choice = first.tool_choice if number == 1 or first.tool_choice == "none" else "auto"
+        return msgspec.structs.replace(
+            first,
+            segments=append_segments(self._window.segments, self._new_segments),
+            function_tools=[
+                spec
+                for spec in first.function_tools
+                if spec.name in toolbox.hosted_tools or spec.name not in hosted_tools
+            ],
+            tool_choice=choice,
+            sampling=msgspec.structs.replace(
+                first.sampling, max_output_tokens=self._count_remaining_tokens()
+            ),
         )
-        segments = append_segments(self._window.segments, self._new_segments)
-        return prepared.build_request(segments, functions, choice, sampling)
 
     def _make_call_context(self, output_index: int, call_id: str) -> ToolCallContext:
         return ToolCallContext(
@@ -488,14 +478,6 @@ def _find_compaction_threshold(prepared: PreparedRequest, backend: ModelBackend)
         return threshold
     input_limit = compute_input_token_limit(context_window, prepared.response.max_output_tokens)
     return min(threshold, input_limit, compute_max_threshold(context_window))
-
-
-def _is_offered(spec: FunctionSpec, toolbox: Toolbox) -> bool:
-    return (
-        spec.name in toolbox.hosted_tools
-        or spec.name in toolbox.functions
-        or spec.name in toolbox.custom_tools
-    )
 
 
 def _describe_store_failure(error: Exception) -> ApiError:

@@ -1,10 +1,9 @@
 """Build messages and reasoning items from the deltas that the model writes."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 
 from msgspec import UNSET, Raw, UnsetType
 
-from fumehood.engine.citations import cite_links, cite_unlinked, collect_paths, find_links
 from fumehood.protocol.openai.ids import new_id
 from fumehood.protocol.openai.items import (
     Annotation,
@@ -13,7 +12,6 @@ from fumehood.protocol.openai.items import (
     MessagePhase,
     OutputMessage,
     OutputText,
-    ProducedFile,
     ReasoningItem,
     ReasoningText,
     Refusal,
@@ -38,8 +36,6 @@ from fumehood.protocol.openai.stream_events import (
     RefusalDone,
     StreamEvent,
 )
-
-type FindFiles = Callable[[Sequence[str]], Awaitable[Sequence[ProducedFile]]]
 
 
 class MessageBuilder:
@@ -108,17 +104,9 @@ class MessageBuilder:
             item_id=self.id, output_index=self.index, content_index=self.part_index, delta=delta
         )
 
-    async def end_part(
-        self, find_files: FindFiles, unlinked: Sequence[ProducedFile] = ()
-    ) -> list[StreamEvent]:
-        """Close the open part, if any. `unlinked`: files to cite even if the text does not link them."""
-        if self.open_text is None:
-            return self._end_refusal()
-        text = "".join(self.open_text)
-        # The part stays open during the lookup, so that a cancelled run can still abort it.
-        citations = await _find_citations(text, find_files, unlinked)
-        self.open_text = None
-        return self._end_text(text, citations)
+    def end_part(self, citations: Sequence[ContainerFileCitationAnnotation]) -> list[StreamEvent]:
+        """Close the open part, if any. `citations`: of its text."""
+        return self._end_refusal() if self.open_text is None else self._end_text(self.open_text, citations)
 
     def _end_refusal(self) -> list[StreamEvent]:
         if self.open_refusal is None:
@@ -133,7 +121,11 @@ class MessageBuilder:
             self._make_part_done_event(part),
         ]
 
-    def _end_text(self, text: str, citations: list[ContainerFileCitationAnnotation]) -> list[StreamEvent]:
+    def _end_text(
+        self, deltas: Sequence[str], citations: Sequence[ContainerFileCitationAnnotation]
+    ) -> list[StreamEvent]:
+        text = "".join(deltas)
+        self.open_text = None
         part = OutputText(text=text, annotations=[*self._url_citations, *citations], logprobs=self._logprobs)
         self._parts.append(part)
         return [
@@ -156,28 +148,9 @@ class MessageBuilder:
             item_id=self.id, output_index=self.index, content_index=self.part_index, part=part
         )
 
-    def abort_part(self) -> list[StreamEvent]:
-        """Close the open part without looking up files."""
-        if self.open_text is None:
-            return self._end_refusal()
-        text = "".join(self.open_text)
-        self.open_text = None
-        return self._end_text(text, [])
-
     def end(self, status: ItemStatus) -> tuple[OutputMessage, StreamEvent]:
         item = OutputMessage(id=self.id, status=status, content=self._parts, phase=self._phase)
         return item, OutputItemDone(output_index=self.index, item=item)
-
-
-async def _find_citations(
-    text: str, find_files: FindFiles, unlinked: Sequence[ProducedFile]
-) -> list[ContainerFileCitationAnnotation]:
-    links = find_links(text)
-    citations: list[ContainerFileCitationAnnotation] = []
-    if links:
-        files = {file.path: file for file in await find_files(collect_paths(links))}
-        citations = cite_links(links, files)
-    return citations + cite_unlinked(unlinked, citations, text)
 
 
 class ReasoningBuilder:

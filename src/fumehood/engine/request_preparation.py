@@ -62,8 +62,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     window: the conversation with the input of this request, as far as the model sees it.
     input: what this request adds.
     hidden_files: files of the input that the model is not sent, each with its parameter path.
-    functions: the functions that the model may call.
-    other_tools: tool types unknown here, which the model server may know.
+    first_request: the request of the first turn.
     """
 
     caller: Caller
@@ -72,7 +71,6 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     streamed: bool
     wants_contents: bool
     generate: bool
-    instructions: str | None
     past: Sequence[ConversationSegment]
     is_past_unstored: bool
     window: ConversationWindow
@@ -80,10 +78,7 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
     hidden_files: Sequence[tuple[str, Attachment]]
     compaction: ContextCompactionConfig | None
     toolbox: Toolbox
-    functions: Sequence[FunctionSpec]
-    other_tools: Sequence[ToolSpec]
-    choice: ModelToolChoice
-    sampling: SamplingParameters
+    first_request: ModelRequest
 
     def check_files(self) -> None:
         """Raises InvalidRequest if neither the model nor any code can read a file."""
@@ -94,29 +89,6 @@ class PreparedRequest(msgspec.Struct, frozen=True, kw_only=True):
                 param=param,
                 code="unsupported_file",
             )
-
-    def build_first_request(self) -> ModelRequest:
-        """Build the request of the first turn."""
-        return self.build_request(self.window.segments, self.functions, self.choice, self.sampling)
-
-    def build_request(
-        self,
-        segments: Sequence[ConversationSegment],
-        functions: Sequence[FunctionSpec],
-        choice: ModelToolChoice,
-        sampling: SamplingParameters,
-    ) -> ModelRequest:
-        return ModelRequest(
-            model=self.response.model,
-            instructions=self.instructions,
-            segments=segments,
-            function_tools=functions,
-            other_tools=self.other_tools,
-            tool_choice=choice,
-            parallel_calls=self.response.parallel_tool_calls,
-            sampling=sampling,
-            streamed=self.streamed,
-        )
 
 
 class RequestPreparer:
@@ -183,14 +155,14 @@ class RequestPreparer:
                 hidden = ()
         choice = _NO_CHOICE if request.tool_choice is None else parse_tool_choice(request.tool_choice)
         functions, chosen = tools.choose(choice)
+        response = self._build_initial_response(request, specs, choice)
         return PreparedRequest(
             caller=caller,
-            response=self._build_initial_response(request, specs, choice),
+            response=response,
             store=request.store is not False,
             streamed=bool(request.stream),
             wants_contents=INCLUDE_EXECUTION in (request.include or ()),
             generate=request.generate is not False,
-            instructions=_read_instructions(request),
             past=past,
             is_past_unstored=held_past is not None,
             window=window,
@@ -198,10 +170,17 @@ class RequestPreparer:
             hidden_files=hidden,
             compaction=compaction,
             toolbox=tools.build_toolbox(functions),
-            functions=functions,
-            other_tools=[spec for spec in tools.other_tools if _is_allowed(spec, choice)],
-            choice=chosen,
-            sampling=_build_sampling(request),
+            first_request=ModelRequest(
+                model=response.model,
+                instructions=_read_instructions(request),
+                segments=window.segments,
+                function_tools=functions,
+                other_tools=[spec for spec in tools.other_tools if _is_allowed(spec, choice)],
+                tool_choice=chosen,
+                parallel_calls=response.parallel_tool_calls,
+                sampling=_build_sampling(request),
+                streamed=bool(request.stream),
+            ),
         )
 
     async def _resolve_attachments(

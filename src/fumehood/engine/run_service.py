@@ -183,7 +183,7 @@ class EngineRunService:
             prepared.response.id = response_id
         backend = self._models.get_backend(prepared.response.model)
         if backend.get_profile(prepared.response.model).counts_tokens and _must_fit_context_window(prepared):
-            first_request = prepared.build_first_request()
+            first_request = prepared.first_request
             # Renders it in the worker thread; otherwise counting would render it in the event loop.
             await run_in_worker(_count_unrendered_bytes(prepared), backend.validate_request, first_request)
             await check_length(self._token_counter, backend, caller, first_request)
@@ -255,7 +255,7 @@ class EngineRunService:
             request, caller, forward_files=forward_files, reserve_memory=reserve_memory
         )
         backend = self._models.get_backend(prepared.response.model)
-        first_request = prepared.build_first_request()
+        first_request = prepared.first_request
         await run_in_worker(_count_unrendered_bytes(prepared), backend.validate_request, first_request)
         return prepared, backend, first_request
 

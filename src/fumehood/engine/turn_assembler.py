@@ -8,10 +8,12 @@ import asyncio
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 
 from fumehood.cpu_worker import WORKER_THRESHOLD_BYTES
+from fumehood.engine.citations import cite_links, cite_unlinked, collect_paths, find_links
 from fumehood.engine.client_call_builders import (
     ClientCallBuilder,
     CustomCallBuilder,
@@ -38,7 +40,14 @@ from fumehood.protocol.model_turns import (
     ModelTurnEnded,
 )
 from fumehood.protocol.openai.api_errors import ModelError
-from fumehood.protocol.openai.items import AuthoredItem, ItemStatus, MessagePhase, OutputItem, ProducedFile
+from fumehood.protocol.openai.items import (
+    AuthoredItem,
+    ContainerFileCitationAnnotation,
+    ItemStatus,
+    MessagePhase,
+    OutputItem,
+    ProducedFile,
+)
 from fumehood.protocol.openai.stream_events import OutputItemAdded, OutputItemDone, StreamEvent
 
 
@@ -123,66 +132,57 @@ class TurnAssembler:
 
         Appends deltas without waking the run's task. Returns whether the batch was fed. Raises ModelError.
         """
-        message = self._message
-        in_text = message is not None and message.open_text is not None
+        in_text = self._message is not None and self._message.open_text is not None
         for event in batch:
             if not (in_text if type(event) is ModelTextDelta else type(event) is ModelCallArgumentsDelta):
                 return False
-        feeding = self.feed(batch)
-        try:
-            feeding.send(None)
-        except StopIteration:
-            return True
-        raise RuntimeError("Deltas must not await anything.")
+        self._feed_deltas(batch, 0)
+        self._end_batch(len(batch))
+        return True
 
     async def feed(self, batch: Sequence[AnyModelEvent]) -> None:
         """Process the model events of one read; their stream events enter the log together. Raises ModelError."""
-        pending = self._pending_events
-        written = 0
-        key = -1
-        fragments: list[str] = []  # of call `key`, fed together
-        for event in batch:
-            if fragments and not (type(event) is ModelCallArgumentsDelta and event.key == key):
-                pending += self._feed_call(key, fragments)
-                fragments = []
-            if type(event) is ModelTextDelta:
-                written += len(event.delta)
-                message = self._message
-                if message is None or message.open_text is None:
-                    message = await self._open_text()
-                pending.append(message.append_text(event.delta, event.logprobs))
-            elif type(event) is ModelCallArgumentsDelta:
-                written += len(event.delta)
-                key = event.key
-                fragments.append(event.delta)
-            elif type(event) is ModelReasoningDelta:
-                written += len(event.delta)
-                reasoning = self._reasoning
-                if reasoning is None or reasoning.open_text is None:
-                    reasoning = await self._open_reasoning_text()
-                pending.append(reasoning.append_text(event.delta))
+        position = self._feed_deltas(batch, 0)
+        while position < len(batch):
+            event = batch[position]
+            if isinstance(event, ModelTextDelta):
+                await self._open_text()
+            elif isinstance(event, ModelReasoningDelta):
+                await self._open_reasoning_text()
             else:
-                written += await self._feed_control_event(event)
-        if fragments:
-            pending += self._feed_call(key, fragments)
-        self._character_count += written
-        self._fragment_count += len(batch)
+                self._character_count += await self._feed_control_event(event)
+                position += 1
+            position = self._feed_deltas(batch, position)
+        self._end_batch(len(batch))
+
+    def _feed_deltas(self, batch: Sequence[AnyModelEvent], position: int) -> int:
+        """Feed deltas of what is open, from `position` on; return the position of the first other event."""
+        message, reasoning, pending = self._message, self._reasoning, self._pending_events
+        while position < len(batch):
+            event = batch[position]
+            if type(event) is ModelTextDelta and message is not None and message.open_text is not None:
+                pending.append(message.append_text(event.delta, event.logprobs))
+            elif type(event) is ModelReasoningDelta and reasoning and reasoning.open_text is not None:
+                pending.append(reasoning.append_text(event.delta))
+            elif type(event) is ModelCallArgumentsDelta:
+                fragments = _take_fragments(batch, position, event.key)
+                pending += self._feed_call(event.key, fragments)
+                self._character_count += sum(map(len, fragments))
+                position += len(fragments)
+                continue
+            else:
+                break
+            self._character_count += len(event.delta)
+            position += 1
+        return position
+
+    def _end_batch(self, size: int) -> None:
+        self._fragment_count += size
         self._flush()
         if self._character_count > self._max_characters or self._fragment_count > self._max_characters // 4:
             raise ModelError("The model wrote without end, and was cut off.")
 
-    async def _feed_control_event(
-        self,
-        event: ModelCallStarted
-        | ModelTurnEnded
-        | ModelRefusalDelta
-        | ModelReasoningSummaryDelta
-        | ModelMessageStarted
-        | ModelCitation
-        | ModelReasoningStarted
-        | ModelReasoningEnded
-        | ModelPassthroughItem,
-    ) -> int:
+    async def _feed_control_event(self, event: AnyModelEvent) -> int:
         """Process an event other than the frequent deltas; return its number of characters."""
         match event:
             case ModelCallStarted():
@@ -198,7 +198,7 @@ class TurnAssembler:
                 return len(event.delta)
             case ModelMessageStarted():
                 self._close_reasoning()
-                await self._close_message("completed")
+                await self._close_message()
                 self._phase = event.phase
             case ModelCitation():
                 if self._message is not None and self._message.open_text is not None:
@@ -212,13 +212,15 @@ class TurnAssembler:
             case ModelPassthroughItem():
                 await self._pass_through_item(event)
                 return len(bytes(event.item))
+            case _:  # `_feed_deltas` feeds the others
+                pass
         return 0
 
     async def _pass_through_item(self, event: ModelPassthroughItem) -> None:
         if msgspec.json.decode(event.item, type=_ItemTag).type == COMPACTION_TYPE:
             return  # it is sealed by another server, and the conversation could not continue from it
         self._close_reasoning()
-        await self._close_message("completed")
+        await self._close_message()
         self._close_complete_calls()
         index = self._output.allocate_output_index()
         self._pending_events += [
@@ -248,13 +250,12 @@ class TurnAssembler:
             self._phase = None
             self._pending_events.append(self._message.begin())
         else:
-            self._pending_events += await self._message.end_part(self._find_files)
+            self._pending_events += self._message.end_part(await self._find_citations())
         return self._message
 
-    async def _open_text(self) -> MessageBuilder:
+    async def _open_text(self) -> None:
         message = await self._open_message()
         self._pending_events.append(message.begin_text())
-        return message
 
     async def _open_refusal(self) -> MessageBuilder:
         if self._message is not None and self._message.open_refusal is not None:
@@ -265,15 +266,14 @@ class TurnAssembler:
 
     async def _open_reasoning(self, *, has_text: bool) -> ReasoningBuilder:
         self._close_reasoning()
-        await self._close_message("completed")
+        await self._close_message()
         self._reasoning = ReasoningBuilder(self._output.allocate_output_index(), has_text=has_text)
         self._pending_events.append(self._reasoning.begin())
         return self._reasoning
 
-    async def _open_reasoning_text(self) -> ReasoningBuilder:
+    async def _open_reasoning_text(self) -> None:
         reasoning = self._reasoning or await self._open_reasoning(has_text=True)
         self._pending_events += reasoning.begin_text()
-        return reasoning
 
     def _close_reasoning(self, encrypted_content: str | None = None) -> None:
         reasoning, self._reasoning = self._reasoning, None
@@ -282,14 +282,33 @@ class TurnAssembler:
             self._pending_events += events
             self._record_item(reasoning.index, item)
 
-    async def _close_message(self, status: ItemStatus, unlinked: Sequence[ProducedFile] = ()) -> None:
-        message = self._message
+    async def _close_message(self) -> None:
+        self._end_message("completed", await self._find_citations())
+
+    def _end_message(self, status: ItemStatus, citations: Sequence[ContainerFileCitationAnnotation]) -> None:
+        message, self._message = self._message, None
         if message is not None:
-            self._pending_events += await message.end_part(self._find_files, unlinked)
-            self._message = None
+            self._pending_events += message.end_part(citations)
             item, event = message.end(status)
             self._pending_events.append(event)
             self._record_item(message.index, item)
+
+    async def _find_citations(
+        self, unlinked: Sequence[ProducedFile] = ()
+    ) -> list[ContainerFileCitationAnnotation]:
+        """Citations for the open text. It stays open meanwhile, so that a cancelled run can still abort it.
+
+        unlinked: files to cite even if the text does not link them.
+        """
+        if self._message is None or self._message.open_text is None:
+            return []
+        text = "".join(self._message.open_text)
+        links = find_links(text)
+        citations: list[ContainerFileCitationAnnotation] = []
+        if links:
+            files = {file.path: file for file in await self._find_files(collect_paths(links))}
+            citations = cite_links(links, files)
+        return citations + cite_unlinked(unlinked, citations, text)
 
     async def _find_files(self, paths: Sequence[str]) -> list[ProducedFile]:
         """Find files that this response produced, or that its tools know from earlier responses."""
@@ -305,7 +324,7 @@ class TurnAssembler:
 
     async def _start_call(self, event: ModelCallStarted) -> None:
         self._close_reasoning()
-        await self._close_message("completed")
+        await self._close_message()
         self._close_complete_calls()
         if self._character_count >= WORKER_THRESHOLD_BYTES:
             await self._flush_one_by_one()
@@ -372,28 +391,23 @@ class TurnAssembler:
 
     async def finish(self, status: ItemStatus) -> None:
         """Close all open items except hosted calls."""
-        self._close_reasoning()
         is_answer = status == "completed" and not self._open_calls
-        await self._close_message(status, self._output.produced_files if is_answer else ())
-        self._close_client_calls(status)
+        self._close_items(
+            status, await self._find_citations(self._output.produced_files if is_answer else ())
+        )
         await self._flush_one_by_one()
 
     def abort(self, reason: str) -> None:
         """Close all open items, including hosted calls, without awaiting anything."""
-        self._close_reasoning()
-        if self._message is not None:
-            self._pending_events += self._message.abort_part()
-            item, event = self._message.end("incomplete")
-            self._pending_events.append(event)
-            self._record_item(self._message.index, item)
-            self._message = None
-        self._close_client_calls("incomplete")
+        self._close_items("incomplete", ())
         self._flush()
         for call in self.hosted_calls:
             if call.result is None:
                 self.record_result(call, call.session.abort(reason))
 
-    def _close_client_calls(self, status: ItemStatus) -> None:
+    def _close_items(self, status: ItemStatus, citations: Sequence[ContainerFileCitationAnnotation]) -> None:
+        self._close_reasoning()
+        self._end_message(status, citations)
         for call in self._open_calls.values():
             if isinstance(call, ClientCallBuilder):
                 self._close_call(call, status)
@@ -435,6 +449,16 @@ class TurnAssembler:
             )
             for call in self._unknown_calls
         )
+
+
+def _take_fragments(batch: Sequence[AnyModelEvent], position: int, key: int) -> list[str]:
+    """The consecutive argument fragments of one call, which are fed together."""
+    fragments: list[str] = []
+    for event in islice(batch, position, None):
+        if not isinstance(event, ModelCallArgumentsDelta) or event.key != key:
+            break
+        fragments.append(event.delta)
+    return fragments
 
 
 class _ItemTag(msgspec.Struct):
