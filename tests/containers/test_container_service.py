@@ -184,7 +184,7 @@ async def test_nobody_waits_for_ever() -> None:
         ),
         (
             SandboxServerUnreachable("http://10.0.0.1:8080 is away"),
-            "The sandboxes cannot be reached at the moment",
+            "The sandboxes cannot be reached at the moment; try again later. The code did not run.",
         ),
     ],
 )

@@ -5,13 +5,14 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from msgspec import Raw
 
 from fumehood.containers.container_service import SandboxContainerService
-from fumehood.containers.container_state import ContainerSettings
+from fumehood.containers.container_state import ContainerSettings, IsolationScope
+from fumehood.containers.file_sync import ContainerFileLimits
 from fumehood.interfaces import (
     BlobStore,
     Caller,
@@ -26,14 +27,17 @@ from fumehood.protocol.openai.items import (
     CodeInterpreterLogs,
     ExecutionDetails,
     OutputItem,
+    ProducedFile,
 )
 from fumehood.protocol.openai.stream_events import StreamEvent
 from fumehood.protocol.openai.tool_specs import ToolSpec, parse_tool
+from fumehood.sandbox_client.local_provider import LocalServerSettings
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.testing import ExecutionStep, FakeClock, MemoryBlobStore, MemoryStore, ScriptedSandboxProvider
 from fumehood.testing.kits.hosted_tool_kit import run_call
 from fumehood.tools.code_interpreter_tool import CodeInterpreterTool
 from fumehood.tools.interpreter_call import CodeInterpreterToolSettings
+from tests.support.sandbox_runs import has_cgroups
 
 SOMEBODY = Caller("somebody")
 _IDS = re.compile(r"(ci|sho|sh|cntr|cfile)_[0-9a-f]{48}")
@@ -95,6 +99,30 @@ class InterpreterHarness:
         )
         self.tool = CodeInterpreterTool(self.containers, self.clock, self.settings, self.uploads)
 
+    @classmethod
+    def with_isolation(
+        cls,
+        provider: SandboxProvider,
+        isolation: IsolationScope,
+        *,
+        execution_timeout: float = 60,
+        sync_timeout: float = 60,
+    ) -> Self:
+        """A tool whose description tells what its containers keep."""
+        return cls(
+            provider,
+            CodeInterpreterToolSettings(
+                execution_timeout=execution_timeout, keeps_variables=isolation == "container"
+            ),
+            ContainerSettings(
+                isolation=isolation, file_limits=ContainerFileLimits(sync_timeout=sync_timeout)
+            ),
+        )
+
+    async def read_file(self, file: ProducedFile) -> bytes:
+        chunks = self.containers.read_file(SOMEBODY, file.container_id, file.file_id)
+        return b"".join([chunk async for chunk in chunks])
+
     def make_context(
         self,
         number: int = 0,
@@ -151,6 +179,13 @@ class InterpreterHarness:
         offered.close()
         self.segments.append(ConversationSegment((make_entry(result.item),)))
         return CallRecord(events, result)
+
+
+def local_server_settings(**changes: Any) -> LocalServerSettings:
+    """A server that works on this host and starts fast."""
+    defaults: dict[str, Any] = {"pool": 0, "environment": {"FUMEHOOD_SANDBOX_PRELOAD": ""}}
+    limits = "enforced" if has_cgroups() else "best-effort"
+    return LocalServerSettings(limits=limits, **{**defaults, **changes})
 
 
 @asynccontextmanager

@@ -8,17 +8,16 @@ from collections.abc import AsyncGenerator, Callable
 import pytest
 import pytest_asyncio
 
-from fumehood.containers.container_state import ContainerSettings, IsolationScope
+from fumehood.containers.container_state import IsolationScope
 from fumehood.interfaces import SandboxProvider, SandboxRef, ToolCallResult
 from fumehood.protocol.openai.items import CodeInterpreterImage
-from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings
+from fumehood.sandbox_client.local_provider import LocalSandboxProvider
 from fumehood.testing.kits.hosted_tool_kit import run_call
-from fumehood.tools.interpreter_call import CodeInterpreterToolSettings
 from tests.support.interpreter_harness import (
     SOMEBODY,
-    CallRecord,
     InterpreterHarness,
     encode_arguments,
+    local_server_settings,
     make_tool_spec,
     outline,
 )
@@ -34,10 +33,9 @@ type Make = Callable[..., InterpreterHarness]
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def provider() -> AsyncGenerator[SandboxProvider]:
-    limits = "enforced" if has_cgroups() else "best-effort"
     with FakePackageIndex() as index:
         index.add(wheel("greeting", "1.0", {"greeting.py": "text = 'hello from a wheel'"}))
-        settings = LocalServerSettings(limits=limits, pool=2, environment={"FUMEHOOD_INDEX_URL": index.url})
+        settings = local_server_settings(pool=2, environment={"FUMEHOOD_INDEX_URL": index.url})
         async with LocalSandboxProvider(settings) as provider:
             yield provider
 
@@ -45,19 +43,9 @@ async def provider() -> AsyncGenerator[SandboxProvider]:
 @pytest.fixture
 def make(provider: SandboxProvider) -> Make:
     def interpreter(seconds: float = 60, isolation: IsolationScope = "container") -> InterpreterHarness:
-        return InterpreterHarness(
-            provider,
-            CodeInterpreterToolSettings(execution_timeout=seconds, keeps_variables=isolation == "container"),
-            ContainerSettings(isolation=isolation),
-        )
+        return InterpreterHarness.with_isolation(provider, isolation, execution_timeout=seconds)
 
     return interpreter
-
-
-async def content(interpreter: InterpreterHarness, called: CallRecord, name: str) -> bytes:
-    (file,) = [file for file in called.result.files if file.filename == name]
-    pieces = interpreter.containers.read_file(SOMEBODY, file.container_id, file.file_id)
-    return b"".join([piece async for piece in pieces])
 
 
 # --- what models write ------------------------------------------------------------------------------------
@@ -95,7 +83,8 @@ print('plotted')
         assert height > 100
     assert called.model_text == "[figure 1]\nplotted\nFiles: /mnt/data/saved.png, /mnt/data/figure.png"
     assert called.result.exchange.images == (shown.url, saved.url)
-    assert base64.b64decode(shown.url.partition(",")[2]) == await content(interpreter, called, "figure.png")
+    (figure,) = [file for file in called.result.files if file.filename == "figure.png"]
+    assert base64.b64decode(shown.url.partition(",")[2]) == await interpreter.read_file(figure)
     # The figure is a file beside the others for the code as well, and nobody takes it for news.
     after = await interpreter.run("import os\nsorted(os.listdir('/mnt/data'))")
     assert after.logs == "['figure.png', 'saved.png']"
@@ -221,12 +210,23 @@ async def test_a_deaf_loop_is_killed_and_the_next_call_has_the_files(make: Make)
     assert (await interpreter.run("open('kept.txt').read()")).model_text == "'kept'"
 
 
-@pytest.mark.skipif(not has_cgroups(), reason="memory cannot be bounded here")
-async def test_out_of_memory(make: Make) -> None:
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        pytest.param(
+            MEMFD,
+            "ran out of memory (1g)",
+            marks=pytest.mark.skipif(not has_cgroups(), reason="memory cannot be bounded here"),
+        ),
+        ("import os\nos._exit(1)", "lost"),
+    ],
+    ids=["out of memory", "interpreter dies"],
+)
+async def test_a_sandbox_that_ends_is_replaced(make: Make, code: str, reason: str) -> None:
     interpreter = make()
-    called = await interpreter.run(MEMFD)
+    called = await interpreter.run(code)
     assert (called.item.status, called.execution.exit_code) == ("failed", -1)
-    assert "ran out of memory (1g)" in called.model_text
+    assert reason in called.model_text
     assert (await interpreter.run("print('again')")).logs.endswith("again\n")
 
 
@@ -238,14 +238,6 @@ async def test_a_package_that_is_not_there(make: Make) -> None:
     assert "no-such-package-anywhere" in called.model_text
     assert "never" not in called.logs
     assert (await interpreter.run("x")).model_text == "20"
-
-
-async def test_a_sandbox_whose_interpreter_dies(make: Make) -> None:
-    interpreter = make()
-    called = await interpreter.run("import os\nos._exit(1)")
-    assert (called.item.status, called.execution.exit_code) == ("failed", -1)
-    assert "lost" in called.model_text
-    assert (await interpreter.run("print('again')")).logs.endswith("again\n")
 
 
 async def test_a_call_that_is_stopped_frees_the_sandbox(make: Make) -> None:

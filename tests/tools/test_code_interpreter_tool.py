@@ -10,7 +10,6 @@ from inline_snapshot import snapshot
 from fumehood.containers.container_state import ContainerSettings
 from fumehood.interfaces import ToolCallResult
 from fumehood.protocol.openai.container_objects import ContainerSpec
-from fumehood.protocol.sandbox.sandbox_errors import SandboxGone, SandboxServerUnreachable
 from fumehood.protocol.sandbox.sandbox_messages import (
     ExecuteRequest,
     ExecutionEnd,
@@ -18,12 +17,10 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     Stderr,
     Stdout,
 )
-from fumehood.testing import ExecutionStep, ScriptedSandboxProvider, WriteFile
-from fumehood.testing.kits.hosted_tool_kit import run_call
+from fumehood.testing import ExecutionStep, WriteFile
 from tests.support.interpreter_harness import (
     SOMEBODY,
     InterpreterHarness,
-    encode_arguments,
     make_tool_spec,
     outline,
     run_scripted,
@@ -341,18 +338,6 @@ Exit code: -1\
 """)
 
 
-async def test_the_end_of_the_response_stops_the_code() -> None:
-    async with run_scripted(ExecutionStep("wait()", [Stdout("so far"), asyncio.Event()])) as interpreter:
-        called = await interpreter.run("wait()", seconds=0.01)
-        assert called.item.status == "failed"
-        assert called.model_text == snapshot("""\
-so far
-The time for this response is over; the code was stopped.
-Exit code: -1\
-""")
-        await until_idle(interpreter)
-
-
 # --- when there is no sandbox -----------------------------------------------------------------------------
 
 
@@ -395,48 +380,6 @@ async def test_fields_that_nobody_knows_are_tolerated() -> None:
         assert called.item.status == "completed"
 
 
-async def test_no_sandbox_is_free() -> None:
-    containers = ContainerSettings(claim_timeout=0)
-    async with run_scripted(capacity=0, containers=containers) as interpreter:
-        called = await interpreter.run("x")
-        assert (called.item.status, called.execution.exit_code) == ("failed", -1)
-        assert called.model_text == snapshot("""\
-No sandbox is free at the moment, try again later: Sandbox limit reached (0).
-Exit code: -1\
-""")
-
-
-async def test_the_sandbox_server_is_away() -> None:
-    async with run_scripted() as interpreter:
-        assert isinstance(interpreter.provider, ScriptedSandboxProvider)
-        interpreter.provider.error = SandboxServerUnreachable("http://10.0.0.1 does not answer")
-        called = await interpreter.run("x")
-        assert called.item.status == "failed"
-        assert called.model_text == snapshot("""\
-The sandboxes cannot be reached at the moment; try again later. The code did not run.
-Exit code: -1\
-""")
-        interpreter.provider.error = None
-
-
-async def test_the_sandbox_is_lost() -> None:
-    gone = SandboxGone("It is gone: somebody pulled the plug.")
-    async with run_scripted(
-        ExecutionStep("x", [Stdout("so far"), gone]), ExecutionStep("y", [Stdout("z")])
-    ) as interpreter:
-        called = await interpreter.run("x")
-        assert called.item.status == "failed"
-        assert called.model_text == (
-            "so far\nThe sandbox was lost. The code may have run, in part or to its end: check what it did before you "
-            "run it again. Variables are gone: the next call begins in a new sandbox, with the files of earlier calls."
-            "\nExit code: -1"
-        )
-        assert (await interpreter.run("y")).model_text == snapshot("""\
-A new sandbox: variables, imports and packages of earlier calls are gone, files in /mnt/data are there.
-z\
-""")
-
-
 async def test_as_many_containers_as_are_allowed() -> None:
     async with run_scripted(
         ExecutionStep("x"), containers=ContainerSettings(containers_per_tenant=1)
@@ -452,24 +395,3 @@ async def test_as_many_containers_as_are_allowed() -> None:
 The code did not run: Container limit reached (1): delete a container, or wait for one to expire.
 Exit code: -1\
 """)
-
-
-async def test_calls_alone_run_in_parallel() -> None:
-    began = [asyncio.Event(), asyncio.Event()]
-
-    def step(number: int) -> ExecutionStep:
-        async def begin(_: object) -> None:
-            began[number].set()
-
-        # Each waits for the other: one after another they would never end.
-        return ExecutionStep(str(number), [begin, began[1 - number], Stdout(f"{number}\n")])
-
-    containers = ContainerSettings(isolation="execution")
-    async with run_scripted(step(0), step(1), containers=containers) as interpreter:
-        configured = await interpreter.tool.configure(make_tool_spec(), SOMEBODY, [])
-        sessions = [configured.start_call(interpreter.make_context(number)) for number in range(2)]
-        done = await asyncio.gather(
-            *(run_call(session, encode_arguments(str(number))) for number, session in enumerate(sessions))
-        )
-        assert [result.exchange.output for _, result in done] == ["0", "1"]
-        assert await interpreter.provider.list_sandboxes() == []

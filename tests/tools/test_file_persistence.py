@@ -3,18 +3,14 @@
 import io
 import tarfile
 import zipfile
-from collections.abc import AsyncGenerator
 
 import pytest
-import pytest_asyncio
 
-from fumehood.containers.container_state import ContainerSettings, IsolationScope
+from fumehood.containers.container_state import IsolationScope
 from fumehood.protocol.openai.container_objects import ContainerSpec
 from fumehood.protocol.sandbox.sandbox_messages import ArchiveFormat
-from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings
-from fumehood.tools.interpreter_call import CodeInterpreterToolSettings
+from fumehood.sandbox_client.local_provider import LocalSandboxProvider
 from tests.support.interpreter_harness import SOMEBODY, InterpreterHarness
-from tests.support.sandbox_runs import has_cgroups
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SCRIPT = b"#!/bin/sh\necho ran\n"
@@ -27,14 +23,6 @@ RUNS = (
     "print(subprocess.run(['./run.sh'], capture_output=True, text=True).stdout)"
 )
 RAN = "run.sh True\nbin/large.sh True\nplain.txt False\nran\n\n"
-
-
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def provider() -> AsyncGenerator[LocalSandboxProvider]:
-    limits = "enforced" if has_cgroups() else "best-effort"
-    settings = LocalServerSettings(limits=limits, pool=0, environment={"FUMEHOOD_SANDBOX_PRELOAD": ""})
-    async with LocalSandboxProvider(settings) as provider:
-        yield provider
 
 
 def archive(kind: ArchiveFormat) -> bytes:
@@ -54,20 +42,12 @@ def archive(kind: ArchiveFormat) -> bytes:
     return target.getvalue()
 
 
-def interpreter(provider: LocalSandboxProvider, isolation: IsolationScope) -> InterpreterHarness:
-    return InterpreterHarness(
-        provider,
-        CodeInterpreterToolSettings(keeps_variables=isolation == "container"),
-        ContainerSettings(isolation=isolation),
-    )
-
-
 @pytest.mark.parametrize("isolation", ["container", "execution"])
 @pytest.mark.parametrize("kind", ["tar", "tar.gz", "zip"])
 async def test_unpacked_files_stay_executable(
     provider: LocalSandboxProvider, kind: ArchiveFormat, isolation: IsolationScope
 ) -> None:
-    here = interpreter(provider, isolation)
+    here = InterpreterHarness.with_isolation(provider, isolation)
     container = (await here.containers.create_container(SOMEBODY, ContainerSpec())).id
     await here.containers.unpack_archive(SOMEBODY, container, archive(kind), kind, "")
     assert (await here.run(RUNS, container=container)).execution.stdout == RAN
@@ -80,7 +60,7 @@ async def test_unpacked_files_stay_executable(
 async def test_files_that_code_makes_executable_stay_so(
     provider: LocalSandboxProvider, isolation: IsolationScope
 ) -> None:
-    here = interpreter(provider, isolation)
+    here = InterpreterHarness.with_isolation(provider, isolation)
     files = "for name in ['run.sh', 'bin/large.sh', 'plain.txt']: open(name, 'w').write('#!/bin/sh\\necho ran\\n')"
     await here.run(f"import os\nos.mkdir('bin')\n{files}")
     await here.run("import os\nos.chmod('run.sh', 0o755); os.chmod('bin/large.sh', 0o700)")
@@ -95,7 +75,7 @@ async def test_files_that_code_makes_executable_stay_so(
 async def test_hidden_files_are_container_files(
     provider: LocalSandboxProvider, isolation: IsolationScope
 ) -> None:
-    here = interpreter(provider, isolation)
+    here = InterpreterHarness.with_isolation(provider, isolation)
     called = await here.run(
         "import os\nos.makedirs('.config/app'); open('.env', 'w').write('A=1'); "
         "open('.config/app/x.json', 'w').write('{}'); os.mkdir('__pycache__'); open('__pycache__/x.pyc', 'w').close()"

@@ -5,16 +5,12 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
-import pytest_asyncio
 
-from fumehood.containers.container_state import ContainerSettings, IsolationScope
-from fumehood.containers.file_sync import ContainerFileLimits
-from fumehood.interfaces import Sandbox, SandboxProvider, SandboxRef
+from fumehood.containers.container_state import IsolationScope
+from fumehood.interfaces import Sandbox, SandboxRef
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEnd, FileListing
-from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings
-from fumehood.tools.interpreter_call import CodeInterpreterToolSettings
+from fumehood.sandbox_client.local_provider import LocalSandboxProvider
 from tests.support.interpreter_harness import InterpreterHarness
-from tests.support.sandbox_runs import has_cgroups
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 WRITES = "for name in 'abc': open(f'{name}.txt', 'w').write(name)\nprint('written')"
@@ -79,23 +75,14 @@ class Disturbed:
             await interference(ref)
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def provider() -> AsyncGenerator[LocalSandboxProvider]:
-    limits = "enforced" if has_cgroups() else "best-effort"
-    settings = LocalServerSettings(limits=limits, pool=0, environment={"FUMEHOOD_SANDBOX_PRELOAD": ""})
-    async with LocalSandboxProvider(settings) as provider:
-        yield provider
-
-
 def interpreter(
     provider: Any, isolation: IsolationScope = "container", seconds: float = 60
 ) -> InterpreterHarness:
-    chosen: SandboxProvider = provider
-    return InterpreterHarness(
-        chosen,
-        CodeInterpreterToolSettings(keeps_variables=isolation == "container"),
-        ContainerSettings(isolation=isolation, file_limits=ContainerFileLimits(sync_timeout=seconds)),
-    )
+    return InterpreterHarness.with_isolation(provider, isolation, sync_timeout=seconds)
+
+
+async def hang(_: SandboxRef) -> None:
+    await asyncio.Event().wait()
 
 
 @pytest.mark.parametrize(("code", "names"), [(WRITES, ["a.txt", "b.txt", "c.txt"]), (LARGE, ["large.bin"])])
@@ -137,9 +124,6 @@ async def test_a_sandbox_that_dies_before_its_files_are_listed(
 async def test_files_that_take_too_long_are_fetched_after_the_next_call(
     provider: LocalSandboxProvider,
 ) -> None:
-    async def hang(_: SandboxRef) -> None:
-        await asyncio.Event().wait()
-
     here = interpreter(Disturbed(provider, "read", hang), seconds=1.5)
     called = await here.run(WRITES + "\nx = 5")
     assert called.item.status == "completed"
@@ -157,9 +141,6 @@ async def test_files_that_take_too_long_are_fetched_after_the_next_call(
 async def test_files_that_take_too_long_end_with_a_sandbox_of_one_call(
     provider: LocalSandboxProvider,
 ) -> None:
-    async def hang(_: SandboxRef) -> None:
-        await asyncio.Event().wait()
-
     called = await interpreter(Disturbed(provider, "read", hang), "execution", seconds=1.5).run(WRITES)
     assert called.item.status == "failed"
     assert [file.filename for file in called.execution.missing_files] == ["a.txt", "b.txt", "c.txt"]

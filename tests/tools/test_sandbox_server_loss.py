@@ -13,11 +13,11 @@ import pytest
 
 from fumehood.interfaces import SandboxProvider, SandboxRef
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
-from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings
+from fumehood.sandbox_client.local_provider import LocalSandboxProvider
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
-from tests.support.interpreter_harness import CallRecord, InterpreterHarness
+from tests.support.interpreter_harness import CallRecord, InterpreterHarness, local_server_settings
 from tests.support.relay import Relay
-from tests.support.sandbox_runs import has_cgroups, settings
+from tests.support.sandbox_runs import settings
 from tests.support.sandbox_server import run_server
 
 SOON = 6.0  # seconds: two and a half, on a machine that has other things to do
@@ -38,15 +38,10 @@ def short_path() -> Generator[Path]:
         yield Path(directory)
 
 
-def local_settings() -> LocalServerSettings:
-    limits = "enforced" if has_cgroups() else "best-effort"
-    return LocalServerSettings(limits=limits, pool=0, environment={"FUMEHOOD_SANDBOX_PRELOAD": ""})
-
-
 @asynccontextmanager
 async def server_process(socket: Path) -> AsyncGenerator[asyncio.subprocess.Process]:
     """A sandbox server of somebody else's."""
-    chosen = local_settings()
+    chosen = local_server_settings()
     process = await asyncio.create_subprocess_exec(
         *chosen.command(socket),
         stdin=asyncio.subprocess.PIPE,
@@ -95,7 +90,7 @@ async def test_a_server_that_is_killed_in_the_middle_of_a_call(short_path: Path,
         )
         victim = process.pid
         if kind == "local":
-            provider = LocalSandboxProvider(local_settings())
+            provider = LocalSandboxProvider(local_server_settings())
             await provider.start()
             assert provider.server_pid is not None
             victim = provider.server_pid
