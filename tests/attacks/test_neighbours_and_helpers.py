@@ -288,7 +288,7 @@ async def test_a_creation_given_up_at_the_hand_over_leaks_nothing(monkeypatch: p
             with pytest.raises(asyncio.CancelledError):
                 await creation
         await wait_until(lambda: holdings(hurried) == before)
-        assert hurried.sandboxes == {}
+        assert hurried.claimed_sandboxes() == []
 
 
 async def test_creations_without_descriptors_leak_nothing(supervisor: Supervisor) -> None:
@@ -304,7 +304,7 @@ async def test_creations_without_descriptors_leak_nothing(supervisor: Supervisor
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     await wait_until(lambda: holdings(supervisor) == before)
-    assert supervisor.sandboxes == {}
+    assert supervisor.claimed_sandboxes() == []
 
 
 @needs_root

@@ -123,7 +123,7 @@ class SupervisorDriver:
             "supervisor": os.getpid(),
             "zygote": self._supervisor.zygote.pid,
             "zygote_alive": self._supervisor.zygote.is_alive,
-            "live": len(self._supervisor.sandboxes),
+            "live": len(self._supervisor.claimed_sandboxes()),
             "open_files": len(os.listdir("/proc/self/fd")),
             "cgroups": [] if tree is None else [str(path) for path in tree.paths],
             "user_each": users is not None,

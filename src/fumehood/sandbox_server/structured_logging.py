@@ -21,10 +21,7 @@ _MAX_FIELD_CHARACTERS = 2000
 def log_event(name: str, *, level: int = logging.INFO, **fields: LogField) -> None:
     """Log one event; costs next to nothing if its level is disabled."""
     if logger.isEnabledFor(level):
-        # Not logger.log(), which searches for the caller's line: an event is identified by its name.
-        record = logging.LogRecord(logger.name, level, "", 0, name, None, None)
-        record.fields = fields
-        logger.handle(record)
+        logger.log(level, name, extra={"fields": fields})
 
 
 def configure_logging(log_format: LogFormat, level: int) -> None:

@@ -257,7 +257,7 @@ def test_the_aggregate_pids_bound_bites_across_cgroups(children: Children, tree:
 def test_a_cpu_quota_bounds_the_time_used(tree: CgroupTree, children: Children) -> None:
     if not tree.has_cpu:
         pytest.skip("no cpu controller")
-    cgroup = tree.create("sb", CgroupLimits(memory=64 * MIB, pids=5, cpus=0.1, cpu_weight=10))
+    cgroup = tree.create("sb", CgroupLimits(memory=64 * MIB, pids=5, cpus=0.1))
 
     def spin() -> None:
         until = time.monotonic() + 0.6
@@ -273,7 +273,7 @@ def test_a_cpu_quota_bounds_the_time_used(tree: CgroupTree, children: Children) 
 
 def test_limits_out_of_range_and_strange_names_are_refused(tree: CgroupTree) -> None:
     with pytest.raises(ValueError, match="out of range"):
-        CgroupLimits(memory=1, pids=1, cpu_weight=0)
+        CgroupLimits(memory=1, pids=0)
     for name in ("", "..", "a/b", "/abs", "memory.max", "-x", "a\n"):
         with pytest.raises(ValueError, match="Not a cgroup name"):
             tree.create(name, SMALL)

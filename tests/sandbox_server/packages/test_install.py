@@ -64,7 +64,7 @@ async def supervisor(
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
 async def _end_sandboxes(supervisor: Supervisor) -> AsyncIterator[None]:
     yield
-    for sandbox in [*supervisor.sandboxes.values()]:
+    for sandbox in supervisor.claimed_sandboxes():
         await sandbox.destroy()
 
 

@@ -171,7 +171,7 @@ async def test_a_listing_never_strays_into_a_neighbour(supervisor: Supervisor) -
 
 
 async def test_a_cancelled_creation_leaves_nothing(supervisor: Supervisor) -> None:
-    before = set(supervisor.sandboxes)
+    before = set(supervisor.claimed_sandboxes())
     for pause in range(12):
         creation = asyncio.create_task(supervisor.create())
         await asyncio.sleep(pause * 0.004)
@@ -179,7 +179,7 @@ async def test_a_cancelled_creation_leaves_nothing(supervisor: Supervisor) -> No
         made = (await asyncio.gather(creation, return_exceptions=True))[0]
         if isinstance(made, SandboxInstance):
             await made.destroy()
-    await wait_until(lambda: set(supervisor.sandboxes) == before)
+    await wait_until(lambda: set(supervisor.claimed_sandboxes()) == before)
 
 
 async def test_a_failure_of_the_supervisor_still_ends_the_call(

@@ -144,8 +144,8 @@ async def test_a_shard_that_dies_takes_none_of_the_others_sandboxes() -> None:
         running = start(spared[0], "import os\nwhile not os.path.exists('go'): pass\nkept", timeout=60)
 
         os.kill(victim.pid, signal.SIGKILL)
-        await wait_until(lambda: not set(sharded.sandboxes.values()) & set(lost))
-        assert set(sharded.sandboxes.values()) == set(spared)
+        await wait_until(lambda: not set(sharded.claimed_sandboxes()) & set(lost))
+        assert set(sharded.claimed_sandboxes()) == set(spared)
         for box in lost:
             with pytest.raises(SandboxGone):
                 start(box, "1", timeout=1)

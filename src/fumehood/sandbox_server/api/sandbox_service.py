@@ -51,7 +51,6 @@ _PYTHON = platform.python_version()
 _DELETED_REASON = "it was deleted"
 _LARGE_OUTPUT_BYTES = 64 << 10
 _DRAIN_SECONDS = 5.0  # after the code has been interrupted
-_TRIM_EVERY = 32  # tombstones
 
 
 @dataclass(slots=True)
@@ -102,20 +101,12 @@ class SandboxTombstones:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._tombstones: dict[str, tuple[float, SandboxInstance]] = {}
-        self._retained_bytes = self._added_since_trim = 0
 
     def add(self, sandbox: SandboxInstance) -> None:
         self.remove(sandbox.name)
         self._tombstones[sandbox.name] = (time.monotonic(), sandbox)
-        self._retained_bytes += sandbox.executions.retained_bytes
-        self._added_since_trim += 1
         self._expire()
-        # Not each time, because it visits all. The sum is inexact: an execution may end after its sandbox.
-        if (
-            self._retained_bytes > self._settings.retained_output_bytes
-            or self._added_since_trim >= _TRIM_EVERY
-        ):
-            self._trim_output()
+        self._trim_output()
 
     def get(self, name: str) -> SandboxInstance | None:
         self._expire()
@@ -141,8 +132,6 @@ class SandboxTombstones:
             if room < 0 and sandbox.executions.retained_bytes:
                 room += sandbox.executions.retained_bytes
                 sandbox.executions.evict_all()
-        self._retained_bytes = self._settings.retained_output_bytes - room
-        self._added_since_trim = 0
 
 
 class _PendingSandbox(NamedTuple):
@@ -373,7 +362,7 @@ class SandboxService:
         """Executions that run or are queued."""
         return [
             execution
-            for sandbox in self.supervisor.sandboxes.values()
+            for sandbox in self.supervisor.claimed_sandboxes()
             for execution in sandbox.executions.pending.values()
         ]
 

@@ -59,15 +59,14 @@ _V1_TCP_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class CgroupLimits:
-    """The limits of one sandbox; `cpu_weight` is on v2's scale (1 to 10000), `cpus` a hard quota."""
+    """The limits of one sandbox; `cpus` is a hard quota."""
 
     memory: int
     pids: int
-    cpu_weight: int = 100
     cpus: float | None = None
 
     def __post_init__(self) -> None:
-        if self.memory <= 0 or self.pids <= 0 or not 1 <= self.cpu_weight <= 10_000:
+        if self.memory <= 0 or self.pids <= 0:
             raise ValueError(f"Limits out of range: {self}")
 
 
@@ -195,17 +194,11 @@ class Cgroup:
             # Only on v1 the memory limit does not include TCP socket buffers.
             with suppress(FileNotFoundError):
                 write_control_file(f"{self.name}/{_V1_TCP}", _V1_TCP_BYTES, self._tree.directory_fd("memory"))
-        if self._tree.has_cpu:
-            self._set_cpu(limits)
-
-    def _set_cpu(self, limits: CgroupLimits) -> None:
-        if limits.cpu_weight != 100:
-            self.set_weight(limits.cpu_weight)
-        if limits.cpus is not None:
+        if limits.cpus is not None and self._tree.has_cpu:
             _set_quota(self.name, limits.cpus, self._tree.version, self._tree.directory_fd("cpu"))
 
     def set_weight(self, weight: int) -> None:
-        """CPU weight on v2's scale; requires `has_cpu`."""
+        """CPU weight on v2's scale (1 to 10000, default 100); requires `has_cpu`."""
         dir_fd = self._tree.directory_fd("cpu")
         if self._tree.version == "v1":
             # As the kernel maps them: v2's default of 100 is v1's default of 1024.
@@ -319,7 +312,7 @@ class CgroupTree:
         self.name = name
         self.has_memsw = False
         self._undo_preparation = undo_preparation
-        self._paths: list[Path] = []
+        self.paths: list[Path] = []
         self._fds: list[int] = []
         self._by_controller: dict[str, int] = {}
         try:
@@ -333,10 +326,6 @@ class CgroupTree:
     def has_cpu(self) -> bool:
         return "cpu" in self._by_controller
 
-    @property
-    def paths(self) -> list[Path]:
-        return list(self._paths)
-
     def _create_below(self, parent: DelegatedCgroup) -> None:
         path = parent.path / self.name
         try:
@@ -345,7 +334,7 @@ class CgroupTree:
             if parent.controllers & REQUIRED_CONTROLLERS:
                 raise
             return
-        self._paths.append(path)
+        self.paths.append(path)
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._fds.append(fd)
         # Shows supervisors in other pid namespaces, who cannot see our pid, that this tree is in use.
@@ -370,7 +359,7 @@ class CgroupTree:
         if cpus is not None and self.has_cpu:
             _set_quota(".", cpus, self.version, self.directory_fd("cpu"))
         if self.version == "v2":
-            enabled = enable_controllers(self._paths[0], frozenset(self._by_controller))
+            enabled = enable_controllers(self.paths[0], frozenset(self._by_controller))
             self._by_controller = dict.fromkeys(enabled, self._fds[0])
 
     def memory_current(self) -> int:
@@ -436,7 +425,7 @@ class CgroupTree:
         return removed
 
     def _close_attempt(self) -> bool:
-        removed = [_try_destroy(path) for path in self._paths]
+        removed = [_try_destroy(path) for path in self.paths]
         return all(removed)
 
 

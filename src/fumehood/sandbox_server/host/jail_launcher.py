@@ -94,15 +94,21 @@ class JailProcess:
 
 
 async def _wait_exited(pid: int) -> None:
-    loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
     pidfd = os.pidfd_open(pid)
-    loop.add_reader(pidfd, ended.set)
     try:
-        await ended.wait()
+        await _wait_readable(pidfd)
     finally:
-        loop.remove_reader(pidfd)
         os.close(pidfd)
+
+
+async def _wait_readable(fd: int) -> None:
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(fd, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(fd)
 
 
 async def launch_jail(launch: ZygoteLaunchConfig) -> tuple[JailProcess, socket.socket]:
@@ -177,13 +183,7 @@ def _open_pipe(stack: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
 
 async def _wait_unshared(pipe: IO[bytes]) -> None:
     """Wait until the process is in its user namespace; raises EOFError if it ends before."""
-    loop = asyncio.get_running_loop()
-    readable = asyncio.Event()
-    loop.add_reader(pipe.fileno(), readable.set)
-    try:
-        await readable.wait()
-    finally:
-        loop.remove_reader(pipe.fileno())
+    await _wait_readable(pipe.fileno())
     if not pipe.read(1):
         raise EOFError("it ended before its namespaces were made")
 

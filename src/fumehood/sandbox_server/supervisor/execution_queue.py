@@ -159,49 +159,42 @@ class ExecutionQueue:
 
     async def _run_and_report_end(self, execution: SandboxExecution) -> None:
         """Append an end even if the supervisor itself fails."""
+        end: ExecutionEnd | None = None
         try:
-            await self._run(execution)
+            async with self._lock:
+                end = await self._run(execution)
         except Exception as error:
             logger.exception("Execution in sandbox %s failed in the supervisor.", self._sandbox.id)
             self._sandbox.kill(f"the supervisor failed: {error}")
         finally:
-            if not execution.has_ended:
-                self.running = None
-                reason = f"The sandbox was lost: {self._sandbox.end_reason}."
-                execution.append(self._build_end(execution, "lost", reason=reason))
-
-    async def _run(self, execution: SandboxExecution) -> None:
-        async with self._lock:
-            execution.start_clock()
-            if self._sandbox.end_reason is not None:
-                reason = (
-                    f"The sandbox was lost before the {execution.request.noun} started: "
-                    f"{self._sandbox.end_reason}."
-                )
-                execution.append(self._build_end(execution, "lost", reason=reason))
-                return
-            if execution.interrupted_by_caller:
-                reason = f"The {execution.request.noun} was interrupted before it started."
-                execution.append(self._build_end(execution, "interrupted", reason=reason))
-                return
-            self.running = execution
-            if failed := await self._install_requirements(execution):
-                self.running = None
-                execution.append(self._build_end(execution, failed[0], reason=failed[1]))
-                return
-            kind = MessageKind.COMMAND if execution.request.language == "shell" else MessageKind.EXECUTE
-            self._sandbox.send_message(kind, execution.call_id, self._build_request(execution))
-            # Counted while the code starts: no process runs out of memory that soon.
-            kills_before = self._sandbox.count_oom_kills()
-            end = await self._wait_for_end(execution, kills_before)
-            self.seen_oom_kills = self._sandbox.count_oom_kills()
-            if end.state_kept and self.seen_oom_kills > kills_before:
-                execution.append_note(
-                    f"A process that the {execution.request.noun} had started was killed: the sandbox was out of "
-                    f"memory ({self._sandbox.memory})."
-                )
             self.running = None
-            execution.append(end)
+            reason = f"The sandbox was lost: {self._sandbox.end_reason}."
+            execution.append(end or self._build_end(execution, "lost", reason=reason))
+
+    async def _run(self, execution: SandboxExecution) -> ExecutionEnd:
+        noun, end_reason = execution.request.noun, self._sandbox.end_reason
+        execution.start_clock()
+        if end_reason is not None:
+            reason = f"The sandbox was lost before the {noun} started: {end_reason}."
+            return self._build_end(execution, "lost", reason=reason)
+        if execution.interrupted_by_caller:
+            reason = f"The {noun} was interrupted before it started."
+            return self._build_end(execution, "interrupted", reason=reason)
+        self.running = execution
+        if failed := await self._install_requirements(execution):
+            return self._build_end(execution, failed[0], reason=failed[1])
+        kind = MessageKind.COMMAND if execution.request.language == "shell" else MessageKind.EXECUTE
+        self._sandbox.send_message(kind, execution.call_id, self._build_request(execution))
+        # Counted while the code starts: no process runs out of memory that soon.
+        kills_before = self._sandbox.count_oom_kills()
+        end = await self._wait_for_end(execution, kills_before)
+        self.seen_oom_kills = self._sandbox.count_oom_kills()
+        if end.state_kept and self.seen_oom_kills > kills_before:
+            execution.append_note(
+                f"A process that the {noun} had started was killed: the sandbox was out of memory "
+                f"({self._sandbox.memory})."
+            )
+        return end
 
     async def _install_requirements(
         self, execution: SandboxExecution

@@ -26,7 +26,7 @@ class HelperProcess:
     """
 
     def __init__(self, sock: socket.socket, kill: Callable[[], None], *, accepts_fds: bool) -> None:
-        self._kill = kill
+        self.kill = kill
         self._inbox: asyncio.Queue[tuple[bytes, list[int]]] = asyncio.Queue()
         self._ended = asyncio.Event()
         self._sock = sock
@@ -38,7 +38,7 @@ class HelperProcess:
     def _on_packet(self, body: bytes, fds: list[int]) -> None:
         self._inbox.put_nowait((body, fds))
         if self._inbox.qsize() > _MAX_QUEUED_MESSAGES:  # it waits for each answer
-            self._kill()
+            self.kill()
             self.close()
 
     def _on_close(self) -> None:
@@ -73,7 +73,7 @@ class HelperProcess:
                 await asyncio.wait_for(self._ended.wait(), _EXIT_WAIT)
                 break
             if not last_try:
-                self._kill()
+                self.kill()
         self.close()
 
     def close(self) -> None:
@@ -85,9 +85,6 @@ class HelperProcess:
             for fd in fds:
                 os.close(fd)
         self._on_close()
-
-    def kill(self) -> None:
-        self._kill()
 
 
 class HelperSpawner:

@@ -13,7 +13,7 @@ import secrets
 import socket
 import stat
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -256,25 +256,17 @@ class SandboxFiles:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         mine.setblocking(False)
         async with self._transfers:
-            try:
-                with mine, theirs:
-                    task = {"op": "send"}
-                    spawned = self._access.helpers.spawn(
-                        self._access.require_data_fd(), task, [theirs.fileno()]
-                    )
-                    async with spawned as helper:
-                        theirs.close()
-                        with mine:  # closing it stops the helper
-                            await _with_timeout(loop.sock_sendall(mine, json.dumps(paths).encode()))
-                            mine.shutdown(socket.SHUT_WR)
-                            while chunk := await _with_timeout(loop.sock_recv(mine, _CHUNK_BYTES)):
-                                yield chunk
-                        answer, _ = await _with_timeout(helper.receive())
-            except EOFError:
-                self._access.require_data_fd()
-                raise FileRefused(f"the sandbox's files: {_HELPER_ENDED}") from None
-            except OSError as error:
-                raise to_file_error("the sandbox's files", error) from error
+            with self._translate_helper_errors("the sandbox's files"), mine, theirs:
+                task = {"op": "send"}
+                spawned = self._access.helpers.spawn(self._access.require_data_fd(), task, [theirs.fileno()])
+                async with spawned as helper:
+                    theirs.close()
+                    with mine:  # closing it stops the helper
+                        await _with_timeout(loop.sock_sendall(mine, json.dumps(paths).encode()))
+                        mine.shutdown(socket.SHUT_WR)
+                        while chunk := await _with_timeout(loop.sock_recv(mine, _CHUNK_BYTES)):
+                            yield chunk
+                    answer, _ = await _with_timeout(helper.receive())
         _raise_for_error(answer, "the sandbox's files")
 
     # ---- writing ----------------------------------------------------------------------------------------------
@@ -340,24 +332,20 @@ class SandboxFiles:
         helper: HelperProcess | None = None
         async with self._transfers:
             try:
-                upload = SandboxUpload(
-                    to_printable(subject), content, max_bytes, self._access.free_memory, self._settings
-                )
-                with contextlib.closing(upload):
-                    spawned = self._access.helpers.spawn(
-                        self._access.require_data_fd(),
-                        {**task, "token": token},
-                        [upload.helper_socket.fileno()],
+                with self._translate_helper_errors(subject, may_be_missing=False):
+                    upload = SandboxUpload(
+                        to_printable(subject), content, max_bytes, self._access.free_memory, self._settings
                     )
-                    async with spawned as helper:
-                        answer = await upload.run(helper)
+                    with contextlib.closing(upload):
+                        spawned = self._access.helpers.spawn(
+                            self._access.require_data_fd(),
+                            {**task, "token": token},
+                            [upload.helper_socket.fileno()],
+                        )
+                        async with spawned as helper:
+                            answer = await upload.run(helper)
             except UploadSourceFailed as failed:
                 raise failed.error from None
-            except EOFError:
-                self._access.require_data_fd()
-                raise FileRefused(f"{to_printable(subject)}: {_HELPER_ENDED}") from None
-            except OSError as error:
-                raise to_file_error(subject, error, may_be_missing=False) from error
             finally:
                 if helper is not None and not helper.has_answered:
                     await asyncio.shield(asyncio.ensure_future(self._discard(token)))
@@ -383,15 +371,21 @@ class SandboxFiles:
         _check_task(task)
         subject: str = task.get("path", "the sandbox's files")
         async with self._tasks:
-            try:
+            with self._translate_helper_errors(subject):
                 async with self._access.helpers.spawn(self._access.require_data_fd(), task) as helper:
                     answer, opened = await _with_timeout(helper.receive())
-            except EOFError:
-                self._access.require_data_fd()
-                raise FileRefused(f"{to_printable(subject)}: {_HELPER_ENDED}") from None
-            except OSError as error:
-                raise to_file_error(subject, error) from error
         return _raise_for_error(answer, subject), opened
+
+    @contextlib.contextmanager
+    def _translate_helper_errors(self, subject: str, *, may_be_missing: bool = True) -> Generator[None]:
+        """Raise SandboxGone, FileRefused or FileNotFound for a helper that ended or could not be started."""
+        try:
+            yield
+        except EOFError:
+            self._access.require_data_fd()
+            raise FileRefused(f"{to_printable(subject)}: {_HELPER_ENDED}") from None
+        except OSError as error:
+            raise to_file_error(subject, error, may_be_missing=may_be_missing) from error
 
 
 _HELPER_ENDED = "the helper ended, probably for want of memory in the sandbox"

@@ -91,7 +91,7 @@ class SandboxInstance:
         self._ready = False
         self._configured: asyncio.Future[None] = loop.create_future()
         self._resized: asyncio.Future[str | None] | None = None
-        self._end_reason: str | None = None
+        self.end_reason: str | None = None  # why it ended; None while it is alive
         self._interpreter_exit_code: int | None = None
         self._exited: asyncio.Future[int] = loop.create_future()
         # Descriptors held here; -1 is none.
@@ -103,22 +103,16 @@ class SandboxInstance:
         self._network_access: NetworkAccess | None = None
         self.executions = ExecutionQueue(self, settings)
         self._final_oom_kills: int | None = None  # set at exit, because the cgroup goes with the sandbox
-        self._tasks: set[asyncio.Task[None]] = set()
         self._active_uses = 0
         self.created_at = time.time()
         self.touch()
 
     # ---- start and end ----------------------------------------------------------------------------------------
 
-    @property
-    def end_reason(self) -> str | None:
-        """Why the sandbox ended, or None while it is alive."""
-        return self._end_reason
-
     def check_alive(self) -> None:
         """Raises SandboxGone."""
-        if self._end_reason is not None:
-            raise SandboxGone(f"The sandbox is gone: {self._end_reason}.")
+        if self.end_reason is not None:
+            raise SandboxGone(f"The sandbox is gone: {self.end_reason}.")
 
     def send_plan(self, plan: bytes, memory: MemoryTier) -> None:
         """Send the first messages: the plan for init, then the configuration for the interpreter."""
@@ -176,8 +170,8 @@ class SandboxInstance:
         if problem is not None:
             self.kill(problem)
             raise SandboxStartFailed(f"The sandbox's disk quota could not be set: {problem}")
-        if self._end_reason is not None:
-            raise SandboxStartFailed(f"The sandbox ended: {self._end_reason}")
+        if self.end_reason is not None:
+            raise SandboxStartFailed(f"The sandbox ended: {self.end_reason}")
         if self._listener_fds:
             self.packages.serve_pip(self._listener_fds.pop())
         self.packages.tenant = spec.tenant
@@ -226,7 +220,7 @@ class SandboxInstance:
         """Approximate bytes of the supervisor's memory that the output of the running execution takes."""
         return (
             0
-            if self.executions.running is None or self._end_reason is not None
+            if self.executions.running is None or self.end_reason is not None
             else self.executions.running.log_bytes
         )
 
@@ -235,8 +229,8 @@ class SandboxInstance:
 
     def kill(self, reason: str) -> None:
         """End all its processes now; a running execution ends as lost."""
-        if self._end_reason is None:
-            self._end_reason = reason
+        if self.end_reason is None:
+            self.end_reason = reason
         self._close_descriptors()
         self._kill_processes()
         self._helpers.kill_all()
@@ -256,7 +250,7 @@ class SandboxInstance:
 
     async def destroy(self) -> None:
         """End it and wait until no process of it runs."""
-        self.kill(self._end_reason or "it was deleted")
+        self.kill(self.end_reason or "it was deleted")
         await self.wait_exited(_DESTROY_WAIT)
         self.close_connections()
 
@@ -288,7 +282,7 @@ class SandboxInstance:
                     self._pidfd = fds.pop()
                 else:  # the kernel dropped it
                     self.kill(_NO_DESCRIPTORS)
-                if self._end_reason is not None:
+                if self.end_reason is not None:
                     self._kill_processes()
             case "refused":
                 self.kill(event["error"])
@@ -301,7 +295,7 @@ class SandboxInstance:
             case "ended":
                 self._channel.drain()  # its last messages may not have been read yet
                 self._interpreter_exit_code = event["code"]
-                self.kill(self._end_reason or self._describe_exit(event["code"]))
+                self.kill(self.end_reason or self._describe_exit(event["code"]))
             case "exited":
                 self.handle_exit(
                     event["code"] if self._interpreter_exit_code is None else self._interpreter_exit_code
@@ -316,7 +310,7 @@ class SandboxInstance:
         self._channel.drain()  # its last messages may not have been read yet
         self._final_oom_kills = self.count_oom_kills()  # the cgroup goes with the sandbox
         self._exited.set_result(code)
-        self.kill(self._end_reason or self._describe_exit(code))
+        self.kill(self.end_reason or self._describe_exit(code))
         self._on_exit(self)
 
     def _describe_exit(self, code: int) -> str:
@@ -336,7 +330,7 @@ class SandboxInstance:
 
     def _on_packet(self, packet: bytes, fds: list[int]) -> None:
         try:
-            if self._end_reason is not None:
+            if self.end_reason is not None:
                 return
             if self.executions.running is None and self._configured.done():
                 raise ProtocolViolation("a message while nothing ran")
@@ -374,12 +368,11 @@ class SandboxInstance:
                 raise ProtocolViolation(f"an unsolicited {unexpected.name} message")
 
     def _on_channel_closed(self) -> None:
-        self._run_in_background(self._explain_closed_channel())
-
-    async def _explain_closed_channel(self) -> None:
         """Usually the process has ended, and the zygote reports how a moment later."""
-        await self.wait_exited(_CHANNEL_CLOSED_WAIT)
-        if self._end_reason is None:
+        asyncio.get_running_loop().call_later(_CHANNEL_CLOSED_WAIT, self._kill_without_channel)
+
+    def _kill_without_channel(self) -> None:
+        if self.end_reason is None:
             self.kill("it closed its channel to the supervisor")
 
     # ---- use --------------------------------------------------------------------------------------------------
@@ -468,11 +461,6 @@ class SandboxInstance:
         except OSError:  # another user's process or another PID namespace: its parent may
             pass
         self.zygote.send_request({"op": "signal", "number": self.number, "signal": int(number)})
-
-    def _run_in_background(self, coroutine: Any) -> None:
-        task = asyncio.ensure_future(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
 
 def _read_pid(pidfd: int) -> int | None:

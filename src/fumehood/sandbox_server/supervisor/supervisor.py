@@ -67,8 +67,8 @@ class Supervisor:
         self._host_resources = HostResources(settings)
         self._shards: list[ZygoteManager] = []
         self._bare_zygote: ZygoteManager | None = None
-        self._installer: Installer | None = None
-        self._packages_unavailable = NO_INSTALLER
+        self.installer: Installer | None = None  # None if packages cannot be installed
+        self.packages_unavailable = NO_INSTALLER  # why, then
         self._live: dict[int, SandboxInstance] = {}
         self._pool: deque[SandboxInstance] = deque()
         self._starting = 0  # neither live nor failed yet
@@ -90,8 +90,12 @@ class Supervisor:
     async def __aenter__(self) -> Self:
         try:
             await self._open()
-        except BaseException:
+        except BaseException as error:
             await self.close()
+            if isinstance(error, OSError):
+                raise IsolationUnavailable(
+                    f"This host refuses: {error}.", "Run `fumehood doctor`."
+                ) from error
             raise
         return self
 
@@ -99,12 +103,6 @@ class Supervisor:
         await self.close()
 
     async def _open(self) -> None:
-        try:
-            await self._prepare()
-        except OSError as error:
-            raise IsolationUnavailable(f"This host refuses: {error}.", "Run `fumehood doctor`.") from error
-
-    async def _prepare(self) -> None:
         _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))  # five descriptors per sandbox
         mode = self._settings.mode
@@ -128,11 +126,11 @@ class Supervisor:
         await asyncio.gather(*(shard.get_or_start() for shard in self._shards))
         self._refill()
         if mode != "pod":
-            self._run_in_background(resource_watchdog.watch_kernel_objects(self._claimed_sandboxes))
+            self._run_in_background(resource_watchdog.watch_kernel_objects(self.claimed_sandboxes))
             if self._host_resources.cgroup_tree is not None:
                 self._run_in_background(
                     resource_watchdog.watch_memory(
-                        self._claimed_sandboxes,
+                        self.claimed_sandboxes,
                         self._host_resources.cgroup_tree,
                         self._settings.total_memory_limit(),
                     )
@@ -143,12 +141,12 @@ class Supervisor:
         if not self._settings.packages:
             return
         if not launch.namespaces:
-            self._packages_unavailable = NO_INSTALL_JAIL.format(mode=self._settings.mode)
+            self.packages_unavailable = NO_INSTALL_JAIL.format(mode=self._settings.mode)
             return
         users = self._host_resources.uid_range
         try:
             store = open_store(self._settings)
-            self._installer = open_installer(
+            self.installer = open_installer(
                 self._settings,
                 store,
                 runtime=launch.runtime,
@@ -156,8 +154,8 @@ class Supervisor:
                 tree=self._host_resources.cgroup_tree,
             )
         except (OSError, PythonRuntimeUnavailable, IsolationUnavailable) as error:
-            self._packages_unavailable = f"Packages cannot be installed on this server: {error}."
-            logger.info("%s", self._packages_unavailable)
+            self.packages_unavailable = f"Packages cannot be installed on this server: {error}."
+            logger.info("%s", self.packages_unavailable)
             return
         launch.layers_directory = store.layers_directory
 
@@ -167,8 +165,8 @@ class Supervisor:
             task.cancel()
         for sandbox in [*self._live.values()]:
             sandbox.kill("the supervisor is shutting down")
-        if self._installer is not None:
-            await self._installer.close()
+        if self.installer is not None:
+            await self.installer.close()
         for zygote_manager in self._zygote_managers():
             await zygote_manager.close()
         for sandbox in [*self._live.values()]:
@@ -178,15 +176,6 @@ class Supervisor:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await asyncio.sleep(0)  # let the done callbacks of finished tasks run
         await self._host_resources.close()
-
-    @property
-    def installer(self) -> Installer | None:
-        """None if packages cannot be installed; `packages_unavailable` says why."""
-        return self._installer
-
-    @property
-    def packages_unavailable(self) -> str:
-        return self._packages_unavailable
 
     # ---- zygotes ----------------------------------------------------------------------------------------------
 
@@ -279,14 +268,9 @@ class Supervisor:
         except OSError:  # the cgroup is being removed
             return None
 
-    @property
-    def sandboxes(self) -> dict[str, SandboxInstance]:
-        """Live sandboxes that have been claimed, by id."""
+    def claimed_sandboxes(self) -> list[SandboxInstance]:
         pooled = set(self._pool)
-        return {sandbox.id: sandbox for sandbox in self._live.values() if sandbox not in pooled}
-
-    def _claimed_sandboxes(self) -> list[SandboxInstance]:
-        return [*self.sandboxes.values()]
+        return [sandbox for sandbox in self._live.values() if sandbox not in pooled]
 
     async def create(self, spec: SandboxSpec | None = None) -> SandboxInstance:
         """A sandbox of the caller's own, claimed from the pool or started.
@@ -318,11 +302,11 @@ class Supervisor:
         """Install the packages that the sandbox starts with; raises InstallFailed."""
         if not spec.requirements:
             return NO_PROVISION
-        if self._installer is None:
-            raise InstallFailed(self._packages_unavailable, param="requirements")
+        if self.installer is None:
+            raise InstallFailed(self.packages_unavailable, param="requirements")
         wanted = requirements.parse_requirements(spec.requirements)
-        return await self._installer.provide(
-            wanted, self._installer.base.versions, may_replace=True, tenant=spec.tenant
+        return await self.installer.provide(
+            wanted, self.installer.base.versions, may_replace=True, tenant=spec.tenant
         )
 
     async def _claim_or_start(self, spec: SandboxSpec, provision: PackageProvision) -> SandboxInstance:
@@ -513,7 +497,7 @@ class Supervisor:
                     self._numbers.__next__,
                 )
                 undo.callback(sandbox.close_connections)
-                sandbox.offer_packages(self._installer, unavailable=self._packages_unavailable)
+                sandbox.offer_packages(self.installer, unavailable=self.packages_unavailable)
                 plan = self._host_resources.build_plan(
                     resources, memory=request.memory, fresh_interpreter=request.fresh_interpreter
                 )
