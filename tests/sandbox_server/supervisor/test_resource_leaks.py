@@ -25,8 +25,8 @@ from tests.support.host_census import (
     HostPaths,
     find_processes_by_role,
     resident_kib,
-    wait_until,
 )
+from tests.support.waiting import becomes_true
 
 _BOUND = 30.0  # seconds within which whoever waits hears something, also on a busy machine
 _SMALL: dict[str, Any] = {"preload": [], "pool": 0, "disk_size_ratio": 1 / 256, "disk_reserve": 0}
@@ -214,7 +214,7 @@ class Chaos:
         """Without anybody's help the kernel ends everything that runs or is mounted; the successor does the rest."""
         pid = self.counter.supervisor
         if not gone:
-            assert wait_until(lambda: not os.path.exists(f"/proc/{pid}/fd/0"), _BOUND)
+            assert becomes_true(lambda: not os.path.exists(f"/proc/{pid}/fd/0"), _BOUND)
         with contextlib.suppress(DriverGone):
             self.driver.close()
         wanted = Census(cgroups=self.counter.take_census().cgroups, files=self.counter.take_census().files)
@@ -403,7 +403,7 @@ def test_a_zygotes_death_is_told_to_everybody_and_made_good(who: Who, counter: C
         assert [box.gone for box in boxes] == ["its zygote ended"] * 3
         # A new one fills the pool without being asked.
         pid = driver.started["supervisor"]
-        assert wait_until(lambda: len(find_processes_by_role(pid)["interpreter"]) == 2, _BOUND)
+        assert becomes_true(lambda: len(find_processes_by_role(pid)["interpreter"]) == 2, _BOUND)
         assert driver.create().run("1 + 1").result == "2"
     assert counter.wait_for_census(Census()) == {}
 
@@ -429,7 +429,7 @@ def test_zygotes_that_keep_dying_are_started_less_and_less_often(counter: Census
                 refused.add(error.text)
         assert len(seen) <= 8, "three at once, then after one, two, four and eight seconds"
         assert any("times within a minute; the next start is in" in text for text in refused), refused
-        assert wait_until(lambda: _creates(driver), _BOUND)
+        assert becomes_true(lambda: _creates(driver), _BOUND)
     assert counter.wait_for_census(Census()) == {}
 
 
