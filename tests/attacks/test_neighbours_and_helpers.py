@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import ctypes
 import mmap
+import math
 import os
 import random
 import resource
@@ -236,6 +237,7 @@ async def test_an_exit_is_not_told_as_a_signal(sandbox: SandboxInstance) -> None
     assert "killed by" not in outcome.end.reason
 
 
+@pytest.mark.parametrize("timeout", [math.nan, -1.0, math.inf])
 async def test_times_that_are_none_are_refused(sandbox: SandboxInstance, timeout: float) -> None:
     """NaN compares with nothing: in the loop's heap of timers it would put everybody's in disorder."""
     with pytest.raises(ValueError):
