@@ -10,11 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from fumehood.message_parts.json_schemas import build_schema
 from fumehood.message_parts.part_format import REPRESENTATIONS
 from fumehood.message_parts.tool_payloads import TOOL_KINDS, ToolKind, required_fields
 from fumehood.message_parts.vendor_codec import ItemMapping, VendorCodec
 from fumehood.message_parts.vendors import VENDORS, openai
+from tools.message_part_schemas import build_schema
 
 ROOT = Path(__file__).resolve().parent.parent
 PUBLISHED_SCHEMAS = ROOT / "src" / "fumehood" / "message_parts" / "published_schemas"

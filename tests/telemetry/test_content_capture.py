@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from fumehood.message_parts.json_schemas import read_published_schema
+from fumehood.message_parts import read_published_schema
 from fumehood.message_parts.validation import validate
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
 from fumehood.protocol.model_turns import (

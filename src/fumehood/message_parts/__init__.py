@@ -14,7 +14,6 @@ from fumehood.message_parts.canonical_parts import (
     ToolCallResponsePart,
 )
 from fumehood.message_parts.conversion import convert, from_vendor, list_formats, to_vendor
-from fumehood.message_parts.json_schemas import read_published_schema
 from fumehood.message_parts.media_digests import replace_inline_data
 from fumehood.message_parts.otel_messages import infer_finish_reason, to_messages
 from fumehood.message_parts.part_format import REPRESENTATIONS, MalformedPartError
@@ -28,7 +27,7 @@ from fumehood.message_parts.representations import (
 )
 from fumehood.message_parts.streaming.assembler import StreamAssembler
 from fumehood.message_parts.truncation import TRUNCATED_FIELD, TRUNCATED_PART_TYPE, truncate_parts
-from fumehood.message_parts.validation import validate
+from fumehood.message_parts.validation import read_published_schema, validate
 
 __all__ = [
     "REPRESENTATIONS",

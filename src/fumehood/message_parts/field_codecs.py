@@ -108,18 +108,10 @@ def _decode_streams(value: Json) -> Extraction:
         if isinstance(value.get(stream), str):
             outputs.append({"type": "logs", "logs": value[stream], "stream": stream})
             rest[stream] = None
-    files = value.get("content")
-    if isinstance(files, list) and all(_has_file(entry) for entry in files):
-        entries = _objects(files)
-        outputs += [{"type": "file", "file_id": entry["file_id"]} for entry in entries]
-        rest["content"] = [{**entry, "file_id": None} for entry in entries]
+    outputs += [{"type": "file", "file_id": file_id} for file_id in _extract_file_ids(rest)]
     if not outputs:
         raise ValueError
     return outputs, rest
-
-
-def _has_file(entry: Json) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("file_id"), str)
 
 
 def _encode_streams(value: Json, remainder: Json) -> Json:
@@ -133,16 +125,8 @@ def _encode_streams(value: Json, remainder: Json) -> Json:
         ]
         if texts or not isinstance(remainder, dict):
             result[stream] = "".join(texts)
-    files = [entry for entry in entries if entry.get("type") == "file"]
-    if files:
-        remaining = result.get("content")
-        frames = (
-            remaining if isinstance(remaining, list) and len(remaining) == len(files) else [None] * len(files)
-        )
-        result["content"] = [
-            {**(frame if isinstance(frame, dict) else {}), "file_id": entry.get("file_id")}
-            for frame, entry in zip(frames, files, strict=True)
-        ]
+    if file_ids := [entry.get("file_id") for entry in entries if entry.get("type") == "file"]:
+        result["content"] = _restore_file_ids(result.get("content"), file_ids, {})
     return result
 
 
@@ -155,11 +139,8 @@ def _decode_process(value: Json) -> Extraction:
     if not output:
         raise ValueError
     rest: JsonObject = {key: None if key in names else inner for key, inner in value.items()}
-    files = value.get("content")
-    if isinstance(files, list) and files and all(_has_file(entry) for entry in files):
-        entries = _objects(files)
-        output["file_ids"] = [entry["file_id"] for entry in entries]
-        rest["content"] = [{**entry, "file_id": None} for entry in entries]
+    if file_ids := _extract_file_ids(rest):
+        output["file_ids"] = file_ids
     return [output], rest
 
 
@@ -173,13 +154,28 @@ def _encode_process(value: Json, remainder: Json) -> Json:
                 result[theirs] = output[ours]
         files = output.get("file_ids")
         if isinstance(files, list):
-            frames = _objects(result.get("content"))
-            if len(frames) != len(files):
-                frames = [{"type": "bash_code_execution_output"} for _ in files]
-            result["content"] = [
-                {**frame, "file_id": file} for frame, file in zip(frames, files, strict=True)
-            ]
+            new_entry: JsonObject = {"type": "bash_code_execution_output"}
+            result["content"] = _restore_file_ids(result.get("content"), files, new_entry)
     return result
+
+
+def _extract_file_ids(result: JsonObject) -> list[Json]:
+    """Remove and return the ids of produced files in `content`; none if an entry is not a file."""
+    content = result.get("content")
+    entries = _objects(content)
+    file_ids = [entry.get("file_id") for entry in entries]
+    if not file_ids or entries != content or not all(isinstance(file_id, str) for file_id in file_ids):
+        return []
+    result["content"] = [{**entry, "file_id": None} for entry in entries]
+    return file_ids
+
+
+def _restore_file_ids(content: Json, file_ids: list[Json], new_entry: JsonObject) -> list[Json]:
+    """Return the entries of `content` with these ids; new entries if their number differs."""
+    entries = _objects(content)
+    if len(entries) != len(file_ids):
+        entries = [new_entry] * len(file_ids)
+    return [{**entry, "file_id": file_id} for entry, file_id in zip(entries, file_ids, strict=True)]
 
 
 def _encode_shell_outputs(value: Json, _remainder: Json) -> Json:

@@ -1,6 +1,6 @@
 """The part types of each representation, and what makes a part malformed.
 
-`json_schemas` builds the same rules as JSON Schema from these tables.
+The published JSON Schemas are built from the same tables, by `tools/message_part_schemas.py`.
 """
 
 import msgspec
@@ -81,9 +81,11 @@ def find_part_error(part: Json, *, compat: bool = False) -> str:
     part_type = TOOL_PART_TYPES.get(kind)
     if part_type is None:
         return ""
+    if error := _find_header_error(part, part_type):
+        return error
     if compat and kind in REPRESENTATIONS["option1-compat"]:
-        return _find_legacy_part_error(part, part_type)
-    return _find_header_error(part, part_type) or _find_payload_error(part, part_type)
+        return "" if part_type.call or "response" in part else "`response` is missing"
+    return _find_field_error(part, part_type) or _find_payload_error(part, part_type)
 
 
 def _find_plain_part_error(part: JsonObject, kind: str) -> str:
@@ -95,19 +97,15 @@ def _find_plain_part_error(part: JsonObject, kind: str) -> str:
     return ""
 
 
-def _find_legacy_part_error(part: JsonObject, part_type: PartType) -> str:
-    if not isinstance(part.get("id"), str | None):
-        return "`id` is neither a string nor null"
-    if part_type.call:
-        return "" if isinstance(part.get("name"), str) else "`name` is missing or not a string"
-    return "" if "response" in part else "`response` is missing"
-
-
 def _find_header_error(part: JsonObject, part_type: PartType) -> str:
     if not isinstance(part.get("id"), str | None):
         return "`id` is neither a string nor null"
     if part_type.call and not isinstance(part.get("name"), str):
         return "`name` is missing or not a string"
+    return ""
+
+
+def _find_field_error(part: JsonObject, part_type: PartType) -> str:
     if mixed := sorted(part_type.forbidden_fields & part.keys()):
         return f"`{mixed[0]}` does not belong in a {part_type.type} part"
     if part_type.holds_both and part_type.call not in part and part_type.response not in part:

@@ -1,6 +1,10 @@
-"""Validation of parts, alone and as pairs of calls and responses."""
+"""Validation of parts, alone and as pairs of calls and responses, and the published JSON Schemas of parts.
+
+`python -m tools.build_message_parts` writes the schemas to `published_schemas/`, one file for each representation.
+"""
 
 from collections.abc import Iterator
+from importlib import resources
 from typing import cast
 
 import msgspec
@@ -93,3 +97,9 @@ class _PairingCheck:
         elif self._kinds_by_call_id[shared] != kind:
             yield f"the call {shared} is of the kind {self._kinds_by_call_id[shared]}, its response of the kind {kind}"
         self._answered_ids.add(shared)
+
+
+def read_published_schema(representation: str) -> bytes:
+    """Return the JSON Schema of a part in this representation."""
+    schemas = resources.files("fumehood.message_parts").joinpath("published_schemas")
+    return schemas.joinpath(f"{representation}.json").read_bytes()

@@ -175,6 +175,18 @@ def draft_tool_parts(item: JsonObject, mapping: ItemMapping) -> list[PartDraft]:
     return made
 
 
+def draft_entries(
+    item: JsonObject, key: str, draft: Callable[[JsonObject, JsonPath], list[PartDraft]]
+) -> list[PartDraft]:
+    """Draft the parts of the objects in the list at `key`. draft: called with each object and its path."""
+    entries = item.get(key)
+    made: list[PartDraft] = []
+    for number, entry in enumerate(entries if isinstance(entries, list) else []):
+        if isinstance(entry, dict):
+            made += draft(entry, (key, number))
+    return made
+
+
 # --- from the vendor ----------------------------------------------------------------------------------
 
 

@@ -43,7 +43,6 @@ from fumehood.telemetry.span_records import (
 )
 from fumehood.timings import Timing, listen_to_timings
 
-_MAX_CACHED_SERVERS = 1000  # model names
 _CANCELLED_ERRORS = frozenset({"GeneratorExit", "CancelledError"})
 
 # The run of this task, in a list that is emptied at its end. A connection that is opened meanwhile keeps a copy of the
@@ -130,23 +129,17 @@ class InstrumentedModelProvider:
     def __init__(self, models: ModelProvider, dispatcher: RecordDispatcher) -> None:
         self._models = models
         self._dispatcher = dispatcher
-        self._instrumented: dict[ModelBackend, ModelBackend] = {}
         self.list_models = models.list_models
         self.close = models.close
 
     def get_backend(self, model: str) -> ModelBackend:
-        backend = self._models.get_backend(model)
-        wrapped = self._instrumented.get(backend)
-        if wrapped is None:
-            wrapped = self._instrumented[backend] = _InstrumentedModelBackend(backend, self._dispatcher)
-        return wrapped
+        return _InstrumentedModelBackend(self._models.get_backend(model), self._dispatcher)
 
 
 class _InstrumentedModelBackend:
     def __init__(self, backend: ModelBackend, dispatcher: RecordDispatcher) -> None:
         self._backend = backend
         self._dispatcher = dispatcher
-        self._servers: dict[str, tuple[str, int] | None] = {}
         self.validate_request = backend.validate_request
         self.count_tokens = backend.count_tokens
         self.get_profile = backend.get_profile
@@ -155,13 +148,10 @@ class _InstrumentedModelBackend:
     def stream(
         self, request: ModelRequest, accept_batch: AcceptBatch | None = None
     ) -> "_InstrumentedEventStream":
-        dispatcher, model = self._dispatcher, request.model
-        if model not in self._servers:
-            if len(self._servers) >= _MAX_CACHED_SERVERS:  # callers may invent any number of names
-                self._servers.clear()
-            self._servers[model] = self.get_profile(model).server
+        dispatcher = self._dispatcher
         runs = _current_run.get()
-        record = TurnRecord.start(request, self._servers[model], runs[0] if runs else None)
+        server = self.get_profile(request.model).server
+        record = TurnRecord.start(request, server, runs[0] if runs else None)
         if record.streamed and dispatcher.needs_chunk_times:
             record.chunk_times = array("q")
         if dispatcher.captures_content:

@@ -1,5 +1,8 @@
 """Gemini's Interactions API: calls and results are steps with a common id."""
 
+from copy import copy
+from functools import partial
+
 import msgspec
 
 from fumehood.message_parts.canonical_parts import (
@@ -20,6 +23,7 @@ from fumehood.message_parts.vendor_codec import (
     PartDraft,
     TextTemplate,
     VendorCodec,
+    draft_entries,
     draft_tool_parts,
     map_fields,
 )
@@ -86,26 +90,18 @@ def draft_parts(item: JsonObject) -> list[PartDraft]:
     if mapping := _BY_TYPE.get(kind):
         return draft_tool_parts(item, mapping)
     if kind == "thought":
-        return _draft_contents(item, "summary", "", is_reasoning=True)
+        return draft_entries(item, "summary", partial(_draft_content, ReasoningPart(content="")))
     if kind in ("model_output", "user_input"):
-        return _draft_contents(item, "content", "user" if kind == "user_input" else "assistant")
+        role = "user" if kind == "user_input" else "assistant"
+        return draft_entries(item, "content", partial(_draft_content, TextPart(content="", role=role)))
     return []
 
 
-def _draft_contents(item: JsonObject, key: str, role: str, *, is_reasoning: bool = False) -> list[PartDraft]:
-    made: list[PartDraft] = []
-    entries = item.get(key)
-    for number, entry in enumerate(entries if isinstance(entries, list) else []):
-        if isinstance(entry, dict):
-            made += _draft_content(entry, (key, number), role, is_reasoning=is_reasoning)
-    return made
-
-
-def _draft_content(entry: JsonObject, path: JsonPath, role: str, *, is_reasoning: bool) -> list[PartDraft]:
+def _draft_content(text: TextPart | ReasoningPart, entry: JsonObject, path: JsonPath) -> list[PartDraft]:
+    """text: what a text becomes."""
     kind, mime = get_text_at_path(entry, ("type",)) or "", get_text_at_path(entry, ("mime_type",))
     if kind == "text":
-        part = ReasoningPart(content="") if is_reasoning else TextPart(content="", role=role)
-        return [PartDraft(part, (FieldMapping("content", (*path, "text")),))]
+        return [PartDraft(copy(text), (FieldMapping("content", (*path, "text")),))]
     if isinstance(entry.get("data"), str):
         return [
             PartDraft(

@@ -3,6 +3,8 @@
 Results of a search are not in its entry, but in the references of the message that follows.
 """
 
+from functools import partial
+
 from fumehood.message_parts.canonical_parts import (
     FilePart,
     Json,
@@ -19,6 +21,7 @@ from fumehood.message_parts.vendor_codec import (
     PartDraft,
     TextTemplate,
     VendorCodec,
+    draft_entries,
     draft_tool_parts,
     map_fields,
 )
@@ -103,14 +106,10 @@ def _draft_message(item: JsonObject, role: str) -> list[PartDraft]:
     content = item.get("content")
     if isinstance(content, str):
         return [PartDraft(TextPart(content="", role=role), map_fields(content=""))]
-    made: list[PartDraft] = []
-    for number, chunk in enumerate(content if isinstance(content, list) else []):
-        if isinstance(chunk, dict):
-            made += _draft_chunk(chunk, ("content", number), role)
-    return made
+    return draft_entries(item, "content", partial(_draft_chunk, role))
 
 
-def _draft_chunk(chunk: JsonObject, path: JsonPath, role: str) -> list[PartDraft]:
+def _draft_chunk(role: str, chunk: JsonObject, path: JsonPath) -> list[PartDraft]:
     match chunk.get("type"):
         case "text":
             return [PartDraft(TextPart(content="", role=role), (FieldMapping("content", (*path, "text")),))]

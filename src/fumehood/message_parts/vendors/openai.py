@@ -1,6 +1,7 @@
 """OpenAI's Responses API: one item for call and result where OpenAI runs the tool."""
 
 from collections.abc import Callable
+from functools import partial
 
 from fumehood.message_parts.canonical_parts import (
     BlobPart,
@@ -21,6 +22,7 @@ from fumehood.message_parts.vendor_codec import (
     PartDraft,
     TextTemplate,
     VendorCodec,
+    draft_entries,
     draft_tool_parts,
     map_fields,
 )
@@ -250,14 +252,10 @@ def _draft_message(item: JsonObject) -> list[PartDraft]:
     content = item.get("content")
     if isinstance(content, str):
         return [PartDraft(TextPart(content="", role=role), map_fields(content=""))]
-    made: list[PartDraft] = []
-    for number, entry in enumerate(content if isinstance(content, list) else []):
-        if isinstance(entry, dict):
-            made += _draft_content(entry, ("content", number), role)
-    return made
+    return draft_entries(item, "content", partial(_draft_content, role))
 
 
-def _draft_content(entry: JsonObject, path: JsonPath, role: str) -> list[PartDraft]:
+def _draft_content(role: str, entry: JsonObject, path: JsonPath) -> list[PartDraft]:
     kind = entry.get("type")
     if isinstance(kind, str) and kind in _TEXT_FIELDS:
         return [
@@ -293,15 +291,10 @@ def _draft_file(entry: JsonObject, path: JsonPath, modality: str) -> list[PartDr
 
 
 def _draft_reasoning(item: JsonObject) -> list[PartDraft]:
-    made: list[PartDraft] = []
-    for key in ("summary", "content"):
-        entries = item.get(key)
-        for number, entry in enumerate(entries if isinstance(entries, list) else []):
-            if isinstance(entry, dict):
-                made.append(
-                    PartDraft(ReasoningPart(content=""), (FieldMapping("content", (key, number, "text")),))
-                )
-    return made
+    def draft(_entry: JsonObject, path: JsonPath) -> list[PartDraft]:
+        return [PartDraft(ReasoningPart(content=""), (FieldMapping("content", (*path, "text")),))]
+
+    return [*draft_entries(item, "summary", draft), *draft_entries(item, "content", draft)]
 
 
 def find_item_lists(document: Json) -> list[JsonPath]:

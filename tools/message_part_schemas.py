@@ -1,9 +1,5 @@
-"""JSON Schemas (2020-12) of the representations, built from the payload types.
+"""Builds the JSON Schemas (2020-12) of the representations from the tables and payload types of the package."""
 
-`python -m tools.build_message_parts` writes them to `published_schemas/`, one file for each representation.
-"""
-
-from importlib import resources
 from typing import Any, cast
 
 import msgspec
@@ -16,7 +12,7 @@ from fumehood.message_parts.part_format import (
     TOOL_PART_TYPES,
     PartType,
 )
-from fumehood.message_parts.tool_payloads import RESERVED_NAMES, TOOL_KINDS, ToolKind, forbidden_fields
+from fumehood.message_parts.tool_payloads import RESERVED_NAMES, TOOL_KINDS, forbidden_fields
 
 _SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _REF = "#/$defs/{name}"
@@ -30,15 +26,6 @@ _PART_TITLES = {
     "server_tool": "ServerToolPart",
     "server_tool_execution": "ServerToolExecutionPart",
 }
-
-
-def read_published_schema(representation: str) -> bytes:
-    """Return the schema file of the package."""
-    return (
-        resources.files("fumehood.message_parts")
-        .joinpath("published_schemas", f"{representation}.json")
-        .read_bytes()
-    )
 
 
 def build_schema(representation: str) -> JsonObject:
@@ -113,14 +100,10 @@ def _generic_schema(reserved: frozenset[str]) -> JsonObject:
     }
 
 
-def _one_of_payloads(side: str) -> JsonObject:
-    titles = [_payload_type(kind, side).__name__ for kind in TOOL_KINDS.values()]
-    generic = "GenericToolCall" if side == "call" else "GenericToolCallResponse"
+def _one_of_payloads(*, call: bool) -> JsonObject:
+    titles = [kind.payload_type(call=call).__name__ for kind in TOOL_KINDS.values()]
+    generic = "GenericToolCall" if call else "GenericToolCallResponse"
     return {"oneOf": [_ref(title) for title in [*titles, generic]]}
-
-
-def _payload_type(kind: ToolKind, side: str) -> type[msgspec.Struct]:
-    return kind.payload_type(call=side == "call")
 
 
 # --- parts --------------------------------------------------------------------------------------------
@@ -131,10 +114,10 @@ def _tool_part_schema(part_type: PartType) -> JsonObject:
     required = ["type"]
     rules: list[JsonObject] = []
     if part_type.call:
-        properties |= {"name": {"type": "string"}, part_type.call: _one_of_payloads("call")}
+        properties |= {"name": {"type": "string"}, part_type.call: _one_of_payloads(call=True)}
         required.append("name")
     if part_type.response:
-        properties[part_type.response] = _one_of_payloads("response")
+        properties[part_type.response] = _one_of_payloads(call=False)
     made: JsonObject = {"type": "object", "properties": properties}
     if part_type.holds_both:
         made["anyOf"] = [{"required": [part_type.call]}, {"required": [part_type.response]}]
