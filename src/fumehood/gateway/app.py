@@ -18,7 +18,7 @@ from fumehood.gateway.body_parsing import RequestParser
 from fumehood.gateway.cors import CorsPolicy
 from fumehood.gateway.gateway_metrics import CONTENT_TYPE, GatewayMetrics
 from fumehood.gateway.openapi import PUBLIC_PATHS, build_document
-from fumehood.gateway.request_context import RequestContext, encode_json
+from fumehood.gateway.request_context import RequestContext, encode_json, to_api_error
 from fumehood.gateway.request_limits import RequestLimits
 from fumehood.gateway.request_log import RequestLog, log_to_logger
 from fumehood.gateway.routes.container_routes import ContainerFileRoutes, ContainerRoutes
@@ -36,12 +36,10 @@ from fumehood.protocol.model_turns import ModelList
 from fumehood.protocol.openai.api_errors import (
     ApiError,
     Conflict,
-    InternalServerError,
     InvalidRequest,
     NotAuthenticated,
     NotFound,
     ServiceUnavailable,
-    detect_resource_exhaustion,
 )
 
 type Handler = Callable[[RequestContext, Caller], Awaitable[None]]
@@ -121,6 +119,7 @@ class Gateway:
             responses,
             self._authenticate_websocket,
             self.cors,
+            limits,
             self.metrics,
             record_request=lambda context: self._record_request(context, self._websocket_routes),
         )
@@ -204,19 +203,10 @@ class Gateway:
             if route.scope is not None:
                 self._check_scope(caller, route.scope)
             await route.handler(context, caller)
-        except ApiError as error:
-            await self._send_error(context, error)
         except ClientDisconnected:
             context.log_fields["outcome"] = "client disconnected before the request was complete"
         except Exception as error:
-            exhausted = detect_resource_exhaustion(error)
-            if exhausted is None:
-                logger.exception("Request %s failed.", context.request_id)
-            if context.has_started:
-                raise
-            await self._send_error(
-                context, exhausted or InternalServerError("Internal server error; see the server log.")
-            )
+            await self._send_error(context, to_api_error(error, context.request_id))
         finally:
             self._record_request(context, path_routes)
 

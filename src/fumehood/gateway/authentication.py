@@ -133,9 +133,7 @@ class ApiKeyAuthenticator:
     def authenticate(self, authorization: bytes | None, host: bytes) -> Caller:
         if self._anonymous is not None:
             return self._anonymous.authenticate(authorization, host)
-        if authorization is None:
-            raise NotAuthenticated(_MISSING_KEY_MESSAGE)
-        if authorization[:7].lower() != _BEARER_PREFIX:
+        if authorization is None or authorization[:7].lower() != _BEARER_PREFIX:
             raise NotAuthenticated(_MISSING_KEY_MESSAGE)
         # A lookup by hash: its duration reveals nothing about any secret.
         caller = self._callers_by_digest.get(hash_secret(authorization[7:].strip()))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import logging
 import math
 import secrets
 from collections.abc import Callable
@@ -26,7 +27,14 @@ from fumehood.http_server.asgi_exchange import (
     Send,
 )
 from fumehood.http_server.slow_clients import MIN_BYTES_PER_SECOND, TransferDeadline
-from fumehood.protocol.openai.api_errors import ApiError, BodyTooLarge, InvalidRequest, to_error_body
+from fumehood.protocol.openai.api_errors import (
+    ApiError,
+    BodyTooLarge,
+    InternalServerError,
+    InvalidRequest,
+    detect_resource_exhaustion,
+    to_error_body,
+)
 
 VERSION_HEADER = (b"fumehood-version", __version__.encode())
 _BODY_TIMEOUT = 30.0  # seconds to wait for the next chunk
@@ -38,6 +46,7 @@ _REQUEST_ID_PREFIX = f"req_{secrets.token_hex(11)}"
 _request_numbers = itertools.count(1)
 
 encode_json = msgspec.json.Encoder().encode
+logger = logging.getLogger(__name__)
 
 
 class BodyTimeout(ApiError):
@@ -204,6 +213,17 @@ class RequestContext(AsgiExchange):
         await self.send_and_discard_body(
             error.status, error_headers(error), encode_json(to_error_body(error))
         )
+
+
+def to_api_error(error: Exception, request_id: str) -> ApiError:
+    """The error to send to the client. Logs errors that are not the client's or the model server's."""
+    if isinstance(error, ApiError):
+        return error
+    exhausted = detect_resource_exhaustion(error)
+    if exhausted is not None:
+        return exhausted
+    logger.error("Request %s failed.", request_id, exc_info=error)
+    return InternalServerError("Internal server error; see the server log.")
 
 
 def error_headers(error: ApiError) -> Headers:

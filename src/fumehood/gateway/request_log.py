@@ -5,7 +5,6 @@ Lines are written in batches: writing each through `logging` costs as much CPU a
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Literal
@@ -18,7 +17,6 @@ type RequestLog = Callable[[int, Mapping[str, LogValue]], None]
 
 _FLUSH_SECONDS = 0.05  # batch lines for this long
 _MAX_VALUE_LENGTH = 200  # characters of one field
-_MAX_PLAIN_LENGTH = 600  # characters of a line that is checked as a whole
 
 logger = logging.getLogger("fumehood.gateway.requests")
 
@@ -40,15 +38,12 @@ class BufferedRequestLog:
         self._format_line = _format_json if log_format == "json" else _format_text
         self._lines: list[str] = []
         self._timer: asyncio.TimerHandle | None = None
-        self._second = 0
-        self._date = ""
 
     def __call__(self, level: int, fields: Mapping[str, LogValue]) -> None:
         if not logger.isEnabledFor(level):
             return
-        self._lines.append(
-            self._format_line(self._timestamp(), "warning" if level > logging.INFO else "info", fields)
-        )
+        when = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._lines.append(self._format_line(when, "warning" if level > logging.INFO else "info", fields))
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(_FLUSH_SECONDS, self.flush)
 
@@ -60,14 +55,6 @@ class BufferedRequestLog:
             lines, self._lines = self._lines, []
             self._write("".join(lines))
 
-    def _timestamp(self) -> str:
-        now = time.time()
-        second = int(now)
-        if second != self._second:
-            self._second = second
-            self._date = datetime.fromtimestamp(second, UTC).isoformat()[:19]
-        return f"{self._date}.{int(now % 1 * 1000):03d}+00:00"
-
 
 def _format_json(when: str, level: str, fields: Mapping[str, LogValue]) -> str:
     line = {"time": when, "level": level, "event": "request", **fields}
@@ -75,23 +62,14 @@ def _format_json(when: str, level: str, fields: Mapping[str, LogValue]) -> str:
 
 
 def _format_text(when: str, level: str, fields: Mapping[str, LogValue]) -> str:
-    """Quote values where needed, so that no value can forge a line or a field. Most lines need one check only."""
-    pairs = [f"{name}={value}" for name, value in fields.items() if value is not None]
-    line = " ".join(pairs)
-    if len(line) > _MAX_PLAIN_LENGTH or not _is_plain(line) or line.count(" ") >= len(pairs):
-        line = " ".join(
-            [f"{name}={_quote_value(value)}" for name, value in fields.items() if value is not None]
-        )
-    return f"{when} {level:7} request {line}\n"
-
-
-def _is_plain(text: str) -> bool:
-    return text.isascii() and text.isprintable() and '"' not in text
+    """Quote values where needed, so that no value can forge a line or a field."""
+    pairs = [f"{name}={_quote_value(value)}" for name, value in fields.items() if value is not None]
+    return f"{when} {level:7} request {' '.join(pairs)}\n"
 
 
 def _quote_value(value: LogValue) -> str:
     if not isinstance(value, str):
         return str(value)
-    if _is_plain(value) and " " not in value:
-        return value[:_MAX_VALUE_LENGTH]
-    return ascii(value[:_MAX_VALUE_LENGTH])
+    shown = value[:_MAX_VALUE_LENGTH]
+    is_plain = shown.isascii() and shown.isprintable() and '"' not in shown and " " not in shown
+    return shown if is_plain else ascii(shown)

@@ -84,14 +84,6 @@ class ResponseRoutes:
             async with self._idempotent_requests.open_run(context, keyed, budget) as run:
                 await self._respond(context, run, request, send_events)
 
-    def memory_budget(self, caller: Caller) -> MemoryBudget:
-        """A memory budget for a request that arrives as a WebSocket message."""
-        return self._limits.memory_budget(caller)
-
-    def max_message_bytes(self, caller: Caller) -> int:
-        """The size limit of a WebSocket message."""
-        return self._limits.max_body_bytes(caller)
-
     async def create_from_message(
         self,
         context: RequestContext,

@@ -22,8 +22,8 @@ from fumehood.cpu_worker import run_in_worker
 from fumehood.gateway.body_parsing import decode_json
 from fumehood.gateway.cors import CorsPolicy
 from fumehood.gateway.gateway_metrics import GatewayMetrics
-from fumehood.gateway.request_context import VERSION_HEADER, RequestContext
-from fumehood.gateway.request_limits import MemoryBudget
+from fumehood.gateway.request_context import VERSION_HEADER, RequestContext, to_api_error
+from fumehood.gateway.request_limits import MemoryBudget, RequestLimits
 from fumehood.gateway.routes.response_routes import ResponseRoutes
 from fumehood.gateway.streaming.event_sender import EventSender
 from fumehood.gateway.streaming.websocket_framing import WebSocketEncoder, encode_text_message
@@ -34,10 +34,8 @@ from fumehood.interfaces import Caller, ReadableRun, Run
 from fumehood.protocol.conversation import ConversationSegment
 from fumehood.protocol.openai.api_errors import (
     ApiError,
-    InternalServerError,
     InvalidRequest,
     RateLimited,
-    detect_resource_exhaustion,
 )
 from fumehood.protocol.openai.responses import Response
 
@@ -123,6 +121,7 @@ class WebSocketRoutes:
         responses: ResponseRoutes,
         authenticate: Callable[[RequestContext], Awaitable[Caller]],
         cors: CorsPolicy,
+        limits: RequestLimits,
         metrics: GatewayMetrics,
         *,
         record_request: Callable[[RequestContext], None],
@@ -130,6 +129,7 @@ class WebSocketRoutes:
         self._cors = cors
         self._metrics = metrics
         self.responses = responses
+        self.limits = limits
         self.authenticate = authenticate
         self.record_request = record_request
         self.unstored = TenantCache[_UnstoredConversation](
@@ -145,7 +145,7 @@ class WebSocketRoutes:
         await context.receive()  # websocket.connect
         context.status = 101
         identity = (b"x-request-id", context.request_id.encode())
-        max_message_bytes = self.responses.max_message_bytes(caller)
+        max_message_bytes = self.limits.max_body_bytes(caller)
         connection = _WebSocketConnection(self, context, caller, max_message_bytes)
         await context.send_raw(
             {
@@ -224,7 +224,7 @@ class _WebSocketConnection:
         }
         self._queues: dict[str | None, _StreamQueue] = {None: _StreamQueue(None)}
         self._concurrency_limiter = asyncio.Semaphore(_MAX_CONCURRENT)
-        self._incoming_budget = routes.responses.memory_budget(caller)  # of the incomplete message
+        self._incoming_budget = routes.limits.memory_budget(caller)  # of the incomplete message
         self._queued_count = 0
         self._queued_bytes = 0
         self._disconnected = False
@@ -366,15 +366,8 @@ class _WebSocketConnection:
         context = RequestContext(scope, self._receive, self._send_body)
         try:
             await self._create_response(context, queue, request)
-        except ApiError as error:
-            await self._send_error(context, queue, error)
         except Exception as error:
-            exhausted = detect_resource_exhaustion(error)
-            if exhausted is None:
-                logger.exception("WebSocket request %s failed.", context.request_id)
-            await self._send_error(
-                context, queue, exhausted or InternalServerError("Internal server error; see the server log.")
-            )
+            await self._send_error(context, queue, to_api_error(error, context.request_id))
         finally:
             self.response_count += 1
             self._routes.record_request(context)

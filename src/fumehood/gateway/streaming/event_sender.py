@@ -11,12 +11,11 @@ from typing import Protocol
 
 import msgspec
 
-from fumehood.gateway.request_context import RequestContext
+from fumehood.gateway.request_context import RequestContext, to_api_error
 from fumehood.interfaces import ReadableRun
 from fumehood.protocol.openai.api_errors import (
     ApiError,
     InternalServerError,
-    detect_resource_exhaustion,
     to_error_detail,
 )
 from fumehood.protocol.openai.responses import Response, ResponseError
@@ -135,13 +134,8 @@ class EventSender:
             return
         try:
             self._send_events(self._unsent or self._reader.read_available())
-        except ApiError as error:
-            self._abort(error)
         except Exception as error:
-            exhausted = detect_resource_exhaustion(error)
-            if exhausted is None:
-                logger.exception("Stream of %s failed (request %s).", self._run.id, self._context.request_id)
-            self._abort(exhausted or InternalServerError("Internal server error; see the server log."))
+            self._abort(to_api_error(error, self._context.request_id))
 
     def _send_events(self, events: Sequence[StreamEvent]) -> None:
         if not events:
