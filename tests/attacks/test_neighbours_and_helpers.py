@@ -7,8 +7,8 @@ and for how long its event loop stands still.
 import asyncio
 import contextlib
 import ctypes
-import mmap
 import math
+import mmap
 import os
 import random
 import resource

@@ -22,6 +22,7 @@ from fumehood.store.sqlite_store import SqliteStore
 from fumehood.testing import FakeClock, MemoryBlobStore, MemoryStore
 from fumehood.testing.kits.file_service_kit import ANN, stream_chunks
 from tests.support.upload_gateway import list_files
+from tests.support.waiting import wait_until
 
 NEW = FileUploadMetadata(filename="a.txt", purpose="user_data")
 
@@ -103,9 +104,7 @@ async def test_who_is_cancelled_while_the_record_is_written(tmp_path: Path) -> N
             await asyncio.sleep(0.0002)
         upload.cancel()
         await asyncio.gather(upload, return_exceptions=True)
-    async with asyncio.timeout(30):
-        while list_files(tmp_path / "blobs" / "incoming"):
-            await asyncio.sleep(0.01)
+    await wait_until(lambda: not list_files(tmp_path / "blobs" / "incoming"))
     found = await store.list_uploads("ann", PageQuery(limit=100), now=0)
     await store.close()
     assert {record.blob for record in found} == {path.name for path in list_files(tmp_path / "blobs")}
@@ -139,9 +138,7 @@ async def test_orphans_go_at_the_start_and_then_when_they_are_old(tmp_path: Path
         await disk.put(b"%d" % number)  # as if a process had died before it could write the record
     _age(tmp_path, 1)
     async with GarbageCollectedBlobs(disk, store).run_garbage_collector(clock) as blobs:
-        async with asyncio.timeout(30):
-            while len(list_files(tmp_path / "blobs")) > 1:
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: len(list_files(tmp_path / "blobs")) <= 1)
         young, old = [await disk.put(content) for content in (b"young", b"old")]
         async with blobs.put_pinned(b"held") as held:
             _age(tmp_path, 7200)

@@ -27,6 +27,7 @@ from tests.support.prometheus_page import MetricsPage
 from tests.support.sandbox_runs import has_cgroups
 from tests.support.scripted_gateway import ScriptedGateway, number_events, run_gateway, text_events
 from tests.support.two_tenant_gateway import TenantClient, put_key
+from tests.support.waiting import wait_until
 from tests.support.websocket_client import open_socket
 
 
@@ -151,9 +152,7 @@ async def test_a_blocked_loop_is_seen() -> None:
         while not lag.count:
             await asyncio.sleep(0.001)
         time.sleep(0.25)
-        async with asyncio.timeout(30):
-            while lag.sum < 0.2:
-                await asyncio.sleep(0.001)
+        await wait_until(lambda: lag.sum >= 0.2)
     seen = lag.count
     await asyncio.sleep(0.01)
     assert lag.count == seen
@@ -192,9 +191,7 @@ async def test_its_figures_are_on_the_page_unless_it_does_not_answer(monkeypatch
             assert shown.value("fumehood_local_sandbox_server_up") == 0
             assert "fumehood_sandbox_instances" not in shown.kinds
             assert shown.value("fumehood_requests_total", route="/metrics", status="200") >= 1
-        async with asyncio.timeout(30):
-            while local.server_pid is not None:
-                await asyncio.sleep(0.01)
+        await wait_until(lambda: local.server_pid is None)
         with pytest.raises(SandboxServerUnreachable):
             await local.metrics()
         assert local.server_pid is None, "none is started for its figures"

@@ -19,6 +19,7 @@ from fumehood.protocol.openai.api_errors import (
 )
 from tests.support.multipart_bodies import form, form_type, part
 from tests.support.scripted_gateway import ScriptedGateway, run_gateway, send_slowly, text_events
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 JSON_TYPE = {"content-type": "application/json"}
@@ -251,11 +252,9 @@ async def test_a_caller_who_leaves_early_is_no_error(
                 b"content-length: 10\r\n\r\n{"
             )
             await writer.drain()
-        async with asyncio.timeout(30):
-            while "disconnected before" not in str(
-                [getattr(record, "fields", "") for record in caplog.records]
-            ):
-                await asyncio.sleep(0.01)
+        await wait_until(
+            lambda: "disconnected before" in str([getattr(record, "fields", "") for record in caplog.records])
+        )
     assert {record.levelno for record in caplog.records} == {logging.INFO}
 
 

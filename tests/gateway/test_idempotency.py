@@ -19,6 +19,7 @@ from fumehood.protocol.openai.api_errors import InternalServerError, InvalidRequ
 from fumehood.protocol.openai.stream_events import OutputTextDelta
 from tests.support.scripted_gateway import HttpResponse, ScriptedGateway, run_gateway, text_events
 from tests.support.two_tenant_gateway import INTERPRETER, TenantGateway, two_tenants
+from tests.support.waiting import wait_until
 
 module = pytest.mark.asyncio(loop_scope="module")
 
@@ -185,9 +186,7 @@ def finish_run(gateway: ScriptedGateway) -> None:
 
 async def wait_for_subscribers(gateway: ScriptedGateway, number: int) -> None:
     """Until so many see the only run."""
-    async with asyncio.timeout(30):
-        while subscriber_count(gateway) != number:
-            await asyncio.sleep(0.001)
+    await wait_until(lambda: subscriber_count(gateway) == number)
 
 
 def subscriber_count(gateway: ScriptedGateway) -> int:

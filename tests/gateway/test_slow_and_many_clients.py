@@ -18,6 +18,7 @@ from tests.support import gateway_process
 from tests.support.gateway_process import text_answer
 from tests.support.raw_model_server import RawModelServer, chunk, open_raw_model_server, stream
 from tests.support.scripted_gateway import ScriptedGateway, run_gateway, text_events
+from tests.support.waiting import wait_until
 from tests.support.websocket_client import connect_websocket
 
 MB = 1_000_000
@@ -115,9 +116,7 @@ class Watched:
         return f"http://127.0.0.1:{self.port}/v1{path}"
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(60):
-            while not condition():
-                await asyncio.sleep(0.05)
+        await wait_until(condition, 60)
 
 
 @asynccontextmanager

@@ -44,6 +44,7 @@ from fumehood.timings import start_timing
 from tests.support.echo_tool import EchoTool
 from tests.support.engine_harness import ECHO, make_usage, read_batches
 from tests.support.turn_records import live_records, start_turn
+from tests.support.waiting import wait_until
 
 
 class RecordingListener(RecordListener):
@@ -175,9 +176,7 @@ async def test_ends_are_told_together_and_soon() -> None:
     for number in range(100):
         dispatcher.end(ToolCallRecord(name="f", call_id=str(number), duration_ns=1))
         assert len(listener.ended) == (0 if number < 63 else 64)
-    async with asyncio.timeout(30):
-        while len(listener.ended) < 100:
-            await asyncio.sleep(0.05)
+    await wait_until(lambda: len(listener.ended) >= 100)
     assert [record.call_id for record in listener.ended if isinstance(record, ToolCallRecord)] == [
         *map(str, range(100))
     ]

@@ -20,6 +20,7 @@ from fumehood.protocol.api_keys import ApiKeyLimits
 from fumehood.protocol.openai.api_errors import NotAuthenticated
 from tests.support import raw_http_connection
 from tests.support.scripted_gateway import ScriptedGateway, run_gateway, send_slowly, text_events
+from tests.support.waiting import wait_until
 from tests.support.websocket_client import error_of, first_events, open_socket, wait_until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -363,9 +364,7 @@ async def test_every_response_is_logged_and_counted() -> None:
         async with open_socket(gateway) as socket:
             await socket.create_and_read(model="small")
             await socket.read_error(include=["x"])
-        async with asyncio.timeout(30):
-            while len(lines) < 3:
-                await asyncio.sleep(0.001)
+        await wait_until(lambda: len(lines) >= 3)
         figures = (await gateway.request("GET", "/metrics")).body.decode()
     response, rejection, connection = ({**line} for line in lines[:3])
     assert len({line["request_id"] for line in lines[:3]}) == 3

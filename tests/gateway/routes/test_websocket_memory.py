@@ -1,6 +1,5 @@
 """Incomplete WebSocket messages count towards the memory limit."""
 
-import asyncio
 import json
 from collections.abc import Callable
 
@@ -14,6 +13,7 @@ from fumehood.interfaces import Caller
 from fumehood.protocol.api_keys import ApiKeyLimits
 from fumehood.protocol.openai.api_errors import ApiError
 from tests.support.scripted_gateway import run_gateway
+from tests.support.waiting import wait_until
 from tests.support.websocket_client import WebSocketClient, connect_websocket, error_of
 
 PATIENCE = 60
@@ -44,9 +44,7 @@ def held(limits: RequestLimits, caller: Caller) -> int:
 
 
 async def until(limits: RequestLimits, true: Callable[[int], bool]) -> None:
-    async with asyncio.timeout(PATIENCE):
-        while not true(held(limits, Caller())):
-            await asyncio.sleep(0.001)
+    await wait_until(lambda: true(held(limits, Caller())), PATIENCE)
 
 
 def write(socket: WebSocketClient, content: bytes) -> None:
