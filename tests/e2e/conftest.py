@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from openai import OpenAI
@@ -10,18 +11,23 @@ from tests.support import gateway_process
 from tests.support.gateway_process import GatewayProcess, ScriptedModelServer
 from tests.support.sandbox_runs import has_cgroups
 
+INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
+OUTPUTS: Any = ["code_interpreter_call.outputs"]
+
 
 @dataclass(frozen=True)
 class RunningGateway:
     """strict: a client that refuses whatever its own types do not know; client: one as most people have.
 
-    The model is `scripted`; `far` and `far-direct` are models of another gateway, which asks the same scripted one.
+    The model is `scripted`. `far` is another gateway, which has no code interpreter and asks the same scripted model;
+    its models are `far` and `far-direct` here.
     """
 
     process: GatewayProcess
     model: ScriptedModelServer
     strict: OpenAI
     client: OpenAI
+    far: GatewayProcess
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +40,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningGateway
         make_client(running, strict=True) as strict,
         make_client(running) as client,
     ):
-        yield RunningGateway(running, model, strict, client)
+        yield RunningGateway(running, model, strict, client, far)
 
 
 def make_client(running: GatewayProcess, *, strict: bool = False) -> OpenAI:
@@ -72,3 +78,14 @@ def make_chained_settings(far: GatewayProcess, model: ScriptedModelServer) -> di
 def make_settings_without_code(model: ScriptedModelServer) -> dict[str, object]:
     """For what needs no sandboxes: the gateway starts much faster."""
     return {**make_settings(model), "providers": {"code_interpreter": {"enabled": False}}}
+
+
+def find_call(response: Any) -> Any:
+    """The one call of the code interpreter in a response."""
+    (call,) = [item for item in response.output if item.type == "code_interpreter_call"]
+    return call
+
+
+def read_logs(response: Any) -> str:
+    """What that call printed."""
+    return "".join(output.logs for output in find_call(response).outputs if output.type == "logs")

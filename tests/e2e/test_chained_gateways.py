@@ -5,12 +5,9 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.conftest import RunningGateway
+from tests.e2e.conftest import INTERPRETER, OUTPUTS, RunningGateway
 from tests.support.gateway_process import USAGE, code_call, text_answer, tool_call
 from tests.support.raw_model_server import DONE, chunk, stream
-
-INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
-OUTPUTS: Any = ["code_interpreter_call.outputs"]
 
 
 def test_a_streamed_turn_with_code_and_the_next_one(gateway: RunningGateway) -> None:

@@ -8,31 +8,27 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import openai
 import pytest
 
-from tests.e2e.conftest import make_client, make_settings
+from tests.e2e.conftest import INTERPRETER, OUTPUTS, RunningGateway, make_client, make_settings, read_logs
 from tests.support import gateway_process
 from tests.support.gateway_process import ScriptedModelServer, code_call, text_answer
 from tests.support.sandbox_runs import has_cgroups
 
-INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
-OUTPUTS: Any = ["code_interpreter_call.outputs"]
 TOKEN = "a-token-that-nobody-guesses"
 
 
-def test_a_gateway_without_the_tool(tmp_path: Path) -> None:
-    with ScriptedModelServer() as model:
-        settings = make_settings(model) | {"providers": {"code_interpreter": {"enabled": False}}}
-        with gateway_process.run_gateway(tmp_path, settings) as running, make_client(running) as client:
-            with pytest.raises(openai.BadRequestError, match="code_interpreter is not enabled"):
-                client.responses.create(model="scripted", input="?", tools=[INTERPRETER])
-            assert not model.requests
-            model.script(text_answer("Hello"))
-            assert client.responses.create(model="scripted", input="?").output_text == "Hello"
-            assert "tools" not in model.requests[0].json
+def test_a_gateway_without_the_tool(gateway: RunningGateway) -> None:
+    with make_client(gateway.far) as client:
+        gateway.model.script(text_answer("Hello"))
+        with pytest.raises(openai.BadRequestError, match="code_interpreter is not enabled"):
+            client.responses.create(model="scripted", input="?", tools=[INTERPRETER])
+        assert not gateway.model.requests
+        assert client.responses.create(model="scripted", input="?").output_text == "Hello"
+        assert "tools" not in gateway.model.requests[0].json
 
 
 @contextmanager
@@ -86,38 +82,26 @@ def test_a_sandbox_server_elsewhere(tmp_path: Path) -> None:
                 include=OUTPUTS,
                 previous_response_id=first.id,
             )
-            ran: Any = second.output[0]
-            assert ran.outputs[0].logs == "42\n"
+            assert read_logs(second) == "42\n"
             assert not any(TOKEN in line for line in running.output)
 
 
 def test_the_provider_is_configured_in_the_file(tmp_path: Path) -> None:
     with ScriptedModelServer() as model:
-        settings = make_settings(model, execution_timeout=1.0, always_include_outputs=True)
+        settings = make_settings(
+            model, execution_timeout=1.0, always_include_outputs=True, isolation="execution"
+        )
         with gateway_process.run_gateway(tmp_path, settings) as running, make_client(running) as client:
             model.script(
-                code_call("print('begun')\nwhile True: pass"), code_call("print('alive')"), text_answer("ok")
-            )
-            response = client.responses.create(model="scripted", input="?", tools=[INTERPRETER])
-            stopped: Any = response.output[0]
-            after: Any = response.output[1]
-            assert stopped.status == "failed"
-            assert "begun" in stopped.outputs[0].logs
-            assert after.outputs[0].logs == "alive\n"
-            assert "longer than 1 s " in model.requests[1].json["messages"][-1]["content"]
-
-
-def test_isolation_by_execution_gives_every_call_a_sandbox_of_its_own(tmp_path: Path) -> None:
-    with ScriptedModelServer() as model:
-        settings = make_settings(model, isolation="execution")
-        with gateway_process.run_gateway(tmp_path, settings) as running, make_client(running) as client:
-            model.script(
-                code_call("x = 1\nopen('kept.txt', 'w').write('file')"),
+                code_call("x = 1\nopen('kept.txt', 'w').write('file')\nprint('begun')"),
+                code_call("print('begun')\nwhile True: pass"),
                 code_call("print(open('kept.txt').read(), 'x' in globals())"),
                 text_answer("ok"),
             )
-            response = client.responses.create(
-                model="scripted", input="?", tools=[INTERPRETER], include=OUTPUTS
-            )
-            second: Any = response.output[1]
-            assert second.outputs[0].logs == "file False\n"
+            response = client.responses.create(model="scripted", input="?", tools=[INTERPRETER])
+            _, stopped, after, _ = cast("list[Any]", response.output)
+            assert stopped.status == "failed"
+            assert "begun" in stopped.outputs[0].logs
+            assert "longer than 1 s " in model.requests[2].json["messages"][-1]["content"]
+            # Every call has a sandbox of its own, with the files of earlier calls and without their variables.
+            assert after.outputs[0].logs == "file False\n"

@@ -5,11 +5,10 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.conftest import RunningGateway
+from tests.e2e.conftest import INTERPRETER, RunningGateway
 from tests.support.code_word_model_server import CodeWordModel, extract_texts
 from tests.support.gateway_process import code_call, text_answer
 
-INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
 MANAGED: Any = [{"type": "compaction", "compact_threshold": 2000}]
 FACT = "Remember: the code word is heliotrope."
 QUESTION = "Which word did I tell you first?"

@@ -22,14 +22,13 @@ from openai import AsyncOpenAI, OpenAI
 from fumehood.protocol.sandbox.sandbox_errors import SandboxServerUnreachable
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
 from fumehood.sandbox_client.server_connection import SandboxConnectionSettings
-from tests.e2e.conftest import RunningGateway, make_client
+from tests.e2e.conftest import OUTPUTS, RunningGateway, find_call, make_client, read_logs
 from tests.e2e.test_keys_and_idempotency import made_key
 from tests.support import gateway_process
 from tests.support.gateway_process import GatewayProcess
 from tests.support.sandbox_runs import has_cgroups
 from tests.support.waiting import becomes_true
 
-OUTPUTS: Any = ["code_interpreter_call.outputs"]
 LIMITS = "enforced" if has_cgroups() else "best-effort"
 GIB = 1 << 30
 CROWD = 50
@@ -46,15 +45,6 @@ def ran(client: OpenAI, code: str, container: object = None, **more: Any) -> Any
     return create(model="direct", input=f"```python\n{code}\n```", tools=[tool], include=OUTPUTS, **more)
 
 
-def call_of(response: Any) -> Any:
-    (call,) = [item for item in response.output if item.type == "code_interpreter_call"]
-    return call
-
-
-def logs_of(response: Any) -> str:
-    return "".join(output.logs for output in call_of(response).outputs if output.type == "logs")
-
-
 def test_a_repository_is_worked_on(gateway: RunningGateway) -> None:
     """More files than fit into one page of anything, in and out, changed, outliving their sandbox."""
     content = io.BytesIO()
@@ -66,7 +56,7 @@ def test_a_repository_is_worked_on(gateway: RunningGateway) -> None:
     put = files.create(container, file=("all.zip", content.getvalue()), extra_body={"unpack": "true"})
     assert len(put.model_extra["fumehood:unpacked"]) == 1500
     count = "import glob; print(len(glob.glob('**/*.*', recursive=True)), open('src/d7/1447.py').read())"
-    assert logs_of(ran(gateway.client, count, container)) == "1500 x = 1447\n\n"
+    assert read_logs(ran(gateway.client, count, container)) == "1500 x = 1447\n\n"
     change = "for i in range(10): open(f'src/d{i}/{i}.py', 'a').write('changed')"
     make = "for i in range(1000): open(f'made{i}.txt', 'w').write(str(i))"
     ran(gateway.client, f"{change}\n{make}", container)
@@ -77,9 +67,9 @@ def test_a_repository_is_worked_on(gateway: RunningGateway) -> None:
     assert files.content.retrieve(changed.id, container_id=container).read() == b"x = 3\nchanged"
     assert listed["/mnt/data/made999.txt"].source == "assistant"
     killed = ran(gateway.client, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", container)
-    assert call_of(killed).status == "failed"
+    assert find_call(killed).status == "failed"
     again = "import glob; print(len(glob.glob('**/*.*', recursive=True)), open('src/d3/3.py').read())"
-    assert "2500 x = 3\nchanged" in logs_of(ran(gateway.client, again, container))
+    assert "2500 x = 3\nchanged" in read_logs(ran(gateway.client, again, container))
     gateway.client.containers.delete(container)
 
 
@@ -113,7 +103,7 @@ def test_a_change_of_the_same_size_and_time_is_seen(gateway: RunningGateway, cha
     check = "after = os.stat('a.txt'); print((after.st_size, after.st_mtime_ns) == (6, before.st_mtime_ns))"
     hide = "os.utime('a.txt', ns=times)"
     response = ran(gateway.client, "\n".join([times, HIDDEN_CHANGES[change], hide, check]), container)
-    assert logs_of(response) == "True\n"
+    assert read_logs(response) == "True\n"
     assert files.content.retrieve(file.id, container_id=container).read() == b"second"
     gateway.client.containers.delete(container)
 
@@ -166,7 +156,7 @@ def test_a_gateway_that_was_killed_finds_its_containers_again(tmp_path: Path, so
         made = client.containers.create(name="kept")
         client.containers.files.create(made.id, file=("given.txt", b"given"))
         first = ran(client, "x = 41\nopen('made.txt', 'w').write('made')\nNone", made.id)
-        assert call_of(first).status == "completed"
+        assert find_call(first).status == "completed"
         alone = client.containers.create(name="never used")
         client.containers.files.create(alone.id, file=("given.txt", b"given"))
     running.kill()
@@ -177,12 +167,12 @@ def test_a_gateway_that_was_killed_finds_its_containers_again(tmp_path: Path, so
     ):
         assert client.containers.retrieve(made.id).status == "running"
         again = ran(client, "print(x + 1, open('given.txt').read())", made.id)
-        assert logs_of(again) == "42 given\n"
+        assert read_logs(again) == "42 given\n"
         assert {file.path: file.source for file in client.containers.files.list(made.id)} == {
             "/mnt/data/given.txt": "user",
             "/mnt/data/made.txt": "assistant",
         }
-        assert logs_of(ran(client, "print(open('given.txt').read())", alone.id)) == "given\n"
+        assert read_logs(ran(client, "print(open('given.txt').read())", alone.id)) == "given\n"
         for container in (made, alone):
             client.containers.delete(container.id)
         assert sandboxes(socket) == []
@@ -205,7 +195,7 @@ def test_a_sandbox_that_is_lost_while_code_runs_fails_the_call(tmp_path: Path, s
                     assert becomes_true(lambda: bool(sandboxes(socket)), 60)
                     client.containers.delete(made.id)
                 if event.type == "response.completed":
-                    assert call_of(event.response).status == "failed"
+                    assert find_call(event.response).status == "failed"
         assert sandboxes(socket) == []
         with pytest.raises(openai.NotFoundError):
             ran(client, "1", made.id)
@@ -215,7 +205,7 @@ def test_containers_of_an_embedded_server_expire_with_it(tmp_path: Path) -> None
     running = gateway_process.start_gateway(tmp_path, settings())
     with make_client(running) as client:
         first = ran(client, "x = 41\nopen('made.txt', 'w').write('made')\nNone")
-        container = call_of(first).container_id
+        container = find_call(first).container_id
         client.containers.files.create(container, file=("given.txt", b"given"))
         unused = client.containers.create(name="never used")
     running.kill()
@@ -231,8 +221,8 @@ def test_containers_of_an_embedded_server_expire_with_it(tmp_path: Path) -> None
             ran(client, "1", container)
         code = "import os\nprint(sorted(os.listdir()), 'x' in globals())"
         second = ran(client, code, previous_response_id=first.id)
-        assert call_of(second).container_id != container
-        assert logs_of(second) == "['given.txt'] False\n"
+        assert find_call(second).container_id != container
+        assert read_logs(second) == "['given.txt'] False\n"
         assert client.responses.retrieve(first.id).status == "completed"
 
 
@@ -260,7 +250,7 @@ def test_an_archive_is_unpacked_where_the_code_finds_it(gateway: RunningGateway)
     )
     assert first.path == "/mnt/data/data/numbers.csv"
     code = "print(sum(map(int, open('data/numbers.csv'))), open('read me.txt').read())"
-    assert logs_of(ran(gateway.strict, code, made.id)) == "6 hello\n"
+    assert read_logs(ran(gateway.strict, code, made.id)) == "6 hello\n"
     changed = "open('data/numbers.csv', 'a').write('4\\n')\nNone"
     ran(gateway.strict, changed, made.id)
     files = {file.path: file for file in gateway.strict.containers.files.list(made.id)}
@@ -396,7 +386,7 @@ def test_a_hundred_containers_of_two_tenants(tmp_path: Path, socket: Path) -> No
         response: Any = await client.responses.create(
             model="direct", input=f"```python\n{code}\n```", tools=[tool], include=OUTPUTS
         )
-        assert logs_of(response) == f"{mark}\n"
+        assert read_logs(response) == f"{mark}\n"
         files = {file.path: file async for file in client.containers.files.list(made.id)}
         content = await client.containers.files.content.retrieve(
             files["/mnt/data/made.txt"].id, container_id=made.id

@@ -12,14 +12,19 @@ import httpx
 import openai
 import pytest
 
-from tests.e2e.conftest import RunningGateway, make_client, make_settings, make_settings_without_code
+from tests.e2e.conftest import (
+    INTERPRETER,
+    OUTPUTS,
+    RunningGateway,
+    make_client,
+    make_settings,
+    make_settings_without_code,
+    read_logs,
+)
 from tests.support import gateway_process
 from tests.support.gateway_process import GatewayProcess, ScriptedModelServer, code_call, text_answer
 from tests.support.raw_model_server import chunk, stream
 from tests.support.waiting import becomes_true
-
-INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
-OUTPUTS: Any = ["code_interpreter_call.outputs"]
 
 
 def test_a_client_that_leaves_takes_its_run_along(gateway: RunningGateway) -> None:
@@ -41,8 +46,7 @@ def test_a_client_that_leaves_takes_its_run_along(gateway: RunningGateway) -> No
     gateway.model.script(code_call("print(n < 600)"), text_answer("ok"))
     tool: Any = {"type": "code_interpreter", "container": container}
     after = gateway.client.responses.create(model="scripted", input="?", tools=[tool], include=OUTPUTS)
-    ran: Any = after.output[0]
-    assert ran.outputs[0].logs == "True\n"
+    assert read_logs(after) == "True\n"
 
 
 def test_a_client_that_leaves_while_the_model_writes(gateway: RunningGateway) -> None:

@@ -62,18 +62,18 @@ def create(running: GatewayProcess, headers: dict[str, str] | None = None, **mor
     return httpx.post(f"{running.url}/responses", json=body, headers=headers, timeout=60)
 
 
-@pytest.mark.parametrize("streamed", [False, True])
 def test_a_request_is_refused_before_anything_is_made(
-    running: GatewayProcess, model: ScriptedModelServer, disk: Path, streamed: bool
+    running: GatewayProcess, model: ScriptedModelServer, disk: Path
 ) -> None:
     fill_disk(disk)
     model.script(text_answer("never"))
-    refused = create(running, stream=streamed)
-    assert refused.status_code == 503
-    error = refused.json()["error"]
-    assert (error["type"], error["code"]) == ("server_error", "storage_unavailable")
-    assert int(refused.headers["retry-after"]) >= 1
-    assert model.requests == []
+    for streamed in (False, True):
+        refused = create(running, stream=streamed)
+        assert refused.status_code == 503
+        error = refused.json()["error"]
+        assert (error["type"], error["code"]) == ("server_error", "storage_unavailable")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert model.requests == []
     # What is not to be stored needs no disk.
     assert create(running, store=False).json()["status"] == "completed"
     free_disk(disk)

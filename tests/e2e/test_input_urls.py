@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.conftest import make_client, make_settings_without_code
+from tests.e2e.conftest import RunningGateway, make_client, make_settings_without_code
 from tests.support import gateway_process
 from tests.support.gateway_process import ScriptedModelServer, text_answer
 from tests.support.websites import Website
@@ -38,21 +38,17 @@ def pictured(address: str) -> Any:
     return [{"role": "user", "content": [{"type": "input_image", "image_url": address}]}]
 
 
-def test_addresses_are_fetched_only_where_the_operator_says_so(tmp_path: Path, website: Website) -> None:
+def test_addresses_are_fetched_only_where_the_operator_says_so(
+    gateway: RunningGateway, tmp_path: Path, website: Website
+) -> None:
     address = f"http://127.0.0.1:{website.port}/t.csv"
+    gateway.model.script()
+    with pytest.raises(openai.BadRequestError, match=r"inputs\.fetch_urls or inputs\.pass_urls") as refused:
+        gateway.strict.responses.create(model="scripted", input=asked(address))
+    assert refused.value.param == "input[0].content[0].file_url"
+    assert gateway.model.requests == []
     with ScriptedModelServer() as model:
         settings = make_settings_without_code(model)
-        with (
-            gateway_process.run_gateway(tmp_path, settings) as running,
-            make_client(running, strict=True) as client,
-        ):
-            with pytest.raises(
-                openai.BadRequestError, match=r"inputs\.fetch_urls or inputs\.pass_urls"
-            ) as refused:
-                client.responses.create(model="scripted", input=asked(address))
-            assert refused.value.param == "input[0].content[0].file_url"
-            assert model.requests == []
-
         passing = {**settings, "inputs": {"pass_urls": True}}
         with (
             gateway_process.run_gateway(tmp_path, passing) as running,

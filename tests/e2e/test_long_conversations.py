@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 
-from tests.e2e.conftest import RunningGateway
+from tests.e2e.conftest import INTERPRETER, RunningGateway
 from tests.support.long_conversations import (
     FACT,
     KNOWN,
@@ -21,7 +21,6 @@ from tests.support.long_conversations import (
     make_text,
 )
 
-INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
 type Way = Literal["previous", "replayed", "on demand"]
 
 

@@ -7,12 +7,11 @@ import subprocess
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from tests.e2e.conftest import RunningGateway
+from tests.e2e.conftest import INTERPRETER, RunningGateway
 from tests.support.gateway_process import code_call, text_answer
 from tests.support.prometheus_page import MetricsPage
 from tests.support.sandbox_runs import has_cgroups
@@ -23,7 +22,6 @@ PAGE = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
 RULES = ROOT / "deploy" / "prometheus" / "rules.yaml"
 NOT_OURS = {"job", "instance", "le", "up"}
 GREEDY = "import mmap\nm = mmap.mmap(-1, 2 << 30)\nfor i in range(0, 2 << 30, 4096): m[i] = 1"
-TOOL: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
 
 
 def page_of(gateway: RunningGateway) -> bytes:
@@ -37,7 +35,7 @@ def scraped(gateway: RunningGateway) -> MetricsPage:
 
 def run(gateway: RunningGateway, code: str) -> None:
     gateway.model.script(code_call(code), text_answer("done"))
-    gateway.client.responses.create(model="scripted-too", input="?", tools=[TOOL])
+    gateway.client.responses.create(model="scripted-too", input="?", tools=[INTERPRETER])
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,8 @@ import pytest
 from inline_snapshot import snapshot
 from pydantic import BaseModel
 
-from tests.e2e.conftest import RunningGateway
+from tests.e2e.conftest import INTERPRETER, OUTPUTS, RunningGateway, read_logs
 from tests.support.gateway_process import code_call, text_answer, tool_call, tool_calls
-
-INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
-OUTPUTS: Any = ["code_interpreter_call.outputs"]
 
 PLOT = """
 import matplotlib.pyplot as plt
@@ -153,8 +150,7 @@ def test_kept_read_and_deleted(gateway: RunningGateway) -> None:
     client = gateway.strict
     made = client.responses.create(model="scripted", input="Go", tools=[INTERPRETER], metadata={"a": "b"})
     read = client.responses.retrieve(made.id, include=OUTPUTS)
-    ran: Any = read.output[0]
-    assert ran.outputs[0].logs == "kept\n"
+    assert read_logs(read) == "kept\n"
     assert read.metadata == {"a": "b"}
     assert client.responses.retrieve(made.id) == made
     items = client.responses.input_items.list(made.id)
@@ -200,8 +196,7 @@ def test_functions_beside_the_interpreter(gateway: RunningGateway) -> None:
         previous_response_id=first.id,
         include=OUTPUTS,
     )
-    ran: Any = second.output[0]
-    assert ran.outputs[0].logs == "6\n"
+    assert read_logs(second) == "6\n"
     messages = gateway.model.requests[0].json["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
     assert [message["tool_call_id"] for message in messages[2:]] == ["call_a", "call_b"]
@@ -308,8 +303,7 @@ def test_replayed_items_find_their_container(gateway: RunningGateway) -> None:
         include=OUTPUTS,
         store=False,
     )
-    ran: Any = second.output[0]
-    assert ran.outputs[0].logs == "5\n"
+    assert read_logs(second) == "5\n"
 
 
 def test_pictures_of_the_user_reach_the_model(gateway: RunningGateway) -> None:

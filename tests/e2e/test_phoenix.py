@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import make_client, make_settings
+from tests.e2e.conftest import INTERPRETER, make_client, make_settings
 from tests.support import gateway_process
 from tests.support.gateway_process import ScriptedModelServer, code_call, text_answer
 
@@ -32,7 +32,6 @@ ALONE = {
     "PHOENIX_DISABLE_AGENT_ASSISTANT": "true",
     "PHOENIX_ENABLE_MCP_SERVER": "false",
 }
-TOOL: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
 
 
 def free_port() -> int:
@@ -109,7 +108,7 @@ def test_a_streamed_turn_with_code_is_seen_in_phoenix(tmp_path: Path) -> None:
                 model="scripted",
                 instructions="Use code.",
                 input="What is 6 * 7?",
-                tools=[TOOL],
+                tools=[INTERPRETER],
                 stream=True,
             )
             assert [event.type for event in asked][-1] == "response.completed"

@@ -7,8 +7,8 @@ import openai
 import pytest
 from inline_snapshot import snapshot
 
-from tests.e2e.conftest import RunningGateway
-from tests.e2e.test_openai_sdk import INTERPRETER, order
+from tests.e2e.conftest import INTERPRETER, RunningGateway
+from tests.e2e.test_openai_sdk import order
 from tests.support.gateway_process import Responder, code_call, text_answer, tool_call, tool_calls
 
 SHELL: Any = {"type": "shell", "environment": {"type": "container_auto"}}

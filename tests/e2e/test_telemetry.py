@@ -3,19 +3,17 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from fumehood.message_parts.validation import validate
-from tests.e2e.conftest import make_client, make_settings
+from tests.e2e.conftest import INTERPRETER, make_client, make_settings
 from tests.support import gateway_process
 from tests.support.gateway_process import ScriptedModelServer, code_call, text_answer
 from tests.support.otlp_receiver import FAST_EXPORT_ENVIRONMENT, OtlpReceiver, decode_attributes
 
 CAPTURE = "OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT"
 STARTS, EXECUTIONS = "fumehood.sandbox.starts", "fumehood.sandbox.executions"
-TOOL: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
 
 
 def test_a_streamed_turn_with_code_is_one_trace_is_counted_and_told(tmp_path: Path) -> None:
@@ -30,7 +28,9 @@ def test_a_streamed_turn_with_code_is_one_trace_is_counted_and_told(tmp_path: Pa
             make_client(running) as client,
         ):
             for _ in range(2):
-                for _ in client.responses.create(model="scripted", input="?", tools=[TOOL], stream=True):
+                for _ in client.responses.create(
+                    model="scripted", input="?", tools=[INTERPRETER], stream=True
+                ):
                     pass
             assert running.stop() == 0
     first, second = sorted(

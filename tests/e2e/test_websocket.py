@@ -4,11 +4,8 @@ from typing import Any
 
 from openai.resources.responses.responses import ResponsesConnection
 
-from tests.e2e.conftest import RunningGateway
+from tests.e2e.conftest import INTERPRETER, OUTPUTS, RunningGateway, read_logs
 from tests.support.gateway_process import code_call, text_answer
-
-INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
-OUTPUTS: Any = ["code_interpreter_call.outputs"]
 
 
 def turn(connection: ResponsesConnection, previous: str | None) -> Any:
@@ -50,5 +47,4 @@ def test_a_client_that_leaves_interrupts_its_code(gateway: RunningGateway) -> No
     # The sandbox is not ended: it can be used as soon as the code is.
     gateway.model.script(code_call("print(n < 599)"), text_answer("ok"))
     after = gateway.client.responses.create(model="scripted", input="?", tools=[tool], include=OUTPUTS)
-    ran: Any = after.output[0]
-    assert ran.outputs[0].logs == "True\n"
+    assert read_logs(after) == "True\n"

@@ -8,10 +8,8 @@ import pytest
 from langchain_core.messages import AIMessageChunk, HumanMessage, messages_from_dict, messages_to_dict
 from langchain_openai import ChatOpenAI
 
-from tests.e2e.conftest import RunningGateway
+from tests.e2e.conftest import INTERPRETER, RunningGateway
 from tests.support import client_conversation
-
-INTERPRETER = {"type": "code_interpreter", "container": {"type": "auto"}}
 
 
 def model_of(gateway: RunningGateway, **options: Any) -> Any:

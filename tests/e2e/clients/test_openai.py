@@ -6,10 +6,8 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from tests.e2e.conftest import RunningGateway
+from tests.e2e.conftest import INTERPRETER, RunningGateway
 from tests.support import client_conversation
-
-INTERPRETER: Any = {"type": "code_interpreter", "container": {"type": "auto"}}
 
 
 def as_they_are(response: Response) -> list[Any]:
