@@ -16,7 +16,7 @@ from fumehood.containers.container_state import ContainerSettings
 from fumehood.protocol.openai.api_errors import ContainerExpired, RateLimited
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.openai.page_query import PageQuery
-from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, ExecutionEnd, SandboxSpec
+from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, SandboxSpec, make_execution_end
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.store.sqlite_store import SqliteStore
 from fumehood.testing import (
@@ -181,32 +181,38 @@ async def test_what_ends_at_the_last_moment_is_not_opened(monkeypatch: pytest.Mo
 # --- what another process has written -----------------------------------------------------------------------
 
 
-async def moved_on(harness: ContainerHarness, other: ContainerHarness) -> ContainerHandle:
-    """A container that is open harness, with the code `x` run in it, and to which the other process has given another
-    sandbox since, with the code `y` and `z` run there.
+@asynccontextmanager
+async def moved_container(
+    *further: ExecutionStep,
+) -> AsyncGenerator[tuple[ContainerHarness, ContainerHarness, ContainerHandle]]:
+    """Two processes, and a container that is open in the first, with the code `x` run in it, to which the second has
+    given another sandbox since, with the code `y` and `z` run there.
     """
-    container = await harness.open()
-    assert [event async for event in container.execute(ExecuteRequest(code="x"))]
-    await other.run(await other.open(container.id), "y")
-    await harness.scripted.end_sandbox(f"{container.id}-1", "it was killed")
-    await other.run(await other.open(container.id), "z")
-    bound = await harness.record(container)
-    assert (bound.sandbox, bound.incarnation) == (f"{container.id}-2", 2)
-    return container
+    steps = (ExecutionStep("x"), ExecutionStep("y"), ExecutionStep("z", [WriteFile("z.txt", b"z")]))
+    async with container_harness(*steps, *further) as harness:
+        other = harness.second_process()
+        container = await harness.open()
+        assert [event async for event in container.execute(ExecuteRequest(code="x"))]
+        await other.run(await other.open(container.id), "y")
+        await harness.scripted.end_sandbox(f"{container.id}-1", "it was killed")
+        await other.run(await other.open(container.id), "z")
+        await assert_bound(harness, container, 2)
+        yield harness, other, container
+        container.release()
 
 
-MOVING = (ExecutionStep("x"), ExecutionStep("y"), ExecutionStep("z", [WriteFile("z.txt", b"z")]))
+async def assert_bound(harness: ContainerHarness, container: ContainerHandle, incarnation: int) -> None:
+    """Check which sandbox the store names."""
+    found = await harness.record(container)
+    assert (found.sandbox, found.incarnation) == (f"{container.id}-{incarnation}", incarnation)
 
 
 async def test_a_process_that_comes_late_does_not_bring_back_an_older_sandbox() -> None:
-    async with container_harness(*MOVING, ExecutionStep("after")) as harness:
-        other = harness.second_process()
-        container = await moved_on(harness, other)
+    async with moved_container(ExecutionStep("after")) as (harness, _, container):
         harness.clock.advance(61)
         await harness.containers.sweep()  # which writes down that it is in use
-        found = await harness.record(container)
-        assert (found.sandbox, found.incarnation) == (f"{container.id}-2", 2)
-        assert found.last_active_at == harness.clock.now()
+        await assert_bound(harness, container, 2)
+        assert (await harness.record(container)).last_active_at == harness.clock.now()
         await harness.sweep_after(301)
         assert [info.id for info in await harness.scripted.list_sandboxes()] == [f"{container.id}-2"]
         outcome = await harness.run(container, "after")
@@ -217,25 +223,17 @@ async def test_a_process_that_comes_late_does_not_bring_back_an_older_sandbox() 
 @pytest.mark.parametrize("knows", [False, True])
 async def test_a_loss_that_is_told_late_takes_no_other_sandbox_away(knows: bool) -> None:
     """The call was in the sandbox before."""
-    async with container_harness(*MOVING) as harness:
-        other = harness.second_process()
-        container = await moved_on(harness, other)
+    async with moved_container() as (harness, _, container):
         if knows:
             await harness.sweep_after(61)
-        lost = ExecutionEnd(
-            status="lost", exit_code=-1, duration_ms=1, state_kept=False, reason="it was killed"
-        )
+        lost = make_execution_end("lost", "it was killed", state_kept=False)
         sandbox = ScriptedSandbox(harness.scripted, f"{container.id}-1", SandboxSpec())
         await container._finish_call(SandboxLease(sandbox), lost)  # pyright: ignore[reportPrivateUsage]
-        found = await harness.record(container)
-        assert (found.sandbox, found.incarnation) == (f"{container.id}-2", 2)
-        container.release()
+        await assert_bound(harness, container, 2)
 
 
 async def test_a_process_that_closes_late_does_not_make_a_container_older() -> None:
-    async with container_harness(*MOVING) as harness:
-        other = harness.second_process()
-        container = await moved_on(harness, other)
+    async with moved_container() as (harness, other, container):
         container.release()
         harness.clock.advance(600)
         (await other.open(container.id)).release()
@@ -246,20 +244,15 @@ async def test_a_process_that_closes_late_does_not_make_a_container_older() -> N
 
 
 async def test_who_deletes_a_container_ends_the_sandbox_that_it_has_now() -> None:
-    async with container_harness(*MOVING) as harness:
-        other = harness.second_process()
-        container = await moved_on(harness, other)
+    async with moved_container() as (harness, _, container):
         await harness.containers.delete_container(SOMEBODY, container.id)
         assert list(await harness.scripted.list_sandboxes()) == []
-        container.release()
 
 
 async def test_a_sandbox_that_another_process_has_made_is_not_filled_once_more() -> None:
-    async with container_harness(
-        *MOVING, ExecutionStep("again", [WriteFile("z.txt", b"again")]), ExecutionStep("after")
-    ) as harness:
-        other = harness.second_process()
-        container = await moved_on(harness, other)
+    async with moved_container(
+        ExecutionStep("again", [WriteFile("z.txt", b"again")]), ExecutionStep("after")
+    ) as (harness, other, container):
         container.release()
         opened = await harness.open(container.id)
         await harness.scripted.end_sandbox(f"{container.id}-2", "it was killed")
@@ -283,8 +276,7 @@ async def test_two_processes_that_find_a_sandbox_gone_share_the_next_one() -> No
         both = await asyncio.gather(other.run(theirs, "y"), harness.run(ours, "z"))
         assert [outcome.end.status for outcome in both] == ["ok", "ok"]
         assert [info.id for info in await harness.scripted.list_sandboxes()] == [f"{container.id}-2"]
-        found = await harness.record(container)
-        assert (found.sandbox, found.incarnation) == (f"{container.id}-2", 2)
+        await assert_bound(harness, container, 2)
 
 
 @pytest.mark.parametrize("number", [1, 3], ids=["lost", "further"])

@@ -132,13 +132,21 @@ async def test_callers_at_once_start_one_server(local: LocalSandboxProvider) -> 
     assert len(children_named("sandbox")) == 1
 
 
-async def test_a_start_outlives_the_caller_that_caused_it(
+@pytest.fixture
+def slow_provider(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> tuple[SlowStart, LocalSandboxProvider]:
+    """A provider whose server starts when it is told to."""
     monkeypatch.setattr("tempfile.tempdir", str(short_path))
     slow = SlowStart(short_path)
-    settings = dataclasses.replace(SETTINGS, options=(*SETTINGS.options, "--config", str(slow.config)))
-    provider = LocalSandboxProvider(settings)
+    options = (*SETTINGS.options, "--config", str(slow.config))
+    return slow, LocalSandboxProvider(dataclasses.replace(SETTINGS, options=options))
+
+
+async def test_a_start_outlives_the_caller_that_caused_it(
+    slow_provider: tuple[SlowStart, LocalSandboxProvider],
+) -> None:
+    slow, provider = slow_provider
     pids: set[int] = set()
     for _ in range(3):
         with pytest.raises(TimeoutError):
@@ -154,12 +162,9 @@ async def test_a_start_outlives_the_caller_that_caused_it(
 
 
 async def test_closing_ends_a_start_and_tells_those_who_wait(
-    short_path: Path, monkeypatch: pytest.MonkeyPatch
+    slow_provider: tuple[SlowStart, LocalSandboxProvider],
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(short_path))
-    slow = SlowStart(short_path)
-    settings = dataclasses.replace(SETTINGS, options=(*SETTINGS.options, "--config", str(slow.config)))
-    provider = LocalSandboxProvider(settings)
+    _, provider = slow_provider
     waiting = asyncio.ensure_future(provider.health())
     while not children_named("sandbox"):
         await asyncio.sleep(0.01)
@@ -168,15 +173,6 @@ async def test_closing_ends_a_start_and_tells_those_who_wait(
         with pytest.raises(SandboxServerUnreachable, match="has been closed"):
             await waiting
     assert children_named("sandbox") == []
-
-
-async def test_a_failed_start_is_tried_again_by_the_next_caller(tmp_path: Path) -> None:
-    socket = tmp_path / "none"
-    provider = LocalSandboxProvider(LocalServerSettings(mode="pod", options=("--guest-socket", str(socket))))
-    for _ in range(2):
-        with pytest.raises(SandboxServerUnreachable, match="Start the code container first"):
-            await provider.health()
-    await provider.close()
 
 
 async def until_dead(local: LocalSandboxProvider) -> None:
@@ -198,10 +194,12 @@ def children_named(word: str) -> list[int]:
 
 async def test_why_it_cannot_start(tmp_path: Path) -> None:
     nowhere = LocalServerSettings(mode="pod", options=("--guest-socket", str(tmp_path / "none")))
-    with pytest.raises(SandboxServerUnreachable) as caught:
-        await LocalSandboxProvider(nowhere).create(SandboxSpec())
-    assert "This host cannot isolate code, so the server does not start." in str(caught.value)
-    assert "Start the code container first" in str(caught.value)
+    provider = LocalSandboxProvider(nowhere)
+    for _ in range(2):  # each caller tries again
+        with pytest.raises(SandboxServerUnreachable, match="Start the code container first") as caught:
+            await provider.create(SandboxSpec())
+        assert "This host cannot isolate code, so the server does not start." in str(caught.value)
+    await provider.close()
     with pytest.raises(SandboxServerUnreachable, match="No such option"):
         await LocalSandboxProvider(LocalServerSettings(options=("--no-such-option",))).start()
     with pytest.raises(SandboxServerUnreachable, match=r"not ready within 0\.01 s"):

@@ -1,9 +1,10 @@
 """Calls of the code interpreter as tests make them, and their events in a form to compare."""
 
+import asyncio
 import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Self
 
@@ -35,7 +36,7 @@ from fumehood.sandbox_client.local_provider import LocalServerSettings
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.testing import ExecutionStep, FakeClock, MemoryBlobStore, MemoryStore, ScriptedSandboxProvider
 from fumehood.testing.kits.hosted_tool_kit import run_call
-from fumehood.tools.code_interpreter_tool import CodeInterpreterTool
+from fumehood.tools.code_interpreter_tool import CodeInterpreterTool, ConfiguredCodeInterpreter
 from fumehood.tools.interpreter_call import CodeInterpreterToolSettings
 from tests.support.sandbox_runs import has_cgroups
 
@@ -172,13 +173,37 @@ class InterpreterHarness:
         wants_contents: bool = False,
         fragment: int = 7,
     ) -> CallRecord:
-        offered = await self.tool.configure(make_tool_spec(container), SOMEBODY, self.segments)
+        configured = await self.configure(container)
         context = self.make_context(0, seconds, takes_images=takes_images, wants_contents=wants_contents)
-        session = offered.start_call(context)
-        events, result = await run_call(session, text, fragment)
-        offered.close()
-        self.segments.append(ConversationSegment((make_entry(result.item),)))
-        return CallRecord(events, result)
+        called = CallRecord(*await run_call(configured.start_call(context), text, fragment))
+        configured.close()
+        self.segments.append(ConversationSegment((make_entry(called.item),)))
+        return called
+
+    async def configure(
+        self,
+        container: object = None,
+        segments: Sequence[ConversationSegment] | None = None,
+        caller: Caller = SOMEBODY,
+    ) -> ConfiguredCodeInterpreter:
+        """A request with the tool; `segments` are the conversation before it."""
+        past = self.segments if segments is None else segments
+        return await self.tool.configure(make_tool_spec(container), caller, past)
+
+    async def call(
+        self, configured: ConfiguredCodeInterpreter, code: str, caller: Caller = SOMEBODY
+    ) -> CallRecord:
+        """A call in a request that is configured."""
+        session = configured.start_call(replace(self.make_context(), caller=caller))
+        return CallRecord(*await run_call(session, encode_arguments(code)))
+
+    async def call_in_parallel(
+        self, configured: ConfiguredCodeInterpreter, *codes: str
+    ) -> Sequence[CallRecord]:
+        sessions = [configured.start_call(self.make_context(number)) for number in range(len(codes))]
+        calls = zip(sessions, codes, strict=True)
+        done = await asyncio.gather(*(run_call(one, encode_arguments(code)) for one, code in calls))
+        return [CallRecord(events, result) for events, result in done]
 
 
 def local_server_settings(**changes: Any) -> LocalServerSettings:

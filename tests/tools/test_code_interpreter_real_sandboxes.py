@@ -12,13 +12,10 @@ from fumehood.containers.container_state import IsolationScope
 from fumehood.interfaces import SandboxProvider, SandboxRef, ToolCallResult
 from fumehood.protocol.openai.items import CodeInterpreterImage
 from fumehood.sandbox_client.local_provider import LocalSandboxProvider
-from fumehood.testing.kits.hosted_tool_kit import run_call
 from tests.support.interpreter_harness import (
-    SOMEBODY,
     InterpreterHarness,
     encode_arguments,
     local_server_settings,
-    make_tool_spec,
     outline,
 )
 from tests.support.package_index import FakePackageIndex, wheel
@@ -162,13 +159,9 @@ async def test_packages_are_installed_first(make: Make) -> None:
 
 async def test_calls_at_once_share_a_container(make: Make) -> None:
     interpreter = make()
-    offered = await interpreter.tool.configure(make_tool_spec(), SOMEBODY, [])
     codes = [f"open('{number}.txt', 'w').write('x')\nprint({number})" for number in range(3)]
-    sessions = [offered.start_call(interpreter.make_context(number)) for number in range(3)]
-    done = await asyncio.gather(
-        *(run_call(one, encode_arguments(code)) for one, code in zip(sessions, codes, strict=True))
-    )
-    outputs = [result.exchange.output for _, result in done]
+    done = await interpreter.call_in_parallel(await interpreter.configure(), *codes)
+    outputs = [called.model_text for called in done]
     assert outputs == [f"{number}\nFiles: /mnt/data/{number}.txt" for number in range(3)]
     assert len(await interpreter.store.find_containers()) == 1
 
@@ -243,7 +236,7 @@ async def test_a_package_that_is_not_there(make: Make) -> None:
 async def test_a_call_that_is_stopped_frees_the_sandbox(make: Make) -> None:
     interpreter = make()
     await interpreter.run("x = 20")
-    offered = await interpreter.tool.configure(make_tool_spec(), SOMEBODY, interpreter.segments)
+    offered = await interpreter.configure()
     session = offered.start_call(interpreter.make_context())
     session.feed([encode_arguments("open('begun', 'w').close()\nimport time\ntime.sleep(600)")])
     steps = session.run()
@@ -313,13 +306,9 @@ async def test_no_message_promises_variables_where_every_call_is_alone(make: Mak
 
 async def test_parallel_calls_alone_each_have_a_sandbox(make: Make) -> None:
     interpreter = make(isolation="execution")
-    offered = await interpreter.tool.configure(make_tool_spec(), SOMEBODY, [])
-    code = "open('{0}.txt', 'w').write('{0}')\nNone"
-    sessions = [offered.start_call(interpreter.make_context(number)) for number in range(3)]
-    done = await asyncio.gather(
-        *(run_call(one, encode_arguments(code.format(number))) for number, one in enumerate(sessions))
-    )
-    outputs = [result.exchange.output for _, result in done]
+    codes = [f"open('{number}.txt', 'w').write('{number}')\nNone" for number in range(3)]
+    done = await interpreter.call_in_parallel(await interpreter.configure(), *codes)
+    outputs = [called.model_text for called in done]
     assert outputs == [f"Files: /mnt/data/{number}.txt" for number in range(3)]
     interpreter.segments.clear()
     named = (await interpreter.store.find_containers())[0].id

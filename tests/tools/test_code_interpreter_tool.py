@@ -21,7 +21,6 @@ from fumehood.testing import ExecutionStep, WriteFile
 from tests.support.interpreter_harness import (
     SOMEBODY,
     InterpreterHarness,
-    make_tool_spec,
     outline,
     run_scripted,
 )
@@ -30,7 +29,7 @@ from tests.support.interpreter_harness import (
 async def test_the_function_that_the_model_is_offered() -> None:
     async with run_scripted() as interpreter:
         assert interpreter.tool.types == {"code_interpreter"}
-        function = (await interpreter.tool.configure(make_tool_spec(), SOMEBODY, [])).function
+        function = (await interpreter.configure()).function
         assert function.name == "code_interpreter"
         schema = msgspec.json.decode(function.parameters)
         assert list(schema["properties"]) == ["code", "requirements"]
@@ -257,7 +256,7 @@ Exit code: -1\
 
 async def test_the_events_of_a_call_that_was_cut_off() -> None:
     async with run_scripted() as interpreter:
-        offered = await interpreter.tool.configure(make_tool_spec(), SOMEBODY, [])
+        offered = await interpreter.configure()
         session = offered.start_call(interpreter.make_context())
         events = [*session.open(), *session.feed(['{"code": "print('])]
         result = session.abort("the model's turn was cut off")
@@ -286,7 +285,7 @@ async def test_a_call_that_is_stopped_keeps_what_it_said() -> None:
     async with run_scripted(
         ExecutionStep("wait()", [Stdout("so far\n"), tell, asyncio.Event()])
     ) as interpreter:
-        offered = await interpreter.tool.configure(make_tool_spec(), SOMEBODY, [])
+        offered = await interpreter.configure()
         session = offered.start_call(interpreter.make_context())
         session.feed(['{"code": "wait()"}'])
         async with aclosing(session.run()) as steps:

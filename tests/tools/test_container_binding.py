@@ -1,8 +1,5 @@
 """Which container a call runs in, and items that clients give back."""
 
-import asyncio
-import dataclasses
-
 import msgspec
 import pytest
 from inline_snapshot import snapshot
@@ -11,15 +8,13 @@ from fumehood.containers.container_state import ContainerSettings
 from fumehood.interfaces import Caller
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
 from fumehood.protocol.openai.api_errors import ContainerExpired, NotFound
-from fumehood.protocol.openai.items import CodeInterpreterCall
 from fumehood.testing import ExecutionStep, WriteFile
-from fumehood.testing.kits.hosted_tool_kit import run_call
-from tests.support.interpreter_harness import SOMEBODY, make_tool_spec, run_scripted
+from tests.support.interpreter_harness import SOMEBODY, run_scripted
 
 
 async def test_nothing_is_made_before_the_first_call() -> None:
     async with run_scripted() as interpreter:
-        offered = await interpreter.tool.configure(make_tool_spec({"type": "auto"}), SOMEBODY, [])
+        offered = await interpreter.configure({"type": "auto"})
         offered.start_call(interpreter.make_context()).open()
         assert await interpreter.store.find_containers() == []
         assert await interpreter.provider.list_sandboxes() == []
@@ -28,17 +23,8 @@ async def test_nothing_is_made_before_the_first_call() -> None:
 
 async def test_all_calls_of_a_request_have_one_container() -> None:
     async with run_scripted(ExecutionStep("x"), ExecutionStep("y")) as interpreter:
-        offered = await interpreter.tool.configure(make_tool_spec(), SOMEBODY, [])
-        sessions = [offered.start_call(interpreter.make_context(number)) for number in range(2)]
-        results = await asyncio.gather(
-            *(
-                run_call(one, arguments)
-                for one, arguments in zip(sessions, ('{"code": "x"}', '{"code": "y"}'), strict=True)
-            )
-        )
-        ids = {
-            result.item.container_id for _, result in results if isinstance(result.item, CodeInterpreterCall)
-        }
+        calls = await interpreter.call_in_parallel(await interpreter.configure(), "x", "y")
+        ids = {called.item.container_id for called in calls}
         assert len(ids) == 1
         assert [record.id for record in await interpreter.store.find_containers()] == list(ids)
 
@@ -54,27 +40,23 @@ async def test_a_container_that_expired_is_replaced_and_the_model_is_told_once()
     async with run_scripted(ExecutionStep("x"), ExecutionStep("y"), ExecutionStep("z")) as interpreter:
         first = await interpreter.run("x")
         interpreter.clock.advance(20 * 60 + 1)
-        offered = await interpreter.tool.configure(make_tool_spec(), SOMEBODY, interpreter.segments)
-        _, second = await run_call(offered.start_call(interpreter.make_context()), '{"code": "y"}')
-        _, third = await run_call(offered.start_call(interpreter.make_context()), '{"code": "z"}')
-        assert second.exchange.output == snapshot(
+        offered = await interpreter.configure()
+        second, third = await interpreter.call(offered, "y"), await interpreter.call(offered, "z")
+        assert second.model_text == snapshot(
             "The container of the earlier calls has expired, with their variables and the files that they wrote; "
             "this call began in a new one, with the files that the user had put there."
         )
-        assert third.exchange.output == "(no output)"
-        assert isinstance(second.item, CodeInterpreterCall)
+        assert third.model_text == "(no output)"
         assert second.item.container_id != first.item.container_id
 
 
 async def test_the_container_of_somebody_else_is_not_taken_over() -> None:
     async with run_scripted(ExecutionStep("x"), ExecutionStep("y")) as interpreter:
         first = await interpreter.run("x")
-        offered = await interpreter.tool.configure(make_tool_spec(), Caller("stranger"), interpreter.segments)
-        context = dataclasses.replace(interpreter.make_context(), caller=Caller("stranger"))
-        _, second = await run_call(offered.start_call(context), '{"code": "y"}')
-        assert isinstance(second.item, CodeInterpreterCall)
+        stranger = Caller("stranger")
+        second = await interpreter.call(await interpreter.configure(caller=stranger), "y", stranger)
         assert second.item.container_id != first.item.container_id
-        assert "gone" in second.exchange.output
+        assert "gone" in second.model_text
 
 
 @pytest.mark.parametrize("shape", ["{id}", {"id": "{id}"}, {"id": "{id}", "memory_limit": "4g"}])
@@ -97,7 +79,7 @@ async def test_a_container_that_is_not_there() -> None:
         )
         named = (await interpreter.run("x")).item.container_id
         with pytest.raises(NotFound):
-            await interpreter.tool.configure(make_tool_spec(named), Caller("stranger"), [])
+            await interpreter.configure(named, [], Caller("stranger"))
         interpreter.clock.advance(20 * 60)
         with pytest.raises(ContainerExpired) as expired:
             await interpreter.run("y", container=named)
@@ -123,23 +105,19 @@ async def test_while_the_model_thinks_its_container_is_not_the_idle_one(named: b
         await interpreter.run("other")
         interpreter.segments.clear()
         interpreter.clock.advance(1)
-        offered = await interpreter.tool.configure(
-            make_tool_spec(first if named else None), SOMEBODY, conversation
-        )
+        offered = await interpreter.configure(first if named else None, conversation)
         interpreter.clock.advance(2 * 60)  # 21 minutes after the last call
         await interpreter.run("new")
-        _, result = await run_call(offered.start_call(interpreter.make_context()), '{"code": "y"}')
-        assert isinstance(result.item, CodeInterpreterCall)
-        assert (result.item.container_id, result.item.status) == (first, "completed")
+        called = await interpreter.call(offered, "y")
+        assert (called.item.container_id, called.item.status) == (first, "completed")
 
 
 async def test_a_container_that_expires_while_the_model_writes() -> None:
     async with run_scripted(ExecutionStep("x")) as interpreter:
         named = (await interpreter.run("x")).item.container_id
-        offered = await interpreter.tool.configure(make_tool_spec(named), SOMEBODY, [])
+        offered = await interpreter.configure(named, [])
         interpreter.clock.advance(20 * 60)
-        _, result = await run_call(offered.start_call(interpreter.make_context()), '{"code": "y"}')
-        assert result.exchange.output == snapshot("""\
+        assert (await interpreter.call(offered, "y")).model_text == snapshot("""\
 The code did not run: Container is expired.
 Exit code: -1\
 """)
@@ -150,7 +128,7 @@ async def test_files_of_earlier_turns_are_found() -> None:
         ExecutionStep("x", [WriteFile("a b.csv", b"1"), WriteFile("c.csv", b"2")])
     ) as interpreter:
         called = await interpreter.run("x")
-        offered = await interpreter.tool.configure(make_tool_spec(), SOMEBODY, interpreter.segments)
+        offered = await interpreter.configure()
         found = await offered.find_files(["/mnt/data/a b.csv", "/mnt/data/none.csv", "c.csv"])
         assert found == [called.result.files[0]]
         assert (found[0].filename, found[0].path) == ("a b.csv", "/mnt/data/a b.csv")
@@ -225,9 +203,7 @@ async def test_what_outlives_a_compaction_finds_the_container_again_and_tells_of
             ConversationEntry(type="code_interpreter_call", id=None, turn=0, raw=raw) for raw in memory.items
         ]
         remembered = [ConversationSegment(tuple(items))]
-        offered = await interpreter.tool.configure(make_tool_spec(), SOMEBODY, remembered)
-        _, second = await run_call(offered.start_call(interpreter.make_context()), '{"code": "y"}')
-        assert isinstance(second.item, CodeInterpreterCall)
+        second = await interpreter.call(await interpreter.configure(None, remembered), "y")
         assert second.item.container_id == first.item.container_id
         # A compaction of a compaction remembers the same; somebody else is told nothing of it.
         assert await interpreter.tool.snapshot_state(SOMEBODY, remembered) == memory

@@ -1,6 +1,5 @@
 """Files of a conversation in its containers: when they are put there, under which names, how often."""
 
-import asyncio
 import base64
 import threading
 from collections.abc import AsyncGenerator, Callable
@@ -20,17 +19,17 @@ from fumehood.files.input_file_loader import InputFileLoader
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.testing import DeleteFile, ExecutionStep, ScriptedSandboxProvider, WriteFile
-from fumehood.testing.kits.hosted_tool_kit import run_call
 from fumehood.tools import container_inputs
 from fumehood.tools.interpreter_call import CodeInterpreterToolSettings
-from tests.support.interpreter_harness import SOMEBODY, InterpreterHarness, make_tool_spec
+from fumehood.tools.produced_files import to_produced_file
+from tests.support.interpreter_harness import SOMEBODY, InterpreterHarness
 from tests.support.memory_uploads import InMemoryUploads
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 20
 IDLE = 20 * 60 + 1
 
 
-class House(InterpreterHarness):
+class ConversationHarness(InterpreterHarness):
     """An interpreter in whose conversation users bring files."""
 
     async def say(self, *parts: dict[str, Any]) -> None:
@@ -43,21 +42,17 @@ class House(InterpreterHarness):
 
     async def files(self, container_id: str) -> dict[str, bytes]:
         records = await self.containers.list_files(SOMEBODY, container_id)
-        return {record.path: await self.content(container_id, record.id) for record in records}
-
-    async def content(self, container_id: str, file_id: str) -> bytes:
-        pieces = self.containers.read_file(SOMEBODY, container_id, file_id)
-        return b"".join([piece async for piece in pieces])
+        return {record.path: await self.read_file(to_produced_file(record)) for record in records}
 
 
 @asynccontextmanager
-async def house(
+async def conversation_harness(
     *steps: ExecutionStep, settings: ContainerSettings | None = None
-) -> AsyncGenerator[tuple[House, InMemoryUploads]]:
+) -> AsyncGenerator[tuple[ConversationHarness, InMemoryUploads]]:
     uploads = InMemoryUploads()
     async with ScriptedSandboxProvider(*steps) as provider:
         yield (
-            House(
+            ConversationHarness(
                 provider,
                 CodeInterpreterToolSettings(),
                 settings or ContainerSettings(),
@@ -84,14 +79,17 @@ def upload(file_id: str) -> dict[str, Any]:
 @pytest.mark.parametrize("isolation", ["container", "execution"])
 async def test_files_come_with_the_first_call_and_once(isolation: IsolationScope) -> None:
     settings = ContainerSettings(isolation=isolation)
-    async with house(ExecutionStep("x"), ExecutionStep("y"), settings=settings) as (interpreter, uploads):
+    async with conversation_harness(ExecutionStep("x"), ExecutionStep("y"), settings=settings) as (
+        interpreter,
+        uploads,
+    ):
         await interpreter.say(
             inline("t.csv", b"1"),
             upload(uploads.add("t.csv", b"2", SOMEBODY.tenant)),
             picture(),
             upload(uploads.add("x.pdf", b"%PDF", SOMEBODY.tenant)),
         )
-        await interpreter.tool.configure(make_tool_spec(), SOMEBODY, interpreter.segments)
+        await interpreter.configure()
         assert await interpreter.store.find_containers() == []
         first = await interpreter.run("x")
         there = {"t.csv": b"1", "t-2.csv": b"2", "image.png": PNG, "x.pdf": b"%PDF"}
@@ -110,7 +108,10 @@ async def test_files_come_with_the_first_call_and_once(isolation: IsolationScope
 async def test_what_code_made_of_a_file_stays() -> None:
     """Changed, deleted or written over: what was brought before a call is not brought again after it."""
     changes = (WriteFile("t.csv", b"changed"), DeleteFile("u.csv"))
-    async with house(ExecutionStep("x", changes), ExecutionStep("y")) as (interpreter, uploads):
+    async with conversation_harness(ExecutionStep("x", changes), ExecutionStep("y")) as (
+        interpreter,
+        uploads,
+    ):
         await interpreter.say(
             upload(uploads.add("t.csv", b"1", SOMEBODY.tenant)),
             inline("u.csv", b"2"),
@@ -123,7 +124,9 @@ async def test_what_code_made_of_a_file_stays() -> None:
 
 
 async def test_a_name_that_code_has_taken_is_left_to_it_and_the_model_is_told() -> None:
-    async with house(ExecutionStep("x", (WriteFile("t.csv", b"mine"),)), ExecutionStep("y")) as (
+    async with conversation_harness(
+        ExecutionStep("x", (WriteFile("t.csv", b"mine"),)), ExecutionStep("y")
+    ) as (
         interpreter,
         uploads,
     ):
@@ -141,7 +144,7 @@ async def test_a_name_that_code_has_taken_is_left_to_it_and_the_model_is_told() 
 
 
 async def test_later_files_come_with_the_next_call() -> None:
-    async with house(ExecutionStep("x"), ExecutionStep("y")) as (interpreter, _):
+    async with conversation_harness(ExecutionStep("x"), ExecutionStep("y")) as (interpreter, _):
         await interpreter.run("x")
         await interpreter.say(inline("t.csv", b"1"))
         second = await interpreter.run("y")
@@ -149,18 +152,20 @@ async def test_later_files_come_with_the_next_call() -> None:
 
 
 async def test_calls_side_by_side_bring_files_once() -> None:
-    async with house(ExecutionStep(None), ExecutionStep(None)) as (interpreter, _):
+    async with conversation_harness(ExecutionStep(None), ExecutionStep(None)) as (interpreter, _):
         await interpreter.say(inline("t.csv", b"1"))
-        offered = await interpreter.tool.configure(make_tool_spec(), SOMEBODY, interpreter.segments)
-        sessions = [offered.start_call(interpreter.make_context(number)) for number in range(2)]
-        results = await asyncio.gather(*(run_call(one, '{"code": "x"}') for one in sessions))
-        told = sorted(result.exchange.output for _, result in results)
-        assert told == ["(no output)", "Files of the user: /mnt/data/t.csv."]
+        calls = await interpreter.call_in_parallel(await interpreter.configure(), "x", "x")
+        assert sorted(called.model_text for called in calls) == [
+            "(no output)",
+            "Files of the user: /mnt/data/t.csv.",
+        ]
 
 
 @pytest.mark.parametrize("deleted", [False, True])
 async def test_an_expired_container_is_followed_by_one_with_the_same_files(deleted: bool) -> None:
-    async with house(ExecutionStep("x", (WriteFile("t.csv", b"changed"),)), ExecutionStep("y")) as (
+    async with conversation_harness(
+        ExecutionStep("x", (WriteFile("t.csv", b"changed"),)), ExecutionStep("y")
+    ) as (
         interpreter,
         uploads,
     ):
@@ -178,7 +183,7 @@ async def test_an_expired_container_is_followed_by_one_with_the_same_files(delet
 
 
 async def test_a_container_that_is_gone_altogether_is_refilled_as_far_as_that_goes() -> None:
-    async with house(ExecutionStep("x"), ExecutionStep("y")) as (interpreter, uploads):
+    async with conversation_harness(ExecutionStep("x"), ExecutionStep("y")) as (interpreter, uploads):
         stays, goes = (uploads.add(name, b"1", SOMEBODY.tenant) for name in ("s.csv", "g.csv"))
         await interpreter.store.add_upload(uploads.records[stays])  # or its blob would belong to nobody
         await interpreter.say(upload(stays), upload(goes), inline("u.csv", b"2"))
@@ -194,7 +199,7 @@ async def test_a_container_that_is_gone_altogether_is_refilled_as_far_as_that_go
 
 async def test_what_does_not_fit_is_told_and_the_code_runs() -> None:
     small = ContainerSettings(file_limits=ContainerFileLimits(container_bytes=10))
-    async with house(ExecutionStep("x"), settings=small) as (interpreter, _):
+    async with conversation_harness(ExecutionStep("x"), settings=small) as (interpreter, _):
         await interpreter.say(inline("large.csv", b"x" * 100), inline("t.csv", b"1"))
         ran = await interpreter.run("x")
         assert ran.item.status == "completed"
@@ -224,7 +229,7 @@ async def test_large_files_leave_the_loop_free(monkeypatch: pytest.MonkeyPatch) 
     for module, name in places:
         monkeypatch.setattr(module, name, watched(f"{module.__name__}.{name}", getattr(module, name)))
     content = b"x" * (1 << 20)
-    async with house(ExecutionStep("x")) as (interpreter, _):
+    async with conversation_harness(ExecutionStep("x")) as (interpreter, _):
         await interpreter.say(inline("t.txt", content))
         ran = await interpreter.run("x")
         assert await interpreter.files(ran.item.container_id) == {"t.txt": content}
@@ -240,12 +245,10 @@ def automatic(*file_ids: str) -> dict[str, Any]:
 
 
 async def test_uploads_that_the_tool_names_are_there_and_told() -> None:
-    async with house(ExecutionStep("x"), ExecutionStep("y")) as (interpreter, uploads):
+    async with conversation_harness(ExecutionStep("x"), ExecutionStep("y")) as (interpreter, uploads):
         ids = [uploads.add("t.csv", b"1", SOMEBODY.tenant), uploads.add("t.csv", b"2", SOMEBODY.tenant)]
         await interpreter.say(inline("t.csv", b"3"))
-        offered = await interpreter.tool.configure(
-            make_tool_spec(automatic(*ids)), SOMEBODY, interpreter.segments
-        )
+        offered = await interpreter.configure(automatic(*ids))
         assert "Files of the user are there: t.csv, t-2.csv." in offered.function.description
         first = await interpreter.run("x", container=automatic(*ids))
         there = {"t.csv": b"1", "t-2.csv": b"2", "t-3.csv": b"3"}
@@ -260,31 +263,30 @@ async def test_uploads_that_the_tool_names_are_there_and_told() -> None:
 
 
 async def test_the_description_stays_the_same_from_turn_to_turn() -> None:
-    async with house(ExecutionStep("x"), ExecutionStep("y")) as (interpreter, uploads):
+    async with conversation_harness(ExecutionStep("x"), ExecutionStep("y")) as (interpreter, uploads):
         container = automatic(uploads.add("t.csv", b"1", SOMEBODY.tenant))
         described: list[str] = []
         for code in ("x", "y"):
             await interpreter.say(inline("u.csv", b"1"))
-            offered = await interpreter.tool.configure(
-                make_tool_spec(container), SOMEBODY, interpreter.segments
-            )
-            described.append(offered.function.description)
+            described.append((await interpreter.configure(container)).function.description)
             await interpreter.run(code, container=container)
         assert described[0] == described[1]
 
 
 async def test_an_upload_that_is_not_there_is_refused_before_anything_begins() -> None:
-    async with house() as (interpreter, uploads):
+    async with conversation_harness() as (interpreter, uploads):
         theirs = uploads.add("t.csv", b"1", "somebody else")
         for file_id in (theirs, "file-unknown"):
             with pytest.raises(InvalidRequest, match=file_id) as refused:
-                await interpreter.tool.configure(make_tool_spec(automatic(file_id)), SOMEBODY, [])
+                await interpreter.configure(automatic(file_id))
             assert refused.value.param == "tools"
         assert await interpreter.store.find_containers() == []
 
 
 async def test_an_expired_container_hands_on_the_uploads_that_the_tool_names() -> None:
-    async with house(ExecutionStep("x", (WriteFile("t.csv", b"changed"),)), ExecutionStep("y")) as (
+    async with conversation_harness(
+        ExecutionStep("x", (WriteFile("t.csv", b"changed"),)), ExecutionStep("y")
+    ) as (
         interpreter,
         uploads,
     ):
@@ -300,7 +302,7 @@ async def test_an_expired_container_hands_on_the_uploads_that_the_tool_names() -
 # --- what a compaction leaves -------------------------------------------------------------------------
 
 
-async def compacted(interpreter: House) -> None:
+async def compacted(interpreter: ConversationHarness) -> None:
     """All items are gone; only what the tool remembers is left."""
     memory = await interpreter.tool.snapshot_state(SOMEBODY, interpreter.segments)
     assert memory is not None
@@ -313,7 +315,7 @@ async def compacted(interpreter: House) -> None:
 
 
 async def test_files_that_nobody_has_needed_yet_outlive_a_compaction() -> None:
-    async with house(ExecutionStep("x")) as (interpreter, uploads):
+    async with conversation_harness(ExecutionStep("x")) as (interpreter, uploads):
         given = upload(uploads.add("t.csv", b"1", SOMEBODY.tenant))
         await interpreter.say(given, inline("u.csv", b"2"), picture())
         await compacted(interpreter)
@@ -328,7 +330,7 @@ async def test_of_what_came_inline_a_compaction_takes_the_latest_along(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("fumehood.tools.container_inputs._MAX_CARRIED_CHARACTERS", 100)
-    async with house(ExecutionStep("x")) as (interpreter, _):
+    async with conversation_harness(ExecutionStep("x")) as (interpreter, _):
         for name, size in (("a.csv", 30), ("b.csv", 200), ("c.csv", 30), ("d.csv", 30)):
             await interpreter.say(inline(name, b"x" * size))
         await compacted(interpreter)
@@ -342,7 +344,7 @@ async def test_of_what_came_inline_a_compaction_takes_the_latest_along(
 
 
 async def test_a_compaction_takes_nothing_along_that_is_elsewhere() -> None:
-    async with house(ExecutionStep("x")) as (interpreter, uploads):
+    async with conversation_harness(ExecutionStep("x")) as (interpreter, uploads):
         given = upload(uploads.add("t.csv", b"of an upload", SOMEBODY.tenant))
         await interpreter.say(inline("u.csv", b"of a container"), given)
         await interpreter.run("x")
@@ -357,7 +359,9 @@ async def test_a_compaction_takes_nothing_along_that_is_elsewhere() -> None:
 
 
 async def test_files_that_are_there_are_not_brought_again_after_a_compaction() -> None:
-    async with house(ExecutionStep("x", (WriteFile("t.csv", b"changed"),)), ExecutionStep("y")) as (
+    async with conversation_harness(
+        ExecutionStep("x", (WriteFile("t.csv", b"changed"),)), ExecutionStep("y")
+    ) as (
         interpreter,
         uploads,
     ):
@@ -373,7 +377,7 @@ async def test_files_that_are_there_are_not_brought_again_after_a_compaction() -
 
 
 async def test_a_forged_memory_opens_nobody_elses_files() -> None:
-    async with house(ExecutionStep("x")) as (interpreter, uploads):
+    async with conversation_harness(ExecutionStep("x")) as (interpreter, uploads):
         theirs = uploads.add("t.csv", b"secret", "somebody else")
         forged = {"type": "fumehood:files", "files": [{"file": {"name": "t.csv", "file_id": theirs}}]}
         rubbish = {"type": "fumehood:files", "files": 5}

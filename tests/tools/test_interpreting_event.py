@@ -8,9 +8,7 @@ from fumehood.protocol.sandbox.sandbox_messages import Stdout
 from fumehood.testing import ExecutionStep, ScriptedSandboxProvider
 from fumehood.tools.interpreter_call import InterpreterCallSession
 from tests.support.interpreter_harness import (
-    SOMEBODY,
     InterpreterHarness,
-    make_tool_spec,
     outline,
     run_scripted,
 )
@@ -35,7 +33,7 @@ async def settle() -> None:
 
 
 async def two_calls(interpreter: InterpreterHarness) -> tuple[InterpreterCallSession, InterpreterCallSession]:
-    offered = await interpreter.tool.configure(make_tool_spec(), SOMEBODY, [])
+    offered = await interpreter.configure()
     return offered.start_call(interpreter.make_context(0)), offered.start_call(interpreter.make_context(1))
 
 

@@ -11,7 +11,7 @@ from inline_snapshot import snapshot
 from msgspec import UNSET, Raw
 
 from fumehood.containers.container_state import ContainerSettings
-from fumehood.interfaces import AdditionalItem, Caller
+from fumehood.interfaces import AdditionalItem, Caller, ConfiguredTool
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
 from fumehood.protocol.openai.api_errors import InvalidRequest, NotFound
 from fumehood.protocol.openai.items import (
@@ -30,7 +30,7 @@ from fumehood.testing import DeleteFile, ExecutionStep, ScriptedSandbox, Scripte
 from fumehood.testing.kits.hosted_tool_kit import run_call
 from fumehood.tools.call_output import OutputLimits
 from fumehood.tools.shell_call import ShellToolSettings
-from fumehood.tools.shell_tool import ShellTool
+from fumehood.tools.shell_tool import ConfiguredShell, ShellTool
 from tests.support.interpreter_harness import (
     SOMEBODY,
     InterpreterHarness,
@@ -48,7 +48,7 @@ def shell_spec(environment: object = AUTO) -> ToolSpec:
 
 
 @dataclass
-class Ran:
+class ShellCallRecord:
     events: list[StreamEvent]
     call: ShellCall
     further: AdditionalItem
@@ -61,17 +61,28 @@ class Ran:
         return self.further.item
 
     @property
-    def told(self) -> str:
+    def model_text(self) -> str:
         return self.further.exchange.output
 
 
 @dataclass
-class Workshop:
+class ShellHarness:
     """A shell and a code interpreter over the same containers, along one conversation."""
 
     interpreter: InterpreterHarness
     shell: ShellTool
     provider: ScriptedSandboxProvider
+
+    async def configure(
+        self,
+        environment: object = AUTO,
+        segments: Sequence[ConversationSegment] | None = None,
+        other_tools: Sequence[ConfiguredTool] = (),
+    ) -> ConfiguredShell:
+        past = self.interpreter.segments if segments is None else segments
+        configured = await self.shell.configure(shell_spec(environment), SOMEBODY, past, other_tools)
+        assert configured is not None
+        return configured
 
     async def run(
         self,
@@ -80,9 +91,8 @@ class Workshop:
         seconds: float = 600,
         fragment: int = 7,
         **more: object,
-    ) -> Ran:
-        offered = await self.shell.configure(shell_spec(environment), SOMEBODY, self.interpreter.segments)
-        assert offered is not None
+    ) -> ShellCallRecord:
+        offered = await self.configure(environment)
         text = msgspec.json.encode({"commands": commands, **more}).decode()
         session = offered.start_call(self.interpreter.make_context(0, seconds, takes_images=True))
         events, result = await run_call(session, text, fragment)
@@ -91,18 +101,22 @@ class Workshop:
             ConversationSegment((make_entry(result.item), make_entry(further.item)))
         )
         assert isinstance(result.item, ShellCall)
-        return Ran(events, result.item, further, result.exchange, [file.path for file in result.files])
+        return ShellCallRecord(
+            events, result.item, further, result.exchange, [file.path for file in result.files]
+        )
 
 
 @asynccontextmanager
-async def workshop(
+async def shell_harness(
     *steps: ExecutionStep,
     settings: ShellToolSettings | None = None,
     containers: ContainerSettings | None = None,
-) -> AsyncGenerator[Workshop]:
+) -> AsyncGenerator[ShellHarness]:
     async with ScriptedSandboxProvider(*steps) as provider:
         interpreter = InterpreterHarness(provider, containers_settings=containers or ContainerSettings())
-        yield Workshop(interpreter, ShellTool(interpreter.containers, interpreter.clock, settings), provider)
+        yield ShellHarness(
+            interpreter, ShellTool(interpreter.containers, interpreter.clock, settings), provider
+        )
 
 
 def ended(code: int, status: str = "error", *, kept: bool = True, reason: str = "") -> ExecutionEnd:
@@ -111,8 +125,8 @@ def ended(code: int, status: str = "error", *, kept: bool = True, reason: str = 
 
 async def test_the_events_of_a_call() -> None:
     steps = (ExecutionStep("ls", [Stdout("a\n"), Stderr("b\n")]), ExecutionStep("false", [ended(1)]))
-    async with workshop(*steps) as shop:
-        ran = await shop.run("ls", "false", fragment=9)
+    async with shell_harness(*steps) as harness:
+        ran = await harness.run("ls", "false", fragment=9)
         assert make_readable(ran.events) == snapshot(
             [
                 {
@@ -255,9 +269,9 @@ async def test_what_the_model_reads() -> None:
         ExecutionStep("ls", [Stdout("a\n"), Stderr("b\n"), WriteFile("new.csv", b"1")]),
         ExecutionStep("false\ntrue", [ended(3)]),
     )
-    async with workshop(*steps) as shop:
-        ran = await shop.run("ls", "false\ntrue")
-        assert ran.told == snapshot("""\
+    async with shell_harness(*steps) as harness:
+        ran = await harness.run("ls", "false\ntrue")
+        assert ran.model_text == snapshot("""\
 $ ls
 a
 b
@@ -271,20 +285,20 @@ Files: /mnt/data/new.csv\
 
 
 async def test_one_command_is_told_without_its_name() -> None:
-    async with workshop(ExecutionStep("ls", [Stdout("a\n")]), ExecutionStep("true")) as shop:
-        assert (await shop.run("ls")).told == "a"
-        assert (await shop.run("true")).told == "(no output)"
+    async with shell_harness(ExecutionStep("ls", [Stdout("a\n")]), ExecutionStep("true")) as harness:
+        assert (await harness.run("ls")).model_text == "a"
+        assert (await harness.run("true")).model_text == "(no output)"
 
 
 async def test_limits_of_the_model() -> None:
-    async with workshop(
+    async with shell_harness(
         ExecutionStep(None, [Stdout("x" * 500)]), settings=ShellToolSettings(execution_timeout=5)
-    ) as shop:
-        ran = await shop.run("yes", timeout_ms=1500, max_output_length=100)
-        assert shop.provider.requests[0][1].timeout_seconds == 1.5
+    ) as harness:
+        ran = await harness.run("yes", timeout_ms=1500, max_output_length=100)
+        assert harness.provider.requests[0][1].timeout_seconds == 1.5
         assert ran.call.action.timeout_ms == 1500
         assert (ran.output.max_output_length, len(ran.output.output[0].stdout) < 200) == (100, True)
-        assert "left out" in ran.told
+        assert "left out" in ran.model_text
 
 
 async def test_limits_of_the_operator_cannot_be_raised() -> None:
@@ -292,9 +306,9 @@ async def test_limits_of_the_operator_cannot_be_raised() -> None:
         execution_timeout=5, output=OutputLimits(model_output_characters=100, stored_output_characters=100)
     )
     steps = [ExecutionStep(None, [Stdout("x" * 90), Stderr("y" * 90)])] * 2
-    async with workshop(*steps, settings=settings) as shop:
-        ran = await shop.run("a", "b", timeout_ms=10**400, max_output_length=10**400)
-        assert {request.timeout_seconds for _, request in shop.provider.requests} == {5}
+    async with shell_harness(*steps, settings=settings) as harness:
+        ran = await harness.run("a", "b", timeout_ms=10**400, max_output_length=10**400)
+        assert {request.timeout_seconds for _, request in harness.provider.requests} == {5}
         for said in ran.output.output:
             assert "left out" in said.stdout
             assert "left out" in said.stderr
@@ -307,8 +321,8 @@ async def test_a_time_out_is_told_and_the_rest_runs() -> None:
         ExecutionStep("sleep 9", [ended(-1, "timeout", reason="It ran longer.")]),
         ExecutionStep("ls", [Stdout("a\n")]),
     )
-    async with workshop(*steps) as shop:
-        ran = await shop.run("sleep 9", "ls")
+    async with shell_harness(*steps) as harness:
+        ran = await harness.run("sleep 9", "ls")
         assert ran.output.output == [
             ShellCallOutputContent(
                 stdout="", stderr="It ran longer. Variables and files are kept.", outcome=ShellTimeout()
@@ -316,7 +330,7 @@ async def test_a_time_out_is_told_and_the_rest_runs() -> None:
             ShellCallOutputContent(stdout="a\n", stderr="", outcome=ShellExit(exit_code=0)),
         ]
         assert ran.output.status == "completed"
-        assert ran.told == snapshot("""\
+        assert ran.model_text == snapshot("""\
 $ sleep 9
 It ran longer. Variables and files are kept.
 Exit code: -1
@@ -331,8 +345,8 @@ async def test_what_openai_has_no_place_for_is_of_all_commands_together() -> Non
         ExecutionStep("b", [Stdout("2\n"), ended(-1, "timeout", reason="It ran longer.")]),
         ExecutionStep("c", [Stdout("3\n"), Stderr("oops\n")]),
     )
-    async with workshop(*steps) as shop:
-        ran = await shop.run("a", "b", "c")
+    async with shell_harness(*steps) as harness:
+        ran = await harness.run("a", "b", "c")
         execution = ran.output.execution
         assert isinstance(execution, ExecutionDetails)
         assert (execution.stdout, execution.stderr) == (
@@ -348,36 +362,35 @@ async def test_what_openai_has_no_place_for_is_of_all_commands_together() -> Non
 
 
 async def test_a_lost_sandbox_ends_the_call() -> None:
-    async with workshop(
+    async with shell_harness(
         ExecutionStep("boom", [ended(-1, "lost", kept=False, reason="It was lost.")])
-    ) as shop:
-        ran = await shop.run("boom", "ls", "pwd")
+    ) as harness:
+        ran = await harness.run("boom", "ls", "pwd")
         assert [output.outcome for output in ran.output.output] == [ShellExit(exit_code=-1)] * 3
         assert "did not run" in ran.output.output[2].stderr
         assert (ran.call.status, ran.output.status) == ("completed", "incomplete")
 
 
 async def test_the_time_of_the_response_is_the_time_of_all_commands() -> None:
-    async with workshop() as shop:
-        ran = await shop.run("ls", "pwd", seconds=0)
+    async with shell_harness() as harness:
+        ran = await harness.run("ls", "pwd", seconds=0)
         assert [output.outcome for output in ran.output.output] == [ShellTimeout()] * 2
-        assert "was over before the command began" in ran.told
+        assert "was over before the command began" in ran.model_text
 
 
 async def test_a_container_that_is_not_to_be_had() -> None:
-    async with workshop(containers=ContainerSettings(containers_per_tenant=0)) as shop:
-        ran = await shop.run("ls")
+    async with shell_harness(containers=ContainerSettings(containers_per_tenant=0)) as harness:
+        ran = await harness.run("ls")
         assert ran.output.status == "incomplete"
-        assert ran.told.startswith("The command did not run: ")
+        assert ran.model_text.startswith("The command did not run: ")
 
 
 async def test_a_call_that_is_cut_off_keeps_what_was_said() -> None:
-    async with workshop(
+    async with shell_harness(
         ExecutionStep("ls", [Stdout("a\n")]), ExecutionStep("sleep", [Stdout("b\n"), asyncio.Event()])
-    ) as shop:
-        offered = await shop.shell.configure(shell_spec(), SOMEBODY, [])
-        assert offered is not None
-        session = offered.start_call(shop.interpreter.make_context())
+    ) as harness:
+        offered = await harness.configure()
+        session = offered.start_call(harness.interpreter.make_context())
         session.open()
         session.feed(['{"commands":["ls","sleep","pwd"]}'])
         steps = session.run()
@@ -403,14 +416,14 @@ async def test_files_of_all_commands_each_once_and_none_that_is_gone() -> None:
         ExecutionStep("a", [WriteFile("a", b"1"), WriteFile("tmp", b"1")]),
         ExecutionStep("b", [WriteFile("a", b"22"), WriteFile("b", b"1"), DeleteFile("tmp")]),
     )
-    async with workshop(*steps) as shop:
-        assert (await shop.run("a", "b")).files == ["/mnt/data/a", "/mnt/data/b"]
+    async with shell_harness(*steps) as harness:
+        assert (await harness.run("a", "b")).files == ["/mnt/data/a", "/mnt/data/b"]
 
 
 async def test_pictures_are_shown_to_models_that_see() -> None:
     picture = b"\x89PNG\r\n\x1a\n" + bytes(16)
-    async with workshop(ExecutionStep("plot", [WriteFile("p.png", picture)])) as shop:
-        ran = await shop.run("plot")
+    async with shell_harness(ExecutionStep("plot", [WriteFile("p.png", picture)])) as harness:
+        ran = await harness.run("plot")
         assert [url[:22] for url in ran.further.exchange.images] == ["data:image/png;base64,"]
 
 
@@ -419,16 +432,16 @@ async def test_pictures_are_shown_to_models_that_see() -> None:
 
 async def test_code_and_commands_share_a_container_along_a_conversation() -> None:
     steps = (ExecutionStep("print(1)"), ExecutionStep("ls"), ExecutionStep("print(2)"), ExecutionStep("pwd"))
-    async with workshop(*steps) as shop:
-        first = await shop.interpreter.run("print(1)")
-        second = await shop.run("ls")
-        third = await shop.interpreter.run("print(2)")
-        fourth = await shop.run("pwd")
+    async with shell_harness(*steps) as harness:
+        first = await harness.interpreter.run("print(1)")
+        second = await harness.run("ls")
+        third = await harness.interpreter.run("print(2)")
+        fourth = await harness.run("pwd")
         used = {first.item.container_id, third.item.container_id}
         used |= {ran.call.environment.container_id for ran in (second, fourth)}
         assert len(used) == 1
-        assert len({name for name, _ in shop.provider.requests}) == 1
-        assert [request.language for _, request in shop.provider.requests] == ["python", "shell"] * 2
+        assert len({name for name, _ in harness.provider.requests}) == 1
+        assert [request.language for _, request in harness.provider.requests] == ["python", "shell"] * 2
 
 
 async def test_a_sandbox_for_every_command_where_calls_are_kept_apart() -> None:
@@ -437,20 +450,20 @@ async def test_a_sandbox_for_every_command_where_calls_are_kept_apart() -> None:
 
     steps = (ExecutionStep("touch a", [WriteFile("a", b"1")]), ExecutionStep("ls", [look]))
     containers = ContainerSettings(isolation="execution")
-    async with workshop(*steps, containers=containers) as shop:
-        ran = await shop.run("touch a", "ls")
+    async with shell_harness(*steps, containers=containers) as harness:
+        ran = await harness.run("touch a", "ls")
         assert ran.output.output[1].stdout == "a"
         assert ran.files == ["/mnt/data/a"]
-        assert len({name for name, _ in shop.provider.requests}) == 2
-        assert await shop.provider.list_sandboxes() == []
+        assert len({name for name, _ in harness.provider.requests}) == 2
+        assert await harness.provider.list_sandboxes() == []
 
 
 @pytest.mark.parametrize("shell_first", [True, False])
 async def test_tools_of_one_request_share_a_container_that_is_new(shell_first: bool) -> None:
-    async with workshop() as shop:
+    async with shell_harness() as harness:
         tools = [
-            (shop.shell, shell_spec()),
-            (shop.interpreter.tool, make_tool_spec({"type": "auto", "memory_limit": "4g"})),
+            (harness.shell, shell_spec()),
+            (harness.interpreter.tool, make_tool_spec({"type": "auto", "memory_limit": "4g"})),
         ]
         (one, one_spec), (other, other_spec) = tools if shell_first else tools[::-1]
         first = await one.configure(one_spec, SOMEBODY, [])
@@ -462,36 +475,23 @@ async def test_tools_of_one_request_share_a_container_that_is_new(shell_first: b
 
 
 async def test_a_named_container_is_shared_too() -> None:
-    async with workshop(ExecutionStep("print(1)")) as shop:
-        named = (await shop.interpreter.run("print(1)")).item.container_id
-        first = await shop.interpreter.tool.configure(make_tool_spec(named), SOMEBODY, [])
-        second = await shop.shell.configure(shell_spec(), SOMEBODY, [], [first])
+    async with shell_harness(ExecutionStep("print(1)")) as harness:
+        named = (await harness.interpreter.run("print(1)")).item.container_id
+        first = await harness.interpreter.configure(named, [])
+        second = await harness.configure(segments=[], other_tools=[first])
         reference = {"type": "container_reference", "container_id": named}
-        third = await shop.shell.configure(shell_spec(reference), SOMEBODY, [])
-        assert second is not None
-        assert third is not None
+        third = await harness.configure(reference, segments=[])
         assert second.binding.container_id == third.binding.container_id == named
         with pytest.raises(NotFound) as refused:
-            await shop.shell.configure(shell_spec(reference), Caller("stranger"), [])
+            await harness.shell.configure(shell_spec(reference), Caller("stranger"), [])
         assert refused.value.param == "tools"
 
 
 async def test_what_cannot_be_shared_is_refused() -> None:
-    async with workshop() as shop:
-        first = await shop.interpreter.tool.configure(
-            make_tool_spec({"type": "auto", "memory_limit": "4g"}), SOMEBODY, []
-        )
+    async with shell_harness() as harness:
+        first = await harness.interpreter.configure({"type": "auto", "memory_limit": "4g"})
         with pytest.raises(InvalidRequest, match="a different memory"):
-            await shop.shell.configure(shell_spec({**AUTO, "memory_limit": "16g"}), SOMEBODY, [], [first])
-
-
-async def test_a_strangers_container_is_not_taken_from_the_conversation() -> None:
-    async with workshop(ExecutionStep("ls")) as shop:
-        ran = await shop.run("ls")
-        offered = await shop.shell.configure(shell_spec(), Caller("stranger"), shop.interpreter.segments)
-        assert offered is not None
-        assert offered.binding.container_id != ran.call.environment.container_id
-        assert "gone" in offered.binding.notices
+            await harness.configure({**AUTO, "memory_limit": "16g"}, other_tools=[first])
 
 
 # ---- configuration ---------------------------------------------------------------------------------------------
@@ -500,16 +500,16 @@ async def test_a_strangers_container_is_not_taken_from_the_conversation() -> Non
 @pytest.mark.parametrize("environment", [None, {"type": "local"}, {"type": "local", "skills": []}])
 @pytest.mark.parametrize("enabled", [True, False])
 async def test_a_local_shell_is_the_clients(environment: object, enabled: bool) -> None:
-    async with workshop() as shop:
-        shell = ShellTool(shop.interpreter.containers, shop.interpreter.clock, enabled=enabled)
+    async with shell_harness() as harness:
+        shell = ShellTool(harness.interpreter.containers, harness.interpreter.clock, enabled=enabled)
         chosen = shell_spec(environment)
         assert await shell.configure(chosen, SOMEBODY, []) is None
         assert msgspec.json.decode(shell.echo_spec(chosen)) == msgspec.json.decode(chosen.raw)
 
 
 async def test_one_that_is_not_enabled_is_refused() -> None:
-    async with workshop() as shop:
-        shell = ShellTool(shop.interpreter.containers, shop.interpreter.clock, enabled=False)
+    async with shell_harness() as harness:
+        shell = ShellTool(harness.interpreter.containers, harness.interpreter.clock, enabled=False)
         with pytest.raises(InvalidRequest, match="shell is not enabled on this server"):
             await shell.configure(shell_spec(), SOMEBODY, [])
 
@@ -533,9 +533,9 @@ async def test_one_that_is_not_enabled_is_refused() -> None:
     ],
 )
 async def test_environments_that_are_refused(environment: object, message: str) -> None:
-    async with workshop() as shop:
+    async with shell_harness() as harness:
         with pytest.raises(InvalidRequest) as refused:
-            await shop.shell.configure(shell_spec(environment), SOMEBODY, [])
+            await harness.configure(environment)
         assert refused.value.param == "tools"
         assert message in refused.value.message
 
@@ -543,13 +543,14 @@ async def test_environments_that_are_refused(environment: object, message: str) 
 async def test_secrets_do_not_come_back() -> None:
     secrets = [{"domain": "a.example", "name": "KEY", "value": "hidden"}]
     policy = {"type": "allowlist", "allowed_domains": ["a.example"], "domain_secrets": secrets}
-    async with workshop(containers=ContainerSettings(allowed_domains=frozenset({"a.example"}))) as shop:
+    async with shell_harness(
+        containers=ContainerSettings(allowed_domains=frozenset({"a.example"}))
+    ) as harness:
         chosen = shell_spec({**AUTO, "network_policy": policy})
-        offered = await shop.shell.configure(chosen, SOMEBODY, [])
-        assert offered is not None
+        offered = await harness.configure({**AUTO, "network_policy": policy})
         assert isinstance(offered.binding.spec.network, NetworkAllowlist)
         assert "HTTP and HTTPS to a.example" in offered.function.description
-        assert "hidden" not in shop.shell.echo_spec(chosen).decode() + offered.function.description
+        assert "hidden" not in harness.shell.echo_spec(chosen).decode() + offered.function.description
 
 
 # ---- replay ----------------------------------------------------------------------------------------------------
@@ -560,39 +561,40 @@ def given_back(item: Mapping[str, object]) -> ConversationEntry:
 
 
 async def test_items_that_come_back() -> None:
-    async with workshop() as shop:
+    async with shell_harness() as harness:
         environment = {"type": "container_reference", "container_id": "cntr_1"}
         action = {"commands": ["ls"], "timeout_ms": None, "max_output_length": 5}
         called = {"type": "shell_call", "call_id": "c", "action": action, "environment": environment}
-        assert shop.shell.rebuild_exchange(given_back(called)) == ToolExchange(
+        assert harness.shell.rebuild_exchange(given_back(called)) == ToolExchange(
             call_id="c",
             name="shell",
             arguments='{"commands":["ls"],"max_output_length":5}',
             output="",
             half="call",
         )
-        assert shop.shell.rebuild_exchange(given_back({**called, "environment": {"type": "local"}})) is None
-        assert shop.shell.rebuild_exchange(given_back({**called, "environment": None})) is None
-        assert shop.shell.rebuild_exchange(given_back({"type": "shell_call"})) is None
+        assert (
+            harness.shell.rebuild_exchange(given_back({**called, "environment": {"type": "local"}})) is None
+        )
+        assert harness.shell.rebuild_exchange(given_back({**called, "environment": None})) is None
+        assert harness.shell.rebuild_exchange(given_back({"type": "shell_call"})) is None
         output = [
             {"stdout": "a\n", "stderr": "", "outcome": {"type": "exit", "exit_code": 2}},
             {"stdout": None, "outcome": {"type": "timeout"}},
         ]
         answered = {"type": "shell_call_output", "call_id": "c", "output": output}
-        recalled = shop.shell.rebuild_exchange(given_back(answered))
+        recalled = harness.shell.rebuild_exchange(given_back(answered))
         assert recalled is not None
         assert recalled.output == "a\nExit code: 2\nIt ran too long and was stopped."
         assert recalled.half == "result"
 
 
 async def test_the_code_interpreter_remembers_for_both() -> None:
-    async with workshop(ExecutionStep("ls", [WriteFile("kept.csv", b"1")])) as shop:
-        ran = await shop.run("ls")
-        memory = await shop.interpreter.tool.snapshot_state(SOMEBODY, shop.interpreter.segments)
+    async with shell_harness(ExecutionStep("ls", [WriteFile("kept.csv", b"1")])) as harness:
+        ran = await harness.run("ls")
+        memory = await harness.interpreter.tool.snapshot_state(SOMEBODY, harness.interpreter.segments)
         assert memory is not None
         assert "/mnt/data/kept.csv" in memory.note
-        assert await shop.shell.snapshot_state(SOMEBODY, shop.interpreter.segments) is None
+        assert await harness.shell.snapshot_state(SOMEBODY, harness.interpreter.segments) is None
         remembered = [given_back(msgspec.json.decode(raw)) for raw in memory.items]
-        offered = await shop.shell.configure(shell_spec(), SOMEBODY, [ConversationSegment(tuple(remembered))])
-        assert offered is not None
+        offered = await harness.configure(segments=[ConversationSegment(tuple(remembered))])
         assert offered.binding.container_id == ran.call.environment.container_id
