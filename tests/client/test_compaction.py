@@ -1,5 +1,6 @@
 """Conversations that outlive a context window, through the adapter and by hand."""
 
+import contextlib
 import pickle
 import threading
 from itertools import pairwise
@@ -21,12 +22,12 @@ from fumehood.client.adapters.openai import (
     CompactionConfig,
     CompactionManager,
     CompactionState,
-    OpenAIHostedToolsConfig,
 )
 from fumehood.client.adapters.openai.compaction import LastModel, Transcript
 from fumehood.client.errors import DeadlineExceededError
 from fumehood.client.prompt import AnyTool, NoParams
 from tests.client.conftest import GatewayServer, OpenAIStandIn
+from tests.support.client_prompts import HOSTED, function_call
 from tests.support.code_word_model_server import CodeWordModel
 from tests.support.gateway_process import code_call, text_answer
 from tests.support.openai_server import Reply, error, message, response
@@ -43,21 +44,13 @@ def create_prompt(text: str, *tools: AnyTool) -> Prompt[None]:
 
 
 def test_without_compaction_every_evaluation_starts_afresh(gateway_without_code: GatewayServer) -> None:
-    gateway_server = gateway_without_code
-    thinker = CodeWordModel()
-    session = Session()
-    gateway_server.evaluate(
-        create_prompt("Remember: the code word is heliotrope."), *[thinker.answer] * 3, session=session
-    )
-    assert (
-        gateway_server.adapter().evaluate(create_prompt("Which word was it?"), session=session).text
-        == "I do not know."
-    )
-    manual = gateway_server.adapter(compaction=CompactionConfig(enabled=False))
-    for text in ("Remember: the code word is heliotrope.", "Which word was it?"):
-        gateway_server.model.script(*[thinker.answer] * 3)
-        found = manual.evaluate(create_prompt(text), session=session)
-    assert found.text == "heliotrope"
+    told, question = create_prompt("Remember: the code word is heliotrope."), create_prompt("Which word?")
+    for compaction, answer in ((None, "I do not know."), (CompactionConfig(enabled=False), "heliotrope")):
+        session = Session()
+        adapter = gateway_without_code.adapter(compaction=compaction)
+        gateway_without_code.script(*[CodeWordModel().answer] * 3)
+        adapter.evaluate(told, session=session)
+        assert adapter.evaluate(question, session=session).text == answer
 
 
 WINDOW: list[dict[str, Any]] = [
@@ -66,59 +59,65 @@ WINDOW: list[dict[str, Any]] = [
 ]
 
 
-def large_response(text: str, tokens: int = 999) -> Any:
-    return response(message(text), usage={"input_tokens": tokens, "output_tokens": 0, "total_tokens": tokens})
+SMALL = CompactionConfig(threshold_tokens=100)
+LOOK_CALL = function_call("c1", "{}", "look")
 
 
-def test_the_whole_window_is_replayed_before_what_comes_later(openai_stand_in: OpenAIStandIn) -> None:
-    adapter = openai_stand_in.adapter(compaction=CompactionConfig(threshold_tokens=100))
-    session = Session()
-    openai_stand_in.server.script(
+def look(params: NoParams, *, context: ToolContext) -> ToolResult[NoParams]:
+    return ToolResult.ok(params)
+
+
+look_tool = Tool[NoParams, NoParams](name="look", description="Look.", handler=look)
+
+
+def large_response(output: str | dict[str, Any], tokens: int = 999) -> Any:
+    """A response with a text, or with a call."""
+    item = message(output) if isinstance(output, str) else output
+    return response(item, usage={"input_tokens": tokens, "output_tokens": 0, "total_tokens": tokens})
+
+
+def test_a_compacted_conversation_is_replayed_and_continues_in_another_process(
+    openai_stand_in: OpenAIStandIn,
+) -> None:
+    adapter, session = openai_stand_in.adapter(compaction=SMALL), Session()
+    openai_stand_in.script(
+        error(400, "No"),
         large_response("one", 50),
         large_response("two"),
         response(*WINDOW),
         large_response("three", 50),
         large_response("four", 50),
     )
-    for text in ("1", "2", "3", "4"):
+    with pytest.raises(Exception, match="No"):
+        adapter.evaluate(create_prompt("0"), session=session)  # is not part of the conversation
+    for text in ("1", "2", "3"):
         adapter.evaluate(create_prompt(text), session=session)
-    first, second, compact, third, fourth = openai_stand_in.server.asked
-    assert len(second["input"]) == 3
-    assert compact == {"model": "gpt-4.1", "input": [*second["input"], message("two")]}
-    assert third["input"] == [*WINDOW, {"role": "user", "content": "## 1. Turn\n\n3"}]
-    assert fourth["input"][:4] == [*third["input"], message("three")]
-    assert "/v1/responses/compact" in openai_stand_in.server.calls[2]
-    assert first["input"] == [{"role": "system", "content": "## 1. Turn\n\n1"}]
-    state = session[CompactionState].latest()
-    assert state == CompactionState(tuple(WINDOW), 999, 1)
-
-
-def test_a_session_goes_on_in_another_process(openai_stand_in: OpenAIStandIn) -> None:
-    config = CompactionConfig(threshold_tokens=100)
-    session = Session()
-    openai_stand_in.server.script(
-        large_response("one"), response(*WINDOW), large_response("two", 50), large_response("three", 50)
-    )
-    for text in ("1", "2"):
-        openai_stand_in.adapter(compaction=config).evaluate(create_prompt(text), session=session)
     other = Session()
     other.restore(pickle.loads(pickle.dumps(session.snapshot())))
-    openai_stand_in.adapter(compaction=config).evaluate(create_prompt("3"), session=other)
-    before, after = openai_stand_in.server.asked[2:]
-    assert after["input"][:-1] == [*before["input"], message("two")]
+    openai_stand_in.adapter(compaction=SMALL).evaluate(create_prompt("4"), session=other)
+    failed, first, second, compact, third, fourth = openai_stand_in.server.asked
+    assert failed["input"] == [{"role": "system", "content": "## 1. Turn\n\n0"}]
+    assert first["input"] == [{"role": "system", "content": "## 1. Turn\n\n1"}]
+    assert [item["role"] for item in second["input"]] == ["system", "assistant", "user"]
+    assert "/v1/responses/compact" in openai_stand_in.server.calls[3]
+    assert compact == {"model": "gpt-4.1", "input": [*second["input"], message("two")]}
+    assert third["input"] == [*WINDOW, {"role": "user", "content": "## 1. Turn\n\n3"}]
+    assert fourth["input"][:-1] == [*third["input"], message("three")]
+    assert fourth["input"][-1]["role"] == "user"
+    assert session[CompactionState].all() == (CompactionState(tuple(WINDOW), 999, 1),)
     assert other[CompactionState].all() == session[CompactionState].all()
 
 
-def test_a_long_turn_is_compacted_on_its_way_and_keeps_its_task(openai_stand_in: OpenAIStandIn) -> None:
-    def look(params: NoParams, *, context: ToolContext) -> ToolResult[NoParams]:
-        return ToolResult.ok(params)
+def test_without_a_conversation_every_evaluation_is_the_first_turn(openai_stand_in: OpenAIStandIn) -> None:
+    session = Session()
+    for _ in range(2):
+        openai_stand_in.evaluate(create_prompt("5"), large_response("five", 5), session=session)
+        assert [item["role"] for item in openai_stand_in.server.asked[0]["input"]] == ["system"]
 
-    tool = Tool[NoParams, NoParams](name="look", description="Look.", handler=look)
-    call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
-    used = {"input_tokens": 999, "output_tokens": 0, "total_tokens": 999}
-    openai_stand_in.server.script(response(call, usage=used), response(*WINDOW), large_response("done", 5))
-    adapter = openai_stand_in.adapter(compaction=CompactionConfig(threshold_tokens=100))
-    found = adapter.evaluate(create_prompt("Look.", tool), session=Session())
+
+def test_a_long_turn_is_compacted_on_its_way_and_keeps_its_task(openai_stand_in: OpenAIStandIn) -> None:
+    replies = (large_response(LOOK_CALL), response(*WINDOW), large_response("done", 5))
+    found = openai_stand_in.evaluate(create_prompt("Look.", look_tool), *replies, compaction=SMALL)
     _, compact, after = openai_stand_in.server.asked
     assert compact["input"][-1]["type"] == "function_call_output"
     assert after["input"] == [*WINDOW, {"role": "system", "content": "## 1. Turn\n\nLook."}]
@@ -131,11 +130,10 @@ def test_a_long_turn_is_compacted_on_its_way_and_keeps_its_task(openai_stand_in:
 
 
 def test_a_failed_compaction_leaves_everything_as_it_was(openai_stand_in: OpenAIStandIn) -> None:
-    adapter = openai_stand_in.adapter(compaction=CompactionConfig(threshold_tokens=100))
     session = Session()
-    openai_stand_in.server.script(large_response("one"), error(400, "Too long"))
+    replies = (large_response("one"), error(400, "Too long"))
     with pytest.raises(CompactionError, match=r"999 tokens could not be compacted: .*Too long") as failed:
-        adapter.evaluate(create_prompt("1"), session=session)
+        openai_stand_in.evaluate(create_prompt("1"), *replies, session=session, compaction=SMALL)
     assert failed.value.token_count == 999
     assert isinstance(failed.value.original_error, Exception)
     answer: Any = failed.value.response
@@ -144,54 +142,39 @@ def test_a_failed_compaction_leaves_everything_as_it_was(openai_stand_in: OpenAI
     transcript = session[Transcript].latest()
     assert transcript is not None
     assert len(transcript.items) == 2
-    openai_stand_in.server.script(large_response("two", 5))
-    adapter.evaluate(create_prompt("2"), session=session)
+    openai_stand_in.evaluate(create_prompt("2"), large_response("two", 5), session=session, compaction=SMALL)
     assert len(openai_stand_in.server.asked[0]["input"]) == 3
 
 
-@pytest.mark.parametrize("on_the_way", [False, True])
-def test_a_compaction_ends_by_the_deadline(openai_stand_in: OpenAIStandIn, on_the_way: bool) -> None:
+@pytest.mark.parametrize("between_turns", [False, True])
+def test_a_compaction_ends_by_the_deadline(openai_stand_in: OpenAIStandIn, between_turns: bool) -> None:
     """Which costs an answer that is there already nothing."""
-
-    def look(params: NoParams, *, context: ToolContext) -> ToolResult[NoParams]:
-        return ToolResult.ok(params)
 
     def hang(asked: dict[str, Any]) -> Reply:
         over.wait(60)
         return Reply(closes=True)
 
     over = threading.Event()
-    call = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
-    used = {"input_tokens": 999, "output_tokens": 0, "total_tokens": 999}
-    openai_stand_in.server.script(response(call, usage=used) if on_the_way else large_response("one"), hang)
-    adapter = openai_stand_in.adapter(compaction=CompactionConfig(threshold_tokens=100))
-    tool = Tool[NoParams, NoParams](name="look", description="Look.", handler=look)
-    session, soon = Session(), Deadline.after(1)
-    if on_the_way:
-        with pytest.raises(DeadlineExceededError):
-            adapter.evaluate(create_prompt("Look.", tool), session=session, deadline=soon)
-    else:
-        assert adapter.evaluate(create_prompt("Look."), session=session, deadline=soon).text == "one"
+    session = Session()
+    with pytest.raises(DeadlineExceededError) if between_turns else contextlib.nullcontext():
+        found = openai_stand_in.evaluate(
+            create_prompt("Look.", look_tool),
+            large_response(LOOK_CALL if between_turns else "one"),
+            hang,
+            session=session,
+            deadline=Deadline.after(1),
+            compaction=SMALL,
+        )
+        assert found.text == "one"
     over.set()
     transcript = session[Transcript].latest()
-    assert (0 if transcript is None else len(transcript.items)) == (0 if on_the_way else 2)
+    assert (0 if transcript is None else len(transcript.items)) == (0 if between_turns else 2)
     assert session[CompactionState].all() == ()
-
-
-def test_a_failed_evaluation_is_not_part_of_the_conversation(openai_stand_in: OpenAIStandIn) -> None:
-    adapter = openai_stand_in.adapter(compaction=CompactionConfig())
-    session = Session()
-    openai_stand_in.server.script(error(400, "No"), large_response("fine", 5))
-    with pytest.raises(Exception, match="No"):
-        adapter.evaluate(create_prompt("1"), session=session)
-    adapter.evaluate(create_prompt("2"), session=session)
-    assert len(openai_stand_in.server.asked[1]["input"]) == 1
 
 
 def test_nothing_is_kept_there_in_zdr_mode(openai_stand_in: OpenAIStandIn) -> None:
     config = CompactionConfig(threshold_tokens=100, zdr_mode=True)
-    hosted = OpenAIHostedToolsConfig(code_interpreter=True)
-    adapter = openai_stand_in.adapter(model="gpt-5.2", compaction=config, hosted_tools=hosted)
+    adapter = openai_stand_in.adapter(model="gpt-5.2", compaction=config, hosted_tools=HOSTED)
     session = Session()
     openai_stand_in.server.script(large_response("one"), response(*WINDOW), large_response("two", 5))
     adapter.evaluate(create_prompt("1"), session=session)
@@ -220,9 +203,7 @@ def test_a_gateway_keeps_nothing_of_what_was_said_in_zdr_mode(gateway_server: Ga
 
     for word, zdr_mode in (("heliotrope", True), ("periwinkle", False)):
         config = CompactionConfig(threshold_tokens=1, zdr_mode=zdr_mode)
-        adapter = gateway_server.adapter(
-            compaction=config, hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True)
-        )
+        adapter = gateway_server.adapter(compaction=config, hosted_tools=HOSTED)
         session = Session()
         for _ in range(2):
             gateway_server.model.script(
@@ -231,40 +212,6 @@ def test_a_gateway_keeps_nothing_of_what_was_said_in_zdr_mode(gateway_server: Ga
             assert adapter.evaluate(create_prompt(f"Say {word}."), session=session).text == f"{word}, too"
         assert session[CompactionState].all()[0].compaction_count == 2
         assert kept(word) is not zdr_mode
-
-
-def test_the_first_turn_of_a_session_is_the_systems_and_later_ones_are_the_users(
-    openai_stand_in: OpenAIStandIn,
-) -> None:
-    config = CompactionConfig(threshold_tokens=100)
-    adapter, session = openai_stand_in.adapter(compaction=config), Session()
-    openai_stand_in.server.script(
-        error(400, "No"),
-        large_response("one", 50),
-        large_response("two"),
-        response(*WINDOW),
-        large_response("three", 50),
-        large_response("four", 50),
-    )
-    with pytest.raises(Exception, match="No"):
-        adapter.evaluate(create_prompt("0"), session=session)  # is not part of the conversation
-    for text in ("1", "2", "3"):
-        adapter.evaluate(create_prompt(text), session=session)
-    other = Session()
-    other.restore(pickle.loads(pickle.dumps(session.snapshot())))
-    adapter.evaluate(create_prompt("4"), session=other)
-    failed, first, second, compact, third, fourth = openai_stand_in.server.asked
-    assert [item["role"] for item in failed["input"]] == ["system"]
-    assert [item["role"] for item in first["input"]] == ["system"]
-    assert [item["role"] for item in second["input"]] == ["system", "assistant", "user"]
-    assert compact["input"][:3] == second["input"]
-    assert third["input"][-1] == {"role": "user", "content": "## 1. Turn\n\n3"}
-    assert [item["role"] for item in fourth["input"][2:]] == ["user", "assistant", "user"]
-    # Without a conversation, every evaluation is the first turn.
-    openai_stand_in.server.script(large_response("five", 5), large_response("six", 5))
-    for _ in range(2):
-        openai_stand_in.adapter().evaluate(create_prompt("5"), session=session)
-    assert [asked["input"][0]["role"] for asked in openai_stand_in.server.asked] == ["system", "system"]
 
 
 def test_a_gateway_is_told_the_threshold_and_others_are_not(
@@ -332,7 +279,7 @@ def test_the_calls_of_a_turn_are_not_counted_as_so_many_windows(gateway_server: 
     thinker, session = CodeWordModel(), Session()
     adapter = gateway_server.adapter(
         compaction=CompactionConfig(threshold_tokens=4000),
-        hosted_tools=OpenAIHostedToolsConfig(code_interpreter=True),
+        hosted_tools=HOSTED,
     )
     for number in range(4):
         called = [code_call(f"print({number})", prompt_tokens=1500) for _ in range(5)]

@@ -1,12 +1,14 @@
 """Pairs of parts: which fit, and what is said of those that do not."""
 
+import json
 from typing import Any
 
+import jsonschema_rs
 import pytest
 
 from fumehood.message_parts.conversion import convert
 from fumehood.message_parts.part_format import REPRESENTATIONS
-from fumehood.message_parts.validation import validate
+from fumehood.message_parts.validation import read_published_schema, validate
 from tests.support.vendor_item_samples import SAMPLES
 
 
@@ -105,5 +107,8 @@ def test_what_does_not_fit_is_told(document: Any, reasons: list[str]) -> None:
 @pytest.mark.parametrize("representation", REPRESENTATIONS)
 @pytest.mark.parametrize("vendor", SAMPLES)
 def test_what_vendors_send_fits(vendor: str, representation: str) -> None:
-    """Each call of the samples has its response, so nothing is to be said of any of them."""
-    assert find_problems(convert(vendor, representation, SAMPLES[vendor])) == []
+    """Each call of the samples has its response. The published schema agrees."""
+    written: Any = convert(vendor, representation, SAMPLES[vendor])
+    assert find_problems(written) == []
+    schema = jsonschema_rs.Draft202012Validator(json.loads(read_published_schema(representation)))
+    assert [error.message for part in written for error in schema.iter_errors(part)] == []

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fumehood.message_parts.canonical_parts import Json, ToolCallPart, ToolCallResponsePart
+from fumehood.message_parts.canonical_parts import Json, ToolPart
 from fumehood.message_parts.conversion import convert, from_vendor, list_formats, to_vendor
 from fumehood.message_parts.json_paths import copy_json, is_same_json
 from fumehood.message_parts.part_format import REPRESENTATIONS, find_part_error
@@ -104,6 +104,8 @@ def test_parallel_calls_of_several_answers_go_back_in_their_order(representation
     blocks: list[Any] = [*uses, {"type": "text", "text": "x"}, *results]
     parts: Any = convert("anthropic", representation, blocks)
     assert convert(representation, "anthropic", [*parts, *parts]) == [*blocks, *blocks]
+    if representation == "option3":  # one object for each call, with its response
+        assert [part.get("id") for part in parts] == ["a", "b", "c", None]
     # Without one of them, the others keep their order.
     fewer = [part for part in parts if part["type"] != "text"]
     assert convert(representation, "anthropic", fewer) == [*uses, *results]
@@ -129,11 +131,7 @@ def test_anything_goes_back(vendor: str, document: Json) -> None:
 
 @pytest.mark.parametrize("vendor", SAMPLES)
 def test_every_shape_has_a_sample(vendor: str) -> None:
-    parts = {
-        part.vendor_type
-        for part in from_vendor(vendor, SAMPLES[vendor])
-        if isinstance(part, ToolCallPart | ToolCallResponsePart)
-    }
+    parts = {part.vendor_type for part in from_vendor(vendor, SAMPLES[vendor]) if isinstance(part, ToolPart)}
     own = {mapping.type for mapping in VENDORS[vendor].item_mappings}
     if vendor in ("azure", "xai"):
         own -= {mapping.type for mapping in VENDORS["openai"].item_mappings}

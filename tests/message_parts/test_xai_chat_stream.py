@@ -7,7 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fumehood.message_parts.canonical_parts import Json, TextPart, ToolCallPart, ToolCallResponsePart
+from fumehood.message_parts.canonical_parts import (
+    Json,
+    TextPart,
+    ToolCallPart,
+    ToolPart,
+)
 from fumehood.message_parts.conversion import from_vendor, to_vendor
 from fumehood.message_parts.streaming.assembler import StreamAssembler
 from tests.message_parts.test_stream_assembly import assemble_stream, feed_all
@@ -59,7 +64,7 @@ def _statuses(assembler: StreamAssembler, ended: Any = None) -> list[tuple[str, 
     return [
         (type(part).__name__, part.kind, part.status)
         for part in assembler.build_parts(ended)
-        if isinstance(part, ToolCallPart | ToolCallResponsePart)
+        if isinstance(part, ToolPart)
     ]
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fumehood.engine.run_service import EngineRunService
-from fumehood.interfaces import Caller
+from fumehood.interfaces import Caller, HostedTool, RunService
 from fumehood.metrics import BucketHistogram
 from fumehood.protocol.model_turns import AnyModelEvent, ModelRequest
 from fumehood.protocol.openai.responses import CreateResponse, Response
@@ -71,26 +71,31 @@ class FailingListener(RecordListener):
         raise RuntimeError("with a secret")
 
 
+def create_runs(dispatcher: RecordDispatcher, model: ScriptedModel, *tools: HostedTool) -> RunService:
+    """An engine of doubles, instrumented."""
+    clock = FakeClock()
+    runs = EngineRunService(
+        InstrumentedModelProvider(ScriptedModelProvider(model), dispatcher),
+        [InstrumentedHostedTool(tool, dispatcher) for tool in tools],
+        MemoryStore(clock),
+        clock,
+        sealer=PlainSealer(),
+    )
+    return InstrumentedRunService(runs, dispatcher)
+
+
+def decode_request(**body: Any) -> CreateResponse:
+    request = {"model": "scripted", "input": "Hi", "stream": True, **body}
+    return msgspec.json.decode(msgspec.json.encode(request), type=CreateResponse)
+
+
 async def run_instrumented(
     dispatcher: RecordDispatcher, tool: EchoTool | None = None, *, flush: bool = True, **body: Any
 ) -> str:
-    """The status of a response with a call and an answer. told: whether listeners are told of all of it by then."""
-    clock = FakeClock()
+    """Return the status of a response with a call and an answer. flush: pass all records to the listeners."""
     model = ScriptedModel([*calls("echo", {"text": "x"})], says("Done"), usage=make_usage(3))
-    runs = InstrumentedRunService(
-        EngineRunService(
-            InstrumentedModelProvider(ScriptedModelProvider(model), dispatcher),
-            [InstrumentedHostedTool(tool or EchoTool(), dispatcher)],
-            MemoryStore(clock),
-            clock,
-            sealer=PlainSealer(),
-        ),
-        dispatcher,
-    )
-    written = msgspec.json.encode(
-        {"model": "scripted", "input": "Hi", "stream": True, "tools": [ECHO]} | body
-    )
-    run = await runs.start(msgspec.json.decode(written, type=CreateResponse), Caller())
+    runs = create_runs(dispatcher, model, tool or EchoTool())
+    run = await runs.start(decode_request(**{"tools": [ECHO], **body}), Caller())
     async for _ in read_batches(run):
         pass
     response = await run.wait()
