@@ -23,12 +23,12 @@ from fumehood.testing import (
     MemoryBlobStore,
     MemoryStore,
 )
-from fumehood.testing.kits.blob_store_kit import stream_chunks
 from fumehood.testing.kits.container_service_kit import (
     SOMEBODY,
     ContainerServiceKit,
     ContainerSubject,
 )
+from fumehood.testing.kits.payloads import stream_chunks
 from tests.support.sandbox_runs import has_cgroups
 from tests.support.scripted_sandbox_programs import make_scripted_sandboxes
 

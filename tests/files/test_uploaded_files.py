@@ -20,7 +20,8 @@ from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.store.migrations import StoreOpenError
 from fumehood.store.sqlite_store import SqliteStore
 from fumehood.testing import FakeClock, MemoryBlobStore, MemoryStore
-from fumehood.testing.kits.file_service_kit import ANN, stream_chunks
+from fumehood.testing.kits.file_service_kit import ANN
+from fumehood.testing.kits.payloads import stream_chunks
 from tests.support.upload_gateway import list_files
 from tests.support.waiting import wait_until
 

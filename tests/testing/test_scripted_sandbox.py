@@ -22,7 +22,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 )
 from fumehood.testing import DeleteFile, ExecutionStep, ScriptedSandbox, ScriptedSandboxProvider, WriteFile
 from fumehood.testing.fakes.memory_sandbox_files import MemorySandboxFiles
-from fumehood.testing.kits.sandbox_files_kit import build_archive
+from fumehood.testing.kits.payloads import build_archive
 
 
 async def create_only_sandbox(provider: ScriptedSandboxProvider) -> ScriptedSandbox:

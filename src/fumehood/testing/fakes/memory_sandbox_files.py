@@ -2,16 +2,16 @@
 
 import importlib
 import io
-import itertools
 import lzma
 import stat
 import tarfile
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 from fumehood.protocol.sandbox.bundle_encoding import MAX_BUNDLED_FILE_BYTES, BundleContent, BundledFile
 from fumehood.protocol.sandbox.sandbox_errors import (
@@ -61,7 +61,6 @@ class MemorySandboxFiles:
         self._files: dict[str, _MemoryFile] = {}
         self._deleted: dict[str, int] = {}
         self._directories: Counter[str] = Counter()  # number of files below each
-        self._versions = itertools.count(1)
         self._version = 0
 
     def list_files(self, since: str | None = None) -> FileListing:
@@ -89,7 +88,7 @@ class MemorySandboxFiles:
         self.check_path(path)
         if len(content) > self._limit:
             raise SandboxLimitExceeded(f"{path}: more than {self._limit} bytes", param="path")
-        self._version = next(self._versions)
+        self._version += 1
         if path not in self._files:
             self._directories.update(_list_parents(path))
         self._files[path] = _MemoryFile(content, self._version, executable)
@@ -100,7 +99,7 @@ class MemorySandboxFiles:
         self.read_file(path)  # raises if it cannot be deleted
         del self._files[path]
         self._directories -= Counter(_list_parents(path))
-        self._version = next(self._versions)
+        self._version += 1
         self._deleted[path] = self._version
 
     def unpack_archive(self, content: bytes, kind: ArchiveFormat, into: str) -> UnpackSummary:
@@ -108,7 +107,8 @@ class MemorySandboxFiles:
         if into:
             validate_path(into)
         members = _read_members(content, kind, self._limit)
-        files = {_join_path(into, member.name): member for member in members}
+        prefix = f"{into}/" if into else ""
+        files = {validate_path(f"{prefix}{member.name}"): member for member in members}
         wanted = {path: member.content for path, member in files.items() if member.content is not None}
         before = dict(self._files), dict(self._deleted), self._directories.copy()
         try:
@@ -197,10 +197,6 @@ def validate_path(path: str) -> str:
     return path
 
 
-def _join_path(into: str, name: str) -> str:
-    return validate_path(f"{into}/{name}" if into else name)
-
-
 def _parse_mark(mark: str | None) -> int | None:
     return int(mark) if mark is not None and mark.isascii() and mark.isdigit() else None
 
@@ -255,11 +251,18 @@ def _read_tar_members(content: bytes, kind: ArchiveFormat) -> Iterator[_ArchiveM
 
 
 def _decompress_zstd(content: bytes) -> bytes:
+    zstd = find_zstd()
+    if zstd is None:
+        raise FileRefused("tar.zst needs Python 3.14 or backports.zstd.")
+    try:
+        return zstd.decompress(content)
+    except zstd.ZstdError as error:
+        raise OSError(str(error)) from error
+
+
+def find_zstd() -> Any:
+    """Return the module for zstd, None without one."""
     for module in ("compression.zstd", "backports.zstd"):
         with suppress(ModuleNotFoundError):
-            decompress: Callable[[bytes], bytes] = importlib.import_module(module).decompress
-            try:
-                return decompress(content)
-            except Exception as error:  # the class depends on the module
-                raise OSError(str(error)) from error
-    raise FileRefused("tar.zst needs Python 3.14 or backports.zstd.")
+            return importlib.import_module(module)
+    return None

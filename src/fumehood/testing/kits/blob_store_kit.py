@@ -6,12 +6,13 @@ the `store` of records that it uses.
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 
 import pytest
 
 from fumehood.interfaces import BlobStore, ReferencedBlobs, Store
 from fumehood.protocol.openai.file_objects import UploadedFileRecord
+from fumehood.testing.kits.payloads import SourceError, fail_midway, stream_chunks
 
 
 async def read_blob(
@@ -22,11 +23,6 @@ async def read_blob(
 
 async def _list_all_names(blobs: BlobStore, older_than: float) -> set[str]:
     return {name async for names in blobs.list_names(older_than) for name in names}
-
-
-async def stream_chunks(*chunks: bytes) -> AsyncGenerator[bytes]:
-    for chunk in chunks:
-        yield chunk
 
 
 class BlobStoreKit:
@@ -73,12 +69,8 @@ class BlobStoreKit:
         assert await read_blob(blobs, real) == b"real"
 
     async def test_a_broken_upload_leaves_nothing(self, blobs: BlobStore) -> None:
-        async def broken() -> AsyncGenerator[bytes]:
-            yield b"x" * 2_000_000
-            raise RuntimeError("the client is gone")
-
-        with pytest.raises(RuntimeError, match="gone"):
-            await blobs.put(broken())
+        with pytest.raises(SourceError):
+            await blobs.put(fail_midway(b"x" * 2_000_000))
         with pytest.raises(KeyError):
             await anext(blobs.read(hashlib.sha256(b"x" * 2_000_000).hexdigest()))
 

@@ -1,7 +1,6 @@
 """Conformance tests of `ContainerService`: lifecycle of containers, and files of users."""
 
 import asyncio
-from collections.abc import AsyncGenerator
 
 import pytest
 
@@ -17,7 +16,7 @@ from fumehood.testing.kits.container_subject import (
     collect_stdout,
     get_end,
 )
-from fumehood.testing.kits.sandbox_files_kit import build_archive
+from fumehood.testing.kits.payloads import SourceError, build_archive, fail_midway, stream_chunks
 
 
 class ContainerLifecycleKit:
@@ -222,22 +221,15 @@ class ContainerUserFilesKit:
             assert await subject.read_content(name, record.id, start=start, end=end) == wanted
 
     async def test_a_file_in_chunks(self, subject: ContainerSubject) -> None:
-        async def pieces() -> AsyncGenerator[bytes]:
-            for number in range(100):
-                yield bytes([number]) * 1000
-
-        async def broken() -> AsyncGenerator[bytes]:
-            yield b"x"
-            raise ConnectionResetError
-
+        chunks = [bytes([number]) * 1000 for number in range(100)]
         name = await subject.create_container()
-        record = await subject.containers.write_file(SOMEBODY, name, "a.bin", pieces())
+        record = await subject.containers.write_file(SOMEBODY, name, "a.bin", stream_chunks(*chunks))
         assert record.bytes == 100_000
         assert len(await subject.read_content(name, record.id)) == 100_000
         await assert_each_raises(
-            ConnectionResetError,
-            subject.containers.write_file(SOMEBODY, name, "a.bin", broken()),
-            subject.containers.write_file(SOMEBODY, name, "b.bin", broken()),
+            SourceError,
+            subject.containers.write_file(SOMEBODY, name, "a.bin", fail_midway()),
+            subject.containers.write_file(SOMEBODY, name, "b.bin", fail_midway()),
         )
         assert await subject.list_paths(name) == ["a.bin"]
         assert len(await subject.read_content(name, record.id)) == 100_000

@@ -15,7 +15,7 @@ from fumehood.protocol.openai.file_objects import FileUploadMetadata, UploadedFi
 from fumehood.protocol.openai.page_query import PageQuery
 from fumehood.testing.fakes.fake_clock import FakeClock
 from fumehood.testing.kits.assertions import assert_each_raises
-from fumehood.testing.kits.blob_store_kit import stream_chunks
+from fumehood.testing.kits.payloads import SourceError, fail_midway, stream_chunks
 
 ANN = Caller("ann")
 BEN = Caller("ben")
@@ -54,6 +54,12 @@ class FileServiceSubject:
 
 def list_ids(records: Sequence[UploadedFileRecord]) -> list[str]:
     return [record.id for record in records]
+
+
+async def _record_end(read: list[str]) -> AsyncGenerator[bytes]:
+    """Stream a content, and record that it was read to its end."""
+    yield b"content"
+    read.append("all")
 
 
 class FileServiceKit:
@@ -194,20 +200,10 @@ class FileServiceKit:
         assert sum(record.bytes for record in kept) <= MAX_TENANT_BYTES
 
     async def test_failed_uploads_leave_nothing(self, subject: FileServiceSubject) -> None:
-        async def broken() -> AsyncGenerator[bytes]:
-            yield b"x" * 5000
-            raise ConnectionResetError("the client is gone")
-
-        with pytest.raises(ConnectionResetError):
-            await subject.files.create_file(
-                ANN, FileUploadMetadata(filename="a.txt", purpose="user_data"), broken()
-            )
-
+        metadata = FileUploadMetadata(filename="a.txt", purpose="user_data")
+        with pytest.raises(SourceError):
+            await subject.files.create_file(ANN, metadata, fail_midway(b"x" * 5000))
         read: list[str] = []
-
-        async def content() -> AsyncGenerator[bytes]:
-            yield b"content"
-            read.append("all")
 
         def refuse() -> FileUploadMetadata | None:
             if read:
@@ -215,30 +211,26 @@ class FileServiceKit:
             return None
 
         with pytest.raises(InvalidRequest, match="No purpose"):
-            await subject.files.create_file(ANN, refuse, content())
+            await subject.files.create_file(ANN, refuse, _record_end(read))
         assert subject.count_blobs() == 0
         assert list(await subject.files.list_files(ANN, PageQuery())) == []
 
     async def test_metadata_that_comes_after_the_content(self, subject: FileServiceSubject) -> None:
         read: list[str] = []
 
-        async def content() -> AsyncGenerator[bytes]:
-            yield b"content"
-            read.append("all")
-
         def metadata() -> FileUploadMetadata | None:
             return FileUploadMetadata(filename="late.md", purpose="evals") if read else None
 
-        record = await subject.files.create_file(ANN, metadata, content())
+        record = await subject.files.create_file(ANN, metadata, _record_end(read))
         assert (record.filename, record.purpose) == ("late.md", "evals")
 
         def more() -> FileUploadMetadata:
             return FileUploadMetadata(filename="a.md", purpose="evals", expires_after=3600 * len(read))
 
-        record = await subject.files.create_file(ANN, more, content())
+        record = await subject.files.create_file(ANN, more, _record_end(read))
         assert record.expires_at == record.created_at + 7200
         with pytest.raises(InvalidRequest):
-            await subject.files.create_file(ANN, lambda: None, content())
+            await subject.files.create_file(ANN, lambda: None, _record_end(read))
 
     async def test_who_is_cancelled_leaves_nothing(self, subject: FileServiceSubject) -> None:
         waiting = asyncio.Event()

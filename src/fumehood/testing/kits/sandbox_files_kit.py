@@ -2,10 +2,8 @@
 
 import io
 import tarfile
-import zipfile
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from importlib import import_module
 from itertools import batched
 from typing import Any, Protocol
 
@@ -16,6 +14,7 @@ from fumehood.protocol.sandbox.bundle_encoding import MAX_BUNDLED_FILE_BYTES, Bu
 from fumehood.protocol.sandbox.sandbox_errors import FileNotFound, FileRefused, SandboxLimitExceeded
 from fumehood.protocol.sandbox.sandbox_messages import ArchiveFormat, ExecutionEvent
 from fumehood.testing.kits.assertions import assert_each_raises
+from fumehood.testing.kits.payloads import SourceError, build_archive, fail_midway
 
 ODD_NAMES = [
     "with space.txt",
@@ -77,43 +76,9 @@ async def batch_files(files: Mapping[str, bytes], size: int = 100) -> AsyncGener
         yield batch
 
 
-async def stream_chunks(content: bytes, size: int = 1000) -> AsyncGenerator[bytes]:
+async def stream_split(content: bytes, size: int = 1000) -> AsyncGenerator[bytes]:
     for start in range(0, len(content), size):
         yield content[start : start + size]
-
-
-class SourceError(Exception):
-    """Raised by the stream of the caller, which gets it back unchanged."""
-
-
-async def _fail_midway() -> AsyncGenerator[bytes]:
-    yield b"half"
-    raise SourceError
-
-
-def build_archive(kind: ArchiveFormat, members: dict[str, bytes]) -> bytes:
-    """Return an archive with these files. Names are not checked."""
-    buffer = io.BytesIO()
-    if kind == "zip":
-        with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as zipped:
-            for name, content in members.items():
-                zipped.writestr(zipfile.ZipInfo(name), content)
-        return buffer.getvalue()
-    with tarfile.open(fileobj=buffer, mode="w:gz" if kind == "tar.gz" else "w:") as tarred:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tarred.addfile(info, io.BytesIO(content))
-    return _load_zstd_compressor()(buffer.getvalue()) if kind == "tar.zst" else buffer.getvalue()
-
-
-def _load_zstd_compressor() -> Callable[[bytes], bytes]:
-    for module in ("compression.zstd", "backports.zstd"):
-        try:
-            return import_module(module).compress
-        except ModuleNotFoundError:
-            continue
-    pytest.skip("tar.zst needs Python 3.14 or backports.zstd")
 
 
 class SandboxFilesKit:
@@ -137,7 +102,7 @@ class SandboxFilesKit:
     async def test_large_files_pass_in_chunks(self, subject: _SandboxFilesSubject) -> None:
         content = b"0123456789abcdef" * (3 << 16)
         async with subject.create_sandbox() as sandbox:
-            entry = await sandbox.write_file("large.bin", stream_chunks(content, 100_000))
+            entry = await sandbox.write_file("large.bin", stream_split(content, 100_000))
             assert entry.size == len(content)
             chunks = [chunk async for chunk in sandbox.read_file("large.bin")]
             assert len(chunks) > 1
@@ -206,8 +171,8 @@ class SandboxFilesKit:
             await sandbox.write_file("kept.txt", b"second")
             await assert_each_raises(
                 SourceError,
-                sandbox.write_file("kept.txt", _fail_midway()),
-                sandbox.write_file("new.txt", _fail_midway()),
+                sandbox.write_file("kept.txt", fail_midway()),
+                sandbox.write_file("new.txt", fail_midway()),
             )
             assert await read_content(sandbox, "kept.txt") == b"second"
             assert await list_paths(sandbox) == ["kept.txt"]
@@ -328,7 +293,7 @@ class SandboxFilesKit:
         async with subject.create_sandbox() as sandbox:
             for into, prefix in (("", ""), ("in/side", "in/side/")):
                 unpacked = await sandbox.unpack_archive(
-                    stream_chunks(content) if streamed else content, kind=kind, into=into
+                    stream_split(content) if streamed else content, kind=kind, into=into
                 )
                 assert (unpacked.files, unpacked.bytes, unpacked.skipped) == (2, 4003, 0)
                 changed_ns = [file.changed_ns for file in (await sandbox.list_files()).files]
