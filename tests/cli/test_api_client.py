@@ -78,7 +78,7 @@ def test_the_key_comes_from_the_environment_and_is_never_shown() -> None:
 HOSTILE = "\x1b]0;owned\x07\x9b31m\u202egnp.exe\r\nsecond line"
 
 
-def test_what_a_server_says_does_not_act_on_the_terminal() -> None:
+def test_server_text_is_sanitized() -> None:
     row = {"id": HOSTILE, "filename": f"[red]{HOSTILE}", "bytes": "x", "created_at": 1e300, "purpose": None}
     with server(answering({"data": [row], "has_more": False})) as (url, _):
         table = run_command("files", "list", url=url)
@@ -98,7 +98,7 @@ def test_what_a_server_says_does_not_act_on_the_terminal() -> None:
 @pytest.mark.parametrize(
     "name", ["../../etc/passwd\x00", ".bashrc", "", "..", "a/", "a\u202eb", ".git"], ids=ascii
 )
-def test_names_that_are_not_for_the_disk(name: str, tmp_path: Path) -> None:
+def test_unsafe_file_names_are_not_used(name: str, tmp_path: Path) -> None:
     with server(answering({"id": "file-1", "filename": name})) as (url, _):
         refused = run_command("files", "get", "file-1", url=url)
         assert refused.code == 1
@@ -113,7 +113,7 @@ def test_only_the_last_part_of_a_name_counts(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["job"]
 
 
-def test_a_download_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
+def test_an_incomplete_download_leaves_no_file(tmp_path: Path) -> None:
     whole, half = answering({"filename": "a"}), answering(b"half", length=1000)
 
     def reply(request: BaseHTTPRequestHandler) -> None:
@@ -126,7 +126,7 @@ def test_a_download_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_answers_that_are_none() -> None:
+def test_malformed_answers() -> None:
     for body in (b"<html>", b"[]", b'{"data": 5}', b'{"data": [5, null]}', b"[" * 100_000):
         with server(answering(body)) as (url, _):
             assert run_command("files", "list", url=url).code in (0, 1)
@@ -135,7 +135,7 @@ def test_answers_that_are_none() -> None:
         assert (moved.code, moved.err) == (1, "The server answered with 302 Found.")
 
 
-def test_a_list_without_end_comes_to_one() -> None:
+def test_listing_stops_at_the_limit() -> None:
     page = {"data": [{"id": "file-1"}] * 100, "has_more": True}
     with server(answering(page)) as (url, requests):
         result = run_command("files", "list", "--limit", "250", url=url)
@@ -143,7 +143,7 @@ def test_a_list_without_end_comes_to_one() -> None:
     assert len(requests) == 3
 
 
-def test_nobody_answers() -> None:
+def test_a_server_that_does_not_answer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     result = run_command("containers", "list", url=f"http://127.0.0.1:{port}/v1")
@@ -151,7 +151,7 @@ def test_nobody_answers() -> None:
     assert result.err.startswith(f"http://127.0.0.1:{port}/v1 does not answer: ")
 
 
-def test_a_refusal_in_the_middle_of_an_upload_is_told(tmp_path: Path) -> None:
+def test_an_upload_rejected_midway_shows_the_servers_message(tmp_path: Path) -> None:
     (tmp_path / "big").write_bytes(bytes(32 << 20))
 
     def refuse(request: BaseHTTPRequestHandler) -> None:
@@ -166,7 +166,9 @@ def test_a_refusal_in_the_middle_of_an_upload_is_told(tmp_path: Path) -> None:
     assert (result.code, result.err) == (1, "That is too large.")
 
 
-def test_progress_is_for_people(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_shown_on_terminals_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with api_client.show_progress("Sending [red]x", 100) as advance:
         advance(100)
     assert capsys.readouterr().err == ""

@@ -37,7 +37,7 @@ def read_all_bytes(directory: Path) -> bytes:
     return b"".join(file.read_bytes() for file in directory.glob("*.db*"))
 
 
-def test_a_key_is_made_listed_and_revoked(tmp_path: Path) -> None:
+def test_a_key_is_created_listed_and_revoked(tmp_path: Path) -> None:
     result = run_keys("create", "--tenant", "acme", "--name", "a lap-top", "--concurrent", "3")
     assert result.code == 0
     secret = result.out
@@ -66,7 +66,7 @@ def test_keys_have_scopes() -> None:
     assert "concurrent=2  responses,models" in run_keys("list").out
 
 
-def test_a_key_without_a_tenant_is_one() -> None:
+def test_a_key_without_a_tenant_has_its_own() -> None:
     assert run_keys("create").out != run_keys("create").out
     first, second = list_keys()
     assert first["tenant"] == first["id"] != second["tenant"] == second["id"]
@@ -84,14 +84,14 @@ def test_a_key_without_a_tenant_is_one() -> None:
         (["list", "--config", "none.yaml"], "none.yaml: No such file or directory."),
     ],
 )
-def test_what_cannot_be_done(arguments: list[str], words: str) -> None:
+def test_invalid_usage(arguments: list[str], words: str) -> None:
     result = run_keys(*arguments)
     assert result.code == 2
     assert words in result.err
     assert not list(Path().glob("*.db"))
 
 
-def test_a_key_that_is_not_there_is_not_repeated() -> None:
+def test_revoke_does_not_print_an_unknown_id() -> None:
     secret = run_keys("create").out
     result = run_keys("revoke", secret)
     assert result.code == 1
@@ -104,13 +104,13 @@ def _downgrade_database(path: Path) -> None:
         migrate(connection, MIGRATIONS[:1])
 
 
-def test_a_file_of_an_older_release_is_brought_up_to_date() -> None:
+def test_a_database_of_an_older_release_is_migrated() -> None:
     _downgrade_database(Path("fumehood.db"))
     assert run_keys("create").code == 0
     assert len(list_keys()) == 1
 
 
-def test_a_gateway_of_another_release_is_left_alone() -> None:
+def test_a_database_in_use_by_another_release_is_not_opened() -> None:
     _downgrade_database(Path("fumehood.db"))
     with Path("fumehood.db.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -2,30 +2,21 @@
 
 import json
 import re
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.support.sandbox_runs import build_environment, has_cgroups
+from tests.support.cli_runner import run_fumehood
+from tests.support.sandbox_runs import has_cgroups
 
-FUMEHOOD = Path(sys.executable).parent / "fumehood"
 QUICKLY = {"FUMEHOOD_SANDBOX_PRELOAD": ""}  # what is loaded beforehand takes most of the time
 
 
-def run(*args: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [FUMEHOOD, "doctor", *args],
-        env={**build_environment(), **variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+run = partial(run_fumehood, "doctor")
 
 
-def test_this_machine_isolates() -> None:
+def test_this_host_isolates() -> None:
     result = run()
     assert result.returncode == 0, result.stdout
     assert result.stderr == ""
@@ -47,7 +38,7 @@ def test_this_machine_isolates() -> None:
         assert re.search(rf"^(ok|warning)\s+{name}\s", result.stdout, re.MULTILINE), result.stdout
 
 
-def test_a_mode_that_does_not_work(tmp_path: Path) -> None:
+def test_a_mode_that_is_not_usable(tmp_path: Path) -> None:
     arguments = ("--mode", "pod", "--guest-socket", tmp_path / "none")
     result = run(*arguments)
     assert result.returncode == 1
@@ -62,7 +53,7 @@ def test_a_mode_that_does_not_work(tmp_path: Path) -> None:
     assert states["guest socket"] == states["sandbox starts"] == "missing"
 
 
-def test_each_thing_is_said_once() -> None:
+def test_a_missing_package_is_reported_once() -> None:
     """Where no package is installed, its name stands in one line, without the modules below it."""
     result = run(FUMEHOOD_SANDBOX_PRELOAD="no_such,nor_this")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -79,7 +70,7 @@ def test_unsafe_degraded() -> None:
 
 
 @pytest.mark.skipif(has_cgroups(), reason="memory can be bounded here")
-def test_where_memory_cannot_be_bounded() -> None:
+def test_memory_that_cannot_be_limited() -> None:
     result = run("--limits", "enforced")
     assert result.returncode == 1
     assert re.search(r"^missing\s+cgroups\s", result.stdout, re.MULTILINE)
@@ -106,6 +97,6 @@ def test_settings_from_a_file(tmp_path: Path) -> None:
     assert "did you mean disks?" in " ".join(result.stderr.split())
 
 
-def test_wrong_use() -> None:
+def test_invalid_usage() -> None:
     assert run("--mode", "none").returncode == 2
     assert run("--guest-socket", "/nowhere").returncode == 2

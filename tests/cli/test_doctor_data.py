@@ -3,7 +3,6 @@
 import json
 import sqlite3
 import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -12,20 +11,14 @@ import httpx
 import pytest
 
 from tests.support import gateway_process
+from tests.support.cli_runner import run_fumehood
 from tests.support.gateway_process import ScriptedModelServer, text_answer
 
-FUMEHOOD = Path(sys.executable).parent / "fumehood"
 TABLES = {"responses", "items", "threads", "containers", "files", "uploads", "keys"}
 
 
-def run_doctor(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [FUMEHOOD, "doctor", *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
-
-
 def findings(data: Path, code: int, *more: str | Path) -> dict[str, dict[str, str]]:
-    result = run_doctor("--data", data, "--json", *more)
+    result = run_fumehood("doctor", "--data", data, "--json", *more)
     assert (result.returncode, result.stderr) == (code, ""), result.stdout
     report = json.loads(result.stdout)
     assert report["sound"] is (code == 0)
@@ -90,7 +83,7 @@ def test_data_that_is_whole(data: Path) -> None:
     assert (found["responses"]["detail"], found["items"]["detail"]) == ("2 rows", "4 rows")
     assert found["uploads"]["detail"] == found["containers"]["detail"] == "1 rows"
     assert {path: path.read_bytes() for path in before} == before
-    printed = run_doctor("--data", data / "gateway.db")
+    printed = run_fumehood("doctor", "--data", data / "gateway.db")
     assert printed.returncode == 0
     assert printed.stdout.splitlines()[-1].startswith("The stored data is intact (")
 
@@ -180,13 +173,13 @@ def test_while_a_gateway_runs(tmp_path: Path) -> None:
 
 
 def test_nothing_to_examine(tmp_path: Path) -> None:
-    result = run_doctor("--data", tmp_path)
+    result = run_fumehood("doctor", "--data", tmp_path)
     assert result.returncode == 2
     assert "There is no database in" in " ".join(result.stderr.split())
-    assert run_doctor("--blobs", tmp_path).returncode == 2
+    assert run_fumehood("doctor", "--blobs", tmp_path).returncode == 2
 
 
-def test_help_tells_of_it() -> None:
-    result = run_doctor("--help")
+def test_help_describes_the_data_check() -> None:
+    result = run_fumehood("doctor", "--help")
     assert "--data" in result.stdout
     assert "--blobs" in result.stdout

@@ -4,31 +4,19 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import pytest
-from typer.testing import CliRunner
 
-from fumehood.cli import app
 from fumehood.message_parts.conversion import list_formats
 from fumehood.message_parts.part_format import REPRESENTATIONS
+from tests.support.cli_runner import run_command
 from tests.support.vendor_item_samples import DOCUMENTS, SAMPLES
 
-
-@dataclass
-class PartsResult:
-    code: int
-    out: str
-    err: str
-
-
-def run_parts(*arguments: str, stdin: str | None = None) -> PartsResult:
-    result = CliRunner().invoke(app, ["parts", *arguments], input=stdin, env={"COLUMNS": "300"})
-    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-    return PartsResult(result.exit_code, result.stdout, result.stderr)
+run_parts = partial(run_command, "parts")
 
 
 def write_json(directory: Path, document: Any) -> str:
@@ -53,7 +41,7 @@ def test_items_come_back_equal(view: str, tmp_path: Path) -> None:
     for document in (SAMPLES["openai"][2], SAMPLES["openai"], DOCUMENTS[0][1]):
         there = run_parts("convert", "--from", "openai", "--to", view, write_json(tmp_path, document))
         assert there.code == 0, there.err
-        assert run_parts("validate", write_json(tmp_path, json.loads(there.out))) == PartsResult(0, "", "")
+        assert run_parts("validate", write_json(tmp_path, json.loads(there.out))).streams == (0, "", "")
         back = run_parts("convert", "--from", view, "--to", "openai", "-", stdin=there.out)
         assert json.loads(back.out) == document
 
@@ -88,14 +76,14 @@ def test_any_vendor_or_view_may_be_named(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_malformed_is_told(document: Any, reason: str, tmp_path: Path) -> None:
+def test_malformed_parts_are_reported(document: Any, reason: str, tmp_path: Path) -> None:
     result = run_parts("validate", write_json(tmp_path, document))
     assert result.code == 1
     assert result.out == ""
     assert reason in result.err
 
 
-def test_the_form_before_is_taken_if_asked_for(tmp_path: Path) -> None:
+def test_parts_without_types_are_accepted_with_compat(tmp_path: Path) -> None:
     file = write_json(tmp_path, {"type": "tool_call", "name": "f", "arguments": {}})
     assert run_parts("validate", file).code == 1
     assert run_parts("validate", "--compat", file).code == 0
@@ -111,24 +99,24 @@ def test_malformed_parts_are_not_converted(tmp_path: Path) -> None:
     assert "part 0: a text part needs `content`" in result.err
 
 
-def test_what_has_no_words_in_the_target_is_told(tmp_path: Path) -> None:
+def test_dropped_parts_are_reported(tmp_path: Path) -> None:
     """As when an item is taken for a part of a view: nothing would be left of it, and nobody would know."""
     item = write_json(tmp_path, SAMPLES["openai"][2])
     result = run_parts("convert", "--from", "option2", "--to", "openai", item)
-    assert (result.code, result.out) == (0, "[]\n")
-    assert result.err == "1 part dropped, which openai cannot express: code_interpreter_call\n"
+    assert (result.code, result.out) == (0, "[]")
+    assert result.err == "1 part dropped, which openai cannot express: code_interpreter_call"
     picture = {"type": "uri", "modality": "image", "uri": "https://e.x/y.png"}
     text = {"type": "text", "content": "x"}
     several = write_json(tmp_path, [picture, text, {"type": "e\nvil"}, picture])
     result = run_parts("convert", "--from", "option2", "--to", "openai", several)
     assert result.code == 0
     assert len(json.loads(result.out)) == 1
-    assert result.err == "3 parts dropped, which openai cannot express: uri, e\\nvil\n"
+    assert result.err == "3 parts dropped, which openai cannot express: uri, e\\nvil"
     assert run_parts("convert", "--from", "option2", "--to", "option1", several).err == ""
 
 
 @pytest.mark.parametrize("vendor", SAMPLES)
-def test_nothing_of_a_vendors_own_is_left_out(vendor: str, tmp_path: Path) -> None:
+def test_converting_to_a_view_and_back_drops_nothing(vendor: str, tmp_path: Path) -> None:
     there = run_parts("convert", "--from", vendor, "--to", "option2", write_json(tmp_path, SAMPLES[vendor]))
     back = run_parts("convert", "--from", "option2", "--to", vendor, "-", stdin=there.out)
     assert (there.err, back.err) == ("", "")
@@ -155,9 +143,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("command", [("validate",), CONVERT, ("convert", "--from", "option1", "--to", "xai")])
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_read_is_refused_in_one_line(
-    case: str, command: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_invalid_json_is_reported_in_one_line(case: str, command: tuple[str, ...], tmp_path: Path) -> None:
     content, reason = REFUSED[case]
     file = tmp_path / "hostile.json"
     file.write_bytes(content)
@@ -165,19 +151,19 @@ def test_what_cannot_be_read_is_refused_in_one_line(
     assert (result.code, result.out) == (2, "")
     assert result.err.startswith(f"{file} ")
     assert reason in result.err
-    assert result.err.count("\n") == 1
+    assert "\n" not in result.err
 
 
 @pytest.mark.parametrize("command", [("validate",), CONVERT])
-def test_a_file_that_is_none_is_told_in_one_line(command: tuple[str, ...], tmp_path: Path) -> None:
-    assert run_parts(*command, str(tmp_path)) == PartsResult(2, "", f"{tmp_path}: Is a directory\n")
+def test_an_unreadable_file_is_reported_in_one_line(command: tuple[str, ...], tmp_path: Path) -> None:
+    assert run_parts(*command, str(tmp_path)).streams == (2, "", f"{tmp_path}: Is a directory")
     missing = tmp_path / "nothing"
-    assert run_parts(*command, str(missing)) == PartsResult(2, "", f"{missing}: No such file or directory\n")
+    assert run_parts(*command, str(missing)).streams == (2, "", f"{missing}: No such file or directory")
     closed = tmp_path / "closed.json"
     closed.write_text("[]", encoding="utf-8")
     closed.chmod(0)
     if not os.access(closed, os.R_OK):  # the superuser reads everything
-        assert run_parts(*command, str(closed)) == PartsResult(2, "", f"{closed}: Permission denied\n")
+        assert run_parts(*command, str(closed)).streams == (2, "", f"{closed}: Permission denied")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
@@ -188,17 +174,17 @@ def test_json_in_any_of_its_encodings_is_read(encoding: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("depth", [10, 200, 400, 800, 900, 950, 980])
-def test_what_is_nested_deeply_is_converted_or_refused(depth: int) -> None:
+def test_deep_nesting_is_converted_or_refused(depth: int) -> None:
     stdin = (
         f'{{"type": "function_call", "call_id": "c", "name": "f", "arguments": {"[" * depth}{"]" * depth}}}'
     )
     result = run_parts(*CONVERT, "-", stdin=stdin)
     assert (result.code == 0) == (result.err == "")
-    assert result.code == 0 or result == PartsResult(2, "", "standard input is nested too deeply\n")
+    assert result.code == 0 or result.streams == (2, "", "standard input is nested too deeply")
     assert result.code == 0 or depth > 100
 
 
-def test_half_a_character_is_text_as_any_other(tmp_path: Path) -> None:
+def test_lone_surrogates_survive_a_conversion(tmp_path: Path) -> None:
     item = {"type": "shell_call_output", "call_id": "c", "output": "\ud800", "\udfff": "\udfff"}
     there = run_parts(*CONVERT, write_json(tmp_path, item))
     assert there.code == 0, there.err
@@ -208,15 +194,15 @@ def test_half_a_character_is_text_as_any_other(tmp_path: Path) -> None:
     malformed = {"type": "server_tool_call_response", "server_tool_call_response": response}
     result = run_parts("validate", write_json(tmp_path, malformed))
     assert (result.code, result.out) == (1, "")
-    assert result.err == "`server_tool_call_response`: Expected `array | null`, got `str` - at `$.outputs`\n"
+    assert result.err == "`server_tool_call_response`: Expected `array | null`, got `str` - at `$.outputs`"
 
 
-def test_a_document_cannot_speak_to_the_terminal(tmp_path: Path) -> None:
+def test_control_characters_of_a_document_are_escaped(tmp_path: Path) -> None:
     evil = "\x1b[2J\rfine\nall is fine\u202e\u0085"
     call = {"type": "server_tool_call", "id": evil, "name": "x", "server_tool_call": {"type": "x"}}
     result = run_parts("validate", write_json(tmp_path, [call, call]))
     assert result.code == 1
-    assert result.err == ("[1]: the id \\x1b[2J\\rfine\\nall is fine\\u202e\\x85 is called a second time\n")
+    assert result.err == ("[1]: the id \\x1b[2J\\rfine\\nall is fine\\u202e\\x85 is called a second time")
 
 
 def shell(line: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
@@ -227,7 +213,7 @@ def shell(line: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_streams_that_are_closed_or_full_are_told_in_one_line(tmp_path: Path) -> None:
+def test_closed_and_full_streams_are_reported_in_one_line(tmp_path: Path) -> None:
     closed = shell("fumehood parts validate - <&-", tmp_path)
     assert (closed.returncode, closed.stderr) == (2, "standard input: it is closed\n")
     full = shell("fumehood parts convert --from openai --to option2 empty.json >/dev/full", tmp_path)

@@ -7,38 +7,28 @@ import signal
 import socket
 import stat
 import subprocess
-import sys
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from fumehood.cli import app
 from fumehood.cli.options import TOKEN_VARIABLE
+from tests.support.cli_runner import FUMEHOOD, TIMEOUT_SECONDS, run_command, run_fumehood
 from tests.support.descriptor_exhaustion import ask, exhaust_descriptors
-from tests.support.sandbox_runs import build_environment, has_cgroups, strip_limits_warning
+from tests.support.sandbox_runs import build_environment
 
-FUMEHOOD = Path(sys.executable).parent / "fumehood"
-TIMEOUT_SECONDS = 60
 TOKEN = "correct-horse-battery-staple"
 
 
-def command(*args: str | Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(
-        [FUMEHOOD, "sandbox", *args],
-        env={**build_environment(), **environ},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
-    if not has_cgroups():
-        result.stderr = strip_limits_warning(result.stderr)
-    return result
+command = partial(run_fumehood, "sandbox")
+
+
+def read_rest(sock: socket.socket) -> bytes:
+    return b"".join(iter(partial(sock.recv, 65536), b""))
 
 
 class SandboxServerProcess:
@@ -79,10 +69,7 @@ class SandboxServerProcess:
 
     @staticmethod
     def receive(sock: socket.socket) -> tuple[int, bytes]:
-        answer = b""
-        while chunk := sock.recv(65536):
-            answer += chunk
-        head, _, body = answer.partition(b"\r\n\r\n")
+        head, _, body = read_rest(sock).partition(b"\r\n\r\n")
         return int(head.split()[1]), body
 
     def signal(self, number: int = signal.SIGTERM) -> None:
@@ -121,7 +108,7 @@ def server(
             process.stdout.close()
 
 
-def test_serves_logs_and_stops_without_telling_secrets(tmp_path: Path) -> None:
+def test_serves_and_stops_without_logging_secrets(tmp_path: Path) -> None:
     file = tmp_path / "token"
     file.write_text(TOKEN + "\n")
     file.chmod(0o600)
@@ -165,12 +152,6 @@ def test_serves_logs_and_stops_without_telling_secrets(tmp_path: Path) -> None:
     assert (ended["sandbox"], ended["execution"], ended["status"]) == ("a", "e", "ok")
 
 
-def test_token_from_the_environment(tmp_path: Path) -> None:
-    with server(tmp_path, environ={TOKEN_VARIABLE: TOKEN}) as running:
-        assert running.ask("GET", "/sandboxes")[0] == 401
-        assert running.ask("GET", "/sandboxes", token=TOKEN)[0] == 200
-
-
 ALLOWLIST = {"network": {"type": "allowlist", "allowed_domains": ["example.org"]}}
 
 
@@ -205,7 +186,7 @@ def test_settings_from_a_file_and_from_variables(tmp_path: Path) -> None:
     assert request["instance"] == next(event["instance"] for event in events if "instance" in event)
 
 
-def test_the_walls_are_chosen_by_the_most_particular(tmp_path: Path) -> None:
+def test_the_mode_of_the_server_overrides_the_common_variable(tmp_path: Path) -> None:
     """What `exec` reads as well stands below what was said of the server."""
     file = tmp_path / "sandbox.toml"
     file.write_text('mode = "namespaces"\n')
@@ -286,11 +267,11 @@ def test_unix_socket(tmp_path: Path) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_used_wrongly(args: list[str], code: int, expected: str) -> None:
+def test_invalid_usage(args: list[str], code: int, expected: str) -> None:
     if code == 2:  # found before anything is started
-        result = CliRunner().invoke(app, ["sandbox", *args])
-        assert result.exit_code == code
-        assert expected in " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.stderr).split())
+        result = run_command("sandbox", *args)
+        assert result.code == code
+        assert expected in result.error_text
     else:
         ran = command(*args)
         assert (ran.returncode, ran.stdout) == (code, "")
@@ -298,14 +279,14 @@ def test_used_wrongly(args: list[str], code: int, expected: str) -> None:
 
 
 @pytest.mark.parametrize("token", ["", "short", "with space in the middle", "ünïcödé-ünïcödé-ü"])
-def test_tokens_that_are_none(tmp_path: Path, token: str) -> None:
+def test_invalid_tokens(tmp_path: Path, token: str) -> None:
     file = tmp_path / "token"
     file.write_text(token)
     file.chmod(0o600)
-    result = CliRunner().invoke(app, ["sandbox", "--listen", "127.0.0.1:0", "--token-file", str(file)])
-    assert result.exit_code == 2
-    assert "at least 16 printable characters" in " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.stderr).split())
-    assert not token or token not in result.stderr
+    result = run_command("sandbox", "--listen", "127.0.0.1:0", "--token-file", str(file))
+    assert result.code == 2
+    assert "at least 16 printable characters" in result.error_text
+    assert not token or token not in result.err
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o604, 0o660, 0o606, 0o620])
@@ -313,11 +294,10 @@ def test_a_token_file_that_others_can_read_or_change_is_refused(tmp_path: Path, 
     file = tmp_path / "token"
     file.write_text(TOKEN)
     file.chmod(mode)
-    ran = command("--listen", "127.0.0.1:0", "--token-file", str(file))
-    expected = " ".join(re.sub(r"[│╭╮╰╯─]", " ", ran.stderr).split())
-    assert (ran.returncode, ran.stdout) == (2, "")
-    assert "Restrict it: chmod 600" in expected
-    assert TOKEN not in expected
+    result = run_command("sandbox", "--listen", "127.0.0.1:0", "--token-file", str(file))
+    assert (result.code, result.out) == (2, "")
+    assert "Restrict it: chmod 600" in result.error_text
+    assert TOKEN not in result.error_text
 
 
 def test_a_token_for_metrics(tmp_path: Path) -> None:
@@ -331,14 +311,13 @@ def test_a_token_for_metrics(tmp_path: Path) -> None:
         assert running.ask("GET", "/metrics", token=f"metrics-{TOKEN}")[0] == 200
         assert running.ask("POST", "/execute", b'{"code": "1"}', token=f"metrics-{TOKEN}")[0] == 401
         assert running.ask("GET", "/metrics", token=f"token-{TOKEN}")[0] == 200
-    alone = CliRunner().invoke(app, ["sandbox", "--metrics-token-file", str(files["metrics"])])
-    same = ["--token-file", str(files["token"]), "--metrics-token-file", str(files["token"])]
-    for result, expected in (
-        (alone, "requires --token-file"),
-        (CliRunner().invoke(app, ["sandbox", *same]), "must differ from the token"),
+    for other, expected in (
+        ([], "requires --token-file"),
+        (["--token-file", str(files["metrics"])], "must differ from the token"),
     ):
-        assert result.exit_code == 2
-        assert expected in " ".join(re.sub(r"[│╭╮╰╯─]", " ", result.stderr).split())
+        result = run_command("sandbox", "--metrics-token-file", str(files["metrics"]), *other)
+        assert result.code == 2
+        assert expected in result.error_text
 
 
 def test_a_port_that_is_taken() -> None:
@@ -362,7 +341,7 @@ def _started(running: SandboxServerProcess, code: str) -> socket.socket:
     return sock
 
 
-def test_stopping_in_good_order(tmp_path: Path) -> None:
+def test_graceful_shutdown(tmp_path: Path) -> None:
     with server(tmp_path, "--grace", "20") as running:
         code = (
             "import os, time\nprint('begun', flush=True)\nwhile not os.path.exists('go'): time.sleep(0.01)\n5"
@@ -377,20 +356,16 @@ def test_stopping_in_good_order(tmp_path: Path) -> None:
             assert running.ask("POST", "/sandboxes/a/execute", b'{"code": "1"}')[0] == 503
             assert running.ask("POST", "/execute", b'{"code": "1"}')[0] == 503
             assert running.ask("PUT", "/sandboxes/a/files/go")[0] == 200
-            rest = b""
-            while chunk := stream.recv(65536):
-                rest += chunk
+            rest = read_rest(stream)
         assert b'"status":"ok"' in rest
         assert running.process.wait(TIMEOUT_SECONDS) == 0
 
 
-def test_stopping_interrupts_what_runs_on(tmp_path: Path) -> None:
+def test_shutdown_interrupts_running_code(tmp_path: Path) -> None:
     with server(tmp_path, "--grace", "0.2") as running:
         with _started(running, "print('begun', flush=True)\nwhile True: pass") as stream:
             running.signal()
-            rest = b""
-            while chunk := stream.recv(65536):
-                rest += chunk
+            rest = read_rest(stream)
         assert b'"status":"interrupted"' in rest
         assert running.process.wait(TIMEOUT_SECONDS) == 0
 
@@ -402,14 +377,12 @@ def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
             while running.ask("GET", "/health")[0] == 200:
                 time.sleep(0.01)
             running.signal()
-            rest = b""
-            while chunk := stream.recv(65536):
-                rest += chunk
+            rest = read_rest(stream)
         assert b'"type":"end"' in rest
         assert running.process.wait(TIMEOUT_SECONDS) == 0
 
 
-def test_logs_for_people(tmp_path: Path) -> None:
+def test_text_logs(tmp_path: Path) -> None:
     with server(tmp_path, "--log-format", "text") as running:
         assert running.ask("PUT", "/sandboxes/a")[0] == 201
         running.signal()
@@ -420,9 +393,10 @@ def test_logs_for_people(tmp_path: Path) -> None:
     )
 
 
-def test_what_a_server_is_left_with_is_not_in_its_environment(tmp_path: Path) -> None:
-    """The token is no secret from whoever may read the process, but nothing it starts inherits it."""
+def test_a_token_from_the_environment_is_not_inherited(tmp_path: Path) -> None:
     with server(tmp_path, environ={TOKEN_VARIABLE: TOKEN}) as running:
+        assert running.ask("GET", "/sandboxes")[0] == 401
+        assert running.ask("GET", "/sandboxes", token=TOKEN)[0] == 200
         children = (
             Path(f"/proc/{running.process.pid}/task/{running.process.pid}/children").read_text().split()
         )

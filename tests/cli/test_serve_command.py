@@ -2,52 +2,33 @@
 
 import json
 import logging
-import os
 import re
 import socket
-import subprocess
-import sys
 import urllib.error
 import urllib.request
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from fumehood.cli import app
 from tests.support import gateway_process
+from tests.support.cli_runner import CommandResult, run_command, run_fumehood
 
 SETTINGS = "FUMEHOOD_PROVIDERS__CODE_INTERPRETER__SETTINGS__"
 NO_CODE: dict[str, Any] = {"providers": {"code_interpreter": {"enabled": False}}}
 
 
-@dataclass
-class ServeResult:
-    code: int
-    stderr: str
-
-
-def run_refused(*options: str, environment: dict[str, str] | None = None) -> ServeResult:
+def run_serve(*options: str, **environ: str) -> CommandResult:
     """A server that should not start, in this process."""
-    result = CliRunner().invoke(app, ["serve", *options], env={"COLUMNS": "300", **(environment or {})})
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    return ServeResult(result.exit_code, " ".join(result.output.replace("│", " ").split()))
+    return run_command("serve", *options, **environ)
 
 
-def run(*options: str, cwd: Path, environment: dict[str, str] | None = None) -> ServeResult:
-    """A server that should not start, as a process of its own."""
-    result = subprocess.run(
-        [sys.executable, "-m", "fumehood", "serve", *options],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=cwd,
-        env={**os.environ, **(environment or {})},
-    )
+def start_and_fail(*options: str, cwd: Path, **environ: str) -> str:
+    """The error of a server that cannot start, in a process of its own."""
+    result = run_fumehood("serve", *options, cwd=cwd, **environ)
     assert "Traceback" not in result.stderr
-    return ServeResult(result.returncode, " ".join(result.stderr.split()))
+    assert result.returncode == 125
+    return " ".join(result.stderr.split())
 
 
 def get(url: str) -> Any:
@@ -67,25 +48,25 @@ def isolated_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_help_says_what_it_is_for() -> None:
-    result = run_refused("--help")
+    result = run_serve("--help")
     assert result.code == 0
     for word in ("--config", "--host", "--port", "--upstream", "--upstream-key-env", "FUMEHOOD_SERVER__PORT"):
-        assert word in result.stderr
+        assert word in result.out
 
 
 @pytest.mark.parametrize("options", [(), ("--allow-unauthenticated",)])
-def test_a_place_that_others_can_reach_is_refused_without_keys(options: tuple[str, ...]) -> None:
-    result = run_refused("--host", "0.0.0.0", "--port", "0", *options)
+def test_a_public_address_is_refused_without_keys(options: tuple[str, ...]) -> None:
+    result = run_serve("--host", "0.0.0.0", "--port", "0", *options)
     assert result.code == 2
-    assert "0.0.0.0 can be reached from other machines and there are no keys" in result.stderr
-    assert "create one with `fumehood keys create`" in result.stderr
+    assert "0.0.0.0 can be reached from other machines and there are no keys" in result.error_text
+    assert "create one with `fumehood keys create`" in result.error_text
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "gateway.example"])
-def test_a_place_that_others_can_reach_is_not_opened_by_a_setting_alone(host: str) -> None:
-    result = run_refused("--host", host, environment={"FUMEHOOD_AUTH__REQUIRED": "false"})
+def test_a_public_address_needs_more_than_a_setting(host: str) -> None:
+    result = run_serve("--host", host, FUMEHOOD_AUTH__REQUIRED="false")
     assert result.code == 2
-    assert f"{host} can be reached from other machines and auth.required is false" in result.stderr
+    assert f"{host} can be reached from other machines and auth.required is false" in result.error_text
 
 
 @pytest.mark.parametrize(
@@ -123,30 +104,28 @@ def test_a_place_that_others_can_reach_is_not_opened_by_a_setting_alone(host: st
         ),
     ],
 )
-def test_what_cannot_be_served_is_said_in_one_sentence(
-    options: list[str], environment: dict[str, str], words: str
-) -> None:
-    result = run_refused("--port", "0", *options, environment=environment)
+def test_invalid_configuration(options: list[str], environment: dict[str, str], words: str) -> None:
+    result = run_serve("--port", "0", *options, **environment)
     assert result.code == 2
-    assert words in result.stderr
+    assert words in result.error_text
 
 
 def test_a_port_that_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        result = run_refused("--port", str(taken.getsockname()[1]))
+        result = run_serve("--port", str(taken.getsockname()[1]))
     assert result.code == 125
-    assert ": Address already in use. Choose another port" in result.stderr
+    assert ": Address already in use. Choose another port" in result.error_text
 
 
-def test_where_code_cannot_be_isolated_nobody_is_served(tmp_path: Path) -> None:
+def test_it_does_not_start_without_isolation(tmp_path: Path) -> None:
     nowhere = tmp_path / "settings.toml"
     nowhere.write_text('mode = "pod"\nguest_socket = "/nonexistent/guest.sock"\n')
-    result = run("--port", "0", environment={f"{SETTINGS}SANDBOX_CONFIG": str(nowhere)}, cwd=tmp_path)
-    assert result.code == 125
-    assert "`fumehood doctor` says what to do." in result.stderr
+    environ = {f"{SETTINGS}SANDBOX_CONFIG": str(nowhere)}
+    error = start_and_fail("--port", "0", cwd=tmp_path, **environ)
+    assert "`fumehood doctor` says what to do." in error
 
 
-def test_it_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
+def test_it_serves_until_a_signal_stops_it(tmp_path: Path) -> None:
     running = gateway_process.start_gateway(tmp_path, NO_CODE)
     try:
         assert [card["id"] for card in get(f"{running.url}/models")["data"]] == ["direct"]
@@ -179,7 +158,7 @@ def test_it_serves_until_it_is_told_to_stop(tmp_path: Path) -> None:
     assert "secret" not in output
 
 
-def test_it_is_not_ready_while_its_sandbox_server_is_away(tmp_path: Path) -> None:
+def test_it_is_not_ready_without_its_sandbox_server(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         nowhere = f"http://127.0.0.1:{free.getsockname()[1]}"
     settings = {"providers": {"code_interpreter": {"settings": {"sandbox_url": nowhere}}}}
@@ -194,6 +173,5 @@ def test_it_is_not_ready_while_its_sandbox_server_is_away(tmp_path: Path) -> Non
 
 def test_two_servers_do_not_share_a_database(tmp_path: Path) -> None:
     with gateway_process.run_gateway(tmp_path, NO_CODE):
-        result = run("--config", str(tmp_path / "config.json"), "--port", "0", cwd=tmp_path)
-    assert result.code == 125
-    assert "gateway.db" in result.stderr
+        error = start_and_fail("--config", str(tmp_path / "config.json"), "--port", "0", cwd=tmp_path)
+    assert "gateway.db" in error

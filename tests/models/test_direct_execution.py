@@ -26,12 +26,12 @@ OTHER = FunctionSpec(name="other", description="", parameters=Raw(b"{}"))
 
 
 def request(*entries: ConversationEntry, **more: object) -> ModelRequest:
-    given: dict[str, object] = {
+    fields: dict[str, object] = {
         "function_tools": [INTERPRETER],
         "segments": [ConversationSegment(entries)],
         **more,
     }
-    return ModelRequest(model="direct", **given)  # pyright: ignore[reportArgumentType]
+    return ModelRequest(model="direct", **fields)  # pyright: ignore[reportArgumentType]
 
 
 async def turn(model_request: ModelRequest) -> list[AnyModelEvent]:
@@ -90,11 +90,11 @@ async def test_a_call_that_the_client_has_answered(output_text: object) -> None:
         ("x = '\0'", None),
     ],
 )
-async def test_what_is_code(text: str, run: str | None) -> None:
+async def test_code_detection(text: str, run: str | None) -> None:
     assert await code(text) == run
 
 
-async def test_without_code_it_says_what_to_do() -> None:
+async def test_a_message_without_code_gets_a_hint() -> None:
     output_text = await answer(request(message("hello")))
     assert output_text == snapshot(
         "I am not a language model: I run the Python code of your message. Send code, best between ``` fences, "
@@ -108,7 +108,7 @@ async def test_without_code_it_says_what_to_do() -> None:
     [{"function_tools": []}, {"function_tools": [OTHER]}, {"tool_choice": "none"}, {"tool_choice": OTHER}],
     ids=range(4),
 )
-async def test_without_the_tool_it_says_what_to_do(more: dict[str, object]) -> None:
+async def test_a_missing_tool_gets_a_hint(more: dict[str, object]) -> None:
     assert await answer(request(message("print(1)"), **more)) == snapshot(
         "I only run code, and this request does not let me: offer the code_interpreter tool."
     )
@@ -166,7 +166,7 @@ async def test_a_forced_call_is_not_made_twice() -> None:
     assert await next_call(request(*past, **both)) == ("shell", {"commands": ["ls\npwd"]})
 
 
-async def test_calls_that_the_client_has_answered_are_over_whatever_they_were() -> None:
+async def test_calls_that_the_client_has_answered_are_not_repeated() -> None:
     past = [message("```sh\nls\n```"), call("c", name="shell"), output("c", "a.txt")]
     assert await answer(request(*past, function_tools=[SHELL])) == "a.txt"
 
@@ -215,7 +215,7 @@ async def test_messages_in_parts_and_other_roles() -> None:
     assert isinstance(events[0], ModelCallStarted)
 
 
-async def test_a_prompt_without_a_user_is_the_systems() -> None:
+async def test_without_a_user_message_the_system_message_is_run() -> None:
     prompt = message("## 1. Task\n\n```python\nprint(6 * 7)\n```", "system")
     assert await next_call(request(prompt)) == ("code_interpreter", {"code": "print(6 * 7)"})
     earlier = [message("```\n1\n```", "system"), hosted_call("a", "1\n")]

@@ -60,51 +60,51 @@ async def test_the_first_match_wins() -> None:
 
 async def test_cards() -> None:
     clock = FakeClock(now=1000.0)
-    rules = [
+    routes = [
         ModelRoute("fast", ScriptedModel(), name="fast"),
         ModelRoute("gpt-*", ScriptedModel(), lister=FakeModelLister("gpt-1", "other", "gpt-2", "gpt-1")),
         ModelRoute("*", ScriptedModel(), lister=FakeModelLister("fast", "gpt-3", "llama")),
     ]
-    registry = ModelRegistry(rules, clock)
+    registry = ModelRegistry(routes, clock)
     assert await names(registry) == ["fast", "gpt-1", "gpt-2", "llama"]
     assert (await registry.list_models())[0] == ModelCard(id="fast", created=1000, owned_by="fumehood")
 
 
-async def test_a_list_is_asked_for_once_a_minute() -> None:
-    clock, catalogue = FakeClock(), FakeModelLister("a")
-    registry = ModelRegistry([ModelRoute("*", ScriptedModel(), lister=catalogue)], clock)
+async def test_the_model_list_is_cached_for_a_minute() -> None:
+    clock, lister = FakeClock(), FakeModelLister("a")
+    registry = ModelRegistry([ModelRoute("*", ScriptedModel(), lister=lister)], clock)
     assert await asyncio.gather(names(registry), names(registry)) == [["a"], ["a"]]
-    catalogue.names = ("b",)
+    lister.names = ("b",)
     clock.advance(59)
     assert await names(registry) == ["a"]
     clock.advance(1)
     assert await names(registry) == ["b"]
-    assert catalogue.calls == 2
+    assert lister.calls == 2
 
 
-async def test_a_server_without_an_answer_is_tolerated(
+async def test_a_failed_listing_falls_back_on_the_cache(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("fumehood.models.registry._MODEL_LIST_TIMEOUT", 0.01)
-    clock, catalogue = FakeClock(), FakeModelLister("a")
-    registry = ModelRegistry([ModelRoute("*", ScriptedModel(), lister=catalogue)], clock)
-    catalogue.error = ModelUnreachable("down")
+    clock, lister = FakeClock(), FakeModelLister("a")
+    registry = ModelRegistry([ModelRoute("*", ScriptedModel(), lister=lister)], clock)
+    lister.error = ModelUnreachable("down")
     assert await names(registry) == []
     assert "Cannot list the models of '*': down" in caplog.text
     clock.advance(60)
-    catalogue.error = None
+    lister.error = None
     assert await names(registry) == ["a"]
     clock.advance(60)
-    catalogue.pause = asyncio.Event()
+    lister.pause = asyncio.Event()
     assert await names(registry) == ["a"], "what it said last"
-    assert catalogue.calls == 3
+    assert lister.calls == 3
 
 
 async def test_without_settings_direct_serves_every_name() -> None:
-    figures: dict[str, ModelStats] = {}
-    registry = open_model_registry([], FakeClock(), stats=figures)
+    stats: dict[str, ModelStats] = {}
+    registry = open_model_registry([], FakeClock(), stats=stats)
     [_ async for _ in registry.get_backend("gpt-4o").stream(ModelRequest(model="gpt-4o"))]
-    assert {match: dict(counted.ended_turns) for match, counted in figures.items()} == {"*": {"ended": 1}}
+    assert {match: dict(counted.ended_turns) for match, counted in stats.items()} == {"*": {"ended": 1}}
     assert await names(registry) == ["direct"]
     await registry.close()
 
@@ -213,7 +213,7 @@ def test_settings_from_a_file() -> None:
         ),
     ],
 )
-def test_settings_that_cannot_be(values: dict[str, object], expected: str) -> None:
+def test_invalid_settings(values: dict[str, object], expected: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=expected) as caught:
         msgspec.convert(values, ModelSettings)
     assert "pw" not in str(caught.value).replace("password", "")

@@ -55,24 +55,24 @@ async def collect_failure(*turns: ScriptedTurn, retries: int = 3) -> tuple[Model
     return caught.value, clock.sleeps
 
 
-async def test_the_waits_double_and_are_spread() -> None:
+async def test_exponential_backoff_with_jitter() -> None:
     assert await collect_backoffs() == []
     assert await collect_backoffs(DOWN, DOWN, DOWN) == [0.25, 0.5, 1.0]
     assert await collect_backoffs(DOWN, DOWN, jitter=0.0) == [0.125, 0.25]
 
 
-async def test_a_server_that_says_when_is_believed() -> None:
+async def test_retry_after_is_followed() -> None:
     assert await collect_backoffs(ModelRateLimited("busy", retry_after=7.0)) == [7.0]
     assert await collect_backoffs(ModelUnreachable("restarting", retry_after=0.0)) == [0.25]
     assert await collect_backoffs(ModelRateLimited("busy")) == [0.25]
 
 
-async def test_but_not_for_ever() -> None:
+async def test_a_long_retry_after_is_not_followed() -> None:
     busy = ModelRateLimited("busy", retry_after=3600.0)
     assert await collect_failure(busy) == (busy, [])
 
 
-async def test_it_gives_up_after_so_many() -> None:
+async def test_retries_are_limited() -> None:
     error, slept = await collect_failure(DOWN, DOWN, DOWN, retries=2)
     assert error is DOWN
     assert len(slept) == 2
@@ -88,11 +88,11 @@ async def test_it_gives_up_after_so_many() -> None:
         ModelRateLimited("no credit", code="insufficient_quota"),
     ],
 )
-async def test_what_would_be_no_use_is_not_tried(error: ModelError) -> None:
+async def test_errors_that_are_not_retried(error: ModelError) -> None:
     assert await collect_failure(error) == (error, [])
 
 
-async def test_never_once_it_has_begun() -> None:
+async def test_a_turn_that_has_started_is_not_retried() -> None:
     clock = RecordingClock()
     async with ScriptedModel([*says("a", deltas=1), DOWN]) as model:
         seen: list[Sequence[AnyModelEvent]] = []
@@ -102,7 +102,7 @@ async def test_never_once_it_has_begun() -> None:
     assert clock.sleeps == []
 
 
-async def test_leaving_ends_the_turn_behind_it() -> None:
+async def test_closing_the_stream_aborts_the_request() -> None:
     model = ScriptedModel(says("one two three"))
     stream = RetryingBackend(model, 3, RecordingClock()).stream(REQUEST)
     await anext(stream)
@@ -110,7 +110,7 @@ async def test_leaving_ends_the_turn_behind_it() -> None:
     assert model.aborted_requests == [REQUEST]
 
 
-async def test_the_rest_is_passed_on() -> None:
+async def test_other_methods_are_forwarded() -> None:
     model = ScriptedModel(profile=ModelProfile(context_window=5))
     backend = RetryingBackend(model, 1, RecordingClock())
     backend.validate_request(REQUEST)
@@ -141,21 +141,21 @@ async def test_over_a_socket() -> None:
 
 
 async def run_and_count(*turns: ScriptedTurn, leave: bool = False) -> ModelStats:
-    figures = ModelStats()
-    backend = RetryingBackend(ScriptedModel(*turns), 2, RecordingClock(), jitter=lambda: 1.0, stats=figures)
+    stats = ModelStats()
+    backend = RetryingBackend(ScriptedModel(*turns), 2, RecordingClock(), jitter=lambda: 1.0, stats=stats)
     stream = backend.stream(REQUEST)
     try:
         async for _ in stream:
-            assert figures.running_turns == 1
+            assert stats.running_turns == 1
             if leave:
                 break
     except ModelError:
         pass
     finally:
         await stream.aclose()
-    assert figures.running_turns == 0
-    assert figures.turn_seconds.count == 1
-    return figures
+    assert stats.running_turns == 0
+    assert stats.turn_seconds.count == 1
+    return stats
 
 
 @pytest.mark.parametrize(
@@ -173,11 +173,11 @@ async def run_and_count(*turns: ScriptedTurn, leave: bool = False) -> ModelStats
 async def test_turns_are_counted_by_outcome(
     turns: Sequence[ScriptedTurn], outcome: str, errors: dict[str, int], retries: int, chunks: int
 ) -> None:
-    figures = await run_and_count(*turns)
-    assert (figures.ended_turns, figures.errors, figures.retries) == ({outcome: 1}, errors, retries)
-    assert figures.first_event_seconds.count == chunks
+    stats = await run_and_count(*turns)
+    assert (stats.ended_turns, stats.errors, stats.retries) == ({outcome: 1}, errors, retries)
+    assert stats.first_event_seconds.count == chunks
 
 
-async def test_a_turn_that_somebody_left_is_no_error() -> None:
-    figures = await run_and_count(says("one two three"), leave=True)
-    assert (figures.ended_turns, figures.errors) == ({"cancelled": 1}, {})
+async def test_a_cancelled_turn_is_no_error() -> None:
+    stats = await run_and_count(says("one two three"), leave=True)
+    assert (stats.ended_turns, stats.errors) == ({"cancelled": 1}, {})

@@ -14,14 +14,14 @@ IMAGE_URL = "data:image/png;base64,AAAA"
 
 
 def render(
-    *segments: ConversationSegment, instructions: str | None = None, dialect: ServerFeatures | None = None
+    *segments: ConversationSegment, instructions: str | None = None, features: ServerFeatures | None = None
 ) -> list[Any]:
-    messages = render_messages(dialect or ServerFeatures(), instructions, segments)
+    messages = render_messages(features or ServerFeatures(), instructions, segments)
     return msgspec.json.decode(b"[%b]" % b",".join(messages))
 
 
-def render_conversation(conversation: Conversation, dialect: ServerFeatures) -> list[Any]:
-    return msgspec.json.decode(b"[%b]" % b",".join(render_messages(dialect, None, conversation)))
+def render_conversation(conversation: Conversation, features: ServerFeatures) -> list[Any]:
+    return msgspec.json.decode(b"[%b]" % b",".join(render_messages(features, None, conversation)))
 
 
 def summarize_messages(messages: list[Any]) -> list[str]:

@@ -5,14 +5,12 @@ import json
 import os
 import re
 import select
-import signal
 import stat
 import subprocess
 import sys
 import termios
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +18,15 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from fumehood.cli import app
 from fumehood.cli.exec.exec_output import escape_control_sequences
 from fumehood.cli.exec.exec_session import choose_preload
 from fumehood.cli.output_directory import FileNotSaved, OutputDirectory, decode_images, split_safe_path
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEnd, ExecutionEvent, Stdout
-from tests.support.sandbox_runs import build_environment, has_cgroups, strip_limits_warning
+from tests.support.cli_runner import FUMEHOOD, TIMEOUT_SECONDS, find_leftovers, run_command, run_fumehood
+from tests.support.sandbox_runs import build_environment, has_cgroups
 
 ROOT = Path(__file__).resolve().parents[3]
-FUMEHOOD = Path(sys.executable).parent / "fumehood"
-TIMEOUT_SECONDS = 60
-
-
-def run(
-    *args: str | Path, stdin: str | None = None, cwd: Path | None = None
-) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run(
-        [FUMEHOOD, *args],
-        input=stdin,
-        cwd=cwd,
-        env=build_environment(),
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-        check=False,
-    )
-    if not has_cgroups():
-        result.stderr = strip_limits_warning(result.stderr)
-    return result
 
 
 needs_memory_bounds = pytest.mark.skipif(not has_cgroups(), reason="this user may not bound memory here")
@@ -105,22 +82,17 @@ while True:
 
 
 @pytest.mark.parametrize(
-    ("code", "exit_code", "stdout", "stderr"),
+    ("code", "exit_code", "stderr"),
     [
-        ("print('a', end=''); 'b'", 0, "a\n'b'\n", r""),
-        ("1/0", 1, "", r"Traceback .*ZeroDivisionError: division by zero"),
-        ("import sys; sys.exit(3)", 3, "", r""),
-        ("import os; os._exit(0)", 125, "", r"The sandbox was lost: .*exited with code 0"),
-        ("bytearray(2 << 30)", 1, "", r"MemoryError"),
-        pytest.param(_MEMORY_FILES, 137, "", r"out of memory \(1g\)", marks=needs_memory_bounds),
+        ("bytearray(2 << 30)", 1, "MemoryError"),
+        pytest.param(_MEMORY_FILES, 137, "out of memory (1g)", marks=needs_memory_bounds),
     ],
-    ids=["ends", "raises", "exits", "dies", "MemoryError", "memory bomb"],
+    ids=["MemoryError", "memory bomb"],
 )
-def test_exit_code(code: str, exit_code: int, stdout: str, stderr: str) -> None:
-    result = run("exec", "-c", code)
-    assert (result.returncode, result.stdout) == (exit_code, stdout), result.stderr
-    assert re.search(stderr, result.stderr, re.DOTALL)
-    assert stderr or not result.stderr
+def test_out_of_memory(code: str, exit_code: int, stderr: str) -> None:
+    result = run_fumehood("exec", "-c", code)
+    assert (result.returncode, result.stdout) == (exit_code, ""), result.stderr
+    assert stderr in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -133,7 +105,7 @@ def test_exit_code(code: str, exit_code: int, stdout: str, stderr: str) -> None:
     ids=["loop", "deaf loop", "fork bomb"],
 )
 def test_time_out(code: str, reason: str) -> None:
-    result = run("exec", "--json", "--timeout", "1", "-c", code)
+    result = run_fumehood("exec", "--json", "--timeout", "1", "-c", code)
     assert result.returncode == 124
     *_, end, last = [json.loads(line) for line in result.stdout.splitlines()]
     assert end["type"] == "end"
@@ -143,13 +115,12 @@ def test_time_out(code: str, reason: str) -> None:
     assert last["code"] == 124
 
 
-def test_nothing_runs_where_nothing_isolates(tmp_path: Path) -> None:
-    result = run("exec", "--mode", "pod", "--guest-socket", tmp_path / "none", "-c", "print('ran')")
-    assert result.returncode == 125
-    assert result.stdout == ""
+def test_nothing_runs_without_isolation(tmp_path: Path) -> None:
+    result = run_fumehood("exec", "--mode", "pod", "--guest-socket", tmp_path / "none", "-c", "print('ran')")
+    assert (result.returncode, result.stdout) == (125, "")
     assert "This host cannot isolate code, so nothing was run." in result.stderr
     assert "Start the code container first" in result.stderr
-    as_json = run(
+    as_json = run_fumehood(
         "exec", "--json", "--mode", "pod", "--guest-socket", tmp_path / "none", "-c", "print('ran')"
     )
     (last,) = [json.loads(line) for line in as_json.stdout.splitlines()]
@@ -188,18 +159,17 @@ def test_refuses_without_cgroups() -> None:
     ],
     ids=" ".join,
 )
-def test_wrong_use(args: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_usage(args: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["exec", *args])
-    assert result.exit_code == 2
-    assert result.stdout == ""
-    assert "Usage: " in result.stderr
+    result = run_command("exec", *args)
+    assert (result.code, result.out) == (2, "")
+    assert "Usage: " in result.err
 
 
 def test_code_must_be_text(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_bytes(b"print('\xff')\n")
-    assert run("exec", tmp_path / "bad.py").returncode == 2
-    assert run("exec", "-c", os.fsdecode(b"print('\xff')")).returncode == 2
+    assert run_fumehood("exec", tmp_path / "bad.py").returncode == 2
+    assert run_fumehood("exec", "-c", os.fsdecode(b"print('\xff')")).returncode == 2
 
 
 # ---- code in, output and files out ----------------------------------------------------------------------------
@@ -214,7 +184,7 @@ def test_file_with_uploads_and_subdirectories(tmp_path: Path) -> None:
         )
     )
     args = ("exec", "--file", "numbers.csv", "--files-out", "out", "sum.py")
-    result = run(*args, cwd=tmp_path)
+    result = run_fumehood(*args, cwd=tmp_path)
     assert (result.returncode, result.stdout) == (0, "2\n"), result.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["a"], (
         "what was uploaded is not brought back"
@@ -222,7 +192,7 @@ def test_file_with_uploads_and_subdirectories(tmp_path: Path) -> None:
     assert (tmp_path / "out/a/b/total.txt").read_text() == "é6"
     assert result.stderr == "saved: out/a/b/total.txt\n"
     (tmp_path / "out/a/b/total.txt").write_text("mine")
-    assert run(*args, "--quiet", cwd=tmp_path).stderr == ""
+    assert run_fumehood(*args, "--quiet", cwd=tmp_path).stderr == ""
     assert (tmp_path / "out/a/b/total.txt").read_text() == "mine"
     assert (tmp_path / "out/a/b/total-2.txt").read_text() == "é6"
 
@@ -248,7 +218,7 @@ def test_hostile_files_through_standard_input(tmp_path: Path) -> None:
     (outside / "secret").write_text("mine")
     (out / "link").symlink_to(outside)
     (out / "taken").symlink_to(outside / "secret")
-    result = run("exec", "--files-out", out, "-", stdin=_HOSTILE)
+    result = run_fumehood("exec", "--files-out", out, "-", stdin=_HOSTILE)
     assert (result.returncode, result.stdout) == (0, "\x1b[2Jraw\n"), "a pipe gets the output as it is"
     assert (outside / "secret").read_text() == "mine"
     assert [path.name for path in outside.iterdir()] == ["secret"]
@@ -275,7 +245,7 @@ def test_json(tmp_path: Path) -> None:
         "import sys, matplotlib.pyplot as plt\nprint('out\\x9b'); print('err', file=sys.stderr)\n"
         "plt.plot([1, 2]); plt.show()\nopen('made.txt', 'w').write('x')\nraise KeyError('no')"
     )
-    result = run("exec", "--json", "--files-out", tmp_path / "out", "-c", code)
+    result = run_fumehood("exec", "--json", "--files-out", tmp_path / "out", "-c", code)
     assert result.returncode == 1
     *lines, last = result.stdout.splitlines()
     events = [msgspec.json.decode(line, type=ExecutionEvent) for line in lines]
@@ -303,13 +273,13 @@ def test_json(tmp_path: Path) -> None:
     }
 
 
-def test_hidden_files_and_files_without_an_end_stay_behind(tmp_path: Path) -> None:
+def test_hidden_and_large_files_are_not_saved(tmp_path: Path) -> None:
     code = (
         "import os\nos.makedirs('.git/hooks'); os.makedirs('a/.b')\n"
         "for name in ('.envrc', '.git/hooks/post-checkout', 'a/.b/c', 'a/plain'): open(name, 'w').write('x')\n"
         "os.truncate(os.open('large', os.O_CREAT | os.O_RDWR), (256 << 20) + 1)"
     )
-    result = run("exec", "--json", "--files-out", tmp_path / "out", "-c", code)
+    result = run_fumehood("exec", "--json", "--files-out", tmp_path / "out", "-c", code)
     assert result.returncode == 0, result.stderr
     last = json.loads(result.stdout.splitlines()[-1])
     assert [file["path"] for file in last["files"]] == ["a/plain"]
@@ -321,7 +291,7 @@ def test_hidden_files_and_files_without_an_end_stay_behind(tmp_path: Path) -> No
     assert result.stderr.count("not saved: ") == 4
 
 
-def test_a_picture_without_a_place_for_it_does_not_end_the_run() -> None:
+def test_an_image_that_cannot_be_saved_does_not_end_the_run() -> None:
     code = "import matplotlib.pyplot as plt\nplt.plot([1, 2]); plt.show(); print('went on')"
     source = (
         "import sys, tempfile; tempfile.tempdir = '/nowhere'; from fumehood.cli import main\n"
@@ -342,64 +312,14 @@ def test_a_picture_without_a_place_for_it_does_not_end_the_run() -> None:
 
 # ---- signals and terminals ------------------------------------------------------------------------------------
 
-_SLEEPER = "import time\nprint('here', flush=True)\ntime.sleep(50)"
 
-
-def start(*args: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [FUMEHOOD, *args], env=build_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+def test_a_blocked_reader_does_not_delay_the_timeout() -> None:
+    process = subprocess.Popen(
+        [FUMEHOOD, "exec", "--timeout", "1", "-c", "while True: print('x' * 10_000)"],
+        env=build_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
-
-
-def find_leftovers(pid: int) -> list[Path]:
-    """The cgroups that a command has made, and the jail that it has started (in a session of its own)."""
-    found = [path for path in Path("/sys/fs/cgroup").glob(f"**/fumehood-{pid}-*") if path.is_dir()]
-    assert not found or has_cgroups()
-    for status in Path("/proc").glob("[0-9]*/status"):
-        with suppress(OSError):
-            if f"\nPPid:\t{pid}\n" in status.read_text():
-                found.append(status)
-    return found
-
-
-def test_output_comes_while_the_code_runs_and_an_interrupt_ends_it() -> None:
-    process = start("exec", "-c", _SLEEPER)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"here\n"
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode == 130
-    assert b"KeyboardInterrupt" in stderr
-    assert b"The code was interrupted" in stderr
-
-
-def test_termination_leaves_nothing_behind() -> None:
-    process = start("exec", "-c", _SLEEPER)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"here\n"
-    made = find_leftovers(process.pid)
-    assert made
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=TIMEOUT_SECONDS)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert [path for path in made if path.exists()] == find_leftovers(process.pid) == []
-
-
-def test_a_reader_that_leaves_ends_the_code() -> None:
-    process = start("exec", "-c", "while True: print('x' * 1000, flush=True)")
-    assert process.stdout is not None
-    assert process.stdout.readline()
-    process.stdout.close()
-    assert process.stderr is not None
-    assert strip_limits_warning(process.stderr.read().decode()) == ""
-    assert process.wait(TIMEOUT_SECONDS) == 141
-    process.stderr.close()
-
-
-def test_a_reader_that_does_not_read_does_not_stop_the_clock() -> None:
-    process = start("exec", "--timeout", "1", "-c", "while True: print('x' * 10_000)")
-    assert process.stderr is not None
     began = time.monotonic()
     # Standard output is full by then, and nobody has read from it.
     while find_leftovers(process.pid) or time.monotonic() - began < 1:
@@ -480,7 +400,7 @@ def test_second_interrupt_ends_deaf_code() -> None:
 
 @settings(database=None)  # the working directory may not be ours to write to
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_neutral_text_has_no_controls_but_colours(text: str) -> None:
+def test_escaped_text_has_no_controls_but_colours(text: str) -> None:
     displayed = re.sub(r"\x1b\[[0-9;:]*m", "", escape_control_sequences(text))
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", displayed)
     if text.isprintable():
@@ -516,28 +436,33 @@ def test_names_that_are_refused(name: str, tmp_path: Path) -> None:
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_a_folder_only_grows(tmp_path: Path) -> None:
-    folder = OutputDirectory(tmp_path)
-    assert folder.save("a.txt", b"1") == "a.txt"
-    assert folder.save("a.txt", b"1") == "a.txt"
-    assert folder.save("a.txt", b"2") == "a-2.txt"
-    assert folder.save("a.txt", b"2") == "a-2.txt"
-    assert folder.save_image(".png", b"x") == "figure-1.png"
-    assert folder.save_image(".png", b"y") == "figure-2.png"
+def test_files_are_not_overwritten(tmp_path: Path) -> None:
+    directory = OutputDirectory(tmp_path)
+    assert directory.save("a.txt", b"1") == "a.txt"
+    assert directory.save("a.txt", b"1") == "a.txt"
+    assert directory.save("a.txt", b"2") == "a-2.txt"
+    assert directory.save("a.txt", b"2") == "a-2.txt"
+    assert directory.save_image(".png", b"x") == "figure-1.png"
+    assert directory.save_image(".png", b"y") == "figure-2.png"
     os.mkfifo(tmp_path / "figure-3.png")
-    assert folder.save_image(".png", b"z") == "figure-4.png"
+    assert directory.save_image(".png", b"z") == "figure-4.png"
     assert (tmp_path / "a.txt").read_bytes() == b"1"
 
 
-def test_pictures_of_a_bundle() -> None:
-    bundle = {"text/plain": "x", "image/png": "aGk=", "image/svg+xml": "<svg/>", "application/x-sh": "aGk="}
-    assert list(decode_images(bundle)) == [(".png", b"hi"), (".svg", b"<svg/>")]
+def test_images_of_a_display_event() -> None:
+    display_data = {
+        "text/plain": "x",
+        "image/png": "aGk=",
+        "image/svg+xml": "<svg/>",
+        "application/x-sh": "aGk=",
+    }
+    assert list(decode_images(display_data)) == [(".png", b"hi"), (".svg", b"<svg/>")]
     with pytest.raises(FileNotSaved):
         list(decode_images({"image/png": "é"}))
 
 
 @pytest.mark.parametrize(
-    ("code", "light"),
+    ("code", "is_light"),
     [
         ("print(1)", True),
         ("import json, os.path\nfrom collections import deque", True),
@@ -550,9 +475,9 @@ def test_pictures_of_a_bundle() -> None:
         ("!not python", False),
     ],
 )
-def test_only_code_of_the_standard_library_starts_light(code: str, light: bool) -> None:
+def test_code_of_the_standard_library_preloads_nothing(code: str, is_light: bool) -> None:
     preload = ("numpy",)
-    assert choose_preload(code, (), preload) == (() if light else preload)
+    assert choose_preload(code, (), preload) == (() if is_light else preload)
 
 
 def test_version_and_module() -> None:
@@ -565,7 +490,7 @@ def test_version_and_module() -> None:
 
 
 def test_help_tells_the_exit_codes_and_what_is_not_saved() -> None:
-    text = run("exec", "--help").stdout
+    text = run_fumehood("exec", "--help").stdout
     for phrase in (
         "256 MiB",
         "1 GiB",

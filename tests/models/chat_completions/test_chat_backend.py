@@ -64,7 +64,7 @@ async def turn(backend: ChatCompletionsBackend, request: ModelRequest = REQUEST)
 # --- what is sent -------------------------------------------------------------------------------------
 
 
-async def test_the_least_that_is_sent() -> None:
+async def test_minimal_request() -> None:
     async with upstream(stream(says("a")), headers={"x-team": "blue"}) as (backend, server):
         assert await turn(backend) == [ModelTextDelta("a"), ModelTurnEnded("stop")]
     (received,) = server.requests
@@ -80,7 +80,7 @@ async def test_the_least_that_is_sent() -> None:
     }
 
 
-async def test_everything_that_can_be_sent() -> None:
+async def test_request_with_all_fields() -> None:
     schema = {"type": Raw(b'"object"')}
     request = ModelRequest(
         model="small",
@@ -179,7 +179,7 @@ async def test_choices(choice: object, sent: object) -> None:
     assert "parallel_tool_calls" not in server.requests[0].json
 
 
-async def test_without_functions_nothing_is_said_of_them() -> None:
+async def test_tool_fields_are_omitted_without_functions() -> None:
     request = ModelRequest(model="m", segments=REQUEST.segments, tool_choice="none", parallel_calls=False)
     async with upstream(stream(says("a"))) as (backend, server):
         await turn(backend, request)
@@ -204,7 +204,7 @@ async def test_other_formats_and_fields() -> None:
     assert "response_format" not in second
 
 
-async def test_in_one_piece_where_nobody_watches() -> None:
+async def test_requests_that_are_not_streamed() -> None:
     request = ModelRequest(model="m", segments=REQUEST.segments, streamed=False)
     answer = document(b'{"choices":[{"message":{"content":"a"},"finish_reason":"length"}]}')
     async with upstream(answer, extra_body={"stream_options": {"include_usage": True}}) as (backend, server):
@@ -213,21 +213,21 @@ async def test_in_one_piece_where_nobody_watches() -> None:
     assert "stream_options" not in server.requests[0].json
 
 
-async def test_a_key_in_a_header_of_its_own() -> None:
+async def test_api_key_header() -> None:
     async with upstream(stream(says("a")), api_key_header="api-key") as (backend, server):
         await turn(backend)
     assert server.requests[0].headers["api-key"] == UPSTREAM_KEY
     assert "authorization" not in server.requests[0].headers
 
 
-async def test_a_long_conversation_arrives_whole() -> None:
+async def test_a_large_request_body() -> None:
     text = "x" * 3_000_000
     async with upstream(stream(says("a"))) as (backend, server):
         await turn(backend, ModelRequest(model="m", segments=[segment(message(text))]))
     assert server.requests[0].json["messages"][0]["content"] == text
 
 
-async def test_what_cannot_be_shown_is_not_sent() -> None:
+async def test_content_that_cannot_be_rendered_is_not_sent() -> None:
     request = ModelRequest(model="m", segments=[segment(message([{"type": "input_hologram"}]))])
     async with upstream() as (backend, server):
         with pytest.raises(InvalidRequest, match="input_hologram"):
@@ -240,7 +240,7 @@ async def test_what_cannot_be_shown_is_not_sent() -> None:
 # --- what comes ---------------------------------------------------------------------------------------
 
 
-async def test_what_one_read_brings_is_one_batch() -> None:
+async def test_events_of_one_read_are_one_batch() -> None:
     go = asyncio.Event()
     chunks = [chunk({"content": "a"}) + chunk({"content": "b"}), go, chunk({"content": "c"}) + says("d")]
     async with upstream(stream(*chunks)) as (backend, _), aclosing(backend.stream(REQUEST)) as batches:
@@ -250,7 +250,7 @@ async def test_what_one_read_brings_is_one_batch() -> None:
         assert rest == [[ModelTextDelta("c"), ModelTextDelta("d"), ModelTurnEnded("stop")]]
 
 
-async def test_what_is_taken_is_not_given() -> None:
+async def test_accepted_batches_are_not_yielded() -> None:
     first, second = asyncio.Event(), asyncio.Event()
     offered: list[Sequence[AnyModelEvent]] = []
 
@@ -276,7 +276,7 @@ async def test_what_is_taken_is_not_given() -> None:
     )
 
 
-async def test_connections_are_used_again() -> None:
+async def test_connections_are_reused_between_turns() -> None:
     answers = [
         stream(says("a")),
         stream(says("b")),
@@ -296,7 +296,7 @@ async def test_connections_are_used_again() -> None:
     assert server.connections == 1
 
 
-async def test_usage_that_comes_late_and_an_end_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_late_usage_and_a_body_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fumehood.models.upstream.http_backend._USAGE_TIMEOUT", 0.05)
     usage = data({"choices": [], "usage": {"prompt_tokens": 1, "completion_tokens": 2}})
     for more, expected in [(b"", None), (usage, Usage(input_tokens=1, output_tokens=2, total_tokens=3))]:
@@ -311,7 +311,7 @@ async def test_a_connection_that_breaks_after_the_end_is_no_error() -> None:
         assert await turn(backend) == [ModelTextDelta("a"), ModelTurnEnded("stop")]
 
 
-async def test_leaving_tells_the_server() -> None:
+async def test_closing_the_stream_disconnects_from_the_server() -> None:
     async with upstream(stream(chunk({"content": "a"}), asyncio.Event())) as (backend, server):
         async with aclosing(backend.stream(REQUEST)) as batches:
             await anext(batches)
@@ -438,7 +438,7 @@ async def test_failure(
     assert {name: getattr(raised, name) for name in attributes} == attributes
 
 
-async def test_a_timeout_is_the_gateways() -> None:
+async def test_read_timeout() -> None:
     raised = await failure(stream(chunk({"content": "a"}), asyncio.Event()), read_timeout=0.05)
     assert isinstance(raised, ModelTimeout)
     assert (raised.status, raised.message) == (
@@ -553,7 +553,7 @@ async def test_cards() -> None:
     assert server.requests[0].headers["authorization"] == f"Bearer {UPSTREAM_KEY}"
 
 
-async def test_a_list_that_is_none() -> None:
+async def test_a_malformed_model_list() -> None:
     async with upstream(document(b"[]"), stream(DONE)) as (backend, _):
         for _ in range(2):
             with pytest.raises(ModelError, match="list of models"):
@@ -567,7 +567,7 @@ WHOLE = msgspec.json.encode({"choices": [{"message": {"content": LONG}, "finish_
 
 
 @pytest.mark.parametrize("answer", [stream(says(LONG)), document(WHOLE)], ids=["line", "document"])
-async def test_an_answer_that_comes_at_once_is_read_beside_the_loop_and_told_bit_by_bit(
+async def test_a_long_answer_is_parsed_in_a_worker_and_split_into_deltas(
     answer: Responder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = threading.get_ident()

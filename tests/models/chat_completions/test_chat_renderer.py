@@ -34,7 +34,7 @@ def test_roles_and_instructions() -> None:
         {"role": "user", "content": "u"},
         {"role": "assistant", "content": "a"},
     ]
-    assert render(items, dialect=ServerFeatures(developer_role=True))[1] == {
+    assert render(items, features=ServerFeatures(developer_role=True))[1] == {
         "role": "developer",
         "content": "d",
     }
@@ -45,19 +45,22 @@ def test_roles_and_instructions() -> None:
 def test_a_conversation_without_a_user_gets_its_last_system_message_as_the_users(
     role: str, developer_role: bool
 ) -> None:
-    dialect = ServerFeatures(developer_role=developer_role)
+    features = ServerFeatures(developer_role=developer_role)
     request_segment = segment(message("be kind", "system"), message("do it", role), hosted_call("c1", "done"))
     answer_segment = segment(message("well", "assistant"))
-    assert [one["role"] for one in render(request_segment, dialect=dialect)] == [
+    assert [one["role"] for one in render(request_segment, features=features)] == [
         "system",
         "user",
         "assistant",
         "tool",
     ]
-    assert render(request_segment, answer_segment, dialect=dialect)[1] == {"role": "user", "content": "do it"}
+    assert render(request_segment, answer_segment, features=features)[1] == {
+        "role": "user",
+        "content": "do it",
+    }
     # The same segments, once the user says something: what is kept of them has not changed.
     rendered_items = "developer" if role == "developer" and developer_role else "system"
-    later = render(request_segment, answer_segment, segment(message("and now?")), dialect=dialect)
+    later = render(request_segment, answer_segment, segment(message("and now?")), features=features)
     assert [one["role"] for one in later] == [
         "system",
         rendered_items,
@@ -66,7 +69,7 @@ def test_a_conversation_without_a_user_gets_its_last_system_message_as_the_users
         "assistant",
         "user",
     ]
-    assert render(request_segment, answer_segment, dialect=dialect)[1]["role"] == "user"
+    assert render(request_segment, answer_segment, features=features)[1]["role"] == "user"
 
 
 def test_the_last_of_several_system_turns_is_the_users() -> None:
@@ -85,7 +88,7 @@ def test_neither_words_nor_pictures_of_tools_are_taken_for_a_users_message() -> 
     text = '{"role":"user","content":"x"} {"role":"system","content":"y"}'
     drawn = hosted_call("c1", text, images=[IMAGE_URL])
     rendered_items = render(
-        segment(message(text, "system"), drawn), dialect=ServerFeatures(takes_images=True)
+        segment(message(text, "system"), drawn), features=ServerFeatures(takes_images=True)
     )
     assert [one["role"] for one in rendered_items] == ["user", "assistant", "tool", "user"]
     assert rendered_items[0] == {"role": "user", "content": text}
@@ -151,10 +154,10 @@ def test_files_of_text_are_text(data: str) -> None:
     ("content", "mime"),
     [(b"%PDF-1.4", None), (b"%PDF-1.4", "application/pdf"), (b"\xff\xfe\x00", None), (b"a\0b", "text/plain")],
 )
-def test_other_files_are_files_to_models_that_take_them(content: bytes, mime: str | None) -> None:
+def test_binary_files_are_sent_if_the_model_takes_them(content: bytes, mime: str | None) -> None:
     part = {"type": "input_file", "filename": "x", "file_data": inline(content, mime)}
     items = segment(message([part]))
-    (rendered,) = render(items, dialect=ServerFeatures(takes_files=True))
+    (rendered,) = render(items, features=ServerFeatures(takes_files=True))
     data = inline(content, mime or "application/octet-stream")
     assert rendered["content"] == [{"type": "file", "file": {"filename": "x", "file_data": data}}]
     (expected,) = render(items)
@@ -164,7 +167,7 @@ def test_other_files_are_files_to_models_that_take_them(content: bytes, mime: st
     )
 
 
-def test_what_an_id_stands_for_was_found_before() -> None:
+def test_file_ids_are_rendered_from_their_attachments() -> None:
     """One attachment for each part, wherever text stands between."""
     parts = [
         {"type": "input_file", "file_id": "file-1"},
@@ -184,7 +187,7 @@ def test_what_an_id_stands_for_was_found_before() -> None:
         Attachment(),
     )
     items = ConversationSegment((msgspec.structs.replace(message(parts), attachments=found),))
-    (rendered,) = render(items, dialect=ServerFeatures(takes_files=True))
+    (rendered,) = render(items, features=ServerFeatures(takes_files=True))
     assert rendered["content"] == [
         {
             "type": "text",
@@ -207,7 +210,7 @@ def test_what_an_id_stands_for_was_found_before() -> None:
     ]
 
 
-def test_of_a_long_text_the_beginning_is_shown() -> None:
+def test_a_long_text_file_is_truncated() -> None:
     text = "x" * (MAX_TEXT_CHARACTERS + 1000)
     part = {"type": "input_file", "filename": "x.txt", "file_data": inline(text.encode(), "text/plain")}
     (rendered,) = render(segment(message([part])))
@@ -235,18 +238,18 @@ def test_parts_that_cannot_be_shown(part: dict[str, object], expected: str) -> N
     assert (error.status, error.param) == (400, "input")
 
 
-def test_messages_of_nobody() -> None:
+def test_a_message_with_an_unknown_role() -> None:
     assert "the role 'critic'" in render_refused(segment(message("a", "critic"))).message
 
 
 # --- pictures and reasoning ---------------------------------------------------------------------------
 
 
-def test_pictures_follow_the_results_where_the_model_sees() -> None:
+def test_images_follow_the_results_if_the_model_takes_them() -> None:
     items = segment(
         hosted_call("h1", "[figure 1]", turn=1, images=[IMAGE_URL]), hosted_call("h2", "b", turn=1)
     )
-    seeing = render(items, dialect=ServerFeatures(takes_images=True))
+    seeing = render(items, features=ServerFeatures(takes_images=True))
     assert summarize_messages(seeing) == ["assistant h1 h2", "tool [figure 1] -> h1", "tool b -> h2", "user"]
     assert seeing[3]["content"] == snapshot(
         [
@@ -257,11 +260,11 @@ def test_pictures_follow_the_results_where_the_model_sees() -> None:
     assert summarize_messages(render(items)) == ["assistant h1 h2", "tool [figure 1] -> h1", "tool b -> h2"]
 
 
-def test_pictures_wait_for_the_clients_results() -> None:
+def test_images_follow_the_clients_results() -> None:
     before = segment(hosted_call("h1", "a", turn=1, images=[IMAGE_URL]), call("c1", turn=1))
     picture = {"type": "input_image", "image_url": IMAGE_URL}
     after = segment(output("c1", [{"type": "input_text", "text": "b"}, picture]), message("and?"))
-    seeing = render(before, after, dialect=ServerFeatures(takes_images=True))
+    seeing = render(before, after, features=ServerFeatures(takes_images=True))
     assert summarize_messages(seeing) == [
         "assistant h1 c1",
         "tool a -> h1",
@@ -274,7 +277,7 @@ def test_pictures_wait_for_the_clients_results() -> None:
     assert len(blind[3]["content"]) == 2, "what the client itself shows is always shown"
 
 
-def test_a_result_of_pictures_alone_says_where_they_are() -> None:
+def test_a_result_of_images_alone_refers_to_the_next_message() -> None:
     picture = {"type": "input_image", "image_url": IMAGE_URL}
     rendered = render(segment(call("c1"), output("c1", [picture])))
     assert summarize_messages(rendered) == [
@@ -294,7 +297,7 @@ def test_reasoning_is_replayed_on_demand() -> None:
         message("b", "assistant", 2),
     )
     assert render(items) == [{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]
-    assert render(items, dialect=ServerFeatures(replay_reasoning=True)) == [
+    assert render(items, features=ServerFeatures(replay_reasoning=True)) == [
         {"role": "assistant", "content": "a", "reasoning_content": "hm\nso"},
         {"role": "assistant", "content": "b", "reasoning_content": "short"},
     ]

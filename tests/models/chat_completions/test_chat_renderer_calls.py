@@ -214,13 +214,13 @@ def test_calls_and_results_that_are_two_items() -> None:
         shell_output("a", "one", turn=1, images=[IMAGE_URL]),
         message("done", "assistant", turn=2),
     )
-    expected = render(turn, dialect=ServerFeatures(takes_images=True))
+    expected = render(turn, features=ServerFeatures(takes_images=True))
     assert summarize_messages(expected)[:4] == ["user go", "assistant a b", "tool one -> a", "tool two -> b"]
     assert expected[4]["content"][1]["image_url"] == {"url": IMAGE_URL}
 
 
-def test_two_items_that_a_client_gives_back() -> None:
-    given = segment(
+def test_shell_calls_that_a_client_sends_back() -> None:
+    items = segment(
         message("go"),
         shell_call("a"),
         shell_output("a", "1"),
@@ -228,7 +228,7 @@ def test_two_items_that_a_client_gives_back() -> None:
         shell_call("c"),
         shell_output("c", "3"),
     )
-    assert summarize_messages(render(given)) == [
+    assert summarize_messages(render(items)) == [
         "user go",
         "assistant a",
         "tool 1 -> a",

@@ -574,6 +574,6 @@ def test_decoding_in_batches_gives_the_same_events(body: bytes) -> None:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=6))
-def test_rubbish_is_refused_and_nothing_worse(chunks: list[bytes]) -> None:
+def test_random_bytes_end_the_turn(chunks: list[bytes]) -> None:
     events, failure = outcome([b"data: ", *chunks])
     assert failure is not None or isinstance(events[-1], ModelTurnEnded)

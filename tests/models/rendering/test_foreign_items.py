@@ -39,7 +39,7 @@ def pair_calls_with_results(messages: list[Any]) -> list[Any]:
     return found
 
 
-def test_calls_that_a_client_ran_are_shown_with_what_came_of_them() -> None:
+def test_calls_that_a_client_ran_are_rendered_with_their_results() -> None:
     rendered = render_items(
         {
             "type": "local_shell_call",
@@ -150,7 +150,7 @@ def test_a_call_that_holds_its_own_result() -> None:
     ],
     ids=lambda item: item["type"],
 )
-def test_what_says_nothing_to_the_model_is_left_out(item: dict[str, Any]) -> None:
+def test_items_without_results_are_dropped(item: dict[str, Any]) -> None:
     rendered = render_items({"role": "user", "content": "before"}, item, {"role": "user", "content": "after"})
     assert pair_calls_with_results(rendered) == ["before", "after"]
 
@@ -163,7 +163,7 @@ def test_a_long_result_is_cut() -> None:
     assert 20_000 <= len(pair_calls_with_results(rendered)[0][2]) < 21_000
 
 
-def test_a_summary_that_nobody_can_read_is_not_passed_over() -> None:
+def test_a_compaction_is_refused() -> None:
     sealed = entry({"type": "compaction", "encrypted_content": "?"})
     assert "compaction" in render_refused(segment(message("go"), sealed)).message
 
@@ -190,7 +190,7 @@ def test_no_foreign_item_fails_a_request_or_leaves_a_call_open(items: list[dict[
 
 
 @pytest.mark.skipif(not RECORDED.exists(), reason="the recordings are not here")
-def test_everything_that_openai_was_recorded_to_answer_can_be_given_back() -> None:
+def test_every_recorded_output_of_openai_can_be_rendered() -> None:
     kinds: set[str] = set()
     for path in RECORDED.glob("*.json"):
         output = json.loads(path.read_text()).get("output", [])

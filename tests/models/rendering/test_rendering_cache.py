@@ -32,17 +32,17 @@ def test_a_segment_is_rendered_once() -> None:
     assert again == once.replace(b'"a"', b'"A"').replace(b'"b"', b'"B"')
 
 
-def test_dialects_do_not_share() -> None:
-    given = segment(message("d", "developer"), hosted_call("h", "x", images=[IMAGE_URL]))
+def test_servers_with_other_features_have_their_own_renderings() -> None:
+    conversation_segment = segment(message("d", "developer"), hosted_call("h", "x", images=[IMAGE_URL]))
     flags = itertools.product([False, True], repeat=3)
-    dialects = [ServerFeatures(developer_role=a, takes_images=b, replay_reasoning=c) for a, b, c in flags]
-    assert len({dialect.cache_key for dialect in dialects}) == 8
-    fresh = [render(segment(*given.entries), dialect=dialect) for dialect in dialects]
-    assert [render(given, dialect=dialect) for dialect in dialects] == fresh
-    assert len(given.renderings) == 8
+    all_features = [ServerFeatures(developer_role=a, takes_images=b, replay_reasoning=c) for a, b, c in flags]
+    assert len({features.cache_key for features in all_features}) == 8
+    fresh = [render(segment(*conversation_segment.entries), features=features) for features in all_features]
+    assert [render(conversation_segment, features=features) for features in all_features] == fresh
+    assert len(conversation_segment.renderings) == 8
 
 
-def test_whoever_names_many_models_does_not_have_as_many_copies_kept() -> None:
+def test_cached_renderings_are_limited_in_size() -> None:
     large = tuple(segment(message(text * 20_000)) for text in "abc")
     run = SegmentRun(large)
     for name in map(str, range(20)):
@@ -67,7 +67,7 @@ def responses(draw: st.DrawFn) -> list[list[ConversationEntry]]:
     """Responses of one conversation, each its input and its turns; calls of clients are answered in the next."""
     ids = itertools.count()
     open_calls: list[str] = []
-    made: list[list[ConversationEntry]] = []
+    entry_lists: list[list[ConversationEntry]] = []
     for _ in range(draw(st.integers(1, 4))):
         entries = draw(st.permutations([message("u"), *(output(call_id, "r") for call_id in open_calls)]))
         open_calls = []
@@ -85,15 +85,17 @@ def responses(draw: st.DrawFn) -> list[list[ConversationEntry]]:
                 elif turn == turns:
                     open_calls.append(call_id)
                     entries.append(call(call_id, turn=turn))
-        made.append(entries)
-    made.append([message("u"), *(output(call_id, "r") for call_id in open_calls)])
-    return made
+        entry_lists.append(entries)
+    entry_lists.append([message("u"), *(output(call_id, "r") for call_id in open_calls)])
+    return entry_lists
 
 
 @given(responses(), st.booleans())
-def test_every_call_is_answered_in_order(made: list[list[ConversationEntry]], takes_images: bool) -> None:
-    dialect = ServerFeatures(takes_images=takes_images)
-    messages = render(*(ConversationSegment(tuple(entries)) for entries in made), dialect=dialect)
+def test_every_call_is_answered_in_order(
+    entry_lists: list[list[ConversationEntry]], takes_images: bool
+) -> None:
+    features = ServerFeatures(takes_images=takes_images)
+    messages = render(*(ConversationSegment(tuple(entries)) for entries in entry_lists), features=features)
     expected: list[str] = []
     for message_ in messages:
         if message_["role"] == "tool":
@@ -105,25 +107,27 @@ def test_every_call_is_answered_in_order(made: list[list[ConversationEntry]], ta
 
 
 @given(responses())
-def test_a_response_in_parts_is_the_response(made: list[list[ConversationEntry]]) -> None:
+def test_a_response_split_by_turn_renders_the_same(entry_lists: list[list[ConversationEntry]]) -> None:
     """While it runs, each of its turns is a segment; once it is kept, it is one."""
-    whole = render(*(ConversationSegment(tuple(entries)) for entries in made))
+    whole = render(*(ConversationSegment(tuple(entries)) for entries in entry_lists))
     parts = [
         ConversationSegment(tuple(group))
-        for entries in made
+        for entries in entry_lists
         for _, group in itertools.groupby(entries, key=lambda item: item.turn)
     ]
     assert render(*parts) == whole
 
 
 @given(responses(), st.data())
-def test_in_whatever_pieces_a_conversation_is_the_same(
-    made: list[list[ConversationEntry]], data: st.DataObject
+def test_a_conversation_renders_the_same_in_any_pieces(
+    entry_lists: list[list[ConversationEntry]], data: st.DataObject
 ) -> None:
-    """Also where a part of it was rendered before, alone or in other stretches, and for models of all kinds."""
-    segments = [ConversationSegment(tuple(entries)) for entries in made]
+    """Also where a part of it was rendered before, alone or in other runs, and for models of all kinds."""
+    segments = [ConversationSegment(tuple(entries)) for entries in entry_lists]
     expected = {
-        flag: render(*map(ConversationSegment, map(tuple, made)), dialect=ServerFeatures(takes_images=flag))
+        flag: render(
+            *map(ConversationSegment, map(tuple, entry_lists)), features=ServerFeatures(takes_images=flag)
+        )
         for flag in (False, True)
     }
     for _ in range(3):
@@ -132,22 +136,22 @@ def test_in_whatever_pieces_a_conversation_is_the_same(
         run = SegmentRun(tuple(segments[begin:end]))
         whole = Conversation((*segments[:begin], run, *segments[end:]))
         for flag in data.draw(st.permutations([False, True])):
-            dialect = ServerFeatures(takes_images=flag)
-            assert render(*whole, dialect=dialect) == expected[flag]
+            features = ServerFeatures(takes_images=flag)
+            assert render(*whole, features=features) == expected[flag]
             for _ in range(2):
-                assert render_conversation(whole, dialect) == expected[flag]
-            assert render(*segments, dialect=dialect) == expected[flag]
+                assert render_conversation(whole, features) == expected[flag]
+            assert render(*segments, features=features) == expected[flag]
 
 
-def test_a_stretch_is_rendered_once_and_its_segments_keep_nothing() -> None:
+def test_a_run_is_rendered_once_and_its_segments_cache_nothing() -> None:
     segments = tuple(segment(message(text), message(text.upper(), "assistant", turn=1)) for text in "abc")
-    run, dialect = SegmentRun(segments), ServerFeatures()
-    once = render_conversation(Conversation((segments[0], SegmentRun(segments[1:]))), dialect)
-    assert render_conversation(Conversation((run,)), dialect) == once
+    run, features = SegmentRun(segments), ServerFeatures()
+    once = render_conversation(Conversation((segments[0], SegmentRun(segments[1:]))), features)
+    assert render_conversation(Conversation((run,)), features) == once
     assert [one.renderings for one in segments] == [{}, {}, {}]
     ((name, (text, carry)),) = run.renderings.items()
     run.renderings[name] = (text.replace(b'"b"', b'"x"'), carry)
-    assert [message_["content"] for message_ in render_conversation(Conversation((run,)), dialect)] == [
+    assert [message_["content"] for message_ in render_conversation(Conversation((run,)), features)] == [
         "a",
         "A",
         "x",
@@ -157,7 +161,7 @@ def test_a_stretch_is_rendered_once_and_its_segments_keep_nothing() -> None:
     ]
 
 
-def test_what_a_stretch_leaves_open_is_answered_after_it() -> None:
+def test_a_call_at_the_end_of_a_run_is_answered_after_it() -> None:
     open_call, closed = segment(message("a"), call("c1", turn=1)), segment(output("c1", "r"))
     for pieces in (
         (SegmentRun((open_call,)), SegmentRun((closed,))),
@@ -174,7 +178,7 @@ def test_what_a_stretch_leaves_open_is_answered_after_it() -> None:
         render_conversation(Conversation((SegmentRun((open_call,)),)), ServerFeatures())
 
 
-def test_a_large_stretch_stays_in_its_parts() -> None:
+def test_a_large_run_is_rendered_by_segment() -> None:
     segments = tuple(segment(message("a" * 400_000)) for _ in range(3))
     parts = render_messages(
         ServerFeatures(), None, Conversation((SegmentRun(segments), segment(message("b"))))

@@ -67,7 +67,7 @@ async def render_sent_input(*segments: ConversationSegment, **settings: Any) -> 
 # --- what is sent -------------------------------------------------------------------------------------
 
 
-async def test_the_least_that_is_sent() -> None:
+async def test_minimal_request() -> None:
     async with upstream(stream(says("a"))) as (backend, server):
         assert await turn(backend) == [ModelMessageStarted(), ModelTextDelta("a"), ModelTurnEnded("stop")]
     (received,) = server.requests
@@ -82,7 +82,7 @@ async def test_the_least_that_is_sent() -> None:
     }
 
 
-async def test_everything_that_can_be_sent() -> None:
+async def test_request_with_all_fields() -> None:
     schema = {"type": Raw(b'"object"')}
     request = ModelRequest(
         model="small",
@@ -194,7 +194,7 @@ async def test_choices_and_tools_that_are_passed_on(choice: Any, raised: object)
     assert "include" not in received
 
 
-async def test_without_tools_nothing_is_said_of_them() -> None:
+async def test_tool_fields_are_omitted_without_tools() -> None:
     request = ModelRequest(
         model="m", segments=REQUEST.segments, other_tools=OTHERS, tool_choice="none", parallel_calls=False
     )
@@ -275,7 +275,7 @@ async def test_the_conversation_without_ids() -> None:
     )
 
 
-async def test_files_that_are_known_here_are_sent_by_what_they_are() -> None:
+async def test_uploaded_files_are_sent_inline_or_as_text() -> None:
     picture = "data:image/png;base64,AA=="
     pdf = "data:application/pdf;base64,JVBERi0="
     parts = [
@@ -296,7 +296,7 @@ async def test_files_that_are_known_here_are_sent_by_what_they_are() -> None:
         Attachment(name="e.png", kind="picture", gone=True),
         Attachment(),
     )
-    given = segment(msgspec.structs.replace(message(parts), attachments=found))
+    items = segment(msgspec.structs.replace(message(parts), attachments=found))
     cannot = "cannot be shown here. If there is a code interpreter, it finds it as /mnt/data/"
     found_items = [
         {"type": "input_image", "detail": "low", "image_url": picture},
@@ -308,12 +308,12 @@ async def test_files_that_are_known_here_are_sent_by_what_they_are() -> None:
         {"type": "input_file", "file_url": "https://example.org/x.pdf"},
     ]
     ((received,), (without,)) = (
-        await render_sent_input(given),
-        await render_sent_input(given, takes_files=False),
+        await render_sent_input(items),
+        await render_sent_input(items, takes_files=False),
     )
     assert received["content"] == found_items
-    for place, name in ((2, "c.pdf"), (3, "inline.pdf")):
-        found_items[place] = {
+    for index, name in ((2, "c.pdf"), (3, "inline.pdf")):
+        found_items[index] = {
             "type": "input_text",
             "text": f"The file {name} (application/pdf, 5 bytes) {cannot}{name}.",
         }
@@ -378,7 +378,7 @@ async def test_items_of_other_tools_are_functions_unless_the_server_may_know_the
         ({"type": "function_call", "name": "f"}, "call_id"),
     ],
 )
-async def test_what_cannot_be_shown(item: dict[str, object], words: str) -> None:
+async def test_items_that_cannot_be_rendered(item: dict[str, object], words: str) -> None:
     async with upstream() as (backend, server):
         with pytest.raises(InvalidRequest, match=words) as refused:
             backend.validate_request(ModelRequest(model="m", segments=[segment(entry(item))]))
@@ -408,14 +408,14 @@ async def replay_reasoning(model: str = "small", **settings: Any) -> tuple[str, 
     return encrypted, server.requests[1].json["input"]
 
 
-async def test_sealed_reasoning_goes_back_to_the_model_that_made_it() -> None:
+async def test_encrypted_reasoning_is_sent_back_to_its_model() -> None:
     encrypted, received = await replay_reasoning()
     assert encrypted.endswith(":rs_theirs:gAAA")
     assert received[1] == {"type": "reasoning", "id": "rs_theirs", "summary": [], "encrypted_content": "gAAA"}
     assert [item["type"] for item in received] == ["message", "reasoning", "message", "message"]
 
 
-async def test_and_to_no_other() -> None:
+async def test_encrypted_reasoning_is_not_sent_to_another_model() -> None:
     _, received = await replay_reasoning("large")
     assert [item["type"] for item in received] == ["message", "message", "message"]
     _, received = await replay_reasoning("large", name="org/small")  # the same by another name
@@ -468,7 +468,7 @@ async def test_the_server_counts_if_it_can() -> None:
     }
 
 
-async def test_without_being_told_so_nobody_is_asked() -> None:
+async def test_tokens_are_estimated_without_tokenize_url() -> None:
     async with upstream() as (backend, server):
         assert (await backend.count_tokens(REQUEST))[1] is False
     assert server.requests == []
@@ -477,13 +477,13 @@ async def test_without_being_told_so_nobody_is_asked() -> None:
 # --- what goes wrong ----------------------------------------------------------------------------------
 
 
-async def test_a_server_without_responses() -> None:
+async def test_a_server_without_the_responses_api() -> None:
     async with upstream(document(b"<html>", "404 Not Found")) as (backend, _):
         with pytest.raises(ModelError, match="has no Responses API"):
             await turn(backend)
 
 
-async def test_an_end_is_enough() -> None:
+async def test_a_turn_does_not_wait_for_the_end_of_the_body() -> None:
     """Nobody waits for more after it, not even for the end of the body."""
     async with upstream(stream(says("a"), end=False), stream(ended())) as (backend, _):
         assert (await turn(backend))[-1] == ModelTurnEnded("stop")

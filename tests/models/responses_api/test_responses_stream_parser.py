@@ -187,7 +187,7 @@ def test_calls_side_by_side() -> None:
     ]
 
 
-def test_a_custom_tool_is_told_as_a_function_with_one_field() -> None:
+def test_a_custom_tool_call_becomes_a_function_call_with_one_field() -> None:
     whole = {"type": "custom_tool_call", "call_id": "c", "name": "sql"}
     events = parse(
         added(0, **whole, input=""),
@@ -215,7 +215,7 @@ def test_a_custom_tool_is_told_as_a_function_with_one_field() -> None:
         ({"type": "function_call", "id": "fc_theirs", "call_id": "c", "name": "f", "namespace": "n"}, True),
     ],
 )
-def test_what_only_the_client_understands_gets_an_id_of_ours(item: dict[str, Any], awaits: bool) -> None:
+def test_passthrough_items_get_our_ids(item: dict[str, Any], awaits: bool) -> None:
     (passed, end) = parse(added(0, **item), done(0, **item), ended())
     assert isinstance(passed, ModelPassthroughItem)
     assert passed.awaits_client == awaits
@@ -224,7 +224,7 @@ def test_what_only_the_client_understands_gets_an_id_of_ours(item: dict[str, Any
 
 
 @pytest.mark.parametrize("kind", ["", "compaction", "a b", "x" * 100])
-def test_items_that_nobody_can_use_are_left_out(kind: str) -> None:
+def test_unusable_items_are_dropped(kind: str) -> None:
     """A compaction of the server's own would stand for everything before it, and nobody here could open it."""
     assert parse(done(0, type=kind, id="cmp_1", encrypted_content="x"), ended()) == [ModelTurnEnded("stop")]
 
@@ -294,14 +294,14 @@ def test_failures(chunk: bytes, kind: type[ModelError], words: str) -> None:
     assert words in failure.message
 
 
-def test_a_limit_of_calls() -> None:
+def test_too_many_calls() -> None:
     assert "more than 128 calls" in fail(*(call("f", "{}", index=number) for number in range(129))).message
 
 
 # --- servers that leave things out --------------------------------------------------------------------
 
 
-def test_the_whole_in_the_last_event_or_as_a_document() -> None:
+def test_output_without_item_events() -> None:
     output = [
         {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "gist"}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
@@ -327,7 +327,7 @@ def test_the_whole_in_the_last_event_or_as_a_document() -> None:
     assert parse(msgspec.json.encode(response(output=output))) == expected
 
 
-def test_text_at_the_end_of_its_part_or_item_only() -> None:
+def test_text_without_deltas() -> None:
     item = {"type": "message", "content": [{"type": "output_text", "text": "whole"}]}
     part = event("response.output_text.done", output_index=0, text="whole")
     whole = [ModelMessageStarted(), ModelTextDelta("whole"), ModelTurnEnded("stop")]
@@ -335,7 +335,7 @@ def test_text_at_the_end_of_its_part_or_item_only() -> None:
     assert parse(done(0, **item), ended()) == whole
 
 
-def test_arguments_at_their_end_only() -> None:
+def test_arguments_without_deltas() -> None:
     item = {"type": "function_call", "call_id": "c", "name": "f"}
     whole = event("response.function_call_arguments.done", output_index=0, arguments='{"x":1}')
     assert parse(added(0, **item), whole, ended()) == [
@@ -356,12 +356,12 @@ def test_bytes_that_are_not_utf_8_are_not_passed_on() -> None:
     assert text == ModelTextDelta("a", [Raw('{"token":"\ufffd"}'.encode())])
 
 
-def test_events_that_nobody_knows_may_look_as_they_like() -> None:
+def test_unknown_events_are_ignored() -> None:
     odd = [event("response.new.delta", delta={"x": 1}), event("response.other", item=[], text=5)]
     assert parse(created(), *odd, message("a"), ended())[1:] == [ModelTextDelta("a"), ModelTurnEnded("stop")]
 
 
-def test_no_places_and_no_end() -> None:
+def test_events_without_output_index_and_end() -> None:
     item = {"type": "function_call", "id": "x", "call_id": "c", "name": "f"}
     assert parse(
         event("response.output_item.added", item=item),
@@ -371,11 +371,11 @@ def test_no_places_and_no_end() -> None:
 
 
 @pytest.mark.parametrize("body", [b"{}", b'{"object":"list"}', msgspec.json.encode(response("queued"))])
-def test_documents_that_are_no_answer(body: bytes) -> None:
+def test_documents_that_are_not_responses(body: bytes) -> None:
     assert "sent an invalid Responses API response" in fail(body).message
 
 
-def test_a_flood_is_cut_off() -> None:
+def test_a_response_that_is_too_large() -> None:
     reading = ResponsesStreamParser(UpstreamErrorFactory("m"), ORIGIN, max_bytes=10_000)
     for _ in range(100):
         assert not reading.feed(b": " + b"x" * 998 + b"\n")

@@ -1,4 +1,4 @@
-"""The HTTP client on real sockets, against servers good and bad."""
+"""The HTTP client on real sockets, against correct and faulty servers."""
 
 import asyncio
 import itertools
@@ -39,7 +39,7 @@ class FakeServer:
     """A server of one behaviour: what it does with a connection from its first request on."""
 
     behaviour: Behaviour
-    address: UpstreamAddress | None = None
+    address: UpstreamAddress = field(default_factory=lambda: UpstreamAddress.parse(""))
     connections: int = 0
     writers: set[asyncio.StreamWriter] = field(default_factory=set[asyncio.StreamWriter])
 
@@ -57,25 +57,25 @@ class FakeServer:
 
 @asynccontextmanager
 async def open_server(behaviour: Behaviour, tls: ssl.SSLContext | None = None) -> AsyncGenerator[FakeServer]:
-    made = FakeServer(behaviour)
-    server = await asyncio.start_server(made.serve, "127.0.0.1", 0, ssl=tls)
-    port = server.sockets[0].getsockname()[1]
-    made.address = UpstreamAddress.parse(f"http{'s' if tls else ''}://localhost:{port}/v1/")
-    async with server:
+    server = FakeServer(behaviour)
+    listener = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=tls)
+    port = listener.sockets[0].getsockname()[1]
+    server.address = UpstreamAddress.parse(f"http{'s' if tls else ''}://localhost:{port}/v1/")
+    async with listener:
         try:
-            yield made
+            yield server
         finally:
-            for writer in made.writers:
+            for writer in server.writers:
                 writer.transport.abort()
 
 
 @asynccontextmanager
 async def open_client(max_connections: int = 1024) -> AsyncGenerator[PooledHttpClient]:
-    made = PooledHttpClient(max_connections)
+    client = PooledHttpClient(max_connections)
     try:
-        yield made
+        yield client
     finally:
-        await made.close()
+        await client.close()
 
 
 def respond_with(*chunks: bytes, repeat: bool = False, stay: bool = False) -> Behaviour:
@@ -96,32 +96,36 @@ def respond_with(*chunks: bytes, repeat: bool = False, stay: bool = False) -> Be
     return behave
 
 
-async def read_body(answer: Http1Connection) -> bytes:
-    chunks: list[bytes] = []
-    while chunk := await answer.read():
-        chunks.append(chunk)
-    return b"".join(chunks)
-
-
 async def get(
-    http: PooledHttpClient, server: FakeServer, timeouts: UpstreamTimeouts = TIMEOUTS
+    client: PooledHttpClient, server: FakeServer, timeouts: UpstreamTimeouts = TIMEOUTS
 ) -> tuple[int, bytes]:
-    assert server.address is not None
-    async with http.request(server.address, "/x", encode_headers({"A": "b"}), timeouts) as answer:
-        return answer.status, await read_body(answer)
+    async with client.request(server.address, "/x", encode_headers({"A": "b"}), timeouts) as response:
+        return response.status, await response.read_all(1 << 30)
+
+
+@asynccontextmanager
+async def open_response(
+    behaviour: Behaviour, timeouts: UpstreamTimeouts = TIMEOUTS
+) -> AsyncGenerator[Http1Connection]:
+    async with (
+        open_server(behaviour) as server,
+        open_client() as client,
+        client.request(server.address, "", b"", timeouts) as response,
+    ):
+        yield response
 
 
 async def request_once(
     *chunks: bytes, stay: bool = False, timeouts: UpstreamTimeouts = TIMEOUTS
 ) -> tuple[int, bytes]:
-    async with open_server(respond_with(*chunks, stay=stay)) as where, open_client() as http:
-        return await get(http, where, timeouts)
+    async with open_server(respond_with(*chunks, stay=stay)) as server, open_client() as client:
+        return await get(client, server, timeouts)
 
 
 # --- requests -----------------------------------------------------------------------------------------
 
 
-async def test_what_is_sent() -> None:
+async def test_requests() -> None:
     received: list[bytes] = []
 
     async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -130,14 +134,13 @@ async def test_what_is_sent() -> None:
             received.append(await reader.readexactly(length))
             writer.write(OK + b"Content-Length: 0\r\n\r\n")
 
-    async with open_server(behave) as where, open_client() as http:
-        assert where.address is not None
+    async with open_server(behave) as server, open_client() as client:
         for body in (None, [b"he", b"llo"], [b"x" * 200_000, b"", b"y" * 300_000]):
-            async with http.request(
-                where.address, "/chat", encode_headers({"X-A": "b"}), TIMEOUTS, body
-            ) as answer:
-                assert await read_body(answer) == b""
-    host = where.address.host_header.encode()
+            async with client.request(
+                server.address, "/chat", encode_headers({"X-A": "b"}), TIMEOUTS, body
+            ) as response:
+                assert await response.read_all(1 << 30) == b""
+    host = server.address.host_header.encode()
     assert received[:4] == [
         b"GET /v1/chat HTTP/1.1\r\nHost: " + host + b"\r\nX-A: b\r\n\r\n",
         b"",
@@ -145,7 +148,7 @@ async def test_what_is_sent() -> None:
         b"hello",
     ]
     assert received[5] == b"x" * 200_000 + b"y" * 300_000
-    assert where.connections == 1
+    assert server.connections == 1
 
 
 def test_addresses() -> None:
@@ -160,7 +163,7 @@ def test_addresses() -> None:
     assert UpstreamAddress.parse("http://[::1]:8000/v1/") == (False, "::1", 8000, "[::1]:8000", "/v1")
 
 
-# --- answers ------------------------------------------------------------------------------------------
+# --- responses ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -196,22 +199,20 @@ async def test_any_split_gives_the_same_body(cuts: list[int]) -> None:
 
 async def test_headers_and_statuses() -> None:
     head = b"HTTP/1.1 429 Too Many\r\nRetry-After: 7\r\nContent-Length: 0\r\n\r\n"
-    async with open_server(respond_with(head)) as where, open_client() as http:
-        assert where.address is not None
-        async with http.request(where.address, "", b"", TIMEOUTS) as answer:
-            assert (answer.status, answer.get_header(b"retry-after"), answer.get_header(b"none")) == (
-                429,
-                "7",
-                "",
-            )
+    async with open_response(respond_with(head)) as response:
+        assert (response.status, response.get_header(b"retry-after"), response.get_header(b"none")) == (
+            429,
+            "7",
+            "",
+        )
 
 
-# --- what goes wrong ----------------------------------------------------------------------------------
+# --- failures ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chunk", [b"X: y\r\n", b"y"], ids=["trailers", "one trailer"])
 @pytest.mark.parametrize("body", [b"2\r\nhi\r\n", b""])
-async def test_what_follows_a_body_has_an_end(body: bytes, chunk: bytes) -> None:
+async def test_endless_trailers(body: bytes, chunk: bytes) -> None:
     async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(OK + b"Transfer-Encoding: chunked\r\n\r\n" + body + b"0\r\nX: ")
@@ -219,9 +220,9 @@ async def test_what_follows_a_body_has_an_end(body: bytes, chunk: bytes) -> None
             writer.write(chunk * 10_000)
             await writer.drain()
 
-    async with open_server(behave) as where, open_client() as http, asyncio.timeout(60):
+    async with open_server(behave) as server, open_client() as client, asyncio.timeout(60):
         with pytest.raises(MalformedHttpResponse):
-            await get(http, where)
+            await get(client, server)
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,7 @@ async def test_what_follows_a_body_has_an_end(body: bytes, chunk: bytes) -> None
     ],
     ids=["another protocol", "no status", "length", "chunk", "upgrade", "endless head"],
 )
-async def test_what_is_not_http(response_bytes: bytes) -> None:
+async def test_malformed_responses(response_bytes: bytes) -> None:
     with pytest.raises(MalformedHttpResponse):
         await request_once(response_bytes, stay=True)
 
@@ -246,30 +247,25 @@ async def test_what_is_not_http(response_bytes: bytes) -> None:
     [b"", b"HTTP/1.1 20", OK + b"Content-Length: 50\r\n\r\nhello", CHUNKED],
     ids=["nothing", "half a line", "length", "chunked"],
 )
-async def test_an_answer_that_is_cut_off(response_bytes: bytes) -> None:
+async def test_truncated_responses(response_bytes: bytes) -> None:
     with pytest.raises(UpstreamDisconnected):
         await request_once(response_bytes)
 
 
-async def test_what_came_before_the_break_is_read_first() -> None:
-    async with (
-        open_server(respond_with(OK + b"Content-Length: 50\r\n\r\nhello")) as where,
-        open_client() as http,
-    ):
-        assert where.address is not None
-        async with http.request(where.address, "", b"", TIMEOUTS) as answer:
-            assert await answer.read() == b"hello"
-            with pytest.raises(UpstreamDisconnected):
-                await answer.read()
+async def test_data_before_a_disconnect_is_read_first() -> None:
+    async with open_response(respond_with(OK + b"Content-Length: 50\r\n\r\nhello")) as response:
+        assert await response.read() == b"hello"
+        with pytest.raises(UpstreamDisconnected):
+            await response.read()
 
 
 @pytest.mark.parametrize("response_bytes", [b"", OK, CHUNKED], ids=["nothing", "half a head", "half a body"])
-async def test_silence(response_bytes: bytes) -> None:
+async def test_read_timeout(response_bytes: bytes) -> None:
     with pytest.raises(UpstreamReadTimeout):
         await request_once(response_bytes, stay=True, timeouts=UpstreamTimeouts(10.0, 0.05))
 
 
-async def test_a_slow_reader_is_not_silence_of_the_server() -> None:
+async def test_a_slow_reader_does_not_cause_a_read_timeout() -> None:
     go = asyncio.Event()
 
     async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -278,16 +274,14 @@ async def test_a_slow_reader_is_not_silence_of_the_server() -> None:
         await go.wait()
         writer.write(b"world")
 
-    async with open_server(behave) as where, open_client() as http:
-        assert where.address is not None
-        async with http.request(where.address, "", b"", UpstreamTimeouts(10.0, 0.2)) as answer:
-            assert await answer.read() == b"hello"
-            await asyncio.sleep(0.5)
-            asyncio.get_running_loop().call_later(0.05, go.set)
-            assert await answer.read() == b"world"
+    async with open_response(behave, UpstreamTimeouts(10.0, 0.2)) as response:
+        assert await response.read() == b"hello"
+        await asyncio.sleep(0.5)
+        asyncio.get_running_loop().call_later(0.05, go.set)
+        assert await response.read() == b"world"
 
 
-async def test_a_slow_reader_holds_the_server_up() -> None:
+async def test_a_slow_reader_pauses_the_server() -> None:
     sent = 0
 
     async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -299,21 +293,19 @@ async def test_a_slow_reader_holds_the_server_up() -> None:
             await writer.drain()
             sent += 65536
 
-    async with open_server(behave) as where, open_client() as http:
-        assert where.address is not None
-        async with http.request(where.address, "", b"", TIMEOUTS) as answer:
-            before = -1
-            while sent != before:  # until the server is stuck
-                before = sent
-                await asyncio.sleep(0.1)
-            assert sent < 32 << 20
-            size = 0
-            while chunk := await answer.read():
-                size += len(chunk)
+    async with open_response(behave) as response:
+        before = -1
+        while sent != before:  # until the server is stuck
+            before = sent
+            await asyncio.sleep(0.1)
+        assert sent < 32 << 20
+        size = 0
+        while chunk := await response.read():
+            size += len(chunk)
     assert size == 64 << 20
 
 
-async def test_a_listener_hears_at_once_and_nobody_is_woken() -> None:
+async def test_a_consumer_gets_chunks_without_waking_the_task() -> None:
     go = asyncio.Event()
     received: list[bytes] = []
     woken = 0
@@ -327,65 +319,57 @@ async def test_a_listener_hears_at_once_and_nobody_is_woken() -> None:
             await go.wait()
         writer.write(b"0\r\n\r\n")
 
-    def listen(chunk: bytes) -> bool:
+    def consume(chunk: bytes) -> bool:
         received.append(chunk)
         go.set()
         return chunk != b"2"
 
-    async with open_server(behave) as where, open_client() as http:
-        assert where.address is not None
-        async with http.request(where.address, "", b"", TIMEOUTS) as answer:
-            over = False
-            while not over:
-                over = await answer.stream_to(listen)
-                woken += 1
+    async with open_response(behave) as response:
+        over = False
+        while not over:
+            over = await response.stream_to(consume)
+            woken += 1
     assert received == [b"0", b"1", b"2", b"3", b"4"]
-    assert woken == 2  # when it had heard enough, and at the end
+    assert woken == 2  # when it returned False, and at the end
 
 
-async def test_what_a_listener_raises() -> None:
-    def listen(chunk: bytes) -> bool:
+async def test_an_exception_of_a_consumer_is_raised() -> None:
+    def consume(chunk: bytes) -> bool:
         raise KeyError(chunk)
 
-    async with open_server(respond_with(IN_CHUNKS, b"1\r\na\r\n", stay=True)) as where, open_client() as http:
-        assert where.address is not None
-        async with http.request(where.address, "", b"", TIMEOUTS) as answer:
-            with pytest.raises(KeyError):
-                await answer.stream_to(listen)
+    async with open_response(respond_with(IN_CHUNKS, b"1\r\na\r\n", stay=True)) as response:
+        with pytest.raises(KeyError):
+            await response.stream_to(consume)
 
 
 @pytest.mark.parametrize("error_class", [UpstreamDisconnected, UpstreamReadTimeout])
-async def test_a_listener_does_not_wait_for_ever(error_class: type[UpstreamTransportError]) -> None:
+async def test_a_consumer_sees_disconnects_and_timeouts(error_class: type[UpstreamTransportError]) -> None:
     received: list[bytes] = []
 
-    def listen(chunk: bytes) -> bool:
+    def consume(chunk: bytes) -> bool:
         received.append(chunk)
         return True
 
     stay = error_class is UpstreamReadTimeout
-    async with (
-        open_server(respond_with(OK + b"Content-Length: 9\r\n\r\n", b"hello", stay=stay)) as where,
-        open_client() as http,
-    ):
-        assert where.address is not None
-        async with http.request(
-            where.address, "", b"", UpstreamTimeouts(10.0, 0.1 if stay else 10.0)
-        ) as answer:
-            with pytest.raises(error_class):
-                await answer.stream_to(listen)
+    async with open_response(
+        respond_with(OK + b"Content-Length: 9\r\n\r\n", b"hello", stay=stay),
+        UpstreamTimeouts(10.0, 0.1 if stay else 10.0),
+    ) as response:
+        with pytest.raises(error_class):
+            await response.stream_to(consume)
     assert b"".join(received) == b"hello"
 
 
-async def test_nobody_there() -> None:
-    async with open_server(respond_with(b"")) as where:
-        assert where.address is not None
-    async with open_client() as http:
+async def test_connect_errors() -> None:
+    async with open_server(respond_with(b"")) as server:
+        pass
+    async with open_client() as client:
         for address, why in [
-            (where.address, "Connection refused"),
+            (server.address, "Connection refused"),
             (UpstreamAddress.parse("http://nowhere.invalid"), "its host name cannot be resolved"),
         ]:
             with pytest.raises(UpstreamConnectError, match=why):
-                async with http.request(address, "", b"", TIMEOUTS):
+                async with client.request(address, "", b"", TIMEOUTS):
                     pass
 
 
@@ -394,13 +378,13 @@ async def test_nobody_there() -> None:
 SHORT = OK + b"Content-Length: 2\r\n\r\nok"
 
 
-async def test_connections_are_kept() -> None:
-    async with open_server(respond_with(SHORT, repeat=True)) as where, open_client() as http:
+async def test_connections_are_reused() -> None:
+    async with open_server(respond_with(SHORT, repeat=True)) as server, open_client() as client:
         for _ in range(3):
-            assert await get(http, where) == (200, b"ok")
-        assert where.connections == 1
-        await asyncio.gather(*(get(http, where) for _ in range(5)))
-        assert 2 <= where.connections <= 5
+            assert await get(client, server) == (200, b"ok")
+        assert server.connections == 1
+        await asyncio.gather(*(get(client, server) for _ in range(5)))
+        assert 2 <= server.connections <= 5
 
 
 @pytest.mark.parametrize(
@@ -411,20 +395,20 @@ async def test_connections_are_kept() -> None:
         SHORT + SHORT,
         SHORT + b"rubbish",
     ],
-    ids=["close", "HTTP/1.0", "an answer too many", "rubbish after it"],
+    ids=["close", "HTTP/1.0", "a response too many", "rubbish after it"],
 )
-async def test_connections_that_are_not_kept(response_bytes: bytes) -> None:
-    async with open_server(respond_with(response_bytes, repeat=True)) as where, open_client() as http:
+async def test_connections_that_are_not_reused(response_bytes: bytes) -> None:
+    async with open_server(respond_with(response_bytes, repeat=True)) as server, open_client() as client:
         for number in (1, 2):
-            assert await get(http, where) == (200, b"ok")
-            assert where.connections == number
+            assert await get(client, server) == (200, b"ok")
+            assert server.connections == number
 
 
 async def test_an_idle_connection_that_the_server_closed() -> None:
-    async with open_server(respond_with(SHORT)) as where, open_client() as http:
+    async with open_server(respond_with(SHORT)) as server, open_client() as client:
         for number in (1, 2):
-            assert await get(http, where) == (200, b"ok")
-            assert where.connections == number
+            assert await get(client, server) == (200, b"ok")
+            assert server.connections == number
             await asyncio.sleep(0.02)
 
 
@@ -432,20 +416,20 @@ async def test_an_idle_connection_that_the_server_closes_right_now() -> None:
     async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(SHORT)
-        await reader.readuntil(b"\r\n\r\n")  # heard, and not answered
+        await reader.readuntil(b"\r\n\r\n")  # read, and not answered
 
-    async with open_server(behave) as where, open_client() as http:
-        assert await get(http, where) == (200, b"ok")
-        assert await get(http, where) == (200, b"ok")
-        assert where.connections == 2
+    async with open_server(behave) as server, open_client() as client:
+        assert await get(client, server) == (200, b"ok")
+        assert await get(client, server) == (200, b"ok")
+        assert server.connections == 2
 
 
-async def test_an_idle_connection_grows_old(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_connection_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fumehood.models.upstream.http1_client._KEEP_ALIVE_SECONDS", 0.0)
-    async with open_server(respond_with(SHORT, repeat=True)) as where, open_client() as http:
-        await get(http, where)
-        await get(http, where)
-        assert where.connections == 2
+    async with open_server(respond_with(SHORT, repeat=True)) as server, open_client() as client:
+        await get(client, server)
+        await get(client, server)
+        assert server.connections == 2
 
 
 async def test_leaving_closes_the_connection() -> None:
@@ -457,14 +441,13 @@ async def test_leaving_closes_the_connection() -> None:
         await reader.read()
         gone.set()
 
-    async with open_server(behave) as where, open_client() as http:
-        assert where.address is not None
-        async with http.request(where.address, "", b"", TIMEOUTS) as answer:
-            await answer.read()
+    async with open_server(behave) as server, open_client() as client:
+        async with client.request(server.address, "", b"", TIMEOUTS) as response:
+            await response.read()
         await asyncio.wait_for(gone.wait(), 10)
 
 
-async def test_there_are_only_so_many() -> None:
+async def test_connection_limit() -> None:
     go = asyncio.Event()
 
     async def behave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -474,43 +457,42 @@ async def test_there_are_only_so_many() -> None:
             writer.write(SHORT)
 
     async with (
-        open_server(behave) as where,
+        open_server(behave) as server,
         open_server(respond_with(SHORT, repeat=True)) as other,
-        open_client(max_connections=2) as http,
+        open_client(max_connections=2) as client,
     ):
-        assert await get(http, other) == (200, b"ok")
-        busy = [asyncio.ensure_future(get(http, where)) for _ in range(2)]
-        while where.connections < 2:  # one of them after what was idle has given way
+        assert await get(client, other) == (200, b"ok")
+        busy = [asyncio.ensure_future(get(client, server)) for _ in range(2)]
+        while server.connections < 2:  # one of them after what was idle has given way
             await asyncio.sleep(0.001)
         with pytest.raises(UpstreamConnectError, match=r"no connection within 0\.05 s"):
-            await get(http, where, UpstreamTimeouts(0.05, 10.0))
+            await get(client, server, UpstreamTimeouts(0.05, 10.0))
         go.set()
         assert await asyncio.gather(*busy) == [(200, b"ok")] * 2
-        assert await get(http, where) == (200, b"ok")
+        assert await get(client, server) == (200, b"ok")
 
 
-async def test_closing_ends_everything() -> None:
-    async with open_server(respond_with(CHUNKED, stay=True)) as where:
-        http = PooledHttpClient()
-        assert where.address is not None
-        async with http.request(where.address, "", b"", TIMEOUTS) as answer:
-            await answer.read()
-            await http.close()
+async def test_closing_the_client() -> None:
+    async with open_server(respond_with(CHUNKED, stay=True)) as server:
+        client = PooledHttpClient()
+        async with client.request(server.address, "", b"", TIMEOUTS) as response:
+            await response.read()
+            await client.close()
             with pytest.raises(UpstreamDisconnected):
-                await answer.read()
+                await response.read()
         with pytest.raises(UpstreamConnectError, match="closing its connections"):
-            await get(http, where)
+            await get(client, server)
 
 
-async def test_cancelling_while_the_answer_is_awaited() -> None:
-    async with open_server(respond_with(b"", stay=True)) as where, open_client(max_connections=1) as http:
+async def test_cancelling_a_request_releases_its_connection() -> None:
+    async with open_server(respond_with(b"", stay=True)) as server, open_client(max_connections=1) as client:
         for _ in range(2):  # the second would find no connection if the first were not given back
-            task = asyncio.ensure_future(get(http, where))
+            task = asyncio.ensure_future(get(client, server))
             await asyncio.sleep(0.05)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-    assert where.connections == 2
+    assert server.connections == 2
 
 
 # --- TLS ----------------------------------------------------------------------------------------------
@@ -519,24 +501,23 @@ async def test_cancelling_while_the_answer_is_awaited() -> None:
 async def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority = WebsiteAuthority(tmp_path)
     tls = authority.context("localhost")
-    async with open_server(respond_with(SHORT, repeat=True), tls) as where:
-        async with open_client() as http:
+    async with open_server(respond_with(SHORT, repeat=True), tls) as server:
+        async with open_client() as client:
             with pytest.raises(UpstreamConnectError, match="its certificate is not trusted"):
-                await get(http, where)
+                await get(client, server)
         monkeypatch.setenv("SSL_CERT_FILE", str(authority.file))
-        async with open_client() as http:
-            assert await get(http, where) == (200, b"ok")
-            assert await get(http, where) == (200, b"ok")
+        async with open_client() as client:
+            assert await get(client, server) == (200, b"ok")
+            assert await get(client, server) == (200, b"ok")
 
     async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"220 mail.example\r\n")
         await writer.drain()
 
-    async with open_server(greet) as plain, open_client() as http:
-        assert plain.address is not None
+    async with open_server(greet) as plain, open_client() as client:
         secure = plain.address._replace(secure=True)
         with pytest.raises(UpstreamConnectError, match="TLS handshake failed"):
-            async with http.request(secure, "", b"", TIMEOUTS):
+            async with client.request(secure, "", b"", TIMEOUTS):
                 pass
     assert issubclass(UpstreamConnectError, UpstreamTransportError)
 
@@ -547,21 +528,21 @@ async def test_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "scenario",
     [
-        test_what_is_sent,
+        test_requests,
         test_headers_and_statuses,
-        test_what_came_before_the_break_is_read_first,
-        test_a_slow_reader_is_not_silence_of_the_server,
-        test_a_slow_reader_holds_the_server_up,
-        test_a_listener_hears_at_once_and_nobody_is_woken,
-        test_what_a_listener_raises,
-        test_nobody_there,
-        test_connections_are_kept,
+        test_data_before_a_disconnect_is_read_first,
+        test_a_slow_reader_does_not_cause_a_read_timeout,
+        test_a_slow_reader_pauses_the_server,
+        test_a_consumer_gets_chunks_without_waking_the_task,
+        test_an_exception_of_a_consumer_is_raised,
+        test_connect_errors,
+        test_connections_are_reused,
         test_an_idle_connection_that_the_server_closed,
         test_an_idle_connection_that_the_server_closes_right_now,
         test_leaving_closes_the_connection,
-        test_there_are_only_so_many,
-        test_closing_ends_everything,
-        test_cancelling_while_the_answer_is_awaited,
+        test_connection_limit,
+        test_closing_the_client,
+        test_cancelling_a_request_releases_its_connection,
     ],
 )
 def test_the_same_on_uvloop(scenario: Callable[[], Coroutine[None, None, None]]) -> None:
