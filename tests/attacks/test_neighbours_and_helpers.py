@@ -25,7 +25,6 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     FileNotFound,
     FileRefused,
     SandboxError,
-    SandboxGone,
     SandboxServerAtCapacity,
 )
 from fumehood.sandbox_server.supervisor.in_process_sandbox import iter_events
@@ -97,27 +96,6 @@ def holdings(supervisor: Supervisor) -> tuple[int, int, list[int]]:
 
 
 # ---- what one may learn of another -------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-async def test_a_listing_never_wanders_into_a_neighbour(supervisor: Supervisor) -> None:
-    """The sandbox ends while it is listed; its descriptor's number soon belongs to somebody else."""
-    deep = "/".join(["p" * 60] * 28)
-    make = f"import os\nos.makedirs('/mnt/data/{deep}')\nos.chdir('/mnt/data/{deep}')\n"
-    box = await supervisor.create()
-    await attack(box, make + "for i in range(9800): os.mkdir(f'd{i}')", 60)
-    listing = asyncio.create_task(box.files.list())
-    await asyncio.sleep(0.004)
-    await box.destroy()
-    others = [await supervisor.create() for _ in range(2)]
-    for other in others:
-        fill = "for i in [*range(60), *range(9740, 9800)]: os.mkdir(f'd{i}'); open(f'd{i}/hers', 'w').close()"
-        await attack(other, make + fill)
-    with contextlib.suppress(SandboxGone):
-        found = (await listing).files
-        assert found == []
-    for other in others:
-        await other.destroy()
 
 
 async def test_the_supervisors_pidfd_is_worthless(sandbox: SandboxInstance) -> None:
@@ -266,7 +244,7 @@ async def test_capacity_holds_in_a_flood() -> None:
         for _ in range(50):
             peak = max(peak, len(crowded._live))  # pyright: ignore[reportPrivateUsage]
             await asyncio.sleep(0.01)
-        assert 0 < sum(box is not None for box in made) <= 6
+        assert sum(box is not None for box in made) == 6
         assert peak <= 6
 
 

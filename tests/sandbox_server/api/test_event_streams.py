@@ -109,16 +109,6 @@ async def test_resuming_in_the_middle_after_a_broken_connection(client: SandboxA
     assert text == "waiting\ngoing on\n" + "".join(f"{n}\n" for n in range(1000))
 
 
-async def test_asking_again_attaches(client: SandboxApiClient) -> None:
-    code = "n = globals().get('n', 0) + 1" + WAIT_FOR_GO + "n"
-    async with execute(client, code, "twice") as one, execute(client, code, "twice") as other:
-        one_lines, other_lines = lines(one), lines(other)
-        assert await first(one_lines) == await first(other_lines)
-        await go(client)
-        assert await rest(one_lines) == await rest(other_lines)
-    assert (await client.run_code("box", "n"))[0]["data"] == {"text/plain": "1"}
-
-
 async def test_executions_run_one_after_another(client: SandboxApiClient) -> None:
     async with execute(client, "order = []" + WAIT_FOR_GO + "order.append('a')", "a") as one:
         one_lines = lines(one)
@@ -140,19 +130,6 @@ async def test_executions_run_one_after_another(client: SandboxApiClient) -> Non
             await other.__aexit__(None, None, None)
     assert ends == ["ok", "ok", "interrupted", "ok"]
     assert (await client.run_code("box", "order"))[0]["data"] == {"text/plain": "['a', 'b', 'c', 'e']"}
-
-
-async def test_interrupt(client: SandboxApiClient) -> None:
-    assert (await client.request("POST", "/sandboxes/box/interrupt")).json == {"interrupted": False}
-    async with execute(client, WAIT_FOR_GO, "stopped") as response:
-        events = lines(response)
-        await first(events)
-        assert (await client.request("POST", "/sandboxes/box/interrupt?execution_id=other")).json == {
-            "interrupted": False
-        }
-        assert (await client.request("POST", "/sandboxes/box/interrupt")).json == {"interrupted": True}
-        end = (await rest(events))[-1]
-    assert (end["status"], end["exit_code"], end["state_kept"]) == ("interrupted", -1, True)
 
 
 async def test_deleting_a_sandbox_ends_its_streams(client: SandboxApiClient) -> None:
@@ -182,10 +159,9 @@ async def test_a_slow_reader_costs_no_memory(running: RunningServer, client: San
     assert sum(len(event["data"].get("text/x", "")) for event in events[:-1]) == 24 << 20
     del events
     before = _resident()
-    host, port = running.where.removeprefix("http://").split(":")
     writers: list[asyncio.StreamWriter] = []
     for _ in range(8):
-        _, writer = await asyncio.open_connection(host, int(port), limit=1 << 10)
+        _, writer = await asyncio.open_connection(*_address(running), limit=1 << 10)
         writer.write(b"GET /sandboxes/box/executions/large HTTP/1.1\r\nhost: localhost\r\n\r\n")
         writers.append(writer)
     await wait_until(lambda: running.server.open_request_count >= 8)
@@ -220,8 +196,7 @@ async def test_a_large_upload_keeps_memory_flat(client: SandboxApiClient, size: 
 async def test_an_upload_that_breaks_off_leaves_nothing(
     running: RunningServer, client: SandboxApiClient
 ) -> None:
-    host, port = running.where.removeprefix("http://").split(":")
-    _, writer = await asyncio.open_connection(host, int(port))
+    _, writer = await asyncio.open_connection(*_address(running))
     writer.write(
         b"PUT /sandboxes/box/files/half HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1000\r\n\r\n"
         + b"x" * 500
@@ -236,7 +211,7 @@ async def test_an_upload_that_breaks_off_leaves_nothing(
 
 async def test_a_json_body_that_trickles_in_is_not_waited_for() -> None:
     async with run_server(settings(preload=(), request_seconds=0.3)) as hasty:
-        reader, writer = await asyncio.open_connection(*_place(hasty))
+        reader, writer = await asyncio.open_connection(*_address(hasty))
         writer.write(
             b"PUT /sandboxes/slow HTTP/1.1\r\nhost: localhost\r\n"
             b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n"
@@ -253,8 +228,8 @@ async def test_a_json_body_that_trickles_in_is_not_waited_for() -> None:
 
 async def test_callers_beyond_the_bound_are_told_to_come_again() -> None:
     async with run_server(settings(preload=(), connections=3)) as small:
-        held = [await asyncio.open_connection(*_place(small)) for _ in range(3)]
-        reader, writer = await asyncio.open_connection(*_place(small))
+        held = [await asyncio.open_connection(*_address(small)) for _ in range(3)]
+        reader, writer = await asyncio.open_connection(*_address(small))
         refused = await reader.read()
         writer.close()
         assert refused.startswith(b"HTTP/1.1 429 ")
@@ -269,13 +244,13 @@ async def test_callers_beyond_the_bound_are_told_to_come_again() -> None:
             other.close()
 
 
-def _place(running: RunningServer) -> tuple[str, int]:
+def _address(running: RunningServer) -> tuple[str, int]:
     host, port = running.where.removeprefix("http://").split(":")
     return host, int(port)
 
 
 async def _health(running: RunningServer) -> bytes:
-    reader, writer = await asyncio.open_connection(*_place(running))
+    reader, writer = await asyncio.open_connection(*_address(running))
     writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
     answer = await reader.read()
     writer.close()

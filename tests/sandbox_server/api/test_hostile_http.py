@@ -246,16 +246,3 @@ def test_odd_bodies_and_headers(
 def test_by_hand(server: Server, request_bytes: bytes, expected: set[int | None]) -> None:
     assert checked(server.raw(request_bytes)) in expected
     assert server.alive()
-
-
-def test_the_server_has_survived(server: Server) -> None:
-    assert server.alive()
-    names = {
-        entry["id"]
-        for entry in json.loads(_body(server.raw(b"GET /sandboxes HTTP/1.0\r\n\r\n")))["sandboxes"]
-    }
-    assert "box" in names
-
-
-def _body(answer: bytes) -> bytes:
-    return answer.partition(b"\r\n\r\n")[2]

@@ -43,6 +43,14 @@ def who(request: pytest.FixtureRequest) -> Who:
     return request.param
 
 
+@pytest.fixture
+def own_user() -> Who:
+    """The only user whose limits this process may lower."""
+    if not _has_cgroups():
+        pytest.skip("memory cannot be bounded as this user")
+    return "root" if os.geteuid() == 0 else "ordinary"
+
+
 def _has_cgroups() -> bool:
     from tests.support.sandbox_runs import has_cgroups
 
@@ -238,15 +246,14 @@ def test_random_deaths_leave_nothing(who: Who, counter: CensusTaker, count: int)
     assert sum(chaos.killed.values()) >= count // 2, chaos.killed
 
 
-def test_a_killed_supervisor_of_mode_degraded_is_cleaned_up_after(counter: CensusTaker) -> None:
-    who: Who = "root" if os.geteuid() == 0 else "ordinary"
-    if not _has_cgroups():
-        pytest.skip("memory cannot be bounded as this user")
-    with _start(who, counter, mode="unsafe-degraded") as neighbour:
+def test_a_killed_supervisor_of_mode_degraded_is_cleaned_up_after(
+    own_user: Who, counter: CensusTaker
+) -> None:
+    with _start(own_user, counter, mode="unsafe-degraded") as neighbour:
         kept = neighbour.create()
         kept.run("open('kept', 'w').write('x')")
         neighbours = counter.take_census()
-        with contextlib.suppress(DriverGone), _start(who, counter, mode="unsafe-degraded") as driver:
+        with contextlib.suppress(DriverGone), _start(own_user, counter, mode="unsafe-degraded") as driver:
             box = driver.create()
             box.run("import os\nos.mkdir('closed'); open('closed/x', 'w').close(); os.chmod('closed', 0)")
             box.run("import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)")
@@ -256,18 +263,15 @@ def test_a_killed_supervisor_of_mode_degraded_is_cleaned_up_after(counter: Censu
         # What runs ends by itself; what has a name waits for the successor.
         left = counter.wait_for_census(dataclasses.replace(neighbours, descriptors=1 << 20), seconds=3)
         assert left.keys() <= {"files", "cgroups", "descriptors"}
-        with _start(who, counter, mode="unsafe-degraded") as driver:
+        with _start(own_user, counter, mode="unsafe-degraded") as driver:
             assert driver.create().run("1 + 1").result == "2"
             assert len(os.listdir(counter.paths.temporary)) == 2, "the neighbour's and the successor's"
         assert kept.read_file("kept") == b"x"
     assert counter.wait_for_census(Census()) == {}
 
 
-def test_in_mode_degraded_sandboxes_end_with_their_zygote(counter: CensusTaker) -> None:
-    who: Who = "root" if os.geteuid() == 0 else "ordinary"
-    if not _has_cgroups():
-        pytest.skip("memory cannot be bounded as this user")
-    with _start(who, counter, mode="unsafe-degraded") as driver:
+def test_in_mode_degraded_sandboxes_end_with_their_zygote(own_user: Who, counter: CensusTaker) -> None:
+    with _start(own_user, counter, mode="unsafe-degraded") as driver:
         before = counter.wait_until_stable()
         box = driver.create()
         box.run("import subprocess; subprocess.Popen(['sleep', '600'], start_new_session=True)")
@@ -290,11 +294,8 @@ def _sleeping(box: SandboxClient) -> Running:
 # ---- exhausted ---------------------------------------------------------------------------------------------------
 
 
-def test_a_supervisor_without_descriptors_says_so_and_recovers(counter: CensusTaker) -> None:
-    who: Who = "root" if os.geteuid() == 0 else "ordinary"  # nobody else may lower its limits
-    if not _has_cgroups():
-        pytest.skip("memory cannot be bounded as this user")
-    with _start(who, counter) as driver:
+def test_a_supervisor_without_descriptors_says_so_and_recovers(own_user: Who, counter: CensusTaker) -> None:
+    with _start(own_user, counter) as driver:
         _use(driver, "1g")
         before = counter.wait_until_stable()
         pid = driver.started["supervisor"]
@@ -316,12 +317,9 @@ def test_a_supervisor_without_descriptors_says_so_and_recovers(counter: CensusTa
 
 
 def test_descriptors_that_run_out_amid_creations_cost_those_alone(
-    counter: CensusTaker, capfd: pytest.CaptureFixture[str]
+    own_user: Who, counter: CensusTaker, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    who: Who = "root" if os.geteuid() == 0 else "ordinary"
-    if not _has_cgroups():
-        pytest.skip("memory cannot be bounded as this user")
-    with _start(who, counter) as driver:
+    with _start(own_user, counter) as driver:
         _use(driver, "1g")
         before = counter.wait_until_stable()
         pid = driver.started["supervisor"]
@@ -409,11 +407,8 @@ def test_a_zygotes_death_is_told_to_everybody_and_made_good(who: Who, counter: C
 
 
 @pytest.mark.slow
-def test_zygotes_that_keep_dying_are_started_less_and_less_often(counter: CensusTaker) -> None:
-    who: Who = "root" if os.geteuid() == 0 else "ordinary"
-    if not _has_cgroups():
-        pytest.skip("memory cannot be bounded as this user")
-    with _start(who, counter, pool=1) as driver:
+def test_zygotes_that_keep_dying_are_started_less_and_less_often(own_user: Who, counter: CensusTaker) -> None:
+    with _start(own_user, counter, pool=1) as driver:
         pid = driver.started["supervisor"]
         seen: set[int] = set()
         refused: set[str] = set()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
 )
 from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec
 from fumehood.sandbox_server.host.host_resources import HostResources, SandboxResources
+from fumehood.sandbox_server.inside.files import data_directory
 from fumehood.sandbox_server.inside.files.data_directory import MAX_ENTRIES, FileStat
 from fumehood.sandbox_server.supervisor import sandbox_files
 from fumehood.sandbox_server.supervisor.sandbox_files import FileSnapshots
@@ -192,12 +194,6 @@ async def test_slow_uploads_do_not_hold_up_the_rest(sandbox: SandboxInstance) ->
     assert [entry.size for entry in await asyncio.gather(*uploads)] == [2 * PIECE] * 3
 
 
-async def _helper_of(sandbox: SandboxInstance, before: set[int]) -> int:
-    assert sandbox.resources.cgroup is not None
-    (helper,) = set(sandbox.resources.cgroup.processes()) - before
-    return helper
-
-
 @needs_cgroups
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("do", ["write", "unpack", "receive"])
@@ -221,8 +217,9 @@ async def test_a_helper_that_is_killed_or_frozen_leaves_nothing(
 
     uploading = asyncio.create_task(upload())
     await source.stopped.wait()
+    (helper,) = set(cgroup.processes()) - before
     try:
-        os.kill(await _helper_of(sandbox, before), how)
+        os.kill(helper, how)
     except PermissionError:
         pytest.skip("the helper is another user's")
     source.go_on.set()
@@ -558,3 +555,28 @@ async def test_marks_are_bounded() -> None:
     assert kept.get(tokens[-1]) is not None
     assert len(kept) < sandbox_files.MAX_SNAPSHOTS
     assert kept.get(kept.add([FileStat("y" * (17 << 20), 1, 1, 1, 1, 1)])) is None
+
+
+async def test_a_listing_never_strays_into_a_neighbour(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sandbox that ends during a walk gives its descriptor's number to the next one."""
+    ended, walk = threading.Event(), data_directory.list_files
+
+    def walk_late(data_fd: int) -> tuple[list[FileStat], bool]:
+        ended.wait(20)
+        return walk(data_fd)
+
+    monkeypatch.setattr(data_directory, "list_files", walk_late)
+    ending = await supervisor.create()
+    await ending.files.write("mine", b"")
+    listing = asyncio.create_task(ending.files.list())
+    await asyncio.sleep(0.1)
+    await ending.destroy()
+    neighbours = [await supervisor.create() for _ in range(2)]
+    for neighbour in neighbours:
+        await neighbour.files.write("theirs", b"")
+    ended.set()
+    assert [file.path for file in (await listing).files] in ([], ["mine"])
+    for neighbour in neighbours:
+        await neighbour.destroy()

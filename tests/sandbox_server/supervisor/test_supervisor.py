@@ -15,11 +15,9 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     SandboxError,
     SandboxGone,
     SandboxLimitExceeded,
-    SandboxServerAtCapacity,
     SandboxStartFailed,
 )
 from fumehood.protocol.sandbox.sandbox_messages import MemoryTier, SandboxSpec
-from fumehood.sandbox_server.supervisor.in_process_sandbox import iter_events
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.host_census import descendants
@@ -41,24 +39,6 @@ async def sandbox(supervisor: Supervisor) -> AsyncIterator[SandboxInstance]:
     made = await supervisor.create()
     yield made
     await made.destroy()
-
-
-async def test_state_is_kept_between_calls(sandbox: SandboxInstance) -> None:
-    await run(sandbox, "x = 20")
-    outcome = await run(sandbox, "x + 1")
-    assert outcome.result == "21"
-    assert (outcome.end.status, outcome.end.exit_code, outcome.end.state_kept) == ("ok", 0, True)
-
-
-async def test_code_is_an_ordinary_user_without_rights(sandbox: SandboxInstance) -> None:
-    outcome = await run(
-        sandbox,
-        "import os\n"
-        "status = dict(line.split(':\\t', 1) for line in open('/proc/self/status') if ':\\t' in line)\n"
-        "print(os.getuid(), status['CapEff'].strip(), status['CapBnd'].strip(), status['NoNewPrivs'].strip(),"
-        " status['Seccomp'].strip())",
-    )
-    assert outcome.stdout.split() == ["1000", "0" * 16, "0" * 16, "1", "2"]
 
 
 @needs_cgroups
@@ -121,29 +101,6 @@ async def test_time_out_kills_what_ignores_the_interrupt(supervisor: Supervisor)
         start(sandbox, "1", timeout=1)
 
 
-async def test_calls_are_serialised(sandbox: SandboxInstance) -> None:
-    first = start(sandbox, "import time\norder = ['a']\ntime.sleep(0.3)\norder.append('b')", timeout=10)
-    second = start(sandbox, "order.append('c'); order", timeout=10)
-    await wait_for_outcome(first)
-    await wait_for_outcome(second)
-    assert (await run(sandbox, "order")).result == "['a', 'b', 'c']"
-
-
-async def test_events_can_be_read_again_and_from_any_point(sandbox: SandboxInstance) -> None:
-    execution = start(sandbox, "print('one'); 2", timeout=10)
-    everything = [event async for event in iter_events(execution)]
-    assert [event async for event in iter_events(execution)] == everything
-    assert [event async for event in iter_events(execution, after=0)] == everything[1:]
-
-
-async def test_interrupt_by_the_caller(sandbox: SandboxInstance) -> None:
-    execution = start(sandbox, "import time\ntime.sleep(60)", timeout=60)
-    await asyncio.sleep(0.2)
-    execution.interrupt()
-    end = (await wait_for_outcome(execution)).end
-    assert (end.status, end.state_kept) == ("interrupted", True)
-
-
 async def test_interrupting_a_waiting_call_leaves_the_running_one_alone(sandbox: SandboxInstance) -> None:
     running = start(sandbox, "import time\ntime.sleep(0.5)\n'done'", timeout=10)
     waiting = start(sandbox, "ran = True", timeout=10)
@@ -153,21 +110,6 @@ async def test_interrupting_a_waiting_call_leaves_the_running_one_alone(sandbox:
     end = (await wait_for_outcome(waiting)).end
     assert (end.status, end.reason) == ("interrupted", "The code was interrupted before it started.")
     assert (await run(sandbox, "'ran' in globals()")).result == "False"
-
-
-async def test_a_listing_never_strays_into_a_neighbour(supervisor: Supervisor) -> None:
-    """A sandbox that ends during a walk gives its descriptor's number to the next one."""
-    for _ in range(3):
-        ending = await supervisor.create()
-        await run(ending, "for i in range(3000): open(f'mine{i}', 'w').close()")
-        listing = asyncio.create_task(ending.files.list())
-        await asyncio.sleep(0)
-        await ending.destroy()
-        neighbour = await supervisor.create()
-        await run(neighbour, "for i in range(300): open(f'theirs{i}', 'w').close()")
-        found = (await listing).files
-        await neighbour.destroy()
-        assert not [item for item in found if item.path.startswith("theirs")]
 
 
 async def test_a_cancelled_creation_leaves_nothing(supervisor: Supervisor) -> None:
@@ -215,17 +157,9 @@ async def test_nothing_is_made_by_a_supervisor_that_is_closing() -> None:
     assert not os.path.exists(f"/proc/{zygote}")
 
 
-async def test_a_crowd_stays_within_the_capacity() -> None:
-    async with Supervisor(settings(preload=(), pool=2, capacity=5)) as small:
-        answers = await asyncio.gather(*(small.create() for _ in range(20)), return_exceptions=True)
-        made = [answer for answer in answers if isinstance(answer, SandboxInstance)]
-        assert len(made) == 5
-        assert all(isinstance(answer, (SandboxInstance, SandboxServerAtCapacity)) for answer in answers)
-
-
 @pytest.mark.parametrize(
     ("code", "status", "exit_code"),
-    [("pass", "ok", 0), ("1/0", "error", 1), ("import sys; sys.exit(3)", "error", 3), ("exit(0)", "ok", 0)],
+    [("1/0", "error", 1), ("import sys; sys.exit(3)", "error", 3), ("exit(0)", "ok", 0)],
 )
 async def test_exit_codes(sandbox: SandboxInstance, code: str, status: str, exit_code: int) -> None:
     end = (await run(sandbox, code)).end
@@ -254,14 +188,6 @@ async def test_last_words_are_heard(supervisor: Supervisor) -> None:
         outcome = await run(sandbox, "import os\nprint('x' * 40_000 + 'last', flush=True)\nos._exit(0)")
         assert outcome.stdout.endswith("xlast\n")
         assert outcome.end.status == "lost"
-
-
-async def test_ordinary_memory_bomb_raises_and_the_state_survives(sandbox: SandboxInstance) -> None:
-    await run(sandbox, "kept = 1")
-    outcome = await run(sandbox, "hoard = []\nwhile True: hoard.append(bytearray(32 << 20))")
-    assert outcome.raised is not None
-    assert outcome.raised.name == "MemoryError"
-    assert (await run(sandbox, "del hoard; kept")).result == "1"
 
 
 @needs_cgroups
@@ -306,39 +232,6 @@ async def test_tiers_are_set_at_hand_over(supervisor: Supervisor, tier: MemoryTi
     await sandbox.destroy()
 
 
-async def test_disk_quota_counts_every_writable_place(sandbox: SandboxInstance) -> None:
-    code = (
-        "import errno\n"
-        "def fill(path):\n"
-        "    written = 0\n"
-        "    try:\n"
-        "        with open(path, 'wb') as file:\n"
-        "            while True: written += file.write(bytes(1 << 20))\n"
-        "    except OSError as error: return written >> 20, error.errno == errno.ENOSPC\n"
-        "[fill(f'{place}/f') for place in ('/mnt/data', '/tmp', '/home/user', '/dev/shm')]"
-    )
-    outcome = await run(sandbox, code)
-    assert outcome.result is not None
-    sizes = eval(outcome.result)
-    assert all(full for _, full in sizes)
-    assert sum(size for size, _ in sizes) <= 512
-
-
-async def test_files_in_and_out(sandbox: SandboxInstance) -> None:
-    await sandbox.files.write("deep/in.txt", b"from outside")
-    assert (await run(sandbox, "open('deep/in.txt').read()")).result == "'from outside'"
-    await run(sandbox, "open('deep/out.bin', 'wb').write(bytes(range(256)) * 1000)")
-    listing = await sandbox.files.list()
-    assert [(item.path, item.size) for item in listing.files] == [
-        ("deep/in.txt", 12),
-        ("deep/out.bin", 256_000),
-    ]
-    assert (listing.complete, listing.truncated) == (True, False)
-    assert await sandbox.files.read("deep/out.bin", limit=1 << 20) == bytes(range(256)) * 1000
-    await sandbox.files.delete("deep/in.txt")
-    assert [item.path for item in (await sandbox.files.list()).files] == ["deep/out.bin"]
-
-
 async def test_refused_files_say_why(sandbox: SandboxInstance) -> None:
     await run(sandbox, "import os\nos.symlink('/etc/passwd', 'link'); os.mkfifo('fifo')")
     await run(sandbox, "open('big', 'wb').truncate(1 << 40)")
@@ -366,39 +259,6 @@ async def test_a_write_beyond_the_quota_leaves_nothing(sandbox: SandboxInstance)
     assert (await run(sandbox, "import os; os.listdir()")).result == "['fill']"
 
 
-async def test_orphans_are_reaped(sandbox: SandboxInstance) -> None:
-    code = (
-        "import os, time\n"
-        "for _ in range(20):\n"
-        "    if os.fork() == 0:\n"
-        "        if os.fork() == 0: os._exit(0)\n"
-        "        os._exit(0)\n"
-        "    os.wait()\n"
-        "def state(pid):\n"
-        "    try: return open(f'/proc/{pid}/stat').read().rsplit(')')[-1].split()[0]\n"
-        "    except (FileNotFoundError, ProcessLookupError): return None\n"  # reaped since it was listed
-        "def states():\n"
-        "    found = [state(pid) for pid in os.listdir('/proc') if pid.isdigit()]\n"
-        "    return [each for each in found if each]\n"
-        "deadline = time.time() + 5\n"
-        "while len(states()) > 2 and time.time() < deadline: time.sleep(0.01)\n"
-        "sorted(states())"
-    )
-    outcome = await run(sandbox, code)
-    assert outcome.result is not None
-    assert "Z" not in outcome.result
-    assert len(eval(outcome.result)) == 2
-
-
-async def test_capacity_is_kept_and_said() -> None:
-    async with Supervisor(settings(preload=(), capacity=2)) as small:
-        boxes = [await small.create() for _ in range(2)]
-        with pytest.raises(SandboxServerAtCapacity, match="2 sandboxes"):
-            await small.create()
-        await boxes[0].destroy()
-        assert (await run(await small.create(), "1")).result == "1"
-
-
 async def test_the_pool_refills_and_never_hands_out_twice() -> None:
     async with Supervisor(settings(preload=(), pool=2)) as pooled:
         seen: set[str] = set()
@@ -423,45 +283,11 @@ async def test_closing_goes_on_when_a_task_has_just_ended() -> None:
     assert closing.live_count == 0
 
 
-async def test_nothing_is_left_behind() -> None:
-    before = _left_behind()
-    fds = len(os.listdir("/proc/self/fd"))
-    async with Supervisor(settings(preload=(), pool=1)) as busy:
-        for number in range(12):
-            sandbox = await busy.create()
-            await run(sandbox, "import subprocess; subprocess.Popen(['sleep', '60'])")
-            if number % 3 == 0:
-                sandbox.kill("a test")
-            elif number % 3 == 1:
-                await sandbox.destroy()
-    assert _left_behind() == before
-    await wait_until(lambda: len(os.listdir("/proc/self/fd")) <= fds)
-    assert not descendants(os.getpid()) & _named("sleep")
-
-
-def _left_behind() -> list[str]:
-    """Our cgroups and our mounts."""
-    groups = [str(path) for path in Path("/sys/fs/cgroup").glob(f"**/fumehood-{os.getpid()}-*/sb-*")]
-    mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if "sandbox" in line]
-    return groups + mounts
-
-
 def _memory_limit(sandbox: SandboxInstance) -> int:
     for name in ("memory.limit_in_bytes", "memory.max"):
         for path in Path("/sys/fs/cgroup").glob(f"**/fumehood-{os.getpid()}-*/sb-{sandbox.number}/{name}"):
             return int(path.read_text())
     raise AssertionError("the sandbox has no cgroup")
-
-
-def _named(name: str) -> set[int]:
-    found: set[int] = set()
-    for path in Path("/proc").glob("[0-9]*/comm"):
-        try:
-            if path.read_text().strip() == name:
-                found.add(int(path.parent.name))
-        except OSError:
-            continue
-    return found
 
 
 def _user_of(pid: int) -> int:

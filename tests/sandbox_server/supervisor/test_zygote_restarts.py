@@ -19,17 +19,6 @@ from tests.support.sandbox_runs import run, settings, start, wait_for_outcome
 from tests.support.waiting import wait_until
 
 
-async def test_a_zygote_that_died_is_followed_by_another_before_anybody_asks() -> None:
-    async with Supervisor(settings(preload=(), pool=0)) as supervisor:
-        pid = supervisor.zygote.pid
-        assert pid is not None
-        assert supervisor.can_create
-        os.kill(pid, signal.SIGKILL)
-        await wait_until(lambda: not supervisor.can_create)
-        await wait_until(lambda: supervisor.can_create)
-        assert supervisor.zygote.pid != pid
-
-
 @pytest.mark.parametrize("who", ["jail", "spawner", "zygote"])
 async def test_callers_who_wait_when_the_zygote_dies_are_served_by_the_next(who: str) -> None:
     async with Supervisor(settings(preload=(), pool=1, capacity=32)) as supervisor:
