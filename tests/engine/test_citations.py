@@ -12,38 +12,28 @@ from fumehood.protocol.openai.items import (
     ContainerFileCitationAnnotation,
     OutputMessage,
     OutputText,
-    ProducedFile,
 )
 from fumehood.protocol.openai.responses import Response
 from fumehood.protocol.openai.stream_events import OutputTextAnnotationAdded
 from fumehood.testing import ScriptedModel, calls, says
 from tests.support.echo_tool import EchoTool
-from tests.support.engine_harness import ECHO, EngineHarness
-from tests.support.engine_harness import make_produced_file as in_container
+from tests.support.engine_harness import ECHO, EngineHarness, make_produced_file
 from tests.support.stream_checks import check_invariants
 
 
-def produced(number: int) -> ProducedFile:
-    return ProducedFile(
-        file_id=f"cfile_{number}",
-        container_id="cntr_1",
-        filename=f"{number}.csv",
-        path=f"/mnt/data/{number}.csv",
-        bytes=1,
-    )
-
-
 def test_of_very_many_files_that_are_not_linked_the_last_are_cited() -> None:
-    files = [produced(number) for number in range(1000)]
+    files = [make_produced_file(f"{number}.csv") for number in range(1000)]
     text = "The first is [here](sandbox:/mnt/data/0.csv)."
     linked = cite_links(find_links(text), {file.path: file for file in files})
     unlinked = cite_unlinked(files, linked, text)
-    assert [citation.file_id for citation in linked] == ["cfile_0"]
-    assert [citation.file_id for citation in unlinked] == [f"cfile_{number}" for number in range(900, 1000)]
+    assert [citation.file_id for citation in linked] == ["cfile_0.csv"]
+    assert [citation.file_id for citation in unlinked] == [
+        f"cfile_{number}.csv" for number in range(900, 1000)
+    ]
 
 
 def test_a_file_that_was_written_twice_is_cited_once() -> None:
-    assert len(cite_unlinked([produced(1), produced(2), produced(1)], [], "text")) == 2
+    assert len(cite_unlinked([make_produced_file(name) for name in "aba"], [], "text")) == 2
 
 
 # --- where links stand --------------------------------------------------------------------------------
@@ -61,17 +51,11 @@ FILES = (
 )
 
 
-def at(path: str) -> ProducedFile:
-    return ProducedFile(
-        file_id=f"cfile_{path}", container_id="cntr_1", filename=path, path=f"/mnt/data/{path}", bytes=1
-    )
-
-
 def spans(text: str) -> list[tuple[str, str]]:
     """The files that are cited, and what of the text is given as the place: cut out by code points."""
     links = find_links(text)
     wanted = set(collect_paths(links))
-    found = {file.path: file for file in map(at, FILES) if file.path in wanted}
+    found = {file.path: file for file in map(make_produced_file, FILES) if file.path in wanted}
     return [
         (citation.filename, text[citation.start_index : citation.end_index])
         for citation in cite_links(links, found)
@@ -146,7 +130,7 @@ def test_a_file_that_is_linked_several_times_is_cited_each_time() -> None:
     link = "[t](sandbox:/mnt/data/a.csv)"
     text = f"é{link}{link} and [u](sandbox:/mnt/data/b.csv), sandbox:/mnt/data/a%20b.csv {link}"
     links = find_links(text)
-    files = {file.path: file for file in (at("a.csv"), at("a b.csv"))}
+    files = {file.path: file for file in (make_produced_file("a.csv"), make_produced_file("a b.csv"))}
     found = cite_links(links, files)
     assert [(one.filename, one.start_index) for one in found] == [
         ("a.csv", 5),
@@ -154,7 +138,10 @@ def test_a_file_that_is_linked_several_times_is_cited_each_time() -> None:
         ("a b.csv", text.index("sandbox:/mnt/data/a%20b")),
         ("a.csv", text.rindex("sandbox:")),
     ]
-    assert cite_unlinked([at("a.csv"), at("c.csv")], found, text)[0].filename == "c.csv"
+    assert (
+        cite_unlinked([make_produced_file("a.csv"), make_produced_file("c.csv")], found, text)[0].filename
+        == "c.csv"
+    )
 
 
 @given(
@@ -167,7 +154,7 @@ def test_indexes_count_code_points(before: str, name: str, after: str, quoted: b
     path = f"/mnt/data/{name}"
     written = quote(path) if quoted else path
     text = f"{before}[x](sandbox:{written}){after}"
-    file = at(name)
+    file = make_produced_file(name)
     found = [one for one in cite_links(find_links(text), {path: file}) if one.start_index >= len(before)]
     assert text[found[0].start_index : found[0].end_index] == f"sandbox:{written}"
     assert found[0].start_index == len(before) + len("[x](")
@@ -176,7 +163,8 @@ def test_indexes_count_code_points(before: str, name: str, after: str, quoted: b
 async def test_citations_survive_streams_storage_and_replay() -> None:
     text = "é [t](sandbox:/mnt/data/a%20b.csv) `sandbox:/mnt/data/old.txt`"
     echo = EchoTool(
-        files=[in_container("a b.csv"), in_container("c.png")], known_files=[in_container("old.txt")]
+        files=[make_produced_file("a b.csv"), make_produced_file("c.png")],
+        known_files=[make_produced_file("old.txt")],
     )
     turn = (calls("echo", {}), says(text, deltas=7))
     async with ScriptedModel(*turn, *turn, says("Yes."), says("Yes.")) as model:

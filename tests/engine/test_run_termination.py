@@ -2,14 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import pytest
 
 from fumehood.engine.citations import find_links
 from fumehood.engine.event_log import LagLimits
 from fumehood.engine.loop import LoopLimits
+from fumehood.engine.run_service import EngineRun
 from fumehood.interfaces import Lease
 from fumehood.protocol.model_turns import ModelRefusalDelta, ModelTextDelta, ModelTurnEnded
 from fumehood.protocol.openai.api_errors import (
@@ -23,8 +24,10 @@ from fumehood.protocol.openai.api_errors import (
 from fumehood.protocol.openai.items import (
     CodeInterpreterCall,
     OutputMessage,
+    OutputText,
     Refusal,
 )
+from fumehood.protocol.openai.responses import Response
 from fumehood.protocol.openai.stream_events import ErrorEvent, OutputTextDelta, StreamEvent
 from fumehood.testing import ScriptedModel, calls, says
 from tests.support.echo_tool import EchoTool
@@ -42,12 +45,44 @@ from tests.support.engine_harness import (
 from tests.support.stream_checks import check_invariants, event_types
 
 
-async def test_length_is_incomplete() -> None:
-    turn = [ModelTextDelta("Hal"), ModelTurnEnded("length", make_usage(3))]
+def failure_message(response: Response) -> str:
+    assert response.status == "failed"
+    assert response.error is not None
+    return response.error.message
+
+
+async def start_writing(engine: EngineHarness) -> EngineRun:
+    """Start a run and wait until its model has written something."""
+    run = await engine.start()
+    reader = read_batches(run)
+    while not any(isinstance(event, OutputTextDelta) for event in await anext(reader)):
+        pass
+    return run
+
+
+async def cancel_when(run: EngineRun, holds: Callable[[Sequence[StreamEvent]], bool]) -> Response:
+    """Cancel the run after the first batch for which that holds; return the response."""
+    events: list[StreamEvent] = []
+    async for batch in read_batches(run):
+        events += batch
+        if holds(batch):
+            run.cancel("the client has gone")
+    response = check_invariants(events)
+    assert response.status == "cancelled"
+    return response
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"), [("length", "max_output_tokens"), ("content_filter", "content_filter")]
+)
+async def test_what_the_model_server_cuts_off_is_incomplete(
+    end: Literal["length", "content_filter"], reason: str
+) -> None:
+    turn = [ModelTextDelta("Hal"), ModelTurnEnded(end, make_usage(3))]
     response = check_invariants(await EngineHarness(ScriptedModel(turn)).stream(max_output_tokens=20))
     assert response.status == "incomplete"
     assert response.incomplete_details is not None
-    assert response.incomplete_details.reason == "max_output_tokens"
+    assert response.incomplete_details.reason == reason
     assert isinstance(response.output[0], OutputMessage)
     assert response.output[0].status == "incomplete"
 
@@ -84,17 +119,8 @@ async def test_a_response_that_is_deleted_while_it_runs_says_so() -> None:
     assert await engine.store.delete_response("", run.id)
     go.set()
     response = check_invariants(await collect_events(run))
-    assert response.status == "failed"
-    assert response.error is not None
-    assert "deleted" in response.error.message
+    assert "deleted" in failure_message(response)
     assert await engine.store.get_response("", run.id) is None
-
-
-async def test_the_content_filter() -> None:
-    turn = [ModelTextDelta("Hm"), ModelTurnEnded("content_filter", None)]
-    response = check_invariants(await EngineHarness(ScriptedModel(turn)).stream())
-    assert response.incomplete_details is not None
-    assert response.incomplete_details.reason == "content_filter"
 
 
 async def test_output_tokens_are_counted_over_all_turns() -> None:
@@ -114,10 +140,9 @@ async def test_a_model_that_fails_at_once(error: ApiError) -> None:
     events = await EngineHarness(ScriptedModel(error)).stream()
     response = check_invariants(events)
     assert event_types(events) == ["response.created", "response.in_progress", "error", "response.failed"]
-    assert response.error is not None
-    told = events[2]
-    assert isinstance(told, ErrorEvent)
-    assert told.error.message == error.message
+    assert failure_message(response) == error.message
+    assert isinstance(events[2], ErrorEvent)
+    assert events[2].error.message == error.message
     engine = EngineHarness(ScriptedModel(error))
     run = await engine.start(stream=False)
     with pytest.raises(type(error)):
@@ -153,17 +178,26 @@ async def test_tools_are_told_that_the_request_is_over(steps: list[Any], status:
     assert echo.closed == 1
 
 
-async def test_a_model_that_fails_in_the_middle() -> None:
-    events = await EngineHarness(ScriptedModel([ModelTextDelta("Hel"), ModelUnreachable("gone")])).stream()
-    response = check_invariants(events)
+@pytest.mark.parametrize(
+    ("delta", "part"),
+    [
+        (ModelTextDelta("Hel"), OutputText(text="Hel")),
+        (ModelRefusalDelta("I ca"), Refusal(refusal="I ca")),
+    ],
+)
+async def test_what_was_written_before_the_model_fails_is_kept(
+    delta: Any, part: OutputText | Refusal
+) -> None:
+    events = await EngineHarness(ScriptedModel([delta, ModelUnreachable("gone")])).stream()
+    message = check_invariants(events).output[0]
     assert event_types(events)[-3:] == ["response.output_item.done", "error", "response.failed"]
-    assert message_text(response.output[0]) == "Hel"
+    assert isinstance(message, OutputMessage)
+    assert message.content == [part]
 
 
 async def test_a_fault_of_ours_says_nothing_of_itself(caplog: pytest.LogCaptureFixture) -> None:
     response = check_invariants(await EngineHarness(ScriptedModel(ValueError("secret"))).stream())
-    assert response.error is not None
-    assert "secret" not in response.error.message
+    assert "secret" not in failure_message(response)
     assert "secret" in caplog.text
 
 
@@ -171,9 +205,7 @@ async def test_a_deadline_for_everything() -> None:
     echo = EchoTool(gate=lambda _: asyncio.Event())
     engine = EngineHarness(ScriptedModel(calls("echo", {})), [echo], limits=LoopLimits(seconds=0.05))
     response = check_invariants(await engine.stream(tools=[ECHO]))
-    assert response.status == "failed"
-    assert response.error is not None
-    assert "0.05 seconds" in response.error.message
+    assert "0.05 seconds" in failure_message(response)
     assert echo.log[-1].startswith("ended")
 
 
@@ -181,29 +213,18 @@ async def test_cancelled_while_the_model_writes() -> None:
     model = ScriptedModel([ModelTextDelta("Hel"), asyncio.Event()])
     engine = EngineHarness(model)
     run = await engine.start()
-    events: list[StreamEvent] = []
-    async for batch in read_batches(run):
-        events += batch
-        if any(isinstance(event, OutputTextDelta) for event in batch):
-            run.cancel("the client has gone")
-    response = check_invariants(events)
-    assert response.status == "cancelled"
+    response = await cancel_when(
+        run, lambda batch: any(isinstance(event, OutputTextDelta) for event in batch)
+    )
     assert message_text(response.output[0]) == "Hel"
     assert len(model.aborted_requests) == 1
-    kept = await engine.store.get_response("", run.id)
-    assert kept == response
+    assert await engine.store.get_response("", run.id) == response
 
 
 async def test_cancelled_while_code_runs() -> None:
     echo = EchoTool(gate=lambda _: asyncio.Event())
     run = await EngineHarness(ScriptedModel(calls("echo", {"text": "x"})), [echo]).start(tools=[ECHO])
-    events: list[StreamEvent] = []
-    async for batch in read_batches(run):
-        events += batch
-        if any(line.startswith("began") for line in echo.log):
-            run.cancel("the client has gone")
-    response = check_invariants(events)
-    assert response.status == "cancelled"
+    response = await cancel_when(run, lambda _: any(line.startswith("began") for line in echo.log))
     assert echo.log[-1].startswith("ended")
     assert echo.closed == 1
     call = response.output[0]
@@ -255,14 +276,6 @@ async def test_cancelled_twice_the_tool_is_interrupted_once_and_in_peace() -> No
     assert echo.log[-1] == "has left"
 
 
-async def test_a_refusal_that_is_cut_off_is_kept() -> None:
-    model = ScriptedModel([ModelRefusalDelta("I ca"), ModelUnreachable("gone")])
-    response = check_invariants(await EngineHarness(model).stream())
-    message = response.output[0]
-    assert isinstance(message, OutputMessage)
-    assert message.content == [Refusal(refusal="I ca")]
-
-
 async def test_a_text_full_of_links_without_an_end_holds_up_nobody() -> None:
     """Each was searched to the end of the text: half a minute, in which nobody else was served."""
     text = "(sandbox:/mnt/data/x " * 20_000
@@ -277,9 +290,7 @@ async def test_a_model_that_never_ends_is_cut_off(piece: str) -> None:
     model = ScriptedModel([*(ModelTextDelta(piece) for _ in range(1_000)), asyncio.Event()])
     events = await EngineHarness(model, limits=LoopLimits(characters=1_600)).stream()
     response = check_invariants(events)
-    assert response.status == "failed"
-    assert response.error is not None
-    assert "without end" in response.error.message
+    assert "without end" in failure_message(response)
     assert 70 < len(message_text(response.output[0])) < 2_000
     assert len(model.aborted_requests) == 1
 
@@ -349,10 +360,7 @@ async def test_a_renewal_that_breaks_is_tried_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = EngineHarness(ScriptedModel([ModelTextDelta("x"), asyncio.Event()]))
-    run = await engine.start()
-    reader = read_batches(run)
-    while not any(isinstance(event, OutputTextDelta) for event in await anext(reader)):
-        pass
+    run = await start_writing(engine)
     renew, renewed = engine.store.renew_leases, asyncio.Event()
 
     async def broken(leases: Sequence[Lease]) -> Sequence[Lease]:
@@ -397,10 +405,7 @@ async def test_a_response_whose_end_was_not_written_has_failed_soon(
 
 async def test_a_run_whose_lease_is_lost_ends() -> None:
     engine = EngineHarness(ScriptedModel([ModelTextDelta("x"), asyncio.Event()]))
-    run = await engine.start()
-    reader = read_batches(run)
-    while not any(isinstance(event, OutputTextDelta) for event in await anext(reader)):
-        pass
+    run = await start_writing(engine)
     engine.clock.advance(10)
     await asyncio.sleep(0)
     engine.clock.advance(25)
@@ -408,9 +413,7 @@ async def test_a_run_whose_lease_is_lost_ends() -> None:
     await engine.store.delete_response("", run.id)
     engine.clock.advance(10)
     response = await run.wait()
-    assert response.status == "failed"
-    assert response.error is not None
-    assert "taken over" in response.error.message
+    assert "taken over" in failure_message(response)
     assert await engine.store.get_response("", run.id) is None
 
 

@@ -22,35 +22,30 @@ KEY, OTHER = b"k" * 32, b"o" * 32
 SEALER = AesGcmSealer([KEY])
 
 
-@given(st.binary(max_size=200), st.text(max_size=20))
-def test_what_is_sealed_opens_for_its_tenant(content: bytes, tenant: str) -> None:
-    assert SEALER.unseal(tenant, SEALER.seal(tenant, content)) == content
-
-
 def test_two_seals_of_the_same_differ_and_show_nothing() -> None:
     first, second = SEALER.seal("t", b"secret" * 9), SEALER.seal("t", b"secret" * 9)
     assert first != second
     assert b"secret" not in base64.urlsafe_b64decode(first)
+    with pytest.raises(InvalidSeal, match="another tenant"):
+        SEALER.unseal("other", first)
+
+
+def flip_bit(content: bytes, data: st.DataObject) -> bytes:
+    bit = data.draw(st.integers(0, len(content) * 8 - 1))
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
 
 
 @given(st.binary(max_size=40), st.data())
 def test_any_bit_that_is_changed_is_noticed(content: bytes, data: st.DataObject) -> None:
     sealed = SEALER.seal("t", content)
-    raw = bytearray(base64.urlsafe_b64decode(sealed))
-    bit = data.draw(st.integers(0, len(raw) * 8 - 1))
-    raw[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(InvalidSeal):
-        SEALER.unseal("t", base64.urlsafe_b64encode(raw).decode())
-
-
-@given(st.binary(max_size=40), st.data())
-def test_so_is_any_bit_of_the_text(content: bytes, data: st.DataObject) -> None:
-    sealed = SEALER.seal("t", content).encode()
-    bit = data.draw(st.integers(0, len(sealed) * 8 - 1))
-    changed = bytearray(sealed)
-    changed[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(InvalidSeal):
-        SEALER.unseal("t", changed.decode("latin-1"))
+    for changed in (
+        base64.urlsafe_b64encode(flip_bit(base64.urlsafe_b64decode(sealed), data)).decode(),
+        flip_bit(sealed.encode(), data).decode("latin-1"),
+    ):
+        with pytest.raises(InvalidSeal):
+            SEALER.unseal("t", changed)
 
 
 @given(st.binary(max_size=40), st.data())
@@ -64,12 +59,6 @@ def test_so_is_a_missing_end(content: bytes, data: st.DataObject) -> None:
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(InvalidSeal):
         SEALER.unseal("t", text)
-
-
-@pytest.mark.parametrize("tenant", ["", "T", "t\0", "other"])
-def test_it_is_worth_nothing_to_another_tenant(tenant: str) -> None:
-    with pytest.raises(InvalidSeal, match="another tenant"):
-        SEALER.unseal(tenant, SEALER.seal("t", b"state"))
 
 
 def test_what_is_too_long_is_not_looked_at() -> None:

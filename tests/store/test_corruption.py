@@ -58,9 +58,8 @@ def _read_log_events(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("keeps_checksum", [True, False])
 async def test_an_item_that_is_no_text(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, keeps_checksum: bool
+    path: Path, caplog: pytest.LogCaptureFixture, keeps_checksum: bool
 ) -> None:
-    path = tmp_path / "store.db"
     (response,) = await _make_store(path)
     _execute_sql(path, "UPDATE items SET raw = CAST(x'7bff80fe' || raw AS BLOB)")
     if not keeps_checksum:  # as of an older release
@@ -74,9 +73,8 @@ async def test_an_item_that_is_no_text(
     }
 
 
-async def test_a_changed_letter(tmp_path: Path) -> None:
+async def test_a_changed_letter(path: Path) -> None:
     """The row is still valid JSON."""
-    path = tmp_path / "store.db"
     (response,) = await _make_store(path)
     _execute_sql(path, "UPDATE items SET raw = CAST(replace(raw, 'abcabc', 'abcabd') AS BLOB)")
     errors = await _read_corrupted(path, response)
@@ -84,8 +82,7 @@ async def test_a_changed_letter(tmp_path: Path) -> None:
     assert all("items 1/0" in error.message for error in errors)
 
 
-async def test_a_response_whose_row_is_damaged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tmp_path / "store.db"
+async def test_a_response_whose_row_is_damaged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (response,) = await _make_store(path)
     _execute_sql(path, "UPDATE responses SET body = CAST(replace(body, 'completed', 'cancelled') AS BLOB)")
     (error,) = await _read_corrupted(path, response)  # its items can be read
@@ -94,10 +91,8 @@ async def test_a_response_whose_row_is_damaged(tmp_path: Path, caplog: pytest.Lo
 
 
 async def test_a_damaged_response_that_was_running_does_not_keep_the_store_from_opening(
-    tmp_path: Path,
+    path: Path, store: SqliteStore
 ) -> None:
-    path = tmp_path / "store.db"
-    store = await SqliteStore.open(path)
     running = make_response(store, "text")
     await running.begin()
     other = make_response(store, "text")
@@ -115,9 +110,9 @@ async def test_a_damaged_response_that_was_running_does_not_keep_the_store_from_
     await again.close()
 
 
-async def test_a_damaged_container_is_named_and_does_not_hide_the_others(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    store = await SqliteStore.open(path)
+async def test_a_damaged_container_is_named_and_does_not_hide_the_others(
+    path: Path, store: SqliteStore
+) -> None:
     for name in ("cntr_1", "cntr_2"):
         await store.put_container(
             ContainerRecord(
@@ -136,15 +131,13 @@ async def test_a_damaged_container_is_named_and_does_not_hide_the_others(tmp_pat
     await again.close()
 
 
-async def test_a_conversation_that_continues_itself_ends(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
+async def test_a_conversation_that_continues_itself_ends(path: Path) -> None:
     (response,) = await _make_store(path)
     _execute_sql(path, "UPDATE threads SET parent = id, parent_end = 1")
     assert "threads 1" in (await _read_corrupted(path, response))[0].message
 
 
-async def test_whatever_page_is_damaged_nothing_wrong_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
+async def test_whatever_page_is_damaged_nothing_wrong_is_read(path: Path, tmp_path: Path) -> None:
     made = await _make_store(path, 20)
     expected = {response.id: response for response in made}
     whole = path.read_bytes()
@@ -183,8 +176,7 @@ async def _read_all(path: Path, expected: dict[str, Response], outcomes: dict[st
     await store.close()
 
 
-async def test_rows_from_before_checksums_can_be_read(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
+async def test_rows_from_before_checksums_can_be_read(path: Path) -> None:
     (response,) = await _make_store(path)
     _execute_sql(path, "UPDATE items SET checksum = NULL")
     _execute_sql(path, "UPDATE responses SET checksum = NULL")

@@ -35,8 +35,7 @@ async def wait_until_erased(directory: Path) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_deleted_response_leaves_file_and_log(tmp_path: Path) -> None:
-    store = await SqliteStore.open(tmp_path / "store.db")
+async def test_a_deleted_response_leaves_file_and_log(store: SqliteStore, tmp_path: Path) -> None:
     texts = [f"{MARK} {number} " + "x" * size for number, size in enumerate([10, 1_000, 10_000, 300_000] * 5)]
     responses = [await store_response(store, text) for text in texts]
     kept = await store_response(store, "what stays")
@@ -51,8 +50,9 @@ async def test_a_deleted_response_leaves_file_and_log(tmp_path: Path) -> None:
     assert find_files_with_text(tmp_path) == []
 
 
-async def test_a_deleted_container_and_a_deleted_upload_leave_file_and_log(tmp_path: Path) -> None:
-    store = await SqliteStore.open(tmp_path / "store.db")
+async def test_a_deleted_container_and_a_deleted_upload_leave_file_and_log(
+    store: SqliteStore, tmp_path: Path
+) -> None:
     record = ContainerRecord(
         id="cntr_1", tenant="tenant", spec=ContainerSpec(name=MARK), created_at=1.0, last_active_at=1.0
     )
@@ -76,13 +76,11 @@ async def test_a_deleted_container_and_a_deleted_upload_leave_file_and_log(tmp_p
     await store.delete_container("cntr_1")
     await store.delete_upload("tenant", "file-1")
     await wait_until_erased(tmp_path)
-    await store.close()
 
 
-async def test_a_reader_only_delays_the_erasure(tmp_path: Path) -> None:
-    store = await SqliteStore.open(tmp_path / "store.db")
+async def test_a_reader_only_delays_the_erasure(path: Path, store: SqliteStore, tmp_path: Path) -> None:
     response = await store_response(store, MARK)
-    with closing(sqlite3.connect(tmp_path / "store.db", isolation_level=None)) as reader:
+    with closing(sqlite3.connect(path, isolation_level=None)) as reader:
         reader.execute("BEGIN")
         reader.execute("SELECT count(*) FROM responses").fetchone()
         assert await store.delete_response("tenant", response.id)
@@ -92,7 +90,6 @@ async def test_a_reader_only_delays_the_erasure(tmp_path: Path) -> None:
         assert find_files_with_text(tmp_path) != []  # the reader may still read it
         reader.execute("COMMIT")
     await wait_until_erased(tmp_path)
-    await store.close()
 
 
 _KILLED = """
@@ -110,8 +107,7 @@ asyncio.run(main())
 """
 
 
-async def test_the_next_start_erases_what_a_killed_process_deleted(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
+async def test_the_next_start_erases_what_a_killed_process_deleted(path: Path, tmp_path: Path) -> None:
     done = await asyncio.to_thread(
         subprocess.run, [sys.executable, "-c", _KILLED, str(path), MARK], cwd=ROOT, env={**os.environ}
     )
@@ -122,7 +118,9 @@ async def test_the_next_start_erases_what_a_killed_process_deleted(tmp_path: Pat
     await store.close()
 
 
-async def test_many_deletions_share_few_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_deletions_share_few_checkpoints(
+    store: SqliteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     emptied: list[bool] = []
     empty_log = database.truncate_wal
 
@@ -130,7 +128,6 @@ async def test_many_deletions_share_few_checkpoints(tmp_path: Path, monkeypatch:
         emptied.append(empty_log(connection))
         return emptied[-1]
 
-    store = await SqliteStore.open(tmp_path / "store.db")
     monkeypatch.setattr(database, "truncate_wal", count)
     responses = [await store_response(store, MARK) for _ in range(200)]
     loop = asyncio.get_running_loop()
@@ -143,4 +140,3 @@ async def test_many_deletions_share_few_checkpoints(tmp_path: Path, monkeypatch:
     await wait_until_erased(tmp_path)
     # Consecutive deletions share checkpoints: at most one in half a second.
     assert 1 <= len(emptied) <= 2 + 2 * (loop.time() - began)
-    await store.close()

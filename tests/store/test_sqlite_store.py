@@ -22,9 +22,7 @@ def _query(path: Path, question: str) -> list[tuple[object, ...]]:
         return connection.execute(question).fetchall()
 
 
-async def test_what_ran_when_the_process_ended_has_failed(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    store = await SqliteStore.open(path)
+async def test_what_ran_when_the_process_ended_has_failed(path: Path, store: SqliteStore) -> None:
     before = await store_response(store, "before")
     one = make_response(store, "lost", after=before)
     lease = await one.begin()
@@ -41,9 +39,7 @@ async def test_what_ran_when_the_process_ended_has_failed(tmp_path: Path) -> Non
     await again.close()
 
 
-async def test_a_running_response_is_in_the_file_soon(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    store = await SqliteStore.open(path)
+async def test_a_running_response_is_in_the_file_soon(path: Path, store: SqliteStore) -> None:
     one = make_response(store, "long")
     lease = await one.begin()
     async with asyncio.timeout(10):
@@ -51,12 +47,9 @@ async def test_a_running_response_is_in_the_file_soon(tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
     await one.complete(lease)
     assert _query(path, "SELECT id FROM running_responses") == []
-    await store.close()
 
 
-async def test_bytes_per_turn_stay_the_same(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    store = await SqliteStore.open(path)
+async def test_bytes_per_turn_stay_the_same(path: Path, store: SqliteStore) -> None:
     tip: Response | None = None
     for number in range(60):
         tip = await store_response(store, f"{number:03}" + "x" * 500, after=tip)
@@ -68,12 +61,9 @@ async def test_bytes_per_turn_stay_the_same(tmp_path: Path) -> None:
     # The first has no previous response.
     assert len(set(sizes[1:])) == 1
     assert _query(path, "SELECT count(*) FROM threads") == [(1,)]
-    await store.close()
 
 
-async def test_a_cached_conversation_asks_no_database(tmp_path: Path) -> None:
-    database = await Database.open(tmp_path / "store.db")
-    store = SqliteStore(database)
+async def test_a_cached_conversation_asks_no_database(database: Database, store: SqliteStore) -> None:
     tip: Response | None = None
     for number in range(100):
         tip = await store_response(store, str(number), after=tip)
@@ -82,9 +72,7 @@ async def test_a_cached_conversation_asks_no_database(tmp_path: Path) -> None:
     assert len(await load_segments(store, tip)) == 100
 
 
-async def test_a_conversation_that_was_not_cached_is_cached_then(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    store = await SqliteStore.open(path)
+async def test_a_conversation_that_was_not_cached_is_cached_then(path: Path, store: SqliteStore) -> None:
     first = await store_response(store, "first")
     second = await store_response(store, "second", after=first)
     await store.close()
@@ -96,9 +84,7 @@ async def test_a_conversation_that_was_not_cached_is_cached_then(tmp_path: Path)
     await store.close()
 
 
-async def test_a_deletion_during_a_read_is_not_cached_over(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    store = await SqliteStore.open(path)
+async def test_a_deletion_during_a_read_is_not_cached_over(path: Path, store: SqliteStore) -> None:
     response = await store_response(store, "first")
     for _ in range(20):
         await store.close()
@@ -112,21 +98,16 @@ async def test_a_deletion_during_a_read_is_not_cached_over(tmp_path: Path) -> No
     await store.close()
 
 
-async def test_forks_are_never_deeper_than_bound(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    store = await SqliteStore.open(path)
+async def test_forks_are_never_deeper_than_bound(path: Path, store: SqliteStore) -> None:
     tip = await store_response(store, "0")
     for number in range(1, 3 * response_rows.MAX_FORK_DEPTH):
         await store_response(store, "other", after=tip)
         tip = await store_response(store, str(number), after=tip)
     assert _query(path, "SELECT max(depth) FROM threads") == [(response_rows.MAX_FORK_DEPTH,)]
     assert len(await load_segments(store, tip)) == 3 * response_rows.MAX_FORK_DEPTH
-    await store.close()
 
 
-async def test_items_of_one_id_are_not_all_looked_at(tmp_path: Path) -> None:
-    database = await Database.open(tmp_path / "store.db")
-    store = SqliteStore(database)
+async def test_items_of_one_id_are_not_all_looked_at(database: Database, store: SqliteStore) -> None:
     made = make_response(store, "made")
     mine = made.entries[1]
     assert mine.id
@@ -155,13 +136,12 @@ async def test_items_of_one_id_are_not_all_looked_at(tmp_path: Path) -> None:
     assert await store.find_items("tenant", [mine.id] * 10_000) == {mine.id: mine}
     theirs = await store.find_items("other", [mine.id])
     assert theirs[mine.id].raw == b'"newest"'
-    await store.close()
 
 
 async def test_no_more_is_read_at_once_than_fits_into_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = await SqliteStore.open(tmp_path / "store.db", cache_bytes=0)
+    store = await SqliteStore.open(path, cache_bytes=0)
     one, two = make_response(store, "x" * 1000), make_response(store, "y" * 1000)
     first = await one.complete(await one.begin())
     two.response.previous_response_id = first.id

@@ -15,9 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 from fumehood.metrics import StoreStats
 from fumehood.protocol.openai.api_errors import StorageCorrupted, StorageUnavailable
@@ -48,15 +47,16 @@ class DatabaseJob[T]:
     deletes: whether it deletes content that must not stay in the write-ahead log.
     subject: what it reads or writes, for the log.
     is_applied: whether later jobs see its changes; only they may read it.
+    error: why it failed, if it did.
     """
 
     __slots__ = (
-        "_error",
         "_on_done",
         "_result",
         "_waiter",
         "_work",
         "deletes",
+        "error",
         "is_applied",
         "subject",
     )
@@ -76,37 +76,31 @@ class DatabaseJob[T]:
         self._work = work
         self._waiter = waiter
         self._on_done = on_done
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
         self.is_applied = False
 
     def run(self, connection: sqlite3.Connection) -> None:
         self._result = self._work(connection)
         self.is_applied = True
 
-    def mark_rolled_back(self) -> None:
-        self.is_applied = False
-
-    def fail(self, error: BaseException) -> None:
-        self._error = error
-
     @property
     def is_database_error(self) -> bool:
         """Whether it failed because of the database."""
-        return isinstance(self._error, sqlite3.OperationalError)
+        return isinstance(self.error, sqlite3.OperationalError)
 
     def deliver(self) -> None:
         """Call `on_done` and resolve the waiter. Runs on the event loop."""
-        if self._error is None and self._on_done is not None:
+        if self.error is None and self._on_done is not None:
             try:
                 self._on_done(self._result)
             except Exception:  # a bug: the job is committed, and others wait behind it
                 logger.exception("Callback of a database job failed (%s).", self.subject)
         if self._waiter is None or self._waiter.done():
             return
-        if self._error is None:
+        if self.error is None:
             self._waiter.set_result(self._result)
         else:
-            self._waiter.set_exception(_translate_error(self._error, self.subject))
+            self._waiter.set_exception(_translate_error(self.error, self.subject))
 
 
 def _translate_error(error: BaseException, subject: str) -> BaseException:
@@ -149,11 +143,11 @@ def _run_jobs(connection: sqlite3.Connection, begin: str, jobs: Sequence[Databas
         connection.execute("COMMIT")
     except Exception as error:
         for job in jobs:
-            job.mark_rolled_back()
+            job.is_applied = False
         with suppress(sqlite3.Error):
             connection.rollback()
         if len(jobs) == 1:
-            jobs[0].fail(error)
+            jobs[0].error = error
             return
         for job in jobs:
             _run_jobs(connection, begin, [job])
@@ -197,94 +191,75 @@ class _WriterThread:
         self._connection = connection
         self._loop = loop
         self._stats = stats
-        self._started_at = 0.0
-        self._waiting: list[DatabaseJob[object]] = []
-        self._busy = False
-        self._closing = False
-        self.is_failing = False
-        self._checkpoint_timer: asyncio.TimerHandle | None = None
-        self._checkpoint_due = False
+        self._jobs = SimpleQueue[DatabaseJob[object] | None]()
+        self._checkpoint_at = math.inf  # monotonic time of the next checkpoint; used by the thread alone
         self._checkpoint_delay = _CHECKPOINT_DELAY
-        self._groups = SimpleQueue[list[DatabaseJob[object]] | float | None]()
-        self._thread = threading.Thread(target=self._process_groups, name="store-writer", daemon=True)
+        self.is_failing = False
+        self._thread = threading.Thread(target=self._process_jobs, name="store-writer", daemon=True)
         self._thread.start()
 
     def post(self, job: DatabaseJob[object]) -> None:
-        self._waiting.append(job)
-        if not self._busy:
-            self._busy = True
-            self._loop.call_soon(self._start_group)  # later, to group more jobs
+        self._jobs.put(job)
 
     def close(self) -> None:
         """Stop the thread after all jobs."""
-        self._closing = True
-        if self._checkpoint_timer is not None:
-            self._checkpoint_timer.cancel()
-        if not self._busy:
-            self._groups.put(None)
+        self._jobs.put(None)
 
     def join(self) -> None:
         self._thread.join()
 
-    def _start_group(self) -> None:
-        self._started_at = time.monotonic()
-        if self._checkpoint_due:
-            self._checkpoint_due = False
-            self._groups.put(self._started_at)
-            return
-        jobs, self._waiting = self._waiting[:_MAX_GROUP_JOBS], self._waiting[_MAX_GROUP_JOBS:]
+    def _finish_group(self, jobs: Sequence[DatabaseJob[object]], seconds: float) -> None:
         self._stats.batch_sizes.observe(len(jobs))
-        self._groups.put(jobs)
-
-    def _finish_group(self, jobs: Sequence[DatabaseJob[object]]) -> None:
-        self._stats.write_seconds.observe(time.monotonic() - self._started_at)
+        self._stats.write_seconds.observe(seconds)
         self.is_failing = any(job.is_database_error for job in jobs)
-        if any(job.deletes for job in jobs):
-            self._schedule_checkpoint()
         for job in jobs:
             job.deliver()
-        self._start_next()
-
-    def _start_next(self) -> None:
-        if self._waiting or self._checkpoint_due:
-            self._start_group()
-        elif self._closing:
-            self._groups.put(None)
-        else:
-            self._busy = False
-
-    def _schedule_checkpoint(self) -> None:
-        if self._checkpoint_timer is None and not self._closing:
-            self._checkpoint_timer = self._loop.call_later(self._checkpoint_delay, self._begin_checkpoint)
-
-    def _begin_checkpoint(self) -> None:
-        self._checkpoint_timer = None
-        self._checkpoint_due = not self._closing
-        if self._checkpoint_due and not self._busy:
-            self._busy = True
-            self._start_group()
-
-    def _finish_checkpoint(self, emptied: bool, seconds: float) -> None:
-        if emptied:
-            self._checkpoint_delay = max(_CHECKPOINT_DELAY, seconds * _CHECKPOINT_SHARE)
-        else:  # a reader is active, or the disk is full
-            self._checkpoint_delay = min(self._checkpoint_delay * 2, _MAX_CHECKPOINT_DELAY)
-            self._schedule_checkpoint()
-        self._start_next()
 
     # ---- on the thread ----------------------------------------------------------------------------------------
 
-    def _process_groups(self) -> None:
-        while (group := self._groups.get()) is not None:
-            if isinstance(group, list):
-                _run_jobs(self._connection, "BEGIN IMMEDIATE", group)
-                finish: Callable[[], None] = partial(self._finish_group, group)
-            else:
-                emptied = truncate_wal(self._connection)
-                finish = partial(self._finish_checkpoint, emptied, time.monotonic() - group)
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(finish)
+    def _process_jobs(self) -> None:
+        is_open = True
+        while is_open:
+            jobs, is_open = self._take_group()
+            if jobs:
+                self._run_group(jobs)
+            if time.monotonic() >= self._checkpoint_at:
+                self._checkpoint()
         self._connection.close()
+
+    def _take_group(self) -> tuple[list[DatabaseJob[object]], bool]:
+        """Wait for jobs, or until a checkpoint is due; return those that wait, and whether more may come."""
+        jobs: list[DatabaseJob[object]] = []
+        seconds = max(0.0, self._checkpoint_at - time.monotonic())
+        with suppress(Empty):
+            job = self._jobs.get(timeout=None if seconds == math.inf else seconds)
+            while job is not None:
+                jobs.append(job)
+                if len(jobs) == _MAX_GROUP_JOBS:
+                    return jobs, True
+                job = self._jobs.get_nowait()
+            return jobs, False
+        return jobs, True
+
+    def _run_group(self, jobs: Sequence[DatabaseJob[object]]) -> None:
+        started_at = time.monotonic()
+        _run_jobs(self._connection, "BEGIN IMMEDIATE", jobs)
+        ended_at = time.monotonic()
+        if any(job.deletes for job in jobs):
+            self._checkpoint_at = min(self._checkpoint_at, ended_at + self._checkpoint_delay)
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._finish_group, jobs, ended_at - started_at)
+
+    def _checkpoint(self) -> None:
+        started_at = time.monotonic()
+        emptied = truncate_wal(self._connection)
+        ended_at = time.monotonic()
+        if emptied:
+            self._checkpoint_delay = max(_CHECKPOINT_DELAY, (ended_at - started_at) * _CHECKPOINT_SHARE)
+            self._checkpoint_at = math.inf
+        else:  # a reader is active, or the disk is full
+            self._checkpoint_delay = min(self._checkpoint_delay * 2, _MAX_CHECKPOINT_DELAY)
+            self._checkpoint_at = ended_at + self._checkpoint_delay
 
 
 def truncate_wal(connection: sqlite3.Connection) -> bool:

@@ -46,13 +46,6 @@ class _RunningResponse:
     expires_at: float
 
 
-@dataclass(frozen=True, slots=True)
-class _CommitResult:
-    """A committed response, and the position of its items if it has any."""
-
-    position: ThreadPosition | None
-
-
 class SqliteStore:
     """A `Store` in one SQLite file. One process at a time runs responses, so their leases are in its memory.
 
@@ -131,26 +124,24 @@ class SqliteStore:
             raise LeaseLost(response_id)
         completed = response_rows.make_completed_response(tenant, response, entries)
 
-        def work(db: sqlite3.Connection) -> _CommitResult | None:
+        def work(db: sqlite3.Connection) -> ThreadPosition | None:
             if running is None or not running.job.is_applied:
-                return _CommitResult(response_rows.insert_completed(db, completed))
+                return response_rows.insert_completed(db, completed)
             if not response_rows.is_running(db, response_id):
-                return None
-            return _CommitResult(response_rows.complete_running(db, completed))
+                raise LeaseLost(response_id)
+            return response_rows.complete_running(db, completed)
 
-        def update_cache(result: _CommitResult | None) -> None:
+        def update_cache(position: ThreadPosition | None) -> None:
             self._running.pop(response_id, None)
-            if result is not None and result.position is not None:
+            if position is not None:
                 self._cache.append(
-                    tenant, response_id, completed.row.previous_id, result.position, completed.entries
+                    tenant, response_id, completed.row.previous_id, position, completed.entries
                 )
 
         try:
-            result = await self._database.write(work, update_cache, subject=f"response {response_id}")
+            await self._database.write(work, update_cache, subject=f"response {response_id}")
         except sqlite3.IntegrityError:  # the id exists
             raise LeaseLost(response_id) from None
-        if result is None:
-            raise LeaseLost(response_id)
 
     async def fail_orphaned_responses(self) -> int:
         now = self._monotonic()

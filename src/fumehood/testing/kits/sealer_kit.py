@@ -19,7 +19,7 @@ class SealerKit:
         assert sealed.isascii()
         assert sealed.isprintable()
 
-    @pytest.mark.parametrize("other", ["", "other", "tenant ", "TENANT"])
+    @pytest.mark.parametrize("other", ["", "other", "tenant ", "tenant\0", "TENANT"])
     def test_another_tenant_cannot_open_it(self, sealer: Sealer, other: str) -> None:
         with pytest.raises(InvalidSeal):
             sealer.unseal(other, sealer.seal("tenant", b"state"))
