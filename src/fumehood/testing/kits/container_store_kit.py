@@ -7,6 +7,7 @@ from functools import partial
 import msgspec
 import pytest
 
+from fumehood.interfaces import Store
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.container_objects import (
     ContainerFileRecord,
@@ -16,7 +17,7 @@ from fumehood.protocol.openai.container_objects import (
 )
 from fumehood.protocol.openai.page_query import PageQuery
 from fumehood.protocol.sandbox.sandbox_messages import NetworkDisabled
-from fumehood.testing.kits.store_fixtures import StoreSubject, load_pages
+from fumehood.testing.kits.store_fixtures import StoreFixture, StoreSubject, load_pages
 
 _BLOB = "ab" * 32
 
@@ -49,11 +50,10 @@ def _with_status(status: ContainerStatus, record: ContainerRecord, at: float = 2
     return msgspec.structs.replace(record, status=status, ended_at=at)
 
 
-class ContainerStoreKit:
+class ContainerStoreKit(StoreFixture):
     """Containers change while they run, end once, and are deleted with their files."""
 
-    async def test_containers(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_containers(self, store: Store) -> None:
         records = [_make_container(number, tenant=f"tenant {number % 2}") for number in range(4)]
         for record in records[::-1]:
             await store.put_container(record)
@@ -69,8 +69,7 @@ class ContainerStoreKit:
         assert list(await store.find_containers(running=True)) == [records[0], records[1], records[3]]
         assert list(await store.find_containers("tenant 0", running=True)) == [records[0]]
 
-    async def test_a_container_beside_others_that_are_known(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_a_container_beside_others_that_are_known(self, store: Store) -> None:
         one, two, three = (_make_container(number) for number in range(3))
         theirs, ended = _make_container(3, tenant="b"), _make_container(4)
         for record in (theirs, ended):
@@ -86,15 +85,17 @@ class ContainerStoreKit:
         assert await store.put_container(three)
         assert len(await store.find_containers("a", running=True)) == 3
 
-    async def test_of_many_concurrent_containers_one_is_added(self, subject: StoreSubject) -> None:
-        stores = itertools.cycle((subject.store, subject.second_store or subject.store))
+    async def test_of_many_concurrent_containers_one_is_added(
+        self, subject: StoreSubject, store: Store
+    ) -> None:
+        stores = itertools.cycle((store, subject.second_store or store))
         put = [next(stores).put_container(_make_container(number), known_running=[]) for number in range(20)]
         async with asyncio.timeout(60):
             assert (await asyncio.gather(*put)).count(True) == 1
-        assert len(await subject.store.find_containers()) == 1
+        assert len(await store.find_containers()) == 1
 
-    async def test_a_container_that_has_ended_stays_so(self, subject: StoreSubject) -> None:
-        store, running = subject.store, _make_container(1)
+    async def test_a_container_that_has_ended_stays_so(self, store: Store) -> None:
+        running = _make_container(1)
         expired, deleted = _with_status("expired", running), _with_status("deleted", running, 300)
         assert not await store.update_container(running)
         assert await store.get_container(running.id) is None
@@ -110,8 +111,7 @@ class ContainerStoreKit:
         assert not await store.update_container(bound)
         assert await store.get_container(running.id) == deleted
 
-    async def test_containers_in_windows(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_containers_in_windows(self, store: Store) -> None:
         records = [_make_container(number, name="odd" if number % 3 else "even") for number in range(17)]
         for record in (*records[::2], *records[1::2], _make_container(99, "b")):
             await store.put_container(record)
@@ -134,8 +134,7 @@ class ContainerStoreKit:
             assert refused.value.param == "after"
         assert list(await store.list_containers("a", PageQuery(), "\udcff")) == []
 
-    async def test_files_of_a_container(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_files_of_a_container(self, store: Store) -> None:
         one, other = _make_container(1), _make_container(2)
         await store.put_container(one)
         await store.put_container(other)
@@ -156,8 +155,8 @@ class ContainerStoreKit:
         assert list(await store.list_container_files(other.id)) == []
         assert list(await store.find_unreferenced_blobs([_BLOB])) == [_BLOB]
 
-    async def test_files_in_windows(self, subject: StoreSubject) -> None:
-        store, container = subject.store, _make_container(1)
+    async def test_files_in_windows(self, store: Store) -> None:
+        container = _make_container(1)
         await store.put_container(container)
         files = [_make_file(number, container) for number in range(12)]
         await store.put_container_files(files[::-1])
@@ -170,8 +169,8 @@ class ContainerStoreKit:
         with pytest.raises(InvalidRequest):
             await store.list_container_files("cntr_unknown", window)
 
-    async def test_what_has_ended_takes_no_more_files(self, subject: StoreSubject) -> None:
-        store, container, other = subject.store, _make_container(1), _make_container(2)
+    async def test_what_has_ended_takes_no_more_files(self, store: Store) -> None:
+        container, other = _make_container(1), _make_container(2)
         first, second = _make_file(1, container), _make_file(2, container)
         assert not await store.put_container_files([first])
         await store.put_container(container)
@@ -188,8 +187,8 @@ class ContainerStoreKit:
         assert not await store.update_container(container, [first.id])
         assert list(await store.list_container_files(container.id)) == [first]
 
-    async def test_what_was_used_since_it_was_seen_does_not_change(self, subject: StoreSubject) -> None:
-        store, original = subject.store, _make_container(1)
+    async def test_what_was_used_since_it_was_seen_does_not_change(self, store: Store) -> None:
+        original = _make_container(1)
         file = _make_file(1, original)
         await store.put_container(original)
         await store.put_container_files([file])
@@ -213,9 +212,9 @@ class ContainerStoreKit:
         ids=lambda changes: next(iter(changes)),
     )
     async def test_what_has_changed_since_it_was_seen_stays(
-        self, subject: StoreSubject, changes: dict[str, object]
+        self, subject: StoreSubject, store: Store, changes: dict[str, object]
     ) -> None:
-        stores = itertools.cycle((subject.store, subject.second_store or subject.store))
+        stores = itertools.cycle((store, subject.second_store or store))
         original = _make_container(1)
         theirs = msgspec.structs.replace(original, **changes)
         ours = msgspec.structs.replace(original, sandbox="ours", last_active_at=500.25, incarnation=7)
@@ -226,8 +225,7 @@ class ContainerStoreKit:
         assert await next(stores).update_container(ours, expected=theirs)
         assert await next(stores).get_container(original.id) == ours
 
-    async def test_those_that_ended_long_ago(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_those_that_ended_long_ago(self, store: Store) -> None:
         statuses: list[ContainerStatus] = ["running", "expired", "deleted", "expired", "deleted"]
         records = [_make_container(number) for number in range(5)]
         for number, (status, record) in enumerate(zip(statuses, records, strict=True)):
@@ -245,8 +243,7 @@ class ContainerStoreKit:
             )
             assert [record.id for record in found] == [records[number].id for number in numbers]
 
-    async def test_what_outlives_a_container(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_what_outlives_a_container(self, store: Store) -> None:
         for number, retained in enumerate((5, 0, 7)):
             await store.put_container(_make_container(number))
             ended = msgspec.structs.replace(
@@ -259,8 +256,8 @@ class ContainerStoreKit:
         assert await store.update_container(msgspec.structs.replace(retaining[0], retained=0))
         assert len(await store.list_retaining_containers("a")) == 1
 
-    async def test_a_container_that_is_forgotten(self, subject: StoreSubject) -> None:
-        store, container, other = subject.store, _make_container(1), _make_container(2)
+    async def test_a_container_that_is_forgotten(self, store: Store) -> None:
+        container, other = _make_container(1), _make_container(2)
         for record in (container, other):
             await store.put_container(record)
         await store.put_container_files([_make_file(1, container), _make_file(2, other)])

@@ -5,8 +5,9 @@ import itertools
 
 import pytest
 
-from fumehood.interfaces import Lease, LeaseLost
+from fumehood.interfaces import Lease, LeaseLost, Store
 from fumehood.testing.kits.store_fixtures import (
+    StoreFixture,
     StoreSubject,
     assert_same_response,
     find_stored_items,
@@ -18,11 +19,10 @@ from fumehood.testing.kits.store_fixtures import (
 )
 
 
-class LeaseKit:
+class LeaseKit(StoreFixture):
     """Only the holder of a lease commits."""
 
-    async def test_a_lost_response_fails_clearly(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_a_lost_response_fails_clearly(self, subject: StoreSubject, store: Store) -> None:
         before = await store_response(store, "before")
         one = make_response(store, "lost", after=before)
         one.response.output = []
@@ -44,8 +44,7 @@ class LeaseKit:
         after = await store_response(store, "after", after=one.response)
         assert list_user_texts(await store.get_conversation("tenant", after.id)) == ["before", "after"]
 
-    async def test_a_lease_can_be_renewed(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_a_lease_can_be_renewed(self, subject: StoreSubject, store: Store) -> None:
         kept, lost, done = (
             make_response(store, "kept"),
             make_response(store, "lost"),
@@ -63,20 +62,19 @@ class LeaseKit:
         with pytest.raises(LeaseLost):
             await lost.complete(leases[1])
 
-    async def test_another_epoch_is_not_ours(self, subject: StoreSubject) -> None:
-        one = make_response(subject.store)
+    async def test_another_epoch_is_not_ours(self, store: Store) -> None:
+        one = make_response(store)
         lease = await one.begin()
         wrong = Lease(lease.response_id, lease.epoch + 1)
-        assert list(await subject.store.renew_leases([wrong])) == []
+        assert list(await store.renew_leases([wrong])) == []
         with pytest.raises(LeaseLost):
             await one.complete(wrong)
-        await subject.store.renew_leases([lease])
+        await store.renew_leases([lease])
         with pytest.raises(LeaseLost):
             await one.complete(wrong)
         await one.complete(lease)
 
-    async def test_an_ended_response_stays_as_it_is(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_an_ended_response_stays_as_it_is(self, subject: StoreSubject, store: Store) -> None:
         one = make_response(store, "once")
         lease = await one.begin()
         response = await one.complete(lease)
@@ -88,8 +86,7 @@ class LeaseKit:
         assert_same_response(await store.get_response("tenant", response.id), response)
         assert await find_stored_items(store, one.entries) == one.entries[:-1]
 
-    async def test_one_that_was_never_begun(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_one_that_was_never_begun(self, store: Store) -> None:
         first = await store_response(store, "first")
         one = make_response(store, "one", after=first)
         one.response.status = "completed"
@@ -100,8 +97,7 @@ class LeaseKit:
             await store.commit_response(None, "tenant", one.response, one.entries)
         assert list_user_texts(await store.get_conversation("tenant", one.response.id)) == ["first", "one"]
 
-    async def test_a_cancelled_commit_is_whole_or_nothing(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_a_cancelled_commit_is_whole_or_nothing(self, store: Store) -> None:
         for steps in range(6):
             one = make_response(store, "cancelled")
             task = asyncio.create_task(one.complete(await one.begin()))
@@ -118,12 +114,12 @@ class LeaseKit:
                 assert await find_stored_items(store, one.entries) == []
 
 
-class SharedStoreKit:
+class SharedStoreKit(StoreFixture):
     """For stores that several processes share."""
 
-    async def test_another_process_takes_over(self, subject: StoreSubject) -> None:
+    async def test_another_process_takes_over(self, subject: StoreSubject, store: Store) -> None:
         assert subject.second_store
-        store, second = subject.store, subject.second_store
+        second = subject.second_store
         one, alive = make_response(store, "one"), make_response(second, "alive")
         lease = await one.begin()
         await store.renew_leases([lease])  # the beginning is written now
@@ -142,10 +138,10 @@ class SharedStoreKit:
         assert await second.delete_response("tenant", after.id)
         assert await store.get_conversation("tenant", after.id) is None
 
-    async def test_two_processes_continue_one_conversation(self, subject: StoreSubject) -> None:
+    async def test_two_processes_continue_one_conversation(self, subject: StoreSubject, store: Store) -> None:
         assert subject.second_store
-        first = await store_response(subject.store, "first")
-        stores = itertools.cycle((subject.store, subject.second_store))
+        first = await store_response(store, "first")
+        stores = itertools.cycle((store, subject.second_store))
         turns = [make_response(next(stores), str(number), after=first) for number in range(20)]
         leases = [await one.begin() for one in turns]
         async with asyncio.timeout(60):

@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
+import pytest
 
 from fumehood.interfaces import Lease, Store
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
@@ -103,6 +104,14 @@ class StoreSubject:
     store: Store
     expire_leases: Callable[[], Awaitable[None]]
     second_store: Store | None = None
+
+
+class StoreFixture:
+    """Gives the tests of a kit the store of its `subject`."""
+
+    @pytest.fixture
+    def store(self, subject: StoreSubject) -> Store:
+        return subject.store
 
 
 async def load_response(store: Store, response_id: str) -> Response:

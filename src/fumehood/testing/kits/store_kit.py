@@ -9,7 +9,7 @@ import asyncio
 import msgspec
 import pytest
 
-from fumehood.interfaces import IdempotencyClaim, LeaseLost
+from fumehood.interfaces import IdempotencyClaim, LeaseLost, Store
 from fumehood.protocol.api_keys import ApiKeyLimits, ApiKeyRecord
 from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import ConversationEntry, ToolExchange
@@ -31,7 +31,7 @@ from fumehood.testing.kits.assertions import assert_each_raises
 from fumehood.testing.kits.container_store_kit import ContainerStoreKit
 from fumehood.testing.kits.lease_kit import LeaseKit
 from fumehood.testing.kits.store_fixtures import (
-    StoreSubject,
+    StoreFixture,
     assert_same_response,
     find_stored_items,
     list_user_texts,
@@ -48,26 +48,26 @@ from fumehood.testing.kits.upload_store_kit import UploadStoreKit
 _SECONDS = 60
 
 
-class ResponseStoreKit:
+class ResponseStoreKit(StoreFixture):
     """Responses are read as they were written."""
 
-    async def test_a_response_is_read_as_written(self, subject: StoreSubject) -> None:
-        response = await store_response(subject.store, "whole")
+    async def test_a_response_is_read_as_written(self, store: Store) -> None:
+        response = await store_response(store, "whole")
         response.usage = Usage(input_tokens=1)  # the store has a copy
-        found = await subject.store.get_response("tenant", response.id)
+        found = await store.get_response("tenant", response.id)
         response.usage = None
         assert_same_response(found, response)
         assert found is not None
         assert found.output == response.output
 
-    async def test_returned_responses_are_copies(self, subject: StoreSubject) -> None:
-        response = await store_response(subject.store)
-        found = await load_response(subject.store, response.id)
+    async def test_returned_responses_are_copies(self, store: Store) -> None:
+        response = await store_response(store)
+        found = await load_response(store, response.id)
         found.output.clear()
         found.metadata["changed"] = "yes"
-        assert_same_response(await subject.store.get_response("tenant", response.id), response)
+        assert_same_response(await store.get_response("tenant", response.id), response)
 
-    async def test_our_items_come_back_as_our_types(self, subject: StoreSubject) -> None:
+    async def test_our_items_come_back_as_our_types(self, store: Store) -> None:
         call = CodeInterpreterCall(
             id=new_id("ci"),
             status="completed",
@@ -82,15 +82,15 @@ class ResponseStoreKit:
             CustomToolCall(id=new_id("ctc"), call_id="call_2", name="g", input="x", status="completed"),
             make_assistant_message("2"),
         ]
-        response = await store_response(subject.store, output=items)
-        found = await load_response(subject.store, response.id)
+        response = await store_response(store, output=items)
+        found = await load_response(store, response.id)
         assert found.output == items
         projected = project_response(found, ()).output[1]
         assert isinstance(projected, CodeInterpreterCall)
         assert projected.outputs is None
         assert project_response(found, (INCLUDE_CODE_OUTPUTS,)).output[1] == call
 
-    async def test_items_of_others_stay_their_bytes(self, subject: StoreSubject) -> None:
+    async def test_items_of_others_stay_their_bytes(self, store: Store) -> None:
         theirs = [
             msgspec.Raw(
                 b'{"id":"ws_1", "type":"web_search_call","action":{"query":"\\u00e9"},"future":1.50}'
@@ -100,16 +100,16 @@ class ResponseStoreKit:
             ),
         ]
         response = await store_response(
-            subject.store, output=[theirs[0], make_assistant_message("between"), theirs[1]]
+            store, output=[theirs[0], make_assistant_message("between"), theirs[1]]
         )
-        found = await load_response(subject.store, response.id)
+        found = await load_response(store, response.id)
         first, second, third = found.output
         assert isinstance(second, OutputMessage)
         assert [bytes(item) for item in (first, third) if isinstance(item, msgspec.Raw)] == [
             bytes(item) for item in theirs
         ]
 
-    async def test_entries_come_back_as_they_were(self, subject: StoreSubject) -> None:
+    async def test_entries_come_back_as_they_were(self, store: Store) -> None:
         exchange = ToolExchange(
             call_id="call_1",
             name="code_interpreter",
@@ -118,7 +118,7 @@ class ResponseStoreKit:
             images=("data:,x",),
         )
         call = CodeInterpreterCall(id=new_id("ci"), container_id="cntr_1", status="completed", code="é")
-        one = make_response(subject.store, output=[call, make_assistant_message("2")])
+        one = make_response(store, output=[call, make_assistant_message("2")])
         odd = ConversationEntry(
             type="message", id=None, turn=0, raw=b'{"role":"user", "content" : "\xf0\x9f\xa7\xaa \\u0000"}'
         )
@@ -132,53 +132,52 @@ class ResponseStoreKit:
             make_model_item(one.response.output[1], 2),
         ]
         await one.complete(await one.begin())
-        (segment,) = await load_segments(subject.store, one.response)
+        (segment,) = await load_segments(store, one.response)
         assert list(segment.entries) == one.entries
         assert segment.entries[1].attachments == attached
         assert segment.entries[2].exchange == exchange
-        assert (await subject.store.find_items("tenant", ["msg_1"]))["msg_1"] == files
+        assert (await store.find_items("tenant", ["msg_1"]))["msg_1"] == files
 
-    async def test_many_and_large_entries(self, subject: StoreSubject) -> None:
+    async def test_many_and_large_entries(self, store: Store) -> None:
         large = make_user_item("x" * (5 << 20))
-        one = make_response(subject.store)
+        one = make_response(store)
         one.entries = [
             large,
             *(make_user_item(str(number)) for number in range(500)),
             make_model_item(one.response.output[0]),
         ]
         await one.complete(await one.begin())
-        after = await store_response(subject.store, "after", after=one.response)
-        first, second = await load_segments(subject.store, after)
+        after = await store_response(store, "after", after=one.response)
+        first, second = await load_segments(store, after)
         assert list(first.entries) == one.entries
         assert len(second.entries) == 2
-        assert (await subject.store.find_items("tenant", [large.id or ""]))[large.id or ""] == large
+        assert (await store.find_items("tenant", [large.id or ""]))[large.id or ""] == large
 
-    async def test_what_runs_is_readable_and_has_no_end_yet(self, subject: StoreSubject) -> None:
-        before = await store_response(subject.store, "before")
-        one = make_response(subject.store, after=before)
+    async def test_what_runs_is_readable_and_has_no_end_yet(self, store: Store) -> None:
+        before = await store_response(store, "before")
+        one = make_response(store, after=before)
         one.response.output = []
         lease = await one.begin()
-        found = await load_response(subject.store, one.response.id)
+        found = await load_response(store, one.response.id)
         assert (found.status, found.output) == ("in_progress", [])
-        assert await subject.store.get_conversation("tenant", one.response.id) is None
-        so_far = await subject.store.list_input_items("tenant", one.response.id)
+        assert await store.get_conversation("tenant", one.response.id) is None
+        so_far = await store.list_input_items("tenant", one.response.id)
         assert so_far is not None
         assert [entry.turn for entry in so_far] == [0, 1]
         await one.complete(lease)
-        found = await load_response(subject.store, one.response.id)
+        found = await load_response(store, one.response.id)
         assert found.status == "completed"
 
-    async def test_what_was_never_there(self, subject: StoreSubject) -> None:
+    async def test_what_was_never_there(self, store: Store) -> None:
         for name in ("resp_unknown", "", "\udcff", "\0", "x" * 100_000, "'; DROP TABLE responses; --"):
-            assert await subject.store.get_response("tenant", name) is None
-            assert await subject.store.get_conversation("tenant", name) is None
-            assert await subject.store.list_input_items("tenant", name) is None
-            assert await subject.store.find_items("tenant", [name]) == {}
-            assert await subject.store.delete_response("tenant", name) is False
-            assert await subject.store.get_container(name) is None
+            assert await store.get_response("tenant", name) is None
+            assert await store.get_conversation("tenant", name) is None
+            assert await store.list_input_items("tenant", name) is None
+            assert await store.find_items("tenant", [name]) == {}
+            assert await store.delete_response("tenant", name) is False
+            assert await store.get_container(name) is None
 
-    async def test_another_tenant_sees_nothing(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_another_tenant_sees_nothing(self, store: Store) -> None:
         response = await store_response(store, tenant="one")
         item_id = response.output[0].id if isinstance(response.output[0], OutputMessage) else ""
         for _ in range(2):  # also after the owner has read it
@@ -199,8 +198,7 @@ class ResponseStoreKit:
             await store.commit_response(lease, "other", running.response, running.entries)
         await running.complete(lease)
 
-    async def test_items_are_found_by_their_ids(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_items_are_found_by_their_ids(self, store: Store) -> None:
         one, forged = make_response(store), make_response(store, "forged")
         user, model = one.entries
         assert user.id
@@ -211,8 +209,7 @@ class ResponseStoreKit:
         found = await store.find_items("tenant", [user.id, "msg_unknown", model.id, model.id])
         assert found == {user.id: user, model.id: model}
 
-    async def test_ids_that_others_use_too_hide_nothing(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_ids_that_others_use_too_hide_nothing(self, store: Store) -> None:
         one = make_response(store)
         mine = one.entries[0]
         assert mine.id
@@ -224,24 +221,23 @@ class ResponseStoreKit:
                 await one.complete(await one.begin())
         assert await store.find_items("tenant", [mine.id]) == {mine.id: mine}
 
-    async def test_a_closed_store_is_unavailable(self, subject: StoreSubject) -> None:
-        response = await store_response(subject.store)
-        await subject.store.close()
-        await subject.store.close()
+    async def test_a_closed_store_is_unavailable(self, store: Store) -> None:
+        response = await store_response(store)
+        await store.close()
+        await store.close()
         await assert_each_raises(
             ServiceUnavailable,
-            subject.store.get_response("tenant", response.id),
-            subject.store.begin_response("tenant", response),
-            subject.store.delete_response("tenant", response.id),
-            subject.store.find_containers(),
+            store.get_response("tenant", response.id),
+            store.begin_response("tenant", response),
+            store.delete_response("tenant", response.id),
+            store.find_containers(),
         )
 
 
-class ConversationStoreKit:
+class ConversationStoreKit(StoreFixture):
     """Conversations are continued, forked and deleted."""
 
-    async def test_a_conversation_is_continued(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_a_conversation_is_continued(self, store: Store) -> None:
         tip: Response | None = None
         for number in range(30):
             tip = await store_response(store, str(number), after=tip)
@@ -249,8 +245,7 @@ class ConversationStoreKit:
                 str(n) for n in range(number + 1)
             ]
 
-    async def test_what_stood_before_the_output(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_what_stood_before_the_output(self, store: Store) -> None:
         first = make_response(store, "1")
         await first.complete(await first.begin())
         second = make_response(store, "2", after=first.response)
@@ -261,8 +256,7 @@ class ConversationStoreKit:
             second.entries[0],
         ]
 
-    async def test_of_two_continuations_both_live(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_of_two_continuations_both_live(self, store: Store) -> None:
         first = await store_response(store, "first")
         one, other = make_response(store, "one", after=first), make_response(store, "other", after=first)
         leases = [await one.begin(), await other.begin()]
@@ -275,8 +269,7 @@ class ConversationStoreKit:
         late = await store_response(store, "late", after=first)
         assert list_user_texts(await store.get_conversation("tenant", late.id)) == ["first", "late"]
 
-    async def test_forks_of_forks(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_forks_of_forks(self, store: Store) -> None:
         tip = await store_response(store, "0")
         expected = ["0"]
         others: list[tuple[Response, list[str]]] = []
@@ -294,8 +287,7 @@ class ConversationStoreKit:
         assert found is not None
         assert len(found) == 2 * 40 - 1
 
-    async def test_many_at_once(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_many_at_once(self, store: Store) -> None:
 
         async def talk(name: int) -> None:
             tip: Response | None = None
@@ -307,8 +299,7 @@ class ConversationStoreKit:
         async with asyncio.timeout(_SECONDS):
             await asyncio.gather(*(talk(name) for name in range(30)))
 
-    async def test_a_response_without_entries(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_a_response_without_entries(self, store: Store) -> None:
         first = await store_response(store, "first")
         empty = make_response(store, after=first, output=[])
         empty.entries = []
@@ -323,11 +314,10 @@ class ConversationStoreKit:
         assert await store.list_input_items("tenant", alone.response.id) == []
 
 
-class ResponseDeletionKit:
+class ResponseDeletionKit(StoreFixture):
     """A response is deleted at once, its items with the last response that refers to them."""
 
-    async def test_a_deleted_response_is_gone(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_a_deleted_response_is_gone(self, store: Store) -> None:
         one = make_response(store)
         response = await one.complete(await one.begin())
         assert await store.get_conversation("tenant", response.id) is not None
@@ -338,8 +328,7 @@ class ResponseDeletionKit:
         assert await store.list_input_items("tenant", response.id) is None
         assert await find_stored_items(store, one.entries) == []
 
-    async def test_items_stay_while_a_response_refers_to_them(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_items_stay_while_a_response_refers_to_them(self, store: Store) -> None:
         first, tip = make_response(store, "first"), make_response(store, "tip")
         tip.response.previous_response_id = (await first.complete(await first.begin())).id
         await tip.complete(await tip.begin())
@@ -353,8 +342,7 @@ class ResponseDeletionKit:
         assert await store.delete_response("tenant", more.id)
         assert await find_stored_items(store, [*first.entries, *tip.entries]) == []
 
-    async def test_deleting_the_last_response_keeps_the_rest(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_deleting_the_last_response_keeps_the_rest(self, store: Store) -> None:
         first = await store_response(store, "first")
         last = make_response(store, "last", after=first)
         await last.complete(await last.begin())
@@ -364,8 +352,7 @@ class ResponseDeletionKit:
         again = await store_response(store, "again", after=first)
         assert list_user_texts(await store.get_conversation("tenant", again.id)) == ["first", "again"]
 
-    async def test_forks_hold_what_they_share(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_forks_hold_what_they_share(self, store: Store) -> None:
         first, middle = make_response(store, "first"), make_response(store, "middle")
         middle.response.previous_response_id = (await first.complete(await first.begin())).id
         await middle.complete(await middle.begin())
@@ -387,8 +374,7 @@ class ResponseDeletionKit:
         assert await store.delete_response("tenant", twig.id)
         assert await find_stored_items(store, [*first.entries, *middle.entries]) == []
 
-    async def test_a_running_response_protects_what_it_continues(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_a_running_response_protects_what_it_continues(self, store: Store) -> None:
         first = await store_response(store, "first")
         one = make_response(store, "one", after=first)
         lease = await one.begin()
@@ -396,15 +382,13 @@ class ResponseDeletionKit:
         await one.complete(lease)
         assert list_user_texts(await store.get_conversation("tenant", one.response.id)) == ["first", "one"]
 
-    async def test_what_was_deleted_is_not_continued(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_what_was_deleted_is_not_continued(self, store: Store) -> None:
         first = await store_response(store, "first")
         assert await store.delete_response("tenant", first.id)
         after = await store_response(store, "after", after=first)
         assert list_user_texts(await store.get_conversation("tenant", after.id)) == ["after"]
 
-    async def test_a_running_response_can_be_deleted(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_a_running_response_can_be_deleted(self, store: Store) -> None:
         first = make_response(store, "first")
         one = make_response(store, "one", after=await first.complete(await first.begin()))
         lease = await one.begin()
@@ -417,11 +401,10 @@ class ResponseDeletionKit:
         assert await find_stored_items(store, [*first.entries, *one.entries]) == []
 
 
-class IdempotencyStoreKit:
+class IdempotencyStoreKit(StoreFixture):
     """A key stands for one request, until it is released or expires."""
 
-    async def test_a_claim_lasts_until_it_is_released_or_expires(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_a_claim_lasts_until_it_is_released_or_expires(self, store: Store) -> None:
         first, second = (IdempotencyClaim(bytes([number]) * 32, f"resp_{number}") for number in (1, 2))
         assert await store.get_idempotency_claim("a", "key") is None
         assert await store.claim_idempotency_key("a", "key", first, 3600) is None
@@ -439,20 +422,19 @@ class IdempotencyStoreKit:
         assert await store.claim_idempotency_key("c", "key", second, 3600) is None
         assert await store.claim_idempotency_key("c", "key", first, 3600) == second
 
-    async def test_of_many_claims_at_once_one_is_first(self, subject: StoreSubject) -> None:
+    async def test_of_many_claims_at_once_one_is_first(self, store: Store) -> None:
         claims = [IdempotencyClaim(b"", f"resp_{number}") for number in range(10)]
         found = await asyncio.gather(
-            *(subject.store.claim_idempotency_key("a", "key", claim, 60) for claim in claims)
+            *(store.claim_idempotency_key("a", "key", claim, 60) for claim in claims)
         )
         (winner,) = [claim for claim, before in zip(claims, found, strict=True) if before is None]
         assert all(before in (None, winner) for before in found)
 
 
-class ApiKeyStoreKit:
+class ApiKeyStoreKit(StoreFixture):
     """Keys are added, listed and revoked."""
 
-    async def test_keys(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_keys(self, store: Store) -> None:
         assert list(await store.list_api_keys()) == []
         revisions = [await store.get_api_keys_revision()]
         keys = [
@@ -481,21 +463,20 @@ class ApiKeyStoreKit:
         assert await store.get_api_keys_revision() == revisions[-1]
 
 
-class SegmentCacheKit:
+class SegmentCacheKit(StoreFixture):
     """For stores that cache segments: segments stay the same objects, because renderings are attached to them."""
 
-    async def test_segments_stay_the_same_objects(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_segments_stay_the_same_objects(self, store: Store) -> None:
         first = await store_response(store, "1")
-        (one,) = await load_segments(subject.store, first)
+        (one,) = await load_segments(store, first)
         one.renderings["dialect"] = (b"1", b"")
         second = await store_response(store, "2", after=first)
         fork = await store_response(store, "3", after=first)
         for tip in (second, fork):
-            found = await load_segments(subject.store, tip)
+            found = await load_segments(store, tip)
             assert found[0] is one
         assert await store.delete_response("tenant", first.id)
-        found = await load_segments(subject.store, second)
+        found = await load_segments(store, second)
         assert found[0] is one
 
 

@@ -6,11 +6,11 @@ from functools import partial
 import msgspec
 import pytest
 
-from fumehood.interfaces import FileTotals
+from fumehood.interfaces import FileTotals, Store
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.file_objects import FilePurpose, UploadedFileRecord
 from fumehood.protocol.openai.page_query import PageQuery
-from fumehood.testing.kits.store_fixtures import StoreSubject, load_pages
+from fumehood.testing.kits.store_fixtures import StoreFixture, load_pages
 
 
 def _make_upload(number: int, tenant: str = "a", purpose: FilePurpose = "user_data") -> UploadedFileRecord:
@@ -26,9 +26,9 @@ def _make_upload(number: int, tenant: str = "a", purpose: FilePurpose = "user_da
     )
 
 
-class UploadStoreKit:
-    async def test_an_upload_is_its_tenants(self, subject: StoreSubject) -> None:
-        store, record = subject.store, _make_upload(1)
+class UploadStoreKit(StoreFixture):
+    async def test_an_upload_is_its_tenants(self, store: Store) -> None:
+        record = _make_upload(1)
         assert await store.add_upload(record)
         assert await store.get_upload("a", record.id) == record
         assert await store.get_upload("b", record.id) is None
@@ -40,8 +40,7 @@ class UploadStoreKit:
         assert await store.delete_upload("a", record.id) is None
         assert await store.get_upload("a", record.id) is None
 
-    async def test_uploads_in_windows(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_uploads_in_windows(self, store: Store) -> None:
         records = [
             _make_upload(number, purpose="vision" if number % 4 == 0 else "batch") for number in range(25)
         ]
@@ -58,8 +57,7 @@ class UploadStoreKit:
         assert list(await store.list_uploads("a", PageQuery(), purpose="\udcff", now=0)) == []
 
     @pytest.mark.parametrize("param", ["after", "before"])
-    async def test_a_place_that_is_not_in_the_list(self, subject: StoreSubject, param: str) -> None:
-        store = subject.store
+    async def test_a_place_that_is_not_in_the_list(self, store: Store, param: str) -> None:
         await store.add_upload(_make_upload(1))
         await store.add_upload(_make_upload(2, "b"))
         for cursor in ("file-unknown", "file-0002", "\udcff"):
@@ -70,8 +68,7 @@ class UploadStoreKit:
         with pytest.raises(InvalidRequest):
             await store.list_uploads("a", window, purpose="vision", now=0)
 
-    async def test_uploads_expire(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_uploads_expire(self, store: Store) -> None:
         records = [
             msgspec.structs.replace(_make_upload(number), expires_at=None if number == 0 else 1000.0 - number)
             for number in range(4)
@@ -83,8 +80,7 @@ class UploadStoreKit:
         assert list(await store.list_expired_uploads(998.0, 10)) == [records[3], records[2]]
         assert list(await store.list_expired_uploads(2000.0, 2)) == [records[3], records[2]]
 
-    async def test_nobody_gets_more_than_there_is_room_for(self, subject: StoreSubject) -> None:
-        store = subject.store
+    async def test_nobody_gets_more_than_there_is_room_for(self, store: Store) -> None:
         most = FileTotals(3, 100)
         assert await store.add_upload(_make_upload(60), most)
         assert not await store.add_upload(_make_upload(41), most)
@@ -95,16 +91,14 @@ class UploadStoreKit:
         assert not await store.add_upload(_make_upload(0, "a"), most)
         assert await store.add_upload(_make_upload(80, "b"), most)
 
-    async def test_of_many_at_once_only_those_that_fit(self, subject: StoreSubject) -> None:
+    async def test_of_many_at_once_only_those_that_fit(self, store: Store) -> None:
         records = [msgspec.structs.replace(_make_upload(number), bytes=10) for number in range(20)]
-        added = await asyncio.gather(
-            *(subject.store.add_upload(record, FileTotals(100, 55)) for record in records)
-        )
+        added = await asyncio.gather(*(store.add_upload(record, FileTotals(100, 55)) for record in records))
         assert sum(added) == 5
-        assert await subject.store.get_upload_totals("a") == FileTotals(5, 50)
+        assert await store.get_upload_totals("a") == FileTotals(5, 50)
 
-    async def test_an_upload_uses_its_blob(self, subject: StoreSubject) -> None:
-        store, blob = subject.store, _make_upload(1).blob
+    async def test_an_upload_uses_its_blob(self, store: Store) -> None:
+        blob = _make_upload(1).blob
         await store.add_upload(_make_upload(1))
         await store.add_upload(_make_upload(4))
         assert list(await store.find_unreferenced_blobs([blob, "cd" * 32])) == ["cd" * 32]
