@@ -1,7 +1,7 @@
 """Sandboxes with and without each optimisation of their start, interleaved.
 
     make bench-warm-start                                      each optimisation alone, and all of them together
-    make bench-warm-start ARGS="--without plain_fork,immortal" these two together
+    make bench-warm-start ARGS="--without immortal,file_heap" these two together
     make bench-warm-start ARGS="--source ../other/src"         another checkout beside this one
 
 Each variant is a server of its own, without a pool, from a copy of the package in which a few lines are replaced by the
@@ -71,8 +71,6 @@ OPTIMISATIONS: dict[str, list[Replacement]] = {
     "merged_mappings": [
         Replacement("processes/zygote.py", "        mapping_merger.merge_code_mappings()\n"),
     ],
-    "deferred_hooks": [Replacement("processes/jail_spawner.py", "        fork_hooks.defer_hooks()\n")],
-    "plain_fork": [Replacement("warm_start/fork_hooks.py", 'getattr(_python, "_Fork", None)', "None")],
     "warm_up_packages": [
         Replacement(
             "processes/zygote.py", "        runner.warm_up(preload.warm_up_programs())\n", "        pass\n"
@@ -235,6 +233,19 @@ async def measure(places: dict[str, Path], rounds: int, containers: int, live: i
     return found
 
 
+def merge_samples(repeats: Sequence[Sequence[Variant]]) -> list[Variant]:
+    """Add the samples of later servers to those of the first: two servers of one program differ by some percent."""
+    first, *others = repeats
+    for found in others:
+        for variant, other in zip(first, found, strict=True):
+            variant.cpu_ms += other.cpu_ms
+            variant.start_cpu_ms += other.start_cpu_ms
+            variant.first_output_ms += other.first_output_ms
+            variant.group_by_cpu_ms += other.group_by_cpu_ms
+            variant.pss_mib += other.pss_mib
+    return [*first]
+
+
 def median_ratio(values: Sequence[float], baseline: Sequence[float]) -> str:
     """The median of the ratios by round, with its quartiles."""
     ratios = [ours / theirs for ours, theirs in zip(values, baseline, strict=True)]
@@ -270,8 +281,9 @@ def build_table(found: Sequence[Variant]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what each optimisation of a sandbox's start earns.")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--containers", type=int, default=16, metavar="N", help="per variant and round")
+    parser.add_argument("--servers", type=int, default=4, metavar="N", help="one after another, per variant")
+    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="per server")
+    parser.add_argument("--containers", type=int, default=4, metavar="N", help="per round")
     parser.add_argument("--live", type=int, default=20, metavar="N", help="idle sandboxes for the memory")
     parser.add_argument(
         "--without",
@@ -283,7 +295,7 @@ def main() -> None:
     parser.add_argument(
         "--source", action="append", default=[], type=Path, metavar="SRC", help="compare with this checkout"
     )
-    parser.add_argument("--quick", action="store_true", help="three rounds of eight")
+    parser.add_argument("--quick", action="store_true", help="one server, three rounds of eight")
     chosen = parser.parse_args()
     here = Path(jail_launcher.__file__).parents[3]
     variants: dict[str, tuple[Path, Sequence[str]]] = {BASELINE: (here, ())}
@@ -294,13 +306,17 @@ def main() -> None:
     if len(variants) == 1:
         variants |= {name: (here, (name,)) for name in OPTIMISATIONS}
         variants["all of them"] = (here, tuple(OPTIMISATIONS))
-    rounds, containers = (3, 8) if chosen.quick else (chosen.rounds, chosen.containers)
+    servers, rounds, containers = (
+        (1, 3, 8) if chosen.quick else (chosen.servers, chosen.rounds, chosen.containers)
+    )
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o755)
         places = {name: Path(directory) / str(number) for number, name in enumerate(variants)}
         for name, (source, without) in variants.items():
             copy_package(source, places[name] / "package", without)
-        found = asyncio.run(measure(places, rounds, containers, chosen.live))
+        found = merge_samples(
+            [asyncio.run(measure(places, rounds, containers, chosen.live)) for _ in range(servers)]
+        )
     console = Console()
     if not console.is_terminal:
         console = Console(width=150)

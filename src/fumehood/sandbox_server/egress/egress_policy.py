@@ -1,4 +1,7 @@
-"""Builds the egress policy of a sandbox from its request and the operator's settings."""
+"""`EgressPolicy`: the domains, ports and secrets of one sandbox.
+
+`build_policy` checks a request against the operator's settings and builds it.
+"""
 
 import re
 from dataclasses import dataclass, field

@@ -70,12 +70,10 @@ class UvResolver:
         present: name -> version. fixed: those versions must stay; otherwise they are only available.
         Raises ResolutionFailed, InstallTimeout, DiskSpaceExhausted, OSError.
         """
-        inputs = staging / f"resolve-{int(fixed)}{int(offline)}"
-        inputs.mkdir(mode=0o755)
+        inputs = self._make_inputs(staging / f"resolve-{int(fixed)}{int(offline)}")
         versions = "".join(f"{name}=={version}\n" for name, version in sorted(present.items()))
         (inputs / "requirements.in").write_text("\n".join(wanted) + "\n")
         (inputs / "versions.txt").write_text(versions)
-        (inputs / "pyvenv.cfg").write_text(self.jail.pyvenv_config())
         self.base.write_stub_wheels(inputs / "links")
         arguments = [
             "pip",
@@ -102,14 +100,12 @@ class UvResolver:
         self, pins: Iterable[PinnedPackage], staging: Path, output: Path, *, offline: bool
     ) -> UvResult:
         """Install exactly these packages, checked by their hashes, into `output`."""
-        inputs = staging / f"install-{int(offline)}"
-        inputs.mkdir(mode=0o755)
+        inputs = self._make_inputs(staging / f"install-{int(offline)}")
         lines = [
             " ".join([f"{pin.name}=={pin.version}", *(f"--hash={digest}" for digest in pin.hashes)])
             for pin in pins
         ]
         (inputs / "pins.txt").write_text("\n".join(lines) + "\n")
-        (inputs / "pyvenv.cfg").write_text(self.jail.pyvenv_config())
         arguments = ["pip", "install", "--python", self.jail.python, "--target", "/opt/packages", "--no-deps"]
         arguments += ["--only-binary", ":all:", "--require-hashes", "--compile-bytecode", "--color", "never"]
         arguments += [
@@ -122,10 +118,13 @@ class UvResolver:
 
     async def empty_cache(self, staging: Path) -> None:
         """Remove everything from uv's cache."""
-        inputs = staging / "clean"
-        inputs.mkdir(mode=0o755)
-        (inputs / "pyvenv.cfg").write_text(self.jail.pyvenv_config())
-        await self.jail.run(["cache", "clean"], inputs)
+        await self.jail.run(["cache", "clean"], self._make_inputs(staging / "clean"))
+
+    def _make_inputs(self, directory: Path) -> Path:
+        """Create a directory for the inputs of a run of uv."""
+        directory.mkdir(mode=0o755)
+        (directory / "pyvenv.cfg").write_text(self.jail.pyvenv_config())
+        return directory
 
     def _find_links_arguments(self) -> list[str]:
         return [] if self.jail.index.find_links is None else ["--find-links", "/links"]

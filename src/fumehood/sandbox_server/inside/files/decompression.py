@@ -20,14 +20,19 @@ def _pass_through(chunks: Iterator[bytes], permit: QuotaPermit) -> Iterator[byte
 
 def gunzip(chunks: Iterator[bytes], permit: QuotaPermit) -> Iterator[bytes]:
     """Decompress all members, as gzip does; zeros may follow the last."""
-    return _decompress_members(chunks, permit, _GzipDecompressor)
+    return _decompress_members(chunks, permit, lambda: zlib.decompressobj(wbits=31), inflate)
 
 
 def _decompress_zstd(chunks: Iterator[bytes], permit: QuotaPermit) -> Iterator[bytes]:
     zstd = _find_zstd()
     permit.reserve(1 << _ZSTD_WINDOW_LOG)  # the largest window that is accepted
     options = {zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG}
-    return _decompress_members(chunks, permit, lambda: _ZstdDecompressor(zstd, options))
+    return _decompress_members(
+        chunks,
+        permit,
+        lambda: zstd.ZstdDecompressor(options=options),
+        lambda decoder, chunk: _decompress_frame(decoder, chunk, zstd.ZstdError),
+    )
 
 
 def _find_zstd() -> Any:
@@ -49,46 +54,6 @@ class ZlibDecompressor(Protocol):
     def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
 
 
-class _Decompressor(Protocol):
-    def feed(self, chunk: bytes) -> Iterator[bytes]: ...
-
-    def trailing_data(self) -> bytes | None:
-        """Return what follows the end, or None before the end."""
-        ...
-
-
-class _GzipDecompressor:
-    def __init__(self) -> None:
-        self._decoder = zlib.decompressobj(wbits=31)
-
-    def feed(self, chunk: bytes) -> Iterator[bytes]:
-        return inflate(self._decoder, chunk)
-
-    def trailing_data(self) -> bytes | None:
-        return self._decoder.unused_data if self._decoder.eof else None
-
-
-class _ZstdDecompressor:
-    def __init__(self, zstd: Any, options: Any) -> None:
-        self._error: type[Exception] = zstd.ZstdError
-        self._decoder = zstd.ZstdDecompressor(options=options)
-
-    def feed(self, chunk: bytes) -> Iterator[bytes]:
-        while True:
-            try:
-                out: bytes = self._decoder.decompress(chunk, atomic_writes.CHUNK_BYTES)
-            except self._error as error:
-                raise FileTaskRefused(f"the archive is damaged: {error}") from None
-            if out:
-                yield out
-            chunk = b""
-            if self._decoder.eof or self._decoder.needs_input:
-                return
-
-    def trailing_data(self) -> bytes | None:
-        return self._decoder.unused_data if self._decoder.eof else None
-
-
 def inflate(decoder: ZlibDecompressor, chunk: bytes) -> Iterator[bytes]:
     """Decompress a chunk into chunks of limited size. Raises FileTaskRefused."""
     while True:
@@ -103,10 +68,27 @@ def inflate(decoder: ZlibDecompressor, chunk: bytes) -> Iterator[bytes]:
             return
 
 
+def _decompress_frame(decoder: Any, chunk: bytes, zstd_error: type[Exception]) -> Iterator[bytes]:
+    while True:
+        try:
+            out: bytes = decoder.decompress(chunk, atomic_writes.CHUNK_BYTES)
+        except zstd_error as error:
+            raise FileTaskRefused(f"the archive is damaged: {error}") from None
+        if out:
+            yield out
+        chunk = b""
+        if decoder.eof or decoder.needs_input:
+            return
+
+
 def _decompress_members(
-    chunks: Iterator[bytes], permit: QuotaPermit, start: Callable[[], _Decompressor]
+    chunks: Iterator[bytes],
+    permit: QuotaPermit,
+    start: Callable[[], Any],
+    feed: Callable[[Any, bytes], Iterator[bytes]],
 ) -> Iterator[bytes]:
-    decoder: _Decompressor | None = start()
+    """Decompress members one after another; `start` returns a decoder, `feed` passes a chunk to it."""
+    decoder = start()
     for chunk in chunks:
         while chunk:
             permit.reserve(0)
@@ -115,10 +97,10 @@ def _decompress_members(
                     yield from _check_zero_padding(chunk, chunks)
                     return
                 decoder = start()
-            yield from decoder.feed(chunk)
-            rest = decoder.trailing_data()
-            chunk = rest or b""
-            if rest is not None:
+            yield from feed(decoder, chunk)
+            chunk = b""
+            if decoder.eof:
+                chunk = decoder.unused_data
                 decoder = None
     if decoder is not None:
         raise FileTaskRefused("the archive is cut short")

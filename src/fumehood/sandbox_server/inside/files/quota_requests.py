@@ -1,9 +1,8 @@
-"""How a helper asks the supervisor for quota while it writes.
+"""Asks the supervisor, before each few megabytes, whether the sandbox has memory left for them.
 
 A helper that fills the sandbox's memory would trigger the OOM killer: it kills the helper and then, since the files are
-still there, the code. Only the supervisor sees the cgroup, so the helper asks before each few megabytes. The requests
-are also keepalives. The last one checks that the upload is complete: from here, a broken and a finished upload look the
-same.
+still there, the code. Only the supervisor sees the cgroup. The requests are also keepalives. The last one asks whether
+the upload is complete, because the helper sees only the end of the stream, broken or not.
 """
 
 import errno

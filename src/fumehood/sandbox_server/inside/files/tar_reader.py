@@ -5,7 +5,7 @@ long names, and pax paths and sizes; it limits their size and refuses everything
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fumehood.sandbox_server.inside.files.archive_members import MemberSink
 from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused
@@ -70,7 +70,6 @@ class _TarHeader:
     mode: int
     size: int
     kind: bytes
-    overrides: _PaxOverrides = field(default_factory=_PaxOverrides)
 
 
 def unpack_tar(chunks: Iterator[bytes], sink: MemberSink) -> None:
@@ -90,8 +89,7 @@ def unpack_tar(chunks: Iterator[bytes], sink: MemberSink) -> None:
             _read_extended_header(header, archive, overrides)
             pending |= header.kind != _PAX_FOR_ALL
             continue
-        header.overrides = overrides
-        _handle_member(header, archive, sink)
+        _handle_member(header, overrides, archive, sink)
         overrides, pending = _PaxOverrides(), False
     raise FileTaskRefused("the archive has too many headers", "too_large")
 
@@ -105,9 +103,11 @@ def _check_end(archive: ExactReader) -> None:
             raise FileTaskRefused("something follows the archive's end")
 
 
-def _handle_member(header: _TarHeader, archive: ExactReader, sink: MemberSink) -> None:
-    raw = header.name if header.overrides.path is None else header.overrides.path
-    size = header.size if header.overrides.size is None else header.overrides.size
+def _handle_member(
+    header: _TarHeader, overrides: _PaxOverrides, archive: ExactReader, sink: MemberSink
+) -> None:
+    raw = header.name if overrides.path is None else overrides.path
+    size = header.size if overrides.size is None else overrides.size
     if header.kind == _SPARSE:
         raise FileTaskRefused("the archive has sparse members; pack it without --sparse")
     if header.kind in _WITHOUT_CONTENT:

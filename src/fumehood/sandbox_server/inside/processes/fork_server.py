@@ -13,8 +13,6 @@ import socket
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from fumehood.sandbox_server.inside.warm_start import fork_hooks
-
 _MAX_REQUEST = 256 * 1024
 _MAX_FDS = 16
 
@@ -126,7 +124,7 @@ class NamespaceForker:
         os.setns(init_pidfd, os.CLONE_NEWPID)
         pid = -1
         try:
-            pid = fork_hooks.plain_fork()
+            pid = os.fork()
         finally:
             if pid != 0:
                 os.setns(self._own_namespace, os.CLONE_NEWPID)

@@ -10,7 +10,6 @@ from fumehood.sandbox_server.inside import layout, syscalls
 from fumehood.sandbox_server.inside.jail import jail_builder
 from fumehood.sandbox_server.inside.processes import sandbox_startup
 from fumehood.sandbox_server.inside.runner import code_runner
-from fumehood.sandbox_server.inside.warm_start import fork_hooks
 
 _START_RUNNER = (
     "import sys; sys.path.insert(0, {guest!r}); "
@@ -38,7 +37,6 @@ def enter_jail(
     try:
         jail_builder.join_cgroups(cgroups)
         jail_builder.raise_oom_score(sandbox_startup.OOM_SCORE)
-        fork_hooks.restore_hooks()
         body, disks, _, _ = socket.recv_fds(
             channel, sandbox_startup.MAX_PLAN_BYTES, 1, socket.MSG_CMSG_CLOEXEC
         )

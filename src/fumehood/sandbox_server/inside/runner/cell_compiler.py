@@ -41,7 +41,10 @@ class CompiledCell:
 
 
 class CellCompiler:
-    """Compiles call after call; a `from __future__` import applies to later calls too, as in a REPL."""
+    """Compiles cells as a notebook does: the last expression is kept apart for display, `await` and magics work.
+
+    A `from __future__` import applies to later cells too.
+    """
 
     def __init__(self) -> None:
         self._count = 0

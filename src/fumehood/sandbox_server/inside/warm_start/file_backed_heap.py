@@ -9,6 +9,10 @@ Memory in use is never remapped. Python allocates many objects that nobody uses;
 with the same content; then the objects are freed, and later objects use that memory. The free end of the C library's
 heap is empty, so it is remapped directly. The variables of packages' libraries are remapped as they are, since none of
 their code runs meanwhile.
+
+Without the heap a sandbox takes 1.17 to 1.23 times the CPU time and twice the memory; without the variables, and with
+the mappings as the loader made them, 1.01 to 1.08 times the CPU time. The plain way is to do nothing, as for a server
+with a single sandbox.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 """Reads the memory mappings of this process, and merges those of libraries' code.
 
 A fork copies every mapping of its parent, and the exit of a process tears each one down; a shared library has four or
-five.
+five. Merging three of them into one makes each fork and exit faster: for its figure see file_backed_heap.py. The plain
+way is to leave them.
 """
 
 import ctypes

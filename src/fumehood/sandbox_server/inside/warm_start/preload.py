@@ -1,4 +1,8 @@
-"""Imports the usual packages and runs warm-up programs, once, before any fork."""
+"""Imports the usual packages and runs warm-up programs, once, before any fork.
+
+Without the programs that use packages a first group-by with pandas takes 1.22 to 1.26 times the CPU time; without the
+simple ones and the cleared type cache every sandbox takes 1.05 times. The plain way is to import only.
+"""
 
 import gc
 import importlib
