@@ -75,11 +75,6 @@ class LineSplitter:
         self._pending: list[bytes] = []
         self._length = 0
 
-    @property
-    def pending_bytes(self) -> int:
-        """Bytes of the unfinished line."""
-        return self._length
-
     def feed(self, chunk: bytes) -> list[bytes]:
         first, *rest = chunk.split(b"\n")
         self._append(first)

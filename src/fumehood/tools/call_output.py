@@ -4,11 +4,11 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fumehood.interfaces import ContainerEvent, ExecutionStarted
 from fumehood.protocol.sandbox.sandbox_messages import (
     DisplayData,
     ExceptionRaised,
     ExecutionEnd,
-    ExecutionEvent,
     ExecutionNote,
     ExpressionResult,
     Stderr,
@@ -112,7 +112,7 @@ class CallOutput:
         parts = (self.logs, self.stdout, self.stderr)
         return any(part.is_truncated for part in parts) or self._image_count > len(self.images)
 
-    def add_event(self, event: ExecutionEvent) -> None:
+    def add_event(self, event: ContainerEvent) -> None:
         match event:
             case Stdout(text):
                 self._add(self.stdout, text)
@@ -129,6 +129,8 @@ class CallOutput:
             case ExecutionEnd():
                 self.end = event
                 self._add_line(self.stderr, event.reason)
+            case ExecutionStarted():
+                pass
 
     def _add_display(self, data: Mapping[str, str], end: str) -> None:
         image = decode_display(data, self._limits.image_bytes)

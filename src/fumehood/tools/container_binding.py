@@ -142,8 +142,12 @@ async def bind_container(
     """Bind a tool to the container that it names, else to that of another tool of the request, else to the last one of
     the conversation, else to a new one. Raises ApiError with the parameter `tools`.
     """
-    _check_spec(containers, choice)
-    shared = _find_shared_binding(other_tools)
+    try:
+        containers.validate_spec(choice.spec)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{choice.param_path}.{error.message}", param="tools") from None
+    bindings = (tool.binding for tool in other_tools if isinstance(tool, ConfiguredContainerTool))
+    shared = next(bindings, None)
     if choice.container_id is not None:
         binding = await _bind_named(containers, caller, choice.container_id, choice.spec)
     elif shared is not None:
@@ -155,13 +159,6 @@ async def bind_container(
     await binding.add_uploads(uploads, choice)
     binding.pending_files.add(collect_conversation_files(past, find_call_container))
     return binding
-
-
-def _find_shared_binding(other_tools: Sequence[ConfiguredTool]) -> ContainerBinding | None:
-    for tool in other_tools:
-        if isinstance(tool, ConfiguredContainerTool):
-            return tool.binding
-    return None
 
 
 async def _bind_named(
@@ -197,13 +194,6 @@ async def _bind_automatic(
     return ContainerBinding(
         containers, caller, previous, spec, previous_container=previous, previous_uploads=uploads
     )
-
-
-def _check_spec(containers: ContainerService, choice: ContainerChoice) -> None:
-    try:
-        containers.validate_spec(choice.spec)
-    except InvalidRequest as error:
-        raise InvalidRequest(f"{choice.param_path}.{error.message}", param="tools") from None
 
 
 def _merge_specs(one: ContainerSpec, other: ContainerSpec) -> ContainerSpec:

@@ -191,7 +191,7 @@ class PendingFiles:
             records = ()
         existing = {record.path: record for record in records}
         copied: list[str] = []
-        missing: list[str] = []
+        notices: list[str] = []
         for pending_file in pending:
             name = pending_file.file.name
             if pending_file.containers and name in existing and existing[name].source == "user":
@@ -199,11 +199,15 @@ class PendingFiles:
             try:
                 record = await self._copy_file(pending_file, existing)
             except (ApiError, SandboxError) as error:
-                missing.append(f"{name} is not there: {error.message}")
+                notices.append(f"{name} is not there: {error.message}")
             else:
                 existing[record.path] = record
-                copied.append(_describe_path(name, record.path))
-        return "\n".join([*_describe_copied(list(dict.fromkeys(copied))), *missing])
+                copied.append(
+                    f"{DATA_DIRECTORY}/{record.path}" + ("" if record.path == name else f" ({name})")
+                )
+        if copied:
+            notices.insert(0, f"Files of the user: {join_names([*dict.fromkeys(copied)], _MAX_NAMED_FILES)}.")
+        return "\n".join(notices)
 
     async def _copy_file(
         self, file: ConversationFile, existing: Mapping[str, ContainerFileRecord]
@@ -259,11 +263,3 @@ def _decode_data(data: str) -> bytes | None:
         return decode_inline(data)[1]
     except ValueError:
         return None
-
-
-def _describe_path(name: str, path: str) -> str:
-    return f"{DATA_DIRECTORY}/{path}" + ("" if path == name else f" ({name})")
-
-
-def _describe_copied(paths: Sequence[str]) -> list[str]:
-    return [f"Files of the user: {join_names(paths, _MAX_NAMED_FILES)}."] if paths else []

@@ -163,10 +163,9 @@ class InterpreterCallSession:
 
     def _add_event(self, event: ContainerEvent) -> Sequence[StreamEvent]:
         """Collect an event of the code, and return the events that it causes."""
-        if not isinstance(event, ExecutionStarted):
-            self._output.add_event(event)
-            return ()
-        if self._started_at is not None:  # in a second sandbox, since the first one was lost
+        self._output.add_event(event)
+        # It comes again from a second sandbox if the first one is lost.
+        if not isinstance(event, ExecutionStarted) or self._started_at is not None:
             return ()
         self._started_at = self._clock.monotonic()
         return (CodeInterpreterCallInterpreting(item_id=self._id, output_index=self._index),)

@@ -18,7 +18,6 @@ from fumehood.interfaces import (
     Clock,
     Container,
     ContainerEvent,
-    ExecutionStarted,
     ToolCallContext,
     ToolCallResult,
     ToolCallStep,
@@ -301,8 +300,6 @@ class _ShellOutputBuilder:
 
     def add_event(self, event: ContainerEvent) -> Sequence[StreamEvent]:
         """Collect an event of the running command, and return the events that it causes."""
-        if isinstance(event, ExecutionStarted):
-            return ()
         self.command_outputs[-1].add_event(event)
         match event:
             case Stdout(text):

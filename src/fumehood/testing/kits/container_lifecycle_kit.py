@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from fumehood.protocol.openai.api_errors import ContainerExpired, InvalidRequest, NotFound
+from fumehood.protocol.openai.api_errors import InvalidRequest, NotFound
 from fumehood.protocol.openai.container_objects import ContainerSpec
 from fumehood.protocol.openai.page_query import PageQuery
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEvent, NetworkAllowlist
@@ -105,23 +105,6 @@ class ContainerLifecycleKit:
             collected.append(event)
         end = get_end(collected)
         assert (end.status, end.exit_code, end.state_kept) == ("lost", -1, False)
-
-    async def test_an_expired_one_can_be_looked_at_and_deleted(self, subject: ContainerSubject) -> None:
-        name = await subject.create_container(idle_minutes=5)
-        file = await subject.containers.write_file(SOMEBODY, name, "a.txt", b"a")
-        await subject.pass_time(5 * 60)
-        assert (await subject.containers.get_container(SOMEBODY, name)).status == "expired"
-        with pytest.raises(ContainerExpired):
-            await subject.open_container(name)
-        await assert_each_raises(
-            NotFound,
-            subject.containers.get_file(SOMEBODY, name, file.id),
-            subject.containers.write_file(SOMEBODY, name, "b.txt", b"b"),
-            subject.containers.delete_file(SOMEBODY, name, file.id),
-        )
-        await subject.containers.delete_container(SOMEBODY, name)
-        with pytest.raises(NotFound):
-            await subject.containers.get_container(SOMEBODY, name)
 
     async def test_every_use_keeps_it_alive(self, subject: ContainerSubject) -> None:
         name = await subject.create_container(idle_minutes=5)

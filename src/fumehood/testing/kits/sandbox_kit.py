@@ -287,13 +287,6 @@ class SandboxExecutionKit:
             assert (end.status, end.exit_code, end.state_kept) == ("interrupted", -1, True)
             assert get_end(await subject.run(sandbox, "prints hello")).status == "ok"
 
-    async def test_code_and_a_command_are_not_the_same(self, subject: SandboxSubject) -> None:
-        async with subject.create_sandbox() as sandbox:
-            request = subject.make_request("prints hello", "once")
-            await read_events(sandbox.execute(request))
-            with pytest.raises(SandboxConflict):
-                await read_events(sandbox.execute(replace(request, language="shell")))
-
     async def test_leaving_the_events_does_not_stop_the_code(self, subject: SandboxSubject) -> None:
         async with subject.create_sandbox() as sandbox:
             async with subject.run_until_waiting(sandbox, "waits for the file go", "left"):
@@ -348,8 +341,11 @@ class SandboxExecutionKit:
     async def test_an_execution_id_of_another_code_is_a_conflict(self, subject: SandboxSubject) -> None:
         async with subject.create_sandbox() as sandbox:
             await subject.run(sandbox, "prints hello", "taken")
+            as_command = replace(subject.make_request("prints hello", "taken"), language="shell")
             with pytest.raises(SandboxConflict):
                 await subject.run(sandbox, "writes out.txt", "taken")
+            with pytest.raises(SandboxConflict):
+                await read_events(sandbox.execute(as_command))
             assert (await sandbox.list_files()).files == []
 
     async def test_calls_run_one_after_another(self, subject: SandboxSubject) -> None:
