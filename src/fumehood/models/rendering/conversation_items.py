@@ -1,6 +1,7 @@
 """Items of a conversation, as every renderer reads them."""
 
 from dataclasses import astuple, dataclass
+from functools import cached_property
 
 import msgspec
 
@@ -20,7 +21,7 @@ UNFINISHED_STATUSES = ("in_progress", "incomplete")
 _TEXT_TYPES = frozenset({"input_text", "output_text", "text"})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ServerFeatures:
     """Which items and inputs a model server accepts; what it does not accept is sent in another form.
 
@@ -35,7 +36,7 @@ class ServerFeatures:
     custom_tools: bool = False
     foreign_items: bool = False
 
-    @property
+    @cached_property
     def cache_key(self) -> str:
         return "".join("y" if flag else "n" for flag in astuple(self))
 
