@@ -18,11 +18,13 @@ from fumehood.protocol.openai.api_errors import (
     RateLimited,
 )
 from tests.support.multipart_bodies import form, form_type, part
+from tests.support.raw_http_connection import open_connection
 from tests.support.scripted_gateway import ScriptedGateway, run_gateway, send_slowly, text_events
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 JSON_TYPE = {"content-type": "application/json"}
+POST = b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 # --- making a response --------------------------------------------------------------------------------
@@ -61,14 +63,6 @@ async def test_what_newer_clients_send_is_tolerated(gateway: ScriptedGateway) ->
         user=None,
     )
     assert answer.status == 200
-
-
-async def test_several_requests_on_one_connection(gateway: ScriptedGateway) -> None:
-    async with gateway.open_connection() as (reader, writer):
-        writer.write(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n" * 3)
-        for _ in range(3):
-            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
-            assert await reader.readexactly(15) == b'{"status":"ok"}'
 
 
 # --- what cannot be served ----------------------------------------------------------------------------
@@ -190,11 +184,7 @@ async def test_a_body_comes_in_chunks_or_as_it_is(
     gateway: ScriptedGateway, header: bytes, status: int
 ) -> None:
     async with gateway.open_connection() as (reader, writer):
-        writer.write(
-            b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            + header
-            + b'\r\n\r\n20\r\n{"model": "small", "input": "x"}\r\n0\r\n\r\n'
-        )
+        writer.write(POST + header + b'\r\n\r\n20\r\n{"model": "small", "input": "x"}\r\n0\r\n\r\n')
         head = await reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 %d " % status), head
         if status == 400:
@@ -220,17 +210,6 @@ async def test_whole_answers_come_in_order_and_the_last_one_closes(gateway: Scri
     assert b"\r\nconnection: close\r\n" in second
 
 
-async def test_a_large_body_is_refused_by_its_length(gateway: ScriptedGateway) -> None:
-    async with gateway.open_connection() as (reader, writer):
-        writer.write(
-            b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            b"content-length: 100001\r\n\r\n"
-        )
-        head = await reader.readuntil(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 413")
-    assert b"connection: close" in head
-
-
 async def test_a_large_body_is_refused_while_it_comes(gateway: ScriptedGateway) -> None:
     async def endless() -> Any:
         for _ in range(1000):
@@ -247,10 +226,7 @@ async def test_a_caller_who_leaves_early_is_no_error(
 ) -> None:
     with caplog.at_level(logging.INFO, "fumehood.gateway"):
         async with gateway.open_connection() as (_, writer):
-            writer.write(
-                b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-                b"content-length: 10\r\n\r\n{"
-            )
+            writer.write(POST + b"content-length: 10\r\n\r\n{")
             await writer.drain()
         await wait_until(
             lambda: "disconnected before" in str([getattr(record, "fields", "") for record in caplog.records])
@@ -313,34 +289,21 @@ async def test_where_nothing_is(
     assert answer.json["error"]["type"] == "invalid_request_error"
 
 
-async def test_what_is_not_http_gets_openais_body_too(gateway: ScriptedGateway) -> None:
-    async with gateway.open_connection() as (reader, writer):
-        writer.write(b"nonsense\r\n\r\n")
-        answer = await reader.read()
-    assert answer.startswith(b"HTTP/1.1 400")
-    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
-
-
-async def test_a_head_without_end_is_refused(gateway: ScriptedGateway) -> None:
-    async with gateway.open_connection() as (reader, writer):
-        writer.write(b"GET / HTTP/1.1\r\n" + b"".join(b"x-%d: y\r\n" % n for n in range(20_000)))
-        answer = await reader.read(1000)
-    assert answer.startswith(b"HTTP/1.1 400")
-
-
-async def test_more_responses_at_once_than_allowed() -> None:
-    async with run_gateway(max_concurrent=1) as gateway:
-        gateway.runs.script = lambda response: [text_events(response)[:2]]
-        async with gateway.post_response(stream=True) as (reader, _):
-            await reader.readuntil(b"\r\n\r\n")
-            refused = await gateway.create_response()
-            run = gateway.runs.runs[0]
-            run.emit(*text_events(run.response)[2:])
-            await reader.readuntil(b"0\r\n\r\n")
-        gateway.runs.script = lambda response: [text_events(response)]
-        assert (await gateway.create_response()).status == 200
-    assert refused.error == (429, "rate_limit_exceeded", None)
-    assert refused.headers["retry-after"] == "1"
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"nonsense\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\n" + b"".join(b"x-%d: y\r\n" % n for n in range(8_000)), 400),
+        (POST + b"content-length: 100001\r\n\r\n", 413),
+    ],
+    ids=["not HTTP", "endless head", "large body"],
+)
+async def test_what_is_refused_by_its_head(gateway: ScriptedGateway, sent: bytes, status: int) -> None:
+    async with open_connection(gateway.port) as connection:
+        await connection.send(sent)
+        answer = await connection.read_response()
+    assert (answer.status, answer.headers["connection"]) == (status, "close")
+    assert json.loads(answer.body)["error"]["type"] == "invalid_request_error"
 
 
 # --- the server itself --------------------------------------------------------------------------------
@@ -421,19 +384,9 @@ async def test_a_second_stop_is_at_once() -> None:
                 await gateway.task
 
 
-async def test_a_body_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_context, "_BODY_TIMEOUT", 0.1)
-    async with run_gateway() as gateway, gateway.open_connection() as (reader, writer):
-        writer.write(
-            b"POST /v1/responses HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            b"content-length: 10\r\n\r\n{"
-        )
-        assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 408")
-
-
+@pytest.mark.parametrize("size", [1, 10_000], ids=["stops", "drips"])
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/files"])
-async def test_a_body_that_drips(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something comes all the time, and yet it ends."""
+async def test_a_body_that_stops_or_drips(path: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request_context, "_BODY_TIMEOUT", 0.2)
     kind = "application/json" if path == "/v1/responses" else form_type()["content-type"]
     async with run_gateway() as gateway, gateway.open_connection() as (reader, writer):
@@ -441,7 +394,9 @@ async def test_a_body_that_drips(path: str, monkeypatch: pytest.MonkeyPatch) -> 
             f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: {kind}\r\n"
             "content-length: 100000\r\n\r\n".encode()
         )
-        dripping = asyncio.ensure_future(send_slowly(writer, form([part("file", b"x" * 10_000, "x.txt")])))
+        dripping = asyncio.ensure_future(
+            send_slowly(writer, form([part("file", b"x" * 10_000, "x.txt")])[:size])
+        )
         head = await reader.readuntil(b"\r\n\r\n")
         dripping.cancel()
         body = await reader.readuntil(b"}}")

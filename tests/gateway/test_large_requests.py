@@ -181,8 +181,7 @@ async def test_only_so_much_of_all_bodies_is_held() -> None:
             gateway.runs.script = lambda response: [text_events(response)]
             answer = await gateway.create_response(input=BIG)
             small = await gateway.create_response(input="hi")
-            run = gateway.runs.runs[0]
-            run.emit(*text_events(run.response)[2:])
+            gateway.runs.runs[0].finish()
             await reader.readuntil(b"0\r\n\r\n")
         again = await gateway.create_response(input=BIG)
     assert answer.error == (503, "server_error", None)
@@ -205,8 +204,7 @@ async def test_a_run_that_may_be_asked_for_again_holds_its_body_when_nobody_is_t
                 await asyncio.sleep(0)
         gateway.runs.script = lambda response: [text_events(response)]
         meanwhile = await gateway.create_response(input=BIG)
-        run = gateway.runs.runs[0]
-        run.emit(*text_events(run.response)[2:])
+        gateway.runs.runs[0].finish()
         async with asyncio.timeout(PATIENCE):
             while (again := await gateway.create_response(input=BIG)).status == 503:
                 pass
@@ -242,8 +240,7 @@ async def test_what_a_short_request_refers_to_is_held_like_a_body() -> None:
                 await socket.ask()
                 over_socket = error_of((await socket.read_response())[-1])
             gateway.runs.script = lambda response: [text_events(response)]
-            run = gateway.runs.runs[0]
-            run.emit(*text_events(run.response)[2:])
+            gateway.runs.runs[0].finish()
             await reader.readuntil(b"0\r\n\r\n")
         again = [
             await gateway.create_response(),
@@ -389,8 +386,7 @@ async def test_messages_are_held_from_when_they_wait_until_they_are_answered_or_
             assert error_of((await socket.read_response())[-1]) == (503, "server_error", None)
             assert (await gateway.create_response(input=BIG)).status == 503
             gateway.runs.script = lambda response: [text_events(response)]
-            first = gateway.runs.runs[0]
-            first.emit(*text_events(first.response)[2:])
+            gateway.runs.runs[0].finish()
             for _ in range(2):
                 assert (await socket.read_response())[-1]["type"] == "response.completed"
             assert (await gateway.create_response(input=BIG)).status == 200

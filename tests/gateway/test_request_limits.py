@@ -107,8 +107,7 @@ async def test_responses_at_once_of_one_key() -> None:
                 refused = await tenant_gateway.ann.ask("POST", f"/v1/responses/{path}", body)
                 assert refused.error == (429, "rate_limit_exceeded", None)
             assert (await tenant_gateway.ben.create()).status == 200
-            run = runs.runs[0]
-            run.emit(*text_events(run.response)[2:])
+            runs.runs[0].finish()
             assert b"[DONE]" in await running.read()
         assert (await tenant_gateway.ann.create()).status == 200
 

@@ -48,11 +48,12 @@ async def ask_over_websocket(sock: socket.socket) -> None:
     await loop.sock_sendall(sock, bytes((0x81, 0x80 | len(body))) + b"\0\0\0\0" + body)
 
 
+@pytest.mark.parametrize("reads", [True, False], ids=["byte by byte", "nothing"])
 @pytest.mark.parametrize("ask", [ask_streamed, ask_over_websocket])
-async def test_a_client_that_reads_byte_by_byte_is_left(
-    ask: Callable[[socket.socket], Any], monkeypatch: pytest.MonkeyPatch
+async def test_a_client_that_reads_next_to_nothing_is_disconnected(
+    ask: Callable[[socket.socket], Any], reads: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reads all the time, and still next to nothing of what waits for it; nobody else notices."""
+    """It would hold its concurrency slot for ever. Nobody else notices."""
     monkeypatch.setattr(slow_clients, "_STALL_SECONDS", 0.5)
     piece = "x" * 500_000
     async with run_gateway() as gateway:
@@ -71,14 +72,16 @@ async def test_a_client_that_reads_byte_by_byte_is_left(
             others = 0
             async with asyncio.timeout(60):
                 while not run.ended.is_set():
-                    with contextlib.suppress(ConnectionError):
-                        await loop.sock_recv(slow, 1)
+                    if reads:
+                        with contextlib.suppress(ConnectionError):
+                            await loop.sock_recv(slow, 1)
                     if others < 20:
                         assert (await gateway.create_response(stream=True)).status == 200
                         others += 1
                     assert _waiting(gateway) < 2 * len(piece)
                     await asyncio.sleep(0.01)
         assert run.cancelled == CLIENT_DISCONNECTED
+        assert gateway.app.metrics.stats.dropped_readers["stalled"] == 1
         assert others > 0
 
 

@@ -147,6 +147,7 @@ class ScriptedRun:
         self.response = response
         self.cancelled: str | None = None
         self.ended = asyncio.Event()
+        self._emitted_count = 0
         self.log = _FallibleLog(
             recording=True,
             limits=lag_limits or LagLimits(),
@@ -177,10 +178,15 @@ class ScriptedRun:
 
     def emit(self, *events: StreamEvent) -> None:
         self.log.append(events)
+        self._emitted_count += len(events)
         last = events[-1]
         if isinstance(last, ResponseCompleted | ResponseIncomplete):
             self._result.set_result(last.response)
             self._end()
+
+    def finish(self) -> None:
+        """Emit what `text_events` has after the events that were emitted."""
+        self.emit(*text_events(self.response)[self._emitted_count :])
 
     def fail(self, fault: Exception) -> None:
         self.log.fault = fault

@@ -172,7 +172,7 @@ async def test_requests_of_one_lane_wait_for_each_other(gateway: ScriptedGateway
         for number in range(2):
             await wait_until_running(gateway, number + 1)
             run = gateway.runs.runs[number]
-            run.emit(*text_events(run.response)[2:])
+            run.finish()
             assert (await socket.read_response())[-1]["response"]["id"] == run.id
     assert [request.input for request in gateway.runs.requests] == ["first", "second"]
 
@@ -184,7 +184,7 @@ async def test_lanes_run_side_by_side(gateway: ScriptedGateway) -> None:
             await socket.ask(input=f"{name}", **({"stream_id": name} if name else {}))
         await wait_until_running(gateway, 3)
         for run in reversed(gateway.runs.runs):
-            run.emit(*text_events(run.response)[2:])
+            run.finish()
         events = [await socket.read_event() for _ in range(33)]
     by_lane = {
         name: [event["type"] for event in events if event.get("stream_id") == name]
@@ -207,8 +207,7 @@ async def test_no_more_than_sixteen_at_once(gateway: ScriptedGateway) -> None:
         assert len(gateway.runs.runs) == 16
         for number in range(20):
             await wait_until_running(gateway, number + 1)
-            run = gateway.runs.runs[number]
-            run.emit(*text_events(run.response)[2:])
+            gateway.runs.runs[number].finish()
         completed = 0
         while completed < 20:
             completed += (await socket.read_event())["type"] == "response.completed"
