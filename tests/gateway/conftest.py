@@ -1,9 +1,15 @@
-"""One gateway with scripted runs per module; its fakes are reset for every test."""
+"""Gateways, one per module: with scripted runs, which are reset for every test, and for blocking clients."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
+from http.client import HTTPConnection
 
+import pytest
 import pytest_asyncio
 
+from fumehood.engine.run_service import EngineRunService
+from fumehood.testing import FakeClock, MemoryStore, ScriptedModel, ScriptedModelProvider, says
+from tests.support.gateway_thread import run_in_thread
 from tests.support.scripted_gateway import ScriptedGateway, run_gateway
 
 
@@ -18,3 +24,26 @@ async def gateway(running: ScriptedGateway) -> ScriptedGateway:
     running.runs.reset()
     running.files.reset()
     return running
+
+
+class Target:
+    """A gateway whose model always says the same, for blocking clients."""
+
+    def __init__(self, gateway: ScriptedGateway) -> None:
+        self.port = gateway.port
+
+    def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
+        with closing(HTTPConnection("127.0.0.1", self.port, timeout=30)) as connection:
+            connection.request(method, path, body, {"content-type": "application/json", **headers})
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+
+
+@pytest.fixture(scope="module")
+def target() -> Iterator[Target]:
+    clock = FakeClock()
+    store = MemoryStore(clock)
+    models = ScriptedModelProvider(ScriptedModel(*([says("yes")] * 5000)))
+    runs = EngineRunService(models, [], store, clock)
+    with run_in_thread(run_gateway(runs=runs, store=store, body_bytes=200_000)) as gateway:
+        yield Target(gateway)

@@ -1,10 +1,10 @@
 """The OpenAPI document is complete, and the gateway conforms to it."""
 
-import asyncio
 import json
 import re
-import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from schemathesis.config import GenerationConfig, ProjectConfig, ProjectsConfig,
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.openapi import EVENT_TYPES, OPERATIONS, build_document
 from fumehood.protocol.openai.responses import CreateResponse
+from tests.support.gateway_thread import run_in_thread
 from tests.support.scripted_gateway import run_gateway
 from tests.support.two_tenant_gateway import TenantGateway, TenantObjects, create_objects, two_tenants
 
@@ -101,39 +102,23 @@ async def test_it_is_served() -> None:
 # --- kept ---------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
 class Target:
-    """A gateway with keys on a loop of its own, over the real engine and SQLite: what attacks it is blocking code."""
+    tenant_gateway: TenantGateway
+    objects: TenantObjects
 
-    def __init__(self, directory: Path) -> None:
-        self.tenant_gateway: TenantGateway | None = None
-        self.objects: TenantObjects | None = None
-        self._directory = directory
-        self._ready = threading.Event()
-        self._done: asyncio.Event | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
-        self._thread.start()
-        assert self._ready.wait(60)
 
-    async def _serve(self) -> None:
-        self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
-        async with two_tenants(self._directory, body_bytes=100_000) as self.tenant_gateway:
-            self.objects = await create_objects(self.tenant_gateway.ann)
-            self._ready.set()
-            await self._done.wait()
-
-    def close(self) -> None:
-        assert self._loop is not None
-        assert self._done is not None
-        self._loop.call_soon_threadsafe(self._done.set)
-        self._thread.join(60)
+@asynccontextmanager
+async def open_target(directory: Path) -> AsyncGenerator[Target]:
+    """A gateway with keys, over the real engine and SQLite, and what one tenant has there."""
+    async with two_tenants(directory, body_bytes=100_000) as tenant_gateway:
+        yield Target(tenant_gateway, await create_objects(tenant_gateway.ann))
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    target = Target(tmp_path_factory.mktemp("openapi"))
-    yield target
-    target.close()
+    with run_in_thread(open_target(tmp_path_factory.mktemp("openapi"))) as target:
+        yield target
 
 
 @schema.include(**MAKES).parametrize()
@@ -158,8 +143,6 @@ def test_very_many_requests(case: Any, target: Target) -> None:
 def check(case: Any, target: Target) -> None:
     """What the description allows and what it does not: no answer is a 5xx or one that it does not have."""
     tenant_gateway, objects = target.tenant_gateway, target.objects
-    assert tenant_gateway is not None
-    assert objects is not None
     parameters: dict[str, Any] = case.path_parameters or {}
     for name, value in parameters.items():  # half of the time something that is there
         if len(str(value)) % 2 and case.method != "DELETE":

@@ -1,11 +1,7 @@
 """Fuzzed requests with the real engine: no response is a 5xx."""
 
-import asyncio
 import json
 import string
-import threading
-from collections.abc import Iterator
-from http.client import HTTPConnection
 from typing import Any
 
 import msgspec
@@ -13,10 +9,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from fumehood.engine.run_service import EngineRunService
 from fumehood.protocol.openai.responses import CreateResponse
-from fumehood.testing import FakeClock, MemoryStore, ScriptedModel, ScriptedModelProvider, says
-from tests.support.scripted_gateway import run_gateway
+from tests.gateway.conftest import Target
 
 FIELDS = [field.encode_name for field in msgspec.structs.fields(CreateResponse)]
 bounded = settings(
@@ -24,52 +18,6 @@ bounded = settings(
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-
-
-class Target:
-    """A gateway on a loop of its own, whose model always says the same: what attacks it here is blocking code."""
-
-    def __init__(self) -> None:
-        self.port = 0
-        self._ready = threading.Event()
-        self._done: asyncio.Event | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
-        self._thread.start()
-        assert self._ready.wait(60)
-
-    async def _serve(self) -> None:
-        clock = FakeClock()
-        store = MemoryStore(clock)
-        models = ScriptedModelProvider(ScriptedModel(*([says("yes")] * 5000)))
-        async with run_gateway(
-            runs=EngineRunService(models, [], store, clock), store=store, body_bytes=200_000
-        ) as gateway:
-            self.port, self._done, self._loop = gateway.port, asyncio.Event(), asyncio.get_running_loop()
-            self._ready.set()
-            await self._done.wait()
-
-    def close(self) -> None:
-        assert self._loop is not None
-        assert self._done is not None
-        self._loop.call_soon_threadsafe(self._done.set)
-        self._thread.join(60)
-
-    def ask(self, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=30)
-        try:
-            connection.request(method, path, body, {"content-type": "application/json", **headers})
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
-
-
-@pytest.fixture(scope="module")
-def target() -> Iterator[Target]:
-    target = Target()
-    yield target
-    target.close()
 
 
 def check(status: int, body: bytes) -> None:
@@ -189,8 +137,8 @@ def test_bytes_in_the_middle_of_a_request(target: Target, body: bytes, place: in
     "field", ["input", "tools", "tool_choice", "metadata", "conversation", "unknown", "text"]
 )
 def test_nesting_without_end(target: Target, field: str, depth: int) -> None:
-    for opening, closing in (("[", "]"), ('{"a":', "}")):
-        nested = opening * depth + "1" + closing * depth
+    for begin, end in (("[", "]"), ('{"a":', "}")):
+        nested = begin * depth + "1" + end * depth
         body = f'{{"model":"scripted","input":"hi","{field}":{nested}}}'.encode()
         check(*target.ask("POST", "/v1/responses", body[:200_000]))
         items = f'{{"model":"scripted","input":[{{"type":"message","role":"user","content":{nested}}}]}}'

@@ -40,8 +40,10 @@ def post(body: dict[str, Any], headers: bytes = b"", version: bytes = b"1.1", ho
     )
 
 
-def events_of(body: bytes) -> list[Any]:
-    return [json.loads(line[6:]) for line in body.split(b"\n") if line.startswith(b"data: {")]
+def final_response(body: bytes, streamed: bool = True) -> Any:
+    if not streamed:
+        return json.loads(body)
+    return [json.loads(line[6:]) for line in body.split(b"\n") if line.startswith(b"data: {")][-1]["response"]
 
 
 # --- upgrades -----------------------------------------------------------------------------------------
@@ -54,9 +56,7 @@ async def test_a_response_although_the_upgrade_is_declined(
     for streamed in (False, True, False):
         await connection.send(post({**REQUEST, "stream": streamed}, upgrade))
         answer = await connection.read_response()
-        assert answer.status == 200
-        response = events_of(answer.body)[-1]["response"] if streamed else json.loads(answer.body)
-        assert response["status"] == "completed"
+        assert (answer.status, final_response(answer.body, streamed)["status"]) == (200, "completed")
     assert [request.input for request in gateway.runs.requests] == [REQUEST["input"]] * 3
 
 
@@ -73,20 +73,15 @@ async def test_a_websocket_is_still_opened_after_a_declined_upgrade(
 
 
 @needs_java
-async def test_javas_own_client(gateway: ScriptedGateway, tmp_path: Path) -> None:
-    answers = await post_from_java(f"{gateway.base}/v1/responses", REQUEST, tmp_path)
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_javas_own_client(gateway: ScriptedGateway, tmp_path: Path, streamed: bool) -> None:
+    body = {**REQUEST, "stream": streamed}
+    answers = await post_from_java(f"{gateway.base}/v1/responses", body, tmp_path)
     assert [*answers] == ["length", "chunks", "expect", "lines"]
-    for status, body in answers.values():
-        assert (status, json.loads(body)["status"]) == (200, "completed")
+    for status, answer in answers.values():
+        lines = answer.replace("|", "\n") if streamed else answer
+        assert (status, final_response(lines.encode(), streamed)["status"]) == (200, "completed")
     assert [request.input for request in gateway.runs.requests] == [REQUEST["input"]] * 4
-
-
-@needs_java
-async def test_javas_own_client_reads_a_stream(gateway: ScriptedGateway, tmp_path: Path) -> None:
-    answers = await post_from_java(f"{gateway.base}/v1/responses", {**REQUEST, "stream": True}, tmp_path)
-    for status, body in answers.values():
-        assert status == 200
-        assert events_of(body.replace("|", "\n").encode())[-1]["type"] == "response.completed"
 
 
 @needs_curl
@@ -99,9 +94,7 @@ async def test_curl_with_http2(gateway: ScriptedGateway, options: tuple[str, ...
         status, answer = await post_from_curl(
             f"{gateway.base}/v1/responses", {**body, "stream": streamed}, *options
         )
-        assert status == 200
-        response = events_of(answer.encode())[-1]["response"] if streamed else json.loads(answer)
-        assert response["status"] == "completed"
+        assert (status, final_response(answer.encode(), streamed)["status"]) == (200, "completed")
     assert [request.input for request in gateway.runs.requests] == [body["input"]] * 2
 
 
@@ -119,7 +112,7 @@ async def test_a_stream_for_http_10(connection: RawConnection, headers: bytes, h
     assert not {"transfer-encoding", "content-length"} & set(answer.headers)
     assert answer.body.startswith(b"event: response.created\n")
     assert answer.body.endswith(b"data: [DONE]\n\n")
-    assert events_of(answer.body)[-1]["response"]["status"] == "completed"
+    assert final_response(answer.body)["status"] == "completed"
     assert connection.reader.at_eof()
 
 

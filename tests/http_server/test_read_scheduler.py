@@ -2,18 +2,15 @@
 
 import asyncio
 import base64
-from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from typing import Any, override
 
 import pytest
 
 from fumehood.http_server import read_scheduler
-from fumehood.http_server.asgi_exchange import Application, AsgiExchange, Receive, Scope, Send
-from fumehood.http_server.listening_sockets import ListenAddress, listen
+from fumehood.http_server.asgi_exchange import AsgiExchange, Receive, Scope, Send
 from fumehood.http_server.read_scheduler import ReadScheduler, SlicedReadProtocol
-from fumehood.http_server.web_server import WebServer, render_error_response
-from fumehood.http_server.websocket_protocol import make_websocket_protocol
+from tests.http_server.test_web_server import run_server
 
 ONE_READ = 256 << 10  # as much as uvloop or asyncio reads at once
 PATIENCE = 30
@@ -103,25 +100,6 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
     await exchange.send(b"ok", more=False)
 
 
-@asynccontextmanager
-async def run_server(app: Application) -> AsyncGenerator[int]:
-    def refuse(status: int, reason: str) -> bytes:
-        return render_error_response([], f"{status} {reason}".encode())
-
-    listener = listen(ListenAddress(port=0))
-    server = WebServer(app, listener.sock, refuse, websocket_protocol=make_websocket_protocol(refuse))
-    ready = asyncio.Event()
-    task = asyncio.ensure_future(server.serve(ready.set))
-    await ready.wait()
-    try:
-        yield listener.sock.getsockname()[1]
-    finally:
-        server.stop()
-        server.stop()
-        await task
-        listener.close()
-
-
 def frame(kind: int, payload: bytes = b"") -> bytes:
     return bytes([0x80 | kind, 0x80 | len(payload), 0, 0, 0, 0]) + payload
 
@@ -153,7 +131,7 @@ async def test_what_waits_to_be_parsed_is_bounded(
         most = max(most, sum(map(len, waiting)))
 
     monkeypatch.setattr(SlicedReadProtocol, "data_received", watch)
-    async with run_server(answer) as port:
+    async with run_server(answer, websockets=True) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         if first:
             writer.write(first)

@@ -12,6 +12,7 @@ import pytest
 from fumehood.http_server.asgi_exchange import Application, AsgiExchange, Headers, Receive, Scope, Send
 from fumehood.http_server.listening_sockets import ListenAddress, listen
 from fumehood.http_server.web_server import FileDescriptorLimit, WebServer, render_error_response
+from fumehood.http_server.websocket_protocol import make_websocket_protocol
 
 PATIENCE = 30
 REQUEST = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -31,15 +32,22 @@ class EchoApp:
         await exchange.send(names, more=False)
 
 
+def render_status(status: int, _: str) -> bytes:
+    return render_error_response([], b"%d" % status)
+
+
 @asynccontextmanager
-async def run_server(app: Application, connections: int | None = None) -> AsyncGenerator[int]:
+async def run_server(
+    app: Application, connections: int | None = None, *, websockets: bool = False
+) -> AsyncGenerator[int]:
     """A server until the block is left, and its port."""
     listener = listen(ListenAddress(port=0))
     server = WebServer(
         app,
         listener.sock,
-        lambda status, reason: render_error_response([], b"%d" % status),
+        render_status,
         max_connections=connections,
+        websocket_protocol=make_websocket_protocol(render_status) if websockets else None,
     )
     ready = asyncio.Event()
     task = asyncio.ensure_future(server.serve(ready.set))

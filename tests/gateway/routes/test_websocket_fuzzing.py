@@ -1,26 +1,19 @@
 """Fuzzed WebSocket messages with the real engine: every one is answered."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from websockets.sync.client import connect
 
-from tests.gateway.test_request_fuzzing import FIELDS, Target, bounded, json_values, requests
+from tests.gateway.conftest import Target
+from tests.gateway.test_request_fuzzing import FIELDS, bounded, json_values, requests
 from tests.support.websocket_client import TERMINAL_TYPES
 
 # Continue the last response that was seen, in whatever lane it was.
 LAST = "resp_the_last_one"
-
-
-@pytest.fixture(scope="module")
-def target() -> Iterator[Target]:
-    target = Target()
-    yield target
-    target.close()
 
 
 def _create(request: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
