@@ -22,6 +22,8 @@ def _ratchet(**best: float) -> Ratchet:
 
 def test_within_the_margin_is_no_step_back() -> None:
     assert bench_check.setbacks(_result(start=75.0), _ratchet(start=100.0)) == []
+    others: Ratchet = {"gateway": {"start.p50": Step(best=9.0, margin=0.1)}}
+    assert bench_check.setbacks(_result(start=1.0), others) == []
 
 
 def test_a_step_back_names_the_row_and_how_much_is_lost() -> None:
@@ -34,26 +36,19 @@ def test_a_row_that_is_no_longer_measured_is_a_step_back() -> None:
     assert "start.p50: was not measured" in sentence
 
 
-def test_another_benchmarks_ratchet_does_not_matter() -> None:
-    assert (
-        bench_check.setbacks(_result(start=1.0), {"gateway": {"start.p50": Step(best=9.0, margin=0.1)}}) == []
-    )
-
-
-def test_only_ratios_with_a_goal_are_compared() -> None:
-    result = Result("sandbox", {"start": ResultRow(ratios={"p50": 5.0, "p99": 0.1}, goals={"p50": 1.0})})
-    assert result.ratios() == {"start.p50": 5.0}
-
-
-def test_a_ratio_with_a_limit_is_compared_too() -> None:
-    result = Result("gateway", {"memory": ResultRow(ratios={"mean": 0.8}, limits={"mean": 80.0})})
-    assert result.ratios() == {"memory.mean": 0.8}
-
-
-def test_a_row_without_a_ratchet_is_not_compared() -> None:
-    result = Result("sandbox", {"rush": ResultRow(ratios={"p50": 5.0}, goals={"p50": 1.0}, gated=False)})
-    assert result.ratios() == {}
-    assert bench_check.raised(result, {}) == {"sandbox": {}}
+@pytest.mark.parametrize(
+    ("row", "compared"),
+    [
+        (ResultRow(ratios={"p50": 5.0, "p99": 0.1}, goals={"p50": 1.0}), {"row.p50": 5.0}),
+        (ResultRow(ratios={"mean": 0.8}, limits={"mean": 80.0}), {"row.mean": 0.8}),
+        (ResultRow(ratios={"p50": 5.0}, goals={"p50": 1.0}, gated=False), {}),
+    ],
+    ids=["goal", "limit", "without a ratchet"],
+)
+def test_gated_ratios_with_a_goal_or_a_limit_are_compared(row: ResultRow, compared: dict[str, float]) -> None:
+    result = Result("sandbox", {"row": row})
+    assert result.ratios() == compared
+    assert bench_check.raised(result, {})["sandbox"].keys() == compared.keys()
 
 
 def test_the_ratchet_rises_and_never_falls() -> None:

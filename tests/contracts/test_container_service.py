@@ -3,11 +3,10 @@
 import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
-import pytest_asyncio
 
 from fumehood.containers.container_service import SandboxContainerService
 from fumehood.containers.container_state import ContainerSettings, IsolationScope
@@ -31,13 +30,6 @@ from fumehood.testing.kits.container_service_kit import (
 from fumehood.testing.kits.payloads import stream_chunks
 from tests.support.sandbox_runs import has_cgroups
 from tests.support.scripted_sandbox_programs import make_scripted_sandboxes
-
-
-@pytest_asyncio.fixture(loop_scope="class", scope="class")
-async def subject(request: pytest.FixtureRequest) -> AsyncGenerator[ContainerSubject]:
-    kit = cast("type[Any]", request.cls)  # pyright: ignore[reportUnknownMemberType]
-    async with kit.open_subject() as subject:
-        yield subject
 
 
 def make_subject(
@@ -74,57 +66,48 @@ def make_subject(
 
 
 @asynccontextmanager
+async def open_fake_subject(isolation: IsolationScope) -> AsyncGenerator[ContainerSubject]:
+    async with make_scripted_sandboxes() as provider:
+        yield make_subject(provider, isolation)
+
+
+@asynccontextmanager
+async def open_disk_subject() -> AsyncGenerator[ContainerSubject]:
+    with tempfile.TemporaryDirectory() as directory:
+        store = await SqliteStore.open(Path(directory) / "store.db")
+        async with make_scripted_sandboxes() as provider:
+            yield make_subject(provider, store=store, blobs=DiskBlobStore(Path(directory) / "blobs"))
+        await store.close()
+
+
+@asynccontextmanager
 async def open_real_subject(isolation: IsolationScope) -> AsyncGenerator[ContainerSubject]:
     limits = "enforced" if has_cgroups() else "best-effort"
-    async with LocalSandboxProvider(
-        LocalServerSettings(limits=limits, pool=1, options=("--preload", ""))
-    ) as provider:
+    settings = LocalServerSettings(limits=limits, pool=1, options=("--preload", ""))
+    async with LocalSandboxProvider(settings) as provider:
         yield make_subject(provider, isolation)
 
 
 @pytest.mark.asyncio(loop_scope="class")
 class TestOverFakeSandboxes(ContainerServiceKit):
-    @staticmethod
-    @asynccontextmanager
-    async def open_subject() -> AsyncGenerator[ContainerSubject]:
-        async with make_scripted_sandboxes() as provider:
-            yield make_subject(provider)
+    open_subject = staticmethod(partial(open_fake_subject, "container"))
 
 
 @pytest.mark.asyncio(loop_scope="class")
 class TestOnADisk(ContainerServiceKit):
-    @staticmethod
-    @asynccontextmanager
-    async def open_subject() -> AsyncGenerator[ContainerSubject]:
-        with tempfile.TemporaryDirectory() as directory:
-            store = await SqliteStore.open(Path(directory) / "store.db")
-            async with make_scripted_sandboxes() as provider:
-                yield make_subject(provider, store=store, blobs=DiskBlobStore(Path(directory) / "blobs"))
-            await store.close()
+    open_subject = staticmethod(open_disk_subject)
 
 
 @pytest.mark.asyncio(loop_scope="class")
 class TestOverAFakeSandboxForEachCall(ContainerServiceKit):
-    @staticmethod
-    @asynccontextmanager
-    async def open_subject() -> AsyncGenerator[ContainerSubject]:
-        async with make_scripted_sandboxes() as provider:
-            yield make_subject(provider, "execution")
+    open_subject = staticmethod(partial(open_fake_subject, "execution"))
 
 
 @pytest.mark.asyncio(loop_scope="class")
 class TestOverSandboxes(ContainerServiceKit):
-    @staticmethod
-    @asynccontextmanager
-    async def open_subject() -> AsyncGenerator[ContainerSubject]:
-        async with open_real_subject("container") as subject:
-            yield subject
+    open_subject = staticmethod(partial(open_real_subject, "container"))
 
 
 @pytest.mark.asyncio(loop_scope="class")
 class TestOverASandboxForEachCall(ContainerServiceKit):
-    @staticmethod
-    @asynccontextmanager
-    async def open_subject() -> AsyncGenerator[ContainerSubject]:
-        async with open_real_subject("execution") as subject:
-            yield subject
+    open_subject = staticmethod(partial(open_real_subject, "execution"))

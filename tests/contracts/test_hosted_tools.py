@@ -22,6 +22,12 @@ from fumehood.testing.kits.hosted_tool_kit import HostedToolKit, ToolSubject
 from fumehood.tools.code_interpreter_tool import CodeInterpreterTool
 from fumehood.tools.shell_tool import ShellTool
 
+
+def make_containers(provider: ScriptedSandboxProvider, clock: FakeClock) -> SandboxContainerService:
+    store = MemoryStore(clock)
+    return SandboxContainerService(provider, store, GarbageCollectedBlobs(MemoryBlobStore(), store), clock)
+
+
 BROKEN = [
     "",
     "{",
@@ -44,10 +50,7 @@ class TestCodeInterpreter(HostedToolKit):
             ExecutionStep("wait()", [Stdout("waiting\n"), asyncio.Event()]),
         ]
         async with ScriptedSandboxProvider(repeatable=steps) as provider:
-            store = MemoryStore(clock)
-            containers = SandboxContainerService(
-                provider, store, GarbageCollectedBlobs(MemoryBlobStore(), store), clock
-            )
+            containers = make_containers(provider, clock)
             yield ToolSubject(
                 CodeInterpreterTool(containers, clock),
                 '{"type": "code_interpreter", "container": {"type": "auto"}}',
@@ -83,10 +86,7 @@ class TestShell(HostedToolKit):
             ExecutionStep("sleep 9", [Stdout("waiting\n"), asyncio.Event()]),
         ]
         async with ScriptedSandboxProvider(repeatable=steps) as provider:
-            store = MemoryStore(clock)
-            containers = SandboxContainerService(
-                provider, store, GarbageCollectedBlobs(MemoryBlobStore(), store), clock
-            )
+            containers = make_containers(provider, clock)
             yield ToolSubject(
                 ShellTool(containers, clock),
                 '{"type": "shell", "environment": {"type": "container_auto"}}',

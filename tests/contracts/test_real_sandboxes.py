@@ -5,10 +5,8 @@ import tempfile
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
-import pytest_asyncio
 
 from fumehood.interfaces import SandboxProvider, SandboxRef
 from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec
@@ -40,13 +38,6 @@ class InProcessProvider:
 
     async def destroy(self, ref: SandboxRef) -> None:
         await self._service.delete(ref.id)
-
-
-@pytest_asyncio.fixture(loop_scope="class", scope="class")
-async def subject(request: pytest.FixtureRequest) -> AsyncGenerator[SandboxSubject]:
-    kit = cast("type[Any]", request.cls)  # pyright: ignore[reportUnknownMemberType]
-    async with kit.open_subject() as subject:
-        yield subject
 
 
 @pytest.mark.asyncio(loop_scope="class")
