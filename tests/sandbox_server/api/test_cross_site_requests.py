@@ -70,7 +70,7 @@ def _path(operation: ApiOperation) -> str:
     return path + "?kind=tar" if path.endswith("/unpack") else path
 
 
-async def _refused(client: SandboxApiClient, headers: dict[str, str], param: str) -> None:
+async def _assert_refused(client: SandboxApiClient, headers: dict[str, str], param: str) -> None:
     places = [(operation.method, _path(operation)) for operation in OPERATIONS]
     for method, path in [*places, ("GET", "/nothing"), ("PATCH", "/sandboxes/box"), ("OPTIONS", "/execute")]:
         answer = await client.request(method, path, headers={"content-type": "application/json", **headers})
@@ -82,12 +82,12 @@ async def _refused(client: SandboxApiClient, headers: dict[str, str], param: str
 async def test_pages_of_other_sites_reach_no_operation(
     client: SandboxApiClient, headers: dict[str, str]
 ) -> None:
-    await _refused(client, headers, "origin")
+    await _assert_refused(client, headers, "origin")
 
 
 @pytest.mark.parametrize("host", FOREIGN_HOSTS)
 async def test_pages_whose_name_leads_here_reach_no_operation(client: SandboxApiClient, host: str) -> None:
-    await _refused(client, {"host": host}, "host")
+    await _assert_refused(client, {"host": host}, "host")
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8080", "box.localhost", "[::1]:8080", "10.0.0.7"])
@@ -139,7 +139,7 @@ async def test_on_a_unix_socket_any_name_will_do_but_no_foreign_page(tmp_path: P
         assert (
             await server.client.request("GET", "/sandboxes", headers={"host": "any.example"})
         ).status == 200
-        await _refused(server.client, {"origin": "https://evil.example"}, "origin")
+        await _assert_refused(server.client, {"origin": "https://evil.example"}, "origin")
 
 
 async def test_where_there_is_a_token_it_decides() -> None:

@@ -39,7 +39,7 @@ async def client(running: RunningServer) -> AsyncIterator[SandboxApiClient]:
     await running.client.delete_all()
 
 
-async def lines(response: Any) -> AsyncGenerator[Any]:
+async def read_lines(response: Any) -> AsyncGenerator[Any]:
     async for line in response.content:
         yield json.loads(line) if line.strip() else None
 
@@ -53,50 +53,53 @@ def follow(client: SandboxApiClient, execution_id: str, after: int = -1) -> Any:
     return client.session.get(client.url(f"/sandboxes/box/executions/{execution_id}?after={after}"))
 
 
-async def first(events: AsyncGenerator[Any]) -> Any:
+async def read_first(events: AsyncGenerator[Any]) -> Any:
     async for event in events:
         if event is not None:
             return event
     raise AssertionError("it ended without an event")
 
 
-async def rest(events: AsyncGenerator[Any]) -> list[Any]:
+async def read_rest(events: AsyncGenerator[Any]) -> list[Any]:
     return [event async for event in events if event is not None]
 
 
-async def go(client: SandboxApiClient) -> None:
+async def signal_go(client: SandboxApiClient) -> None:
     assert (await client.request("PUT", "/sandboxes/box/files/go", b"")).status == 200
 
 
 async def test_events_come_while_the_code_runs(client: SandboxApiClient) -> None:
     async with execute(client, WAIT_FOR_GO, "live") as response:
-        events = lines(response)
-        assert await first(events) == {"type": "stdout", "text": "waiting\n"}
+        events = read_lines(response)
+        assert await read_first(events) == {"type": "stdout", "text": "waiting\n"}
         info = (await client.request("GET", "/sandboxes/box")).json
         assert (info["running"], info["waiting"]) == ("live", 0)
         assert (await client.request("GET", "/health")).json["running"] == 1
-        await go(client)
-        assert [event.get("text", event["type"]) for event in await rest(events)] == ["going on\n", "end"]
+        await signal_go(client)
+        assert [event.get("text", event["type"]) for event in await read_rest(events)] == [
+            "going on\n",
+            "end",
+        ]
 
 
 async def test_a_silent_execution_gives_signs_of_life(client: SandboxApiClient) -> None:
     async with execute(client, WAIT_FOR_GO, "silent") as response:
-        events = lines(response)
-        await first(events)
+        events = read_lines(response)
+        await read_first(events)
         assert [await anext(events) for _ in range(3)] == [None, None, None]
-        await go(client)
-        assert (await rest(events))[-1]["status"] == "ok"
+        await signal_go(client)
+        assert (await read_rest(events))[-1]["status"] == "ok"
 
 
 async def test_resuming_in_the_middle_after_a_broken_connection(client: SandboxApiClient) -> None:
     async with execute(client, WAIT_FOR_GO + MANY_LINES, "broken") as response:
-        events = [await first(lines(response))]
+        events = [await read_first(read_lines(response))]
         response.close()  # in the middle of it
-    await go(client)
+    await signal_go(client)
     while True:  # a reader who leaves after each few events, and comes back
         async with follow(client, "broken", len(events) - 1) as response:
             assert response.headers["fumehood-execution-id"] == "broken"
-            async for event in lines(response):
+            async for event in read_lines(response):
                 if event is not None:
                     events.append(event)
                 if len(events) % 7 == 0:
@@ -111,8 +114,8 @@ async def test_resuming_in_the_middle_after_a_broken_connection(client: SandboxA
 
 async def test_executions_run_one_after_another(client: SandboxApiClient) -> None:
     async with execute(client, "order = []" + WAIT_FOR_GO + "order.append('a')", "a") as one:
-        one_lines = lines(one)
-        await first(one_lines)
+        one_lines = read_lines(one)
+        await read_first(one_lines)
         others = [execute(client, f"order.append('{name}')", name) for name in "bcde"]
         responses = [await other.__aenter__() for other in others]
         info = (await client.request("GET", "/sandboxes/box")).json
@@ -123,9 +126,9 @@ async def test_executions_run_one_after_another(client: SandboxApiClient) -> Non
         assert (await client.request("POST", "/sandboxes/box/interrupt?execution_id=d")).json == {
             "interrupted": True
         }
-        await go(client)
-        await rest(one_lines)
-        ends = [(await rest(lines(response)))[-1]["status"] for response in responses]
+        await signal_go(client)
+        await read_rest(one_lines)
+        ends = [(await read_rest(read_lines(response)))[-1]["status"] for response in responses]
         for other in others:
             await other.__aexit__(None, None, None)
     assert ends == ["ok", "ok", "interrupted", "ok"]
@@ -134,22 +137,22 @@ async def test_executions_run_one_after_another(client: SandboxApiClient) -> Non
 
 async def test_deleting_a_sandbox_ends_its_streams(client: SandboxApiClient) -> None:
     async with execute(client, WAIT_FOR_GO, "doomed") as response:
-        events = lines(response)
-        await first(events)
+        events = read_lines(response)
+        await read_first(events)
         assert (await client.request("DELETE", "/sandboxes/box")).status == 204
-        end = (await rest(events))[-1]
+        end = (await read_rest(events))[-1]
     assert (end["type"], end["status"], end["state_kept"]) == ("end", "lost", False)
 
 
 async def test_code_goes_on_when_its_reader_leaves(running: RunningServer, client: SandboxApiClient) -> None:
     async with execute(client, WAIT_FOR_GO, "alone") as response:
-        await first(lines(response))
+        await read_first(read_lines(response))
         response.close()
     await wait_until(lambda: not running.server.open_request_count)
     assert running.service.health().running == 1
-    await go(client)
+    await signal_go(client)
     async with follow(client, "alone") as response:
-        assert (await rest(lines(response)))[-1]["status"] == "ok"
+        assert (await read_rest(read_lines(response)))[-1]["status"] == "ok"
 
 
 async def test_a_slow_reader_costs_no_memory(running: RunningServer, client: SandboxApiClient) -> None:

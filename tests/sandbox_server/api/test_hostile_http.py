@@ -105,7 +105,7 @@ def server() -> Iterator[Server]:
     running.close()
 
 
-def checked(answer: bytes) -> int | None:
+def check_answer(answer: bytes) -> int | None:
     """The status of the first answer, which is one that the contract knows; None for a closed connection."""
     if not answer:
         return None
@@ -158,7 +158,7 @@ tokens = st.sampled_from(
 @bounded
 @given(parts=st.lists(tokens | st.binary(max_size=20), max_size=30))
 def test_bytes_that_are_hardly_http(server: Server, parts: list[bytes]) -> None:
-    checked(server.raw(b"".join(parts)))
+    check_answer(server.raw(b"".join(parts)))
 
 
 paths = st.sampled_from(["/sandboxes/box/execute", "/execute", "/sandboxes/box", "/sandboxes/box/files/x"])
@@ -200,7 +200,7 @@ def test_odd_bodies_and_headers(
     head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n".encode()
     head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n".encode()
     head += b"".join(name.encode() + b": " + value + b"\r\n" for name, value in headers)
-    assert checked(server.raw(head + b"\r\n" + body, half_close=False)) is not None
+    assert check_answer(server.raw(head + b"\r\n" + body, half_close=False)) is not None
 
 
 @pytest.mark.parametrize(
@@ -244,5 +244,5 @@ def test_odd_bodies_and_headers(
     ids=range(16),
 )
 def test_by_hand(server: Server, request_bytes: bytes, expected: set[int | None]) -> None:
-    assert checked(server.raw(request_bytes)) in expected
+    assert check_answer(server.raw(request_bytes)) in expected
     assert server.alive()

@@ -39,7 +39,7 @@ def post(path: str, body: dict[str, Any], headers: bytes = b"", version: str = "
     return head + headers + b"Content-Length: %d\r\n\r\n%b" % (len(encoded), encoded)
 
 
-def printed(body: str | bytes) -> str:
+def collect_printed(body: str | bytes) -> str:
     """What the code printed, of a stream of events."""
     events = [json.loads(line) for line in body.splitlines() if line]
     assert events[-1]["status"] == "ok"
@@ -51,7 +51,7 @@ async def test_code_runs_although_the_upgrade_is_declined(connection: RawConnect
     for _ in range(2):
         await connection.send(post("/sandboxes/box/execute", CODE, upgrade))
         answer = await connection.read_response()
-        assert (answer.status, printed(answer.body)) == (200, "50000\n")
+        assert (answer.status, collect_printed(answer.body)) == (200, "50000\n")
 
 
 @needs_java
@@ -59,21 +59,21 @@ async def test_javas_own_client(running: RunningServer, tmp_path: Path) -> None:
     answers = await post_from_java(f"{running.where}/sandboxes/box/execute", CODE, tmp_path)
     assert [*answers] == ["length", "chunks", "expect", "lines"]
     for status, body in answers.values():
-        assert (status, printed(body.replace("|", "\n"))) == (200, "50000\n")
+        assert (status, collect_printed(body.replace("|", "\n"))) == (200, "50000\n")
 
 
 @needs_curl
 async def test_curl_with_http2(running: RunningServer) -> None:
     for options in ((), ("--header", "transfer-encoding: chunked"), ("--header", "expect: 100-continue")):
         status, body = await post_from_curl(f"{running.where}/sandboxes/box/execute", CODE, *options)
-        assert (status, printed(body)) == (200, "50000\n")
+        assert (status, collect_printed(body)) == (200, "50000\n")
 
 
 @pytest.mark.parametrize("headers", [b"", b"Connection: keep-alive\r\n"])
 async def test_events_for_http_10(connection: RawConnection, headers: bytes) -> None:
     await connection.send(post("/sandboxes/box/execute", CODE, headers, "1.0"))
     answer = await connection.read_response()
-    assert (answer.status, printed(answer.body)) == (200, "50000\n")
+    assert (answer.status, collect_printed(answer.body)) == (200, "50000\n")
     assert answer.headers["connection"] == "close"
     assert not {"transfer-encoding", "content-length"} & set(answer.headers)
     assert connection.reader.at_eof()

@@ -71,14 +71,14 @@ async def create(service: SandboxService, spec: SandboxSpec, name: str | None = 
     return sandbox
 
 
-async def outcome(
+async def run_code(
     sandbox: SandboxInstance, code: str, execution_id: str | None = None, **request: Any
 ) -> ExecutionOutcome:
     asked = ExecuteRequest(code=code, execution_id=execution_id, **request)
     return await wait_for_outcome(sandbox.executions.start_or_get(asked))
 
 
-async def begun(sandbox: SandboxInstance, execution_id: str) -> SandboxExecution:
+async def start_waiting(sandbox: SandboxInstance, execution_id: str) -> SandboxExecution:
     """A call that runs until it is interrupted, and has said so."""
     call = sandbox.executions.start_or_get(ExecuteRequest(code=WAITING, execution_id=execution_id))
     async for batch in call.event_batches():
@@ -115,7 +115,7 @@ async def test_a_caller_who_leaves_does_not_take_the_sandbox_from_the_others(ser
     await asyncio.sleep(0)
     first.cancel()
     made = await second
-    assert (await outcome(made, "1")).result == "1"
+    assert (await run_code(made, "1")).result == "1"
     await service.delete(made.name)
 
 
@@ -159,7 +159,7 @@ async def test_a_failed_start_costs_no_quota() -> None:
 async def test_the_memory_of_the_departed_is_bounded(service: SandboxService) -> None:
     for number in range(4):
         made = await create(service, SandboxSpec(), f"late-{number}")
-        await outcome(made, "print('x' * 9000)", "call")
+        await run_code(made, "print('x' * 9000)", "call")
         await service.delete(made.name)
     with pytest.raises(SandboxNotFound):
         service.get("late-0")
@@ -185,7 +185,7 @@ async def test_one_that_nobody_uses_is_ended() -> None:
     async with SandboxService(settings(preload=(), idle_seconds=0.4)) as service:
         idle = await create(service, SandboxSpec(), "idle")
         busy = await create(service, SandboxSpec(), "busy")
-        call = await begun(busy, "long")
+        call = await start_waiting(busy, "long")
         await wait_until(lambda: idle.end_reason is not None)
         with pytest.raises(SandboxGone, match="it was idle"):
             service.get("idle")
@@ -199,7 +199,7 @@ async def test_one_that_nobody_uses_is_ended() -> None:
 
 
 async def test_an_execution_id_with_another_request_is_a_conflict(sandbox: SandboxInstance) -> None:
-    await outcome(sandbox, "1", "once")
+    await run_code(sandbox, "1", "once")
     for other in (
         ExecuteRequest(code="2", execution_id="once"),
         ExecuteRequest(code="1", execution_id="once", timeout_seconds=5),
@@ -210,7 +210,7 @@ async def test_an_execution_id_with_another_request_is_a_conflict(sandbox: Sandb
 
 
 async def test_only_so_many_calls_wait(sandbox: SandboxInstance) -> None:
-    running = await begun(sandbox, "running")
+    running = await start_waiting(sandbox, "running")
     waiting = [
         sandbox.executions.start_or_get(ExecuteRequest(code="1", execution_id=f"w{number}"))
         for number in range(2)
@@ -230,7 +230,7 @@ async def test_only_so_many_calls_wait(sandbox: SandboxInstance) -> None:
 
 async def test_ended_calls_are_forgotten_by_number(sandbox: SandboxInstance) -> None:
     for number in range(4):
-        await outcome(sandbox, str(number), f"call-{number}")
+        await run_code(sandbox, str(number), f"call-{number}")
     with pytest.raises(ExecutionNotFound, match="no longer retained"):
         sandbox.executions.get("call-0")
     with pytest.raises(ExecutionNotFound, match="no longer retained"):  # nothing runs twice
@@ -242,8 +242,8 @@ async def test_ended_calls_are_forgotten_by_number(sandbox: SandboxInstance) -> 
 
 
 async def test_ended_calls_are_forgotten_by_size(sandbox: SandboxInstance) -> None:
-    await outcome(sandbox, "print('x' * 15000)", "large")
-    last = await outcome(sandbox, "print('x' * 30000)", "larger")
+    await run_code(sandbox, "print('x' * 15000)", "large")
+    last = await run_code(sandbox, "print('x' * 30000)", "larger")
     with pytest.raises(ExecutionNotFound):
         sandbox.executions.get("large")
     # The last one can be read whatever its size.
@@ -255,7 +255,7 @@ async def test_ended_calls_are_forgotten_by_size(sandbox: SandboxInstance) -> No
 
 async def test_output_counts_as_the_memory_it_takes(sandbox: SandboxInstance) -> None:
     """One character beyond the usual ones, and Python keeps all of the text in four bytes each."""
-    await outcome(sandbox, "display({'text/html': '\\U0001f600' + 'x' * 99_999}, raw=True)", "wide")
+    await run_code(sandbox, "display({'text/html': '\\U0001f600' + 'x' * 99_999}, raw=True)", "wide")
     assert sandbox.executions.retained_bytes > 400_000
 
 
@@ -264,8 +264,8 @@ async def test_all_sandboxes_together_keep_a_bounded_output(
 ) -> None:
     """The least recently used lets go, also of its last call; the newest one stays readable."""
     other = await create(service, SandboxSpec())
-    await outcome(sandbox, "print('x' * 200_000)", "first")
-    await outcome(other, "print('x' * 200_000)", "second")
+    await run_code(sandbox, "print('x' * 200_000)", "first")
+    await run_code(other, "print('x' * 200_000)", "second")
     with pytest.raises(ExecutionNotFound, match="no longer retained"):
         sandbox.executions.get("first")
     assert other.executions.get("second").has_ended
@@ -274,30 +274,30 @@ async def test_all_sandboxes_together_keep_a_bounded_output(
 
 
 async def test_a_call_that_is_read_is_not_lost_when_it_is_forgotten(sandbox: SandboxInstance) -> None:
-    first = await outcome(sandbox, "print(1)\nprint(2)", "first")
+    first = await run_code(sandbox, "print(1)\nprint(2)", "first")
     events = iter_events(sandbox.executions.get("first"))
     assert await anext(events) == first.events[0]
     for _ in range(4):
-        await outcome(sandbox, "0")
+        await run_code(sandbox, "0")
     assert [event async for event in events] == first.events[1:]
 
 
 # ---- one shots ------------------------------------------------------------------------------------------------
 
 
-async def once(
+async def run_once(
     service: SandboxService, code: str, files: dict[str, bytes] | None = None, **request: Any
 ) -> OneShotResponse:
     encoded = {name: base64.b64encode(content).decode() for name, content in (files or {}).items()}
     return await service.execute_once(OneShotRequest(code=code, files=encoded, **request))
 
 
-def produced(response: OneShotResponse) -> dict[str, bytes]:
+def decode_produced(response: OneShotResponse) -> dict[str, bytes]:
     return {name: base64.b64decode(text) for name, text in response.files_produced.items()}
 
 
 async def test_one_shot_gives_back_what_is_new_or_changed(service: SandboxService) -> None:
-    response = await once(
+    response = await run_once(
         service,
         "import os\nos.makedirs('new/deep')\n"
         "open('new/deep/a', 'w').write(open('in/same').read() * 2)\nopen('in/changed', 'a').write('!')\n"
@@ -306,7 +306,7 @@ async def test_one_shot_gives_back_what_is_new_or_changed(service: SandboxServic
     )
     assert (response.status, response.exit_code, response.stderr) == ("success", 0, "")
     assert response.stdout == "/mnt/data\n42\n"
-    assert produced(response) == {"new/deep/a": b"abab", "in/changed": b"cd!"}
+    assert decode_produced(response) == {"new/deep/a": b"abab", "in/changed": b"cd!"}
 
 
 @pytest.mark.parametrize(
@@ -323,14 +323,14 @@ async def test_one_shot_gives_back_what_is_new_or_changed(service: SandboxServic
     ],
 )
 async def test_one_shot_that_fails(service: SandboxService, code: str, exit_code: int, said: str) -> None:
-    response = await once(service, code, timeout_seconds=0.5 if "while" in code else 20)
+    response = await run_once(service, code, timeout_seconds=0.5 if "while" in code else 20)
     assert (response.status, response.exit_code) == ("error", exit_code)
     assert response.stderr.endswith(said)
 
 
 @pytest.mark.skipif(not has_cgroups(), reason="memory cannot be bounded as this user")
 async def test_one_shot_out_of_memory(service: SandboxService) -> None:
-    response = await once(
+    response = await run_once(
         service, "import mmap\nm = mmap.mmap(-1, 2 << 30)\nfor i in range(0, 2 << 30, 4096): m[i] = 1"
     )
     assert (response.status, response.exit_code) == ("error", -1)
@@ -338,11 +338,11 @@ async def test_one_shot_out_of_memory(service: SandboxService) -> None:
 
 
 async def test_one_shot_gives_back_only_so_much(service: SandboxService) -> None:
-    response = await once(service, "for n in range(5): open(f'{n}', 'w').write('x')")
+    response = await run_once(service, "for n in range(5): open(f'{n}', 'w').write('x')")
     assert sorted(response.files_produced) == ["0", "1", "2"]
     assert response.status == "success"
     assert "2 files that the code wrote are left out: at most 3 files of 1000 bytes" in response.stderr
-    response = await once(
+    response = await run_once(
         service, "open('a', 'w').write('x' * 900); open('b', 'w').write('x' * 101); open('c','w')"
     )
     assert sorted(response.files_produced) == ["a", "c"]
@@ -388,7 +388,7 @@ async def test_one_shot_refuses_files(
 
 async def test_one_shot_is_destroyed_when_its_caller_leaves(service: SandboxService) -> None:
     before = service.supervisor.live_count
-    work = asyncio.ensure_future(once(service, WAITING))
+    work = asyncio.ensure_future(run_once(service, WAITING))
     await wait_until(lambda: service.health().running)
     assert service.supervisor.live_count == before + 1
     work.cancel()
@@ -405,8 +405,8 @@ async def test_stopping_lets_calls_end_and_then_interrupts_them() -> None:
     async with SandboxService(settings(preload=())) as service:
         short, long = [await create(service, SandboxSpec()) for _ in range(2)]
         quick = service.start_execution(short, ExecuteRequest(code="import time; time.sleep(0.3); 5"))
-        slow = await begun(long, "slow")
-        shot = asyncio.ensure_future(once(service, WAITING))
+        slow = await start_waiting(long, "slow")
+        shot = asyncio.ensure_future(run_once(service, WAITING))
         await wait_until(lambda: service.health().running >= 3)
         stopping = asyncio.ensure_future(service.stop(grace_seconds=1.0))
         await asyncio.sleep(0)
@@ -431,7 +431,7 @@ async def test_stopping_lets_calls_end_and_then_interrupts_them() -> None:
 async def test_closing_ends_what_does_not_stop() -> None:
     async with SandboxService(settings(preload=())) as service:
         sandbox = await create(service, SandboxSpec())
-        call = await begun(sandbox, "long")
+        call = await start_waiting(sandbox, "long")
     assert (await wait_for_outcome(call)).end.status == "lost"
     with pytest.raises(SandboxServerUnreachable):
         await create(service, SandboxSpec())

@@ -33,7 +33,7 @@ _PLAIN = {
 }
 
 
-def play(
+def simulate_host(
     root: Path,
     files: dict[str, str | None] | None = None,
     *,
@@ -50,13 +50,13 @@ def play(
     return InspectedHost(root=root, uid=uid, landlock_version=landlock, machine=machine, allows_trials=False)
 
 
-def find(host: InspectedHost, check: HostCheck, settings: Settings | None = None) -> HostFinding:
+def run_check(host: InspectedHost, check: HostCheck, settings: Settings | None = None) -> HostFinding:
     """The last thing that a check finds."""
     return list(check(settings or Settings(), host))[-1]
 
 
 def test_a_plain_machine(tmp_path: Path) -> None:
-    host = play(tmp_path)
+    host = simulate_host(tmp_path)
     checks: list[HostCheck] = [
         host_checks.check_kernel,
         host_checks.check_user_namespaces,
@@ -65,7 +65,7 @@ def test_a_plain_machine(tmp_path: Path) -> None:
         host_checks.check_landlock,
         host_checks.check_overlay,
     ]
-    assert [find(host, check).state for check in checks] == ["ok"] * len(checks)
+    assert [run_check(host, check).state for check in checks] == ["ok"] * len(checks)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,9 @@ def test_a_plain_machine(tmp_path: Path) -> None:
     [("4.18.0-553.el8", "missing"), ("5.10.0", "missing"), ("5.12.0", "warning"), ("7.0.1", "ok")],
 )
 def test_kernels(tmp_path: Path, release: str, state: str) -> None:
-    finding = find(play(tmp_path, {"proc/sys/kernel/osrelease": release}), host_checks.check_kernel)
+    finding = run_check(
+        simulate_host(tmp_path, {"proc/sys/kernel/osrelease": release}), host_checks.check_kernel
+    )
     assert finding.state == state
     assert finding.detail == release
     assert bool(finding.advice) == (state != "ok")
@@ -108,14 +110,14 @@ _COVERED_PROC = _PLAIN["proc/self/mountinfo"] + "40 22 0:30 /sys /proc/sys ro - 
 def test_what_the_kernel_lacks(
     tmp_path: Path, check: HostCheck, files: dict[str, str | None], said: list[str]
 ) -> None:
-    finding = find(play(tmp_path, files, machine="riscv64"), check)
+    finding = run_check(simulate_host(tmp_path, files, machine="riscv64"), check)
     assert finding.state == "missing"
     for text in said:
         assert text in f"{finding.detail} {finding.advice}"
 
 
-def ubuntu(root: Path) -> InspectedHost:
-    return play(root, {"proc/sys/kernel/apparmor_restrict_unprivileged_userns": "1"})
+def simulate_ubuntu(root: Path) -> InspectedHost:
+    return simulate_host(root, {"proc/sys/kernel/apparmor_restrict_unprivileged_userns": "1"})
 
 
 def test_ubuntu_gets_its_apparmor_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,59 +128,61 @@ def test_ubuntu_gets_its_apparmor_profile(tmp_path: Path, monkeypatch: pytest.Mo
     program.write_text("#!/bin/sh\n")
     link.symlink_to(program)
     monkeypatch.setattr(sys, "argv", [str(link), "doctor"])
-    finding = find(ubuntu(tmp_path), host_checks.check_user_namespaces)
+    finding = run_check(simulate_ubuntu(tmp_path), host_checks.check_user_namespaces)
     assert finding.state == "missing"
     assert f'profile fumehood "{program}" flags=(unconfined) {{\n  userns,\n' in finding.advice
     profile = tmp_path / "etc/apparmor.d/fumehood"
     profile.parent.mkdir(parents=True)
     profile.write_text(finding.advice.partition("\n\n")[2])
-    assert find(ubuntu(tmp_path), host_checks.check_user_namespaces).state == "ok"
+    assert run_check(simulate_ubuntu(tmp_path), host_checks.check_user_namespaces).state == "ok"
     # Another environment is another program.
     monkeypatch.setattr(sys, "argv", ["/usr/lib/python3/fumehood/__main__.py"])
-    finding = find(ubuntu(tmp_path), host_checks.check_user_namespaces)
+    finding = run_check(simulate_ubuntu(tmp_path), host_checks.check_user_namespaces)
     assert finding.state == "missing"
     assert f'"{Path(sys.executable).parent / "fumehood"}"' in finding.advice
 
 
 def test_landlock_is_a_must_only_where_it_is_the_wall(tmp_path: Path) -> None:
-    host = play(tmp_path, landlock=0)
-    assert find(host, host_checks.check_landlock).state == "warning"
-    assert find(host, host_checks.check_landlock, Settings(mode="unsafe-degraded")).state == "missing"
+    host = simulate_host(tmp_path, landlock=0)
+    assert run_check(host, host_checks.check_landlock).state == "warning"
+    assert run_check(host, host_checks.check_landlock, Settings(mode="unsafe-degraded")).state == "missing"
 
 
 def test_limits_decide_what_missing_cgroups_mean(tmp_path: Path) -> None:
-    host = play(
+    host = simulate_host(
         tmp_path,
         {"proc/self/stat": f"1 (python) S {'0 ' * 50}", "proc/self/cgroup": "0::/\n"},
     )
-    assert find(host, host_checks.check_cgroups).state == "missing"
-    assert find(host, host_checks.check_cgroups, Settings(limits="best-effort")).state == "warning"
+    assert run_check(host, host_checks.check_cgroups).state == "missing"
+    assert run_check(host, host_checks.check_cgroups, Settings(limits="best-effort")).state == "warning"
 
 
 def test_overlays_are_needed_and_packages_are_not(tmp_path: Path) -> None:
-    host = play(tmp_path, {"proc/filesystems": "nodev\tproc\n"})
-    assert find(host, host_checks.check_overlay).state == "missing"
-    packages = find(host, host_checks.check_python, Settings(preload=("msgspec", "no_such_package")))
+    host = simulate_host(tmp_path, {"proc/filesystems": "nodev\tproc\n"})
+    assert run_check(host, host_checks.check_overlay).state == "missing"
+    packages = run_check(host, host_checks.check_python, Settings(preload=("msgspec", "no_such_package")))
     assert packages.state == "warning"
     assert "not installed: no_such_package" in packages.detail
 
 
 def test_users(tmp_path: Path) -> None:
-    assert find(play(tmp_path, uid=0), host_checks.check_uid_ranges).state == "ok"
+    assert run_check(simulate_host(tmp_path, uid=0), host_checks.check_uid_ranges).state == "ok"
     degraded = Settings(mode="unsafe-degraded")
-    assert find(play(tmp_path, uid=0), host_checks.check_uid_ranges, degraded).state == "warning"
-    finding = find(play(tmp_path, uid=1000), host_checks.check_uid_ranges)
+    assert (
+        run_check(simulate_host(tmp_path, uid=0), host_checks.check_uid_ranges, degraded).state == "warning"
+    )
+    finding = run_check(simulate_host(tmp_path, uid=1000), host_checks.check_uid_ranges)
     assert finding.state == "warning"
     assert "usermod --add-subuids" in finding.advice
 
 
 def test_a_pod_needs_its_socket(tmp_path: Path) -> None:
     settings = Settings(mode="pod", guest_socket=tmp_path / "guest")
-    assert find(play(tmp_path), host_checks.check_guest_socket, settings).state == "missing"
+    assert run_check(simulate_host(tmp_path), host_checks.check_guest_socket, settings).state == "missing"
 
 
 async def test_what_cannot_be_read_does_not_outweigh_what_works(tmp_path: Path) -> None:
-    host = play(tmp_path, {"proc/sys/user/max_user_namespaces": "0"})
+    host = simulate_host(tmp_path, {"proc/sys/user/max_user_namespaces": "0"})
     report = await diagnose(sandbox_runs.settings(preload=()), host)
     assert report.is_usable
     states = {finding.name: finding.state for finding in report.findings}
@@ -210,7 +214,7 @@ async def test_an_isolation_step_that_fails_stops_the_start(monkeypatch: pytest.
 
 async def test_code_that_runs_does_not_make_up_for_the_only_wall(tmp_path: Path) -> None:
     settings = sandbox_runs.settings(mode="unsafe-degraded", preload=())
-    report = await diagnose(settings, play(tmp_path, landlock=0))
+    report = await diagnose(settings, simulate_host(tmp_path, landlock=0))
     states = {finding.name: finding.state for finding in report.findings}
     assert states["code runs"] == "ok", "this machine has Landlock, the one that is played has not"
     assert states["Landlock"] == "missing"
@@ -235,7 +239,7 @@ async def test_whatever_fails_is_a_finding(
 
     monkeypatch.setattr(Supervisor, "__aenter__", fail)
     monkeypatch.setattr(host_checks, "discover_runtime", fail)
-    report = await diagnose(Settings(), play(tmp_path))
+    report = await diagnose(Settings(), simulate_host(tmp_path))
     assert not report.is_usable
     findings = {finding.name: finding for finding in report.findings}
     for name in ("python", "sandbox starts"):
@@ -339,11 +343,11 @@ def test_root_is_told_what_sandboxes_may_not_read(tmp_path: Path, monkeypatch: p
     closed = PackageDirectory(tmp_path / "site 1", frozenset())
     runtime = replace(host_checks.discover_runtime(), packages=(closed,))
     monkeypatch.setattr(host_checks, "discover_runtime", lambda: runtime)
-    finding = find(play(tmp_path, uid=0), host_checks.check_permissions)
+    finding = run_check(simulate_host(tmp_path, uid=0), host_checks.check_permissions)
     assert finding.state == "missing"
     assert "chmod -R go+rX" in finding.advice
     assert f"'{tmp_path}/site 1'" in finding.advice
-    assert list(host_checks.check_permissions(Settings(), play(tmp_path, uid=1000))) == []
+    assert list(host_checks.check_permissions(Settings(), simulate_host(tmp_path, uid=1000))) == []
 
 
 @pytest.mark.parametrize(
@@ -351,5 +355,7 @@ def test_root_is_told_what_sandboxes_may_not_read(tmp_path: Path, monkeypatch: p
 )
 def test_the_filter_of_the_mode_is_looked_at(mode: IsolationMode, blob: str, tmp_path: Path) -> None:
     length = len(seccomp.load_program(blob, "aarch64")) // 8
-    finding = find(play(tmp_path, machine="aarch64"), host_checks.check_seccomp, Settings(mode=mode))
+    finding = run_check(
+        simulate_host(tmp_path, machine="aarch64"), host_checks.check_seccomp, Settings(mode=mode)
+    )
     assert f"aarch64, {length} instructions" in finding.detail

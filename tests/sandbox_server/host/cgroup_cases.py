@@ -67,9 +67,9 @@ class Children:
     def ask(self, body: Callable[[], object]) -> Any:
         """Runs `body` in a child and returns what it returned, by way of JSON."""
         reader, writer = os.pipe()
-        pid = self.start(lambda: _tell(writer, json.dumps(body())))
+        pid = self.start(lambda: _send(writer, json.dumps(body())))
         os.close(writer)
-        answer = _hear(reader)
+        answer = _receive(reader)
         assert self.wait(pid) == 0
         return json.loads(answer)
 
@@ -79,12 +79,12 @@ class Children:
             self.wait(pid)
 
 
-def _tell(writer: int, text: str) -> None:
+def _send(writer: int, text: str) -> None:
     os.write(writer, text.encode())
     os.close(writer)
 
 
-def _hear(reader: int) -> str:
+def _receive(reader: int) -> str:
     # One read: forked bombs inherit the other end, so the end of the file may never come.
     try:
         return os.read(reader, 4096).decode()
@@ -103,13 +103,13 @@ def close_all(fds: list[int]) -> None:
         os.close(fd)
 
 
-def become(uid: int) -> None:
+def switch_uid(uid: int) -> None:
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
 
 
-def hold(amount: int) -> bytearray:
+def allocate(amount: int) -> bytearray:
     return bytearray(b"x" * MIB) * (amount // MIB)
 
 
@@ -138,19 +138,19 @@ def start_in(cgroup: Cgroup, children: Children, body: Callable[[], object]) -> 
     return pid
 
 
-def paused(cgroup: Cgroup, children: Children, before: Callable[[], object] = lambda: None) -> int:
+def start_paused(cgroup: Cgroup, children: Children, before: Callable[[], object] = lambda: None) -> int:
     """A child in the cgroup that has run `before` and waits to be killed; `before`'s result stays alive."""
     reader, writer = os.pipe()
 
     def body() -> None:
         kept = before()
-        _tell(writer, "ready")
+        _send(writer, "ready")
         signal.pause()
         del kept
 
     pid = start_in(cgroup, children, body)
     os.close(writer)
-    _hear(reader)
+    _receive(reader)
     return pid
 
 
@@ -159,10 +159,10 @@ def paused(cgroup: Cgroup, children: Children, before: Callable[[], object] = la
 
 def test_memory_beyond_the_limit_is_an_oom_kill(tree: CgroupTree, children: Children) -> None:
     cgroup = tree.create("sb", SMALL)
-    pid = start_in(cgroup, children, lambda: hold(32 * MIB))
+    pid = start_in(cgroup, children, lambda: allocate(32 * MIB))
     assert children.wait(pid) == 0
     assert cgroup.oom_kills() == 0
-    pid = start_in(cgroup, children, lambda: hold(256 * MIB))
+    pid = start_in(cgroup, children, lambda: allocate(256 * MIB))
     assert children.wait(pid) == -signal.SIGKILL
     assert cgroup.oom_kills() == 1
 
@@ -170,10 +170,10 @@ def test_memory_beyond_the_limit_is_an_oom_kill(tree: CgroupTree, children: Chil
 def test_a_raised_limit_gives_room(tree: CgroupTree, children: Children) -> None:
     cgroup = tree.create("sb", SMALL)
     cgroup.set_memory(200 * MIB)
-    pid = start_in(cgroup, children, lambda: hold(128 * MIB))
+    pid = start_in(cgroup, children, lambda: allocate(128 * MIB))
     assert children.wait(pid) == 0
     cgroup.set_memory(32 * MIB)
-    pid = start_in(cgroup, children, lambda: hold(128 * MIB))
+    pid = start_in(cgroup, children, lambda: allocate(128 * MIB))
     assert children.wait(pid) == -signal.SIGKILL
 
 
@@ -196,7 +196,7 @@ def test_a_fork_bomb_stops_at_pids(tree: CgroupTree, children: Children) -> None
                 pass
             signal.pause()
 
-    paused(cgroup, children, bomb)
+    start_paused(cgroup, children, bomb)
     assert count_tasks(cgroup) == SMALL.pids
     assert len(cgroup.processes()) == SMALL.pids
     assert cgroup.kill()
@@ -221,8 +221,8 @@ def test_an_endless_fork_bomb_is_killed(tree: CgroupTree, children: Children) ->
 def test_the_aggregate_memory_bound_bites_across_cgroups(children: Children, tree: CgroupTree) -> None:
     tree.set_limits(memory=96 * MIB, cpus=None, pids=None)
     first, second = (tree.create(name, CgroupLimits(memory=90 * MIB, pids=5)) for name in ("a", "b"))
-    paused(first, children, lambda: hold(60 * MIB))
-    pid = start_in(second, children, lambda: hold(60 * MIB))
+    start_paused(first, children, lambda: allocate(60 * MIB))
+    pid = start_in(second, children, lambda: allocate(60 * MIB))
     children.wait(pid)
     assert first.oom_kills() + second.oom_kills() == 1
 
@@ -232,7 +232,7 @@ def test_the_aggregate_pids_bound_bites_across_cgroups(children: Children, tree:
     limits = CgroupLimits(memory=ROOMY, pids=SMALL.pids)
     cgroup = tree.create("a", limits)
     for _ in range(6):
-        paused(cgroup, children)
+        start_paused(cgroup, children)
     other = tree.create("b", limits)
 
     def count() -> int:
@@ -246,12 +246,12 @@ def test_the_aggregate_pids_bound_bites_across_cgroups(children: Children, tree:
 
     fds = other.open_join_fds()
     reader, writer = os.pipe()
-    pid = children.start(lambda: _tell(writer, str(count())))
+    pid = children.start(lambda: _send(writer, str(count())))
     children.wait(pid)
     os.close(writer)
     close_all(fds)
     assert other.kill()
-    assert _hear(reader) == "3"
+    assert _receive(reader) == "3"
 
 
 def test_a_cpu_quota_bounds_the_time_used(tree: CgroupTree, children: Children) -> None:
@@ -303,15 +303,15 @@ def test_another_uid_in_a_user_namespace_joins_by_fd(tree: CgroupTree, children:
 
     def body() -> None:
         join(own)
-        become(OTHER_UID)
+        switch_uid(OTHER_UID)
         os.unshare(os.CLONE_NEWUSER)
         join(other)
 
     reader, writer = os.pipe()
-    pid = children.start(lambda: (body(), _tell(writer, "ready"), signal.pause())[0])
+    pid = children.start(lambda: (body(), _send(writer, "ready"), signal.pause())[0])
     os.close(writer)
     close_all(own + other)
-    assert _hear(reader) == "ready"
+    assert _receive(reader) == "ready"
     assert cgroup.processes() == [pid]
     assert zygote.processes() == []
     assert cgroup.memory_current() > 0
@@ -330,7 +330,7 @@ def test_removal_is_idempotent_and_never_waits_when_asked_not_to(
     tree: CgroupTree, children: Children
 ) -> None:
     cgroup = tree.create("sb", SMALL)
-    pid = paused(cgroup, children)
+    pid = start_paused(cgroup, children)
     while not cgroup.try_remove():
         pass
     assert children.wait(pid) == -signal.SIGKILL
@@ -357,7 +357,7 @@ def test_close_kills_all_and_leaves_nothing(children: Children, tree: CgroupTree
     before = [sorted(path.parent.iterdir()) for path in tree.paths]
     second = open_tree(memory_total=1 << 30, cpus=1.5, pids_total=100, name=f"test-{os.getpid()}-close")
     cgroup = second.create("sb", SMALL)
-    pids = [paused(second.create("zygote"), children), paused(cgroup, children)]
+    pids = [start_paused(second.create("zygote"), children), start_paused(cgroup, children)]
     assert second.close()
     assert [children.wait(pid) for pid in pids] == [-signal.SIGKILL] * 2
     assert second.close()
@@ -372,15 +372,15 @@ def test_close_kills_all_and_leaves_nothing(children: Children, tree: CgroupTree
 # --- Ordinary users -------------------------------------------------------------------------------
 
 
-def attempt() -> object:
+def try_cgroups() -> object:
     try:
         opened = open_tree(memory_total=256 * MIB, cpus=None, pids_total=50)
     except CgroupUnavailable as unavailable:
         return {"reason": unavailable.reason, "advice": unavailable.advice}
     cgroup = opened.create("sb", SMALL)
     children = Children()
-    paused(opened.create("zygote"), children)
-    pid = start_in(cgroup, children, lambda: hold(256 * MIB))
+    start_paused(opened.create("zygote"), children)
+    pid = start_in(cgroup, children, lambda: allocate(256 * MIB))
     status = children.wait(pid)
     report = {"version": opened.version, "status": status, "ooms": cgroup.oom_kills()}
     paths = [str(path) for path in opened.paths]
@@ -390,7 +390,7 @@ def attempt() -> object:
 @pytest.mark.root
 def test_an_ordinary_user_without_delegation_is_told_what_to_do(tree: CgroupTree, children: Children) -> None:
     fds = tree.create("plain").open_join_fds()
-    answer = children.ask(lambda: (join(fds), become(OTHER_UID), attempt())[2])
+    answer = children.ask(lambda: (join(fds), switch_uid(OTHER_UID), try_cgroups())[2])
     close_all(fds)
     assert "/plain" in answer["reason"]
     assert ("Delegate=yes" if tree.version == "v2" else f"chown it to uid {OTHER_UID}") in answer["advice"]
@@ -406,7 +406,7 @@ def test_an_ordinary_user_works_in_a_delegated_cgroup(tree: CgroupTree, children
                 os.chown(file, OTHER_UID, OTHER_UID)
     before = [sorted(path.iterdir()) for path in delegated]
     fds = leaf.open_join_fds()
-    answer = children.ask(lambda: (join(fds), become(OTHER_UID), attempt())[2])
+    answer = children.ask(lambda: (join(fds), switch_uid(OTHER_UID), try_cgroups())[2])
     close_all(fds)
     paths = answer.pop("paths")
     assert answer == {"version": tree.version, "status": -signal.SIGKILL, "ooms": 1, "closed": True}
@@ -430,13 +430,13 @@ def test_sweeping_spares_the_living_and_removes_the_dead(
 
     def supervisor() -> None:
         opened = open_tree(memory_total=None, cpus=None, pids_total=None)
-        member = paused(opened.create("sb", SMALL), Children())
-        _tell(writer, json.dumps([member, *map(str, opened.paths)]))
+        member = start_paused(opened.create("sb", SMALL), Children())
+        _send(writer, json.dumps([member, *map(str, opened.paths)]))
         signal.pause()
 
     pid = start_in(nest[0], children, supervisor)
     os.close(writer)
-    member, *paths = json.loads(_hear(reader))
+    member, *paths = json.loads(_receive(reader))
     member_fd = os.pidfd_open(member)
     assert remove_stale_trees(directories=nest[1]) == []
     assert select.select([member_fd], [], [], 0)[0] == []
@@ -489,7 +489,7 @@ def bare_v2() -> Iterator[CgroupTree]:
 
 def test_v2_without_controllers_joins_kills_and_removes(bare_v2: CgroupTree, children: Children) -> None:
     cgroup = bare_v2.create("sb")
-    pids = sorted([paused(cgroup, children), paused(cgroup, children)])
+    pids = sorted([start_paused(cgroup, children), start_paused(cgroup, children)])
     assert cgroup.processes() == pids
     assert (bare_v2.paths[0] / "sb/cgroup.kill").exists()
     assert cgroup.kill()
@@ -526,7 +526,7 @@ def test_real_v2_root_leaves_a_shared_cgroup_alone(tree: CgroupTree, children: C
     if tree.version == "v1":
         pytest.skip("v2 only")
     session = tree.create("session")
-    neighbour = paused(session, children)
+    neighbour = start_paused(session, children)
     fds = session.open_join_fds()
 
     def body() -> object:

@@ -26,6 +26,7 @@ from tests.support.host_census import (
     find_processes_by_role,
     resident_kib,
 )
+from tests.support.sandbox_runs import has_cgroups
 from tests.support.waiting import becomes_true
 
 _BOUND = 30.0  # seconds within which whoever waits hears something, also on a busy machine
@@ -38,7 +39,7 @@ def who(request: pytest.FixtureRequest) -> Who:
     """As root both are tried; an ordinary user can only try itself."""
     if os.geteuid() != 0 and request.param == "root":
         pytest.skip("needs uid 0")
-    if os.geteuid() != 0 and not _has_cgroups():
+    if os.geteuid() != 0 and not has_cgroups():
         pytest.skip("memory cannot be bounded as this user")
     return request.param
 
@@ -46,15 +47,9 @@ def who(request: pytest.FixtureRequest) -> Who:
 @pytest.fixture
 def own_user() -> Who:
     """The only user whose limits this process may lower."""
-    if not _has_cgroups():
+    if not has_cgroups():
         pytest.skip("memory cannot be bounded as this user")
     return "root" if os.geteuid() == 0 else "ordinary"
-
-
-def _has_cgroups() -> bool:
-    from tests.support.sandbox_runs import has_cgroups
-
-    return has_cgroups()
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ async def sandbox(supervisor: Supervisor) -> AsyncIterator[SandboxInstance]:
     await made.destroy()
 
 
-async def names(sandbox: SandboxInstance) -> list[str]:
+async def list_names(sandbox: SandboxInstance) -> list[str]:
     """Everything in the data directory, as the code sees it."""
     result = (await run(sandbox, "import os; sorted(os.listdir('/mnt/data'))")).result
     assert result is not None
@@ -144,7 +144,7 @@ async def test_an_upload_over_the_limit_leaves_nothing(sandbox: SandboxInstance)
     for content in (Source(5), bytes(5 * PIECE)):
         with pytest.raises(SandboxLimitExceeded, match="f: larger than 3000000 bytes"):
             await sandbox.files.write("f", content, limit=3_000_000)
-    assert await names(sandbox) == ["f"]
+    assert await list_names(sandbox) == ["f"]
     assert await sandbox.files.read("f", limit=10) == b"old"
 
 
@@ -156,7 +156,7 @@ async def test_a_cancelled_upload_leaves_nothing(sandbox: SandboxInstance) -> No
     upload.cancel()
     with pytest.raises(asyncio.CancelledError):
         await upload
-    assert await names(sandbox) == []
+    assert await list_names(sandbox) == []
     assert (await sandbox.files.write("new/f", b"x")).size == 1
 
 
@@ -169,13 +169,13 @@ async def test_a_source_that_fails_leaves_nothing(sandbox: SandboxInstance) -> N
         await sandbox.files.write("f", content())
     with pytest.raises(ConnectionError):
         await sandbox.files.unpack(content(), kind="zip")
-    assert await names(sandbox) == []
+    assert await list_names(sandbox) == []
 
 
 async def test_a_source_that_gives_nothing_is_given_up(sandbox: SandboxInstance) -> None:
     with pytest.raises(FileRefused, match="f: nothing of it arrived for"):
         await sandbox.files.write("f", Source(3, stop_after=1))
-    assert await names(sandbox) == []
+    assert await list_names(sandbox) == []
 
 
 async def test_slow_uploads_do_not_hold_up_the_rest(sandbox: SandboxInstance) -> None:
@@ -225,7 +225,7 @@ async def test_a_helper_that_is_killed_or_frozen_leaves_nothing(
     source.go_on.set()
     with pytest.raises(FileRefused, match=r"helper ended|took nothing of it for"):
         await asyncio.wait_for(uploading, 30)
-    assert await names(sandbox) == []
+    assert await list_names(sandbox) == []
     await wait_until(lambda: set(cgroup.processes()) == before)
 
 
@@ -255,7 +255,7 @@ while size < (1 << 30) - (100 << 20): size += os.write(memory, bytes(1 << 20))
     for _ in range(2):
         with pytest.raises(FileRefused, match="does not fit into the sandbox's memory"):
             await sandbox.files.write("f", Source(200))
-    assert await names(sandbox) == []
+    assert await list_names(sandbox) == []
     assert (await run(sandbox, "kept")).result == "'kept'"
     assert sandbox.resources.cgroup.oom_kills() == 0
     assert (await sandbox.files.write("f", Source(20))).size == 20 * PIECE
@@ -268,7 +268,7 @@ async def test_parents_of_a_failed_upload_are_not_made(sandbox: SandboxInstance)
             await sandbox.files.write(path, b"x")
     with pytest.raises(SandboxLimitExceeded):
         await sandbox.files.write("e/f/g", Source(2), limit=PIECE)
-    assert await names(sandbox) == ["d"]
+    assert await list_names(sandbox) == ["d"]
 
 
 async def test_our_own_names(sandbox: SandboxInstance) -> None:
@@ -287,7 +287,7 @@ async def test_our_own_names(sandbox: SandboxInstance) -> None:
 # ---- many at once -----------------------------------------------------------------------------------------------
 
 
-async def given(sandbox: SandboxInstance, paths: Sequence[str]) -> list[BundleContent]:
+async def read_many(sandbox: SandboxInstance, paths: Sequence[str]) -> list[BundleContent]:
     answers = BundleReader(paths)
     found = [content async for piece in sandbox.files.read_bundle(paths) for content in answers.feed(piece)]
     answers.finish()
@@ -319,10 +319,10 @@ os.symlink("f1", "link"); os.mkfifo("pipe"); os.symlink("/etc", "etc"); os.mkdir
 """
     await run(either, program)
     paths = ["link", "pipe", "etc/passwd", "d", "../x", "none", *(f"f{number}" for number in range(3000))]
-    found = await given(either, paths)
+    found = await read_many(either, paths)
     assert [type(one) for one in found[:6]] == [*[FileRefused] * 5, FileNotFound]
     assert found[6:] == [str(number).encode() * (number % 100) for number in range(3000)]
-    assert await given(either, []) == []
+    assert await read_many(either, []) == []
 
 
 async def test_leaving_many_files_half_read_ends_what_reads(either: SandboxInstance) -> None:
@@ -333,7 +333,7 @@ async def test_leaving_many_files_half_read_ends_what_reads(either: SandboxInsta
         assert await anext(reading)
         await reading.aclose()
     await wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
-    assert await given(either, ["f"]) == [bytes(PIECE)]
+    assert await read_many(either, ["f"]) == [bytes(PIECE)]
 
 
 async def test_many_files_while_code_replaces_them(either: SandboxInstance) -> None:
@@ -353,7 +353,7 @@ threading.Thread(target=swap, daemon=True).start()
 """
     await run(either, program)
     for _ in range(10):
-        for content in await given(either, [f"f{number}" for number in range(50)] * 4):
+        for content in await read_many(either, [f"f{number}" for number in range(50)] * 4):
             assert content in (b"mine", b"") or isinstance(content, FileRefused | FileNotFound)
     written = await either.files.write_bundle(
         encode_bundle(
@@ -408,7 +408,7 @@ async def test_many_files_of_which_the_sender_leaves(sandbox: SandboxInstance) -
     upload.cancel()
     with pytest.raises(asyncio.CancelledError):
         await upload
-    assert await names(sandbox) == []
+    assert await list_names(sandbox) == []
 
 
 # ---- out --------------------------------------------------------------------------------------------------------

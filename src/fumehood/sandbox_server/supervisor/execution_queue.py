@@ -273,7 +273,7 @@ class ExecutionQueue:
             grace += _COMMAND_EXIT_WAIT
         deadline = loop.time() + grace
         while loop.time() < deadline:
-            self._sandbox.send_interrupt()
+            self._sandbox.zygote.send_interrupt(self._sandbox.number)
             if not await self._is_running_after(execution, _INTERRUPT_INTERVAL):
                 return
         self._sandbox.kill(f"the {execution.request.noun} did not stop when it was interrupted")

@@ -416,9 +416,6 @@ class SandboxInstance:
         for packet in framing.encode_packets(message):
             self._channel.send(packet)
 
-    def send_interrupt(self) -> None:
-        self.zygote.send_interrupt(self.number)
-
     async def wait_exited(self, timeout: float) -> None:
         """Return when the last process has ended, or after `timeout` seconds."""
         with contextlib.suppress(TimeoutError):
