@@ -106,6 +106,14 @@ def openai_stand_in(shared_stand_in: OpenAIStandIn) -> OpenAIStandIn:
 
 
 @pytest.fixture
+def openai_environment(openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> OpenAIStandIn:
+    """The stand-in, to which `OpenAI()` connects."""
+    monkeypatch.setenv("OPENAI_BASE_URL", openai_stand_in.server.url)
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    return openai_stand_in
+
+
+@pytest.fixture
 def project(tmp_path: Path) -> Path:
     root = tmp_path / "project"
     for name, content in {"README.md": "# Hi", "src/main.py": "print(1)", "tool.exe": "MZ"}.items():

@@ -20,8 +20,10 @@ from opentelemetry.trace import SpanKind, StatusCode, TraceFlags
 
 from fumehood.client import (
     Deadline,
+    Prompt,
     PromptEvaluationError,
     PromptExecuted,
+    PromptResponse,
     Session,
     Tool,
     ToolContext,
@@ -43,12 +45,15 @@ from tests.support.client_prompts import HOSTED, PATIENT, Query, code_call, func
 from tests.support.openai_server import Reply, error, message, response
 
 SECRET = "the-word-that-nobody-may-see"
+QUERY = response(function_call("c1", '{"sql": "x"}'))
+DONE = response(message("done"))
 
 
 @dataclass
 class TelemetryRecorder:
-    """A telemetry, and what it told."""
+    """Telemetry of evaluations with a stand-in for OpenAI, and what it exports."""
 
+    stand_in: OpenAIStandIn
     exporter: InMemorySpanExporter = field(default_factory=InMemorySpanExporter)
     reader: InMemoryMetricReader = field(default_factory=InMemoryMetricReader)
 
@@ -60,9 +65,17 @@ class TelemetryRecorder:
     def telemetry(self, **settings: Any) -> ClientTelemetry:
         return ClientTelemetry(tracer_provider=self.tracers, meter_provider=self.meters, **settings)
 
+    def evaluate(self, prompt: Prompt[None], *replies: Reply, **settings: Any) -> PromptResponse[None]:
+        """Evaluate a prompt with telemetry. settings: of the adapter."""
+        settings.setdefault("observer", self.telemetry())
+        return self.stand_in.evaluate(prompt, *replies, **settings)
+
     def spans(self) -> list[ReadableSpan]:
-        """In the order in which they began."""
+        """Return the spans in the order of their starts."""
         return sorted(self.exporter.get_finished_spans(), key=lambda span: span.start_time or 0)
+
+    def error_types(self) -> list[Any]:
+        return [attributes_of(span).get("error.type") for span in self.spans()]
 
     def points(self) -> dict[str, list[HistogramDataPoint]]:
         data = self.reader.get_metrics_data()
@@ -76,8 +89,8 @@ class TelemetryRecorder:
 
 
 @pytest.fixture
-def recorded() -> TelemetryRecorder:
-    return TelemetryRecorder()
+def recorded(openai_stand_in: OpenAIStandIn) -> TelemetryRecorder:
+    return TelemetryRecorder(openai_stand_in)
 
 
 def attributes_of(span: ReadableSpan | HistogramDataPoint) -> dict[str, Any]:
@@ -111,10 +124,8 @@ def test_an_evaluation_is_a_trace_of_its_requests_and_functions(
     openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
 ) -> None:
     session = Session()
-    openai_stand_in.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
-    adapter = openai_stand_in.adapter(observer=recorded.telemetry())
     with recorded.tracers.get_tracer("mine").start_as_current_span("mine"):
-        adapter.evaluate(prompt(query_tool), session=session)
+        recorded.evaluate(prompt(query_tool), QUERY, DONE, session=session)
     mine, evaluation, first, function, second = recorded.spans()
     assert [span.name for span in (evaluation, first, function, second)] == [
         "invoke_agent task",
@@ -167,34 +178,20 @@ def test_each_request_carries_the_context_of_its_span(
     openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     busy = error(503, "Busy.")
-    openai_stand_in.evaluate(
-        prompt(query_tool),
-        busy,
-        response(function_call("c1", '{"sql": "x"}')),
-        response(message("done")),
-        observer=recorded.telemetry(),
-        throttle=PATIENT,
-    )
+    recorded.evaluate(prompt(query_tool), busy, QUERY, DONE, throttle=PATIENT)
     expected = [ids(span) for span in recorded.spans() if span.kind is SpanKind.CLIENT]
     sent = [headers["traceparent"].rpartition("-")[0] for headers in openai_stand_in.server.headers]
     assert sent == [expected[0], *expected]
-    openai_stand_in.evaluate(
-        prompt(), response(message("done")), observer=recorded.telemetry(propagate=False)
-    )
+    recorded.evaluate(prompt(), DONE, observer=recorded.telemetry(propagate=False))
     assert "traceparent" not in openai_stand_in.server.headers[0]
-    openai_stand_in.server.script(response(message("done")))
     monkeypatch.setenv("OTEL_PROPAGATORS", "none")
-    openai_stand_in.adapter(observer=recorded.telemetry()).evaluate(prompt())
+    recorded.evaluate(prompt(), DONE)
     assert "traceparent" not in openai_stand_in.server.headers[0]
 
 
-def test_a_tool_that_the_provider_ran_is_an_event_and_has_no_duration(
-    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
-) -> None:
+def test_a_tool_that_the_provider_ran_is_an_event_and_has_no_duration(recorded: TelemetryRecorder) -> None:
     tool = OpenAICodeInterpreterTool(container=AutoContainerConfig(memory_limit="4g"))
-    openai_stand_in.evaluate(
-        prompt(tool), response(code_call(), message("42")), observer=recorded.telemetry()
-    )
+    recorded.evaluate(prompt(tool), response(code_call(), message("42")))
     evaluation, chat = recorded.spans()
     container = code_call()["container_id"]
     assert attributes_of(chat)["fumehood.container.memory_limit"] == "4g"
@@ -218,15 +215,13 @@ def test_a_tool_that_the_provider_ran_is_an_event_and_has_no_duration(
 
 
 def test_a_call_of_the_providers_is_never_taken_for_one_that_has_ended_here(
-    openai_stand_in: OpenAIStandIn,
     recorded: TelemetryRecorder,
 ) -> None:
     own = Tool[Query, Query](name="code_interpreter", description="Mine.", handler=query_tool.handler)
-    openai_stand_in.evaluate(
+    recorded.evaluate(
         prompt(own),
         response(function_call("ci_1", '{"sql": "x"}', "code_interpreter")),
         response(code_call(status="failed", outputs=None), message("done")),
-        observer=recorded.telemetry(),
         hosted_tools=HOSTED,
     )
     assert span_endings(recorded.spans())[2] == ("execute_tool code_interpreter", None, StatusCode.UNSET)
@@ -236,9 +231,7 @@ def test_a_call_of_the_providers_is_never_taken_for_one_that_has_ended_here(
     ]
 
 
-def test_spans_of_handlers_and_of_inner_prompts_are_below_the_tools(
-    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
-) -> None:
+def test_spans_of_handlers_and_of_inner_prompts_are_below_the_tools(recorded: TelemetryRecorder) -> None:
 
     def ask(params: Query, *, context: ToolContext) -> ToolResult[Query]:
         with recorded.tracers.get_tracer("mine").start_as_current_span("mine"):
@@ -246,13 +239,12 @@ def test_spans_of_handlers_and_of_inner_prompts_are_below_the_tools(
         return ToolResult.ok(params)
 
     outer = prompt(Tool[Query, Query](name="ask", description="Ask.", handler=ask))
-    openai_stand_in.server.script(
+    replies = (
         response(function_call("c1", '{"sql": "x"}', "ask")),
         response(code_call(), message("inner")),
         response(message("outer")),
     )
-    adapter = openai_stand_in.adapter(observer=recorded.telemetry(), hosted_tools=HOSTED)
-    adapter.evaluate(outer)
+    recorded.evaluate(outer, *replies, hosted_tools=HOSTED)
     first, _, tool, mine, inner, chat, _ = recorded.spans()
     assert (first.name, tool.name, inner.name) == ("invoke_agent task", "execute_tool ask", first.name)
     assert is_child_of(tool, first)
@@ -267,13 +259,7 @@ def test_spans_of_handlers_and_of_inner_prompts_are_below_the_tools(
 def test_a_compaction_is_a_request_too(openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder) -> None:
     window = {"type": "compaction", "id": "cmp_1", "encrypted_content": "x"}
     compaction = CompactionConfig(threshold_tokens=1)
-    openai_stand_in.evaluate(
-        prompt(),
-        response(message("done")),
-        response(window, id="cmp_2"),
-        observer=recorded.telemetry(),
-        compaction=compaction,
-    )
+    recorded.evaluate(prompt(), DONE, response(window, id="cmp_2"), compaction=compaction)
     evaluation, _, compact = recorded.spans()
     assert (compact.name, compact.kind) == ("compact gpt-4.1", SpanKind.CLIENT)
     assert is_child_of(compact, evaluation)
@@ -284,18 +270,15 @@ def test_a_compaction_is_a_request_too(openai_stand_in: OpenAIStandIn, recorded:
 # --- ends ---------------------------------------------------------------------------------------------
 
 
-def test_a_function_that_fails_is_told_and_the_evaluation_goes_on(
-    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
-) -> None:
-    openai_stand_in.evaluate(
+def test_a_function_that_fails_is_told_and_the_evaluation_goes_on(recorded: TelemetryRecorder) -> None:
+    recorded.evaluate(
         prompt(query_tool),
         response(
             function_call("c1", '{"sql": "raise"}'),
             function_call("c2", "no json"),
             function_call("c3", "{}", name="made_up"),
         ),
-        response(message("done")),
-        observer=recorded.telemetry(),
+        DONE,
     )
     assert span_endings(recorded.spans()) == snapshot(
         [
@@ -315,11 +298,9 @@ def test_a_function_that_fails_is_told_and_the_evaluation_goes_on(
     assert names == {"run_query", None}
 
 
-def test_a_refused_request_ends_its_spans_without_its_words(
-    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
-) -> None:
+def test_a_refused_request_ends_its_spans_without_its_words(recorded: TelemetryRecorder) -> None:
     with pytest.raises(PromptEvaluationError, match=SECRET):
-        openai_stand_in.evaluate(prompt(), error(400, f"What is {SECRET}?"), observer=recorded.telemetry())
+        recorded.evaluate(prompt(), error(400, f"What is {SECRET}?"))
     evaluation, chat = recorded.spans()
     assert span_endings([evaluation, chat]) == snapshot(
         [
@@ -331,9 +312,7 @@ def test_a_refused_request_ends_its_spans_without_its_words(
     assert not any(SECRET in span.to_json() for span in (evaluation, chat))
 
 
-def test_whatever_ends_an_evaluation_ends_its_spans(
-    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
-) -> None:
+def test_whatever_ends_an_evaluation_ends_its_spans(recorded: TelemetryRecorder) -> None:
     start = Deadline.after(0).expires_at
     now = [start]
 
@@ -346,31 +325,23 @@ def test_whatever_ends_an_evaluation_ends_its_spans(
         return ToolResult.ok(params)
 
     slow = prompt(Tool[Query, Query](name="slow", description="Slow.", handler=late))
-    adapter = openai_stand_in.adapter(observer=recorded.telemetry(), throttle=PATIENT)
     for sql, raised in (("wait", DeadlineExceededError), ("interrupt", KeyboardInterrupt)):
         now[0] = start
         deadline = Deadline(start.replace(month=12, day=31, hour=23), clock=lambda: now[0])
-        openai_stand_in.server.script(response(function_call("c1", json.dumps({"sql": sql}), "slow")))
+        call = function_call("c1", json.dumps({"sql": sql}), "slow")
         with pytest.raises(raised):
-            adapter.evaluate(slow, deadline=deadline)
-        assert [kind for _, kind, _ in span_endings(recorded.spans())] == [
-            raised.__name__,
-            None,
-            raised.__name__,
-        ]
+            recorded.evaluate(slow, response(call), deadline=deadline)
+        assert recorded.error_types() == [raised.__name__, None, raised.__name__]
         assert attributes_of(recorded.spans()[0])["gen_ai.usage.input_tokens"] == 10
         recorded.exporter.clear()
-    openai_stand_in.server.script(*[Reply(closes=True)] * 9)
     with pytest.raises(ThrottleError):
-        adapter.evaluate(prompt())
-    assert [kind for _, kind, _ in span_endings(recorded.spans())] == ["ThrottleError", "ThrottleError"]
+        recorded.evaluate(prompt(), *[Reply(closes=True)] * 9, throttle=PATIENT)
+    assert recorded.error_types() == ["ThrottleError", "ThrottleError"]
     recorded.exporter.clear()
-    openai_stand_in.server.script(
-        response(status="failed", error={"code": "server_error", "message": SECRET})
-    )
+    failed = response(status="failed", error={"code": "server_error", "message": SECRET})
     with pytest.raises(PromptEvaluationError):
-        adapter.evaluate(prompt())
-    assert [kind for _, kind, _ in span_endings(recorded.spans())] == ["PromptEvaluationError", "failed"]
+        recorded.evaluate(prompt(), failed)
+    assert recorded.error_types() == ["PromptEvaluationError", "failed"]
 
 
 @pytest.mark.parametrize(
@@ -382,10 +353,10 @@ def test_whatever_ends_an_evaluation_ends_its_spans(
     ],
 )
 def test_why_a_model_stopped_is_said_in_the_words_of_the_conventions(
-    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder, ended: dict[str, Any], reason: str
+    recorded: TelemetryRecorder, ended: dict[str, Any], reason: str
 ) -> None:
     with contextlib.suppress(PromptEvaluationError):
-        openai_stand_in.evaluate(
+        recorded.evaluate(
             prompt(), response(message("so far"), **ended), observer=recorded.telemetry(capture_content=True)
         )
     asked = attributes_of(recorded.spans()[1])
@@ -393,12 +364,10 @@ def test_why_a_model_stopped_is_said_in_the_words_of_the_conventions(
     assert {each["finish_reason"] for each in json.loads(str(asked["gen_ai.output.messages"]))} == {reason}
 
 
-def test_what_is_wrong_before_a_request_is_an_evaluation_that_failed(
-    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
-) -> None:
+def test_what_is_wrong_before_a_request_is_an_evaluation_that_failed(recorded: TelemetryRecorder) -> None:
     tool = OpenAICodeInterpreterTool(container=ExistingContainerRef("cntr_gone"))
     with pytest.raises(ContainerExpiredError):
-        openai_stand_in.adapter(observer=recorded.telemetry()).evaluate(prompt(tool))
+        recorded.evaluate(prompt(tool))
     assert span_endings(recorded.spans()) == [
         ("invoke_agent task", "ContainerExpiredError", StatusCode.ERROR),
     ]
@@ -407,15 +376,11 @@ def test_what_is_wrong_before_a_request_is_an_evaluation_that_failed(
 # --- metrics ------------------------------------------------------------------------------------------
 
 
-def test_tokens_and_durations_are_measured(
-    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
-) -> None:
-    adapter = openai_stand_in.adapter(observer=recorded.telemetry())
-    openai_stand_in.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
-    adapter.evaluate(prompt(query_tool))
-    openai_stand_in.server.script(error(400, "No."))
+def test_tokens_and_durations_are_measured(recorded: TelemetryRecorder) -> None:
+    telemetry = recorded.telemetry()
+    recorded.evaluate(prompt(query_tool), QUERY, DONE, observer=telemetry)
     with pytest.raises(PromptEvaluationError):
-        adapter.evaluate(prompt())
+        recorded.evaluate(prompt(), error(400, "No."), observer=telemetry)
     points = recorded.points()
     assert sorted(points) == [
         "gen_ai.client.operation.duration",
@@ -444,17 +409,9 @@ def test_tokens_and_durations_are_measured(
 # --- content ------------------------------------------------------------------------------------------
 
 
-def test_nothing_that_was_said_is_told_unless_it_is_asked_for(
-    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
-) -> None:
+def test_nothing_that_was_said_is_told_unless_it_is_asked_for(recorded: TelemetryRecorder) -> None:
     said = response(function_call("c1", json.dumps({"sql": SECRET})), code_call(code=SECRET))
-    openai_stand_in.evaluate(
-        prompt(query_tool),
-        said,
-        response(message(SECRET)),
-        observer=recorded.telemetry(),
-        hosted_tools=HOSTED,
-    )
+    recorded.evaluate(prompt(query_tool), said, response(message(SECRET)), hosted_tools=HOSTED)
     spans = recorded.spans()
     assert len(spans) == 4
     assert not any(SECRET in span.to_json() or "Do it." in span.to_json() for span in spans)
@@ -464,14 +421,10 @@ def test_nothing_that_was_said_is_told_unless_it_is_asked_for(
     "representation",
     [representation for representation in REPRESENTATIONS if representation != "option1-compat"],
 )
-def test_content_is_told_in_the_chosen_view(
-    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder, representation: str
-) -> None:
+def test_content_is_told_in_the_chosen_view(recorded: TelemetryRecorder, representation: str) -> None:
     said = response(function_call("c1", '{"sql": "x"}'), code_call())
     telemetry = recorded.telemetry(capture_content=True, representation=representation)
-    openai_stand_in.evaluate(
-        prompt(query_tool), said, response(message("done")), observer=telemetry, hosted_tools=HOSTED
-    )
+    recorded.evaluate(prompt(query_tool), said, DONE, observer=telemetry, hosted_tools=HOSTED)
     evaluation, first, function, second = recorded.spans()
     for span, attribute in (
         (first, "gen_ai.input.messages"),
@@ -489,18 +442,17 @@ def test_content_is_told_in_the_chosen_view(
     assert json.loads(attributes_of(function)["gen_ai.tool.call.result"])["success"] is True
 
 
-def test_content_is_redacted_and_bounded(openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder) -> None:
+def test_content_is_redacted_and_bounded(recorded: TelemetryRecorder) -> None:
     long = f"{SECRET} {'x' * 50_000}"
-    openai_stand_in.server.script(
-        response(function_call("c1", json.dumps({"sql": long})), code_call(code=long)),
-        response(message(long)),
-    )
+    called = response(function_call("c1", json.dumps({"sql": long})), code_call(code=long))
 
     def redact(text: str) -> str:
         return text.replace(SECRET, "[gone]")
 
     telemetry = recorded.telemetry(capture_content=True, redact=redact, max_content_bytes=4000)
-    openai_stand_in.adapter(observer=telemetry, hosted_tools=HOSTED).evaluate(prompt(query_tool))
+    recorded.evaluate(
+        prompt(query_tool), called, response(message(long)), observer=telemetry, hosted_tools=HOSTED
+    )
     values = [
         value for span in recorded.spans() for value in attributes_of(span).values() if isinstance(value, str)
     ]
@@ -513,12 +465,10 @@ def test_content_is_redacted_and_bounded(openai_stand_in: OpenAIStandIn, recorde
                 assert validate(json.loads(attributes_of(span)[name])) == []
 
 
-def test_pictures_are_told_by_their_digests(
-    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
-) -> None:
+def test_pictures_are_told_by_their_digests(recorded: TelemetryRecorder) -> None:
     picture = {"type": "image", "url": "data:image/png;base64,aGVsbG8="}
     telemetry = recorded.telemetry(capture_content=True)
-    openai_stand_in.evaluate(
+    recorded.evaluate(
         prompt(),
         response(code_call(outputs=[picture]), message("done")),
         observer=telemetry,
@@ -530,41 +480,30 @@ def test_pictures_are_told_by_their_digests(
 
 
 def test_the_environment_asks_for_content(
-    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder, monkeypatch: pytest.MonkeyPatch
+    recorded: TelemetryRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTEL_INSTRUMENTATION_GENAI_CAPTURE_MESSAGE_CONTENT", "span_only")
-    openai_stand_in.evaluate(prompt(), response(message("done")), observer=recorded.telemetry())
+    recorded.evaluate(prompt(), DONE)
     assert "Do it." in attributes_of(find_span(recorded.spans(), "chat gpt-4.1"))["gen_ai.input.messages"]
-    openai_stand_in.server.script(response(message("done")))
     recorded.exporter.clear()
-    openai_stand_in.adapter(observer=recorded.telemetry(capture_content=False)).evaluate(prompt())
+    recorded.evaluate(prompt(), DONE, observer=recorded.telemetry(capture_content=False))
     assert "gen_ai.input.messages" not in attributes_of(find_span(recorded.spans(), "chat gpt-4.1"))
 
 
 def test_content_that_cannot_be_written_does_not_fail_the_evaluation(
-    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder, caplog: pytest.LogCaptureFixture
+    recorded: TelemetryRecorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     def redact(text: str) -> str:
         raise ValueError(text)
 
     telemetry = recorded.telemetry(capture_content=True, redact=redact)
     with caplog.at_level(logging.WARNING):
-        assert (
-            openai_stand_in.evaluate(
-                prompt(query_tool),
-                response(function_call("c1", '{"sql": "x"}')),
-                response(message("done")),
-                observer=telemetry,
-            ).text
-            == "done"
-        )
+        assert recorded.evaluate(prompt(query_tool), QUERY, DONE, observer=telemetry).text == "done"
     assert "gen_ai.output.messages was not recorded in a span: ValueError" in caplog.text
     assert "Do it." not in caplog.text
 
 
-def test_events_of_a_handlers_own_do_not_fail_the_evaluation(
-    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
-) -> None:
+def test_events_of_a_handlers_own_do_not_fail_the_evaluation(recorded: TelemetryRecorder) -> None:
     def publish(params: Query, *, context: ToolContext) -> ToolResult[Query]:
         about: Any = {"prompt_name": "p", "adapter": "a", "session_id": None, "result": None}
         context.event_bus.publish(PromptExecuted(**about))
@@ -572,16 +511,16 @@ def test_events_of_a_handlers_own_do_not_fail_the_evaluation(
         context.event_bus.publish("anything")
         return ToolResult.ok(params)
 
-    openai_stand_in.server.script(
-        response(function_call("c1", '{"sql": "x"}', "publish")), response(message("done"))
-    )
     tool = Tool[Query, Query](name="publish", description="Publish.", handler=publish)
-    adapter = openai_stand_in.adapter(observer=recorded.telemetry(capture_content=True))
-    assert adapter.evaluate(prompt(tool)).text == "done"
+    telemetry = recorded.telemetry(capture_content=True)
+    called = response(function_call("c1", '{"sql": "x"}', "publish"))
+    assert recorded.evaluate(prompt(tool), called, DONE, observer=telemetry).text == "done"
     assert span_endings(recorded.spans())[2] == ("execute_tool publish", None, StatusCode.UNSET)
 
 
-def test_a_trace_that_is_not_sampled_costs_no_content(openai_stand_in: OpenAIStandIn) -> None:
+def test_a_trace_that_is_not_sampled_costs_no_content(
+    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
+) -> None:
     seen: list[str] = []
 
     def redact(text: str) -> str:
@@ -590,15 +529,7 @@ def test_a_trace_that_is_not_sampled_costs_no_content(openai_stand_in: OpenAISta
 
     tracers = TracerProvider(sampler=ALWAYS_OFF, shutdown_on_exit=False)
     telemetry = ClientTelemetry(tracer_provider=tracers, capture_content=True, redact=redact)
-    assert (
-        openai_stand_in.evaluate(
-            prompt(query_tool),
-            response(function_call("c1", '{"sql": "x"}')),
-            response(message("done")),
-            observer=telemetry,
-        ).text
-        == "done"
-    )
+    assert recorded.evaluate(prompt(query_tool), QUERY, DONE, observer=telemetry).text == "done"
     assert seen == []
     flags = openai_stand_in.server.headers[0]["traceparent"].rpartition("-")[2]
     assert int(flags, 16) & TraceFlags.SAMPLED == 0
@@ -618,14 +549,16 @@ def test_a_view_that_there_is_not_is_refused() -> None:
 # --- events stay as they are --------------------------------------------------------------------------
 
 
-def test_whoever_listens_hears_the_same_with_and_without_telemetry(openai_stand_in: OpenAIStandIn) -> None:
+def test_whoever_listens_hears_the_same_with_and_without_telemetry(
+    openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
+) -> None:
     def heard(**settings: Any) -> list[tuple[Any, ...]]:
         session, events = Session(), list[ToolInvoked]()
         session.bus.subscribe(ToolInvoked, events.append)
         openai_stand_in.evaluate(
             prompt(query_tool),
             response(function_call("c1", '{"sql": "x"}'), code_call()),
-            response(message("done")),
+            DONE,
             session=session,
             hosted_tools=HOSTED,
             **settings,
@@ -634,4 +567,4 @@ def test_whoever_listens_hears_the_same_with_and_without_telemetry(openai_stand_
 
     plain = heard()
     assert len(plain) == 2
-    assert heard(observer=TelemetryRecorder().telemetry(capture_content=True)) == plain
+    assert heard(observer=recorded.telemetry(capture_content=True)) == plain

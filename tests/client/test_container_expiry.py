@@ -5,6 +5,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +108,8 @@ def test_threads_that_find_it_expired_share_another(
     files.ensure_container()
     openai_stand_in.server.script()
     openai_stand_in.server.expire()
-    found: list[bool] = []
-    threads = [threading.Thread(target=lambda: found.append(files.is_file("no"))) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [False] * 5
+    with ThreadPoolExecutor(5) as pool:
+        assert [*pool.map(files.is_file, ["no"] * 5)] == [False] * 5
     assert count_created_containers(openai_stand_in) == 1
 
 
@@ -225,13 +221,7 @@ def test_a_workspace_that_was_cleaned_up_is_refused(
 # --- clients ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def environment(openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OPENAI_BASE_URL", openai_stand_in.server.url)
-    monkeypatch.setenv("OPENAI_API_KEY", "k")
-
-
-@pytest.mark.usefixtures("environment")
+@pytest.mark.usefixtures("openai_environment")
 def test_results_come_back_after_the_adapter_was_closed(
     openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, tmp_path: Path
 ) -> None:
@@ -252,7 +242,7 @@ def test_results_come_back_after_the_adapter_was_closed(
     assert client.is_closed()
 
 
-@pytest.mark.usefixtures("environment")
+@pytest.mark.usefixtures("openai_environment")
 def test_files_can_be_written_before_the_first_evaluation(
     openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace
 ) -> None:
@@ -268,6 +258,13 @@ def test_files_can_be_written_before_the_first_evaluation(
 
 
 # --- what comes back ----------------------------------------------------------------------------------
+
+
+def filesystem_with_files(openai_stand_in: OpenAIStandIn, number: int) -> ContainerFilesystem:
+    files = ContainerFilesystem(client=openai_stand_in.client, container_config=ContainerConfig())
+    stored = openai_stand_in.server.containers[files.ensure_container()].files
+    stored |= {f"cfile_x{one}": (f"out/{one}", b"%d" % one) for one in range(number)}
+    return files
 
 
 def test_files_that_cannot_come_back_do_not_keep_the_others(
@@ -321,20 +318,11 @@ def test_a_file_that_breaks_off_leaves_the_old_one(
 def test_everything_comes_back_with_one_request_for_each_file(
     openai_stand_in: OpenAIStandIn, tmp_path: Path
 ) -> None:
-    files = ContainerFilesystem(client=openai_stand_in.client, container_config=ContainerConfig())
-    stored = openai_stand_in.server.containers[files.ensure_container()].files
-    stored |= {f"cfile_x{number}": (f"out/{number}", b"x") for number in range(20)}
+    files = filesystem_with_files(openai_stand_in, 20)
     openai_stand_in.server.script()
     files.download_all(tmp_path / "new")
     assert len([*(tmp_path / "new/out").iterdir()]) == 20
     assert len(openai_stand_in.server.calls) == 21
-
-
-def filesystem_with_files(openai_stand_in: OpenAIStandIn, number: int) -> ContainerFilesystem:
-    files = ContainerFilesystem(client=openai_stand_in.client, container_config=ContainerConfig())
-    stored = openai_stand_in.server.containers[files.ensure_container()].files
-    stored |= {f"cfile_x{one}": (f"out/{one}", b"%d" % one) for one in range(number)}
-    return files
 
 
 def download_threads() -> list[threading.Thread]:
@@ -514,10 +502,11 @@ def test_errors_can_come_out_of_another_process() -> None:
 
 
 def test_a_provider_that_is_not_there_is_named(openai_stand_in: OpenAIStandIn) -> None:
-    openai_stand_in.server.script(Reply(closes=True), Reply(closes=True))
-    adapter = openai_stand_in.adapter(throttle=ThrottlePolicy(max_attempts=2, base_delay=0))
-    with pytest.raises(ThrottleError, match=rf"\({openai_stand_in.server.url.removesuffix('/v1')}\)"):
-        adapter.evaluate(prompt())
+    throttle = ThrottlePolicy(max_attempts=2, base_delay=0)
+    origin = openai_stand_in.server.url.removesuffix("/v1")
+    with pytest.raises(ThrottleError, match=rf"in 2 attempts: .*\({origin}\)"):
+        openai_stand_in.evaluate(prompt(), *[Reply(closes=True)] * 9, throttle=throttle)
+    assert len(openai_stand_in.server.calls) == 2
 
 
 def test_a_model_may_be_called_what_it_likes(openai_stand_in: OpenAIStandIn) -> None:

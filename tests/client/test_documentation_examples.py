@@ -91,13 +91,6 @@ def gateway(gateway_server: GatewayServer, monkeypatch: pytest.MonkeyPatch) -> G
     return gateway_server
 
 
-@pytest.fixture
-def openai(openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> OpenAIStandIn:
-    monkeypatch.setenv("OPENAI_BASE_URL", openai_stand_in.server.url)
-    monkeypatch.setenv("OPENAI_API_KEY", "none")
-    return openai_stand_in
-
-
 def test_first(run: Run, gateway: GatewayServer, capsys: pytest.CaptureFixture[str]) -> None:
     gateway.model.script(code_call("print(6 * 7)"), text_answer('{"value": 42, "how": "by Python"}'))
     run("first")
@@ -105,14 +98,17 @@ def test_first(run: Run, gateway: GatewayServer, capsys: pytest.CaptureFixture[s
 
 
 def test_telemetry(
-    run: Run, openai: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    run: Run,
+    openai_environment: OpenAIStandIn,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    openai.server.script(response(message("Hello.")))
+    openai_environment.server.script(response(message("Hello.")))
     with OtlpReceiver() as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.address)
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_COMPRESSION", "none")
         run("telemetry")
-        trace = bytes.fromhex(openai.server.headers[-1]["traceparent"].split("-")[1])
+        trace = bytes.fromhex(openai_environment.server.headers[-1]["traceparent"].split("-")[1])
         spans = receiver.trace(trace, 2)
     assert [span.name for _, span in spans] == ["invoke_agent hello", "chat gpt-4.1"]
     assert capsys.readouterr().out == "Hello.\n"
@@ -142,7 +138,7 @@ def test_native(run: Run) -> None:
     assert rendered.prompt_name == "native_file_search"
 
 
-def test_mixed(run: Run, openai: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed(run: Run, openai_environment: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_VECTOR_STORE_IDS", "vs_1, vs_2")
     search: dict[str, Any] = {
         "type": "file_search_call",
@@ -152,11 +148,14 @@ def test_mixed(run: Run, openai: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch)
         "results": [],
     }
     echo = {"type": "function_call", "call_id": "c1", "name": "echo", "arguments": '{"text": "hello"}'}
-    openai.server.script(response(search, echo), response(message("Found.")))
+    openai_environment.server.script(response(search, echo), response(message("Found.")))
     names = run("mixed")
     assert names["response"].text == "Found."
-    assert openai.server.asked[0]["tools"][1]["vector_store_ids"] == ["vs_1", "vs_2"]
-    assert openai.server.asked[1]["input"][-1]["output"] == '{"success":true,"payload":{"text":"hello"}}'
+    assert openai_environment.server.asked[0]["tools"][1]["vector_store_ids"] == ["vs_1", "vs_2"]
+    assert (
+        openai_environment.server.asked[1]["input"][-1]["output"]
+        == '{"success":true,"payload":{"text":"hello"}}'
+    )
 
 
 def test_provider_tool(run: Run, gateway: GatewayServer) -> None:
@@ -202,9 +201,9 @@ def test_adapter(run: Run) -> None:
     assert run("adapter")["adapter"].model == "gpt-5.2-codex"
 
 
-def test_manager(run: Run, openai: OpenAIStandIn) -> None:
+def test_manager(run: Run, openai_environment: OpenAIStandIn) -> None:
     window = [{"type": "compaction", "encrypted_content": "x"}]
-    openai.server.script(response(*window))
+    openai_environment.server.script(response(*window))
     answered = fumehood.client.PromptResponse(
         "p", "t", None, usage=fumehood.client.TokenUsage(total_tokens=200_000)
     )
@@ -212,7 +211,7 @@ def test_manager(run: Run, openai: OpenAIStandIn) -> None:
     session.dispatch(LastModel("gpt-4o"))
     names = run(
         "manager",
-        client=openai.client,
+        client=openai_environment.client,
         config=CompactionConfig(),
         session=session,
         messages=[{"role": "user", "content": "hi"}],
@@ -273,7 +272,7 @@ def test_story_2(run: Run, gateway: GatewayServer) -> None:
     assert session[CompactionState].all() == ()
 
 
-def test_story_3(run: Run, openai: OpenAIStandIn) -> None:
+def test_story_3(run: Run, openai_environment: OpenAIStandIn) -> None:
     session, events = listen()
     workspace = OpenAIContainerWorkspaceSection(session=session)
     query = {
@@ -290,7 +289,7 @@ def test_story_3(run: Run, openai: OpenAIStandIn) -> None:
         "code": "1",
         "outputs": [],
     }
-    openai.server.script(response(searched, ran, query), response(message('{"findings": []}')))
+    openai_environment.server.script(response(searched, ran, query), response(message('{"findings": []}')))
     names = run("story-3", workspace=workspace)
     found = names["adapter"].evaluate(
         Prompt(names["template"]), session=session, resources={DatabaseConnection: DatabaseConnection()}

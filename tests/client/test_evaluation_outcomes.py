@@ -24,7 +24,6 @@ from fumehood.client import (
     PromptExecuted,
     PromptRendered,
     Session,
-    ThrottlePolicy,
     Tool,
     ToolContext,
     ToolInvoked,
@@ -175,14 +174,6 @@ def test_a_busy_provider_is_asked_again_with_the_same_key(openai_stand_in: OpenA
     assert (len(openai_stand_in.server.headers), len(keys)) == (5, 1)
     openai_stand_in.evaluate(prompt(), response(message("again")))
     assert openai_stand_in.server.headers[0]["idempotency-key"] not in keys
-
-
-def test_patience_with_a_provider_ends(openai_stand_in: OpenAIStandIn) -> None:
-    with pytest.raises(ThrottleError, match="2 attempts"):
-        openai_stand_in.evaluate(
-            prompt(), *[error(429, "Slow down")] * 9, throttle=ThrottlePolicy(max_attempts=2, base_delay=0)
-        )
-    assert len(openai_stand_in.server.asked) == 2
 
 
 @pytest.mark.parametrize(

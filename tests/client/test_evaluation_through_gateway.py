@@ -27,18 +27,12 @@ from fumehood.client.adapters.openai import (
     OpenAICodeInterpreterTool,
     OpenAIContainerWorkspaceSection,
 )
-from fumehood.client.prompt import AnyTool
 from tests.client.conftest import GatewayServer
 from tests.contracts.filesystem_kit import FilesystemKit
-from tests.support.client_prompts import HOSTED, listen
+from tests.support.client_prompts import HOSTED, listen, prompt
 from tests.support.gateway_process import code_call, text_answer, tool_call, tool_calls
 
 SMALL = ContainerConfig(memory_limit="1g")
-
-
-@dataclass(frozen=True)
-class Topic:
-    topic: str
 
 
 @dataclass(frozen=True)
@@ -54,17 +48,17 @@ def echo(params: Echo, *, context: ToolContext) -> ToolResult[Echo]:
 echo_tool = Tool[Echo, Echo](name="echo", description="Echo the text.", handler=echo)
 
 
-def task(*tools: AnyTool, template: str = "Tell me about ${topic}.") -> MarkdownSection[Topic]:
-    return MarkdownSection[Topic](title="Task", key="task", template=template, tools=tools)
-
-
 def test_a_function_is_run_and_its_result_shown_to_the_model(gateway_server: GatewayServer) -> None:
-    gateway_server.model.script(
-        tool_calls(tool_call("echo", {"text": "hello"}, call_id="call_7")), text_answer("It said hello.")
+    section = MarkdownSection[Echo](
+        title="Task", key="task", template="Tell me about ${text}.", tools=[echo_tool]
     )
-    prompt = Prompt(ns="tests", key="echo", sections=(task(echo_tool),))
     session, events = listen()
-    response = gateway_server.adapter().evaluate(prompt, Topic("echoes"), session=session)
+    response = gateway_server.evaluate(
+        Prompt(ns="tests", key="echo", sections=[section]).bind(Echo("echoes")),
+        tool_calls(tool_call("echo", {"text": "hello"}, call_id="call_7")),
+        text_answer("It said hello."),
+        session=session,
+    )
     assert response.text == "It said hello."
     assert [(event.name, event.params, event.call_id, event.result.success) for event in events] == [
         ("echo", Echo("hello"), "call_7", True)
@@ -77,12 +71,13 @@ def test_a_function_is_run_and_its_result_shown_to_the_model(gateway_server: Gat
 
 
 def test_python_is_run_and_its_result_told(gateway_server: GatewayServer) -> None:
-    gateway_server.model.script(
-        code_call("open('a.csv', 'w').write('1,2'); print(6 * 7)"), text_answer("42: sandbox:/mnt/data/a.csv")
-    )
     session, events = listen()
-    prompt = Prompt(ns="tests", key="python", sections=(task(OpenAICodeInterpreterTool()),))
-    response = gateway_server.adapter().evaluate(prompt, Topic("sums"), session=session)
+    response = gateway_server.evaluate(
+        prompt(OpenAICodeInterpreterTool()),
+        code_call("open('a.csv', 'w').write('1,2'); print(6 * 7)"),
+        text_answer("42: sandbox:/mnt/data/a.csv"),
+        session=session,
+    )
     (event,) = events
     value = event.result.value
     assert isinstance(value, CodeInterpreterResult)
@@ -93,10 +88,9 @@ def test_python_is_run_and_its_result_told(gateway_server: GatewayServer) -> Non
 
 
 def test_hosted_tools(gateway_server: GatewayServer) -> None:
-    gateway_server.model.script(code_call("1 / 0"), text_answer("It failed."))
     session, events = listen()
-    adapter = gateway_server.adapter(hosted_tools=HOSTED)
-    adapter.evaluate(Prompt(ns="tests", key="python", sections=(task(),)), Topic("zero"), session=session)
+    replies = (code_call("1 / 0"), text_answer("It failed."))
+    gateway_server.evaluate(prompt(), *replies, session=session, hosted_tools=HOSTED)
     assert [(event.name, event.result.success) for event in events] == [("code_interpreter", False)]
     value = events[0].result.value
     assert isinstance(value, CodeInterpreterResult)
@@ -105,15 +99,15 @@ def test_hosted_tools(gateway_server: GatewayServer) -> None:
 
 
 def test_python_and_a_function_in_one_evaluation(gateway_server: GatewayServer) -> None:
-    gateway_server.model.script(
+    session, events = listen()
+    response = gateway_server.evaluate(
+        prompt(echo_tool, OpenAICodeInterpreterTool()),
         code_call("x = 20"),
         tool_calls(tool_call("echo", {"text": "22"}, call_id="call_2")),
         tool_calls(tool_call("code_interpreter", {"code": "print(x + 22)"}, call_id="call_3")),
         text_answer("42"),
+        session=session,
     )
-    session, events = listen()
-    prompt = Prompt(ns="tests", key="both", sections=(task(echo_tool, OpenAICodeInterpreterTool()),))
-    response = gateway_server.adapter().evaluate(prompt, Topic("sums"), session=session)
     assert response.text == "42"
     assert [event.name for event in events] == ["code_interpreter", "echo", "code_interpreter"]
     first, _, last = (event.result.value for event in events)
@@ -170,11 +164,9 @@ def workspace(gateway_server: GatewayServer, project: Path) -> Iterator[OpenAICo
 
 def evaluate(gateway_server: GatewayServer, workspace: OpenAIContainerWorkspaceSection, code: str) -> Any:
     """What came of this code, as the bus tells it."""
-    gateway_server.model.script(code_call(code), text_answer("Done."))
     session, events = listen()
-    task = MarkdownSection(title="Task", key="task", template="Add them.")
-    prompt = Prompt(ns="tests", key="add", sections=[task, workspace])
-    gateway_server.adapter(hosted_tools=HOSTED).evaluate(prompt, session=session)
+    replies = (code_call(code), text_answer("Done."))
+    gateway_server.evaluate(prompt(sections=(workspace,)), *replies, session=session, hosted_tools=HOSTED)
     return events[0].result.value
 
 
@@ -255,13 +247,10 @@ def test_an_existing_container_is_used_while_it_is_there(gateway_server: Gateway
     container = manager.create()
     manager.upload(container, "data.csv", b"1,2,3")
     tool = OpenAICodeInterpreterTool(container=ExistingContainerRef(container, "1g"))
-    task = MarkdownSection(title="Task", key="task", template="Read it.", tools=(tool,))
-    prompt = Prompt(ns="tests", key="read", sections=[task])
-    response = gateway_server.evaluate(
-        prompt, code_call("print(open('data.csv').read())"), text_answer("Done.")
-    )
+    replies = (code_call("print(open('data.csv').read())"), text_answer("Done."))
+    response = gateway_server.evaluate(prompt(tool), *replies)
     call = response.transcript[1]
     assert (call["container_id"], call["outputs"]) == (container, [{"type": "logs", "logs": "1,2,3\n"}])
     gateway_server.client.containers.delete(container)
     with pytest.raises(ContainerExpiredError):
-        gateway_server.adapter().evaluate(prompt)
+        gateway_server.evaluate(prompt(tool))

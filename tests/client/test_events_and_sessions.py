@@ -1,7 +1,7 @@
 """Events and sessions."""
 
 import logging
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
@@ -114,16 +114,9 @@ def test_a_session_can_be_put_back() -> None:
 
 def test_threads_can_share_a_session() -> None:
     session = Session()
-
-    def add() -> None:
-        for number in range(200):
-            session[Count].append(Count(number))
-
-    threads = [threading.Thread(target=add) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        for number in range(800):
+            pool.submit(session[Count].append, Count(number))
     assert len(session[Count].all()) == 800
 
 

@@ -1,12 +1,10 @@
 """Tools, choices, messages and items as the Responses API has them."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from inline_snapshot import snapshot
 
-from fumehood.client import FilteredOutputError, PromptEvaluationError, Tool, ToolContext, ToolResult
+from fumehood.client import FilteredOutputError, PromptEvaluationError, ToolResult
 from fumehood.client.adapters.openai import (
     AutoContainerConfig,
     CodeInterpreterFile,
@@ -20,6 +18,7 @@ from fumehood.client.adapters.openai.code_interpreter_tool import (
     build_container_spec,
 )
 from fumehood.client.adapters.shared import parse_tool_arguments, serialize_tool_message, tool_to_spec
+from tests.support.client_prompts import Query, query_tool
 
 CITATION: dict[str, Any] = {
     "type": "container_file_citation",
@@ -31,38 +30,7 @@ CITATION: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Query:
-    sql: str
-
-
-def run(params: Query, *, context: ToolContext) -> ToolResult[Query]:
-    _ = context
-    return ToolResult.ok(params)
-
-
-query_tool = Tool[Query, Query](name="run_query", description="Run it.", handler=run)
-
-
 # --- tools and choices --------------------------------------------------------------------------------
-
-
-def test_a_function_is_sent_flat() -> None:
-    assert wire.responses_tool_spec(tool_to_spec(query_tool)) == snapshot(
-        {
-            "type": "function",
-            "name": "run_query",
-            "description": "Run it.",
-            "parameters": {
-                "title": "Query",
-                "type": "object",
-                "properties": {"sql": {"type": "string"}},
-                "required": ["sql"],
-                "additionalProperties": False,
-            },
-            "strict": True,
-        }
-    )
 
 
 def test_a_native_tool_is_sent_under_its_own_type() -> None:
