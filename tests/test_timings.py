@@ -7,15 +7,10 @@ import pytest
 from fumehood.timings import Timing, listen_to_timings, start_timing
 
 
-def test_where_nobody_listens_there_is_one_phase_for_all() -> None:
+def test_where_nobody_listens_nothing_is_told() -> None:
     with start_timing("a") as one:
-        one.set_attribute("status", "ok")
         one.split_off_start("b", 1)
-    assert start_timing("c") is one
     assert (one.attributes, one.error, one.duration_ns) == ({}, "", 0)
-    with pytest.raises(ValueError), start_timing("d"):
-        raise ValueError
-    assert one.error == ""
 
 
 def test_a_phase_is_told_once_when_it_is_over() -> None:
@@ -62,5 +57,5 @@ async def test_tasks_are_listened_to_by_their_own_listeners() -> None:
 
     with listen_to_timings(lambda over: outer.append(over.name)):
         assert await asyncio.gather(work("a"), work("b")) == [["a"], ["b"]]
+    start_timing("c").end()
     assert outer == ["a", "b"]
-    assert start_timing("c").name == ""

@@ -1,13 +1,14 @@
 """Measures steps of a task and reports them to its listeners.
 
 Listeners are a context variable, because the measured code is far below the code that listens and runs for many tasks
-in parallel. Without a listener, every timing is the same no-op object.
+in parallel.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from time import perf_counter_ns, time_ns
-from typing import Self, override
+from typing import Self
 
 
 class Timing:
@@ -58,48 +59,28 @@ class Timing:
         self.end()
 
 
-class _NoopTiming(Timing):
-    __slots__ = ()
-
-    @override
-    def set_attribute(self, name: str, value: str) -> None:
-        pass
-
-    @override
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 # Receives every timing once, when it ends. Must be fast and must not raise.
 type TimingListener = Callable[[Timing], None]
 
-_NOOP_TIMING = _NoopTiming("", None)
 _listeners: ContextVar[tuple[TimingListener, ...]] = ContextVar("fumehood_timings", default=())
 
 
 def start_timing(name: str) -> Timing:
     """Start a timing for the listeners of the current task."""
     listeners = _listeners.get()
-    if not listeners:
-        return _NOOP_TIMING
 
     def emit(timing: Timing) -> None:
         for listener in listeners:
             listener(timing)
 
-    return Timing(name, emit)
+    return Timing(name, emit if listeners else None)
 
 
-class listen_to_timings:  # noqa: N801 - it reads like a function
+@contextmanager
+def listen_to_timings(listener: TimingListener) -> Generator[None]:
     """Also report to `listener` the timings that this task starts in the block."""
-
-    __slots__ = ("_listener", "_token")
-
-    def __init__(self, listener: TimingListener) -> None:
-        self._listener = listener
-
-    def __enter__(self) -> None:
-        self._token = _listeners.set((*_listeners.get(), self._listener))
-
-    def __exit__(self, *_: object) -> None:
-        _listeners.reset(self._token)
+    token = _listeners.set((*_listeners.get(), listener))
+    try:
+        yield
+    finally:
+        _listeners.reset(token)

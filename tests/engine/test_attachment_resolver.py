@@ -29,11 +29,22 @@ PDF = b"%PDF-1.7\n"
 ANSWER = says("Seen.")
 
 
-def engine(
-    *turns: Any, uploads: InMemoryUploads, takes_files: bool | None = False, files: bool = False
-) -> EngineHarness:
-    model = ScriptedModel(*turns, profile=ModelProfile(takes_files=takes_files))
-    return EngineHarness(model, [EchoTool(finds_files=files)], attachments=InputFileLoader(uploads))
+class AttachmentHarness(EngineHarness):
+    """An engine that loads the files of inputs from uploads."""
+
+    def __init__(
+        self,
+        *turns: Any,
+        uploads: InMemoryUploads | None = None,
+        takes_files: bool | None = False,
+        finds_files: bool = False,
+    ) -> None:
+        self.uploads = uploads or InMemoryUploads()
+        super().__init__(
+            ScriptedModel(*turns, profile=ModelProfile(takes_files=takes_files)),
+            [EchoTool(finds_files=finds_files)],
+            attachments=InputFileLoader(self.uploads),
+        )
 
 
 def user(*parts: Any) -> dict[str, Any]:
@@ -58,13 +69,12 @@ def attached(request: ModelRequest) -> list[Attachment]:
 
 
 async def test_what_an_id_stood_for_stays_when_the_upload_is_deleted() -> None:
-    uploads = InMemoryUploads()
-    text, picture = uploads.add("t.csv", b"a,b\n"), uploads.add("p.png", PNG)
-    house = engine(ANSWER, ANSWER, uploads=uploads)
-    first = await house.create(input=[user(file(text), {"type": "input_image", "file_id": picture})])
-    uploads.records.clear()
-    await house.create(previous_response_id=first.id)
-    before, after = (shown(request) for request in house.model.requests)
+    harness = AttachmentHarness(ANSWER, ANSWER)
+    text, picture = harness.uploads.add("t.csv", b"a,b\n"), harness.uploads.add("p.png", PNG)
+    first = await harness.create(input=[user(file(text), {"type": "input_image", "file_id": picture})])
+    harness.uploads.records.clear()
+    await harness.create(previous_response_id=first.id)
+    before, after = (shown(request) for request in harness.model.requests)
     assert before[0]["content"] == [
         {"type": "text", "text": "The file t.csv:\na,b\n"},
         {
@@ -73,16 +83,16 @@ async def test_what_an_id_stood_for_stays_when_the_upload_is_deleted() -> None:
         },
     ]
     assert after[0] == before[0]
-    assert len(uploads.reads) == 2
+    assert len(harness.uploads.reads) == 2
 
 
 async def test_items_that_are_given_back_need_not_be_there_any_more() -> None:
     """Once the model has answered them; what is new has to be."""
-    house = engine(ANSWER, uploads=InMemoryUploads())
+    harness = AttachmentHarness(ANSWER)
     answered = {"role": "assistant", "content": "Seen."}
     given = user(file("file-gone", filename="t.csv"), inline("t.csv", b"1"))
-    await house.create(input=[given, answered, {"role": "user", "content": "Hi"}])
-    (request,) = house.model.requests
+    await harness.create(input=[given, answered, {"role": "user", "content": "Hi"}])
+    (request,) = harness.model.requests
     assert shown(request)[0]["content"] == "The file t.csv is not there any more.\nThe file t-2.csv:\n1"
 
 
@@ -116,29 +126,28 @@ async def test_items_that_are_given_back_need_not_be_there_any_more() -> None:
     ],
 )
 async def test_what_cannot_be_had_is_refused_before_anything_begins(items: Any, param: str) -> None:
-    uploads = InMemoryUploads()
-    uploads.add("x.txt", b"secret", "another tenant")
-    house = engine(uploads=uploads)
-    for method in (house.create, house.stream):
+    harness = AttachmentHarness()
+    harness.uploads.add("x.txt", b"secret", "another tenant")
+    for method in (harness.create, harness.stream):
         with pytest.raises(InvalidRequest) as refused:
             await method(input=items)
         assert refused.value.param == param
     with pytest.raises(InvalidRequest) as refused:
-        await house.create(input=[user(file("file-1"))])
+        await harness.create(input=[user(file("file-1"))])
     assert refused.value.wire_code == "file_not_found"
-    assert house.store.commit_count == 0
-    assert house.model.requests == []
+    assert harness.store.commit_count == 0
+    assert harness.model.requests == []
 
 
 async def test_an_inline_file_that_is_too_large_for_models_is_there_for_code() -> None:
     attachments = InputFileLoader(InMemoryUploads(), settings=InputSettings(file_bytes=len(PDF) - 1))
     model = ScriptedModel(ANSWER, profile=ModelProfile(takes_files=True))
-    house = EngineHarness(model, [EchoTool(finds_files=True)], attachments=attachments)
+    harness = EngineHarness(model, [EchoTool(finds_files=True)], attachments=attachments)
     request: Any = {"input": [user(inline("x.pdf", PDF))]}
     with pytest.raises(InvalidRequest) as refused:
-        await house.create(**request)
+        await harness.create(**request)
     assert refused.value.wire_code == "unsupported_file"
-    await house.create(**request, tools=[{"type": "echo"}])
+    await harness.create(**request, tools=[{"type": "echo"}])
     (asked,) = model.requests
     for features in (ServerFeatures(takes_files=True), ServerFeatures()):
         for rendered in (
@@ -151,29 +160,27 @@ async def test_an_inline_file_that_is_too_large_for_models_is_there_for_code() -
 
 async def test_a_short_request_cannot_name_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fumehood.engine.attachment_resolver._MAX_BYTES", 1000)
-    uploads = InMemoryUploads()
-    text = uploads.add("t.csv", b"x" * 300)
-    house = engine(ANSWER, uploads=uploads)
-    await house.create(input=[user(*[file(text)] * 3)])
+    harness = AttachmentHarness(ANSWER)
+    text = harness.uploads.add("t.csv", b"x" * 300)
+    await harness.create(input=[user(*[file(text)] * 3)])
     with pytest.raises(InvalidRequest, match="more than 1,000 bytes") as refused:
-        await house.create(input=[user(*[file(text)] * 100)])
+        await harness.create(input=[user(*[file(text)] * 100)])
     assert refused.value.param == "input"
-    assert len(uploads.reads) == 3 + 4
+    assert len(harness.uploads.reads) == 3 + 4
 
 
 async def test_results_of_functions_hold_files_and_pictures() -> None:
-    uploads = InMemoryUploads()
-    text, picture = uploads.add("t.csv", b"a,b"), uploads.add("p.png", PNG)
-    house = engine(ANSWER, uploads=uploads)
+    harness = AttachmentHarness(ANSWER)
+    text, picture = harness.uploads.add("t.csv", b"a,b"), harness.uploads.add("p.png", PNG)
     output = [file(text), {"type": "input_image", "file_id": picture, "detail": "high"}]
-    await house.create(
+    await harness.create(
         input=[
             {"role": "user", "content": "Fetch it."},
             {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "c", "output": output},
         ]
     )
-    *_, result, shown_after = shown(house.model.requests[0])
+    *_, result, shown_after = shown(harness.model.requests[0])
     assert result == {"role": "tool", "tool_call_id": "c", "content": "The file t.csv:\na,b"}
     assert shown_after["content"][1]["image_url"] == {
         "url": f"data:image/png;base64,{base64.b64encode(PNG).decode()}",
@@ -182,14 +189,13 @@ async def test_results_of_functions_hold_files_and_pictures() -> None:
 
 
 async def test_names_differ_along_a_conversation_and_an_upload_keeps_its_own() -> None:
-    uploads = InMemoryUploads()
-    one, other = uploads.add("t.csv", b"1"), uploads.add("t.csv", b"2")
-    house = engine(ANSWER, ANSWER, uploads=uploads)
-    first = await house.create(input=[user(file(one), inline("t.csv", b"3")), user(file(one))])
-    await house.create(
+    harness = AttachmentHarness(ANSWER, ANSWER)
+    one, other = harness.uploads.add("t.csv", b"1"), harness.uploads.add("t.csv", b"2")
+    first = await harness.create(input=[user(file(one), inline("t.csv", b"3")), user(file(one))])
+    await harness.create(
         previous_response_id=first.id, input=[user(file(other), file(one), inline("t.csv", b"4"))]
     )
-    assert [found.name for found in attached(house.model.requests[1])] == [
+    assert [found.name for found in attached(harness.model.requests[1])] == [
         *("t.csv", "t-2.csv", "t.csv"),
         *("t-3.csv", "t.csv", "t-4.csv"),
     ]
@@ -199,38 +205,39 @@ async def test_a_file_that_nobody_could_look_at_is_refused() -> None:
     uploads = InMemoryUploads()
     pdf = uploads.add("x.pdf", PDF)
     items = [user(file(pdf))]
-    blind = engine(uploads=uploads)
+    blind = AttachmentHarness(uploads=uploads)
     with pytest.raises(InvalidRequest, match=r"x\.pdf cannot be shown to this model") as refused:
         await blind.create(input=items, tools=[{"type": "echo"}])
     assert (refused.value.param, refused.value.wire_code) == ("input[0].content[0]", "unsupported_file")
     with pytest.raises(InvalidRequest, match=r"y\.pdf"):
         await blind.create(input=[user(inline("y.pdf", PDF))])
 
-    coding = engine(ANSWER, uploads=uploads, files=True)
+    coding = AttachmentHarness(ANSWER, uploads=uploads, finds_files=True)
     await coding.create(input=items, tools=[{"type": "echo"}])
     assert (
         "If there is a code interpreter, it finds it as /mnt/data/x.pdf."
         in shown(coding.model.requests[0])[0]["content"]
     )
 
-    seeing = engine(ANSWER, uploads=uploads, takes_files=True)
+    seeing = AttachmentHarness(ANSWER, uploads=uploads, takes_files=True)
     await seeing.create(input=items)
     (found,) = attached(seeing.model.requests[0])
     assert found.data == f"data:application/pdf;base64,{base64.b64encode(PDF).decode()}"
 
 
 async def test_where_nobody_has_said_what_a_model_takes_files_go_to_whoever_may_open_them() -> None:
-    uploads = InMemoryUploads()
-    pdf = uploads.add("x.pdf", PDF)
+    harness = AttachmentHarness(
+        ANSWER, ANSWER, ANSWER, says("A summary."), takes_files=None, finds_files=True
+    )
+    pdf = harness.uploads.add("x.pdf", PDF)
     items = [user(file(pdf), inline("y.pdf", PDF))]
-    house = engine(ANSWER, ANSWER, ANSWER, says("A summary."), uploads=uploads, takes_files=None, files=True)
-    first = await house.create(input=items)
-    await house.create(previous_response_id=first.id, tools=[{"type": "echo"}])
-    await house.create(input=items, tools=[{"type": "echo"}])
+    first = await harness.create(input=items)
+    await harness.create(previous_response_id=first.id, tools=[{"type": "echo"}])
+    await harness.create(input=items, tools=[{"type": "echo"}])
     body = msgspec.json.encode({"model": "scripted", "input": items})
-    await house.runs.compact(msgspec.json.decode(body, type=CreateResponse), Caller())
+    await harness.runs.compact(msgspec.json.decode(body, type=CreateResponse), Caller())
     alone, continued, beside_code, compacted = (
-        shown(request)[0]["content"] for request in house.model.requests
+        shown(request)[0]["content"] for request in harness.model.requests
     )
     data = f"data:application/pdf;base64,{base64.b64encode(PDF).decode()}"
     assert alone == [
@@ -242,22 +249,20 @@ async def test_where_nobody_has_said_what_a_model_takes_files_go_to_whoever_may_
 
 
 async def test_references_to_items_bring_their_files() -> None:
-    uploads = InMemoryUploads()
-    text = uploads.add("t.csv", b"a,b\n")
-    house = engine(ANSWER, ANSWER, uploads=uploads)
-    await house.create(input=[{"id": "msg_mine", **user(file(text))}])
-    uploads.records.clear()
-    await house.create(input=[{"type": "item_reference", "id": "msg_mine"}])
-    before, after = (shown(request) for request in house.model.requests)
+    harness = AttachmentHarness(ANSWER, ANSWER)
+    text = harness.uploads.add("t.csv", b"a,b\n")
+    await harness.create(input=[{"id": "msg_mine", **user(file(text))}])
+    harness.uploads.records.clear()
+    await harness.create(input=[{"type": "item_reference", "id": "msg_mine"}])
+    before, after = (shown(request) for request in harness.model.requests)
     assert before == after
 
 
 async def test_files_count_as_tokens_and_as_bytes() -> None:
-    uploads = InMemoryUploads()
-    text = uploads.add("t.csv", b"abcd" * 1000)
-    house = engine(uploads=uploads)
+    harness = AttachmentHarness()
+    text = harness.uploads.add("t.csv", b"abcd" * 1000)
     body = msgspec.json.encode({"model": "scripted", "input": [user(file(text))]})
-    counted = await house.runs.count_tokens(msgspec.json.decode(body, type=CreateResponse), Caller())
+    counted = await harness.runs.count_tokens(msgspec.json.decode(body, type=CreateResponse), Caller())
     assert counted.input_tokens >= 1000
     entry = ConversationEntry(
         type="message", id=None, turn=0, raw=b"{}", attachments=(Attachment(data="x" * 4000),)
@@ -267,15 +272,14 @@ async def test_files_count_as_tokens_and_as_bytes() -> None:
 
 
 async def test_compaction_keeps_the_files_of_the_messages_that_it_keeps() -> None:
-    uploads = InMemoryUploads()
-    text = uploads.add("t.csv", b"a,b\n")
-    house = engine(ANSWER, says("A summary."), ANSWER, uploads=uploads)
-    first = await house.create(input=[user(file(text))])
-    compacted = await house.runs.compact(
+    harness = AttachmentHarness(ANSWER, says("A summary."), ANSWER)
+    text = harness.uploads.add("t.csv", b"a,b\n")
+    first = await harness.create(input=[user(file(text))])
+    compacted = await harness.runs.compact(
         CreateResponse(model="scripted", previous_response_id=first.id), Caller()
     )
-    uploads.records.clear()
-    await house.create(
+    harness.uploads.records.clear()
+    await harness.create(
         input=[msgspec.to_builtins(compacted.output[0]), {"role": "user", "content": "Go on."}]
     )
-    assert shown(house.model.requests[-1])[0]["content"] == "The file t.csv:\na,b\n"
+    assert shown(harness.model.requests[-1])[0]["content"] == "The file t.csv:\na,b\n"

@@ -66,9 +66,12 @@ def answer_briefly(request: ModelRequest) -> list[ModelTextDelta]:
 class Talk:
     """A conversation with a model that answers shortly, and sums up at as great a length as it may."""
 
-    def __init__(self, *tools: ScriptedTool, summary: str = "s" * 100_000) -> None:
-        self.model = ScriptedModel()
-        self.engine = EngineHarness(self.model, tools)
+    def __init__(
+        self, model: ScriptedModel | None = None, *, summary: str = "s" * 100_000, managed: Any = MANAGED
+    ) -> None:
+        self.model = model or ScriptedModel()
+        self.engine = EngineHarness(self.model)
+        self._managed = managed
         self.compactions: list[int] = []
         self.windows: list[int] = []
         self._summary = summary
@@ -81,7 +84,7 @@ class Talk:
         response = await self.engine.create(
             input=[{"role": role, "content": text}],
             previous_response_id=self._previous,
-            context_management=MANAGED,
+            context_management=self._managed,
             **more,
         )
         asked = [request for request in self.model.requests[before:] if not is_summary(request)]
@@ -255,24 +258,15 @@ def test_a_conversation_at_the_threshold_can_be_summarised_whole(window: int) ->
 
 
 async def test_the_request_for_a_summary_fits_into_the_window_and_loses_nothing() -> None:
-    profile = ModelProfile(context_window=8192)
-    model = ScriptedModel(profile=profile)
-    engine = EngineHarness(model)
-    previous: str | None = None
+    model = ScriptedModel(profile=ModelProfile(context_window=8192))
+    talk = Talk(model, summary="Sum.", managed=[{"type": "compaction"}])
     for number in range(40):
-        model.expect(*[answer_briefly] * 3)
-        response = await engine.create(
-            input=words(400, f"{number} "),
-            previous_response_id=previous,
-            context_management=[{"type": "compaction"}],
-        )
-        previous = response.id
+        await talk.say(words(400, f"{number} "))
     asked = [request for request in model.requests if is_summary(request)]
     assert len(asked) >= 2
     for request in asked:
         assert tokens_in(request) + (request.sampling.max_output_tokens or 0) <= 8192
-    first = items(asked[0])
-    assert first[0]["content"][0]["text"].startswith("0 "), "nothing was left out"
+    assert items(asked[0])[0]["content"].startswith("0 "), "nothing was left out"
 
 
 async def test_a_summary_of_what_does_not_fit_says_so(caplog: pytest.LogCaptureFixture) -> None:
@@ -373,40 +367,31 @@ async def test_tools_larger_than_the_threshold_cause_no_loop() -> None:
     assert max(talk.windows) <= THRESHOLD, "of the conversation itself"
 
 
-async def test_a_model_that_sums_up_nothing_is_asked_once_in_a_response(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("first_summary", "further_turns", "summaries"),
+    [
+        ([], [calls("scripted", {}), calls("scripted", {}), says("Done.")], 1),
+        (ModelRateLimited("busy"), [calls("scripted", {}), says("Short."), says("Done.")], 2),
+    ],
+    ids=["writes nothing", "is busy"],
+)
+async def test_only_a_model_that_was_busy_is_asked_for_a_summary_again(
+    first_summary: Any, further_turns: Sequence[Any], summaries: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     tool = ScriptedTool(repeatable=[ToolAnswer("x" * 8000)])
-    async with ScriptedModel(
-        calls("scripted", {}), [], calls("scripted", {}), calls("scripted", {}), says("Done.")
-    ) as model:
+    async with ScriptedModel(calls("scripted", {}), first_summary, *further_turns) as model:
         response = await EngineHarness(model, [tool]).create(
             input="Do it", tools=[{"type": "scripted"}], context_management=MANAGED
         )
     assert response.status == "completed"
-    assert sum(map(is_summary, model.requests)) == 1
+    assert sum(map(is_summary, model.requests)) == summaries
+    assert sum(isinstance(item, CompactionItem) for item in response.output) == summaries - 1
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert "was not compacted" in line
 
 
-async def test_a_model_that_was_busy_is_asked_for_a_summary_again() -> None:
-    tool = ScriptedTool(repeatable=[ToolAnswer("x" * 8000)])
-    async with ScriptedModel(
-        calls("scripted", {}), ModelRateLimited("busy"), calls("scripted", {}), says("Short."), says("Done.")
-    ) as model:
-        response = await EngineHarness(model, [tool]).create(
-            input="Do it", tools=[{"type": "scripted"}], context_management=MANAGED
-        )
-    assert response.status == "completed"
-    assert sum(map(is_summary, model.requests)) == 2
-    assert sum(isinstance(item, CompactionItem) for item in response.output) == 1
-
-
 async def test_usage_that_is_larger_than_estimated_is_what_counts() -> None:
     """A model whose tokens are half as long as estimated: what is kept is half as much."""
-
-    def answer(request: ModelRequest) -> Any:
-        return says("s" * 100_000 if is_summary(request) else "Noted.")
 
     class Model(ScriptedModel):
         async def stream(
@@ -416,20 +401,9 @@ async def test_usage_that_is_larger_than_estimated_is_what_counts() -> None:
             async for batch in super().stream(request, accept_batch):
                 yield batch
 
-    model = Model()
-    engine = EngineHarness(model)
-    previous: str | None = None
-    compactions: list[int] = []
+    talk = Talk(Model())
     for number in range(80):
-        model.expect(*[answer] * 3)
-        response = await engine.create(
-            input=words(THRESHOLD // 40, f"{number} "),
-            previous_response_id=previous,
-            context_management=MANAGED,
-        )
-        compactions += [number for item in response.output if isinstance(item, CompactionItem)]
-        previous = response.id
-    asked = [request for request in model.requests if not is_summary(request)]
-    assert max(2 * tokens_in(request) for request in asked) <= THRESHOLD + THRESHOLD // 20
-    assert len(compactions) >= 3
-    assert all(two - one >= 5 for one, two in itertools.pairwise(compactions))
+        await talk.say(words(THRESHOLD // 40, f"{number} "))
+    assert max(2 * tokens for tokens in talk.windows) <= THRESHOLD + THRESHOLD // 20
+    assert len(talk.compactions) >= 3
+    assert all(two - one >= 5 for one, two in itertools.pairwise(talk.compactions))

@@ -36,14 +36,14 @@ def inline(content: bytes, media_type: str = "application/octet-stream") -> str:
     return f"data:{media_type};base64,{base64.b64encode(content).decode()}"
 
 
-class House:
-    """Uploads and whoever finds them."""
+class LoaderHarness:
+    """A loader of input files, and uploads."""
 
     def __init__(self, **limits: Any) -> None:
         self.uploads = InMemoryUploads()
         self.subject = InputFileLoader(self.uploads, None, InputSettings(**limits))
 
-    async def of_upload(
+    async def load_upload(
         self, filename: str, content: bytes, kind: str = "input_file", *, whole: bool = False
     ) -> Attachment:
         file_id = self.uploads.add(filename, content, SOMEBODY.tenant)
@@ -51,12 +51,12 @@ class House:
             SOMEBODY, InputFilePart(type=kind, file_id=file_id), with_content=whole
         )
 
-    async def of(self, **part: Any) -> Attachment:
+    async def load(self, **part: Any) -> Attachment:
         return await self.subject.load_attachment(SOMEBODY, InputFilePart(**part), with_content=False)
 
     async def refusal(self, **part: Any) -> ApiError:
         with pytest.raises((InvalidRequest, NotFound)) as caught:
-            await self.of(**part)
+            await self.load(**part)
         return caught.value
 
 
@@ -77,62 +77,62 @@ class House:
     ],
 )
 async def test_an_upload_of_text_is_read(filename: str, content: bytes, text: str) -> None:
-    found = await House().of_upload(filename, content)
+    found = await LoaderHarness().load_upload(filename, content)
     assert (found.kind, found.name, found.bytes, found.file_id) == ("text", filename, len(content), "file-1")
     assert (found.text, found.omitted_bytes, found.data) == (text, 0, None)
 
 
 async def test_of_a_long_text_the_beginning_is_read_and_nothing_else() -> None:
-    house = House()
+    harness = LoaderHarness()
     content = "é".encode() * (5 * MAX_TEXT_CHARACTERS)
-    found = await house.of_upload("t.txt", content)
+    found = await harness.load_upload("t.txt", content)
     assert found.text == "é" * MAX_TEXT_CHARACTERS
     assert found.omitted_bytes == MAX_TEXT_CHARACTERS + len(content) - MAX_TEXT_BYTES
-    assert house.uploads.reads == [("file-1", MAX_TEXT_BYTES)]
+    assert harness.uploads.reads == [("file-1", MAX_TEXT_BYTES)]
 
 
 async def test_a_character_that_is_cut_in_two_is_no_reason_to_call_it_binary() -> None:
     content = b"x" + "日".encode() * MAX_TEXT_BYTES
-    found = await House().of_upload("notes", content)
+    found = await LoaderHarness().load_upload("notes", content)
     assert found.text is not None
     assert found.text.startswith("x日日")
 
 
 @pytest.mark.parametrize("content", [PDF, PNG, b"PK\x03\x04\0\0", b"\xff\xfe\0"])
 async def test_other_uploads_are_read_only_for_models_that_take_them(content: bytes) -> None:
-    house = House(file_bytes=1000)
-    found = await house.of_upload("x", content)
+    harness = LoaderHarness(file_bytes=1000)
+    found = await harness.load_upload("x", content)
     assert (found.kind, found.text, found.data, found.bytes) == ("binary", None, None, len(content))
-    found = await house.of_upload("x", content, whole=True)
+    found = await harness.load_upload("x", content, whole=True)
     assert found.data is not None
     assert decode_inline(found.data)[1] == content
     large = content + b"\0" * 1000
-    assert (await house.of_upload("x", large, whole=True)).data is None
+    assert (await harness.load_upload("x", large, whole=True)).data is None
 
 
 async def test_a_picture_is_one_by_its_content() -> None:
-    house = House(image_bytes=1000)
-    found = await house.of_upload("photo.txt", PNG, "input_image")
+    harness = LoaderHarness(image_bytes=1000)
+    found = await harness.load_upload("photo.txt", PNG, "input_image")
     assert (found.kind, found.media_type, found.name) == ("picture", "image/png", "photo.txt")
     assert found.data == inline(PNG, "image/png")
     for content in (PDF, b"<svg/>", PNG + b"\0" * 1000):
         with pytest.raises(InvalidRequest, match="cannot be sent to a model") as refused:
-            await house.of_upload("x.png", content, "input_image")
+            await harness.load_upload("x.png", content, "input_image")
         assert refused.value.param == "file_id"
 
 
 async def test_what_is_read_is_told_before_it_is() -> None:
-    house, told = House(), list[int]()
+    harness, reserved = LoaderHarness(), list[int]()
 
     async def found(filename: str, content: bytes, kind: str = "input_file") -> tuple[int, int]:
-        """How much was told, and how much is held."""
-        told.clear()
-        file_id = house.uploads.add(filename, content, SOMEBODY.tenant)
+        """How much was reserved, and how much is held."""
+        reserved.clear()
+        file_id = harness.uploads.add(filename, content, SOMEBODY.tenant)
         part = InputFilePart(type=kind, file_id=file_id)
-        one = await house.subject.load_attachment(
-            SOMEBODY, part, with_content=True, reserve_memory=told.append
+        one = await harness.subject.load_attachment(
+            SOMEBODY, part, with_content=True, reserve_memory=reserved.append
         )
-        return sum(told), len(one.text or one.data or "")
+        return sum(reserved), len(one.text or one.data or "")
 
     assert await found("t.csv", b"x" * 1000) == (1000, 1000)
     for content, kind in ((PDF, "input_file"), (PNG, "input_image")):
@@ -142,55 +142,59 @@ async def test_what_is_read_is_told_before_it_is() -> None:
     def refuse(_: int) -> None:
         raise RateLimited("Too much.")
 
-    house.uploads.reads.clear()
-    picture = InputFilePart(type="input_image", file_id=house.uploads.add("x.png", PNG, SOMEBODY.tenant))
+    harness.uploads.reads.clear()
+    picture = InputFilePart(type="input_image", file_id=harness.uploads.add("x.png", PNG, SOMEBODY.tenant))
     with pytest.raises(RateLimited):
-        await house.subject.load_attachment(SOMEBODY, picture, with_content=True, reserve_memory=refuse)
-    assert house.uploads.reads == []
+        await harness.subject.load_attachment(SOMEBODY, picture, with_content=True, reserve_memory=refuse)
+    assert harness.uploads.reads == []
 
 
 async def test_an_upload_of_somebody_else_is_not_there() -> None:
-    house = House()
-    theirs = house.uploads.add("x.txt", b"secret", "somebody else")
+    harness = LoaderHarness()
+    theirs = harness.uploads.add("x.txt", b"secret", "somebody else")
     for file_id in (theirs, "file-unknown", "", "../x", "file-\u202e"):
         for kind in ("input_file", "input_image"):
-            error = await house.refusal(type=kind, file_id=file_id)
+            error = await harness.refusal(type=kind, file_id=file_id)
             assert isinstance(error, NotFound)
             assert (error.param, error.wire_code) == ("file_id", "file_not_found")
             assert "\u202e" not in error.message
-    assert house.uploads.reads == []
+    assert harness.uploads.reads == []
 
 
 # --- inline -------------------------------------------------------------------------------------------
 
 
 async def test_inline_files_are_looked_at_and_not_kept_twice() -> None:
-    house = House()
-    found = await house.of(type="input_file", filename="../t.csv", file_data=inline(b"a,b", "text/csv"))
+    harness = LoaderHarness()
+    found = await harness.load(type="input_file", filename="../t.csv", file_data=inline(b"a,b", "text/csv"))
     assert found == Attachment(name="t.csv", kind="text", media_type="text/csv", bytes=3)
-    found = await house.of(type="input_file", filename="x.pdf", file_data=base64.b64encode(PDF).decode())
+    found = await harness.load(type="input_file", filename="x.pdf", file_data=base64.b64encode(PDF).decode())
     assert found == Attachment(name="x.pdf", kind="binary", media_type="application/pdf", bytes=len(PDF))
     for address in (inline(PNG, "image/png"), InputImageUrl(inline(PNG))):
-        found = await house.of(type="input_image", image_url=address)
+        found = await harness.load(type="input_image", image_url=address)
         assert found == Attachment(name="image.png", kind="picture", media_type="image/png", bytes=len(PNG))
 
 
 async def test_what_is_inline_is_bounded_as_uploads_are() -> None:
-    house = House(image_bytes=len(PNG), file_bytes=len(PDF))
+    harness = LoaderHarness(image_bytes=len(PNG), file_bytes=len(PDF))
     for content, too_large in ((PDF, False), (PDF + b"\n", True)):
-        found = await house.of(
+        found = await harness.load(
             type="input_file", filename="x.pdf", file_data=inline(content, "application/pdf")
         )
         assert (found.kind, found.bytes, found.too_large) == ("binary", len(content), too_large)
-    text = await house.of(type="input_file", filename="x.txt", file_data=inline(b"x" * 1000, "text/plain"))
+    text = await harness.load(
+        type="input_file", filename="x.txt", file_data=inline(b"x" * 1000, "text/plain")
+    )
     assert (text.kind, text.too_large) == ("text", False)
-    assert (await house.of(type="input_image", image_url=inline(PNG, "image/png"))).kind == "picture"
-    error = await house.refusal(type="input_image", image_url=inline(PNG + b"x", "image/png"))
+    assert (await harness.load(type="input_image", image_url=inline(PNG, "image/png"))).kind == "picture"
+    error = await harness.refusal(type="input_image", image_url=inline(PNG + b"x", "image/png"))
     assert (error.param, error.wire_code) == ("image_url", "invalid_value")
 
 
 async def test_what_is_inline_comes_before_what_is_referred_to() -> None:
-    found = await House().of(type="input_file", filename="x.txt", file_data=inline(b"x"), file_id="file-gone")
+    found = await LoaderHarness().load(
+        type="input_file", filename="x.txt", file_data=inline(b"x"), file_id="file-gone"
+    )
     assert (found.name, found.file_id) == ("x.txt", "")
 
 
@@ -206,7 +210,7 @@ async def test_what_is_inline_comes_before_what_is_referred_to() -> None:
     ],
 )
 async def test_parts_that_hold_nothing(part: dict[str, Any], param: str) -> None:
-    error = await House().refusal(**part)
+    error = await LoaderHarness().refusal(**part)
     assert isinstance(error, InvalidRequest)
     assert error.param == param
 
@@ -223,7 +227,7 @@ ADDRESSED = (
 
 @pytest.mark.parametrize("part", ADDRESSED)
 async def test_addresses_are_refused_unless_somebody_deals_with_them(part: dict[str, Any]) -> None:
-    error = await House().refusal(**msgspec.structs.asdict(msgspec.convert(part, InputFilePart)))
+    error = await LoaderHarness().refusal(**msgspec.structs.asdict(msgspec.convert(part, InputFilePart)))
     assert (error.param, error.wire_code) == (
         "image_url" if part["type"] == "input_image" else "file_url",
         "unsupported_parameter",

@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from fumehood.http_server.secret_files import InsecureSecretFile, read_secret_file
 from fumehood.interfaces import InvalidSeal
+from fumehood.store.staged_blobs import fsync_path
 
 KEY_BYTES = 32
 MAX_SEALED_CHARS = 10 << 20  # as in OpenAI's API
@@ -148,10 +149,6 @@ def _create_keys_file(path: Path) -> None:
             os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):
             os.link(draft, path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        fsync_path(str(path.parent))
     finally:
         draft.unlink()

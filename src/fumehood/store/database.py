@@ -14,13 +14,14 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from fumehood.metrics import StoreStats
 from fumehood.protocol.openai.api_errors import StorageCorrupted, StorageUnavailable
 from fumehood.store.migrations import StoreOpenError, is_up_to_date, migrate
+from fumehood.store.staged_blobs import fsync_path
 
 logger = logging.getLogger(__name__)
 
@@ -376,32 +377,27 @@ def _free_bytes(directory: Path) -> float:
 def _open_connections(
     path: Path, shared: bool
 ) -> tuple[sqlite3.Connection, Sequence[sqlite3.Connection], int | None]:
-    opened: list[sqlite3.Connection] = []
-    lock: int | None = None
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = None if shared else _lock_database(path)
-        _make_private(path)
-        writer = _connect(path, _WRITER_CACHE_KIB)
-        opened.append(writer)
-        writer.execute("PRAGMA journal_mode = WAL")
-        if shared:
-            _migrate_if_unlocked(path, writer)
-        else:
-            migrate(writer)
-            truncate_wal(writer)  # a killed process may have left deleted content in it
-        for _ in range(_READER_THREADS):
-            opened.append(_connect(path, _READER_CACHE_KIB))
-            opened[-1].execute("PRAGMA query_only = ON")
-        return writer, opened[1:], lock
-    except BaseException as error:
-        for connection in opened:
-            connection.close()
-        if lock is not None:
-            os.close(lock)
-        if isinstance(error, (OSError, sqlite3.Error, StoreOpenError)):
-            raise StoreOpenError(f"The database {path} cannot be opened: {error}") from error
-        raise
+        with ExitStack() as stack:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            lock = None if shared else _lock_database(path)
+            if lock is not None:
+                stack.callback(os.close, lock)
+            _make_private(path)
+            writer = _connect(path, _WRITER_CACHE_KIB, stack)
+            writer.execute("PRAGMA journal_mode = WAL")
+            if shared:
+                _migrate_if_unlocked(path, writer)
+            else:
+                migrate(writer)
+                truncate_wal(writer)  # a killed process may have left deleted content in it
+            readers = [_connect(path, _READER_CACHE_KIB, stack) for _ in range(_READER_THREADS)]
+            for reader in readers:
+                reader.execute("PRAGMA query_only = ON")
+            stack.pop_all()
+            return writer, readers, lock
+    except (OSError, sqlite3.Error, StoreOpenError) as error:
+        raise StoreOpenError(f"The database {path} cannot be opened: {error}") from error
 
 
 def _migrate_if_unlocked(path: Path, connection: sqlite3.Connection) -> None:
@@ -442,27 +438,21 @@ def _make_private(path: Path) -> None:
         os.fchmod(file, 0o600)
     finally:
         os.close(file)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    fsync_path(str(path.parent))
 
 
-def _connect(path: Path, cache_kib: int) -> sqlite3.Connection:
+def _connect(path: Path, cache_kib: int, stack: ExitStack) -> sqlite3.Connection:
+    """Connect; the stack closes the connection if opening fails."""
     connection = sqlite3.connect(
         path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False, cached_statements=256
     )
-    try:
-        for setting in (
-            "synchronous = FULL",
-            "secure_delete = ON",  # overwrite deleted content
-            "trusted_schema = OFF",
-            f"cache_size = -{cache_kib}",
-            f"journal_size_limit = {_MAX_IDLE_WAL_BYTES}",
-        ):
-            connection.execute(f"PRAGMA {setting}")
-    except BaseException:  # for example, the file is not a database
-        connection.close()
-        raise
+    stack.callback(connection.close)
+    for setting in (
+        "synchronous = FULL",
+        "secure_delete = ON",  # overwrite deleted content
+        "trusted_schema = OFF",
+        f"cache_size = -{cache_kib}",
+        f"journal_size_limit = {_MAX_IDLE_WAL_BYTES}",
+    ):
+        connection.execute(f"PRAGMA {setting}")
     return connection
