@@ -46,11 +46,6 @@ class SandboxCertificateAuthority:
             raise ValueError("the key of the authority is not an elliptic-curve key")
         return cls(key, x509.load_pem_x509_certificate(pem.encode("ascii")))
 
-    def warm_up(self) -> None:
-        """Load and use this authority once."""
-        loaded = type(self).load(self.private_pem, self.pem)
-        loaded._create_context("warm-up.invalid")
-
     @property
     def private_pem(self) -> str:
         return _private_pem(self._key).decode("ascii")
@@ -60,12 +55,13 @@ class SandboxCertificateAuthority:
         async with self._lock:
             renewal, context = self._contexts.get(domain, (None, None))
             if renewal is None or context is None or renewal < _now():
-                context = await asyncio.to_thread(self._create_context, domain)
+                context = await asyncio.to_thread(self.create_context, domain)
                 renewal = _now() + dt.timedelta(days=_LEAF_DAYS - 1)
                 self._contexts[domain] = (renewal, context)
             return context
 
-    def _create_context(self, domain: str) -> ssl.SSLContext:
+    def create_context(self, domain: str) -> ssl.SSLContext:
+        """Issue a certificate for this domain; returns a TLS server context with it."""
         key = ec.generate_private_key(ec.SECP256R1())
         authority_id = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
         certificate = (
@@ -90,7 +86,8 @@ class SandboxCertificateAuthority:
 
 def warm_up() -> None:
     """Load what OpenSSL and Python load on first use: the process may soon be a user who cannot read it."""
-    SandboxCertificateAuthority(*_create_authority(["warm-up.invalid"])).warm_up()
+    made = SandboxCertificateAuthority(*_create_authority(["warm-up.invalid"]))
+    SandboxCertificateAuthority.load(made.private_pem, made.pem).create_context("warm-up.invalid")
     for encoding in ("ascii", "latin-1", "idna", "punycode"):
         codecs.lookup(encoding)
 

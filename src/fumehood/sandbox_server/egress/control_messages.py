@@ -3,6 +3,7 @@
 The proxy parses untrusted input, so the supervisor accepts from it nothing but these types.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -136,18 +137,9 @@ class ProxyLogMessage(msgspec.Struct, frozen=True, tag="log"):
 type ControlOrder = OpenAccess | CloseAccess
 type ProxyReport = ProxyReady | EgressEvent | ProxyStatus | ProxyLogMessage
 
+# The decoders raise msgspec.MsgspecError.
 encode = msgspec.json.Encoder().encode
-_orders: msgspec.json.Decoder[ControlOrder] = msgspec.json.Decoder(OpenAccess | CloseAccess)
-_reports: msgspec.json.Decoder[ProxyReport] = msgspec.json.Decoder(
+decode_order: Callable[[bytes], ControlOrder] = msgspec.json.Decoder(OpenAccess | CloseAccess).decode
+decode_report: Callable[[bytes], ProxyReport] = msgspec.json.Decoder(
     ProxyReady | EgressEvent | ProxyStatus | ProxyLogMessage
-)
-
-
-def decode_order(body: bytes) -> ControlOrder:
-    """Decode an order of the supervisor. Raises msgspec.MsgspecError."""
-    return _orders.decode(body)
-
-
-def decode_report(body: bytes) -> ProxyReport:
-    """Decode a report of the proxy. Raises msgspec.MsgspecError."""
-    return _reports.decode(body)
+).decode

@@ -107,7 +107,8 @@ class PipServer:
         except (InstallFailed, SandboxError) as error:
             last = {"error": error.message}
         finally:
-            await _cancel(sender)
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
         while not progress.empty():
             await self._send_line(connection, {"progress": progress.get_nowait()})
         await self._send_line(connection, last)
@@ -138,9 +139,3 @@ class PipServer:
             return False
         self._rate_tokens -= 1
         return True
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task

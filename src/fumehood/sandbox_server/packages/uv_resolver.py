@@ -76,21 +76,13 @@ class UvResolver:
         (inputs / "versions.txt").write_text(versions)
         self.base.write_stub_wheels(inputs / "links")
         arguments = [
-            "pip",
-            "compile",
-            "/in/requirements.in",
-            "--python",
-            self.jail.python,
+            *("pip", "compile", "/in/requirements.in", "--python", self.jail.python),
             *_COMMON_ARGUMENTS,
-        ]
-        arguments += [
-            "--find-links",
-            "/in/links",
+            *("--find-links", "/in/links"),
             *self._find_links_arguments(),
             *(["--offline"] if offline else []),
+            *(["--constraints", "/in/versions.txt"] if fixed else []),
         ]
-        if fixed:
-            arguments += ["--constraints", "/in/versions.txt"]
         result = await self.jail.run(arguments, inputs)
         if result.exit_code != 0:
             raise ResolutionFailed(result.stderr)
@@ -106,13 +98,12 @@ class UvResolver:
             for pin in pins
         ]
         (inputs / "pins.txt").write_text("\n".join(lines) + "\n")
-        arguments = ["pip", "install", "--python", self.jail.python, "--target", "/opt/packages", "--no-deps"]
-        arguments += ["--only-binary", ":all:", "--require-hashes", "--compile-bytecode", "--color", "never"]
-        arguments += [
+        arguments = [
+            *("pip", "install", "--python", self.jail.python, "--target", "/opt/packages", "--no-deps"),
+            *("--only-binary", ":all:", "--require-hashes", "--compile-bytecode", "--color", "never"),
             *self._find_links_arguments(),
             *(["--offline"] if offline else []),
-            "-r",
-            "/in/pins.txt",
+            *("-r", "/in/pins.txt"),
         ]
         return await self.jail.run(arguments, inputs, output)
 

@@ -9,7 +9,7 @@ import errno
 import json
 import socket
 import time
-from typing import Any, Literal, NoReturn, Protocol
+from typing import Any, Literal, Protocol
 
 RESERVE_STEP = 4 << 20
 _KEEPALIVE_SECONDS = 1.0
@@ -63,12 +63,8 @@ class SupervisorPermit:
         self._supervisor.send(json.dumps(request).encode())
         body = self._supervisor.recv(_MAX_ANSWER)
         if not body:
-            _raise_abandoned()
+            raise FileTaskRefused("the client went away", "abandoned")
         answer = json.loads(body)
         if not answer["granted"]:
             raise FileTaskRefused(answer["reason"], answer["kind"])
         self._requested_at = time.monotonic()
-
-
-def _raise_abandoned() -> NoReturn:
-    raise FileTaskRefused("the client went away", "abandoned")

@@ -69,10 +69,7 @@ class ForkServer(abc.ABC):
     def signal_group(self, number: int, which: int) -> None:
         """Signal the process group of a child; the child is not reaped yet, so its pid is still its own."""
         if number in self._children:
-            try:
-                os.killpg(self._children[number][0], which)
-            except (ProcessLookupError, PermissionError):
-                return  # not a group leader yet, or just ended
+            signal_process_group(self._children[number][0], which)
 
     def _reap_child(self, number: int) -> None:
         pid, pidfd = self._children.pop(number)
@@ -104,6 +101,11 @@ def send_message(target: socket.socket, event: dict[str, Any], fds: list[int] | 
         socket.send_fds(target, [body], fds)
     else:
         target.send(body)
+
+
+def signal_process_group(leader: int, which: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # not a leader yet, or just ended
+        os.killpg(leader, which)
 
 
 def replace_stdin() -> None:

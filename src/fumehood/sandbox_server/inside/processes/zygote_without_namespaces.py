@@ -111,7 +111,7 @@ def _reap_until_exit(interpreter_pid: int, watched: set[signal.Signals]) -> NoRe
     while True:
         received = signal.sigwait(watched)
         if received == signal.SIGINT:
-            _signal_group(interpreter_pid, signal.SIGINT)
+            fork_server.signal_process_group(interpreter_pid, signal.SIGINT)
             continue
         if received == signal.SIGTERM:
             _kill_orphans()  # SIGKILL would end this process only
@@ -143,13 +143,6 @@ def _kill_orphans() -> None:
         for pid in children:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-
-
-def _signal_group(leader: int, number: signal.Signals) -> None:
-    try:
-        os.killpg(leader, number)
-    except (ProcessLookupError, PermissionError):
-        return
 
 
 def _python_paths() -> list[str]:

@@ -487,8 +487,3 @@ class _ExitCommand:
 
     def __call__(self, code: Any = None) -> NoReturn:
         raise SystemExit(code)
-
-
-if __name__ == "__main__":
-    # Under its own name: `__main__` becomes the program's module.
-    importlib.import_module("fumehood.sandbox_server.inside.runner.code_runner").main(sys.argv[1:])

@@ -228,26 +228,25 @@ def _figure_class() -> type | None:
 
 
 def _gcf() -> Any:
-    return getattr(sys.modules.get("matplotlib._pylab_helpers"), "Gcf", None)
+    """Return pyplot's registry of open figures, or None if there are none."""
+    gcf = getattr(sys.modules.get("matplotlib._pylab_helpers"), "Gcf", None)
+    return gcf if gcf is not None and gcf.figs else None
 
 
 def _figure_managers() -> list[Any]:
     gcf = _gcf()
-    if gcf is None or not gcf.figs:
-        return []
-    return sorted(gcf.figs.values(), key=lambda manager: getattr(manager, _ORDER_ATTRIBUTE, -1))
+    managers: list[Any] = [] if gcf is None else [*gcf.figs.values()]
+    return sorted(managers, key=lambda manager: getattr(manager, _ORDER_ATTRIBUTE, -1))
 
 
 def _close_figure(figure: object) -> None:
-    gcf = _gcf()
-    if gcf is not None and gcf.figs:
+    if (gcf := _gcf()) is not None:
         gcf.destroy_fig(figure)
 
 
 def close_figures() -> None:
     """Close every open figure; an interrupt may have left one half drawn."""
-    gcf = _gcf()
-    if gcf is not None and gcf.figs:
+    if (gcf := _gcf()) is not None:
         with contextlib.suppress(Exception):
             gcf.destroy_all()
         gcf.figs.clear()
