@@ -94,6 +94,7 @@ async def test_so_much_is_kept_of_expired_containers_and_the_oldest_goes_first()
         assert sorted(harness.blobs.contents.values()) == [bytes([2]) * 4, bytes([3]) * 4]
         statuses = [(await harness.containers.get_container(SOMEBODY, name)).status for name in names]
         assert statuses == ["expired"] * 4
+        assert harness.stats.purged == 2
 
 
 async def test_without_retention_nothing_outlives_a_container() -> None:
@@ -188,6 +189,7 @@ async def test_those_whose_server_is_gone_have_expired() -> None:
         await harness.scripted.end_sandbox(f"{bound}-1", "its server ended")
         there = harness.second_process()
         async with there.containers as containers:
+            assert (there.stats.ended, there.stats.live_containers) == ({"lost": 1}, 1)
             assert (await containers.get_container(SOMEBODY, bound)).status == "expired"
             assert (await containers.get_container(SOMEBODY, fresh)).status == "running"
             successor = await containers.open_container(

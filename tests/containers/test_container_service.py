@@ -265,6 +265,13 @@ async def test_what_was_asked_for_and_what_is_in_use_make_no_room() -> None:
         assert (await harness.record(idle)).status == "expired"
         assert (await harness.record(working)).status == "running"
         assert (await harness.containers.check_active(SOMEBODY, asked.id)).status == "running"
+        stats = harness.stats
+        assert (stats.created, stats.rejected, stats.ended, stats.live_containers) == (
+            4,
+            1,
+            {"evicted": 1},
+            3,
+        )
 
 
 async def test_what_is_opened_while_it_is_looked_at_makes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -516,7 +523,9 @@ async def test_leaving_a_call_ends_its_sandbox() -> None:
             assert await anext(events) == ExecutionStarted()
             assert await anext(events) == Stdout("x")
             assert len(harness.scripted.specs) == 1
+            assert harness.stats.running_calls == 1
         assert harness.scripted.specs == {}
+        assert (harness.stats.running_calls, harness.stats.ended_calls) == (0, {"abandoned": 1})
         assert await harness.paths(container) == []
 
 
