@@ -11,7 +11,7 @@ from fumehood.files import InputSettings
 from fumehood.files.input_file_loader import InputFileLoader
 from fumehood.interfaces import Caller
 from fumehood.models.chat_completions.chat_renderer import render_messages
-from fumehood.models.rendering.conversation_items import ServerFeatures
+from fumehood.models.rendering.server_features import ServerFeatures
 from fumehood.models.responses_api.reasoning_origin import ReasoningOrigin
 from fumehood.models.responses_api.responses_renderer import render_input
 from fumehood.protocol.attachments import Attachment

@@ -14,7 +14,7 @@ from msgspec import Raw
 from fumehood.engine.token_counter import TokenCounter, estimate_entry, estimate_segment
 from fumehood.interfaces import AcceptBatch, Caller
 from fumehood.models.chat_completions.chat_renderer import render_messages
-from fumehood.models.rendering.conversation_items import ServerFeatures
+from fumehood.models.rendering.server_features import ServerFeatures
 from fumehood.protocol.conversation import ConversationSegment
 from fumehood.protocol.model_turns import AnyModelEvent, ModelPassthroughItem, ModelProfile, ModelRequest
 from fumehood.protocol.openai.api_errors import (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fumehood.engine.token_counter import estimate_entry, estimate_segment
 from fumehood.engine.truncation import compute_input_token_limit, drop_oldest, read_role
 from fumehood.models.chat_completions.chat_renderer import render_messages
-from fumehood.models.rendering.conversation_items import ServerFeatures
+from fumehood.models.rendering.server_features import ServerFeatures
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
 from fumehood.protocol.model_turns import ModelProfile, ModelRequest, ModelTurnEnded
 from fumehood.protocol.openai.api_errors import InvalidRequest

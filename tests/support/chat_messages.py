@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from fumehood.models.chat_completions.chat_renderer import render_messages
-from fumehood.models.rendering.conversation_items import ServerFeatures
+from fumehood.models.rendering.server_features import ServerFeatures
 from fumehood.protocol.conversation import Conversation, ConversationSegment
 from fumehood.protocol.openai.api_errors import InvalidRequest
 

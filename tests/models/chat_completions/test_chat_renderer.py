@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from inline_snapshot import snapshot
 
-from fumehood.models.rendering.conversation_items import ServerFeatures
+from fumehood.models.rendering.server_features import ServerFeatures
 from fumehood.protocol.attachments import MAX_TEXT_CHARACTERS, Attachment
 from fumehood.protocol.conversation import ConversationSegment
 from tests.support.chat_messages import IMAGE_URL, render, render_refused, summarize_messages

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fumehood.models.rendering.conversation_items import ServerFeatures
+from fumehood.models.rendering.server_features import ServerFeatures
 from tests.support.chat_messages import IMAGE_URL, render, render_refused, summarize_messages
 from tests.support.conversations import (
     call,

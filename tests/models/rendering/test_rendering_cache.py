@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fumehood.models.chat_completions.chat_renderer import render_messages
-from fumehood.models.rendering.conversation_items import ServerFeatures
 from fumehood.models.rendering.rendering_cache import render_segments
+from fumehood.models.rendering.server_features import ServerFeatures
 from fumehood.protocol.conversation import Conversation, ConversationEntry, ConversationSegment, SegmentRun
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from tests.support.chat_messages import IMAGE_URL, render, render_conversation, summarize_messages

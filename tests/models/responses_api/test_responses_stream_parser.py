@@ -1,7 +1,8 @@
-"""Answers of servers that speak the Responses API, right ones and odd ones."""
+"""Parses responses of servers with the Responses API, correct and odd ones."""
 
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ RECORDED = Path(__file__).parents[4] / "shared" / "reference" / "recorded"
 STREAMS = sorted(RECORDED.glob("*.chunks.txt"))
 
 
-def parser() -> ResponsesStreamParser:
+def new_parser() -> ResponsesStreamParser:
     ids = itertools.count(1)
     errors = UpstreamErrorFactory("m", api_name="Responses API")
     return ResponsesStreamParser(errors, ORIGIN, make_id=lambda prefix: f"{prefix}_made_{next(ids)}")
@@ -64,127 +65,212 @@ def parser() -> ResponsesStreamParser:
 
 def parse(*chunks: bytes) -> list[AnyModelEvent]:
     """The events of a turn that ends well."""
-    reading = parser()
-    events = [event for chunk in chunks for event in reading.feed(chunk)]
-    events += reading.finish()
-    assert reading.failure is None, reading.failure
+    parser = new_parser()
+    events = [event for chunk in chunks for event in parser.feed(chunk)] + parser.finish()
+    assert parser.failure is None, parser.failure
     assert [isinstance(event, ModelTurnEnded) for event in events].count(True) == 1
     assert isinstance(events[-1], ModelTurnEnded)
     return events
 
 
 def fail(*chunks: bytes) -> ModelError:
-    reading = parser()
-    events = [event for chunk in chunks for event in reading.feed(chunk)] + reading.finish()
-    assert reading.failure is not None
+    parser = new_parser()
+    events = [event for chunk in chunks for event in parser.feed(chunk)] + parser.finish()
+    assert parser.failure is not None
     assert not any(isinstance(event, ModelTurnEnded) for event in events)
-    return reading.failure
+    return parser.failure
 
 
-# --- messages -----------------------------------------------------------------------------------------
+# --- turns that end well ------------------------------------------------------------------------------
+
+LOGPROB: Any = {"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": []}
+CITATION = {
+    "type": "url_citation",
+    "url": "https://a.example",
+    "title": "A",
+    "start_index": 0,
+    "end_index": 1,
+}
+FILE_CITATION = {"type": "file_citation", "file_id": "file-theirs", "filename": "f", "index": 0}
+REASONING: dict[str, Any] = {"type": "reasoning", "id": "rs_theirs", "summary": []}
+FIRST_CALL: dict[str, Any] = {"type": "function_call", "call_id": "c1", "name": "f"}
+SECOND_CALL: dict[str, Any] = {"type": "function_call", "call_id": "c1", "name": "g"}
+CALL = {"type": "function_call", "id": "x", "call_id": "c", "name": "f"}
+WHOLE_MESSAGE: dict[str, Any] = {"type": "message", "content": [{"type": "output_text", "text": "whole"}]}
+WHOLE = [ModelMessageStarted(), ModelTextDelta("whole"), ModelTurnEnded("stop")]
+OUTPUT = [
+    {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "gist"}]},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
+    {"type": "message", "role": "assistant", "content": "b"},
+    {"type": "function_call", "call_id": "c", "name": "f", "arguments": {"x": 1}},
+    {"type": "function_call", "call_id": "d", "name": "g"},
+]
+OUTPUT_EVENTS = [
+    ModelReasoningStarted(),
+    ModelReasoningSummaryDelta(0, "gist"),
+    ModelReasoningEnded(),
+    ModelMessageStarted(),
+    ModelTextDelta("a"),
+    ModelMessageStarted(),
+    ModelTextDelta("b"),
+    ModelCallStarted(0, "c", "f"),
+    ModelCallArgumentsDelta(0, '{"x":1}'),
+    ModelCallStarted(1, "d", "g"),
+    ModelCallArgumentsDelta(1, "{}"),
+    ModelTurnEnded("calls"),
+]
+USAGE = {
+    "input_tokens": 10,
+    "input_tokens_details": {"cached_tokens": 4},
+    "output_tokens": 5.0,
+    "output_tokens_details": {"reasoning_tokens": -2},
+    "total_tokens": 15,
+}
+USAGE_END = ModelTurnEnded(
+    "stop",
+    Usage(
+        input_tokens=10,
+        input_tokens_details=InputTokensDetails(cached_tokens=4),
+        output_tokens=5,
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+        total_tokens=15,
+    ),
+)
+TURNS: dict[str, tuple[Sequence[bytes], Sequence[AnyModelEvent]]] = {
+    "text": (
+        [says("Hel", "lo")],
+        [ModelMessageStarted(), ModelTextDelta("Hel"), ModelTextDelta("lo"), ModelTurnEnded("stop")],
+    ),
+    "two messages with phases": (
+        [created(), message("a", phase="commentary"), message("b", index=1, phase="final_answer"), ended()],
+        [
+            ModelMessageStarted("commentary"),
+            ModelTextDelta("a"),
+            ModelMessageStarted("final_answer"),
+            ModelTextDelta("b"),
+            ModelTurnEnded("stop"),
+        ],
+    ),
+    "logprobs, citations and a refusal": (
+        [
+            added(0, type="message", role="assistant", content=[]),
+            delta("output_text", 0, "a", logprobs=[LOGPROB]),
+            event("response.output_text.annotation.added", output_index=0, annotation=CITATION),
+            event("response.output_text.annotation.added", output_index=0, annotation=FILE_CITATION),
+            delta("refusal", 0, "No."),
+            ended(),
+        ],
+        [
+            ModelMessageStarted(),
+            ModelTextDelta("a", [Raw(msgspec.json.encode(LOGPROB))]),
+            ModelCitation(
+                UrlCitationAnnotation(url="https://a.example", title="A", start_index=0, end_index=1)
+            ),
+            ModelRefusalDelta("No."),
+            ModelTurnEnded("stop"),
+        ],
+    ),
+    "reasoning as summary, text and encrypted": (
+        [
+            added(0, **REASONING),
+            delta("reasoning_summary_text", 0, "First", summary_index=0),
+            delta("reasoning_summary_text", 0, "Second", summary_index=1),
+            done(0, **REASONING, encrypted_content="gAAA"),
+            added(1, **REASONING),
+            delta("reasoning_text", 1, "hm", content_index=0),
+            done(1, **REASONING),
+            done(2, **REASONING, encrypted_content="gBBB"),
+            ended(),
+        ],
+        [
+            ModelReasoningStarted(),
+            ModelReasoningSummaryDelta(0, "First"),
+            ModelReasoningSummaryDelta(1, "Second"),
+            ModelReasoningEnded(f"fh1:{ORIGIN.fingerprint}:rs_theirs:gAAA"),
+            ModelReasoningStarted(),
+            ModelReasoningDelta("hm"),
+            ModelReasoningEnded(),
+            ModelReasoningStarted(),
+            ModelReasoningEnded(f"fh1:{ORIGIN.fingerprint}:rs_theirs:gBBB"),
+            ModelTurnEnded("stop"),
+        ],
+    ),
+    "parallel calls with one id": (
+        [
+            added(0, **FIRST_CALL, arguments=""),
+            added(1, **SECOND_CALL, arguments=""),
+            delta("function_call_arguments", 1, '{"y"'),
+            delta("function_call_arguments", 0, '{"x":1}'),
+            delta("function_call_arguments", 1, ":2}"),
+            done(0, **FIRST_CALL, arguments='{"x":1}'),
+            done(1, **SECOND_CALL, arguments='{"y":2}'),
+            ended(),
+        ],
+        [
+            ModelCallStarted(0, "c1", "f"),
+            ModelCallStarted(1, "call_made_1", "g"),
+            ModelCallArgumentsDelta(1, '{"y"'),
+            ModelCallArgumentsDelta(0, '{"x":1}'),
+            ModelCallArgumentsDelta(1, ":2}"),
+            ModelTurnEnded("calls"),
+        ],
+    ),
+    "usage": (
+        [says("a", usage=USAGE)],
+        [ModelMessageStarted(), ModelTextDelta("a"), USAGE_END],
+    ),
+    "output in the last event": ([created(), ended(output=OUTPUT)], OUTPUT_EVENTS),
+    "a document": ([msgspec.json.encode(response(output=OUTPUT))], OUTPUT_EVENTS),
+    "text at the end of its part": (
+        [
+            added(0, type="message"),
+            event("response.output_text.done", output_index=0, text="whole"),
+            done(0, **WHOLE_MESSAGE),
+            ended(),
+        ],
+        WHOLE,
+    ),
+    "text at the end of its item": ([done(0, **WHOLE_MESSAGE), ended()], WHOLE),
+    "arguments at their end": (
+        [
+            added(0, **CALL),
+            event("response.function_call_arguments.done", output_index=0, arguments='{"x":1}'),
+            ended(),
+        ],
+        [ModelCallStarted(0, "c", "f"), ModelCallArgumentsDelta(0, '{"x":1}'), ModelTurnEnded("calls")],
+    ),
+    "unknown events": (
+        [
+            created(),
+            event("response.new.delta", delta={"x": 1}),
+            event("response.other", item=[], text=5),
+            message("a"),
+            ended(),
+        ],
+        [ModelMessageStarted(), ModelTextDelta("a"), ModelTurnEnded("stop")],
+    ),
+    "neither output index nor end": (
+        [
+            event("response.output_item.added", item=CALL),
+            event("response.function_call_arguments.delta", item_id="x", delta="{}"),
+            b"data: [DONE]\n\n",
+        ],
+        [ModelCallStarted(0, "c", "f"), ModelCallArgumentsDelta(0, "{}"), ModelTurnEnded("calls")],
+    ),
+    **{
+        f"unusable item {item_type[:20]!r}": (
+            [done(0, type=item_type, id="cmp_1", encrypted_content="x"), ended()],
+            [ModelTurnEnded("stop")],
+        )
+        # A compaction of the server would stand for everything before it, and nobody here could open it.
+        for item_type in ("", "compaction", "a b", "x" * 100)
+    },
+}
 
 
-def test_text() -> None:
-    assert parse(says("Hel", "lo")) == [
-        ModelMessageStarted(),
-        ModelTextDelta("Hel"),
-        ModelTextDelta("lo"),
-        ModelTurnEnded("stop"),
-    ]
-
-
-def test_two_messages_with_phases() -> None:
-    assert parse(
-        created() + message("a", phase="commentary") + message("b", index=1, phase="final_answer") + ended()
-    ) == [
-        ModelMessageStarted("commentary"),
-        ModelTextDelta("a"),
-        ModelMessageStarted("final_answer"),
-        ModelTextDelta("b"),
-        ModelTurnEnded("stop"),
-    ]
-
-
-def test_logprobs_refusals_and_sources() -> None:
-    logprob: Any = {"token": "a", "logprob": -1.0, "bytes": [97], "top_logprobs": []}
-    source = {
-        "type": "url_citation",
-        "url": "https://a.example",
-        "title": "A",
-        "start_index": 0,
-        "end_index": 1,
-    }
-    theirs = {"type": "file_citation", "file_id": "file-theirs", "filename": "f", "index": 0}
-    events = parse(
-        added(0, type="message", role="assistant", content=[]),
-        delta("output_text", 0, "a", logprobs=[logprob]),
-        event("response.output_text.annotation.added", output_index=0, annotation=source),
-        event("response.output_text.annotation.added", output_index=0, annotation=theirs),
-        delta("refusal", 0, "No."),
-        ended(),
-    )
-    cited = UrlCitationAnnotation(url="https://a.example", title="A", start_index=0, end_index=1)
-    assert events == [
-        ModelMessageStarted(),
-        ModelTextDelta("a", [Raw(msgspec.json.encode(logprob))]),
-        ModelCitation(cited),
-        ModelRefusalDelta("No."),
-        ModelTurnEnded("stop"),
-    ]
-
-
-# --- reasoning ----------------------------------------------------------------------------------------
-
-
-def test_reasoning_in_all_its_forms() -> None:
-    fields: dict[str, object] = {"type": "reasoning", "id": "rs_theirs", "summary": []}
-    assert parse(
-        added(0, **fields),
-        delta("reasoning_summary_text", 0, "First", summary_index=0),
-        delta("reasoning_summary_text", 0, "Second", summary_index=1),
-        done(0, **fields, encrypted_content="gAAA"),
-        added(1, **fields),
-        delta("reasoning_text", 1, "hm", content_index=0),
-        done(1, **fields),
-        done(2, **fields, encrypted_content="gBBB"),
-        ended(),
-    ) == [
-        ModelReasoningStarted(),
-        ModelReasoningSummaryDelta(0, "First"),
-        ModelReasoningSummaryDelta(1, "Second"),
-        ModelReasoningEnded(f"fh1:{ORIGIN.fingerprint}:rs_theirs:gAAA"),
-        ModelReasoningStarted(),
-        ModelReasoningDelta("hm"),
-        ModelReasoningEnded(),
-        ModelReasoningStarted(),
-        ModelReasoningEnded(f"fh1:{ORIGIN.fingerprint}:rs_theirs:gBBB"),
-        ModelTurnEnded("stop"),
-    ]
-
-
-# --- calls --------------------------------------------------------------------------------------------
-
-
-def test_calls_side_by_side() -> None:
-    first = {"type": "function_call", "call_id": "c1", "name": "f"}
-    second = {"type": "function_call", "call_id": "c1", "name": "g"}
-    assert parse(
-        added(0, **first, arguments=""),
-        added(1, **second, arguments=""),
-        delta("function_call_arguments", 1, '{"y"'),
-        delta("function_call_arguments", 0, '{"x":1}'),
-        delta("function_call_arguments", 1, ":2}"),
-        done(0, **first, arguments='{"x":1}'),
-        done(1, **second, arguments='{"y":2}'),
-        ended(),
-    ) == [
-        ModelCallStarted(0, "c1", "f"),
-        ModelCallStarted(1, "call_made_1", "g"),
-        ModelCallArgumentsDelta(1, '{"y"'),
-        ModelCallArgumentsDelta(0, '{"x":1}'),
-        ModelCallArgumentsDelta(1, ":2}"),
-        ModelTurnEnded("calls"),
-    ]
+@pytest.mark.parametrize(("chunks", "expected"), TURNS.values(), ids=TURNS)
+def test_turn(chunks: Sequence[bytes], expected: Sequence[AnyModelEvent]) -> None:
+    assert parse(*chunks) == expected
 
 
 def test_a_custom_tool_call_becomes_a_function_call_with_one_field() -> None:
@@ -223,37 +309,11 @@ def test_passthrough_items_get_our_ids(item: dict[str, Any], awaits: bool) -> No
     assert end == ModelTurnEnded("stop")
 
 
-@pytest.mark.parametrize("kind", ["", "compaction", "a b", "x" * 100])
-def test_unusable_items_are_dropped(kind: str) -> None:
-    """A compaction of the server's own would stand for everything before it, and nobody here could open it."""
-    assert parse(done(0, type=kind, id="cmp_1", encrypted_content="x"), ended()) == [ModelTurnEnded("stop")]
-
-
-# --- how it ends --------------------------------------------------------------------------------------
-
-
-def test_usage() -> None:
-    usage = {
-        "input_tokens": 10,
-        "input_tokens_details": {"cached_tokens": 4},
-        "output_tokens": 5.0,
-        "output_tokens_details": {"reasoning_tokens": -2},
-        "total_tokens": 15,
-    }
-    assert parse(says("a", usage=usage))[-1] == ModelTurnEnded(
-        "stop",
-        Usage(
-            input_tokens=10,
-            input_tokens_details=InputTokensDetails(cached_tokens=4),
-            output_tokens=5,
-            output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
-            total_tokens=15,
-        ),
-    )
+# --- ends and failures --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("why", "reason"),
+    ("details", "reason"),
     [
         ({"reason": "max_output_tokens"}, "length"),
         ({"reason": "content_filter"}, "content_filter"),
@@ -261,8 +321,8 @@ def test_usage() -> None:
         (None, "length"),
     ],
 )
-def test_incomplete(why: object, reason: Any) -> None:
-    assert parse(message("a"), ended("incomplete", incomplete_details=why))[-1] == ModelTurnEnded(reason)
+def test_incomplete(details: object, reason: Any) -> None:
+    assert parse(message("a"), ended("incomplete", incomplete_details=details))[-1] == ModelTurnEnded(reason)
 
 
 @pytest.mark.parametrize(
@@ -286,63 +346,13 @@ def test_incomplete(why: object, reason: Any) -> None:
         (b"data: rubbish\n\n", ModelError, "Expecting value"),
         (event("response.output_item.done", item=5), ModelError, "Expected `object`"),
         (b"", ModelUnreachable, "broke"),
+        (b"".join(call("f", "{}", index=index) for index in range(129)), ModelError, "more than 128 calls"),
     ],
 )
 def test_failures(chunk: bytes, kind: type[ModelError], words: str) -> None:
     failure = fail(created(), chunk)
     assert type(failure) is kind
     assert words in failure.message
-
-
-def test_too_many_calls() -> None:
-    assert "more than 128 calls" in fail(*(call("f", "{}", index=number) for number in range(129))).message
-
-
-# --- servers that leave things out --------------------------------------------------------------------
-
-
-def test_output_without_item_events() -> None:
-    output = [
-        {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "gist"}]},
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]},
-        {"type": "message", "role": "assistant", "content": "b"},
-        {"type": "function_call", "call_id": "c", "name": "f", "arguments": {"x": 1}},
-        {"type": "function_call", "call_id": "d", "name": "g"},
-    ]
-    expected = [
-        ModelReasoningStarted(),
-        ModelReasoningSummaryDelta(0, "gist"),
-        ModelReasoningEnded(),
-        ModelMessageStarted(),
-        ModelTextDelta("a"),
-        ModelMessageStarted(),
-        ModelTextDelta("b"),
-        ModelCallStarted(0, "c", "f"),
-        ModelCallArgumentsDelta(0, '{"x":1}'),
-        ModelCallStarted(1, "d", "g"),
-        ModelCallArgumentsDelta(1, "{}"),
-        ModelTurnEnded("calls"),
-    ]
-    assert parse(created(), ended(output=output)) == expected
-    assert parse(msgspec.json.encode(response(output=output))) == expected
-
-
-def test_text_without_deltas() -> None:
-    item = {"type": "message", "content": [{"type": "output_text", "text": "whole"}]}
-    part = event("response.output_text.done", output_index=0, text="whole")
-    whole = [ModelMessageStarted(), ModelTextDelta("whole"), ModelTurnEnded("stop")]
-    assert parse(added(0, type="message"), part, done(0, **item), ended()) == whole
-    assert parse(done(0, **item), ended()) == whole
-
-
-def test_arguments_without_deltas() -> None:
-    item = {"type": "function_call", "call_id": "c", "name": "f"}
-    whole = event("response.function_call_arguments.done", output_index=0, arguments='{"x":1}')
-    assert parse(added(0, **item), whole, ended()) == [
-        ModelCallStarted(0, "c", "f"),
-        ModelCallArgumentsDelta(0, '{"x":1}'),
-        ModelTurnEnded("calls"),
-    ]
 
 
 def test_bytes_that_are_not_utf_8_are_not_passed_on() -> None:
@@ -356,33 +366,19 @@ def test_bytes_that_are_not_utf_8_are_not_passed_on() -> None:
     assert text == ModelTextDelta("a", [Raw('{"token":"\ufffd"}'.encode())])
 
 
-def test_unknown_events_are_ignored() -> None:
-    odd = [event("response.new.delta", delta={"x": 1}), event("response.other", item=[], text=5)]
-    assert parse(created(), *odd, message("a"), ended())[1:] == [ModelTextDelta("a"), ModelTurnEnded("stop")]
-
-
-def test_events_without_output_index_and_end() -> None:
-    item = {"type": "function_call", "id": "x", "call_id": "c", "name": "f"}
-    assert parse(
-        event("response.output_item.added", item=item),
-        event("response.function_call_arguments.delta", item_id="x", delta="{}"),
-        b"data: [DONE]\n\n",
-    ) == [ModelCallStarted(0, "c", "f"), ModelCallArgumentsDelta(0, "{}"), ModelTurnEnded("calls")]
-
-
 @pytest.mark.parametrize("body", [b"{}", b'{"object":"list"}', msgspec.json.encode(response("queued"))])
 def test_documents_that_are_not_responses(body: bytes) -> None:
     assert "sent an invalid Responses API response" in fail(body).message
 
 
 def test_a_response_that_is_too_large() -> None:
-    reading = ResponsesStreamParser(UpstreamErrorFactory("m"), ORIGIN, max_bytes=10_000)
+    parser = ResponsesStreamParser(UpstreamErrorFactory("m"), ORIGIN, max_bytes=10_000)
     for _ in range(100):
-        assert not reading.feed(b": " + b"x" * 998 + b"\n")
-        if reading.is_over:
+        assert not parser.feed(b": " + b"x" * 998 + b"\n")
+        if parser.is_over:
             break
-    assert reading.failure is not None
-    assert reading.failure.message == snapshot(
+    assert parser.failure is not None
+    assert parser.failure.message == snapshot(
         "The server of the model 'm' sent too large a response and was disconnected."
     )
 
@@ -395,7 +391,7 @@ def test_any_split_gives_the_same_events(data: st.DataObject) -> None:
     assert parse(*chunks) == parse(body)
 
 
-# --- what was recorded --------------------------------------------------------------------------------
+# --- recorded streams -------------------------------------------------------------------------------
 
 
 def turns(path: Path) -> list[list[dict[str, Any]]]:

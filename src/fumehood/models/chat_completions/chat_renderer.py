@@ -23,12 +23,12 @@ from fumehood.models.rendering.conversation_items import (
     ConversationCall,
     ConversationMessage,
     ItemContent,
-    ServerFeatures,
     ensure_json_object,
     join_text,
 )
 from fumehood.models.rendering.foreign_items import ForeignCall, ForeignResult, read_foreign_item
 from fumehood.models.rendering.rendering_cache import EMPTY, render_segments
+from fumehood.models.rendering.server_features import ServerFeatures
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, Rendering, ToolExchange
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.untrusted_names import sanitize_name

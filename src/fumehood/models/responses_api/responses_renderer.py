@@ -14,13 +14,13 @@ from fumehood.models.rendering.conversation_items import (
     ConversationCall,
     ConversationMessage,
     ItemContentPart,
-    ServerFeatures,
     ensure_json_object,
     join_text,
     render_file,
 )
 from fumehood.models.rendering.foreign_items import ForeignCall, ForeignResult, read_foreign_item
 from fumehood.models.rendering.rendering_cache import render_segments
+from fumehood.models.rendering.server_features import ServerFeatures
 from fumehood.models.responses_api.reasoning_origin import ReasoningOrigin
 from fumehood.protocol.attachments import Attachment, describe_unshown_file, is_file_part
 from fumehood.protocol.conversation import (

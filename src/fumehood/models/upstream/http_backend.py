@@ -12,7 +12,7 @@ from msgspec import Meta
 from fumehood.cpu_worker import WORKER_THRESHOLD_BYTES, run_in_worker
 from fumehood.interfaces import AcceptBatch
 from fumehood.models.model_settings import ModelSettings, Secret
-from fumehood.models.rendering.conversation_items import ServerFeatures
+from fumehood.models.rendering.server_features import ServerFeatures
 from fumehood.models.upstream.fenced_calls import FencedCallDetector
 from fumehood.models.upstream.http1_client import (
     Http1Connection,
