@@ -7,8 +7,8 @@ from http.client import HTTPConnection
 import pytest
 import pytest_asyncio
 
-from fumehood.engine.run_service import EngineRunService
-from fumehood.testing import FakeClock, MemoryStore, ScriptedModel, ScriptedModelProvider, says
+from fumehood.testing import ScriptedModel, says
+from tests.support.engine_harness import EngineHarness
 from tests.support.gateway_thread import run_in_thread
 from tests.support.scripted_gateway import ScriptedGateway, run_gateway
 
@@ -41,9 +41,6 @@ class Target:
 
 @pytest.fixture(scope="module")
 def target() -> Iterator[Target]:
-    clock = FakeClock()
-    store = MemoryStore(clock)
-    models = ScriptedModelProvider(ScriptedModel(*([says("yes")] * 5000)))
-    runs = EngineRunService(models, [], store, clock)
-    with run_in_thread(run_gateway(runs=runs, store=store, body_bytes=200_000)) as gateway:
+    engine = EngineHarness(ScriptedModel(*([says("yes")] * 5000)))
+    with run_in_thread(run_gateway(runs=engine.runs, store=engine.store, body_bytes=200_000)) as gateway:
         yield Target(gateway)

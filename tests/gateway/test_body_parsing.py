@@ -8,10 +8,10 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from fumehood.engine.run_service import EngineRunService
 from fumehood.http_server.json_errors import find_lone_surrogate
 from fumehood.protocol.openai.responses import CreateResponse
-from fumehood.testing import FakeClock, MemoryStore, ScriptedModel, ScriptedModelProvider, says
+from fumehood.testing import ScriptedModel, says
+from tests.support.engine_harness import EngineHarness
 from tests.support.raw_http_connection import open_connection
 from tests.support.scripted_gateway import HttpResponse, ScriptedGateway, run_gateway
 from tests.support.websocket_client import open_socket
@@ -25,10 +25,8 @@ JSON_PATHS = ["/v1/responses", "/v1/responses/input_tokens", "/v1/responses/comp
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def real() -> AsyncIterator[ScriptedGateway]:
     """A gateway before the real engine, whose model always says the same."""
-    clock = FakeClock()
-    store = MemoryStore(clock)
-    models = ScriptedModelProvider(ScriptedModel(*([says("yes")] * 1000)))
-    async with run_gateway(runs=EngineRunService(models, [], store, clock), store=store) as gateway:
+    engine = EngineHarness(ScriptedModel(*([says("yes")] * 1000)))
+    async with run_gateway(runs=engine.runs, store=engine.store) as gateway:
         yield gateway
 
 

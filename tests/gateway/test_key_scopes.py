@@ -60,14 +60,14 @@ async def test_a_metrics_key_reads_metrics_and_runs_no_code() -> None:
         ApiKeyAuthenticator(store, FakeClock(), AnonymousAuthenticator()) as holders,
         run_gateway(authenticator=holders) as gateway,
     ):
-        party = TenantClient(gateway, scraper)
-        assert (await party.ask("GET", "/metrics")).status == 200
+        client = TenantClient(gateway, scraper)
+        assert (await client.ask("GET", "/metrics")).status == 200
         for (method, path), scope in ROUTES.items():
             if scope in TENANT_SCOPES:
-                answer = await party.ask(method, re.sub(r"\{.*?\}", "none", path), {})
+                answer = await client.ask(method, re.sub(r"\{.*?\}", "none", path), {})
                 assert answer.error == MISSING, (method, path)
         with pytest.raises(InvalidStatus) as rejection:
-            async with open_socket(gateway, additional_headers=party.headers):
+            async with open_socket(gateway, additional_headers=client.headers):
                 pass
         assert rejection.value.response.status_code == 403
         assert b"missing_scope" in (rejection.value.response.body or b"")
@@ -81,12 +81,12 @@ async def test_a_key_for_which_no_scopes_were_named_is_for_everything_but_metric
         ApiKeyAuthenticator(store, FakeClock(), AnonymousAuthenticator()) as holders,
         run_gateway(authenticator=holders) as gateway,
     ):
-        party = TenantClient(gateway, secret)
-        assert (await party.create()).status == 200
+        client = TenantClient(gateway, secret)
+        assert (await client.create()).status == 200
         for path in ("/v1/models", "/v1/containers", "/v1/files"):
-            assert (await party.ask("GET", path)).status == 200
-        assert (await party.ask("GET", "/metrics")).error == MISSING
-        async with open_socket(gateway, additional_headers=party.headers):
+            assert (await client.ask("GET", path)).status == 200
+        assert (await client.ask("GET", "/metrics")).error == MISSING
+        async with open_socket(gateway, additional_headers=client.headers):
             pass
 
 

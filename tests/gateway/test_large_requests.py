@@ -10,7 +10,6 @@ from msgspec import Raw
 
 from fumehood.cpu_worker import WORKER_THRESHOLD_BYTES, run_in_worker
 from fumehood.engine import compaction_budget, token_counter, truncation
-from fumehood.engine.run_service import EngineRunService
 from fumehood.engine.token_counter import estimate_entry
 from fumehood.files.input_file_loader import InputFileLoader
 from fumehood.gateway import idempotency
@@ -21,7 +20,8 @@ from fumehood.protocol.conversation import ConversationEntry
 from fumehood.protocol.model_turns import ModelProfile, ModelRequest
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.responses import CreateResponse
-from fumehood.testing import FakeClock, MemoryStore, PlainSealer, ScriptedModel, ScriptedModelProvider, says
+from fumehood.testing import PlainSealer, ScriptedModel, says
+from tests.support.engine_harness import EngineHarness
 from tests.support.memory_uploads import InMemoryUploads
 from tests.support.scripted_gateway import run_gateway, text_events
 from tests.support.websocket_client import connect_websocket, error_of
@@ -69,10 +69,9 @@ def message(text: str) -> dict[str, Any]:
 
 
 async def test_ten_thousand_items_leave_the_loop_free() -> None:
-    clock, model = FakeClock(), CheckingModel()
-    store = MemoryStore(clock)
-    runs = EngineRunService(ScriptedModelProvider(model), [], store, clock)
-    async with run_gateway(runs=runs, store=store, body_bytes=32 << 20) as gateway:
+    model = CheckingModel()
+    engine = EngineHarness(model)
+    async with run_gateway(runs=engine.runs, store=engine.store, body_bytes=32 << 20) as gateway:
         few = await gateway.create_response(input=[message("one")])
         many = await gateway.create_response(input=[message(f"number {number}") for number in range(10_000)])
         wrong = await gateway.create_response(input=[*[message("right")] * 5000, {"content": "whose?"}])
@@ -80,9 +79,7 @@ async def test_ten_thousand_items_leave_the_loop_free() -> None:
     assert model.threads[0] == threading.get_ident()
     assert model.threads[1] != threading.get_ident()
     assert wrong.error == (400, None, "input[5000]")
-    kept = await store.list_input_items("", many.json["id"])
-    assert kept is not None
-    assert len(kept) == 10_000
+    assert len(await engine.store.list_input_items("", many.json["id"]) or ()) == 10_000
 
 
 class RenderingModel(ScriptedModel):
@@ -106,9 +103,10 @@ class RenderingModel(ScriptedModel):
 
 
 async def test_what_is_counted_before_it_is_shown_leaves_the_loop_free() -> None:
-    clock, model = FakeClock(), RenderingModel()
-    runs = EngineRunService(ScriptedModelProvider(model), [], MemoryStore(clock), clock)
-    run = await runs.start(CreateResponse(model="scripted", input="x" * 3_000_000), Caller())
+    model = RenderingModel()
+    run = await EngineHarness(model).runs.start(
+        CreateResponse(model="scripted", input="x" * 3_000_000), Caller()
+    )
     assert (await run.wait()).status == "completed"
     assert len(model.threads) == 1
     assert model.threads[0] != threading.get_ident()
@@ -137,8 +135,7 @@ async def test_what_is_too_long_is_looked_at_beside_the_loop(
     # The last message is compacted, too, once it is answered.
     answers = [says("a summary"), says("yes"), says("a summary")]
     model = ScriptedModel(*answers, profile=ModelProfile(context_window=4000))
-    clock = FakeClock()
-    runs = EngineRunService(ScriptedModelProvider(model), [], MemoryStore(clock), clock, sealer=PlainSealer())
+    runs = EngineHarness(model).runs
     long = [Raw(msgspec.json.encode(message(text))) for text in ("one", BIG, "two", BIG)]
     request = CreateResponse(model="scripted", input=long, **options)
     assert (await runs.count_tokens(request, Caller())).input_tokens > 1000
@@ -161,10 +158,8 @@ class OpeningSealer(PlainSealer):
 
 
 async def test_a_large_compaction_is_opened_beside_the_loop() -> None:
-    clock, sealer = FakeClock(), OpeningSealer()
-    runs = EngineRunService(
-        ScriptedModelProvider(ScriptedModel()), [], MemoryStore(clock), clock, sealer=sealer
-    )
+    sealer = OpeningSealer()
+    runs = EngineHarness(ScriptedModel(), sealer=sealer).runs
     for summary in ("short", BIG):
         sealed = sealer.seal("", msgspec.json.encode({"messages": [], "summary": summary}))
         item = msgspec.json.encode({"type": "compaction", "encrypted_content": sealed})
@@ -252,23 +247,19 @@ async def test_what_a_short_request_refers_to_is_held_like_a_body() -> None:
 
 
 async def test_uploads_that_an_input_names_are_held_until_the_response_is_there() -> None:
-    uploads, clock = InMemoryUploads(), FakeClock()
+    uploads = InMemoryUploads()
     picture = {
         "type": "input_image",
         "file_id": uploads.add("x.png", b"\x89PNG\r\n\x1a\n" + bytes(BIG, "ascii"), ""),
     }
     asked = [{"role": "user", "content": [picture]}]
-    model = ScriptedModel(says("one"), says("two"))
-    store = MemoryStore(clock)
-    runs = EngineRunService(
-        ScriptedModelProvider(model), [], store, clock, attachments=InputFileLoader(uploads)
-    )
+    engine = EngineHarness(ScriptedModel(says("one"), says("two")), attachments=InputFileLoader(uploads))
     limits = RequestLimits(max_memory_bytes=1_000_000)
-    async with run_gateway(runs=runs, store=store, limits=limits) as gateway:
+    async with run_gateway(runs=engine.runs, store=engine.store, limits=limits) as gateway:
         first = await gateway.create_response(input=asked)
         paths = ("", "/input_tokens", "/compact")
-        with limits.memory_budget(Caller()) as room:
-            room.reserve(100_000)
+        with limits.memory_budget(Caller()) as budget:
+            budget.reserve(100_000)
             refusals = [
                 await gateway.request("POST", f"/v1/responses{path}", {"model": "small", "input": asked})
                 for path in paths
@@ -279,13 +270,10 @@ async def test_uploads_that_an_input_names_are_held_until_the_response_is_there(
 
 
 async def test_the_conversation_that_a_short_request_continues_is_held_like_a_body() -> None:
-    clock = FakeClock()
-    store = MemoryStore(clock)
-    model = ScriptedModel(*[says("yes")] * 8)
-    runs = EngineRunService(ScriptedModelProvider(model), [], store, clock, sealer=PlainSealer())
+    engine = EngineHarness(ScriptedModel(*[says("yes")] * 8))
     limits = RequestLimits(max_memory_bytes=1_000_000)
     paths = ("", "/input_tokens", "/compact")
-    async with run_gateway(runs=runs, store=store, limits=limits) as gateway:
+    async with run_gateway(runs=engine.runs, store=engine.store, limits=limits) as gateway:
         large, small = [(await gateway.create_response(input=said)).json["id"] for said in (BIG, "hi")]
         [item, *_] = (await gateway.request("GET", f"/v1/responses/{large}/input_items")).json["data"]
         continued: list[Any] = [
@@ -294,8 +282,8 @@ async def test_the_conversation_that_a_short_request_continues_is_held_like_a_bo
         ]
         async with connect_websocket(gateway.port) as socket:
             held = await socket.create_and_read(input=BIG)  # which is not stored, but here
-            with limits.memory_budget(Caller()) as room:
-                room.reserve(500_000)
+            with limits.memory_budget(Caller()) as budget:
+                budget.reserve(500_000)
                 answers = [
                     await gateway.request("POST", f"/v1/responses{path}", body)
                     for path in paths
@@ -304,20 +292,17 @@ async def test_the_conversation_that_a_short_request_continues_is_held_like_a_bo
                 of_small = await gateway.create_response(previous_response_id=small)
                 over_socket = await socket.read_error(previous_response_id=held["id"])
         again = [await gateway.request("POST", "/v1/responses", body) for body in continued]
-        with limits.memory_budget(Caller()) as room:  # all of it was given back
-            room.reserve(1_000_000)
+        with limits.memory_budget(Caller()) as budget:  # all of it was given back
+            budget.reserve(1_000_000)
     assert [answer.error for answer in answers] == [(503, "server_error", None)] * 6
     assert over_socket == (503, "server_error", None)
     assert [answer.status for answer in (of_small, *again)] == [200] * 3
 
 
 async def test_what_can_never_be_held_is_not_to_come_again() -> None:
-    clock = FakeClock()
-    store = MemoryStore(clock)
-    runs = EngineRunService(ScriptedModelProvider(ScriptedModel(says(BIG))), [], store, clock)
-    async with run_gateway(
-        runs=runs, store=store, limits=RequestLimits(max_memory_bytes=1_000_000)
-    ) as gateway:
+    engine = EngineHarness(ScriptedModel(says(BIG)))
+    limits = RequestLimits(max_memory_bytes=1_000_000)
+    async with run_gateway(runs=engine.runs, store=engine.store, limits=limits) as gateway:
         first = await gateway.create_response(input=BIG)  # which is more with its answer
         answer = await gateway.create_response(previous_response_id=first.json["id"])
     assert answer.error == (413, "request_too_large", None)
@@ -325,34 +310,31 @@ async def test_what_can_never_be_held_is_not_to_come_again() -> None:
 
 
 async def test_what_is_read_from_the_store_is_held_while_it_is_sent() -> None:
-    clock = FakeClock()
-    store = MemoryStore(clock)
-    model = ScriptedModel(says(BIG), says("short"), says(BIG), says(BIG))
-    runs = EngineRunService(ScriptedModelProvider(model), [], store, clock)
+    engine = EngineHarness(ScriptedModel(says(BIG), says("short"), says(BIG), says(BIG)))
     limits = RequestLimits(max_memory_bytes=2_000_000)  # which is less than a stream of it
     keys: list[Any] = [
         {"stream": stream, "headers": {"idempotency-key": f"{stream}"}} for stream in (False, True)
     ]
-    async with run_gateway(runs=runs, store=store, limits=limits) as gateway:
+    async with run_gateway(runs=engine.runs, store=engine.store, limits=limits) as gateway:
         large, small = [
             f"/v1/responses/{(await gateway.create_response(input=said)).json['id']}" for said in (BIG, "hi")
         ]
         paths = [f"{of}{what}" for of in (large, small) for what in ("", "/input_items")]
-        with limits.memory_budget(Caller()) as room:
-            room.reserve(1_500_000)
+        with limits.memory_budget(Caller()) as budget:
+            budget.reserve(1_500_000)
             answers = [await gateway.request("GET", path) for path in paths]
         again = [await gateway.request("GET", path) for path in paths]
-        told = [await gateway.create_response(**key) for key in keys]
-        with limits.memory_budget(Caller()) as room:
-            room.reserve(1_500_000)
-            told += [await gateway.create_response(**key) for key in keys]
-        told += [await gateway.create_response(**key) for key in keys]
-        with limits.memory_budget(Caller()) as room:  # all of it was given back
-            room.reserve(2_000_000)
+        replayed = [await gateway.create_response(**key) for key in keys]
+        with limits.memory_budget(Caller()) as budget:
+            budget.reserve(1_500_000)
+            replayed += [await gateway.create_response(**key) for key in keys]
+        replayed += [await gateway.create_response(**key) for key in keys]
+        with limits.memory_budget(Caller()) as budget:  # all of it was given back
+            budget.reserve(2_000_000)
     assert [answer.status for answer in answers] == [503, 503, 200, 200]
     assert [answer.status for answer in again] == [200] * 4
-    assert [answer.status for answer in told] == [200, 200, 503, 503, 200, 200]
-    assert len(model.requests) == 4
+    assert [answer.status for answer in replayed] == [200, 200, 503, 503, 200, 200]
+    assert len(engine.model.requests) == 4
     assert again[1].json["data"][0]["content"][0]["text"] == BIG
 
 

@@ -20,7 +20,7 @@ from tests.support.two_tenant_gateway import TenantClient, put_key, two_tenants
 
 
 @dataclass
-class Parties:
+class LimitedGateway:
     gateway: ScriptedGateway
     clock: FakeClock
     ann: TenantClient
@@ -28,9 +28,9 @@ class Parties:
 
 
 @asynccontextmanager
-async def parties(
+async def run_limited_gateway(
     usual: ApiKeyLimits = DEFAULT_KEY_LIMITS, *, ann: ApiKeyLimits = DEFAULT_KEY_LIMITS, total: int = 512
-) -> AsyncGenerator[Parties]:
+) -> AsyncGenerator[LimitedGateway]:
     store, clock = MemoryStore(), FakeClock()
     secrets = [await put_key(store, None, ann), await put_key(store)]
     limits = RequestLimits(usual, max_concurrent=total, monotonic=clock.monotonic)
@@ -38,10 +38,10 @@ async def parties(
         ApiKeyAuthenticator(store, clock, AnonymousAuthenticator()) as holders,
         run_gateway(authenticator=holders, limits=limits) as gateway,
     ):
-        yield Parties(gateway, clock, *(TenantClient(gateway, secret) for secret in secrets))
+        yield LimitedGateway(gateway, clock, *(TenantClient(gateway, secret) for secret in secrets))
 
 
-def told(answer: HttpResponse) -> tuple[str, str, str]:
+def rate_limit_headers(answer: HttpResponse) -> tuple[str, str, str]:
     """Limit, remaining, reset."""
     names = ("limit", "remaining", "reset")
     found = [answer.headers[f"x-ratelimit-{name}-requests"] for name in names]
@@ -49,23 +49,23 @@ def told(answer: HttpResponse) -> tuple[str, str, str]:
 
 
 async def test_requests_in_a_minute() -> None:
-    async with parties(ApiKeyLimits(requests_per_minute=2)) as tenant_gateway:
-        assert told(await tenant_gateway.ann.create()) == ("2", "1", "30s")
-        assert told(await tenant_gateway.ann.create()) == ("2", "0", "1m0s")
+    async with run_limited_gateway(ApiKeyLimits(requests_per_minute=2)) as tenant_gateway:
+        assert rate_limit_headers(await tenant_gateway.ann.create()) == ("2", "1", "30s")
+        assert rate_limit_headers(await tenant_gateway.ann.create()) == ("2", "0", "1m0s")
         refused = await tenant_gateway.ann.create()
         assert refused.error == (429, "rate_limit_exceeded", None)
         assert refused.headers["retry-after"] == "30"
-        assert told(refused) == ("2", "0", "1m0s")
-        assert told(await tenant_gateway.ben.create()) == ("2", "1", "30s")
+        assert rate_limit_headers(refused) == ("2", "0", "1m0s")
+        assert rate_limit_headers(await tenant_gateway.ben.create()) == ("2", "1", "30s")
         tenant_gateway.clock.advance(29.9)
         assert (await tenant_gateway.ann.create()).headers["retry-after"] == "1"
         tenant_gateway.clock.advance(0.2)
-        assert told(await tenant_gateway.ann.create()) == ("2", "0", "1m0s")
+        assert rate_limit_headers(await tenant_gateway.ann.create()) == ("2", "0", "1m0s")
         assert len(tenant_gateway.gateway.runs.requests) == 4
 
 
 async def test_what_asks_no_model_is_not_counted() -> None:
-    async with parties(ApiKeyLimits(requests_per_minute=1)) as tenant_gateway:
+    async with run_limited_gateway(ApiKeyLimits(requests_per_minute=1)) as tenant_gateway:
         for _ in range(3):
             answer = await tenant_gateway.ann.ask("GET", "/v1/models")
             assert answer.status == 200
@@ -73,24 +73,26 @@ async def test_what_asks_no_model_is_not_counted() -> None:
 
 
 async def test_a_request_that_is_refused_has_counted() -> None:
-    async with parties(ApiKeyLimits(requests_per_minute=2)) as tenant_gateway:
+    async with run_limited_gateway(ApiKeyLimits(requests_per_minute=2)) as tenant_gateway:
         refused = await tenant_gateway.ann.ask("POST", "/v1/responses", b"{")
         assert refused.status == 400
-        assert told(refused) == ("2", "1", "30s")
+        assert rate_limit_headers(refused) == ("2", "1", "30s")
 
 
 async def test_a_key_has_limits_of_its_own() -> None:
     usual = ApiKeyLimits(requests_per_minute=5, body_bytes=1000)
-    async with parties(usual, ann=ApiKeyLimits(requests_per_minute=60, body_bytes=100)) as tenant_gateway:
-        assert told(await tenant_gateway.ann.create()) == ("60", "59", "1s")
-        assert told(await tenant_gateway.ben.create()) == ("5", "4", "12s")
+    async with run_limited_gateway(
+        usual, ann=ApiKeyLimits(requests_per_minute=60, body_bytes=100)
+    ) as tenant_gateway:
+        assert rate_limit_headers(await tenant_gateway.ann.create()) == ("60", "59", "1s")
+        assert rate_limit_headers(await tenant_gateway.ben.create()) == ("5", "4", "12s")
         assert (await tenant_gateway.ann.create(input="x" * 100)).error == (413, "request_too_large", None)
         assert (await tenant_gateway.ben.create(input="x" * 100)).status == 200
         assert (await tenant_gateway.ben.create(input="x" * 1000)).error == (413, "request_too_large", None)
 
 
 async def test_responses_at_once_of_one_key() -> None:
-    async with parties(ApiKeyLimits(concurrent=1)) as tenant_gateway:
+    async with run_limited_gateway(ApiKeyLimits(concurrent=1)) as tenant_gateway:
         runs = tenant_gateway.gateway.runs
         runs.script = lambda response: [text_events(response)[:2]]
         async with tenant_gateway.gateway.session.post(
@@ -139,21 +141,21 @@ def test_no_key_takes_the_room_of_all_for_large_bodies() -> None:
     limits = RequestLimits(ApiKeyLimits(body_bytes=100), max_memory_bytes=1000)
     ann, ben = Caller("a", "ann"), Caller("b", "ben")
     with (
-        limits.memory_budget(ann) as hers,
-        limits.memory_budget(ann) as more,
-        limits.memory_budget(ben) as his,
+        limits.memory_budget(ann) as ann_budget,
+        limits.memory_budget(ann) as second_budget,
+        limits.memory_budget(ben) as ben_budget,
     ):
-        hers.reserve(400)
+        ann_budget.reserve(400)
         with pytest.raises(RateLimited, match="of this key"):
-            more.reserve(101)
-        more.reserve(100)
-        his.reserve(400)
-        with limits.memory_budget(Caller()) as anybodys:
-            anybodys.reserve(100)
+            second_budget.reserve(101)
+        second_budget.reserve(100)
+        ben_budget.reserve(400)
+        with limits.memory_budget(Caller()) as budget:
+            budget.reserve(100)
             with pytest.raises(ServiceUnavailable, match="of this server"):
-                anybodys.reserve(1)
-    with limits.memory_budget(Caller()) as anybodys:
-        anybodys.reserve(1000)
+                budget.reserve(1)
+    with limits.memory_budget(Caller()) as budget:
+        budget.reserve(1000)
 
 
 def test_one_body_always_has_room() -> None:
@@ -210,7 +212,7 @@ async def test_containers_of_a_tenant(tmp_path: Path) -> None:
         tools = [{"type": "code_interpreter"}]
         answers = [await few.create(tools=tools), await few.create(tools=tools)]
         made = await few.ask("POST", "/v1/containers", {"name": "asked for"})
-        refused = await few.ask("POST", "/v1/containers", {"name": "one more"})
+        refused = await few.ask("POST", "/v1/containers", {"name": "one second_budget"})
         answers += [await few.create(tools=tools), await tenant_gateway.ben.create(tools=tools)]
     statuses = [
         [item["status"] for item in answer.json["output"] if item["type"] == "code_interpreter_call"]

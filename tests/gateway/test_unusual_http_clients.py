@@ -132,7 +132,7 @@ async def test_a_request_without_a_host_is_refused(
 # --- HEAD ---------------------------------------------------------------------------------------------
 
 
-async def fill(gateway: ScriptedGateway) -> dict[str, str]:
+async def create_objects(gateway: ScriptedGateway) -> dict[str, str]:
     """Something at every path; the ids to put into them."""
     response = Response(id="resp_1", created_at=1, model="m", status="completed")
     await gateway.store.delete_response("", "resp_1")
@@ -153,7 +153,7 @@ async def fill(gateway: ScriptedGateway) -> dict[str, str]:
 
 async def test_head_is_served_where_get_is(gateway: ScriptedGateway, connection: RawConnection) -> None:
     """With the same headers, on one connection, so that a body where none belongs would be noticed."""
-    ids = await fill(gateway)
+    ids = await create_objects(gateway)
     paths = [path for method, path in gateway.app.routes if method == "GET"]
     assert len(paths) > 12
     for path in paths:
@@ -168,13 +168,16 @@ async def test_head_is_served_where_get_is(gateway: ScriptedGateway, connection:
                     b"%b %b HTTP/1.1\r\nHost: localhost\r\n%b\r\n" % (method, path.encode(), headers)
                 )
                 answers[method] = await connection.read_response(head=method == b"HEAD")
-            asked, told = answers[b"GET"], answers[b"HEAD"]
-            assert told.status == asked.status, path
-            assert asked.status in ((426,) if path == "/v1/responses" else (200, 206)), (path, asked)
-            expected = {name: value for name, value in asked.headers.items() if name not in CHANGING}
+            get_answer, head_answer = answers[b"GET"], answers[b"HEAD"]
+            assert head_answer.status == get_answer.status, path
+            assert get_answer.status in ((426,) if path == "/v1/responses" else (200, 206)), (
+                path,
+                get_answer,
+            )
+            expected = {name: value for name, value in get_answer.headers.items() if name not in CHANGING}
             expected.pop("transfer-encoding", None)  # which says how a body comes, and there is none
-            found = {name: value for name, value in told.headers.items() if name not in CHANGING}
-            if path == "/metrics":  # whose figures move
+            found = {name: value for name, value in head_answer.headers.items() if name not in CHANGING}
+            if path == "/metrics":  # whose metrics_page move
                 expected.pop("content-length")
                 assert int(found.pop("content-length")) > 0
             assert found == expected, path
@@ -183,19 +186,19 @@ async def test_head_is_served_where_get_is(gateway: ScriptedGateway, connection:
 
 async def test_head_reads_no_file(gateway: ScriptedGateway) -> None:
     """A download is counted by what was sent."""
-    ids = await fill(gateway)
+    ids = await create_objects(gateway)
     downloaded = 'fumehood_file_bytes_total{direction="out"}'
-    before = await figure(gateway, downloaded)
+    before = await read_metric(gateway, downloaded)
     path = f"/v1/files/{ids['upload_id']}/content"
     answer = await gateway.request("HEAD", path)
     assert (answer.status, answer.headers["content-length"], answer.body) == (200, "300000", b"")
     assert (await gateway.request("HEAD", "/v1/files/file_none/content")).status == 404
-    assert await figure(gateway, downloaded) == before
+    assert await read_metric(gateway, downloaded) == before
     await gateway.request("GET", path)
-    assert await figure(gateway, downloaded) == before + 300_000
+    assert await read_metric(gateway, downloaded) == before + 300_000
 
 
-async def figure(gateway: ScriptedGateway, name: str) -> float:
+async def read_metric(gateway: ScriptedGateway, name: str) -> float:
     lines = (await gateway.request("GET", "/metrics")).body.decode().splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
 
@@ -242,6 +245,6 @@ async def test_route_syntax_is_not_shown(gateway: ScriptedGateway, caplog: pytes
     assert (answer.status, answer.headers["allow"]) == (405, "GET, HEAD")
     assert "/v1/models/{model};" in answer.json["error"]["message"]
     assert [getattr(record, "fields")["route"] for record in caplog.records] == ["/v1/models/{model}"] * 2  # noqa: B009
-    figures = (await gateway.request("GET", "/metrics")).body.decode()
-    assert 'route="/v1/models/{model}"' in figures
-    assert ":path" not in figures + (await gateway.request("GET", "/openapi.json")).body.decode()
+    metrics_page = (await gateway.request("GET", "/metrics")).body.decode()
+    assert 'route="/v1/models/{model}"' in metrics_page
+    assert ":path" not in metrics_page + (await gateway.request("GET", "/openapi.json")).body.decode()

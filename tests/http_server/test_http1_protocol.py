@@ -31,14 +31,14 @@ async def mirror(scope: Scope, receive: Receive, send: Send) -> None:
     if scope["path"] != "/ignore":
         async for piece in exchange.iter_chunks(1 << 20):
             body += piece
-    told = json.dumps([scope["method"], scope["path"], body.decode()]).encode()
+    mirrored = json.dumps([scope["method"], scope["path"], body.decode()]).encode()
     if scope["path"] == "/stream":
         await exchange.start_response(200, [])
-        for start in range(0, len(told), 1000):
-            await exchange.send(told[start : start + 1000])
+        for start in range(0, len(mirrored), 1000):
+            await exchange.send(mirrored[start : start + 1000])
         await exchange.send(b"", more=False)
     else:
-        await exchange.send_and_discard_body(200, [], told)
+        await exchange.send_and_discard_body(200, [], mirrored)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -52,7 +52,7 @@ def request(method: bytes, path: bytes, headers: bytes, body: bytes = b"", versi
     return b"%b %b HTTP/%b\r\nHost: localhost\r\n%b%b\r\n%b" % (method, path, version, headers, length, body)
 
 
-def told(response: RawResponse) -> list[str]:
+def mirrored(response: RawResponse) -> list[str]:
     assert response.status == 200, response
     return json.loads(response.body)
 
@@ -74,11 +74,11 @@ async def test_a_request_whose_upgrade_is_declined_keeps_its_body(
             + request(b"GET", b"/c", upgrade)
             + request(b"POST", b"/d", b"", b"3")
         )
-        assert told(await connection.read_response()) == ["POST", "/first", "1"]
-        assert told(await connection.read_response()) == ["POST", "/a", body.decode()]
-        assert told(await connection.read_response()) == ["PUT", "/b", "2"]
-        assert told(await connection.read_response()) == ["GET", "/c", ""]
-        assert told(await connection.read_response()) == ["POST", "/d", "3"]
+        assert mirrored(await connection.read_response()) == ["POST", "/first", "1"]
+        assert mirrored(await connection.read_response()) == ["POST", "/a", body.decode()]
+        assert mirrored(await connection.read_response()) == ["PUT", "/b", "2"]
+        assert mirrored(await connection.read_response()) == ["GET", "/c", ""]
+        assert mirrored(await connection.read_response()) == ["POST", "/d", "3"]
 
 
 @pytest.mark.parametrize("upgrade", UPGRADES)
@@ -87,7 +87,7 @@ async def test_chunked_bodies_behind_a_declined_upgrade(port: int, upgrade: byte
     async with open_connection(port) as connection:
         for _ in range(3):
             await connection.send(head + b"5\r\nhello\r\n6;x=y\r\n world\r\n0\r\nTrailer: x\r\n\r\n")
-            assert told(await connection.read_response()) == ["POST", "/x", "hello world"]
+            assert mirrored(await connection.read_response()) == ["POST", "/x", "hello world"]
 
 
 @pytest.mark.parametrize("upgrade", UPGRADES[:2])
@@ -95,8 +95,8 @@ async def test_a_declined_upgrade_that_comes_byte_by_byte(port: int, upgrade: by
     async with open_connection(port) as connection:
         whole = request(b"POST", b"/x", upgrade, b"hello") + request(b"GET", b"/y", upgrade)
         await connection.send(*(bytes([byte]) for byte in whole))
-        assert told(await connection.read_response()) == ["POST", "/x", "hello"]
-        assert told(await connection.read_response()) == ["GET", "/y", ""]
+        assert mirrored(await connection.read_response()) == ["POST", "/x", "hello"]
+        assert mirrored(await connection.read_response()) == ["GET", "/y", ""]
 
 
 @pytest.mark.parametrize("upgrade", UPGRADES[:2])
@@ -109,7 +109,7 @@ async def test_expect_continue_with_a_declined_upgrade(port: int, upgrade: bytes
             )
             assert (await connection.read_response()).status == 100
             await connection.send(b"hello")
-            assert told(await connection.read_response()) == ["POST", "/x", "hello"]
+            assert mirrored(await connection.read_response()) == ["POST", "/x", "hello"]
 
 
 async def test_a_declined_upgrade_may_ask_to_close(port: int) -> None:
@@ -118,7 +118,7 @@ async def test_a_declined_upgrade_may_ask_to_close(port: int) -> None:
             request(b"POST", b"/x", b"Connection: close, Upgrade\r\nUpgrade: h2c\r\n", b"hello")
         )
         response = await connection.read_response()
-        assert told(response) == ["POST", "/x", "hello"]
+        assert mirrored(response) == ["POST", "/x", "hello"]
         assert response.headers["connection"] == "close"
         assert await connection.reader.read() == b""
 
@@ -128,7 +128,7 @@ async def test_an_answer_before_the_body_of_a_declined_upgrade_is_not_mixed_up(p
     async with open_connection(port) as connection:
         hidden = request(b"GET", b"/hidden", b"")
         await connection.send(request(b"POST", b"/ignore", UPGRADES[0], hidden))
-        assert told(await connection.read_response()) == ["POST", "/ignore", ""]
+        assert mirrored(await connection.read_response()) == ["POST", "/ignore", ""]
         assert await connection.reader.read() == b""
 
 
@@ -197,7 +197,7 @@ async def test_an_old_client_gets_no_chunks(port: int, header: bytes, body: byte
         assert "transfer-encoding" not in response.headers
         assert "content-length" not in response.headers
         assert response.headers["connection"] == "close"
-        assert told(response) == ["POST", "/stream", body.decode()]
+        assert mirrored(response) == ["POST", "/stream", body.decode()]
         assert connection.reader.at_eof()
 
 
@@ -205,7 +205,7 @@ async def test_an_old_client_is_told_a_length_that_is_known(port: int) -> None:
     async with open_connection(port) as connection:
         await connection.send(request(b"GET", b"/", b"Connection: keep-alive\r\n", version=b"1.0"))
         response = await connection.read_response()
-        assert told(response) == ["GET", "/", ""]
+        assert mirrored(response) == ["GET", "/", ""]
         assert response.headers["content-length"] == str(len(response.body))
         assert response.headers["connection"] == "close"
         assert await connection.reader.read() == b""
@@ -214,14 +214,14 @@ async def test_an_old_client_is_told_a_length_that_is_known(port: int) -> None:
 async def test_an_old_client_is_not_told_to_continue(port: int) -> None:
     async with open_connection(port) as connection:
         await connection.send(request(b"POST", b"/x", b"Expect: 100-continue\r\n", b"hello", b"1.0"))
-        assert told(await connection.read_response()) == ["POST", "/x", "hello"]
+        assert mirrored(await connection.read_response()) == ["POST", "/x", "hello"]
 
 
 async def test_an_old_client_that_reads_slowly_gets_everything(port: int) -> None:
     async with open_connection(port) as connection:
         await connection.send(request(b"POST", b"/stream", b"", b"x" * 1_000_000, b"1.0"))
         await asyncio.sleep(0.2)
-        assert told(await connection.read_response())[2] == "x" * 1_000_000
+        assert mirrored(await connection.read_response())[2] == "x" * 1_000_000
 
 
 # --- many of them -------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ async def test_whatever_stands_in_the_heads_answers_come_in_order(port: int, see
     async with open_connection(port) as connection:
         sending = asyncio.ensure_future(connection.send(*_in_packets(sent, random)))
         for told_of in expected:
-            assert told(await connection.read_response()) == told_of
+            assert mirrored(await connection.read_response()) == told_of
         await sending
 
 

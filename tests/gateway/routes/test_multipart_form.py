@@ -21,7 +21,7 @@ SIMPLE = form([part("purpose", b"user_data"), part("file", b"con\r\n--b0und\r\nt
 LAST = form([part("file", b"content", "a.txt"), part("purpose", b"batch")])
 
 
-def exchange(
+def make_context(
     pieces: Sequence[bytes], headers: dict[str, str] | None = None, *, leaves: bool = False
 ) -> RequestContext:
     """A request whose body comes in these pieces; or breaks off after them, if the client leaves."""
@@ -36,18 +36,18 @@ def exchange(
 
     async def send(_: Any) -> None: ...
 
-    told = {"transfer-encoding": "chunked", **(headers or form_type())}
+    all_headers = {"transfer-encoding": "chunked", **(headers or form_type())}
     scope = {
         "method": "POST",
         "path": "/v1/files",
         "query_string": b"",
-        "headers": [(name.encode(), value.encode("latin-1")) for name, value in told.items()],
+        "headers": [(name.encode(), value.encode("latin-1")) for name, value in all_headers.items()],
     }
     return RequestContext(scope, receive, send)
 
 
-async def _read(came: RequestContext, file_bytes: int) -> Outcome:
-    read = MultipartForm(came, file_bytes)
+async def _read(context: RequestContext, file_bytes: int) -> Outcome:
+    read = MultipartForm(context, file_bytes)
     await read.read_to_file()
     content = b"".join([piece async for piece in read.iter_file()])
     return read.filename, content, read.fields
@@ -56,7 +56,7 @@ async def _read(came: RequestContext, file_bytes: int) -> Outcome:
 def read_form(
     *pieces: bytes, headers: dict[str, str] | None = None, file_bytes: int = 1 << 20, leaves: bool = False
 ) -> Outcome:
-    return asyncio.run(_read(exchange(pieces, headers, leaves=leaves), file_bytes))
+    return asyncio.run(_read(make_context(pieces, headers, leaves=leaves), file_bytes))
 
 
 def rejection(*pieces: bytes, **options: Any) -> ApiError:
@@ -220,8 +220,10 @@ def test_what_says_that_it_is_no_form(kind: str) -> None:
 def test_more_than_was_to_come() -> None:
     body = form([part("file", b"x" * (MAX_OVERHEAD_BYTES + 100), "a.txt")])
     assert isinstance(rejection(body, file_bytes=10), BodyTooLarge)
-    told = {**form_type(), "content-length": str(MAX_OVERHEAD_BYTES + 11)}
-    assert isinstance(rejection(b"", headers=told, file_bytes=10), BodyTooLarge), "before anything was read"
+    all_headers = {**form_type(), "content-length": str(MAX_OVERHEAD_BYTES + 11)}
+    assert isinstance(rejection(b"", headers=all_headers, file_bytes=10), BodyTooLarge), (
+        "before anything was read"
+    )
 
 
 def test_a_client_that_leaves() -> None:

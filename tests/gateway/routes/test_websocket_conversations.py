@@ -12,19 +12,16 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from openai.types.responses import ResponsesServerEvent
 
-from fumehood.engine.run_service import EngineRunService
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
 from fumehood.protocol.openai.api_errors import ModelUnreachable
 from fumehood.testing import (
-    FakeClock,
     MemoryStore,
-    PlainSealer,
     ScriptedModel,
-    ScriptedModelProvider,
     calls,
     says,
 )
 from tests.support.echo_tool import EchoTool
+from tests.support.engine_harness import EngineHarness
 from tests.support.scripted_gateway import ScriptedGateway, run_gateway
 from tests.support.websocket_client import WebSocketClient, connect_websocket, error_of
 
@@ -51,11 +48,9 @@ class ConversationGateway:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def running() -> AsyncIterator[ConversationGateway]:
-    clock = FakeClock()
-    store, model = MemoryStore(clock), ScriptedModel()
-    runs = EngineRunService(ScriptedModelProvider(model), [EchoTool()], store, clock, sealer=PlainSealer())
-    async with run_gateway(runs=runs, store=store, body_bytes=1 << 20) as gateway:
-        yield ConversationGateway(gateway, model, store)
+    engine = EngineHarness(ScriptedModel(), [EchoTool()])
+    async with run_gateway(runs=engine.runs, store=engine.store, body_bytes=1 << 20) as gateway:
+        yield ConversationGateway(gateway, engine.model, engine.store)
 
 
 @pytest_asyncio.fixture(loop_scope="module")

@@ -33,10 +33,10 @@ def frame(payload: bytes, opcode: Opcode = Opcode.TEXT, *, fin: bool = True) -> 
 def held(limits: RequestLimits, caller: Caller) -> int:
     """How much of all there is."""
     size = 0
-    with limits.memory_budget(caller) as room:
+    with limits.memory_budget(caller) as budget:
         for step in (1 << bit for bit in reversed(range(20))):
             try:
-                room.reserve(step)
+                budget.reserve(step)
                 size += step
             except ApiError:
                 continue
