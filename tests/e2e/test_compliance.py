@@ -23,8 +23,8 @@ from tests.support.compliance_client import (
     check_response,
     check_stream,
     connect,
+    get_text,
     mirror,
-    text_of,
 )
 
 type Case = Callable[[ComplianceClient], Awaitable[None]]
@@ -77,7 +77,7 @@ def inline(name: str, kind: str, content: bytes) -> dict[str, Any]:
 async def basic(wire: ComplianceClient) -> None:
     response = await wire.create(input=[said("user", "Say hello.")])
     assert response["status"] == "completed"
-    assert text_of(response) == "user: Say hello."
+    assert get_text(response) == "user: Say hello."
 
 
 @case("streaming")
@@ -97,7 +97,7 @@ async def streaming(wire: ComplianceClient) -> None:
         "output_item.done",
         "completed",
     ]
-    assert "".join(deltas) == text_of(events[-1]["response"]) == "user: Count from 1 to 5."
+    assert "".join(deltas) == get_text(events[-1]["response"]) == "user: Count from 1 to 5."
 
 
 @case("system prompt")
@@ -106,7 +106,7 @@ async def system_prompt(wire: ComplianceClient) -> None:
         instructions="Be brief.",
         input=[said("system", "Talk like a pirate."), said("developer", "No swearing."), said("user", "Hi.")],
     )
-    assert text_of(response) == (
+    assert get_text(response) == (
         "system: Be brief. | system: Talk like a pirate. | system: No swearing. | user: Hi."
     )
     assert response["instructions"] == "Be brief."
@@ -122,7 +122,7 @@ async def multi_turn(wire: ComplianceClient) -> None:
             said("user", [{"type": "input_text", "text": "What is my name?"}]),
         ]
     )
-    assert text_of(response) == (
+    assert get_text(response) == (
         "user: My name is Alice. | assistant: Hello Alice! | assistant: How are you? | user: What is my name?"
     )
 
@@ -171,9 +171,9 @@ async def round_trip(wire: ComplianceClient) -> None:
     result = {"type": "function_call_output", "call_id": found["call_id"], "output": '{"sky": "clear"}'}
     expected = 'user: The weather? | assistant: None | tool: {"sky": "clear"}'
     replayed = await wire.create(input=[question, found, result], tools=[WEATHER])
-    assert text_of(replayed) == expected
+    assert get_text(replayed) == expected
     continued = await wire.create(input=[result], tools=[WEATHER], previous_response_id=first["id"])
-    assert text_of(continued) == expected
+    assert get_text(continued) == expected
 
 
 # --- what is not text ---------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ async def round_trip(wire: ComplianceClient) -> None:
 async def image_input(wire: ComplianceClient) -> None:
     parts = [{"type": "input_text", "text": "What is it?"}, {"type": "input_image", "image_url": PICTURE}]
     response = await wire.create(input=[said("user", parts)])
-    assert text_of(response) == f'user: What is it? + {{"url": "{PICTURE}"}}'
+    assert get_text(response) == f'user: What is it? + {{"url": "{PICTURE}"}}'
 
 
 @case("file input")
@@ -191,10 +191,10 @@ async def file_input(wire: ComplianceClient) -> None:
     """What is text is shown as text; anything else is the model server's affair."""
     table = inline("table.csv", "text/csv", b"a,b\n1,2\n")
     response = await wire.create(input=[said("user", [table, {"type": "input_text", "text": "Add."}])])
-    assert text_of(response) == "user: The file table.csv:\na,b\n1,2\n\nAdd."
+    assert get_text(response) == "user: The file table.csv:\na,b\n1,2\n\nAdd."
     paper = inline("paper.pdf", "application/pdf", b"%PDF-1.4 ...")
     response = await wire.create(input=[said("user", [paper])])
-    assert text_of(response) == f'user: {{"filename": "paper.pdf", "file_data": "{paper["file_data"]}"}}'
+    assert get_text(response) == f'user: {{"filename": "paper.pdf", "file_data": "{paper["file_data"]}"}}'
     status, error = await wire.refused(
         input=[said("user", [{"type": "input_file", "filename": "x", "file_id": "file-1"}])]
     )
@@ -211,7 +211,7 @@ async def assistant_phase(wire: ComplianceClient) -> None:
     parts: Any = [{"type": "output_text", "text": "42", "annotations": []}]
     final = said("assistant", parts, phase="final_answer", status="completed", id="msg_phase")
     response = await wire.create(input=[said("user", "6 * 7?"), thinking, final, said("user", "Sure?")])
-    assert text_of(response) == "user: 6 * 7? | assistant: Let me see. | assistant: 42 | user: Sure?"
+    assert get_text(response) == "user: 6 * 7? | assistant: Let me see. | assistant: 42 | user: Sure?"
     status, listed = await wire.ask("GET", f"/responses/{response['id']}/input_items?order=asc")
     assert status == 200
     assert [item.get("phase") for item in listed["data"]] == [None, "commentary", "final_answer", None]
@@ -222,8 +222,8 @@ async def previous_response_id(wire: ComplianceClient) -> None:
     first = await wire.create(input=[said("user", "My name is Alice.")], instructions="Be kind.")
     second = await wire.create(input="And mine is Bob.", previous_response_id=first["id"])
     assert second["previous_response_id"] == first["id"]
-    assert text_of(second) == (
-        f"user: My name is Alice. | assistant: {text_of(first)} | user: And mine is Bob."
+    assert get_text(second) == (
+        f"user: My name is Alice. | assistant: {get_text(first)} | user: And mine is Bob."
     )
 
 
@@ -251,8 +251,8 @@ async def compact(wire: ComplianceClient) -> None:
     assert compacted["object"] == "response.compaction"
     assert compacted["output"][-1]["type"] == "compaction"
     response = await wire.create(input=[*compacted["output"], said("user", "What is my name?")])
-    assert "Alice" in text_of(response)
-    assert text_of(response).endswith("user: What is my name?")
+    assert "Alice" in get_text(response)
+    assert get_text(response).endswith("user: What is my name?")
 
 
 @case("compact without a model")
@@ -270,14 +270,14 @@ async def socket_response(wire: ComplianceClient) -> None:
     async with wire.socket() as socket:
         response = await socket.create(input=[said("user", "Say hello.")])
     assert response["status"] == "completed"
-    assert text_of(response) == "user: Say hello."
+    assert get_text(response) == "user: Say hello."
 
 
 @socket_case("several in sequence")
 async def socket_sequence(wire: ComplianceClient) -> None:
     async with wire.socket() as socket:
         for text in ("One.", "Two.", "Three."):
-            assert text_of(await socket.create(input=text, store=False)) == f"user: {text}"
+            assert get_text(await socket.create(input=text, store=False)) == f"user: {text}"
 
 
 @socket_case("continuation")
@@ -285,7 +285,7 @@ async def socket_continuation(wire: ComplianceClient) -> None:
     async with wire.socket() as socket:
         first = await socket.create(input="My name is Alice.", store=False)
         second = await socket.create(input="And mine?", store=False, previous_response_id=first["id"])
-    assert text_of(second) == f"user: My name is Alice. | assistant: {text_of(first)} | user: And mine?"
+    assert get_text(second) == f"user: My name is Alice. | assistant: {get_text(first)} | user: And mine?"
 
 
 @socket_case("reconnect with store: false")
@@ -295,14 +295,14 @@ async def socket_reconnect(wire: ComplianceClient) -> None:
     async with wire.socket() as socket:
         check_not_found(await socket.refused(input="And?", store=False, previous_response_id=first["id"]))
         again = [said("user", "My name is Alice."), *first["output"], said("user", "And?")]
-        assert text_of(await socket.create(input=again, store=False)).endswith("user: And?")
+        assert get_text(await socket.create(input=again, store=False)).endswith("user: And?")
 
 
 @socket_case("unknown previous id")
 async def socket_unknown_previous(wire: ComplianceClient) -> None:
     async with wire.socket() as socket:
         check_not_found(await socket.refused(input="x", previous_response_id="resp_nothing"))
-        assert text_of(await socket.create(input="Still here?")) == "user: Still here?"
+        assert get_text(await socket.create(input="Still here?")) == "user: Still here?"
 
 
 @socket_case("failed continuation evicts")
@@ -325,8 +325,8 @@ async def socket_compaction(wire: ComplianceClient) -> None:
         second = await socket.create(input=window, store=False)
         assert second["previous_response_id"] is None
         third = await socket.create(input="Sure?", store=False, previous_response_id=second["id"])
-        assert "Alice" in text_of(third)
-        assert text_of(third).endswith(f"assistant: {text_of(second)} | user: Sure?")
+        assert "Alice" in get_text(third)
+        assert get_text(third).endswith(f"assistant: {get_text(second)} | user: Sure?")
 
 
 # --- running them -------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from fumehood.protocol.sandbox.sandbox_errors import SandboxServerUnreachable
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
 from fumehood.sandbox_client.server_connection import SandboxConnectionSettings
 from tests.e2e.conftest import OUTPUTS, RunningGateway, find_call, make_client, read_logs
-from tests.e2e.test_keys_and_idempotency import made_key
+from tests.e2e.test_keys_and_idempotency import create_key
 from tests.support import gateway_process
 from tests.support.gateway_process import GatewayProcess
 from tests.support.sandbox_runs import has_cgroups
@@ -38,7 +38,7 @@ def settings(**interpreter: object) -> dict[str, object]:
     return {"providers": {"code_interpreter": {"settings": {"sandbox_limits": LIMITS, **interpreter}}}}
 
 
-def ran(client: OpenAI, code: str, container: object = None, **more: Any) -> Any:
+def run_code(client: OpenAI, code: str, container: object = None, **more: Any) -> Any:
     """The response to code that the built-in model runs."""
     create: Any = client.responses.create
     tool = {"type": "code_interpreter", "container": container or {"type": "auto"}}
@@ -56,20 +56,20 @@ def test_a_repository_is_worked_on(gateway: RunningGateway) -> None:
     put = files.create(container, file=("all.zip", content.getvalue()), extra_body={"unpack": "true"})
     assert len(put.model_extra["fumehood:unpacked"]) == 1500
     count = "import glob; print(len(glob.glob('**/*.*', recursive=True)), open('src/d7/1447.py').read())"
-    assert read_logs(ran(gateway.client, count, container)) == "1500 x = 1447\n\n"
+    assert read_logs(run_code(gateway.client, count, container)) == "1500 x = 1447\n\n"
     change = "for i in range(10): open(f'src/d{i}/{i}.py', 'a').write('changed')"
     make = "for i in range(1000): open(f'made{i}.txt', 'w').write(str(i))"
-    ran(gateway.client, f"{change}\n{make}", container)
+    run_code(gateway.client, f"{change}\n{make}", container)
     listed = {one.path: one for one in files.list(container, limit=100)}
     assert len(listed) == 2500
     changed = listed["/mnt/data/src/d3/3.py"]
     assert (changed.source, changed.bytes) == ("user", len("x = 3\nchanged"))
     assert files.content.retrieve(changed.id, container_id=container).read() == b"x = 3\nchanged"
     assert listed["/mnt/data/made999.txt"].source == "assistant"
-    killed = ran(gateway.client, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", container)
+    killed = run_code(gateway.client, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", container)
     assert find_call(killed).status == "failed"
     again = "import glob; print(len(glob.glob('**/*.*', recursive=True)), open('src/d3/3.py').read())"
-    assert "2500 x = 3\nchanged" in read_logs(ran(gateway.client, again, container))
+    assert "2500 x = 3\nchanged" in read_logs(run_code(gateway.client, again, container))
     gateway.client.containers.delete(container)
 
 
@@ -96,13 +96,15 @@ def test_a_change_of_the_same_size_and_time_is_seen(gateway: RunningGateway, cha
     container = gateway.client.containers.create(name="hidden").id
     for name in ("a.txt", "c.txt")[:given]:
         files.create(container, file=(name, b"first!"))
-    ran(gateway.client, NEXT_TICK if given else f"open('a.txt', 'w').write('first!')\n{NEXT_TICK}", container)
+    run_code(
+        gateway.client, NEXT_TICK if given else f"open('a.txt', 'w').write('first!')\n{NEXT_TICK}", container
+    )
     (file,) = [one for one in files.list(container) if one.path == "/mnt/data/a.txt"]
     assert files.content.retrieve(file.id, container_id=container).read() == b"first!"
     times = "import os; before = os.stat('a.txt'); times = (before.st_atime_ns, before.st_mtime_ns)"
     check = "after = os.stat('a.txt'); print((after.st_size, after.st_mtime_ns) == (6, before.st_mtime_ns))"
     hide = "os.utime('a.txt', ns=times)"
-    response = ran(gateway.client, "\n".join([times, HIDDEN_CHANGES[change], hide, check]), container)
+    response = run_code(gateway.client, "\n".join([times, HIDDEN_CHANGES[change], hide, check]), container)
     assert read_logs(response) == "True\n"
     assert files.content.retrieve(file.id, container_id=container).read() == b"second"
     gateway.client.containers.delete(container)
@@ -119,7 +121,7 @@ def socket(tmp_path: Path) -> Iterator[Path]:
         stderr=subprocess.DEVNULL,
     )
     try:
-        assert becomes_true(lambda: sandboxes(path) is not None, 60)
+        assert becomes_true(lambda: find_sandboxes(path) is not None, 60)
         yield path
     finally:
         process.terminate()
@@ -131,7 +133,7 @@ async def list_running(path: Path) -> list[str]:
         return [info.id for info in await remote.list_sandboxes()]
 
 
-def sandboxes(path: Path) -> list[str] | None:
+def find_sandboxes(path: Path) -> list[str] | None:
     """Those that live, None if the server does not answer."""
     try:
         return asyncio.run(list_running(path))
@@ -139,13 +141,13 @@ def sandboxes(path: Path) -> list[str] | None:
         return None
 
 
-def rows(running: GatewayProcess, table: str) -> int:
+def count_rows(running: GatewayProcess, table: str) -> int:
     with contextlib.closing(sqlite3.connect(running.directory / "gateway.db")) as database:
         (number,) = database.execute(f"SELECT count(*) FROM {table}").fetchone()
         return number
 
 
-def blobs(running: GatewayProcess) -> list[Path]:
+def list_blobs(running: GatewayProcess) -> list[Path]:
     return [path for path in (running.directory / "blobs").rglob("*") if len(path.name) == 64]
 
 
@@ -155,29 +157,29 @@ def test_a_gateway_that_was_killed_finds_its_containers_again(tmp_path: Path, so
     with make_client(running) as client:
         made = client.containers.create(name="kept")
         client.containers.files.create(made.id, file=("given.txt", b"given"))
-        first = ran(client, "x = 41\nopen('made.txt', 'w').write('made')\nNone", made.id)
+        first = run_code(client, "x = 41\nopen('made.txt', 'w').write('made')\nNone", made.id)
         assert find_call(first).status == "completed"
         alone = client.containers.create(name="never used")
         client.containers.files.create(alone.id, file=("given.txt", b"given"))
     running.kill()
-    assert sandboxes(socket) == [f"{made.id}-1"]
+    assert find_sandboxes(socket) == [f"{made.id}-1"]
     with (
         gateway_process.run_gateway(tmp_path, elsewhere) as running,
         make_client(running, strict=True) as client,
     ):
         assert client.containers.retrieve(made.id).status == "running"
-        again = ran(client, "print(x + 1, open('given.txt').read())", made.id)
+        again = run_code(client, "print(x + 1, open('given.txt').read())", made.id)
         assert read_logs(again) == "42 given\n"
         assert {file.path: file.source for file in client.containers.files.list(made.id)} == {
             "/mnt/data/given.txt": "user",
             "/mnt/data/made.txt": "assistant",
         }
-        assert read_logs(ran(client, "print(open('given.txt').read())", alone.id)) == "given\n"
+        assert read_logs(run_code(client, "print(open('given.txt').read())", alone.id)) == "given\n"
         for container in (made, alone):
             client.containers.delete(container.id)
-        assert sandboxes(socket) == []
-        assert rows(running, "files") == 0
-        assert blobs(running) == []
+        assert find_sandboxes(socket) == []
+        assert count_rows(running, "files") == 0
+        assert list_blobs(running) == []
 
 
 def test_a_sandbox_that_is_lost_while_code_runs_fails_the_call(tmp_path: Path, socket: Path) -> None:
@@ -192,19 +194,19 @@ def test_a_sandbox_that_is_lost_while_code_runs_fails_the_call(tmp_path: Path, s
         with client.responses.create(model="direct", input=code, tools=[tool], stream=True) as events:
             for event in events:
                 if event.type == "response.code_interpreter_call.interpreting":
-                    assert becomes_true(lambda: bool(sandboxes(socket)), 60)
+                    assert becomes_true(lambda: bool(find_sandboxes(socket)), 60)
                     client.containers.delete(made.id)
                 if event.type == "response.completed":
                     assert find_call(event.response).status == "failed"
-        assert sandboxes(socket) == []
+        assert find_sandboxes(socket) == []
         with pytest.raises(openai.NotFoundError):
-            ran(client, "1", made.id)
+            run_code(client, "1", made.id)
 
 
 def test_containers_of_an_embedded_server_expire_with_it(tmp_path: Path) -> None:
     running = gateway_process.start_gateway(tmp_path, settings())
     with make_client(running) as client:
-        first = ran(client, "x = 41\nopen('made.txt', 'w').write('made')\nNone")
+        first = run_code(client, "x = 41\nopen('made.txt', 'w').write('made')\nNone")
         container = find_call(first).container_id
         client.containers.files.create(container, file=("given.txt", b"given"))
         unused = client.containers.create(name="never used")
@@ -218,9 +220,9 @@ def test_containers_of_an_embedded_server_expire_with_it(tmp_path: Path) -> None
         with pytest.raises(openai.NotFoundError):
             client.containers.files.list(container)
         with pytest.raises(openai.BadRequestError, match=r"Container is expired\."):
-            ran(client, "1", container)
+            run_code(client, "1", container)
         code = "import os\nprint(sorted(os.listdir()), 'x' in globals())"
-        second = ran(client, code, previous_response_id=first.id)
+        second = run_code(client, code, previous_response_id=first.id)
         assert find_call(second).container_id != container
         assert read_logs(second) == "['given.txt'] False\n"
         assert client.responses.retrieve(first.id).status == "completed"
@@ -250,9 +252,9 @@ def test_an_archive_is_unpacked_where_the_code_finds_it(gateway: RunningGateway)
     )
     assert first.path == "/mnt/data/data/numbers.csv"
     code = "print(sum(map(int, open('data/numbers.csv'))), open('read me.txt').read())"
-    assert read_logs(ran(gateway.strict, code, made.id)) == "6 hello\n"
+    assert read_logs(run_code(gateway.strict, code, made.id)) == "6 hello\n"
     changed = "open('data/numbers.csv', 'a').write('4\\n')\nNone"
-    ran(gateway.strict, changed, made.id)
+    run_code(gateway.strict, changed, made.id)
     files = {file.path: file for file in gateway.strict.containers.files.list(made.id)}
     assert files["/mnt/data/data/numbers.csv"].id == first.id
     assert {file.source for file in files.values()} == {"user"}
@@ -262,7 +264,7 @@ def test_an_archive_is_unpacked_where_the_code_finds_it(gateway: RunningGateway)
 # --- crowds -------------------------------------------------------------------------------------------
 
 
-def memory_of(running: GatewayProcess) -> int:
+def read_memory_bytes(running: GatewayProcess) -> int:
     status = Path(f"/proc/{running.process.pid}/status").read_text()
     (line,) = [line for line in status.splitlines() if line.startswith("VmRSS")]
     return int(line.split()[1]) << 10
@@ -278,13 +280,13 @@ def test_a_gib_into_a_container_takes_no_memory(tmp_path: Path) -> None:
     with gateway_process.run_gateway(tmp_path, large) as running, make_client(running) as client:
         made = client.with_options(timeout=600).containers.create(name="large")
         client.containers.files.create(made.id, file=("small.bin", b"x"))
-        before = memory_of(running)
+        before = read_memory_bytes(running)
         peak = [before]
         watching = True
 
         def watch() -> None:
             while watching:
-                peak.append(memory_of(running))
+                peak.append(read_memory_bytes(running))
                 time.sleep(0.02)
 
         watcher = threading.Thread(target=watch)
@@ -302,7 +304,7 @@ def test_a_gib_into_a_container_takes_no_memory(tmp_path: Path) -> None:
         )
         assert len(part.read()) == 10
         client.containers.delete(made.id)
-        assert blobs(running) == []
+        assert list_blobs(running) == []
 
 
 @pytest.mark.slow
@@ -320,11 +322,11 @@ def test_the_sandbox_of_a_call_that_a_kill_cut_off_goes_when_the_gateway_comes_b
         stream = create(tools=[tool], **request)
         while next(stream).type != "response.code_interpreter_call.interpreting":
             pass
-        assert becomes_true(lambda: len(sandboxes(socket) or ()) == 1, 60)
+        assert becomes_true(lambda: len(find_sandboxes(socket) or ()) == 1, 60)
         running.kill()
-    assert len(sandboxes(socket) or ()) == 1
+    assert len(find_sandboxes(socket) or ()) == 1
     with gateway_process.run_gateway(tmp_path, elsewhere):
-        assert becomes_true(lambda: sandboxes(socket) == [], 60)
+        assert becomes_true(lambda: find_sandboxes(socket) == [], 60)
 
 
 @pytest.mark.slow
@@ -357,7 +359,9 @@ def test_nothing_is_left_of_what_a_kill_cut_off(tmp_path: Path, socket: Path) ->
             thread.start()
         for _ in made:
             assert begun.acquire(timeout=60)
-        assert becomes_true(lambda: len(sandboxes(socket) or ()) == len(made) and bool(blobs(running)), 60)
+        assert becomes_true(
+            lambda: len(find_sandboxes(socket) or ()) == len(made) and bool(list_blobs(running)), 60
+        )
         running.kill()
         for thread in work:
             thread.join(60)
@@ -365,17 +369,17 @@ def test_nothing_is_left_of_what_a_kill_cut_off(tmp_path: Path, socket: Path) ->
         assert {container.id for container in client.containers.list()} == set(made)
         for name in made:
             client.containers.delete(name)
-        assert sandboxes(socket) == []
-        assert rows(running, "files") == 0
+        assert find_sandboxes(socket) == []
+        assert count_rows(running, "files") == 0
         left = [path for path in (running.directory / "blobs" / "incoming").iterdir() if path.is_file()]
-        assert (blobs(running), left) == ([], [])
+        assert (list_blobs(running), left) == ([], [])
 
 
 @pytest.mark.slow
 def test_a_hundred_containers_of_two_tenants(tmp_path: Path, socket: Path) -> None:
     """Each has a sandbox, code that runs and files; nobody sees anything of the other's, and nothing is left."""
     elsewhere = settings(sandbox_url=f"unix:{socket}", claim_timeout=300)
-    keys = {tenant: made_key(tmp_path, elsewhere, "--tenant", tenant) for tenant in ("ann", "ben")}
+    keys = {tenant: create_key(tmp_path, elsewhere, "--tenant", tenant) for tenant in ("ann", "ben")}
 
     async def one(client: AsyncOpenAI, tenant: str, place: int) -> str:
         mark = f"{tenant} {place}"
@@ -425,6 +429,6 @@ def test_a_hundred_containers_of_two_tenants(tmp_path: Path, socket: Path) -> No
 
     with gateway_process.run_gateway(tmp_path, elsewhere) as running:
         asyncio.run(crowd(running))
-        assert sandboxes(socket) == []
-        assert rows(running, "files") == 0
-        assert blobs(running) == []
+        assert find_sandboxes(socket) == []
+        assert count_rows(running, "files") == 0
+        assert list_blobs(running) == []

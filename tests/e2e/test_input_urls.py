@@ -30,11 +30,11 @@ def website() -> Iterator[Website]:
     loop.close()
 
 
-def asked(address: str) -> Any:
+def make_file_input(address: str) -> Any:
     return [{"role": "user", "content": [{"type": "input_file", "file_url": address}]}]
 
 
-def pictured(address: str) -> Any:
+def make_image_input(address: str) -> Any:
     return [{"role": "user", "content": [{"type": "input_image", "image_url": address}]}]
 
 
@@ -44,7 +44,7 @@ def test_addresses_are_fetched_only_where_the_operator_says_so(
     address = f"http://127.0.0.1:{website.port}/t.csv"
     gateway.model.script()
     with pytest.raises(openai.BadRequestError, match=r"inputs\.fetch_urls or inputs\.pass_urls") as refused:
-        gateway.strict.responses.create(model="scripted", input=asked(address))
+        gateway.strict.responses.create(model="scripted", input=make_file_input(address))
     assert refused.value.param == "input[0].content[0].file_url"
     assert gateway.model.requests == []
     with ScriptedModelServer() as model:
@@ -57,9 +57,11 @@ def test_addresses_are_fetched_only_where_the_operator_says_so(
             model.script(text_answer("Seen."))
             for private in (address, "http://localhost/p.png", "http://169.254.169.254/latest/meta-data/"):
                 with pytest.raises(openai.BadRequestError, match="not public") as refused:
-                    client.responses.create(model="scripted", input=pictured(private))
+                    client.responses.create(model="scripted", input=make_image_input(private))
                 assert refused.value.param == "input[0].content[0].image_url"
-            client.responses.create(model="scripted", input=pictured("https://pictures.example.com/p.png"))
+            client.responses.create(
+                model="scripted", input=make_image_input("https://pictures.example.com/p.png")
+            )
         (sent,) = model.requests
         assert (
             sent.json["messages"][0]["content"][0]["image_url"]["url"] == "https://pictures.example.com/p.png"
@@ -73,9 +75,9 @@ def test_addresses_are_fetched_only_where_the_operator_says_so(
         ):
             model.script(text_answer("Seen."), text_answer("Still."))
             with pytest.raises(openai.BadRequestError, match="not public") as refused:
-                client.responses.create(model="scripted", input=asked("http://10.0.0.1/t.csv"))
+                client.responses.create(model="scripted", input=make_file_input("http://10.0.0.1/t.csv"))
             assert refused.value.param == "input[0].content[0].file_url"
-            first = client.responses.create(model="scripted", input=asked(address))
+            first = client.responses.create(model="scripted", input=make_file_input(address))
             client.responses.create(model="scripted", input="Sure?", previous_response_id=first.id)
         assert [one.json["messages"][0]["content"] for one in model.requests] == [
             "The file t.csv:\na,b\n"

@@ -28,7 +28,7 @@ def make_settings(model: ScriptedModelServer) -> dict[str, Any]:
     }
 
 
-def made_key(directory: Path, settings: dict[str, Any], *options: str) -> str:
+def create_key(directory: Path, settings: dict[str, Any], *options: str) -> str:
     storage = {"url": f"sqlite:///{directory}/gateway.db"}
     (directory / "keys.json").write_text(json.dumps({**settings, "storage": storage}))
     done = CliRunner().invoke(app, ["keys", "create", "--config", str(directory / "keys.json"), *options])
@@ -44,7 +44,10 @@ def test_keys_limits_and_repeated_requests_across_a_kill(tmp_path: Path) -> None
     """One story, since processes take long to start. Other machines could reach this gateway, and have no keys."""
     with ScriptedModelServer() as model, concurrent.futures.ThreadPoolExecutor(1) as pool:
         settings = {**make_settings(model), "server": {"host": "0.0.0.0"}}
-        key, few = made_key(tmp_path, settings), made_key(tmp_path, settings, "--requests-per-minute", "1")
+        key, few = (
+            create_key(tmp_path, settings),
+            create_key(tmp_path, settings, "--requests-per-minute", "1"),
+        )
         running = gateway_process.start_gateway(tmp_path, settings)
         gate, let_go = model.event()
         model.script(

@@ -17,7 +17,7 @@ SETTLED, LAST = 4_000, 10_000
 GATEWAY_GROWTH, SERVER_GROWTH = 8 << 10, 4 << 10  # KiB
 
 
-def anonymous_kib(pid: int) -> int:
+def read_anonymous_kib(pid: int) -> int:
     """What is the process's own; what it maps of files can be dropped."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
@@ -25,7 +25,7 @@ def anonymous_kib(pid: int) -> int:
     raise AssertionError("it has ended")
 
 
-def children_of(pid: int) -> list[int]:
+def list_children(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
@@ -65,12 +65,12 @@ async def test_memory_is_flat_over_ten_thousand_containers(tmp_path: Path) -> No
     settings = {"providers": {"code_interpreter": {"settings": {"sandbox_limits": limits}}}}
     with gateway_process.run_gateway(tmp_path, settings) as running:
         gateway = running.process.pid
-        (server,) = children_of(gateway)
+        (server,) = list_children(gateway)
         async with httpx.AsyncClient(base_url=running.url, timeout=120) as client:
             await use_many(client, range(SETTLED))
-            before = anonymous_kib(gateway), anonymous_kib(server)
+            before = read_anonymous_kib(gateway), read_anonymous_kib(server)
             await use_many(client, range(SETTLED, LAST))
-            after = anonymous_kib(gateway), anonymous_kib(server)
+            after = read_anonymous_kib(gateway), read_anonymous_kib(server)
         print(f"gateway {before[0]} to {after[0]} KiB, sandbox server {before[1]} to {after[1]} KiB")
         assert after[0] - before[0] < GATEWAY_GROWTH
         assert after[1] - before[1] < SERVER_GROWTH

@@ -24,13 +24,13 @@ NOT_OURS = {"job", "instance", "le", "up"}
 GREEDY = "import mmap\nm = mmap.mmap(-1, 2 << 30)\nfor i in range(0, 2 << 30, 4096): m[i] = 1"
 
 
-def page_of(gateway: RunningGateway) -> bytes:
+def fetch_page(gateway: RunningGateway) -> bytes:
     with urllib.request.urlopen(gateway.process.url.removesuffix("/v1") + "/metrics", timeout=60) as answer:
         return answer.read()
 
 
-def scraped(gateway: RunningGateway) -> MetricsPage:
-    return MetricsPage.parse(page_of(gateway).decode())
+def scrape_metrics(gateway: RunningGateway) -> MetricsPage:
+    return MetricsPage.parse(fetch_page(gateway).decode())
 
 
 def run(gateway: RunningGateway, code: str) -> None:
@@ -41,10 +41,10 @@ def run(gateway: RunningGateway, code: str) -> None:
 @pytest.fixture(scope="module")
 def before_and_after(gateway: RunningGateway) -> tuple[MetricsPage, MetricsPage]:
     """Of code that ends well, raises, takes its sandbox with it, and wants more memory than it has."""
-    before = scraped(gateway)
+    before = scrape_metrics(gateway)
     for code in ("print(6 * 7)", "1/0", "import os; os._exit(0)", *([GREEDY] if has_cgroups() else [])):
         run(gateway, code)
-    return before, scraped(gateway)
+    return before, scrape_metrics(gateway)
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +204,7 @@ def promtool(*arguments: str | Path, given: bytes = b"") -> None:
 
 @pytest.mark.slow
 def test_prometheus_takes_the_page(gateway: RunningGateway) -> None:
-    promtool("check", "metrics", given=page_of(gateway))
+    promtool("check", "metrics", given=fetch_page(gateway))
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ print("plotted", len(values))
 """
 
 
-def order(events: list[Any]) -> list[str]:
+def list_event_order(events: list[Any]) -> list[str]:
     """The types of the events, with runs of deltas as one."""
     types: list[str] = []
     for event in events:
@@ -47,7 +47,7 @@ def test_a_streamed_turn_that_plots_and_the_next_one(gateway: RunningGateway) ->
         model="scripted", input="Plot squares", tools=[INTERPRETER], include=OUTPUTS, stream=True
     ) as stream:
         events: list[Any] = list(stream)
-    assert order(events) == snapshot(
+    assert list_event_order(events) == snapshot(
         [
             "response.created",
             "response.in_progress",

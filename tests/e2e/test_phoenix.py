@@ -39,7 +39,7 @@ def free_port() -> int:
         return listening.getsockname()[1]
 
 
-def got(url: str) -> Any:
+def fetch_json(url: str) -> Any:
     with urllib.request.urlopen(url, timeout=PATIENCE) as answered:
         return json.load(answered)
 
@@ -67,7 +67,7 @@ def phoenix(directory: Path) -> Generator[str]:
         until = time.monotonic() + PATIENCE
         while True:
             try:
-                got(f"http://127.0.0.1:{port}/v1/projects")
+                fetch_json(f"http://127.0.0.1:{port}/v1/projects")
                 break
             except (urllib.error.URLError, ConnectionError):
                 assert process.poll() is None, log.read_text()[-3000:]
@@ -79,11 +79,11 @@ def phoenix(directory: Path) -> Generator[str]:
         process.wait(60)
 
 
-def spans_in(address: str, number: int) -> list[Any]:
+def wait_for_spans(address: str, number: int) -> list[Any]:
     """What Phoenix has made of the spans; it takes them in by the batch."""
     until = time.monotonic() + PATIENCE
     while True:
-        found: list[Any] = got(f"{address}/v1/projects/default/spans?limit=100")["data"]
+        found: list[Any] = fetch_json(f"{address}/v1/projects/default/spans?limit=100")["data"]
         if len(found) >= number:
             return found
         assert time.monotonic() < until, found
@@ -113,7 +113,7 @@ def test_a_streamed_turn_with_code_is_seen_in_phoenix(tmp_path: Path) -> None:
             )
             assert [event.type for event in asked][-1] == "response.completed"
             assert running.stop() == 0
-        spans = spans_in(address, 8)
+        spans = wait_for_spans(address, 8)
     kinds = {span["name"]: span["span_kind"] for span in spans}
     assert kinds == {
         "invoke_agent": "AGENT",

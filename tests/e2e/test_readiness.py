@@ -31,7 +31,7 @@ def is_ready(running: GatewayProcess) -> bool:
     return answer.status_code == 200
 
 
-def until_ready(running: GatewayProcess, ready: bool, seconds: float = PATIENCE) -> float:
+def wait_until_ready(running: GatewayProcess, ready: bool, seconds: float = PATIENCE) -> float:
     """How many seconds it took."""
     began = time.monotonic()
     while is_ready(running) is not ready:
@@ -40,7 +40,7 @@ def until_ready(running: GatewayProcess, ready: bool, seconds: float = PATIENCE)
     return time.monotonic() - began
 
 
-def children_of(pid: int) -> list[int]:
+def list_children(pid: int) -> list[int]:
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
@@ -52,17 +52,17 @@ def test_probes_let_a_slow_start_of_the_embedded_server_go_on(tmp_path: Path) ->
     with slow.open():
         running = gateway_process.start_gateway(tmp_path, settings)
     try:
-        (first,) = children_of(running.process.pid)
+        (first,) = list_children(running.process.pid)
         os.kill(first, signal.SIGKILL)
-        assert until_ready(running, False) < NOTICED_WITHIN
+        assert wait_until_ready(running, False) < NOTICED_WITHIN
         seen: set[int] = set()
         for _ in range(4):  # each gives up before the start has ended
             assert not is_ready(running)
-            seen.update(children_of(running.process.pid))
+            seen.update(list_children(running.process.pid))
         assert len(seen - {first}) == 1, "a probe ended the start that it had begun"
         with slow.open():
-            until_ready(running, True)
-        assert children_of(running.process.pid) == [*(seen - {first})]
+            wait_until_ready(running, True)
+        assert list_children(running.process.pid) == [*(seen - {first})]
     finally:
         running.stop()
 
@@ -97,19 +97,19 @@ def test_the_death_of_a_separate_server_is_noticed_and_so_is_its_return(
 ) -> None:
     for _ in range(2):
         with sandbox_server(tmp_path / "socket") as server:
-            until_ready(running, True)
+            wait_until_ready(running, True)
             server.kill()
-            assert until_ready(running, False) < NOTICED_WITHIN
+            assert wait_until_ready(running, False) < NOTICED_WITHIN
         (tmp_path / "socket").unlink()
 
 
 def test_a_separate_server_that_hangs_is_noticed(running: GatewayProcess, tmp_path: Path) -> None:
     with sandbox_server(tmp_path / "socket") as server:
-        until_ready(running, True)
+        wait_until_ready(running, True)
         server.send_signal(signal.SIGSTOP)
-        assert until_ready(running, False) < NOTICED_WITHIN
+        assert wait_until_ready(running, False) < NOTICED_WITHIN
         server.send_signal(signal.SIGCONT)
-        assert until_ready(running, True) < NOTICED_WITHIN
+        assert wait_until_ready(running, True) < NOTICED_WITHIN
 
 
 async def _until_code_runs(url: str) -> None:
@@ -122,7 +122,7 @@ def test_a_separate_server_that_stops_and_still_lets_calls_end_is_noticed(
     running: GatewayProcess, tmp_path: Path
 ) -> None:
     with sandbox_server(tmp_path / "socket") as server:
-        until_ready(running, True)
+        wait_until_ready(running, True)
         code = "import time\\nprint(1, flush=True)\\ntime.sleep(60)"
         request = urllib.request.Request(
             f"{running.url}/responses",
@@ -133,5 +133,5 @@ def test_a_separate_server_that_stops_and_still_lets_calls_end_is_noticed(
         with urllib.request.urlopen(request, timeout=PATIENCE):
             asyncio.run(_until_code_runs(f"unix:{tmp_path}/socket"))
             server.send_signal(signal.SIGTERM)
-            assert until_ready(running, False) < NOTICED_WITHIN
+            assert wait_until_ready(running, False) < NOTICED_WITHIN
             assert server.poll() is None, "it has ended already: this shows nothing"

@@ -36,7 +36,7 @@ def connect(running: GatewayProcess) -> socket.socket:
     return socket.create_connection((parts.hostname, parts.port), timeout=SECONDS)
 
 
-def refusals(running: GatewayProcess) -> list[str]:
+def find_refusals(running: GatewayProcess) -> list[str]:
     return [line for line in running.output if "Rejecting connections" in line]
 
 
@@ -54,8 +54,8 @@ def test_without_descriptors_connections_are_refused_and_that_is_logged_once(run
             # Those that are connected are served.
             assert ask(connections[0], b"/healthz")[9:12] == b"200"
         assert ask(stack.enter_context(connect(running)), b"/healthz")[9:12] == b"200"
-    assert becomes_true(lambda: refusals(running), SECONDS)
-    assert len(refusals(running)) == 1
+    assert becomes_true(lambda: find_refusals(running), SECONDS)
+    assert len(find_refusals(running)) == 1
 
 
 def test_listening_goes_on_when_connections_have_ended(running: GatewayProcess) -> None:
@@ -73,11 +73,11 @@ def test_listening_goes_on_when_connections_have_ended(running: GatewayProcess) 
                     ),
                     SECONDS,
                 )
-    assert len(refusals(running)) == 1
+    assert len(find_refusals(running)) == 1
 
 
 @contextlib.contextmanager
-def little_memory(pid: int, spare: int) -> Generator[None]:
+def limit_memory(pid: int, spare: int) -> Generator[None]:
     """A process may have so many bytes more than it has."""
     size = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
@@ -108,7 +108,7 @@ def test_without_memory_a_valid_request_is_not_called_invalid(running: GatewayPr
     assert create(running, body)[0] == 200
     answers: list[tuple[int, str | None]] = []
     for spare in (0, 1, 2, 3, 4, 6, 8, 10, 12, 16):
-        with little_memory(running.process.pid, spare * MEGABYTE):
+        with limit_memory(running.process.pid, spare * MEGABYTE):
             answers.append(create(running, body))
         assert create(running, b'{"model":"direct","input":"hi"}')[0] == 200
     assert {status for status, _ in answers} <= {0, 200, 503}

@@ -8,7 +8,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from tests.e2e.conftest import INTERPRETER, RunningGateway
-from tests.e2e.test_openai_sdk import order
+from tests.e2e.test_openai_sdk import list_event_order
 from tests.support.gateway_process import Responder, code_call, text_answer, tool_call, tool_calls
 
 SHELL: Any = {"type": "shell", "environment": {"type": "container_auto"}}
@@ -18,7 +18,7 @@ def commands(*lines: str, **more: object) -> Responder:
     return tool_calls(tool_call("shell", {"commands": lines, **more}))
 
 
-def told(gateway: RunningGateway, turn: int = -1) -> list[str]:
+def list_tool_results(gateway: RunningGateway, turn: int = -1) -> list[str]:
     """What the model was told of calls, in that request."""
     return [
         message["content"]
@@ -35,7 +35,7 @@ def test_a_streamed_call_its_files_and_the_next_turn(gateway: RunningGateway) ->
     client = gateway.strict
     with client.responses.create(model="scripted", input="Count", tools=[SHELL], stream=True) as stream:
         events: list[Any] = list(stream)
-    assert order(events) == snapshot(
+    assert list_event_order(events) == snapshot(
         [
             "response.created",
             "response.in_progress",
@@ -83,7 +83,7 @@ def test_a_streamed_call_its_files_and_the_next_turn(gateway: RunningGateway) ->
     assert (note.type, note.filename) == ("container_file_citation", "numbers.txt")
     content = client.containers.files.content.retrieve(note.file_id, container_id=note.container_id)
     assert content.read() == b"1\n2\n3\n"
-    (heard,) = told(gateway)
+    (heard,) = list_tool_results(gateway)
     assert heard.startswith("$ seq 3 > numbers.txt; cat numbers.txt\n1\n2\n3\n$ echo oops")
     assert heard.endswith("\noops\nExit code: 3\nFiles: /mnt/data/numbers.txt")
 
@@ -94,7 +94,7 @@ def test_a_streamed_call_its_files_and_the_next_turn(gateway: RunningGateway) ->
     )
     ran: Any = again.output[0]
     assert ran.container_id == called.environment.container_id
-    first, second = told(gateway)
+    first, second = list_tool_results(gateway)
     assert first.startswith("$ seq 3")
     assert second == "['1', '2', '3']"
 
@@ -114,7 +114,7 @@ def test_blocking_retrieval_and_replay_by_the_client(gateway: RunningGateway) ->
     assert said.type == "shell_call_output"
     assert read.environment == called.environment
     assert said.output[0].stdout == "one\n"
-    assert told(gateway) == ["done", "one"]
+    assert list_tool_results(gateway) == ["done", "one"]
     messages = gateway.model.requests[-1].json["messages"]
     assert [message["role"] for message in messages] == [
         "user",
@@ -213,7 +213,7 @@ def test_a_local_shell_stays_the_clients(gateway: RunningGateway) -> None:
         {"role": "user", "content": "Well?"},
     ]
     gateway.strict.responses.create(model="scripted", input=items, tools=[SHELL])
-    assert told(gateway) == ["x"]
+    assert list_tool_results(gateway) == ["x"]
 
 
 def test_what_cannot_be_is_refused_before_anything_begins(gateway: RunningGateway) -> None:
@@ -234,7 +234,7 @@ def test_a_model_behind_another_gateway(gateway: RunningGateway) -> None:
     gateway.strict.responses.create(
         model="far", input="And?", tools=[SHELL], previous_response_id=response.id
     )
-    assert told(gateway) == ["far"]
+    assert list_tool_results(gateway) == ["far"]
 
 
 def test_an_upload_is_there_for_commands(gateway: RunningGateway, tmp_path: Path) -> None:

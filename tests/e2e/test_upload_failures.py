@@ -38,7 +38,7 @@ class Sending:
         self.connection.send(b"%x\r\n%b\r\n" % (len(content), content))
 
 
-def resident_bytes(process: int, what: str = "VmHWM") -> int:
+def read_resident_bytes(process: int, what: str = "VmHWM") -> int:
     """What it holds in memory, or held at most."""
     status = Path(f"/proc/{process}/status").read_text()
     (line,) = [line for line in status.splitlines() if line.startswith(what)]
@@ -127,7 +127,7 @@ def test_a_gigabyte_takes_no_memory(tmp_path: Path) -> None:
     with gateway_process.run_gateway(tmp_path, settings) as running:
         with make_client(running) as client:
             client.files.create(file=("warm.txt", piece), purpose="user_data")
-        before = resident_bytes(running.process.pid, "VmRSS")
+        before = read_resident_bytes(running.process.pid, "VmRSS")
         head = form([part("purpose", b"user_data"), part("file", b"", "large.txt")])
         end = b"\r\n--%b--\r\n" % BOUNDARY
 
@@ -147,6 +147,6 @@ def test_a_gigabyte_takes_no_memory(tmp_path: Path) -> None:
                 assert part_of_it == piece, number
                 received += len(part_of_it)
         assert received == size
-        grown = resident_bytes(running.process.pid) - before
+        grown = read_resident_bytes(running.process.pid) - before
         print(f"the gateway grew by {grown / MIB:.1f} MiB at most")
         assert grown < 32 * MIB

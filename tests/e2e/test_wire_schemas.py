@@ -38,7 +38,7 @@ TOOLS: list[Any] = [
 ]
 
 
-async def everything(gateway: RunningGateway) -> list[Any]:
+async def stream_everything(gateway: RunningGateway) -> list[Any]:
     """A stream with an item of every type that the gateway makes."""
     thought = chunk({"reasoning_content": "Hm."})
     gateway.model.script(
@@ -56,7 +56,7 @@ async def everything(gateway: RunningGateway) -> list[Any]:
         return await wire.unchecked(input="?", tools=TOOLS, include=["code_interpreter_call.outputs"])
 
 
-def named(event: Any) -> Iterator[tuple[str, set[str]]]:
+def name_objects(event: Any) -> Iterator[tuple[str, set[str]]]:
     """The objects of an event by their names, with their fields."""
     yield event["type"], set(event)
     for name in ("item", "response", "part"):
@@ -68,8 +68,8 @@ async def test_fields_against_the_sdk(gateway: RunningGateway) -> None:
     known = json.loads(SHAPES.read_text())
     shapes: dict[str, dict[str, str]] = {**known["events"], **known["items"], "response": known["Response"]}
     seen: set[str] = set()
-    for event in await everything(gateway):
-        for name, fields in named(event):
+    for event in await stream_everything(gateway):
+        for name, fields in name_objects(event):
             if (shape := shapes.get(name)) is not None:
                 required = {field for field, kind in shape.items() if not kind.startswith("?")}
                 assert required <= fields, name
@@ -89,12 +89,12 @@ async def test_fields_against_recorded_traffic(gateway: RunningGateway) -> None:
                 event = json.loads(line)
             except ValueError:
                 continue  # cut off in the recording
-            for name, fields in named(event):
+            for name, fields in name_objects(event):
                 ever[name] = ever.get(name, set()) | fields
                 always[name] = always.get(name, fields) & fields
     compared: set[str] = set()
-    for event in await everything(gateway):
-        for name, fields in named(event):
+    for event in await stream_everything(gateway):
+        for name, fields in name_objects(event):
             if name in ever:
                 assert always[name] - LEFT_OUT <= fields, name
                 if name != "response":  # the recordings have but a few of its fields

@@ -175,7 +175,7 @@ async def connect(url: str) -> AsyncGenerator[ComplianceClient]:
         yield ComplianceClient(url, session)
 
 
-def text_of(response: Any) -> str:
+def get_text(response: Any) -> str:
     """What the model said, and nothing but that."""
     (message,) = [item for item in response["output"] if item["type"] == "message"]
     (part,) = message["content"]

@@ -24,7 +24,7 @@ from tests.support.gateway_process import code_call, text_answer, tool_call, too
 QUIET = RunConfig(tracing_disabled=True)  # nothing is sent to OpenAI
 
 
-def agent_of(client: AsyncOpenAI, *more: Any, **settings: Any) -> Agent:
+def make_agent(client: AsyncOpenAI, *more: Any, **settings: Any) -> Agent:
     interpreter = CodeInterpreterTool({"type": "code_interpreter", "container": {"type": "auto"}})
     return Agent(
         name="Counter",
@@ -36,7 +36,7 @@ def agent_of(client: AsyncOpenAI, *more: Any, **settings: Any) -> Agent:
 
 
 async def test_a_conversation(gateway: RunningGateway, client: AsyncOpenAI) -> None:
-    agent = agent_of(client, response_include=["code_interpreter_call.outputs"])
+    agent = make_agent(client, response_include=["code_interpreter_call.outputs"])
     client_conversation.script(gateway.model, 3)
     first = await Runner.run(agent, "Square", run_config=QUIET)
     assert first.final_output == client_conversation.LINK
@@ -66,7 +66,7 @@ async def test_a_conversation(gateway: RunningGateway, client: AsyncOpenAI) -> N
 
 
 async def test_a_session_that_the_client_keeps(gateway: RunningGateway, client: AsyncOpenAI) -> None:
-    agent = agent_of(client, store=False, response_include=["code_interpreter_call.outputs"])
+    agent = make_agent(client, store=False, response_include=["code_interpreter_call.outputs"])
     session = SQLiteSession("squares")
     client_conversation.script(gateway.model, 1)
     await Runner.run(agent, "Square", session=session, run_config=QUIET)
@@ -90,7 +90,7 @@ async def test_functions_beside_the_interpreter(gateway: RunningGateway, client:
         code_call("print(2 * pieces)"),
         text_answer("42 EUR"),
     )
-    done = await Runner.run(agent_of(client, rate), "What are 21 worth?", run_config=QUIET)
+    done = await Runner.run(make_agent(client, rate), "What are 21 worth?", run_config=QUIET)
     assert done.final_output == "42 EUR"
     messages = gateway.model.requests[-1].json["messages"]
     assert [message["role"] for message in messages[2:]] == ["assistant", "tool", "tool", "assistant", "tool"]
@@ -107,16 +107,16 @@ async def streamed(agent: Agent) -> Any:
 
 async def test_what_fails(gateway: RunningGateway, client: AsyncOpenAI) -> None:
     gateway.model.script(*client_conversation.lost_sandbox())
-    assert await streamed(agent_of(client)) == client_conversation.LOST
+    assert await streamed(make_agent(client)) == client_conversation.LOST
     gateway.model.script(*client_conversation.broken_connection())
     with pytest.raises(openai.APIError, match="broke before its response was complete"):
-        await streamed(agent_of(client))
+        await streamed(make_agent(client))
 
 
 async def test_a_hosted_shell(gateway: RunningGateway, client: AsyncOpenAI) -> None:
     """Its items are the server's to make and to answer; the client keeps them, and gives them back."""
     shell = ShellTool(environment={"type": "container_auto"})
-    agent = agent_of(client, shell, store=False)
+    agent = make_agent(client, shell, store=False)
     gateway.model.script(
         tool_calls(tool_call("shell", {"commands": ["echo 14 > sum.txt", "cat sum.txt"]})),
         text_answer("It is 14."),

@@ -40,7 +40,7 @@ def check(gateway: RunningGateway, codes: list[str], run: Callable[[], str]) -> 
         )
 
 
-def here(gateway: RunningGateway, code: str) -> str:
+def localize_example(gateway: RunningGateway, code: str) -> str:
     assert ADDRESS in code
     return code.replace(ADDRESS, gateway.process.url).replace("qwen3", "scripted")
 
@@ -49,7 +49,7 @@ def here(gateway: RunningGateway, code: str) -> str:
 def test_python(gateway: RunningGateway) -> None:
     """All in one process, since what they import takes longer than what they do."""
     codes = examples("python")
-    program = "\n".join(f"exec({here(gateway, code)!r}, {{}})" for code in codes)
+    program = "\n".join(f"exec({localize_example(gateway, code)!r}, {{}})" for code in codes)
 
     def run() -> str:
         done = subprocess.run(
@@ -65,7 +65,7 @@ def test_python(gateway: RunningGateway) -> None:
 @npm.needed
 def test_javascript(gateway: RunningGateway) -> None:
     for code in examples("js"):
-        options = ("--input-type=module", "--eval", here(gateway, code))
+        options = ("--input-type=module", "--eval", localize_example(gateway, code))
         check(gateway, [code], lambda options=options: npm.node(*options, cwd=npm.HERE))
 
 

@@ -12,7 +12,7 @@ from tests.e2e.conftest import INTERPRETER, RunningGateway
 from tests.support import client_conversation
 
 
-def model_of(gateway: RunningGateway, **options: Any) -> Any:
+def make_model(gateway: RunningGateway, **options: Any) -> Any:
     llm: Any = ChatOpenAI(
         model="scripted",
         base_url=gateway.process.url,
@@ -37,7 +37,7 @@ def streamed(model: Any, messages: Any) -> AIMessageChunk:
 @pytest.mark.parametrize("stream", [False, True], ids=["blocking", "streaming"])
 def test_history(gateway: RunningGateway, version: str, stream: bool) -> None:
     """What it makes of a call has lost its outputs, and in some formats its status."""
-    model = model_of(gateway, output_version=version)
+    model = make_model(gateway, output_version=version)
     ask = streamed if stream else model.__class__.invoke
     client_conversation.script(gateway.model, 2)
     question = HumanMessage("Square")
@@ -51,7 +51,7 @@ def test_history(gateway: RunningGateway, version: str, stream: bool) -> None:
 
 
 def test_previous_response_id_and_the_file(gateway: RunningGateway) -> None:
-    model = model_of(gateway, include=["code_interpreter_call.outputs"], output_version="responses/v1")
+    model = make_model(gateway, include=["code_interpreter_call.outputs"], output_version="responses/v1")
     client_conversation.script(gateway.model, 2)
     first = model.invoke("Square")
     (ran,) = [part for part in first.content if part["type"] == "code_interpreter_call"]
@@ -77,7 +77,7 @@ def test_previous_response_id_and_the_file(gateway: RunningGateway) -> None:
 def test_history_of_what_nobody_keeps(
     gateway: RunningGateway, version: str, include: list[str], past: str
 ) -> None:
-    model = model_of(gateway, store=False, include=include, output_version=version)
+    model = make_model(gateway, store=False, include=include, output_version=version)
     client_conversation.script(gateway.model, 1)
     first = model.invoke("Square")
     kept = messages_from_dict(json.loads(json.dumps(messages_to_dict([HumanMessage("Square"), first]))))
@@ -86,7 +86,7 @@ def test_history_of_what_nobody_keeps(
 
 
 def test_what_fails(gateway: RunningGateway) -> None:
-    model = model_of(gateway, output_version="v1")
+    model = make_model(gateway, output_version="v1")
     gateway.model.script(*client_conversation.lost_sandbox())
     assert streamed(model, "Square").text == client_conversation.LOST
     gateway.model.script(*client_conversation.broken_connection())

@@ -121,7 +121,7 @@ def codex_home(gateway: RunningGateway, tmp_path: Path, method: str) -> Mapping[
     }
 
 
-def logged(gateway: RunningGateway, method: str) -> int:
+def count_logged(gateway: RunningGateway, method: str) -> int:
     """How many responses were made that way."""
     return sum(f'"method":"{method}","route":"/v1/responses"' in line for line in gateway.process.output)
 
@@ -132,7 +132,7 @@ def logged(gateway: RunningGateway, method: str) -> int:
 )
 def test_codex(gateway: RunningGateway, tmp_path: Path, method: str) -> None:
     codex = codex_home(gateway, tmp_path, method)
-    before = logged(gateway, method)
+    before = count_logged(gateway, method)
     place = tmp_path / "project"
     place.mkdir()
     (place / "notes.txt").write_text("The word is fume.")
@@ -158,4 +158,4 @@ def test_codex(gateway: RunningGateway, tmp_path: Path, method: str) -> None:
     roles = [message["role"] for message in resumed.json["messages"]]
     assert roles[-4:] == ["assistant", "tool", "assistant", "user"]
     # The log is written a little later.
-    assert becomes_true(lambda: logged(gateway, method) >= before + 3, npm.PATIENCE)
+    assert becomes_true(lambda: count_logged(gateway, method) >= before + 3, npm.PATIENCE)

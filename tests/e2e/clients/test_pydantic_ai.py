@@ -25,7 +25,7 @@ from tests.support.gateway_process import code_call, text_answer
 WITH_IDS = OpenAIResponsesModelSettings(openai_send_reasoning_ids=True)
 
 
-def agent_of(
+def make_agent(
     client: AsyncOpenAI, settings: OpenAIResponsesModelSettings, output: Any = str
 ) -> Agent[None, Any]:
     return Agent(
@@ -55,7 +55,7 @@ def kept(messages: list[ModelMessage]) -> list[ModelMessage]:
 async def test_a_conversation(
     gateway: RunningGateway, client: AsyncOpenAI, settings: OpenAIResponsesModelSettings
 ) -> None:
-    agent = agent_of(client, settings)
+    agent = make_agent(client, settings)
     client_conversation.script(gateway.model, 2)
     first = await agent.run("Square")
     assert first.output == client_conversation.LINK
@@ -81,12 +81,12 @@ async def test_structured_output_is_a_call_beside_the_interpreter(
     gateway: RunningGateway, client: AsyncOpenAI
 ) -> None:
     gateway.model.script(code_call("print(42)"), text_answer('{"total":42}'))
-    done = await agent_of(client, WITH_IDS, Total).run("6 * 7?")
+    done = await make_agent(client, WITH_IDS, Total).run("6 * 7?")
     assert done.output == Total(total=42)
 
 
 async def test_what_fails(gateway: RunningGateway, client: AsyncOpenAI) -> None:
-    agent = agent_of(client, WITH_IDS)
+    agent = make_agent(client, WITH_IDS)
     gateway.model.script(*client_conversation.lost_sandbox())
     async with agent.run_stream("Square") as streamed:
         assert await streamed.get_output() == client_conversation.LOST
