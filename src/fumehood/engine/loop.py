@@ -219,7 +219,9 @@ class AgentLoop:
             turn = await self._run_turn(number)
             if not self._incomplete_reason and turn.hosted_calls:
                 self._hosted_call_count += len(turn.hosted_calls)
-                await self._run_hosted_calls(turn)
+                async with asyncio.TaskGroup() as group:
+                    for call in turn.hosted_calls:
+                        group.create_task(self._run_hosted_call(turn, call))
             self._turn = None
             self._record_turn(turn)
             if self._incomplete_reason or not turn.needs_next_turn:
@@ -269,13 +271,8 @@ class AgentLoop:
             turn.abort("the model's turn was cut off")
         return turn
 
-    async def _run_hosted_calls(self, turn: TurnAssembler) -> None:
-        """Run the hosted calls of a turn in parallel. A tool that raises fails only its own call."""
-        async with asyncio.TaskGroup() as group:
-            for call in turn.hosted_calls:
-                group.create_task(self._run_hosted_call(turn, call))
-
     async def _run_hosted_call(self, turn: TurnAssembler, call: HostedCall) -> None:
+        """Run one call, beside the others of its turn. A tool that raises fails only its own call."""
         try:
             # Leaving the block early closes the generator, which interrupts the code.
             async with contextlib.aclosing(call.session.run()) as steps:

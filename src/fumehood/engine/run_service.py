@@ -59,16 +59,11 @@ class EngineRun:
         self._on_done = on_done
         self._is_done = False
         self._done_callbacks: list[Callable[[Response | BaseException], None]] = []
-        self.task = asyncio.create_task(self._run(), name=response_id)
+        self.task = asyncio.create_task(loop.run(), name=response_id)
         self.task.add_done_callback(self._finish)
 
-    async def _run(self) -> Response:
-        try:
-            return await self._loop.run()
-        finally:
-            self._log.close()
-
     def _finish(self, _: object) -> None:
+        self._log.close()
         self._is_done = True
         self._on_done(self)
         for callback in self._done_callbacks:
@@ -187,7 +182,30 @@ class EngineRunService:
             # Renders it in the worker thread; otherwise counting would render it in the event loop.
             await run_in_worker(_count_unrendered_bytes(prepared), backend.validate_request, first_request)
             await check_length(self._token_counter, backend, caller, first_request)
-        return await self._start_run(prepared, backend, retain_bytes)
+        log = EventLog(
+            recording=prepared.streamed,
+            limits=self._lag_limits,
+            monotonic=self._clock.monotonic,
+            on_overrun=lambda: self._cancel_lagging_run(run),
+            retain_bytes=retain_bytes,
+        )
+        loop = AgentLoop(
+            prepared,
+            backend,
+            self._store,
+            self._clock,
+            log,
+            self._limits,
+            self._token_counter,
+            self._compactor,
+        )
+        await run_in_worker(_count_unrendered_bytes(prepared), loop.validate_first_request)
+        self._reject_if_draining()
+        run = EngineRun(prepared.response.id, log, loop, self._active_runs.discard)
+        self._active_runs.add(run)
+        if self._lease_renewal is None and prepared.streamed and prepared.store:
+            self._lease_renewal = asyncio.create_task(self._renew_leases())
+        return run
 
     async def count_tokens(
         self, request: CreateResponse, caller: Caller, *, reserve_memory: ReserveMemory | None = None
@@ -267,34 +285,6 @@ class EngineRunService:
         self._stats.dropped_readers["behind"] += 1
         logger.info("response %s is cancelled: its events were not read", run.id)
         run.cancel("its events were not read")
-
-    async def _start_run(
-        self, prepared: PreparedRequest, backend: ModelBackend, retain_bytes: int
-    ) -> EngineRun:
-        log = EventLog(
-            recording=prepared.streamed,
-            limits=self._lag_limits,
-            monotonic=self._clock.monotonic,
-            on_overrun=lambda: self._cancel_lagging_run(run),
-            retain_bytes=retain_bytes,
-        )
-        loop = AgentLoop(
-            prepared,
-            backend,
-            self._store,
-            self._clock,
-            log,
-            self._limits,
-            self._token_counter,
-            self._compactor,
-        )
-        await run_in_worker(_count_unrendered_bytes(prepared), loop.validate_first_request)
-        self._reject_if_draining()
-        run = EngineRun(prepared.response.id, log, loop, self._active_runs.discard)
-        self._active_runs.add(run)
-        if self._lease_renewal is None and prepared.streamed and prepared.store:
-            self._lease_renewal = asyncio.create_task(self._renew_leases())
-        return run
 
     async def _renew_leases(self) -> None:
         """Renew leases until the service drains, and cancel runs whose lease is lost.
