@@ -6,11 +6,10 @@ import errno
 import hmac
 import logging
 import re
-from collections.abc import Generator
-from typing import override
+from collections.abc import Awaitable, Callable, Generator
 
 import msgspec
-from starlette.routing import Match, Route, Router
+from starlette.routing import compile_path
 
 from fumehood.http_server.asgi_exchange import ClientDisconnected, Receive, Scope, Send
 from fumehood.http_server.cross_site_protection import AllowedHosts, decode_header, is_cross_site
@@ -58,6 +57,9 @@ _DISCONNECT_CHECK_AFTER = 1.0
 _TENANT_PATTERN = re.compile(r"[A-Za-z0-9_.:@-]{0,128}")
 _ARCHIVE_FORMATS: dict[str, ArchiveFormat] = {kind: kind for kind in ARCHIVE_FORMATS}
 
+type Handler = Callable[[SandboxRequestContext], Awaitable[None]]
+type _PathRoutes = dict[str, tuple[Handler, ApiOperation]]  # by method
+
 _encode_lines = msgspec.json.Encoder().encode_lines
 _decode_spec = msgspec.json.Decoder(SandboxSpec)
 _decode_execute = msgspec.json.Decoder(ExecuteRequest)
@@ -88,23 +90,19 @@ class SandboxServerApp:
         self._metrics_token = None if metrics_token is None else b"Bearer " + metrics_token.encode()
         self._keepalive_seconds = keepalive_seconds
         self._openapi = encode_json(openapi.build_document(service.settings, protected=token is not None))
-        by_path: dict[str, dict[str, ApiOperation]] = {}
+        by_path: dict[str, _PathRoutes] = {}
         for operation in OPERATIONS:
-            by_path.setdefault(operation.path, {})[operation.method] = operation
-        self._router = Router(
-            [_PathRoute(self, path, operations) for path, operations in by_path.items()],
-            redirect_slashes=False,
-            default=self._raise_not_found,
-        )
+            handler: Handler = getattr(self, operation.handler)
+            by_path.setdefault(operation.path, {})[operation.method] = handler, operation
+        self._routes = [(_compile_path(path), routes) for path, routes in by_path.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"this server does not speak {scope['type']}")
         context = SandboxRequestContext(scope, receive, send)
-        scope["context"] = context
         try:
-            scope["path"] = context.decode_path()
-            await self._router.app(scope, receive, send)
+            handler = self._find_handler(context, context.decode_path())
+            await handler(context)
         except SandboxError as error:
             await self._send_error(context, error)
         except ClientDisconnected:
@@ -140,15 +138,31 @@ class SandboxServerApp:
                 extra = [(b"allow", error.allowed.encode())]
             await context.send_error(error, extra)
 
-    async def _raise_not_found(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del receive, send
-        context: SandboxRequestContext = scope["context"]
-        self.authorize(context)
-        path: str = scope["path"]
-        suggestion = suggest_routes(path, [operation.path for operation in OPERATIONS])
-        raise SandboxResourceNotFound(f"Unknown request URL: {context.method} {path[:200]}. {suggestion}")
+    def _find_handler(self, context: SandboxRequestContext, path: str) -> Handler:
+        """Find the handler of a request, and check that the caller may use it."""
+        routes = self._match_path(context, path)
+        if routes is None:
+            self._authorize(context)
+            suggestion = suggest_routes(path, [operation.path for operation in OPERATIONS])
+            raise SandboxResourceNotFound(f"Unknown request URL: {context.method} {path[:200]}. {suggestion}")
+        route = routes.get("GET" if context.method == "HEAD" else context.method)
+        if route is None:
+            self._authorize(context)
+            methods = {*routes, "HEAD"} if "GET" in routes else {*routes}
+            raise UnsupportedMethod(", ".join(sorted(methods)))
+        handler, operation = route
+        if operation.protected:
+            self._authorize(context, for_metrics=operation.accepts_metrics_token)
+        return handler
 
-    def authorize(
+    def _match_path(self, context: SandboxRequestContext, path: str) -> _PathRoutes | None:
+        for pattern, routes in self._routes:
+            if (match := pattern.match(path)) is not None:
+                context.path_parameters = match.groupdict()
+                return routes
+        return None
+
+    def _authorize(
         self, context: SandboxRequestContext, *, protected: bool = True, for_metrics: bool = False
     ) -> bool:
         """Whether the caller sent the token.
@@ -370,7 +384,7 @@ class SandboxServerApp:
     async def health(self, context: SandboxRequestContext) -> None:
         health = self._service.health()
         status = 200 if health.status == "ok" else 503
-        if self.authorize(context, protected=False):
+        if self._authorize(context, protected=False):
             await context.send_json(health, status)
         else:
             await context.send_json({"status": health.status}, status)
@@ -384,40 +398,9 @@ class SandboxServerApp:
         await context.send_response(200, self._openapi)
 
 
-class _PathRoute(Route):
-    """All operations on one path."""
-
-    def __init__(self, app: SandboxServerApp, path: str, operations: dict[str, ApiOperation]) -> None:
-        super().__init__(path.replace("{path}", "{path:path}"), app, methods=[*operations])
-        self.path_regex = re.compile(self.path_regex.pattern, re.DOTALL)  # a file name may contain a newline
-        self._app = app
-        self._operations = {
-            method: (getattr(app, operation.handler), operation) for method, operation in operations.items()
-        }
-        if "GET" in self._operations:
-            self._operations["HEAD"] = self._operations["GET"]
-        self.methods = {*self._operations}
-
-    @override
-    def matches(self, scope: Scope) -> tuple[Match, Scope]:
-        found = self.path_regex.match(scope["path"])
-        if found is None:
-            return Match.NONE, {}
-        return Match.FULL, {"path_params": found.groupdict()}
-
-    @override
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        del receive, send
-        context: SandboxRequestContext = scope["context"]
-        operation = self._operations.get(context.method)
-        if operation is None:
-            self._app.authorize(context)
-            raise UnsupportedMethod(", ".join(sorted(self._operations)))
-        handler, description = operation
-        if description.protected:
-            self._app.authorize(context, for_metrics=description.accepts_metrics_token)
-        context.path_parameters = scope["path_params"]
-        await handler(context)
+def _compile_path(path: str) -> re.Pattern[str]:
+    pattern, _, _ = compile_path(path.replace("{path}", "{path:path}"))
+    return re.compile(pattern.pattern, re.DOTALL)  # a file name may contain a newline
 
 
 def _has_token(context: SandboxRequestContext, token: bytes) -> bool:
