@@ -56,38 +56,40 @@ def _read_log_events(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     return [getattr(record, "fields", {}) for record in found]
 
 
-@pytest.mark.parametrize("keeps_checksum", [True, False])
-async def test_an_item_that_is_no_text(
-    path: Path, caplog: pytest.LogCaptureFixture, keeps_checksum: bool
+_NO_TEXT = "UPDATE items SET raw = CAST(x'7bff80fe' || raw AS BLOB)"
+_NO_CHECKSUMS = (
+    "UPDATE items SET checksum = NULL",
+    "UPDATE responses SET checksum = NULL",
+)  # an older release
+_OTHER_LETTER = "UPDATE items SET raw = CAST(replace(raw, 'abcabc', 'abcabd') AS BLOB)"  # still valid JSON
+_OTHER_STATUS = "UPDATE responses SET body = CAST(replace(body, 'completed', 'cancelled') AS BLOB)"
+_OWN_PARENT = "UPDATE threads SET parent = id, parent_end = 1"
+
+
+@pytest.mark.parametrize(
+    ("damage", "error_count", "row"),
+    [
+        ([_NO_TEXT], 3, "items 1/"),
+        ([_NO_TEXT, *_NO_CHECKSUMS], 3, "items 1/"),
+        ([_OTHER_LETTER], 2, "items 1/0"),  # the output is intact
+        ([_OTHER_STATUS], 1, "responses {id}"),  # its items can be read
+        ([_OWN_PARENT], 2, "threads 1"),
+        (_NO_CHECKSUMS, 0, ""),
+    ],
+)
+async def test_damage_is_noticed_and_named(
+    path: Path, caplog: pytest.LogCaptureFixture, damage: list[str], error_count: int, row: str
 ) -> None:
     (response,) = await _make_store(path)
-    _execute_sql(path, "UPDATE items SET raw = CAST(x'7bff80fe' || raw AS BLOB)")
-    if not keeps_checksum:  # as of an older release
-        _execute_sql(path, "UPDATE items SET checksum = NULL")
+    for statement in damage:
+        _execute_sql(path, statement)
     errors = await _read_corrupted(path, response)
-    assert len(errors) == 3
-    assert {(error.status, error.wire_code) for error in errors} == {(500, "storage_corrupted")}
-    assert all("items 1/" in error.message for error in errors)
-    assert {(line["table"], line["row"].split("/")[0]) for line in _read_log_events(caplog)} == {
-        ("items", "1")
-    }
-
-
-async def test_a_changed_letter(path: Path) -> None:
-    """The row is still valid JSON."""
-    (response,) = await _make_store(path)
-    _execute_sql(path, "UPDATE items SET raw = CAST(replace(raw, 'abcabc', 'abcabd') AS BLOB)")
-    errors = await _read_corrupted(path, response)
-    assert len(errors) == 2  # the output is intact
-    assert all("items 1/0" in error.message for error in errors)
-
-
-async def test_a_response_whose_row_is_damaged(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (response,) = await _make_store(path)
-    _execute_sql(path, "UPDATE responses SET body = CAST(replace(body, 'completed', 'cancelled') AS BLOB)")
-    (error,) = await _read_corrupted(path, response)  # its items can be read
-    assert f"responses {response.id}" in error.message
-    assert [(line["table"], line["row"]) for line in _read_log_events(caplog)] == [("responses", response.id)]
+    row = row.format(id=response.id)
+    assert [(error.status, error.wire_code) for error in errors] == [(500, "storage_corrupted")] * error_count
+    assert all(row in error.message for error in errors)
+    logged = [f"{line['table']} {line['row']}" for line in _read_log_events(caplog)]
+    assert bool(logged) == bool(errors)
+    assert all(line.startswith(row) for line in logged)
 
 
 async def test_a_damaged_response_that_was_running_does_not_keep_the_store_from_opening(
@@ -131,12 +133,6 @@ async def test_a_damaged_container_is_named_and_does_not_hide_the_others(
     await again.close()
 
 
-async def test_a_conversation_that_continues_itself_ends(path: Path) -> None:
-    (response,) = await _make_store(path)
-    _execute_sql(path, "UPDATE threads SET parent = id, parent_end = 1")
-    assert "threads 1" in (await _read_corrupted(path, response))[0].message
-
-
 async def test_whatever_page_is_damaged_nothing_wrong_is_read(path: Path, tmp_path: Path) -> None:
     made = await _make_store(path, 20)
     expected = {response.id: response for response in made}
@@ -174,10 +170,3 @@ async def _read_all(path: Path, expected: dict[str, Response], outcomes: dict[st
             assert found == response
             outcomes["right"] += 1
     await store.close()
-
-
-async def test_rows_from_before_checksums_can_be_read(path: Path) -> None:
-    (response,) = await _make_store(path)
-    _execute_sql(path, "UPDATE items SET checksum = NULL")
-    _execute_sql(path, "UPDATE responses SET checksum = NULL")
-    assert await _read_corrupted(path, response) == []

@@ -58,23 +58,33 @@ async def test_a_blob_is_the_owners_alone_under_two_levels(tmp_path: Path) -> No
         assert not directory.is_dir() or directory.stat().st_mode & 0o777 == 0o700
 
 
-async def test_an_upload_that_is_cancelled_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [1, 20])
+async def test_an_upload_that_is_cancelled_leaves_nothing(tmp_path: Path, number: int) -> None:
     blobs = DiskBlobStore(tmp_path)
     waiting = asyncio.Event()
 
-    async def stuck() -> AsyncGenerator[bytes]:
-        yield b"x" * 3_000_000
+    async def wait_forever(names: Sequence[str] = ("streamed",)) -> None:
+        assert len(names) == number
         waiting.set()
         await asyncio.Event().wait()
 
-    upload = asyncio.create_task(blobs.put(stuck()))
+    async def stream() -> AsyncGenerator[bytes]:
+        yield b"x" * 3_000_000
+        await wait_forever()
+
+    upload = asyncio.create_task(
+        blobs.put(stream())
+        if number == 1
+        else blobs.put_many([bytes([content]) for content in range(number)], wait_forever)
+    )
     await waiting.wait()
-    assert len(_list_files(tmp_path)) == 1
+    assert len(_list_files(tmp_path)) == number
     upload.cancel()
     with pytest.raises(asyncio.CancelledError):
         await upload
     await asyncio.get_running_loop().shutdown_default_executor()
     assert _list_files(tmp_path) == []
+    assert [*(tmp_path / "incoming").iterdir()] == []
 
 
 async def test_a_download_that_is_cancelled_closes_nothing_under_a_thread_that_reads(
@@ -174,26 +184,6 @@ async def test_a_blob_deleted_while_it_is_put_again_exists(tmp_path: Path) -> No
 
     assert await blobs.put_many(contents, lose) == names
     assert await blobs.read_many(names) == contents
-
-
-async def test_many_whose_bringer_is_cancelled_leave_nothing(tmp_path: Path) -> None:
-    blobs = DiskBlobStore(tmp_path)
-    waiting = asyncio.Event()
-
-    async def stuck(names: Sequence[str]) -> None:
-        assert len(names) == 20
-        waiting.set()
-        await asyncio.Event().wait()
-
-    upload = asyncio.create_task(blobs.put_many([bytes([number]) for number in range(20)], stuck))
-    await waiting.wait()
-    assert len(_list_files(tmp_path)) == 20
-    upload.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await upload
-    await asyncio.get_running_loop().shutdown_default_executor()
-    assert _list_files(tmp_path) == []
-    assert [*(tmp_path / "incoming").iterdir()] == []
 
 
 @pytest.mark.root
