@@ -23,7 +23,6 @@ from fumehood.sandbox_server.inside.files import (
 from fumehood.sandbox_server.inside.files.archive_members import printable_name, split_member_name
 from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused, QuotaPermit
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK
 _MAX_REASONS = 20
 _MAX_TAR_HEADER_BYTES = 64 << 20  # what a tar may contain besides its members' content
 
@@ -151,7 +150,7 @@ class ArchiveUnpacker:
         self._staging_name = atomic_writes.staging_name(token)
         os.mkdir(self._staging_name, 0o700, dir_fd=data)
         self._staging_fd = syscalls.openat2(
-            data, self._staging_name, _DIRECTORY, resolve=data_directory.RESOLVE_BENEATH
+            data, self._staging_name, data_directory.OPEN_DIRECTORY, resolve=data_directory.RESOLVE_BENEATH
         )
 
     def add_file(self, name: str, content: Iterable[bytes], *, executable: bool) -> None:
@@ -251,7 +250,9 @@ class ArchiveUnpacker:
         """Move all members to their paths. Raises FileTaskRefused, OSError; then all are moved back."""
         try:
             with syscalls.closing_fd(
-                syscalls.openat2(self._data, b".", _DIRECTORY, resolve=data_directory.RESOLVE_BENEATH)
+                syscalls.openat2(
+                    self._data, b".", data_directory.OPEN_DIRECTORY, resolve=data_directory.RESOLVE_BENEATH
+                )
             ) as root:
                 self._move_tree(root, b"", self._tree)
         except BaseException:
@@ -294,7 +295,9 @@ class ArchiveUnpacker:
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, 0o755, dir_fd=here)
             self._undo.append(lambda: self._remove_at(path, os.rmdir))
-        return syscalls.openat2(here, name, _DIRECTORY, resolve=data_directory.RESOLVE_BENEATH)
+        return syscalls.openat2(
+            here, name, data_directory.OPEN_DIRECTORY, resolve=data_directory.RESOLVE_BENEATH
+        )
 
     def _move_file(self, here: int, name: bytes, path: bytes, number: int) -> None:
         old = f"old-{number}"
@@ -314,11 +317,11 @@ class ArchiveUnpacker:
         )
 
     def _restore_file(self, path: bytes, old: str) -> None:
-        with atomic_writes.open_parent(self._data, path) as parent:
+        with data_directory.open_parent(self._data, path) as parent:
             os.rename(old, path.rpartition(b"/")[2], src_dir_fd=self._staging_fd, dst_dir_fd=parent)
 
     def _remove_at(self, path: bytes, remove: Callable[..., None]) -> None:
-        with atomic_writes.open_parent(self._data, path) as parent:
+        with data_directory.open_parent(self._data, path) as parent:
             remove(path.rpartition(b"/")[2], dir_fd=parent)
 
     def discard(self) -> None:

@@ -12,15 +12,16 @@ from collections.abc import Generator, Iterable, Iterator
 
 from fumehood.sandbox_server.inside import syscalls
 from fumehood.sandbox_server.inside.files.data_directory import (
+    OPEN_DIRECTORY,
     RESERVED_PREFIX,
     RESOLVE_BENEATH,
     FileStat,
     check_path,
+    open_parent,
 )
 from fumehood.sandbox_server.inside.files.quota_requests import QuotaPermit
 
 CHUNK_BYTES = 1 << 20
-_OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK
 _CREATE_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
 
@@ -75,11 +76,11 @@ def write_chunks(target_fd: int, chunks: Iterable[bytes], permit: QuotaPermit) -
 
 def _check_not_directory(data: int, raw: bytes) -> None:
     """Raise now what would otherwise fail after the upload; later changes fail then."""
-    here = syscalls.openat2(data, b".", _OPEN_DIRECTORY, resolve=RESOLVE_BENEATH)
+    here = syscalls.openat2(data, b".", OPEN_DIRECTORY, resolve=RESOLVE_BENEATH)
     *parents, last = raw.split(b"/")
     try:
         for part in parents:
-            below = syscalls.openat2(here, part, _OPEN_DIRECTORY, resolve=RESOLVE_BENEATH)
+            below = syscalls.openat2(here, part, OPEN_DIRECTORY, resolve=RESOLVE_BENEATH)
             os.close(here)
             here = below
         if stat.S_ISDIR(os.stat(last, dir_fd=here, follow_symlinks=False).st_mode):
@@ -105,24 +106,18 @@ def open_or_make_parent(data_fd: int, raw: bytes) -> Generator[int]:
 
 def open_or_make_directory(data: int, raw: bytes, created: list[bytes]) -> int:
     """Open the directory `raw` without following links; creates what is missing and appends it to `created`."""
-    here = syscalls.openat2(data, b".", _OPEN_DIRECTORY, resolve=RESOLVE_BENEATH)
+    here = syscalls.openat2(data, b".", OPEN_DIRECTORY, resolve=RESOLVE_BENEATH)
     parts = raw.split(b"/") if raw else []
     for number, part in enumerate(parts):
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(part, 0o755, dir_fd=here)
                 created.append(b"/".join(parts[: number + 1]))
-            below = syscalls.openat2(here, part, _OPEN_DIRECTORY, resolve=RESOLVE_BENEATH)
+            below = syscalls.openat2(here, part, OPEN_DIRECTORY, resolve=RESOLVE_BENEATH)
         finally:
             os.close(here)
         here = below
     return here
-
-
-def open_parent(data: int, raw: bytes) -> contextlib.AbstractContextManager[int]:
-    """Open the existing directory that holds `raw`, within the context."""
-    parent = raw.rpartition(b"/")[0] or b"."
-    return syscalls.closing_fd(syscalls.openat2(data, parent, _OPEN_DIRECTORY, resolve=RESOLVE_BENEATH))
 
 
 def remove_directories(data: int, created: list[bytes]) -> None:
@@ -140,7 +135,7 @@ def discard_staged(data: int, token: str, max_entries: int) -> None:
             os.unlink(name, dir_fd=data)
         except (IsADirectoryError, PermissionError):
             with syscalls.closing_fd(
-                syscalls.openat2(data, name, _OPEN_DIRECTORY, resolve=RESOLVE_BENEATH)
+                syscalls.openat2(data, name, OPEN_DIRECTORY, resolve=RESOLVE_BENEATH)
             ) as directory:
                 remove_files(directory, max_entries)
             os.rmdir(name, dir_fd=data)

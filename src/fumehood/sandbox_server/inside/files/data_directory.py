@@ -17,6 +17,7 @@ MAX_ENTRIES = 20_000
 MAX_NAME_BYTES = 4 << 20  # all paths of a listing together
 # Prefix of a helper's staging names at the top of the data directory.
 RESERVED_PREFIX = ".fumehood-"
+OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK
 RESOLVE_BENEATH = syscalls.RESOLVE_BENEATH | syscalls.RESOLVE_NO_SYMLINKS | syscalls.RESOLVE_NO_XDEV
 _MAX_BUSY_RETRIES = 5
 
@@ -146,19 +147,19 @@ def _is_utf8(name: str) -> bool:
 
 
 def _open_directory(data: int, prefix: str) -> int:
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK
-    if not prefix:
-        # A new descriptor: reading moves the position of a shared one.
-        return syscalls.openat2(data, b".", flags, resolve=RESOLVE_BENEATH)
-    return syscalls.openat2(data, os.fsencode(prefix[:-1]), flags, resolve=RESOLVE_BENEATH)
+    # Always a new descriptor: reading moves the position of a shared one.
+    path = os.fsencode(prefix[:-1]) or b"."
+    return syscalls.openat2(data, path, OPEN_DIRECTORY, resolve=RESOLVE_BENEATH)
+
+
+def open_parent(data: int, raw: bytes) -> contextlib.AbstractContextManager[int]:
+    """Open the existing directory that holds `raw`, within the context."""
+    parent = raw.rpartition(b"/")[0] or b"."
+    return syscalls.closing_fd(syscalls.openat2(data, parent, OPEN_DIRECTORY, resolve=RESOLVE_BENEATH))
 
 
 def delete_file(data_fd: int, path: str) -> None:
     """Remove a file, or anything else of that name that is not a directory. Raises UnsafePath, OSError."""
     raw = check_path(path)
-    parent, _, name = raw.rpartition(b"/")
-    flags = os.O_RDONLY | os.O_DIRECTORY
-    with syscalls.closing_fd(
-        syscalls.openat2(data_fd, parent or b".", flags, resolve=RESOLVE_BENEATH)
-    ) as directory:
-        os.unlink(name, dir_fd=directory)
+    with open_parent(data_fd, raw) as parent:
+        os.unlink(raw.rpartition(b"/")[2], dir_fd=parent)

@@ -51,8 +51,7 @@ def enter_jail(
         os.close(ready_pipe)
         run_interpreter(plan, seccomp_program, channel, warm_runner, fresh_process=plan.fresh_interpreter)
     except BaseException as error:
-        sandbox_startup.report_failure(channel, f"{type(error).__name__}: {error}")
-    os._exit(125)
+        sandbox_startup.fail(channel, error)
 
 
 @functools.cache
@@ -81,8 +80,7 @@ def run_interpreter(
         if fresh_process:
             _exec_fresh_interpreter(channel)
     except BaseException as error:
-        sandbox_startup.report_failure(channel, f"{type(error).__name__}: {error}")
-        os._exit(125)
+        sandbox_startup.fail(channel, error)
     warm_runner.serve(channel)
     os._exit(0)
 

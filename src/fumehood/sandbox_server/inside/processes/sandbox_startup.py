@@ -2,6 +2,7 @@
 
 import os
 import socket
+from typing import NoReturn
 
 from fumehood.sandbox_server.inside import framing, layout
 from fumehood.sandbox_server.inside.jail import jail_builder
@@ -9,12 +10,6 @@ from fumehood.sandbox_server.inside.jail import jail_builder
 MAX_PLAN_BYTES = 64 * 1024
 _CONFIG_DIRECTORY = os.path.dirname(layout.MATPLOTLIB_CONFIG)
 OOM_SCORE = 800  # the OOM killer prefers sandboxes to the host's processes
-
-
-def discard_output() -> None:
-    """Redirect stdout and stderr to /dev/null: the spawner's stderr is the operator's."""
-    os.dup2(0, 1)
-    os.dup2(0, 2)
 
 
 def send_handles(channel: socket.socket, plan: jail_builder.JailPlan) -> None:
@@ -36,13 +31,16 @@ def send_handles(channel: socket.socket, plan: jail_builder.JailPlan) -> None:
         os.close(handle)
 
 
-def report_failure(channel: socket.socket, text: str) -> None:
-    """Send FAILED: the jail could not be built."""
-    body = text.encode(errors="backslashreplace")[: framing.MAX_BODY]
-    for packet in framing.encode_packets(
-        framing.RunnerMessage(framing.MessageKind.FAILED, framing.NO_CALL, body)
-    ):
-        channel.send(packet)
+def fail(channel: socket.socket, error: BaseException) -> NoReturn:
+    """Send FAILED, since the jail could not be built, and exit."""
+    try:
+        body = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")[: framing.MAX_BODY]
+        for packet in framing.encode_packets(
+            framing.RunnerMessage(framing.MessageKind.FAILED, framing.NO_CALL, body)
+        ):
+            channel.send(packet)
+    finally:
+        os._exit(125)
 
 
 def link_font_cache(names: list[str]) -> None:

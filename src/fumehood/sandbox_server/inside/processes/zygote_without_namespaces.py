@@ -67,7 +67,8 @@ def run_subreaper(
 ) -> NoReturn:
     """Run the first process of a sandbox: set limits, start the interpreter, then reap until it ends."""
     try:
-        sandbox_startup.discard_output()
+        os.dup2(0, 1)  # /dev/null: the zygote's stderr is the operator's
+        os.dup2(0, 2)
         jail_builder.join_cgroups(cgroups)
         jail_builder.raise_oom_score(sandbox_startup.OOM_SCORE)
         plan = jail_builder.JailPlan.decode(channel.recv(sandbox_startup.MAX_PLAN_BYTES).decode())
@@ -80,8 +81,7 @@ def run_subreaper(
         syscalls.drop_all_privileges()
         _start_interpreter(plan, seccomp_program, channel, warm_runner)
     except BaseException as error:
-        sandbox_startup.report_failure(channel, f"{type(error).__name__}: {error}")
-    os._exit(125)
+        sandbox_startup.fail(channel, error)
 
 
 def _start_interpreter(
@@ -89,7 +89,7 @@ def _start_interpreter(
     seccomp_program: bytes,
     channel: socket.socket,
     warm_runner: code_runner.CodeRunner,
-) -> None:
+) -> NoReturn:
     watched = {signal.SIGCHLD, signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)  # the code has the same user and must not open this memory

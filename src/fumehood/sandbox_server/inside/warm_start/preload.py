@@ -7,7 +7,6 @@ simple ones and the cleared type cache every sandbox takes 1.05 times. The plain
 import gc
 import importlib
 import io
-import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -65,10 +64,6 @@ def freeze_objects(*, many_forks: bool) -> None:
     if many_forks:
         immortal_objects.make_objects_immortal()
     gc.freeze()
-
-
-def count_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
 
 
 def _import_module(module: str, problems: dict[str, str]) -> None:
