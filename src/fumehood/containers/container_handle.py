@@ -85,6 +85,7 @@ class ContainerHandle:
             yield make_execution_end("timeout", reason)
             return
         notices: Sequence[str] = ()
+        # Leaving the stack closes the events, then stops the code, then releases the sandbox or the turn.
         with self._state.keep_in_use(), RunningCall(self._context, request, timeout) as call:
             try:
                 async with AsyncExitStack() as stack:
@@ -106,7 +107,7 @@ class ContainerHandle:
                         except SandboxError as error:
                             call.fail(error)
                             if lease.is_cached and _is_gone(error) and not call.may_have_run:
-                                self._state.sandbox = None
+                                self._state.sandbox = None  # acquire another one, once
                                 continue
                             event = call.lost_end(error)
                         call.measure(event)

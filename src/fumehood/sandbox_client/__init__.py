@@ -6,12 +6,10 @@
 from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
 from fumehood.sandbox_client.sandbox_readiness import SandboxReadiness
-from fumehood.sandbox_client.server_connection import SandboxConnectionLost
 
 __all__ = [
     "LocalSandboxProvider",
     "LocalServerSettings",
     "RemoteSandboxProvider",
-    "SandboxConnectionLost",
     "SandboxReadiness",
 ]
