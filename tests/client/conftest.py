@@ -1,4 +1,4 @@
-"""One gateway with real sandboxes, and one server that is not ours, for the client's tests."""
+"""A gateway with real sandboxes, and a stand-in for OpenAI, for the client's tests."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Evaluations as spans and metrics, and what they must not tell."""
+"""Spans and metrics of evaluations, and the content that they must not hold."""
 
 import contextlib
 import json
@@ -214,7 +214,7 @@ def test_a_tool_that_the_provider_ran_is_an_event_and_has_no_duration(recorded: 
     ]
 
 
-def test_a_call_of_the_providers_is_never_taken_for_one_that_has_ended_here(
+def test_a_provider_call_is_not_mistaken_for_a_finished_function(
     recorded: TelemetryRecorder,
 ) -> None:
     own = Tool[Query, Query](name="code_interpreter", description="Mine.", handler=query_tool.handler)
@@ -270,7 +270,7 @@ def test_a_compaction_is_a_request_too(openai_stand_in: OpenAIStandIn, recorded:
 # --- ends ---------------------------------------------------------------------------------------------
 
 
-def test_a_function_that_fails_is_told_and_the_evaluation_goes_on(recorded: TelemetryRecorder) -> None:
+def test_a_failing_function_is_recorded_and_the_evaluation_continues(recorded: TelemetryRecorder) -> None:
     recorded.evaluate(
         prompt(query_tool),
         response(
@@ -298,7 +298,7 @@ def test_a_function_that_fails_is_told_and_the_evaluation_goes_on(recorded: Tele
     assert names == {"run_query", None}
 
 
-def test_a_refused_request_ends_its_spans_without_its_words(recorded: TelemetryRecorder) -> None:
+def test_a_rejected_request_ends_its_spans_without_the_message(recorded: TelemetryRecorder) -> None:
     with pytest.raises(PromptEvaluationError, match=SECRET):
         recorded.evaluate(prompt(), error(400, f"What is {SECRET}?"))
     evaluation, chat = recorded.spans()
@@ -352,7 +352,7 @@ def test_whatever_ends_an_evaluation_ends_its_spans(recorded: TelemetryRecorder)
         ({"status": "failed"}, "error"),
     ],
 )
-def test_why_a_model_stopped_is_said_in_the_words_of_the_conventions(
+def test_finish_reasons_follow_the_conventions(
     recorded: TelemetryRecorder, ended: dict[str, Any], reason: str
 ) -> None:
     with contextlib.suppress(PromptEvaluationError):
@@ -364,7 +364,7 @@ def test_why_a_model_stopped_is_said_in_the_words_of_the_conventions(
     assert {each["finish_reason"] for each in json.loads(str(asked["gen_ai.output.messages"]))} == {reason}
 
 
-def test_what_is_wrong_before_a_request_is_an_evaluation_that_failed(recorded: TelemetryRecorder) -> None:
+def test_an_error_before_a_request_fails_the_evaluations_span(recorded: TelemetryRecorder) -> None:
     tool = OpenAICodeInterpreterTool(container=ExistingContainerRef("cntr_gone"))
     with pytest.raises(ContainerExpiredError):
         recorded.evaluate(prompt(tool))
@@ -409,9 +409,9 @@ def test_tokens_and_durations_are_measured(recorded: TelemetryRecorder) -> None:
 # --- content ------------------------------------------------------------------------------------------
 
 
-def test_nothing_that_was_said_is_told_unless_it_is_asked_for(recorded: TelemetryRecorder) -> None:
-    said = response(function_call("c1", json.dumps({"sql": SECRET})), code_call(code=SECRET))
-    recorded.evaluate(prompt(query_tool), said, response(message(SECRET)), hosted_tools=HOSTED)
+def test_no_content_is_recorded_by_default(recorded: TelemetryRecorder) -> None:
+    called = response(function_call("c1", json.dumps({"sql": SECRET})), code_call(code=SECRET))
+    recorded.evaluate(prompt(query_tool), called, response(message(SECRET)), hosted_tools=HOSTED)
     spans = recorded.spans()
     assert len(spans) == 4
     assert not any(SECRET in span.to_json() or "Do it." in span.to_json() for span in spans)
@@ -421,10 +421,10 @@ def test_nothing_that_was_said_is_told_unless_it_is_asked_for(recorded: Telemetr
     "representation",
     [representation for representation in REPRESENTATIONS if representation != "option1-compat"],
 )
-def test_content_is_told_in_the_chosen_view(recorded: TelemetryRecorder, representation: str) -> None:
-    said = response(function_call("c1", '{"sql": "x"}'), code_call())
+def test_content_has_the_chosen_representation(recorded: TelemetryRecorder, representation: str) -> None:
+    called = response(function_call("c1", '{"sql": "x"}'), code_call())
     telemetry = recorded.telemetry(capture_content=True, representation=representation)
-    recorded.evaluate(prompt(query_tool), said, DONE, observer=telemetry, hosted_tools=HOSTED)
+    recorded.evaluate(prompt(query_tool), called, DONE, observer=telemetry, hosted_tools=HOSTED)
     evaluation, first, function, second = recorded.spans()
     for span, attribute in (
         (first, "gen_ai.input.messages"),
@@ -465,7 +465,7 @@ def test_content_is_redacted_and_bounded(recorded: TelemetryRecorder) -> None:
                 assert validate(json.loads(attributes_of(span)[name])) == []
 
 
-def test_pictures_are_told_by_their_digests(recorded: TelemetryRecorder) -> None:
+def test_images_are_recorded_as_digests(recorded: TelemetryRecorder) -> None:
     picture = {"type": "image", "url": "data:image/png;base64,aGVsbG8="}
     telemetry = recorded.telemetry(capture_content=True)
     recorded.evaluate(
@@ -503,7 +503,7 @@ def test_content_that_cannot_be_written_does_not_fail_the_evaluation(
     assert "Do it." not in caplog.text
 
 
-def test_events_of_a_handlers_own_do_not_fail_the_evaluation(recorded: TelemetryRecorder) -> None:
+def test_events_published_by_a_handler_do_not_fail_the_evaluation(recorded: TelemetryRecorder) -> None:
     def publish(params: Query, *, context: ToolContext) -> ToolResult[Query]:
         about: Any = {"prompt_name": "p", "adapter": "a", "session_id": None, "result": None}
         context.event_bus.publish(PromptExecuted(**about))
@@ -541,7 +541,7 @@ def test_without_the_extra_it_says_what_to_install() -> None:
     assert "needs an extra: pip install 'fumehood[otel]'" in done.stderr.splitlines()[-1]
 
 
-def test_a_view_that_there_is_not_is_refused() -> None:
+def test_an_unknown_representation_is_rejected() -> None:
     with pytest.raises(ValueError, match="no representation 'option9'; there are option1"):
         ClientTelemetry(representation="option9")
 
@@ -549,10 +549,10 @@ def test_a_view_that_there_is_not_is_refused() -> None:
 # --- events stay as they are --------------------------------------------------------------------------
 
 
-def test_whoever_listens_hears_the_same_with_and_without_telemetry(
+def test_telemetry_does_not_change_events(
     openai_stand_in: OpenAIStandIn, recorded: TelemetryRecorder
 ) -> None:
-    def heard(**settings: Any) -> list[tuple[Any, ...]]:
+    def collect_events(**settings: Any) -> list[tuple[Any, ...]]:
         session, events = Session(), list[ToolInvoked]()
         session.bus.subscribe(ToolInvoked, events.append)
         openai_stand_in.evaluate(
@@ -565,6 +565,6 @@ def test_whoever_listens_hears_the_same_with_and_without_telemetry(
         )
         return [(event.name, event.params, event.result, event.call_id) for event in events]
 
-    plain = heard()
+    plain = collect_events()
     assert len(plain) == 2
-    assert heard(observer=recorded.telemetry(capture_content=True)) == plain
+    assert collect_events(observer=recorded.telemetry(capture_content=True)) == plain

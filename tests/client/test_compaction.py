@@ -1,4 +1,4 @@
-"""Conversations that outlive a context window, through the adapter and by hand."""
+"""Conversations that outgrow the context window, through the adapter and with the manager."""
 
 import contextlib
 import pickle
@@ -44,12 +44,12 @@ def create_prompt(text: str, *tools: AnyTool) -> Prompt[None]:
 
 
 def test_without_compaction_every_evaluation_starts_afresh(gateway_without_code: GatewayServer) -> None:
-    told, question = create_prompt("Remember: the code word is heliotrope."), create_prompt("Which word?")
+    reminder, question = create_prompt("Remember: the code word is heliotrope."), create_prompt("Which word?")
     for compaction, answer in ((None, "I do not know."), (CompactionConfig(enabled=False), "heliotrope")):
         session = Session()
         adapter = gateway_without_code.adapter(compaction=compaction)
         gateway_without_code.script(*[CodeWordModel().answer] * 3)
-        adapter.evaluate(told, session=session)
+        adapter.evaluate(reminder, session=session)
         assert adapter.evaluate(question, session=session).text == answer
 
 
@@ -115,7 +115,9 @@ def test_without_a_conversation_every_evaluation_is_the_first_turn(openai_stand_
         assert [item["role"] for item in openai_stand_in.server.asked[0]["input"]] == ["system"]
 
 
-def test_a_long_turn_is_compacted_on_its_way_and_keeps_its_task(openai_stand_in: OpenAIStandIn) -> None:
+def test_a_long_turn_is_compacted_between_requests_and_keeps_its_prompt(
+    openai_stand_in: OpenAIStandIn,
+) -> None:
     replies = (large_response(LOOK_CALL), response(*WINDOW), large_response("done", 5))
     found = openai_stand_in.evaluate(create_prompt("Look.", look_tool), *replies, compaction=SMALL)
     _, compact, after = openai_stand_in.server.asked
@@ -172,7 +174,7 @@ def test_a_compaction_ends_by_the_deadline(openai_stand_in: OpenAIStandIn, betwe
     assert session[CompactionState].all() == ()
 
 
-def test_nothing_is_kept_there_in_zdr_mode(openai_stand_in: OpenAIStandIn) -> None:
+def test_requests_ask_for_no_storage_in_zdr_mode(openai_stand_in: OpenAIStandIn) -> None:
     config = CompactionConfig(threshold_tokens=100, zdr_mode=True)
     adapter = openai_stand_in.adapter(model="gpt-5.2", compaction=config, hosted_tools=HOSTED)
     session = Session()
@@ -193,8 +195,8 @@ def test_nothing_is_kept_there_in_zdr_mode(openai_stand_in: OpenAIStandIn) -> No
     assert (plain["store"], plain["include"]) == (False, [])  # it does not reason, and would refuse
 
 
-def test_a_gateway_keeps_nothing_of_what_was_said_in_zdr_mode(gateway_server: GatewayServer) -> None:
-    def kept(word: str) -> bool:
+def test_a_gateway_stores_no_content_in_zdr_mode(gateway_server: GatewayServer) -> None:
+    def is_stored(word: str) -> bool:
         """Whether it is in any file of the gateway, or in what it logs."""
         files = [path for path in gateway_server.process.directory.rglob("*") if path.is_file()]
         return any(word.encode() in path.read_bytes() for path in files) or word in "".join(
@@ -211,10 +213,10 @@ def test_a_gateway_keeps_nothing_of_what_was_said_in_zdr_mode(gateway_server: Ga
             )
             assert adapter.evaluate(create_prompt(f"Say {word}."), session=session).text == f"{word}, too"
         assert session[CompactionState].all()[0].compaction_count == 2
-        assert kept(word) is not zdr_mode
+        assert is_stored(word) is not zdr_mode
 
 
-def test_a_gateway_is_told_the_threshold_and_others_are_not(
+def test_only_a_gateway_gets_the_threshold(
     openai_stand_in: OpenAIStandIn, gateway_without_code: GatewayServer
 ) -> None:
     """Thirty turns of 1,130 tokens at a threshold of 5,000: a window of 34,016 tokens, once."""
@@ -237,28 +239,28 @@ def test_a_gateway_is_told_the_threshold_and_others_are_not(
     assert openai_stand_in.server.asked == [{"model": "m", "input": [{"role": "user", "content": "hi"}]}]
 
 
-@pytest.mark.parametrize("place", [0, 5])
-def test_a_prompt_larger_than_half_the_threshold_causes_no_loop_and_one_line(
-    gateway_without_code: GatewayServer, place: int, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("large_turn", [0, 5])
+def test_a_prompt_larger_than_half_the_threshold_causes_no_loop_and_one_warning(
+    gateway_without_code: GatewayServer, large_turn: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     gateway_server, thinker, session = gateway_without_code, CodeWordModel(), Session()
     gateway_server.model.script(*[thinker.answer] * 200)
     adapter = gateway_server.adapter(compaction=CompactionConfig(threshold_tokens=THRESHOLD))
     compacted: list[int] = []
     for number in range(30):
-        large = 1.5 if number == place else 0.02
+        large = 1.5 if number == large_turn else 0.02
         adapter.evaluate(create_prompt(f"{number}. " + "x" * int(4 * THRESHOLD * large)), session=session)
         state = session[CompactionState].latest()
         if state is not None and state.compaction_count > len(compacted):
             compacted.append(number)
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "more than half of threshold_tokens (2500)" in line
-    assert compacted[0] == place
+    assert compacted[0] == large_turn
     assert all(two - one >= 5 for one, two in pairwise(compacted))
-    assert max(thinker.turns[place + 1 :]) <= THRESHOLD + 150
+    assert max(thinker.turns[large_turn + 1 :]) <= THRESHOLD + 150
 
 
-def test_a_window_that_cannot_become_smaller_is_not_compacted_every_time(
+def test_a_window_that_stays_large_is_not_compacted_every_time(
     openai_stand_in: OpenAIStandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A provider that returns nearly everything: compacting again gains nothing, until there is more to compact."""
@@ -274,7 +276,7 @@ def test_a_window_that_cannot_become_smaller_is_not_compacted_every_time(
     assert all("right after its compaction, more than threshold_tokens (1000)" in line for line in lines)
 
 
-def test_the_calls_of_a_turn_are_not_counted_as_so_many_windows(gateway_server: GatewayServer) -> None:
+def test_the_tokens_of_several_calls_are_not_counted_as_one_window(gateway_server: GatewayServer) -> None:
     """The usage of a response is that of all turns of the model; the conversation is only the last of them."""
     thinker, session = CodeWordModel(), Session()
     adapter = gateway_server.adapter(

@@ -52,8 +52,8 @@ class RequestInterceptor:
         answer = server.answer
 
         def first(method: str, target: str, kind: str, body: bytes) -> Reply:
-            said = self.says(method, target.partition("?")[0]) if "/containers" in target else None
-            return answer(method, target, kind, body) if said is None else said
+            reply = self.says(method, target.partition("?")[0]) if "/containers" in target else None
+            return answer(method, target, kind, body) if reply is None else reply
 
         monkeypatch.setattr(server, "answer", first)
 
@@ -74,7 +74,7 @@ def interceptor(openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch)
 # --- expiry -------------------------------------------------------------------------------------------
 
 
-def test_one_that_a_tool_has_renewed_is_not_made_a_third_time(
+def test_a_container_that_a_tool_has_renewed_is_not_created_again(
     openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace
 ) -> None:
     workspace = create_workspace(client=openai_stand_in.client)
@@ -101,7 +101,7 @@ def test_one_that_a_tool_has_renewed_is_not_made_a_third_time(
     assert openai_stand_in.server.asked[-1]["tools"][1]["container"] == workspace.container_id
 
 
-def test_threads_that_find_it_expired_share_another(
+def test_threads_share_the_renewed_container(
     openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace
 ) -> None:
     files = create_workspace(client=openai_stand_in.client).filesystem
@@ -113,7 +113,7 @@ def test_threads_that_find_it_expired_share_another(
     assert count_created_containers(openai_stand_in) == 1
 
 
-def test_one_that_expires_between_the_list_and_the_file(
+def test_a_container_that_expires_before_a_download_is_renewed(
     openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, create_workspace: CreateWorkspace
 ) -> None:
     files = create_workspace(client=openai_stand_in.client).filesystem
@@ -128,7 +128,7 @@ def test_one_that_expires_between_the_list_and_the_file(
     assert files.read_text("notes.txt") == "mine"
 
 
-def test_what_took_the_place_of_something_else_is_there_again(
+def test_replaced_files_are_restored_in_a_new_container(
     openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace
 ) -> None:
     files = create_workspace(client=openai_stand_in.client).filesystem
@@ -145,7 +145,7 @@ def test_what_took_the_place_of_something_else_is_there_again(
 # --- failures on the way ------------------------------------------------------------------------------
 
 
-def test_one_that_could_not_be_filled_is_not_left_behind(
+def test_a_container_that_could_not_be_filled_is_deleted(
     openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, create_workspace: CreateWorkspace
 ) -> None:
     files = create_workspace(client=openai_stand_in.client).filesystem
@@ -157,7 +157,7 @@ def test_one_that_could_not_be_filled_is_not_left_behind(
     assert files.container_id is None
 
 
-def test_a_busy_provider_of_containers_is_asked_again(
+def test_container_requests_to_a_busy_provider_are_retried(
     openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, create_workspace: CreateWorkspace
 ) -> None:
     busy = [error(429, "Slow down.", retry_after_ms="1"), error(503, "Later."), Reply(closes=True)]
@@ -180,7 +180,7 @@ def test_a_busy_provider_of_containers_is_asked_again(
     assert busy == []
 
 
-def test_a_deadline_holds_for_the_upload_too(
+def test_a_deadline_includes_the_upload(
     openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, create_workspace: CreateWorkspace
 ) -> None:
     over = threading.Event()
@@ -202,7 +202,7 @@ def test_a_deadline_holds_for_the_upload_too(
     assert workspace.container_id is None
 
 
-def test_a_workspace_that_was_cleaned_up_is_refused(
+def test_a_workspace_after_cleanup_is_rejected(
     openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace
 ) -> None:
     workspace = create_workspace(client=openai_stand_in.client)
@@ -222,7 +222,7 @@ def test_a_workspace_that_was_cleaned_up_is_refused(
 
 
 @pytest.mark.usefixtures("openai_environment")
-def test_results_come_back_after_the_adapter_was_closed(
+def test_files_are_synced_after_the_adapter_was_closed(
     openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, tmp_path: Path
 ) -> None:
     workspace = create_workspace(sync_on_cleanup=True, sync_dir=tmp_path / "back")
@@ -253,8 +253,10 @@ def test_files_can_be_written_before_the_first_evaluation(
         assert adapter.evaluate(prompt(sections=(workspace,))).text == "fine"
     assert workspace.filesystem.read_text("notes.txt") == "mine"
     (request,) = openai_stand_in.server.asked
-    ((_, (place, _)),) = [*openai_stand_in.server.containers[workspace.container_id or ""].files.items()][1:]
-    assert f"- `notes.txt` is `/mnt/data/{place}`" in request["input"][0]["content"]
+    ((_, (directory, _)),) = [*openai_stand_in.server.containers[workspace.container_id or ""].files.items()][
+        1:
+    ]
+    assert f"- `notes.txt` is `/mnt/data/{directory}`" in request["input"][0]["content"]
 
 
 # --- what comes back ----------------------------------------------------------------------------------
@@ -267,7 +269,7 @@ def filesystem_with_files(openai_stand_in: OpenAIStandIn, number: int) -> Contai
     return files
 
 
-def test_files_that_cannot_come_back_do_not_keep_the_others(
+def test_files_that_cannot_be_stored_do_not_stop_the_download(
     openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, tmp_path: Path
 ) -> None:
     workspace = create_workspace(
@@ -300,7 +302,7 @@ def test_files_that_cannot_come_back_do_not_keep_the_others(
     assert (tmp_path / "back/z.txt").read_bytes() == b"again"
 
 
-def test_a_file_that_breaks_off_leaves_the_old_one(
+def test_an_interrupted_download_leaves_the_old_file(
     openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, tmp_path: Path
 ) -> None:
     files = ContainerFilesystem(client=openai_stand_in.client, container_config=ContainerConfig())
@@ -315,9 +317,7 @@ def test_a_file_that_breaks_off_leaves_the_old_one(
     assert (tmp_path / "a.txt").read_text() == "old"
 
 
-def test_everything_comes_back_with_one_request_for_each_file(
-    openai_stand_in: OpenAIStandIn, tmp_path: Path
-) -> None:
+def test_a_download_makes_one_request_for_each_file(openai_stand_in: OpenAIStandIn, tmp_path: Path) -> None:
     files = filesystem_with_files(openai_stand_in, 20)
     openai_stand_in.server.script()
     files.download_all(tmp_path / "new")
@@ -329,7 +329,7 @@ def download_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("fumehood download")]
 
 
-def test_files_come_back_eight_at_a_time(
+def test_files_are_downloaded_eight_at_a_time(
     openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, tmp_path: Path
 ) -> None:
     eight, lock = threading.Barrier(8), threading.Lock()
@@ -355,7 +355,7 @@ def test_files_come_back_eight_at_a_time(
     assert download_threads() == []
 
 
-def test_the_first_error_ends_the_others(
+def test_the_first_error_cancels_other_downloads(
     openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, tmp_path: Path
 ) -> None:
     """Also those of which nothing comes, and those that wait to be tried again."""
@@ -395,7 +395,7 @@ def test_the_first_error_ends_the_others(
     assert (tmp_path / "out/7").read_text() == "old"
 
 
-def test_who_interrupts_a_download_need_not_wait_for_it(
+def test_an_interrupted_download_returns_at_once(
     openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, tmp_path: Path, interruptible: None
 ) -> None:
     never = threading.Event()
@@ -421,7 +421,7 @@ def test_who_interrupts_a_download_need_not_wait_for_it(
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-def test_what_fails_is_told_in_the_order_of_the_names(
+def test_failed_downloads_are_listed_by_name(
     openai_stand_in: OpenAIStandIn, interceptor: RequestInterceptor, tmp_path: Path
 ) -> None:
     eight = threading.Barrier(8)
@@ -444,28 +444,28 @@ def test_what_fails_is_told_in_the_order_of_the_names(
 # --- a server that unpacks nothing --------------------------------------------------------------------
 
 
-def test_unpacking_touches_nothing_that_is_there(
+def test_unpacking_overwrites_no_files(
     openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, tmp_path: Path
 ) -> None:
     """The prompt says it in every turn; what an earlier one has made of the files has to stay."""
     workspace = create_workspace()
     openai_stand_in.evaluate(prompt(sections=(workspace,)), response(message("fine")), hosted_tools=HOSTED)
     text: str = openai_stand_in.server.asked[0]["input"][0]["content"]
-    place = tmp_path / "data"
-    place.mkdir()
+    directory = tmp_path / "data"
+    directory.mkdir()
     for name, content in openai_stand_in.server.containers[workspace.container_id or ""].files.values():
-        (place / name).write_bytes(content)
-    code = text.partition("```python\n")[2].partition("```")[0].replace("/mnt/data/", f"{place}/")
+        (directory / name).write_bytes(content)
+    code = text.partition("```python\n")[2].partition("```")[0].replace("/mnt/data/", f"{directory}/")
     exec(code, {})
-    assert (place / "project/src/main.py").read_text() == "print(1)"
-    (place / "project/src/main.py").write_text("changed")
-    (place / "project/README.md").unlink()
+    assert (directory / "project/src/main.py").read_text() == "print(1)"
+    (directory / "project/src/main.py").write_text("changed")
+    (directory / "project/README.md").unlink()
     exec(code, {})
-    assert (place / "project/src/main.py").read_text() == "changed"
-    assert (place / "project/README.md").read_text() == "# Hi"
+    assert (directory / "project/src/main.py").read_text() == "changed"
+    assert (directory / "project/README.md").read_text() == "# Hi"
 
 
-def test_what_is_written_goes_before_what_was_unpacked(
+def test_written_files_precede_unpacked_ones(
     openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace
 ) -> None:
     files = create_workspace(client=openai_stand_in.client).filesystem
@@ -485,7 +485,7 @@ def test_what_is_written_goes_before_what_was_unpacked(
 # --- errors -------------------------------------------------------------------------------------------
 
 
-def test_errors_can_come_out_of_another_process() -> None:
+def test_errors_can_be_pickled() -> None:
     answered = CompactionError(7, ValueError("x"))
     answered.response = "the answer"
     for raised in (
@@ -501,7 +501,7 @@ def test_errors_can_come_out_of_another_process() -> None:
         }
 
 
-def test_a_provider_that_is_not_there_is_named(openai_stand_in: OpenAIStandIn) -> None:
+def test_the_error_of_an_unreachable_provider_names_it(openai_stand_in: OpenAIStandIn) -> None:
     throttle = ThrottlePolicy(max_attempts=2, base_delay=0)
     origin = openai_stand_in.server.url.removesuffix("/v1")
     with pytest.raises(ThrottleError, match=rf"in 2 attempts: .*\({origin}\)"):
@@ -509,7 +509,7 @@ def test_a_provider_that_is_not_there_is_named(openai_stand_in: OpenAIStandIn) -
     assert len(openai_stand_in.server.calls) == 2
 
 
-def test_a_model_may_be_called_what_it_likes(openai_stand_in: OpenAIStandIn) -> None:
+def test_a_model_name_with_container_is_no_expired_container(openai_stand_in: OpenAIStandIn) -> None:
     with pytest.raises(PromptEvaluationError, match="no model container-7b"):
         openai_stand_in.evaluate(
             prompt(),

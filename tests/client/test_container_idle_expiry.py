@@ -1,4 +1,4 @@
-"""Containers that our gateway lets expire because nobody has used them for a while."""
+"""Containers that our gateway expires because they are idle."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ LOOKS = "import os; print(*sorted(os.path.join(a, f) for a, _, fs in os.walk('.'
 
 @dataclass
 class LateGateway:
-    """A gateway that can be told that time has passed."""
+    """A gateway whose clock can be moved forward."""
 
     gateway_server: GatewayServer
     clock: Path
@@ -130,7 +130,7 @@ def test_an_idle_container_is_replaced_in_the_middle_of_an_evaluation(
     assert evaluate(late_gateway, workspace, tool) == ["1,2", "1,2"]
 
 
-def test_one_that_was_only_named_is_not_replaced(late_gateway: LateGateway) -> None:
+def test_an_expired_container_that_is_only_named_is_not_replaced(late_gateway: LateGateway) -> None:
     container = late_gateway.gateway_server.client.containers.create(name="mine", memory_limit="1g").id
     late_gateway.pass_time(21)
     python = OpenAICodeInterpreterTool(container=ExistingContainerRef(container))

@@ -1,4 +1,4 @@
-"""Workspaces in containers of a server that unpacks nothing, as OpenAI's."""
+"""Workspaces in containers of a server that does not unpack archives, as OpenAI."""
 
 import gc
 import io
@@ -43,7 +43,7 @@ def list_uploads(openai_stand_in: OpenAIStandIn, container_id: str | None) -> di
     return {path.partition("-")[2]: content for path, content in stored}
 
 
-def test_a_container_is_made_and_filled_when_it_is_first_needed(
+def test_a_container_is_created_and_filled_on_first_use(
     openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, project: Path
 ) -> None:
     workspace = create_workspace()
@@ -80,7 +80,7 @@ def test_a_container_is_made_and_filled_when_it_is_first_needed(
     assert workspace.container_id == made
 
 
-def test_the_mirror_answers_for_what_is_still_packed(
+def test_packed_files_are_read_from_the_local_copy(
     openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, project: Path
 ) -> None:
     workspace = create_workspace(client=openai_stand_in.client)
@@ -96,7 +96,7 @@ def test_the_mirror_answers_for_what_is_still_packed(
     assert (project / "src/main.py").read_text() == "print(1)"
 
 
-def test_of_two_files_with_one_path_the_later_counts(openai_stand_in: OpenAIStandIn) -> None:
+def test_the_later_of_two_files_with_one_path_is_read(openai_stand_in: OpenAIStandIn) -> None:
     files = ContainerFilesystem(client=openai_stand_in.client, container_config=ContainerConfig())
     stored = openai_stand_in.server.containers[files.ensure_container()].files
     stored |= {"cfile_a": ("a.txt", b"old"), "cfile_b": ("a.txt", b"new")}
@@ -104,7 +104,7 @@ def test_of_two_files_with_one_path_the_later_counts(openai_stand_in: OpenAIStan
 
 
 @pytest.mark.parametrize("sign", ["expired", "deleted"])
-def test_an_expired_container_is_made_again_with_what_was_written(
+def test_an_expired_container_is_recreated_with_written_files(
     openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, sign: str
 ) -> None:
     workspace = create_workspace(client=openai_stand_in.client)
@@ -127,7 +127,7 @@ def test_an_expired_container_is_made_again_with_what_was_written(
     assert list_uploads(openai_stand_in, files.container_id).keys() == {"workspace.tar", "notes.txt"}
 
 
-def test_a_container_that_expires_between_the_look_and_the_request(
+def test_a_container_that_expires_before_the_request_is_recreated_once(
     openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace
 ) -> None:
     workspace = create_workspace()
@@ -152,7 +152,7 @@ def test_a_container_that_expires_between_the_look_and_the_request(
         )
 
 
-def test_a_container_that_cannot_be_made_again(
+def test_a_container_that_cannot_be_recreated_raises(
     openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, project: Path
 ) -> None:
     workspace = create_workspace(client=openai_stand_in.client)
@@ -165,12 +165,12 @@ def test_a_container_that_cannot_be_made_again(
     assert isinstance(gone.value.original_error, PromptEvaluationError)
 
 
-def test_a_container_of_nobody_that_expires_during_a_run(openai_stand_in: OpenAIStandIn) -> None:
+def test_an_auto_container_that_expires_during_a_run_raises(openai_stand_in: OpenAIStandIn) -> None:
     with pytest.raises(ContainerExpiredError, match="make another one"):
         openai_stand_in.evaluate(prompt(), error(400, "Container is expired."), hosted_tools=HOSTED)
 
 
-def test_results_come_back_on_cleanup(
+def test_files_are_synced_on_cleanup(
     openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, project: Path, tmp_path: Path
 ) -> None:
     workspace = create_workspace(
@@ -188,7 +188,7 @@ def test_results_come_back_on_cleanup(
     assert not any(call.startswith("DELETE") for call in openai_stand_in.server.calls)
 
 
-def test_what_is_left_comes_back_of_an_expired_container(
+def test_local_copies_are_synced_if_the_container_has_expired(
     openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, project: Path, tmp_path: Path
 ) -> None:
     workspace = create_workspace(
@@ -203,7 +203,7 @@ def test_what_is_left_comes_back_of_an_expired_container(
     assert len(openai_stand_in.server.containers) == made
 
 
-def test_nothing_comes_back_unless_it_is_asked_for(
+def test_nothing_is_synced_unless_requested(
     openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace
 ) -> None:
     workspace = create_workspace(client=openai_stand_in.client)
@@ -214,7 +214,7 @@ def test_nothing_comes_back_unless_it_is_asked_for(
     assert workspace.container_id is None
 
 
-def test_what_was_never_in_a_container_comes_back_as_it_was(
+def test_unused_workspaces_sync_their_local_copies(
     openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace, project: Path, tmp_path: Path
 ) -> None:
     openai_stand_in.server.script()
@@ -224,7 +224,7 @@ def test_what_was_never_in_a_container_comes_back_as_it_was(
     assert (tmp_path / "back/project/src/main.py").read_text() == "print(1)"
 
 
-def test_mode_auto_takes_over_a_live_container_of_the_session(
+def test_mode_auto_reuses_a_live_container_of_the_session(
     openai_stand_in: OpenAIStandIn, create_workspace: CreateWorkspace
 ) -> None:
     session = Session()
@@ -367,7 +367,7 @@ def test_files_are_uploaded_attached_listed_read_and_deleted(openai_stand_in: Op
         manager.upload(container, "run.exe", b"x")
 
 
-def test_a_container_that_cannot_be_made_is_a_configuration_error(openai_stand_in: OpenAIStandIn) -> None:
+def test_a_container_that_cannot_be_created_is_a_configuration_error(openai_stand_in: OpenAIStandIn) -> None:
     openai_stand_in.server.no_more_containers = True
     with pytest.raises(PromptEvaluationError, match="may not have any more containers"):
         ContainerManager(openai_stand_in.client).create()

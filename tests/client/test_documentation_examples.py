@@ -58,8 +58,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
     def run(name: str, **names: Any) -> dict[str, Any]:
         text = EXAMPLES[name]
-        for place in ("/path/to", "/repos", "/data"):
-            text = text.replace(f'"{place}', f'"{tmp_path}{place}')
+        for prefix in ("/path/to", "/repos", "/data"):
+            text = text.replace(f'"{prefix}', f'"{tmp_path}{prefix}')
         known: dict[str, Any] = {"Any": Any, "dataclass": dataclass}
         for module in (fumehood.client, fumehood.client.adapters.openai):
             known |= {name: getattr(module, name) for name in module.__all__}
@@ -332,7 +332,7 @@ def test_the_script(
     gateway.model.script(looks, text_answer('{"summary": "Short.", "issues": ["app.py: no docstring"]}'))
     script = runpy.run_path(str(DOCS.parent / "examples" / "review.py"), run_name="review")
     script["main"]([str(tmp_path), "--model", "gpt-5.2", *(["--here"] if here else [])])
-    said = capsys.readouterr().out
-    assert said.startswith("· read_file: " if here else "· code_interpreter: x = 1\n")
-    assert said.endswith("Short.\n- app.py: no docstring\n")
+    output = capsys.readouterr().out
+    assert output.startswith("· read_file: " if here else "· code_interpreter: x = 1\n")
+    assert output.endswith("Short.\n- app.py: no docstring\n")
     assert "x = 1" in gateway.model.requests[1].json["messages"][-1]["content"]

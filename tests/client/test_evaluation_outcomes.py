@@ -1,4 +1,4 @@
-"""How evaluations end: limits, filters, a provider that is busy or says no, what is logged."""
+"""How evaluations end: limits, filters, busy and rejecting providers, logs."""
 
 import contextlib
 import functools
@@ -58,7 +58,7 @@ from tests.support.openai_server import Reply, error, message, response
 # --- events, limits, ends -----------------------------------------------------------------------------
 
 
-def test_another_bus_hears_everything_once(openai_stand_in: OpenAIStandIn) -> None:
+def test_another_bus_gets_every_event_once(openai_stand_in: OpenAIStandIn) -> None:
     openai_stand_in.server.script(response(function_call("c1", '{"sql": "x"}')), response(message("done")))
     bus, events = InProcessDispatcher(), list[str]()
     for kind in (PromptRendered, ToolInvoked, PromptExecuted):
@@ -105,7 +105,7 @@ def test_a_deadline_ends_an_evaluation(openai_stand_in: OpenAIStandIn) -> None:
     assert openai_stand_in.server.calls == ["POST /v1/responses"]
 
 
-def test_an_evaluation_without_end_ends(openai_stand_in: OpenAIStandIn) -> None:
+def test_an_evaluation_ends_after_max_turns(openai_stand_in: OpenAIStandIn) -> None:
     with pytest.raises(PromptEvaluationError, match="no answer after 3 turns"):
         openai_stand_in.evaluate(
             prompt(query_tool), *[response(function_call("c1", '{"sql": "x"}'))] * 9, max_turns=3
@@ -122,14 +122,14 @@ def test_an_evaluation_without_end_ends(openai_stand_in: OpenAIStandIn) -> None:
         response(message("", content=[{"type": "refusal", "refusal": "No."}])),
     ],
 )
-def test_a_filtered_answer_that_is_needed_raises(openai_stand_in: OpenAIStandIn, reply: Reply) -> None:
+def test_a_filtered_answer_that_is_required_raises(openai_stand_in: OpenAIStandIn, reply: Reply) -> None:
     with pytest.raises(FilteredOutputError) as withheld:
         openai_stand_in.evaluate(typed(), reply)
     assert isinstance(withheld.value, AssertionError)
     assert withheld.value.phase == "response"
 
 
-def test_other_ends(openai_stand_in: OpenAIStandIn, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_ends_of_a_response(openai_stand_in: OpenAIStandIn, caplog: pytest.LogCaptureFixture) -> None:
     failed = {"message": "The server had an error", "code": "server_error"}
     with pytest.raises(PromptEvaluationError, match="The server had an error") as wrong:
         openai_stand_in.evaluate(typed(), response(status="failed", error=failed))
@@ -157,7 +157,7 @@ def test_other_ends(openai_stand_in: OpenAIStandIn, caplog: pytest.LogCaptureFix
 # --- a provider that is busy, or says no --------------------------------------------------------------
 
 
-def test_a_busy_provider_is_asked_again_with_the_same_key(openai_stand_in: OpenAIStandIn) -> None:
+def test_a_busy_provider_is_retried_with_the_same_idempotency_key(openai_stand_in: OpenAIStandIn) -> None:
     assert (
         openai_stand_in.evaluate(
             prompt(),
@@ -179,7 +179,9 @@ def test_a_busy_provider_is_asked_again_with_the_same_key(openai_stand_in: OpenA
 @pytest.mark.parametrize(
     "reply", [error(400, "Bad model", "model_not_found"), error(429, "No money", "insufficient_quota")]
 )
-def test_a_refusal_is_told_as_it_is_and_once(openai_stand_in: OpenAIStandIn, reply: Reply) -> None:
+def test_a_rejected_request_raises_the_providers_error_without_retries(
+    openai_stand_in: OpenAIStandIn, reply: Reply
+) -> None:
     with pytest.raises(PromptEvaluationError) as refused:
         openai_stand_in.evaluate(prompt(), reply, throttle=PATIENT)
     assert reply.body["error"]["message"] in str(refused.value)
@@ -188,7 +190,7 @@ def test_a_refusal_is_told_as_it_is_and_once(openai_stand_in: OpenAIStandIn, rep
     assert len(openai_stand_in.server.asked) == 1
 
 
-def test_a_provider_that_says_not_to_ask_again_is_not_asked_again(openai_stand_in: OpenAIStandIn) -> None:
+def test_a_provider_that_forbids_retries_is_not_retried(openai_stand_in: OpenAIStandIn) -> None:
     with pytest.raises(PromptEvaluationError, match="Broken for good"):
         openai_stand_in.evaluate(
             prompt(),
@@ -199,7 +201,7 @@ def test_a_provider_that_says_not_to_ask_again_is_not_asked_again(openai_stand_i
     assert len(openai_stand_in.server.asked) == 1
 
 
-def test_a_body_that_breaks_off_is_asked_for_again(openai_stand_in: OpenAIStandIn) -> None:
+def test_a_truncated_body_is_requested_again(openai_stand_in: OpenAIStandIn) -> None:
     assert (
         openai_stand_in.evaluate(
             prompt(),
@@ -212,7 +214,7 @@ def test_a_body_that_breaks_off_is_asked_for_again(openai_stand_in: OpenAIStandI
     assert len(openai_stand_in.server.asked) == 2
 
 
-def test_looking_for_a_container_has_a_deadline_too(openai_stand_in: OpenAIStandIn) -> None:
+def test_checking_a_container_has_a_deadline(openai_stand_in: OpenAIStandIn) -> None:
     now = Deadline.after(0).expires_at
     deadline = Deadline(now + timedelta(seconds=5), clock=lambda: now)
     openai_stand_in.server.script()
@@ -224,13 +226,13 @@ def test_looking_for_a_container_has_a_deadline_too(openai_stand_in: OpenAIStand
 
 
 @pytest.mark.parametrize("body", [b"<html>", b'{"output": [1]}', b"[]"])
-def test_an_answer_that_is_none(openai_stand_in: OpenAIStandIn, body: bytes) -> None:
+def test_a_body_that_is_no_response_raises(openai_stand_in: OpenAIStandIn, body: bytes) -> None:
     with pytest.raises(PromptEvaluationError, match="no response of the Responses API") as strange:
         openai_stand_in.evaluate(prompt(), Reply(body))
     assert (strange.value.phase, strange.value.provider_payload) == ("response", body.decode())
 
 
-def test_what_is_logged_has_ids_and_sizes_and_no_secrets(
+def test_logs_have_ids_and_sizes_and_no_secrets(
     openai_stand_in: OpenAIStandIn, caplog: pytest.LogCaptureFixture
 ) -> None:
     tool = OpenAICodeInterpreterTool(container=AutoContainerConfig(memory_limit="16g"))

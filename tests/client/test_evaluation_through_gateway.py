@@ -70,7 +70,7 @@ def test_a_function_is_run_and_its_result_shown_to_the_model(gateway_server: Gat
     assert response.usage.total_tokens == 36
 
 
-def test_python_is_run_and_its_result_told(gateway_server: GatewayServer) -> None:
+def test_python_runs_and_its_result_is_published(gateway_server: GatewayServer) -> None:
     session, events = listen()
     response = gateway_server.evaluate(
         prompt(OpenAICodeInterpreterTool()),
@@ -227,7 +227,7 @@ print(total, subprocess.run(["sh", "project/run.sh"], capture_output=True, text=
     assert (project / "src/numbers.txt").read_text() == "20 22"
 
 
-def test_a_container_that_was_deleted_is_made_again(
+def test_a_deleted_container_is_recreated(
     gateway_server: GatewayServer, workspace: OpenAIContainerWorkspaceSection
 ) -> None:
     workspace.filesystem.write_text("notes.txt", "mine")

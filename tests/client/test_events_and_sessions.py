@@ -34,18 +34,18 @@ def invoked(name: str) -> ToolInvoked:
     )
 
 
-def test_every_handler_is_told_though_one_fails(caplog: pytest.LogCaptureFixture) -> None:
+def test_every_handler_is_called_even_if_one_fails(caplog: pytest.LogCaptureFixture) -> None:
     bus = InProcessDispatcher()
     events: list[str] = []
 
     def fails(event: ToolInvoked) -> None:
         raise RuntimeError("oops")
 
-    def hears(event: ToolInvoked) -> None:
+    def record_name(event: ToolInvoked) -> None:
         events.append(event.name)
 
     bus.subscribe(ToolInvoked, fails)
-    bus.subscribe(ToolInvoked, hears)
+    bus.subscribe(ToolInvoked, record_name)
     with caplog.at_level(logging.ERROR):
         bus.publish(invoked("one"))
     assert events == ["one"]
@@ -56,7 +56,7 @@ def test_every_handler_is_told_though_one_fails(caplog: pytest.LogCaptureFixture
     assert (events, caplog.text) == (["one", "two"], "")
 
 
-def test_a_bus_that_is_given_twice_is_told_once() -> None:
+def test_a_bus_that_is_given_twice_publishes_once() -> None:
     bus, other = InProcessEventBus(), InProcessDispatcher()
     events: list[str] = []
     for one in (bus, other):
@@ -102,7 +102,7 @@ def test_reducers_decide_what_becomes_of_a_value() -> None:
     assert session[ToolInvoked].all() == ()
 
 
-def test_a_session_can_be_put_back() -> None:
+def test_a_session_can_be_restored() -> None:
     session = Session()
     session[Note].append(Note("a"))
     snapshot = session.snapshot()

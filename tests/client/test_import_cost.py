@@ -1,4 +1,4 @@
-"""What it costs to import the client, and what it must not bring along."""
+"""The cost of importing the client, and modules that it must not import."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ def test_importing_the_client_is_cheap(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["fumehood.client", "fumehood.client.adapters.openai"])
-def test_no_sdk_and_no_server_comes_along(module: str) -> None:
+def test_no_sdk_and_no_server_module_is_imported(module: str) -> None:
     script = f"import sys, {module}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())

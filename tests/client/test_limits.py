@@ -1,4 +1,4 @@
-"""Deadlines, budgets, patience, resources and contracts."""
+"""Deadlines, budgets, retries, resources and contracts."""
 
 import math
 from collections.abc import Callable
@@ -72,7 +72,7 @@ class FlakyCall:
         )
 
 
-def test_waits_double_and_what_the_provider_asks_for_is_the_least() -> None:
+def test_delays_double_and_respect_retry_after() -> None:
     line = FlakyCall(4)
     assert line.retry(ThrottlePolicy(base_delay=1, max_delay=3)) == "there"
     assert line.waits == [1, 2, 3, 3]
@@ -82,7 +82,7 @@ def test_waits_double_and_what_the_provider_asks_for_is_the_least() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "deadline", "waits", "said"),
+    ("policy", "deadline", "waits", "expected_error"),
     [
         (ThrottlePolicy(max_attempts=3, base_delay=1), None, [1, 2], "3 attempts: busy"),
         (
@@ -99,11 +99,11 @@ def test_waits_double_and_what_the_provider_asks_for_is_the_least() -> None:
         ),
     ],
 )
-def test_patience_ends(
-    policy: ThrottlePolicy, deadline: Deadline | None, waits: list[float], said: str
+def test_retries_end(
+    policy: ThrottlePolicy, deadline: Deadline | None, waits: list[float], expected_error: str
 ) -> None:
     line = FlakyCall(99)
-    with pytest.raises(ThrottleError, match=said) as gave_up:
+    with pytest.raises(ThrottleError, match=expected_error) as gave_up:
         line.retry(policy, deadline)
     assert line.waits == waits
     assert isinstance(gave_up.value.__cause__, OSError)
@@ -138,7 +138,7 @@ class Cache:
     pass
 
 
-def test_resources_are_made_once_and_closed_by_whoever_made_them() -> None:
+def test_resources_are_created_once_and_closed_by_their_creator() -> None:
     given_one, made = Database(), list[Database]()
 
     def make() -> Database:

@@ -1,4 +1,4 @@
-"""Two hundred evaluations in one session: the context stays bounded, nothing is forgotten."""
+"""Two hundred evaluations in one session: the context stays bounded, nothing is lost."""
 
 from pathlib import Path
 from typing import Any

@@ -114,19 +114,19 @@ Costs $5 and ${topic}.\
     assert [section.key for section in found.sections] == ["one", "inner", "silent", "last", "silent", "two"]
 
 
-def test_a_silent_section_takes_no_number_and_one_that_speaks_does() -> None:
+def test_only_sections_with_text_have_a_number() -> None:
     sections = (Silent(title="", key="silent"), text("two"))
     assert prompt(*sections).render().text.startswith("## 1. Two")
     loud = prompt(*sections).render(Loudness(loud=True)).text
     assert loud.startswith("LOUD 1\n\n## 2. Two")
 
 
-def test_further_keywords_reach_only_sections_that_take_them() -> None:
+def test_optional_keywords_are_passed_only_to_sections_that_accept_them() -> None:
     found = prompt(text("one", children=[Curious(title="", key="curious")]), Silent(title="", key="silent"))
     assert found.render().text.endswith("I am one/curious at 1, 1.1")
 
 
-def test_parameters_are_put_in_once() -> None:
+def test_placeholders_are_filled_once() -> None:
     section = MarkdownSection[Topic](title="Task", key="task", template="About ${topic}.")
     assert prompt(section).render(Topic("${topic} $1 \\1")).text == "## 1. Task\n\nAbout ${topic} $1 \\1."
     with pytest.raises(PromptEvaluationError, match="'task' needs a Topic") as missing:
@@ -161,7 +161,7 @@ def test_a_parameter_that_only_a_tool_declares_is_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "said"),
+    ("sections", "expected_error"),
     [
         ((text("one"), text("one")), "'one' is there twice"),
         ((text("one", "${who}"),), "placeholder ${who}, for which it has no parameters"),
@@ -177,10 +177,12 @@ def test_a_parameter_that_only_a_tool_declares_is_accepted() -> None:
         ((text("one", tools=[say]),), "is no tool; write Tool"),
     ],
 )
-def test_what_is_wrong_with_a_template_is_found_at_once(sections: tuple[Any, ...], said: str) -> None:
+def test_malformed_templates_are_rejected_at_construction(
+    sections: tuple[Any, ...], expected_error: str
+) -> None:
     with pytest.raises(PromptValidationError) as refused:
         PromptTemplate(ns="n", key="k", sections=sections)
-    assert said in str(refused.value)
+    assert expected_error in str(refused.value)
     assert refused.value.phase == "configuration"
 
 
@@ -189,12 +191,12 @@ def test_overrides_are_by_key_and_checked() -> None:
     sections = (text("one", children=[inner]), text("fixed", accepts_overrides=False))
     changed = prompt(*sections, overrides={"one/in": "Only ${topic}!"})
     assert "Only x!" in changed.render().text
-    for overrides, said in (
+    for overrides, expected_error in (
         ({"two": ""}, "no section 'two' to override; there is: fixed, one, one/in"),
         ({"fixed": ""}, "accepts no overrides"),
         ({"one": "${topic}"}, "cannot fill: topic"),
     ):
-        with pytest.raises(PromptValidationError, match=said):
+        with pytest.raises(PromptValidationError, match=expected_error):
             prompt(*sections, overrides=overrides)
 
 
@@ -246,7 +248,7 @@ class Shouting[R, P](Section[P]):  # pyright: ignore[reportInvalidTypeArguments]
         return self
 
 
-def test_generic_classes_of_ones_own_know_their_types() -> None:
+def test_generic_subclasses_know_their_types() -> None:
     found = Searching[Answer](name="t", description="x", handler=None)
     assert (found.params_type, found.result_type) == (Topic, Answer)
     assert Searching(name="t", description="x", handler=say).result_type is Topic
@@ -263,7 +265,7 @@ def test_generic_classes_of_ones_own_know_their_types() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected_error"),
     [
         ({"name": "Two words"}, "'Two words' is not 1 to 64"),
         ({"name": "t\n"}, "is not 1 to 64"),
@@ -275,14 +277,14 @@ def test_generic_classes_of_ones_own_know_their_types() -> None:
         ({"handler": async_handler}, "that blocks"),
     ],
 )
-def test_malformed_tools_are_refused(settings: dict[str, Any], said: str) -> None:
+def test_malformed_tools_are_refused(settings: dict[str, Any], expected_error: str) -> None:
     given: dict[str, Any] = {"name": "t", "description": "x", "handler": say}
     given |= settings
-    with pytest.raises(PromptValidationError, match=said):
+    with pytest.raises(PromptValidationError, match=expected_error):
         Tool(**given)
 
 
-def test_a_provider_tool_needs_somebody_to_look_at_its_output() -> None:
+def test_a_provider_tool_needs_a_handler() -> None:
     with pytest.raises(PromptValidationError, match="neither a handler nor handle_provider_output"):
         ProviderTool[NoParams, Topic, Loudness](
             name="t", description="x", provider="openai", native_type="web_search", config=Loudness()
@@ -406,7 +408,9 @@ def test_prompt_builds_its_template() -> None:
 def test_rendering_many_sections_is_cheap() -> None:
     """In CPU, against the standard library's templates in the same run."""
     template = "About ${topic}, and more about ${topic}. " * 5
-    sections = [MarkdownSection[Topic](title="S", key=f"s{place}", template=template) for place in range(50)]
+    sections = [
+        MarkdownSection[Topic](title="S", key=f"s{number}", template=template) for number in range(50)
+    ]
     bound = prompt(*sections).bind(Topic("owls"))
     plain = [string.Template(template)] * 50
 

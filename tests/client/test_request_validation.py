@@ -1,4 +1,4 @@
-"""What the adapter refuses before it asks a server that is not ours, and what it takes."""
+"""What the adapter rejects before a request, and what it accepts."""
 
 import math
 from typing import Any
@@ -59,7 +59,7 @@ def code_interpreter_in(container: object) -> AnyTool:
 
 
 @pytest.mark.parametrize(
-    ("settings", "asked", "said"),
+    ("settings", "asked", "expected_error"),
     [
         (
             {},
@@ -104,8 +104,8 @@ def code_interpreter_in(container: object) -> AnyTool:
             "container of its own besides",
         ),
         *[
-            ({}, lambda container=container: prompt(code_interpreter_in(container)), said)
-            for container, said in (
+            ({}, lambda container=container: prompt(code_interpreter_in(container)), expected_error)
+            for container, expected_error in (
                 ({"type": "auto", "memory_limit": "8g"}, r"container\.memory_limit is '8g'"),
                 ({"type": "other"}, r"container\.type is 'other'"),
                 ({}, r"container\.type is None"),
@@ -131,21 +131,24 @@ def code_interpreter_in(container: object) -> AnyTool:
         ({}, lambda: prompt(OpenAICodeInterpreterTool()).bind, "is no prompt; of a template, make Prompt"),
     ],
 )
-def test_what_is_wrong_is_found_before_a_request(
-    openai_stand_in: OpenAIStandIn, settings: dict[str, Any], asked: Any, said: str
+def test_invalid_prompts_and_settings_are_rejected_before_a_request(
+    openai_stand_in: OpenAIStandIn, settings: dict[str, Any], asked: Any, expected_error: str
 ) -> None:
-    with pytest.raises(PromptEvaluationError, match=said) as refused:
+    with pytest.raises(PromptEvaluationError, match=expected_error) as refused:
         openai_stand_in.adapter(**settings).evaluate(asked())
     assert refused.value.phase == "configuration"
-    assert refused.value.prompt_name == ("" if said.startswith("is no prompt") else "task")
+    assert refused.value.prompt_name == ("" if expected_error.startswith("is no prompt") else "task")
     assert openai_stand_in.server.calls == []
 
 
 @pytest.mark.parametrize(
-    ("limit", "said"), [({"deadline": 5}, r"Deadline\.after\(5\)"), ({"budget": 1000}, "Budget\\(max_total")]
+    ("limit", "expected_error"),
+    [({"deadline": 5}, r"Deadline\.after\(5\)"), ({"budget": 1000}, "Budget\\(max_total")],
 )
-def test_limits_have_their_types(openai_stand_in: OpenAIStandIn, limit: dict[str, Any], said: str) -> None:
-    with pytest.raises(PromptEvaluationError, match=said):
+def test_limits_have_their_types(
+    openai_stand_in: OpenAIStandIn, limit: dict[str, Any], expected_error: str
+) -> None:
+    with pytest.raises(PromptEvaluationError, match=expected_error):
         openai_stand_in.adapter().evaluate(prompt(), **limit)
     assert openai_stand_in.server.calls == []
 
@@ -164,7 +167,7 @@ def test_containers_are_understood_however_they_are_written(openai_stand_in: Ope
         assert openai_stand_in.server.asked[0]["tools"] == [{"type": "code_interpreter", "container": sent}]
 
 
-def test_what_openai_does_not_know_is_sent_all_the_same(openai_stand_in: OpenAIStandIn) -> None:
+def test_unknown_models_may_use_native_tools(openai_stand_in: OpenAIStandIn) -> None:
     config = OpenAIModelConfig(extra={"seed": 7, "chat_template_kwargs": {"thinking": False}})
     openai_stand_in.evaluate(prompt(), response(message("done")), model_config=config)
     (request,) = openai_stand_in.server.asked
@@ -172,7 +175,7 @@ def test_what_openai_does_not_know_is_sent_all_the_same(openai_stand_in: OpenAIS
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("make", "expected_error"),
     [
         (lambda: OpenAIAdapter(model=" "), "model is ' '"),
         (lambda: OpenAIAdapter(model="m", client=AsyncOpenAI(api_key="k")), "asynchronous"),  # pyright: ignore[reportArgumentType]
@@ -238,8 +241,8 @@ def test_what_openai_does_not_know_is_sent_all_the_same(openai_stand_in: OpenAIS
         (lambda: OpenAIModelConfig(top_p=1, extra={"top_p": 0}), "'top_p', which is set elsewhere"),
     ],
 )
-def test_malformed_settings_are_refused_where_they_are_made(make: Any, said: str) -> None:
-    with pytest.raises(PromptEvaluationError, match=said):
+def test_malformed_settings_are_rejected_at_construction(make: Any, expected_error: str) -> None:
+    with pytest.raises(PromptEvaluationError, match=expected_error):
         make()
 
 
@@ -248,7 +251,7 @@ def test_client_and_client_config_exclude_each_other(openai_stand_in: OpenAIStan
         openai_stand_in.adapter(client_config=OpenAIClientConfig())
 
 
-def test_a_client_is_made_of_its_settings(
+def test_a_client_is_created_from_its_settings(
     openai_stand_in: OpenAIStandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     openai_stand_in.server.script(response(message("made")))

@@ -1,4 +1,4 @@
-"""The adapter against a server that is not ours: what it asks for."""
+"""Requests that the adapter sends to a server that is not ours."""
 
 import pytest
 from inline_snapshot import snapshot
@@ -108,7 +108,7 @@ def test_a_forced_choice_is_for_the_first_call(openai_stand_in: OpenAIStandIn) -
     assert [request["tool_choice"] for request in openai_stand_in.server.asked] == ["required", "auto"]
 
 
-def test_a_prompts_choice_goes_before_the_adapters(openai_stand_in: OpenAIStandIn) -> None:
+def test_the_tool_choice_of_a_prompt_precedes_that_of_the_adapter(openai_stand_in: OpenAIStandIn) -> None:
     openai_stand_in.server.script(response(message("done")))
     chosen = {"type": "built_in", "name": "code_interpreter"}
     adapter = openai_stand_in.adapter(

@@ -55,13 +55,13 @@ trees = st.recursive(
 
 @settings(max_examples=40)
 @given(trees)
-def test_what_is_encoded_is_decoded(tree: Tree) -> None:
+def test_encoded_values_decode_to_the_same(tree: Tree) -> None:
     assert serde.decode(serde.encode(tree), Tree) == tree
 
 
 @settings(max_examples=40)
 @given(st.builds(Plain, st.text(), st.integers(-(2**53), 2**53), leaves))
-def test_what_is_encoded_fits_the_strict_schema(plain: Plain) -> None:
+def test_encoded_values_match_the_strict_schema(plain: Plain) -> None:
     schema = serde.build_schema(Plain)
     assert schema.strict
     validator = validator_for(schema.body)
@@ -91,7 +91,7 @@ def test_descriptions_come_from_metadata_and_from_meta() -> None:
     assert tree.body["description"] == "A tree."
 
 
-def test_what_cannot_be_strict_says_so() -> None:
+def test_a_schema_that_cannot_be_strict_says_so() -> None:
     assert not serde.build_schema(Tree).strict  # it has a mapping
 
     @dataclass
@@ -142,7 +142,7 @@ def nodes(schema: Any) -> Iterator[dict[str, Any]]:
         yield from nodes(one)
 
 
-def test_a_strict_schema_is_one_that_openai_takes() -> None:
+def test_a_strict_schema_is_accepted_by_openai() -> None:
     """Every node says its type, and a reference stands alone; the SDK's own pass over it finds nothing to do."""
     schema = serde.build_schema(Choices)
     assert schema.strict
@@ -165,7 +165,7 @@ def test_a_strict_schema_is_one_that_openai_takes() -> None:
 @pytest.mark.parametrize(
     "kind", [bytes, Decimal, set[int], Annotated[str, msgspec.Meta(min_length=2)], tuple[int, str]]
 )
-def test_what_strict_mode_has_no_word_for_is_not_called_strict(kind: Any) -> None:
+def test_types_outside_strict_mode_are_not_strict(kind: Any) -> None:
     made = make_dataclass("Made", [("value", kind)])
     assert not serde.build_schema(made).strict
 
@@ -185,11 +185,11 @@ def test_a_null_stands_for_the_default_wherever_a_dataclass_is() -> None:
     assert read == Orchard([Leaf("a")], {"x": Leaf("a")}, {"y": [Leaf("a")]})
 
 
-def test_errors_say_where() -> None:
-    for text, said in (
+def test_decode_errors_name_the_path() -> None:
+    for text, expected_error in (
         ("{", "truncated"),
         ('{"leaves": [{"name": 1}]}', r"\$\.leaves\[0\]\.name"),
         ("[]", "object"),
     ):
-        with pytest.raises(serde.DecodeError, match=said):
+        with pytest.raises(serde.DecodeError, match=expected_error):
             serde.decode(text, Tree)

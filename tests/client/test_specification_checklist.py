@@ -1,4 +1,4 @@
-"""The specifications' demands against the tests that show them."""
+"""The specifications' demands and the tests that show them."""
 
 import ast
 import re
@@ -29,7 +29,7 @@ def defined(path: str) -> set[str]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['spec']}: {row['says'][:50]}")
-def test_a_row_names_what_there_is(row: dict[str, Any]) -> None:
+def test_a_row_names_existing_tests(row: dict[str, Any]) -> None:
     kinds = row.keys() & {"tests", "decided", "open"}
     assert len(kinds) == 1, "a row has tests, or a decision, or is open"
     assert row.keys() == {"spec", "says", *kinds}

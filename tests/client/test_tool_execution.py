@@ -1,4 +1,4 @@
-"""Calls and what comes of them, against a server that is not ours."""
+"""Calls and their results, against a server that is not ours."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ from tests.support.client_prompts import (
 from tests.support.openai_server import message, response
 
 
-def test_calls_are_always_answered_and_told(openai_stand_in: OpenAIStandIn) -> None:
+def test_every_call_has_an_output_and_an_event(openai_stand_in: OpenAIStandIn) -> None:
     session, events = listen()
     found = openai_stand_in.evaluate(
         prompt(query_tool),
@@ -76,7 +76,9 @@ def test_calls_are_always_answered_and_told(openai_stand_in: OpenAIStandIn) -> N
     ]
 
 
-def test_a_limit_that_a_tool_meets_ends_the_evaluation_and_is_told(openai_stand_in: OpenAIStandIn) -> None:
+def test_a_limit_exceeded_in_a_tool_ends_the_evaluation_after_its_event(
+    openai_stand_in: OpenAIStandIn,
+) -> None:
     session, events = listen()
     with pytest.raises(DeadlineExceededError, match="inner prompt"):
         openai_stand_in.evaluate(
@@ -92,7 +94,7 @@ class Shy:
 
 
 @pytest.mark.parametrize(
-    ("result", "said"),
+    ("result", "expected_error"),
     [
         (ToolResult[Query](5), "returned a message that is no text: 5"),  # pyright: ignore[reportArgumentType]
         (ToolResult[Query](None), "returned a message that is no text: None"),  # pyright: ignore[reportArgumentType]
@@ -100,8 +102,8 @@ class Shy:
         ("done", "returned str, not a ToolResult"),
     ],
 )
-def test_a_result_that_cannot_be_shown_is_a_failure_of_the_tool(
-    openai_stand_in: OpenAIStandIn, result: Any, said: str
+def test_a_result_that_cannot_be_rendered_is_a_failure_of_the_tool(
+    openai_stand_in: OpenAIStandIn, result: Any, expected_error: str
 ) -> None:
     def handler(params: Query, *, context: ToolContext) -> ToolResult[Any]:
         return result
@@ -112,7 +114,7 @@ def test_a_result_that_cannot_be_shown_is_a_failure_of_the_tool(
         prompt(odd), response(function_call("c1", '{"sql": "x"}')), response(message("done")), session=session
     )
     assert [event.result.success for event in events] == [False]
-    assert said in openai_stand_in.server.asked[1]["input"][-1]["output"]
+    assert expected_error in openai_stand_in.server.asked[1]["input"][-1]["output"]
 
 
 def test_policies_are_asked_before_a_handler(openai_stand_in: OpenAIStandIn) -> None:
@@ -288,7 +290,7 @@ def test_without_a_handler_for_it_the_report_is_decoded_into_the_parameters(
         ),
     ],
 )
-def test_searches_are_told_like_any_tool(
+def test_searches_are_published_like_any_tool(
     openai_stand_in: OpenAIStandIn, section: Section[Any], item: dict[str, Any]
 ) -> None:
     name = str(item["type"]).removesuffix("_call")

@@ -1,4 +1,4 @@
-"""What a type checker says about code that uses the client."""
+"""What a type checker reports about code that uses the client."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def query(params: Params, *, context: ToolContext) -> ToolResult[Report]:
     return ToolResult.success(Report(rows[0]))
 
 
-def heard(event: ToolInvoked) -> None:
+def on_tool_invoked(event: ToolInvoked) -> None:
     reveal_type(event.result.success)
 
 
@@ -82,7 +82,7 @@ many = PromptTemplate[list[Report]](
     ],
 )
 bus = InProcessDispatcher()
-bus.subscribe(ToolInvoked, heard)
+bus.subscribe(ToolInvoked, on_tool_invoked)
 session = Session(bus=bus)
 
 
@@ -163,7 +163,7 @@ def run_type_checker(tmp_path: Path, **files: str) -> list[tuple[str, int, str, 
     done = subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"}
     )
-    said = json.loads(done.stdout)["generalDiagnostics"]
+    diagnostics = json.loads(done.stdout)["generalDiagnostics"]
     return [
         (
             Path(one["file"]).stem,
@@ -171,14 +171,14 @@ def run_type_checker(tmp_path: Path, **files: str) -> list[tuple[str, int, str, 
             one["severity"],
             one["message"].splitlines()[0],
         )
-        for one in said
+        for one in diagnostics
     ]
 
 
 @pytest.mark.slow
-def test_users_are_told_what_is_right_and_what_is_wrong(tmp_path: Path) -> None:
-    said = run_type_checker(tmp_path, good=GOOD, bad=BAD)
-    good = [one for one in said if one[0] == "good"]
+def test_type_checkers_accept_correct_code_and_report_errors(tmp_path: Path) -> None:
+    diagnostics = run_type_checker(tmp_path, good=GOOD, bad=BAD)
+    good = [one for one in diagnostics if one[0] == "good"]
     assert [one for one in good if one[2] == "error"] == []
     revealed = [
         message.rpartition(" is ")[2] for _, _, severity, message in good if severity == "information"
@@ -197,7 +197,7 @@ def test_users_are_told_what_is_right_and_what_is_wrong(tmp_path: Path) -> None:
         '"list[Report] | None"',
     ]
     lines = BAD.splitlines()
-    wrong = {lines[line] for name, line, severity, _ in said if name == "bad" and severity == "error"}
+    wrong = {lines[line] for name, line, severity, _ in diagnostics if name == "bad" and severity == "error"}
     expected = {
         line
         for line in lines

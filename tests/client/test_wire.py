@@ -40,7 +40,7 @@ def test_a_native_tool_is_sent_under_its_own_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "expected_error"),
     [
         ({"type": "built_in", "name": "teleport"}, "no native tool 'teleport'"),
         ({"type": "built_in"}, "no native tool None"),
@@ -51,8 +51,8 @@ def test_a_native_tool_is_sent_under_its_own_type() -> None:
         ({"type": "function", "function": {"parameters": {}}}, "needs a name and parameters"),
     ],
 )
-def test_other_tools_are_refused(spec: dict[str, Any], said: str) -> None:
-    with pytest.raises(PromptEvaluationError, match=said) as refused:
+def test_other_tools_are_refused(spec: dict[str, Any], expected_error: str) -> None:
+    with pytest.raises(PromptEvaluationError, match=expected_error) as refused:
         wire.responses_tool_spec(spec, prompt_name="p")
     assert (refused.value.phase, refused.value.prompt_name) == ("configuration", "p")
 
@@ -130,7 +130,7 @@ def test_results_are_shown_as_json() -> None:
     assert serialize_tool_message(hidden) == '{"success":true,"message":"m"}'
 
 
-def test_results_that_have_no_json_are_shown_all_the_same() -> None:
+def test_results_without_json_are_rendered_by_repr() -> None:
     loop: list[Any] = []
     loop.append(loop)
     for value in ({(1, 2): "a"}, loop, "\ud800"):
@@ -175,7 +175,7 @@ def message(*parts: dict[str, Any]) -> dict[str, Any]:
     return {"type": "message", "content": [*parts]}
 
 
-def test_every_item_is_looked_at_and_later_citations_belong_to_a_call() -> None:
+def test_every_item_is_read_and_later_citations_belong_to_a_call() -> None:
     output = [
         message({"type": "output_text", "text": "Let me see."}),
         {
@@ -273,7 +273,7 @@ def build_result(
     return build_code_interpreter_result(data, context, CodeInterpreterResult)
 
 
-def test_a_result_has_what_our_gateway_tells_of_files() -> None:
+def test_a_result_has_the_files_of_our_gateway() -> None:
     file = {
         "file_id": "cfile_1",
         "container_id": "cntr_1",
@@ -329,7 +329,7 @@ def test_a_result_has_message_output_images_and_files() -> None:
         (build_result(TRACEBACK, stdout="x", stderr="", exit_code=0), True),
     ],
 )
-def test_what_is_a_failure(found: ToolResult[CodeInterpreterResult], success: bool) -> None:
+def test_which_results_are_failures(found: ToolResult[CodeInterpreterResult], success: bool) -> None:
     assert found.success is success
 
 
@@ -361,8 +361,8 @@ def test_a_container_of_its_own_is_auto_and_its_files_are_named() -> None:
         ({"file_ids": "file-1"}, r"container\.file_ids is 'file-1'"),
         ({"file_ids": [""]}, r"container\.file_ids is \[''\]"),
     ]
-    for settings, said in wrong:
-        with pytest.raises(PromptEvaluationError, match=said):
+    for settings, expected_error in wrong:
+        with pytest.raises(PromptEvaluationError, match=expected_error):
             AutoContainerConfig(**settings)
 
 

@@ -1,4 +1,4 @@
-"""Host files in workspaces: what is copied, what is refused, what is shown."""
+"""Host files in workspaces: copying, rejected paths, and the text for the model."""
 
 import errno
 import os
@@ -57,7 +57,9 @@ def workspace(*mounts: HostMount, roots: tuple[Any, ...], **more: Any) -> HostWo
     return HostWorkspaceSection(session=Session(), mounts=mounts, allowed_host_roots=roots, **more)
 
 
-def test_a_mount_is_copied_as_it_says(repo: Path, made: list[HostWorkspaceSection]) -> None:
+def test_a_mount_is_copied_to_its_path_without_excluded_files(
+    repo: Path, made: list[HostWorkspaceSection]
+) -> None:
     made.append(
         workspace(
             HostMount(str(repo), "project", exclude_glob=(".git/*", "__pycache__/*", "*.pyc")),
@@ -85,7 +87,9 @@ def test_a_mount_is_copied_as_it_says(repo: Path, made: list[HostWorkspaceSectio
     assert preview.resolved_host == repo.resolve()
 
 
-def test_only_what_is_included_and_not_excluded_comes(repo: Path, made: list[HostWorkspaceSection]) -> None:
+def test_only_included_and_not_excluded_files_are_copied(
+    repo: Path, made: list[HostWorkspaceSection]
+) -> None:
     mount = HostMount(str(repo), include_glob=("*.py", ".git"), exclude_glob=("vendored/**",))
     made.append(workspace(mount, roots=(str(repo),)))
     assert made[0].filesystem.glob("**") == ["repo/.git/HEAD", "repo/src/main.py"]
@@ -181,7 +185,7 @@ class Scanned(list[Any]):
 
 
 @pytest.mark.parametrize("kind", ["directory", "file"])
-def test_what_becomes_a_link_while_it_is_copied_leads_nowhere(
+def test_a_path_that_becomes_a_link_while_it_is_copied_is_rejected(
     repo: Path, tmp_path: Path, no_leftovers: None, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     secrets = tmp_path / "secrets"
@@ -189,9 +193,9 @@ def test_what_becomes_a_link_while_it_is_copied_leads_nowhere(
     (secrets / "main.py").write_text("secret")
     scan = os.scandir
 
-    def swap(place: Any) -> Any:
+    def swap(directory: Any) -> Any:
         """Between the look into the directory above and the look at what is in there."""
-        found = Scanned(scan(place))
+        found = Scanned(scan(directory))
         victim = repo / "src" if kind == "directory" else repo / "src/main.py"
         if any(entry.name == victim.name for entry in found) and not victim.is_symlink():
             victim.rename(tmp_path / "moved")
@@ -203,13 +207,13 @@ def test_what_becomes_a_link_while_it_is_copied_leads_nowhere(
         workspace(HostMount(str(repo), include_glob=("src",)), roots=(repo,))
 
 
-def test_what_vanishes_while_it_is_copied_is_not_there(
+def test_a_file_that_vanishes_while_it_is_copied_is_left_out(
     repo: Path, made: list[HostWorkspaceSection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scan = os.scandir
 
-    def vanish(place: Any) -> Any:
-        found = Scanned(scan(place))
+    def vanish(directory: Any) -> Any:
+        found = Scanned(scan(directory))
         (repo / "README.md").unlink(missing_ok=True)
         return found
 
@@ -218,14 +222,14 @@ def test_what_vanishes_while_it_is_copied_is_not_there(
     assert made[0].mount_previews[0].entries == ("src/",)
 
 
-def test_a_single_root_is_no_list_of_roots(repo: Path, no_leftovers: None) -> None:
+def test_a_single_root_is_rejected(repo: Path, no_leftovers: None) -> None:
     for root in (str(repo), repo):
         with pytest.raises(PromptEvaluationError, match="allowed_host_roots is one path"):
             workspace(HostMount("/etc/hostname"), roots=root)  # pyright: ignore[reportArgumentType] - the mistake
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "expected_error"),
     [
         ({"exclude_glob": "*.pyc"}, "exclude_glob is one pattern"),
         ({"include_glob": "src"}, "include_glob is one pattern"),
@@ -233,21 +237,21 @@ def test_a_single_root_is_no_list_of_roots(repo: Path, no_leftovers: None) -> No
         ({"max_bytes": -1}, "max_bytes is -1"),
     ],
 )
-def test_a_mount_is_checked_where_it_is_made(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(PromptEvaluationError, match=said):
+def test_a_mount_is_checked_where_it_is_made(settings: dict[str, Any], expected_error: str) -> None:
+    with pytest.raises(PromptEvaluationError, match=expected_error):
         HostMount("/repos", **settings)
 
 
-def test_settings_of_a_workspace_fit_together(tmp_path: Path, no_leftovers: None) -> None:
-    for settings, said in (
+def test_contradictory_settings_of_a_workspace_are_rejected(tmp_path: Path, no_leftovers: None) -> None:
+    for settings, expected_error in (
         ({"sync_dir": tmp_path}, "sync_on_cleanup"),
         ({"mounts": HostMount("x")}, "one mount"),
     ):
-        with pytest.raises(PromptEvaluationError, match=said):
+        with pytest.raises(PromptEvaluationError, match=expected_error):
             HostWorkspaceSection(session=Session(), **settings)  # pyright: ignore[reportArgumentType] - mistakes
 
 
-def test_mounts_do_not_lie_upon_each_other(repo: Path, no_leftovers: None) -> None:
+def test_overlapping_mounts_are_rejected(repo: Path, no_leftovers: None) -> None:
     below = HostMount(str(repo / "README.md"), "p/docs/README.md")
     workspace(HostMount(str(repo), "p"), below, roots=(repo,)).cleanup()
     readme = str(repo / "README.md")
@@ -278,7 +282,7 @@ def test_a_tree_has_an_end(tmp_path: Path, no_leftovers: None) -> None:
 
 
 @pytest.mark.parametrize("name", ["README.md", "src"])
-def test_what_may_not_be_read_is_named(
+def test_unreadable_files_are_named(
     repo: Path, no_leftovers: None, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     opens = os.open
@@ -299,7 +303,7 @@ def test_pipes_and_sockets_are_left_alone(repo: Path, made: list[HostWorkspaceSe
     assert made[0].filesystem.glob("**") == ["repo/README.md"]
 
 
-def test_the_model_is_told_what_is_there(tmp_path: Path, made: list[HostWorkspaceSection]) -> None:
+def test_the_prompt_lists_the_files(tmp_path: Path, made: list[HostWorkspaceSection]) -> None:
     root = tmp_path / "odd"
     root.mkdir()
     for name in ("$HOME ${x}.txt", "`tick`", "new\nline", "right\u202eleft"):

@@ -1,4 +1,4 @@
-"""The published schemas: what they are made of, what they take, and what they refuse."""
+"""The published schemas: how they are built, what they accept and reject."""
 
 import copy
 import json
@@ -96,7 +96,7 @@ def validate_both_ways(representation: str, made: Any, *, compat: bool = False) 
 
 
 @pytest.mark.parametrize("representation", REPRESENTATIONS)
-def test_what_is_published_is_what_the_types_say(representation: str) -> None:
+def test_published_schemas_match_the_payload_types(representation: str) -> None:
     assert (PUBLISHED_SCHEMAS / f"{representation}.json").read_text(encoding="utf-8") == schema_text(
         representation
     )
@@ -118,7 +118,9 @@ def test_every_kind_is_in_every_schema() -> None:
 
 
 @pytest.mark.parametrize(("representation", "form", "kind"), FORMS_AND_KINDS)
-def test_good_parts_are_taken_and_malformed_ones_are_not(representation: str, form: str, kind: str) -> None:
+def test_valid_parts_are_accepted_and_malformed_ones_rejected(
+    representation: str, form: str, kind: str
+) -> None:
     good = build_part(form, kind)
     assert validate_both_ways(representation, good)
     assert validate_both_ways(representation, {**good, "id": None, "new": {"more": 1}})
@@ -193,7 +195,7 @@ TYPED = [
     "representation",
     [representation for representation in REPRESENTATIONS if representation != "option1-compat"],
 )
-def test_every_member_that_has_a_type_refuses_others(representation: str) -> None:
+def test_every_typed_field_rejects_other_types(representation: str) -> None:
     for kind, side, member in TYPED:
         form = next(
             form
@@ -211,7 +213,7 @@ def test_every_member_that_has_a_type_refuses_others(representation: str) -> Non
     assert len(TYPED) > 25
 
 
-def test_halves_of_two_kinds_are_not_one_tool() -> None:
+def test_call_and_response_must_be_of_one_kind() -> None:
     for representation, form in (
         ("option3", "server_tool"),
         ("option3-alternative", "server_tool_execution"),
@@ -225,7 +227,7 @@ def test_halves_of_two_kinds_are_not_one_tool() -> None:
             )
 
 
-def test_names_of_functions_and_mcp_tools_are_their_makers() -> None:
+def test_functions_and_mcp_tools_may_have_any_name() -> None:
     for kind in ("function", "mcp"):
         assert validate_both_ways(
             "option2", {**build_part("server_tool_call", kind), "name": "code_interpreter"}
@@ -314,7 +316,7 @@ members = st.fixed_dictionaries(
 
 @settings(max_examples=100)
 @given(members=members, kind=st.sampled_from(["tool_call", "tool_call_response"]))
-def test_what_was_valid_before_is_valid_under_compat_and_can_be_upgraded(
+def test_parts_before_typed_payloads_are_valid_under_compat_and_can_be_upgraded(
     members: dict[str, Any], kind: str
 ) -> None:
     made = {"type": kind, **members}
@@ -326,7 +328,7 @@ def test_what_was_valid_before_is_valid_under_compat_and_can_be_upgraded(
 @pytest.mark.parametrize(
     "made", [{"type": "tool_call"}, {"type": "tool_call_response"}, {"type": "tool_call", "name": 1}]
 )
-def test_what_was_malformed_before_still_is(made: dict[str, Any]) -> None:
+def test_parts_malformed_before_typed_payloads_stay_malformed(made: dict[str, Any]) -> None:
     assert not validate_both_ways("option1-compat", made, compat=True)
     assert upgrade_part(made) == made
 

@@ -72,7 +72,7 @@ OTEL = Path(__file__).parents[3] / "shared" / "reference" / "otel"
 
 
 @pytest.mark.skipif(not OTEL.is_dir(), reason="the reference is not here")
-def test_opentelemetry_takes_the_messages() -> None:
+def test_messages_match_opentelemetrys_schema() -> None:
     for name, reason in (("input", None), ("output", "stop")):
         schema = jsonschema_rs.Draft202012Validator(
             json.loads((OTEL / f"gen-ai-{name}-messages.json").read_bytes())

@@ -1,4 +1,4 @@
-"""What is left of parts when content is redacted, referred to or cut."""
+"""Redaction of parts, digests of inline data, and truncation."""
 
 import base64
 import hashlib
@@ -61,7 +61,7 @@ def dump_parts(parts: list[Part]) -> str:
 
 
 @pytest.mark.parametrize("vendor", ["openai", "anthropic", "gemini-interactions", "bedrock", "mistral"])
-def test_what_is_redacted_is_nowhere(vendor: str) -> None:
+def test_redacted_text_remains_nowhere(vendor: str) -> None:
     """Not in the payload, and not in what travels for the way back."""
     items = insert_secret(SAMPLES[vendor])
     parts = from_vendor(vendor, items)
@@ -80,7 +80,7 @@ def test_the_envelope_is_redacted_too() -> None:
     assert to_vendor("openai", clean) == {**document, "instructions": "x"}
 
 
-def test_arguments_may_be_called_as_anything() -> None:
+def test_arguments_named_like_structural_fields_are_redacted() -> None:
     """A member that is a name or an id to a vendor is content in the arguments of a call."""
     arguments: Json = {"name": SECRET, "id": SECRET, "type": SECRET, "status": [{"role": SECRET}]}
     use: Json = {"type": "tool_use", "id": "t", "name": "f", "input": arguments}
@@ -117,7 +117,7 @@ def test_json_that_hides_nothing_stays_as_it_was_written() -> None:
 
 
 @pytest.mark.parametrize("depth", [10, 300, 500, 900, 50_000])
-def test_what_cannot_be_looked_through_is_not_shown(depth: int) -> None:
+def test_json_nested_too_deeply_is_not_recorded(depth: int) -> None:
     text = "[" * depth + json.dumps(f"é{SECRET}") + "]" * depth
     call: Any = {"type": "function_call", "call_id": "c", "name": "f", "arguments": text}
     (clean,) = redact_parts(from_vendor("openai", [call]), lambda text: text.replace(f"é{SECRET}", "x"))
@@ -133,7 +133,7 @@ def test_everything_may_be_redacted(vendor: str) -> None:
     assert "print(2)" not in dump_parts(clean)
 
 
-def test_without_the_way_back_a_part_is_what_the_view_says() -> None:
+def test_parts_without_vendor_items_keep_their_payloads() -> None:
     parts = drop_vendor_items(from_vendor("openai", SAMPLES["openai"]))
     text = json.dumps(to_representation("option2", parts))
     assert '"item"' not in text
@@ -233,7 +233,7 @@ def test_data_is_found_wherever_a_vendor_puts_it(vendor: str, item: Any) -> None
 
 
 @pytest.mark.parametrize("result", ["https://e.x/cat.png", "I drew a cat.", "I drew cats"])
-def test_a_picture_that_is_not_in_line_is_not_replaced(result: str) -> None:
+def test_an_image_that_is_not_inline_is_not_replaced(result: str) -> None:
     drawn: Any = {"type": "image_generation_call", "id": "ig", "status": "completed", "result": result}
     assert to_vendor("openai", replace_inline_data(from_vendor("openai", [drawn]))) == [drawn]
 
@@ -266,18 +266,18 @@ def test_base64_is_data_in_any_spelling(vendor: str, frame: str, spelling: str) 
     assert f'"bytes": {len(LONG)}' in text
 
 
-def test_of_a_text_only_the_data_goes() -> None:
+def test_only_data_urls_in_a_text_are_replaced() -> None:
     """And what only looks like an address of data is a text."""
     for text in ("data:", "see data:image/png;base64", "data:;base64 is how it begins", "update:x;base64,"):
-        said: Any = {"type": "message", "role": "user", "content": text}
-        assert to_vendor("openai", replace_inline_data(from_vendor("openai", [said]))) == [said]
+        text_part: Any = {"type": "message", "role": "user", "content": text}
+        assert to_vendor("openai", replace_inline_data(from_vendor("openai", [text_part]))) == [text_part]
     twice = f"(data:image/png;base64,{DATA}), <data:a/b;c=d;base64,{DATA}>"
     (shown,) = replace_inline_data(from_vendor("anthropic", [{"type": "text", "text": twice}]))
     assert isinstance(shown, TextPart)
     assert shown.content == f"(urn:{DIGEST}), <urn:{DIGEST}>"
 
 
-def test_what_is_only_called_data_is_left_alone() -> None:
+def test_fields_named_data_without_base64_are_unchanged() -> None:
     for value in ("two words", "abc", "12345678", "a_b-", ""):
         rows = [{"format": "x", "data": value}]
         table: Any = {"type": "function_call_output", "call_id": "c", "output": rows}
@@ -304,12 +304,12 @@ def call(code: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def test_what_fits_is_left_alone() -> None:
+def test_parts_within_the_limit_are_unchanged() -> None:
     parts: list[Any] = [call("print(2)")]
     assert truncate_parts(parts, size(parts)) is parts
 
 
-def test_first_the_way_back_is_cut_then_texts_then_parts() -> None:
+def test_truncation_drops_vendor_items_then_texts_then_parts() -> None:
     parts: list[Any] = [
         call("x" * 50_000, **{"fumehood.source": {"vendor": "v", "item": "y" * 10_000}}),
         call("z"),
@@ -323,14 +323,14 @@ def test_first_the_way_back_is_cut_then_texts_then_parts() -> None:
         "x" * 16_384, **{TRUNCATED_FIELD: {"fumehood.source": True, "server_tool_call.code": 50_000 - 16_384}}
     )
     assert second == call("z")
-    (*kept, mark) = truncate_parts([*parts, *([call("z")] * 500)], 1000)
-    assert mark == {"type": TRUNCATED_PART_TYPE, "parts": 502 - len(kept)}
-    assert kept[0]["server_tool_call"] == {"type": "code_interpreter", "code": "x" * 64}
-    assert kept[1] == call("z")
+    (*remaining, mark) = truncate_parts([*parts, *([call("z")] * 500)], 1000)
+    assert mark == {"type": TRUNCATED_PART_TYPE, "parts": 502 - len(remaining)}
+    assert remaining[0]["server_tool_call"] == {"type": "code_interpreter", "code": "x" * 64}
+    assert remaining[1] == call("z")
 
 
-def test_what_is_said_to_be_cut_is_cut() -> None:
-    """Of payloads the type is kept; a member of the arguments may be called so, too."""
+def test_truncated_fields_are_listed() -> None:
+    """Of payloads the type is remaining; a member of the arguments may be called so, too."""
     payload = {"type": "function", "arguments": {"type": "z" * 1000}}
     asked: Any = {"type": "tool_call", "id": "1", "name": "f", "tool_call": payload, "arguments": payload}
     (cut,) = truncate_parts([asked], 400)
@@ -342,11 +342,11 @@ def test_what_is_said_to_be_cut_is_cut() -> None:
     assert shown[TRUNCATED_FIELD] == {"tool_call.arguments.type": gone, "arguments.type": gone}
 
 
-def test_what_was_cut_before_is_still_told() -> None:
-    said: Any = {"type": "text", "content": "a" * 1000, TRUNCATED_FIELD: {"content": 5, "type": 1}}
-    (again,) = truncate_parts([{**said, "fumehood.source": {"vendor": "v", "item": "b" * 1000}}], 1200)
-    assert again == {**said, TRUNCATED_FIELD: {"content": 5, "type": 1, "fumehood.source": True}}
-    (again,) = truncate_parts([said], 300)
+def test_earlier_truncations_stay_listed() -> None:
+    text_part: Any = {"type": "text", "content": "a" * 1000, TRUNCATED_FIELD: {"content": 5, "type": 1}}
+    (again,) = truncate_parts([{**text_part, "fumehood.source": {"vendor": "v", "item": "b" * 1000}}], 1200)
+    assert again == {**text_part, TRUNCATED_FIELD: {"content": 5, "type": 1, "fumehood.source": True}}
+    (again,) = truncate_parts([text_part], 300)
     assert again == {
         "type": "text",
         "content": "a" * 64,

@@ -1,4 +1,4 @@
-"""How parts look in each representation, and what becomes of parts that others wrote."""
+"""Parts in each representation, and foreign parts."""
 
 import json
 from typing import Any
@@ -87,7 +87,7 @@ def test_each_representation_of_a_call_and_its_response(representation: str) -> 
     assert represent_items(representation, CODE) == WRITTEN[representation]
 
 
-def test_what_travels_for_the_way_back() -> None:
+def test_the_source_field_of_a_call_and_its_response() -> None:
     written: Any = convert("openai", "option2", CODE)
     assert [part["fumehood.source"] for part in written] == snapshot(
         [
@@ -117,7 +117,7 @@ def test_what_travels_for_the_way_back() -> None:
     )
 
 
-def test_tools_of_the_client_are_not_the_servers() -> None:
+def test_client_tools_are_not_server_tools() -> None:
     """The type does not tell: a shell in a container is the server's, one without is the client's, with its output."""
     theirs = [item for item in OPENAI if item["type"].startswith("shell_call")]
     ours = [{key: value for key, value in item.items() if key != "environment"} for item in theirs]
@@ -143,7 +143,7 @@ def test_the_id_is_what_call_and_result_share() -> None:
     ]
 
 
-def test_a_call_whose_outcome_is_not_shown_has_no_response() -> None:
+def test_a_call_without_an_outcome_has_no_response() -> None:
     for hidden in (
         {**CODE, "outputs": None},
         {key: CODE[key] for key in ("type", "id", "code", "container_id")},
@@ -154,7 +154,7 @@ def test_a_call_whose_outcome_is_not_shown_has_no_response() -> None:
     ]
 
 
-def test_what_was_never_seen_as_a_call_says_so() -> None:
+def test_calls_derived_from_metadata_are_synthesized() -> None:
     parts = from_vendor("gemini", GEMINI_GROUNDED)
     assert [(part.kind, part.provenance) for part in parts if isinstance(part, ToolPart)] == [
         *(("web_search", "synthesized"), ("web_search", "synthesized")),
@@ -203,7 +203,7 @@ GROUNDED: list[tuple[str, Any, Any, Any]] = [
 
 
 @pytest.mark.parametrize(("kind", "metadata", "asked", "found"), GROUNDED)
-def test_what_an_answer_is_grounded_in_was_searched_for(
+def test_grounding_metadata_becomes_synthesized_searches(
     kind: str, metadata: Any, asked: Any, found: Any
 ) -> None:
     """Also where the queries are not told, as for files and maps."""
@@ -269,7 +269,7 @@ def test_what_an_answer_is_grounded_in_was_searched_for(
         {"type": "somebody:else", "anything": [1]},
     ],
 )
-def test_parts_that_others_wrote_keep_what_they_have(part: Any) -> None:
+def test_foreign_parts_keep_their_fields(part: Any) -> None:
     representation = {"server_tool": "option3", "server_tool_execution": "option3-alternative"}.get(
         part["type"], "option2"
     )
@@ -319,9 +319,7 @@ MEMBERS = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("representation", FOREIGN)
 @given(data=st.data())
-def test_members_that_others_added_stay_with_their_part_through_every_view(
-    representation: str, data: st.DataObject
-) -> None:
+def test_unknown_fields_survive_every_representation(representation: str, data: st.DataObject) -> None:
     parts = [data.draw(MEMBERS) | part for part in data.draw(st.sampled_from(FOREIGN[representation]))]
     assume(not any(map(find_part_error, parts)))
     for other in REPRESENTATIONS:
@@ -331,7 +329,7 @@ def test_members_that_others_added_stay_with_their_part_through_every_view(
 
 
 @pytest.mark.parametrize("representation", REPRESENTATIONS)
-def test_halves_that_ran_in_two_places_are_two_parts_in_every_view(representation: str) -> None:
+def test_halves_with_different_execution_are_two_parts(representation: str) -> None:
     """Others may write a call as the server's and its response as the client's; neither is lost or told twice."""
     call: Any = {"type": "function", "arguments": "{}"}
     response: Any = {"type": "function", "result": "r"}
@@ -349,7 +347,7 @@ def test_halves_that_ran_in_two_places_are_two_parts_in_every_view(representatio
     assert to_representation("option2", from_representation(written)) == parts
 
 
-def test_a_part_that_is_none_is_refused() -> None:
+def test_malformed_parts_and_unknown_representations_are_rejected() -> None:
     with pytest.raises(MalformedPartError, match=r"part 1: `server_tool_call` is missing"):
         from_representation([{"type": "text", "content": ""}, {"type": "server_tool_call", "name": "x"}])
     with pytest.raises(UnknownRepresentationError, match="option2"):
@@ -377,7 +375,7 @@ HOSTILE: list[Any] = [
 
 @pytest.mark.parametrize("source", HOSTILE)
 @pytest.mark.parametrize("kind", ["server_tool_call", "fumehood:item"])
-def test_a_source_from_elsewhere_is_read_or_refused(kind: str, source: Any) -> None:
+def test_an_untrusted_source_is_read_or_rejected(kind: str, source: Any) -> None:
     """Telemetry comes from anywhere: a part may be refused with a reason, and nothing else happens."""
     part: Any = {"type": kind, "fumehood.source": source}
     if kind == "server_tool_call":
@@ -406,7 +404,7 @@ ASIDE: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", ASIDE)
 @pytest.mark.parametrize("representation", REPRESENTATIONS)
-def test_what_waits_in_a_source_from_elsewhere_takes_no_ones_place(representation: str, name: str) -> None:
+def test_displaced_fields_of_an_untrusted_source_replace_nothing(representation: str, name: str) -> None:
     call: Any = {"type": "weird", "q": 1}
     parts: list[Any] = [
         {"type": "server_tool_call", "id": "a", "name": "t", "server_tool_call": call},
@@ -426,7 +424,7 @@ def test_what_waits_in_a_source_from_elsewhere_takes_no_ones_place(representatio
 
 
 @pytest.mark.parametrize("tool", ["deep_research", "fabric_dataagent", "novelty", "no.vel", "no|vel", "0"])
-def test_a_step_of_azures_that_says_what_came_of_it_is_split(tool: str) -> None:
+def test_an_azure_step_with_output_becomes_call_and_response(tool: str) -> None:
     for asked in ("input", "arguments"):
         step: Any = {"id": "c", "type": tool, "no": 1, tool: {asked: "q", "output": "a", "steps": [1]}}
         call, result = from_vendor("azure", [step])
@@ -440,7 +438,7 @@ def test_a_step_of_azures_that_says_what_came_of_it_is_split(tool: str) -> None:
     assert alone.payload == {"arguments": {"output": "a"}}
 
 
-def test_files_that_a_command_left_are_told_with_its_output() -> None:
+def test_files_of_a_command_are_in_its_output() -> None:
     def ran(*files: Any) -> Any:
         outcome = {"type": "bash_code_execution_result", "stdout": "o", "stderr": "", "return_code": 0}
         return {
@@ -465,7 +463,7 @@ def test_files_that_a_command_left_are_told_with_its_output() -> None:
     assert made[0]["output"] == [{"stdout": "o", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}]
 
 
-def test_a_commands_output_from_before_its_files_were_told_goes_back() -> None:
+def test_output_recorded_before_file_ids_existed_converts_back() -> None:
     """As an earlier version wrote it."""
     content: Any = {"type": "bash_code_execution_result", "content": [{"type": "x", "file_id": "f"}]}
     item = {
@@ -496,7 +494,7 @@ def test_unknown_items_are_carried_whole(item: Json) -> None:
     assert from_vendor("openai", [item]) == [GenericPart(type=kind, source=source)]
 
 
-def test_a_result_that_was_parted_from_its_call_goes_another_way() -> None:
+def test_a_response_without_its_call_is_written_as_a_new_item() -> None:
     """The call knew the item; without it, the result is written anew."""
     parts = from_vendor("openai", [CODE, OPENAI[0]])
     results = [part for part in parts if isinstance(part, ToolCallResponsePart)]
@@ -507,14 +505,17 @@ def test_a_result_that_was_parted_from_its_call_goes_another_way() -> None:
     other: Any = {**CODE, "id": "ci_2", "outputs": [{"type": "logs", "logs": "of another\n"}]}
     silent: Any = {**CODE, "outputs": None}
     for first in (CODE, silent):
-        *kept, _, parted = from_vendor("openai", [first, other])
-        assert to_vendor("openai", [*kept, parted]) == [first, {**other, "container_id": "", "code": None}]
+        *others_kept, _, parted = from_vendor("openai", [first, other])
+        assert to_vendor("openai", [*others_kept, parted]) == [
+            first,
+            {**other, "container_id": "", "code": None},
+        ]
     anthropic = from_vendor("anthropic", [{"type": "text", "text": "a"}])
     made: Any = to_vendor("openai", [*anthropic, *results])
     assert [item["type"] for item in made] == ["message", "code_interpreter_call"]
 
 
-def test_what_the_user_said_is_not_put_into_the_mouth_of_the_model() -> None:
+def test_user_text_stays_user_text() -> None:
     attributes: list[Json] = [
         {"type": "message", "role": role, "content": "x"} for role in ("user", "system", "assistant")
     ]
@@ -529,7 +530,7 @@ def test_what_the_user_said_is_not_put_into_the_mouth_of_the_model() -> None:
     assert [step["type"] for step in steps] == ["user_input", "user_input", "model_output"]
 
 
-def test_a_tool_of_others_may_have_the_name_of_a_kind() -> None:
+def test_an_mcp_tool_may_have_the_name_of_a_kind() -> None:
     asked: Any = {
         "type": "mcp_approval_request",
         "id": "1",
@@ -558,7 +559,7 @@ def test_a_result_may_name_its_call_by_either_id() -> None:
         assert [part["id"] for part in represent_items("option2", [call, result])] == ["call", "call"]
 
 
-def test_a_place_that_is_not_there_is_refused() -> None:
+def test_a_list_index_out_of_range_is_rejected() -> None:
     document: Any = {"output": [CODE]}
     written: Any = convert("openai", "option2", document)
     written[0]["fumehood.source"]["place"] = 7

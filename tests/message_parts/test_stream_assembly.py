@@ -58,8 +58,8 @@ def _openai() -> tuple[Events, Any]:
         {"type": "output_text.annotation.added", "output_index": 1, "content_index": 0, "annotation": cited},
         {"type": "output_text.done", "output_index": 1, "content_index": 0, "text": "It is 2."},
     ]
-    said = {**message, "content": [{**text, "text": "It is 2.", "annotations": [cited]}]}
-    return [{**event, "type": response + event["type"]} for event in events], [whole, said]
+    output = {**message, "content": [{**text, "text": "It is 2.", "annotations": [cited]}]}
+    return [{**event, "type": response + event["type"]} for event in events], [whole, output]
 
 
 def _anthropic() -> tuple[Events, Any]:
@@ -170,7 +170,7 @@ def _interactions() -> tuple[Events, Any]:
     def start(index: int, **step: Any) -> dict[str, Any]:
         return {"event_type": "step.start", "index": index, "step": step}
 
-    place = {"type": "url_citation", "url": "https://e.x"}
+    citation = {"type": "url_citation", "url": "https://e.x"}
     events: Events = [
         start(0, type="thought"),
         delta(0, "thought_summary", content={"type": "text", "text": "I com"}),
@@ -192,7 +192,7 @@ def _interactions() -> tuple[Events, Any]:
         start(5, type="model_output"),
         delta(5, "text", text="It is "),
         delta(5, "text", text="2."),
-        delta(5, "text_annotation_delta", annotations=[place]),
+        delta(5, "text_annotation_delta", annotations=[citation]),
         delta(5, "image", data="aGk=", mime_type="image/png"),
     ]
     return events, [
@@ -210,7 +210,7 @@ def _interactions() -> tuple[Events, Any]:
         {
             "type": "model_output",
             "content": [
-                {"type": "text", "text": "It is 2.", "annotations": [place]},
+                {"type": "text", "text": "It is 2.", "annotations": [citation]},
                 {"type": "image", "data": "aGk=", "mime_type": "image/png"},
             ],
         },
@@ -220,7 +220,7 @@ def _interactions() -> tuple[Events, Any]:
 def _mistral() -> tuple[Events, Any]:
     ref = {"type": "tool_reference", "tool": "web_search", "title": "T"}
     run: Any = {"id": "t1", "name": "code_interpreter", "output_index": 0}
-    said: Any = {"type": "message.output.delta", "id": "m1", "output_index": 1}
+    output: Any = {"type": "message.output.delta", "id": "m1", "output_index": 1}
     asked: Any = {"type": "function.call.delta", "id": "f1", "name": "f", "tool_call_id": "c1"}
     events: Events = [
         {"type": "conversation.response.started", "conversation_id": "c"},
@@ -228,10 +228,10 @@ def _mistral() -> tuple[Events, Any]:
         {"type": "tool.execution.delta", **run, "arguments": '{"code": "pri'},
         {"type": "tool.execution.delta", **run, "arguments": 'nt(2)"}'},
         {"type": "tool.execution.done", **run, "info": {"code_output": "2\n"}, "created_at": "2"},
-        {**said, "content": "It is "},
-        {**said, "content": "2."},
-        {**said, "content": ref},
-        {**said, "id": "m2", "content": "So."},
+        {**output, "content": "It is "},
+        {**output, "content": "2."},
+        {**output, "content": ref},
+        {**output, "id": "m2", "content": "So."},
         {**asked, "arguments": '{"a": '},
         {**asked, "arguments": "1}"},
         {"type": "conversation.response.done", "usage": {}},
@@ -398,7 +398,7 @@ def test_parts_are_valid_after_every_event_and_texts_only_grow(name: str) -> Non
 
 
 @pytest.mark.parametrize("vendor", ["openai", "anthropic", "bedrock"])
-def test_a_call_that_was_cut_off_is_there_as_far_as_it_came(vendor: str) -> None:
+def test_an_interrupted_call_has_what_has_arrived(vendor: str) -> None:
     events, _ = STREAMED[vendor]
     cut = next(
         number
@@ -415,7 +415,7 @@ def test_a_call_that_was_cut_off_is_there_as_far_as_it_came(vendor: str) -> None
     assert not [part for part in assembler.build_parts() if isinstance(part, ToolCallResponsePart)]
 
 
-def test_a_call_that_failed_says_so() -> None:
+def test_a_failed_call_has_the_status_failed() -> None:
     failed: Any = {"type": "code_interpreter_call", "id": "ci", "status": "failed", "container_id": "c", "code": "1",
               "outputs": None}  # fmt: skip
     assembler = StreamAssembler("openai")
@@ -431,7 +431,7 @@ def test_a_call_that_failed_says_so() -> None:
 
 
 @pytest.mark.parametrize("end", ["completed", "incomplete", "failed", "cancelled"])
-def test_the_last_event_has_the_last_word(end: str) -> None:
+def test_the_last_event_replaces_all_items(end: str) -> None:
     begun: Any = {"type": "web_search_call", "id": "ws", "status": "in_progress", "action": {"query": "q"}}
     attributes = {**begun, "status": "incomplete"}
     events: Events = [
@@ -459,7 +459,7 @@ def test_events_out_of_order_or_from_elsewhere_do_no_harm(vendor: str, data: st.
     st.none() | st.booleans() | st.integers(-99, 99) | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=6), cut=st.integers(0, 200))  # fmt: skip
-def test_the_beginning_of_json_is_read(value: Json, cut: int) -> None:
+def test_incomplete_json_is_parsed(value: Json, cut: int) -> None:
     text = json.dumps({"a": value, "b": "end"})
     assert is_same_json(parse_partial_json(text), json.loads(text))
     begun = parse_partial_json(text[: 1 + cut % len(text)])
@@ -487,7 +487,7 @@ def test_twice_as_much_takes_twice_as_long(name: str) -> None:
 
 @pytest.mark.skipif(not RECORDED.is_dir(), reason="the recorded streams are not here")
 def test_recorded_streams_add_up() -> None:
-    """To what the last event says, without being told it; three recordings had secrets replaced in one place only."""
+    """To the items of the last event, which is left out; three recordings had secrets replaced in one place only."""
     counted = 0
     for file in sorted(RECORDED.glob("openai-*.chunks.txt")):
         events: Events = []

@@ -1,4 +1,4 @@
-"""docs/telemetry.md says what the converters do."""
+"""docs/telemetry.md matches the converters."""
 
 import re
 
@@ -17,7 +17,7 @@ def test_the_tables_are_what_the_converters_say() -> None:
         assert TEXT.count(f"| {vendor.title} |") == 3
 
 
-def test_every_view_and_its_parts_are_named() -> None:
+def test_every_representation_and_its_parts_are_on_the_page() -> None:
     rows = dict(re.findall(r"^\| `(option[\w-]+)` \| (.*) \|$", TEXT, re.MULTILINE))
     assert set(rows) == set(REPRESENTATIONS) - {"option1-compat"}
     for representation, row in rows.items():
@@ -30,7 +30,7 @@ def test_every_view_and_its_parts_are_named() -> None:
     assert "`option1-compat`" in TEXT
 
 
-def test_the_functions_and_commands_that_it_names_are_there() -> None:
+def test_the_functions_and_commands_on_the_page_exist() -> None:
     named = re.findall(r"`message_parts\.(\w+)`", TEXT)
     assert len(named) == 7
     for name in named:

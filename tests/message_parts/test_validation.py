@@ -1,4 +1,4 @@
-"""Pairs of parts: which fit, and what is said of those that do not."""
+"""Validation of parts, alone and as pairs of call and response."""
 
 import json
 from typing import Any
@@ -40,7 +40,7 @@ def find_problems(document: Any) -> list[str]:
         [{"type": "text", "content": "x"}, {"type": "whatever"}],
     ],
 )
-def test_what_fits(document: Any) -> None:
+def test_valid_parts_have_no_problems(document: Any) -> None:
     assert find_problems(document) == []
 
 
@@ -100,13 +100,13 @@ def test_what_fits(document: Any) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_told(document: Any, reasons: list[str]) -> None:
+def test_invalid_parts_have_problems(document: Any, reasons: list[str]) -> None:
     assert find_problems(document) == reasons
 
 
 @pytest.mark.parametrize("representation", REPRESENTATIONS)
 @pytest.mark.parametrize("vendor", SAMPLES)
-def test_what_vendors_send_fits(vendor: str, representation: str) -> None:
+def test_samples_of_all_vendors_are_valid(vendor: str, representation: str) -> None:
     """Each call of the samples has its response. The published schema agrees."""
     written: Any = convert(vendor, representation, SAMPLES[vendor])
     assert find_problems(written) == []

@@ -1,4 +1,4 @@
-"""What came from a vendor goes back to it, whatever it was and through every representation."""
+"""Vendor items convert to parts and back without loss, through every representation."""
 
 import json
 import random
@@ -75,7 +75,7 @@ def test_whole_responses_go_back(vendor: str, document: Any) -> None:
 
 
 @pytest.mark.parametrize("representation", REPRESENTATIONS)
-def test_parts_of_several_responses_go_back_to_each_of_them(representation: str) -> None:
+def test_parts_of_several_responses_convert_back_to_each(representation: str) -> None:
     """As somebody has them who reads the spans of a conversation one after another."""
     item: Any = SAMPLES["openai"][2]
     for vendor, document in DOCUMENTS:
@@ -93,7 +93,7 @@ def test_parts_of_several_responses_go_back_to_each_of_them(representation: str)
 
 
 @pytest.mark.parametrize("representation", REPRESENTATIONS)
-def test_parallel_calls_of_several_answers_go_back_in_their_order(representation: str) -> None:
+def test_parallel_calls_convert_back_in_order(representation: str) -> None:
     uses: list[Any] = [
         {"type": "server_tool_use", "id": name, "name": "web_search", "input": {"query": name}}
         for name in "abc"
@@ -147,7 +147,7 @@ GEMINI_UNSAMPLED = ("GOOGLE_SEARCH_IMAGE", "FILE_SEARCH", "GOOGLE_MAPS")
 
 @pytest.mark.parametrize("representation", REPRESENTATIONS)
 @pytest.mark.parametrize("vendor", SAMPLES)
-def test_one_view_leads_to_another(vendor: str, representation: str) -> None:
+def test_every_representation_converts_to_every_other(vendor: str, representation: str) -> None:
     """From representation to representation nothing is lost either."""
     for other in REPRESENTATIONS:
         through = convert(representation, other, convert(vendor, representation, SAMPLES[vendor]))
@@ -156,7 +156,7 @@ def test_one_view_leads_to_another(vendor: str, representation: str) -> None:
 
 @pytest.mark.parametrize("target", list_formats())
 @pytest.mark.parametrize("vendor", SAMPLES)
-def test_anything_can_be_asked_for(vendor: str, target: str) -> None:
+def test_every_vendor_converts_to_every_format(vendor: str, target: str) -> None:
     assert convert(vendor, target, SAMPLES[vendor])
 
 

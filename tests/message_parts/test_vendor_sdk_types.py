@@ -1,4 +1,4 @@
-"""The samples are what vendors send, and what we write is what they take: by their SDKs' types."""
+"""Samples and converted items against the types of the vendors' SDKs."""
 
 import functools
 import json
@@ -101,7 +101,7 @@ def test_samples_are_what_the_vendor_sends(vendor: str) -> None:
 
 
 @pytest.mark.parametrize("vendor", THROUGH)
-def test_what_goes_back_through_a_view_is_what_the_vendor_sends(vendor: str) -> None:
+def test_items_converted_back_fit_the_sdk_types(vendor: str) -> None:
     through, items = THROUGH[vendor]
     back: Any = convert("option2", vendor, convert(vendor, "option2", items))
     assert [through(item) for item in back] == items
@@ -126,7 +126,7 @@ CALLS: list[Any] = [
 
 
 @pytest.mark.parametrize("target", [name for name in THROUGH if name != "openai"])
-def test_calls_of_one_vendor_are_written_as_another_takes_them(target: str) -> None:
+def test_calls_converted_to_another_vendor_fit_its_types(target: str) -> None:
     through, _ = THROUGH[target]
     made: Any = convert("openai", target, CALLS)
     assert [through(item) for item in made] == made
@@ -173,10 +173,10 @@ def is_accepted_by(through: Through, item: Json) -> bool:
         return False
 
 
-def assert_changed_item_round_trips(vendor: str, place: int, seed: int, texts: list[str]) -> None:
+def assert_changed_item_round_trips(vendor: str, index: int, seed: int, texts: list[str]) -> None:
     through, items = THROUGH[vendor]
     chance = random.Random(seed)
-    tries = (replace_texts(items[place], chance, texts) for _ in range(6))
+    tries = (replace_texts(items[index], chance, texts) for _ in range(6))
     made = next((item for item in tries if is_accepted_by(through, item)), None)
     assume(made is not None)
     for representation in REPRESENTATIONS:
@@ -186,7 +186,7 @@ def assert_changed_item_round_trips(vendor: str, place: int, seed: int, texts: l
 
 
 words = st.lists(st.text(max_size=8), min_size=1, max_size=3)
-SORTS = [(vendor, place) for vendor, (_, items) in THROUGH.items() for place in range(len(items))]
+SORTS = [(vendor, index) for vendor, (_, items) in THROUGH.items() for index in range(len(items))]
 TAKEN = settings(
     max_examples=15, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow], deadline=None
 )
@@ -198,18 +198,18 @@ TAKEN = settings(
 def test_whatever_a_vendor_would_send_goes_back(
     vendor: str, data: st.DataObject, seed: int, texts: list[str]
 ) -> None:
-    place = data.draw(st.integers(0, len(THROUGH[vendor][1]) - 1))
-    assert_changed_item_round_trips(vendor, place, seed, texts)
+    index = data.draw(st.integers(0, len(THROUGH[vendor][1]) - 1))
+    assert_changed_item_round_trips(vendor, index, seed, texts)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("vendor", "place"), SORTS)
+@pytest.mark.parametrize(("vendor", "index"), SORTS)
 @settings(TAKEN, max_examples=20)
 @given(seed=st.integers(0, 2**32), texts=words)
 def test_whatever_a_vendor_would_send_of_each_sort_goes_back(
-    vendor: str, place: int, seed: int, texts: list[str]
+    vendor: str, index: int, seed: int, texts: list[str]
 ) -> None:
-    assert_changed_item_round_trips(vendor, place, seed, texts)
+    assert_changed_item_round_trips(vendor, index, seed, texts)
 
 
 # --- what one vendor said, in another's words ----------------------------------------------------------
@@ -260,7 +260,7 @@ def test_a_tool_of_an_mcp_server_is_a_function_where_there_are_none() -> None:
     assert (called["name"], called["arguments"], answered["result"]) == ("lookup", '{"q": 1}', "found")
 
 
-def test_a_call_of_an_mcp_server_without_a_label_is_taken() -> None:
+def test_an_mcp_call_without_a_server_label_is_valid_for_the_vendor() -> None:
     parts = _tool("mcp", "lookup", {"arguments": {"q": 1}}, {"output": "found"})
     for vendor in ("openai", "anthropic", "gemini-interactions"):
         through, _ = THROUGH[vendor]

@@ -1,4 +1,4 @@
-"""Chunks of xAI's chat API, put together: whole, cut off, failed, cancelled."""
+"""Streams of xAI's chat API: complete, interrupted, failed, cancelled."""
 
 import re
 from typing import Any
@@ -41,7 +41,7 @@ def _camel(value: Json) -> Any:
     }
 
 
-def test_a_call_that_is_told_twice_is_one_call() -> None:
+def test_a_repeated_call_is_one_call() -> None:
     assistant = "ROLE_ASSISTANT"
     chunks = [chunk(output(0, role=assistant, tool_calls=calls)) for calls in ([CODE, SEARCH], [ENDED])]
     whole = assemble_stream("xai", [*chunks, chunk(output(0, "REASON_STOP"))])
@@ -68,7 +68,7 @@ def _statuses(assembler: StreamAssembler, ended: Any = None) -> list[tuple[str, 
     ]
 
 
-def test_what_ended_before_the_stream_broke_off_stays_as_it_ended() -> None:
+def test_finished_calls_keep_their_status_after_an_interruption() -> None:
     assembler = feed_all("xai", CHUNKS[:3])
     assert _statuses(assembler) == [("ToolCallPart", "code_interpreter", "in_progress")]
     assert _statuses(assembler, "cancelled") == [("ToolCallPart", "code_interpreter", "cancelled")]
@@ -100,7 +100,7 @@ def split_streams(draw: st.DrawFn) -> tuple[list[Object], Object]:
     """A response, and chunks of it cut anywhere."""
     outputs: list[Object] = []
     chunks: list[Object] = []
-    for place in range(draw(st.integers(1, 4))):
+    for index in range(draw(st.integers(1, 4))):
         role = draw(st.sampled_from(["ROLE_ASSISTANT", "ROLE_TOOL"]))
         message: Object = {"role": role}
         deltas: list[Object] = [{"role": role}]
@@ -113,14 +113,14 @@ def split_streams(draw: st.DrawFn) -> tuple[list[Object], Object]:
         for made in draw(st.permutations([CODE, FAILED, call(3, "MCP", "{}")]))[: draw(st.integers(0, 3))]:
             message["tool_calls"] = [*message.get("tool_calls", []), made]
             deltas.append({"tool_calls": [made]})
-        outputs.append({"index": place, "message": message, "finish_reason": "REASON_STOP"})
-        chunks += [{"id": "x", "outputs": [{"index": place, "delta": delta}]} for delta in deltas]
-        chunks.append({"id": "x", "outputs": [{"index": place, "finish_reason": "REASON_STOP"}]})
+        outputs.append({"index": index, "message": message, "finish_reason": "REASON_STOP"})
+        chunks += [{"id": "x", "outputs": [{"index": index, "delta": delta}]} for delta in deltas]
+        chunks.append({"id": "x", "outputs": [{"index": index, "finish_reason": "REASON_STOP"}]})
     return chunks, {"id": "x", "outputs": outputs}
 
 
 @given(made=split_streams(), broken=st.integers(0, 40))
-def test_however_it_is_cut_it_adds_up(made: tuple[list[Object], Object], broken: int) -> None:
+def test_chunks_split_anywhere_add_up(made: tuple[list[Object], Object], broken: int) -> None:
     chunks, whole = made
     assert assemble_stream("xai", chunks) == whole
     assembler = feed_all("xai", chunks[:broken])
@@ -131,7 +131,7 @@ NOTHINGS: list[Any] = [[], [{}], [{"outputs": None}], [{"outputs": [None, {"delt
 
 
 @pytest.mark.parametrize("chunks", NOTHINGS)
-def test_nothing_comes_of_nothing(chunks: list[Any]) -> None:
+def test_empty_chunks_give_no_parts(chunks: list[Any]) -> None:
     assert not [
         part
         for part in from_vendor("xai", assemble_stream("xai", chunks))

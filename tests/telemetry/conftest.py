@@ -1,4 +1,4 @@
-"""A receiver for one test."""
+"""An OTLP receiver for one test."""
 
 from collections.abc import Iterator
 

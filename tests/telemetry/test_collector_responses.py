@@ -1,4 +1,4 @@
-"""Collectors that answer more than anybody wants to know."""
+"""Collectors with long or slow responses."""
 
 import threading
 import time
@@ -14,7 +14,7 @@ PATIENCE = 60.0
 
 
 class VerboseCollector(BaseHTTPRequestHandler):
-    """Says `answer` again and again, with a pause between, until it is cut off or has said everything."""
+    """Says `answer` again and again, with a pause between, until it is cut off or has chunk everything."""
 
     protocol_version = "HTTP/1.1"
     answer = b""
@@ -44,8 +44,8 @@ class VerboseCollector(BaseHTTPRequestHandler):
             self.cut.set()
 
     def _say(self) -> None:
-        said = b"%x\r\n%s\r\n" % (len(self.answer), self.answer) if self.chunked else self.answer
-        self.wfile.write(said)
+        chunk = b"%x\r\n%s\r\n" % (len(self.answer), self.answer) if self.chunked else self.answer
+        self.wfile.write(chunk)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class names it so
         pass
@@ -71,7 +71,7 @@ def running_collector(
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_long_answer_is_not_read_to_its_end(chunked: bool) -> None:
+def test_a_long_response_is_not_read_completely(chunked: bool) -> None:
     with (
         running_collector(b"x" * (1 << 20), 1 << 20, chunked=chunked) as (address, talker),
         BoundedReadSession() as session,
@@ -81,14 +81,14 @@ def test_a_long_answer_is_not_read_to_its_end(chunked: bool) -> None:
         assert talker.cut.wait(PATIENCE)
 
 
-def test_an_answer_that_drips_is_not_waited_for() -> None:
+def test_a_slow_response_is_not_awaited() -> None:
     with running_collector(b"x", 60_000, 0.01) as (address, talker), BoundedReadSession() as session:
         assert session.request("POST", address, data=b"spans", timeout=0.5).status_code == 200
         assert talker.cut.wait(PATIENCE)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_short_answer_leaves_its_connection_to_the_next(chunked: bool) -> None:
+def test_a_short_response_lets_the_connection_be_reused(chunked: bool) -> None:
     with (
         running_collector(b"x" * 1000, 3, chunked=chunked) as (address, talker),
         BoundedReadSession() as session,

@@ -1,4 +1,4 @@
-"""What is recorded of what was said, in every profile, whole or cut."""
+"""Captured content in every profile, complete or truncated."""
 
 import json
 from collections.abc import Callable
@@ -137,7 +137,7 @@ def check_against_schemas(content: dict[str, Any], profile: ProfileName) -> None
 
 
 @pytest.mark.parametrize("profile", NAMES)
-def test_what_is_recorded_of_a_run_is_valid_in_every_profile(profile: ProfileName) -> None:
+def test_captured_content_of_a_run_is_valid_in_every_profile(profile: ProfileName) -> None:
     content = capture_content(run(), profile)
     check_against_schemas(content, profile)
     assert content[INPUT_MESSAGES] == [{"role": "user", "parts": [{"type": "text", "content": "Hi"}]}]
@@ -168,7 +168,7 @@ def test_phoenix_finds_arguments_roles_and_reasons() -> None:
 
 
 @pytest.mark.parametrize("profile", NAMES)
-def test_what_is_recorded_of_a_turn_is_what_the_model_was_asked_and_said(profile: ProfileName) -> None:
+def test_captured_content_of_a_turn_is_its_request_and_answer(profile: ProfileName) -> None:
     item: Any = msgspec.json.decode(msgspec.json.encode(CALL))
     passed = ModelPassthroughItem(
         Raw(msgspec.json.encode({"type": "web_search_call", "id": "ws", "status": "completed"}))
@@ -212,7 +212,7 @@ def test_what_is_recorded_of_a_turn_is_what_the_model_was_asked_and_said(profile
         ({"incomplete_details": IncompleteDetails(reason="content_filter")}, "content_filter"),
     ],
 )
-def test_why_it_ended_is_told(changes: dict[str, Any], reason: str) -> None:
+def test_the_finish_reason_of_a_response_is_recorded(changes: dict[str, Any], reason: str) -> None:
     record = run()
     assert record.response is not None
     record.response = msgspec.structs.replace(record.response, **changes)
@@ -227,7 +227,7 @@ def test_a_call_is_recorded_as_the_model_wrote_and_read_it() -> None:
     assert capture_content(ToolCallRecord(name="f", call_id="c")) == {}
 
 
-def test_everything_that_is_recorded_was_redacted() -> None:
+def test_all_captured_content_is_redacted() -> None:
     events: list[AnyModelEvent] = [ModelTextDelta("A secret."), ModelTurnEnded("stop")]
     record = turn(events, entry(message("user", "My secret.")))
     assert record.request is not None
@@ -249,11 +249,11 @@ def test_everything_that_is_recorded_was_redacted() -> None:
     st.sampled_from(NAMES),
     st.integers(10_000, 40_000),
 )
-def test_however_much_was_said_what_is_recorded_is_bounded_and_valid(
-    said: list[tuple[str, int]], profile: ProfileName, longest: int
+def test_captured_content_is_bounded_and_valid(
+    inputs: list[tuple[str, int]], profile: ProfileName, max_bytes: int
 ) -> None:
     entries: list[ConversationEntry] = []
-    for number, (kind, size) in enumerate(said):
+    for number, (kind, size) in enumerate(inputs):
         if kind == "call":
             item = msgspec.structs.replace(CALL, id=f"ci_{number}", code="c" * size)
             entries.append(entry(msgspec.json.decode(msgspec.json.encode(item))))
@@ -266,23 +266,23 @@ def test_however_much_was_said_what_is_recorded_is_bounded_and_valid(
         else:
             entries.append(entry(message(kind, "ü" * size)))
     events: list[AnyModelEvent] = [ModelTextDelta("x" * 30_000), ModelTurnEnded("stop")]
-    content = capture_content(turn(events, *entries), profile, max_bytes=longest)
+    content = capture_content(turn(events, *entries), profile, max_bytes=max_bytes)
     check_against_schemas(content, profile)
-    assert len(json.dumps(content)) <= longest
-    kept = sum(len(each["parts"]) for each in content[INPUT_MESSAGES])
-    assert kept or not entries
+    assert len(json.dumps(content)) <= max_bytes
+    part_count = sum(len(each["parts"]) for each in content[INPUT_MESSAGES])
+    assert part_count or not entries
 
 
-@pytest.mark.parametrize("given", ["x" * 50_000, [message("user", "x" * 50_000), message("user", "y")]])
-def test_what_is_too_much_to_be_read_is_said_to_be_missing(given: Any) -> None:
-    content = capture_content(run(input=given), max_bytes=10_000)
+@pytest.mark.parametrize("input_items", ["x" * 50_000, [message("user", "x" * 50_000), message("user", "y")]])
+def test_content_too_large_to_read_is_marked_as_missing(input_items: Any) -> None:
+    content = capture_content(run(input=input_items), max_bytes=10_000)
     check_against_schemas(content, "option2")
     cut, *rest = [part for each in content[INPUT_MESSAGES] for part in each["parts"]]
     assert cut == {"type": "fumehood:cut", "parts": 1}
-    assert [part["content"] for part in rest] == ([] if isinstance(given, str) else ["y"])
+    assert [part["content"] for part in rest] == ([] if isinstance(input_items, str) else ["y"])
 
 
-def test_nothing_is_looked_at_for_a_span_that_is_not_recorded() -> None:
+def test_no_content_is_captured_for_an_unsampled_span() -> None:
     record = run()
     ContentCapture().on_end(record)
     assert record.content == {}

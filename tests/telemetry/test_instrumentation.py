@@ -1,4 +1,4 @@
-"""What an observer is told of runs, turns and calls."""
+"""Records that listeners get of runs, turns and calls."""
 
 import asyncio
 from array import array
@@ -106,7 +106,7 @@ async def run_instrumented(
     return response.status
 
 
-async def test_everything_is_told_when_it_begins_and_when_it_has_ended() -> None:
+async def test_every_record_is_dispatched_at_start_and_end() -> None:
     listener = RecordingListener()
     assert await run_instrumented(RecordDispatcher([listener], on_start=listener.on_start)) == "completed"
     assert [type(record) for record in listener.started] == [
@@ -141,24 +141,24 @@ class CapturingListener(RecordingListener):
     def on_end(self, record: SpanRecord) -> None:
         super().on_end(record)
         match record:
-            case TurnRecord(request=ModelRequest(), events=list() as pieces):
-                record.content["said"] = len(pieces)
-                assert pieces[-1] == record.end
+            case TurnRecord(request=ModelRequest(), events=list() as events):
+                record.content["event_count"] = len(events)
+                assert events[-1] == record.end
             case RunRecord(request=CreateResponse(), response=Response() as response):
                 record.content["status"] = response.status
             case ToolCallRecord():
-                record.content["heard"] = record.output
+                record.content["output"] = record.output
             case _:
                 raise AssertionError(record)
 
 
-async def test_what_was_said_is_seen_at_once_and_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+async def test_content_is_captured_at_the_end_and_released(caplog: pytest.LogCaptureFixture) -> None:
     listener, recorder = RecordingListener(), CapturingListener()
     await run_instrumented(RecordDispatcher([listener], recorder))
     assert [record.content for record in listener.ended] == [
-        {"said": 5},
-        {"heard": '{"text":"x"}'},
-        {"said": 4},
+        {"event_count": 5},
+        {"output": '{"text":"x"}'},
+        {"event_count": 4},
         {"status": "completed"},
     ]
     assert recorder.ended == listener.ended
@@ -175,7 +175,7 @@ async def test_what_was_said_is_seen_at_once_and_not_kept(caplog: pytest.LogCapt
                 assert (record.arguments, record.output) == ("", "")
 
 
-async def test_ends_are_told_together_and_soon() -> None:
+async def test_ended_records_are_dispatched_in_batches_or_after_a_delay() -> None:
     listener = RecordingListener()
     dispatcher = RecordDispatcher([listener])
     for number in range(100):
@@ -189,21 +189,21 @@ async def test_ends_are_told_together_and_soon() -> None:
     assert len(listener.ended) == 100
 
 
-async def test_connections_made_meanwhile_keep_nothing_of_what_was_seen() -> None:
+async def test_connections_opened_in_a_run_keep_no_records() -> None:
     """They keep the variables of whoever made them, as long as they are open."""
     gate = asyncio.Event()
     gate.set()
-    kept: list[Context] = []
+    contexts: list[Context] = []
 
     def connecting(_: str) -> asyncio.Event:
-        kept.append(copy_context())
+        contexts.append(copy_context())
         return gate
 
     before = {id(record) for record in live_records()}
     assert await run_instrumented(RecordDispatcher([]), EchoTool(gate=connecting)) == "completed"
-    assert len(kept) == 1
+    assert len(contexts) == 1
     assert [record for record in live_records() if id(record) not in before] == []
-    with kept[0].run(start_timing, "late") as late:
+    with contexts[0].run(start_timing, "late") as late:
         assert late.name == "late"
 
 
@@ -211,7 +211,7 @@ def _turns(listener: RecordingListener) -> list[TurnRecord]:
     return [record for record in listener.ended if isinstance(record, TurnRecord)]
 
 
-async def test_a_turn_that_is_left_is_told_once_and_as_cancelled() -> None:
+async def test_an_abandoned_turn_is_recorded_once_as_cancelled() -> None:
     listener = RecordingListener()
     dispatcher = RecordDispatcher([listener])
     model = ScriptedModel([*says("a", deltas=1), asyncio.Event()])
@@ -230,23 +230,23 @@ async def test_a_turn_that_is_left_is_told_once_and_as_cancelled() -> None:
     assert 0 < turn.time_to_first_chunk < turn.duration_ns
 
 
-async def test_a_listener_that_breaks_is_nobodys_trouble(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failing_listener_is_logged_and_others_are_called(caplog: pytest.LogCaptureFixture) -> None:
     broken, listener = FailingListener(), RecordingListener()
     assert (
         await run_instrumented(RecordDispatcher([broken, listener], on_start=broken.on_start)) == "completed"
     )
     assert len(listener.ended) == 4
-    said = [
+    lines = [
         record.getMessage() for record in caplog.records if record.name == "fumehood.telemetry.span_records"
     ]
-    assert len(said) == 8
-    assert all("RuntimeError at " in line and "secret" not in line for line in said)
+    assert len(lines) == 8
+    assert all("RuntimeError at " in line and "secret" not in line for line in lines)
 
 
-@pytest.mark.parametrize("pieces", [None, []])
-def test_pauses_between_pieces_are_counted(pieces: list[AnyModelEvent] | None) -> None:
+@pytest.mark.parametrize("events", [None, []])
+def test_chunk_intervals_are_recorded(events: list[AnyModelEvent] | None) -> None:
     turn = start_turn(ModelRequest(model="m"))
-    turn.events = pieces
+    turn.events = events
     take = turn.timestamp_events(lambda events: events == [*says("x")])
     turn.add_events(())
     turn.add_events(says("x"))
@@ -256,10 +256,10 @@ def test_pauses_between_pieces_are_counted(pieces: list[AnyModelEvent] | None) -
     gaps = turn.take_chunk_intervals()
     assert (gaps.count, gaps.sum > 0, turn.time_to_first_chunk > 0) == (2, True, True)
     assert turn.chunk_times is None
-    assert pieces is None or pieces == [*says("x")] * 3
+    assert events is None or events == [*says("x")] * 3
 
 
-def test_where_nobody_watches_there_are_no_pauses() -> None:
+def test_chunk_times_are_recorded_only_if_needed() -> None:
     turn = start_turn(ModelRequest(model="m", streamed=False))
 
     def take(events: Sequence[AnyModelEvent]) -> bool:
@@ -269,7 +269,7 @@ def test_where_nobody_watches_there_are_no_pauses() -> None:
 
 
 @given(st.lists(st.integers(0, 100_000_000_000)))
-def test_pauses_are_counted_as_one_by_one(pauses: list[int]) -> None:
+def test_chunk_intervals_match_single_observations(pauses: list[int]) -> None:
     turn = start_turn(ModelRequest(model="m"))
     turn.chunk_times = array("q", accumulate(pauses, initial=0))
     expected = BucketHistogram(DURATION_BUCKETS)

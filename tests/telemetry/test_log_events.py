@@ -1,4 +1,4 @@
-"""Events of turns, and of what went wrong."""
+"""Events of turns and failures."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def event_attributes(record: ReadableLogRecord) -> dict[str, Any]:
     return dict(record.log_record.attributes or {})
 
 
-async def test_a_turn_has_an_event_where_it_is_asked_for() -> None:
+async def test_a_turn_has_an_event_if_enabled() -> None:
     assert await emit_events(create_turn()) == []
     turn = create_turn()
     (record,) = await emit_events(turn, with_details=True)
@@ -80,7 +80,7 @@ async def test_a_turn_has_an_event_where_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize("with_content", [True, False])
-async def test_what_was_said_is_in_the_event_only_where_it_is_recorded_there(with_content: bool) -> None:
+async def test_content_is_in_the_event_only_if_enabled(with_content: bool) -> None:
     capture = ContentCapture(in_spans=not with_content, in_events=with_content)
     (record,) = await emit_events(
         create_turn(), capture=capture, with_details=True, with_content=with_content
@@ -95,7 +95,7 @@ async def test_what_was_said_is_in_the_event_only_where_it_is_recorded_there(wit
         assert "Hello." not in str(attributes)
 
 
-async def test_a_turn_that_failed_is_an_exception_without_its_words() -> None:
+async def test_a_failed_turn_is_an_exception_event_without_the_message() -> None:
     (record,) = await emit_events(create_turn("server_error"))
     assert record.log_record.event_name == "gen_ai.client.operation.exception"
     assert record.log_record.severity_number == SeverityNumber.WARN
@@ -105,7 +105,7 @@ async def test_a_turn_that_failed_is_an_exception_without_its_words() -> None:
     assert event_attributes(details)["error.type"] == "server_error"
 
 
-async def test_a_tool_that_failed_and_a_sandbox_that_was_lost_are_told() -> None:
+async def test_failed_tools_and_lost_sandboxes_are_events() -> None:
     call = ToolCallRecord(name="code_interpreter", call_id="call_1", error="failed")
     (record,) = await emit_events(call)
     assert (record.log_record.event_name, event_attributes(record)) == (

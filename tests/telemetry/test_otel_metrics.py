@@ -79,7 +79,7 @@ async def test_a_streamed_run_with_a_call_is_counted_by_the_conventions() -> Non
     assert (turns.sum, calls.sum) == (2, 1)
 
 
-async def test_what_is_not_streamed_has_no_first_pieces() -> None:
+async def test_responses_that_are_not_streamed_have_no_time_to_first_chunk() -> None:
     metrics = OtelMetrics(ModelNameLimiter())
     await run_instrumented(RecordDispatcher([metrics]), stream=False)
     found = {each.name for each in metrics.instruments if read_points(metrics, each.name)}
@@ -101,7 +101,7 @@ def create_turn(model: str = "m", *, error: str = "", server: tuple[str, int] | 
     return record
 
 
-def test_errors_and_servers_are_told() -> None:
+def test_errors_and_servers_are_labels() -> None:
     metrics = OtelMetrics(ModelNameLimiter(["m"]))
     metrics.on_end(create_turn(error="server_error", server=("api.openai.com", 443)))
     ((labels, count, _),) = read_values(metrics, "gen_ai.client.operation.duration")
@@ -120,7 +120,7 @@ def test_errors_and_servers_are_told() -> None:
 
 
 @pytest.mark.parametrize("error", ["", "model_not_found"])
-def test_names_that_callers_invent_do_not_grow_the_metrics(error: str) -> None:
+def test_invented_model_names_do_not_grow_the_metrics(error: str) -> None:
     metrics = OtelMetrics(ModelNameLimiter(["known"]))
     for number in range(300):
         metrics.on_end(create_turn(f"invented-{number}", error=error))

@@ -1,4 +1,4 @@
-"""The standard variables, and the end when nobody answers."""
+"""The standard environment variables, and shutdown with an unresponsive collector."""
 
 import asyncio
 import logging
@@ -35,7 +35,7 @@ def set_all(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, str]], Ma
 
 
 def run_pipeline(environ: Mapping[str, str], settings: OtlpPipelineSettings | None = None) -> None:
-    """One response, and whatever is told of it."""
+    """Run one response and export its telemetry."""
 
     async def run() -> None:
         signals = OtlpPipeline(settings or OtlpPipelineSettings(), environ, GatewayStats())
@@ -50,7 +50,7 @@ def run_pipeline(environ: Mapping[str, str], settings: OtlpPipelineSettings | No
 type SetVariables = Callable[[Mapping[str, str]], Mapping[str, str]]
 
 
-def test_one_address_is_for_all_signals(receiver: OtlpReceiver, set_all: SetVariables) -> None:
+def test_one_endpoint_serves_all_signals(receiver: OtlpReceiver, set_all: SetVariables) -> None:
     run_pipeline(set_all(LOGGED | {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.address}))
     assert receiver.paths() == ALL
     assert {name for _, span in receiver.spans for name in [span.name]} == {
@@ -66,7 +66,7 @@ def test_one_address_is_for_all_signals(receiver: OtlpReceiver, set_all: SetVari
     assert {each["service.name"] for each in receiver.resources} == {"fumehood"}
 
 
-def test_the_setting_is_such_an_address_and_the_variable_of_one_signal_goes_before_it(
+def test_the_variable_of_one_signal_precedes_the_setting(
     receiver: OtlpReceiver, set_all: SetVariables
 ) -> None:
     environ = set_all(LOGGED | {"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": f"{receiver.address}/mine/v1/metrics"})
@@ -93,7 +93,7 @@ def test_headers_are_sent(receiver: OtlpReceiver, set_all: SetVariables) -> None
 
 
 @pytest.mark.parametrize("signal", ["traces", "metrics", "logs"])
-def test_a_signal_that_nobody_wants_is_not_sent(
+def test_a_disabled_signal_is_not_exported(
     signal: str, receiver: OtlpReceiver, set_all: SetVariables
 ) -> None:
     chosen = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.address, f"OTEL_{signal.upper()}_EXPORTER": "none"}
@@ -101,7 +101,7 @@ def test_a_signal_that_nobody_wants_is_not_sent(
     assert receiver.paths() == ALL - {f"/v1/{signal}"}
 
 
-def test_the_sampler_is_the_operators(receiver: OtlpReceiver, set_all: SetVariables) -> None:
+def test_the_sampler_is_configurable(receiver: OtlpReceiver, set_all: SetVariables) -> None:
     run_pipeline(
         set_all(
             LOGGED
@@ -112,9 +112,7 @@ def test_the_sampler_is_the_operators(receiver: OtlpReceiver, set_all: SetVariab
     assert receiver.paths() == ALL - {"/v1/traces"}
 
 
-def test_the_service_and_its_resource_are_called_as_the_operator_says(
-    receiver: OtlpReceiver, set_all: SetVariables
-) -> None:
+def test_the_resource_is_configurable(receiver: OtlpReceiver, set_all: SetVariables) -> None:
     chosen = {
         "OTEL_EXPORTER_OTLP_ENDPOINT": receiver.address,
         "OTEL_RESOURCE_ATTRIBUTES": "service.name=one,deployment.environment.name=test",
@@ -140,7 +138,7 @@ def test_the_service_and_its_resource_are_called_as_the_operator_says(
         ("yes please", False, False),
     ],
 )
-def test_content_is_where_the_operator_wants_it(
+def test_content_goes_where_the_variable_says(
     capture: str, spans: bool, events: bool, receiver: OtlpReceiver, set_all: SetVariables
 ) -> None:
     run_pipeline(
@@ -176,16 +174,14 @@ def silent() -> Iterator[SilentServer]:
     running.close()
 
 
-def test_whoever_does_not_answer_does_not_hold_up_the_end(
-    silent: SilentServer, set_all: SetVariables
-) -> None:
+def test_a_silent_collector_does_not_delay_shutdown(silent: SilentServer, set_all: SetVariables) -> None:
     environ = set_all(LOGGED | {"OTEL_EXPORTER_OTLP_ENDPOINT": silent.address})
     began = time.monotonic()
     run_pipeline(environ)
     assert time.monotonic() - began < 8  # it would be ten for every signal
 
 
-def test_how_long_an_answer_may_take_is_the_operators(
+def test_the_export_timeout_is_configurable(
     silent: SilentServer, set_all: SetVariables, caplog: pytest.LogCaptureFixture
 ) -> None:
     gave_up = threading.Event()
@@ -220,14 +216,14 @@ async def open_pipeline(environ: Mapping[str, str], **settings: object) -> OtlpP
         return wiring.open_telemetry(config, environ, GatewayStats(), stack)
 
 
-async def test_nothing_is_there_unless_it_is_asked_for() -> None:
+async def test_telemetry_is_off_by_default() -> None:
     assert await open_pipeline({}) is None
     assert await open_pipeline({"OTEL_TRACES_EXPORTER": "none"}) is None
     assert await open_pipeline({"OTEL_SDK_DISABLED": "True"}, otlp="http://127.0.0.1:9") is None
 
 
 @pytest.mark.parametrize("signal", ["traces", "metrics", "logs"])
-def test_a_signal_without_an_address_is_sent_nowhere(
+def test_a_signal_without_an_endpoint_is_not_exported(
     signal: str, receiver: OtlpReceiver, set_all: SetVariables
 ) -> None:
     variable = f"OTEL_EXPORTER_OTLP_{signal.upper()}_ENDPOINT"
@@ -249,14 +245,14 @@ def test_a_signal_without_an_address_is_sent_nowhere(
         ({}, {"redact": "json:__name__"}, "is no function"),
     ],
 )
-async def test_what_is_not_there_is_said_at_once(
+async def test_invalid_settings_raise_at_start(
     environ: Mapping[str, str], settings: Mapping[str, object], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         await open_pipeline(environ, otlp="http://127.0.0.1:9", **settings)
 
 
-def test_a_redactor_that_gives_back_no_text_is_not_believed() -> None:
+def test_a_redactor_must_return_text() -> None:
     redact = wiring.load_redactor("json:dumps")
     assert redact is not None
     assert redact("a") == '"a"'

@@ -104,7 +104,7 @@ async def test_a_run_is_a_trace_of_its_turns_and_calls() -> None:
     assert "gen_ai.output.messages" not in attributes_of(run)
 
 
-async def test_a_turn_tells_of_streams_and_formats_only_where_they_were_asked_for() -> None:
+async def test_stream_and_format_are_attributes_only_if_requested() -> None:
     asked = {"text": {"format": {"type": "json_object"}}}
     (streamed,) = (await TracedEngine(ScriptedModel(says("{}"))).spans(**asked))["chat scripted"]
     (plain,) = (await TracedEngine(ScriptedModel(says("Hi"))).spans(stream=False))["chat scripted"]
@@ -113,7 +113,7 @@ async def test_a_turn_tells_of_streams_and_formats_only_where_they_were_asked_fo
     assert [attributes_of(plain).get(name) for name in names] == [None, None]
 
 
-async def test_runs_side_by_side_are_traces_of_their_own() -> None:
+async def test_concurrent_runs_are_separate_traces() -> None:
     gate = asyncio.Event()
     traced = TracedEngine(ScriptedModel([gate, *says("a")], [gate, *says("b")]))
     started = [await traced.start() for _ in range(2)]
@@ -137,7 +137,7 @@ async def test_exported_spans_keep_no_records() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_content_is_recorded_where_it_is_asked_for(stream: bool) -> None:
+async def test_content_is_recorded_if_enabled(stream: bool) -> None:
     model = ScriptedModel([*calls("echo", {"text": "x"})], says("Done"))
     spans = await TracedEngine(model, [EchoTool()], ContentCapture()).spans(tools=[ECHO], stream=stream)
     messages = json.loads(attributes_of(spans["invoke_agent"][0])["gen_ai.output.messages"])
@@ -148,7 +148,7 @@ async def test_content_is_recorded_where_it_is_asked_for(stream: bool) -> None:
     ]
 
 
-async def test_where_redaction_fails_nothing_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_content_is_recorded_if_redaction_fails(caplog: pytest.LogCaptureFixture) -> None:
     def redact(text: str) -> str:
         raise ValueError(text)
 
@@ -160,7 +160,7 @@ async def test_where_redaction_fails_nothing_is_recorded(caplog: pytest.LogCaptu
     assert "secret" not in caplog.text
 
 
-async def test_what_goes_wrong_is_told_without_its_words() -> None:
+async def test_errors_are_recorded_without_messages() -> None:
     spans = await TracedEngine(ScriptedModel([*says("a"), ModelUnreachable("with a secret")])).spans()
     (run,), (turn,) = spans["invoke_agent"], spans["chat scripted"]
     assert attributes_of(turn)["error.type"] == "server_error"
@@ -168,7 +168,7 @@ async def test_what_goes_wrong_is_told_without_its_words() -> None:
     assert "secret" not in str([span.to_json() for span in (run, turn)])
 
 
-async def test_a_request_that_is_refused_is_a_span_too() -> None:
+async def test_a_rejected_request_has_a_span() -> None:
     traced = TracedEngine(ScriptedModel())
     with pytest.raises(ApiError):
         await traced.start(previous_response_id="resp_nobody_knows")
@@ -177,7 +177,7 @@ async def test_a_request_that_is_refused_is_a_span_too() -> None:
     assert attributes_of(span)["error.type"]
 
 
-async def test_a_run_that_is_cancelled_says_so() -> None:
+async def test_a_cancelled_run_and_its_call_have_the_error_cancelled() -> None:
     never = asyncio.Event()
     echo = EchoTool(gate=lambda _: never)
     traced = TracedEngine(ScriptedModel([*calls("echo", {"text": "x"})]), [echo])
@@ -240,7 +240,7 @@ class BrokenRecord(ToolCallRecord, eq=False, kw_only=True):
         raise ValueError("with a secret")
 
 
-async def test_a_broken_span_does_not_cost_the_batch(
+async def test_a_failing_span_does_not_lose_the_batch(
     receiver: OtlpReceiver, caplog: pytest.LogCaptureFixture
 ) -> None:
     provider = TracerProvider(shutdown_on_exit=False)

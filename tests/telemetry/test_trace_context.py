@@ -1,4 +1,4 @@
-"""What is read from the headers of a trace, and what is not."""
+"""Which trace headers are read, and which are ignored."""
 
 import asyncio
 import json
@@ -91,11 +91,11 @@ def test_a_parent_is_read(parent: str) -> None:
         f"cc-{TRACE}-{SPAN}-01-{'x' * 512}",
     ],
 )
-def test_what_is_no_parent_is_none(parent: str) -> None:
+def test_malformed_parents_are_ignored(parent: str) -> None:
     assert extract_with_headers(("traceparent", parent), ("tracestate", "a=b")) is None
 
 
-def test_two_parents_are_none() -> None:
+def test_a_repeated_traceparent_is_ignored() -> None:
     assert extract_with_headers(("traceparent", PARENT), ("traceparent", PARENT)) is None
 
 
@@ -128,12 +128,12 @@ def test_a_tracestate_is_read_whole_or_not_at_all_and_not_logged(
 @given(
     st.lists(st.tuples(st.sampled_from(["traceparent", "tracestate"]), st.text("0f-=,a \t@é\n")), max_size=4)
 )
-def test_nothing_that_is_sent_breaks_it(headers: list[tuple[str, str]]) -> None:
+def test_any_header_is_read_or_ignored(headers: list[tuple[str, str]]) -> None:
     found = extract_with_headers(*headers)
     assert found is None or found.trace_state.to_header().isascii()
 
 
-async def test_a_request_does_not_inherit_the_trace_of_the_one_before() -> None:
+async def test_a_request_does_not_inherit_the_trace_of_the_previous_one() -> None:
     found: list[SpanContext | None] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -147,14 +147,14 @@ async def test_a_request_does_not_inherit_the_trace_of_the_one_before() -> None:
 
 
 @pytest.mark.parametrize("names", ["none", "baggage", "b3, jaeger"])
-def test_an_operator_may_want_no_traces_of_others(names: str) -> None:
+def test_trace_context_can_be_disabled(names: str) -> None:
     off = TraceContextPropagator({"OTEL_PROPAGATORS": names})
     assert extract_with_headers(("traceparent", PARENT), propagation=off) is None
     assert span_context(off.extract_parent(request({"ws_request_header_traceparent": PARENT}))) is None
 
 
 @pytest.mark.parametrize("names", ["", "tracecontext", "baggage, tracecontext"])
-def test_an_operator_may_name_what_is_usual(names: str) -> None:
+def test_trace_context_may_be_named_in_the_propagators(names: str) -> None:
     assert (
         extract_with_headers(
             ("traceparent", PARENT), propagation=TraceContextPropagator({"OTEL_PROPAGATORS": names})
@@ -167,7 +167,7 @@ def request(metadata: object) -> CreateResponse:
     return msgspec.json.decode(json.dumps({"client_metadata": metadata}), type=CreateResponse)
 
 
-def test_a_message_may_say_it_itself() -> None:
+def test_a_websocket_message_may_name_its_parent() -> None:
     attributes = {"ws_request_header_traceparent": PARENT, "ws_request_header_tracestate": "a=1", "more": [1]}
     found = span_context(ON.extract_parent(request(attributes)))
     assert found is not None
@@ -183,5 +183,5 @@ def test_a_message_may_say_it_itself() -> None:
         {"ws_request_header_tracestate": "a=1"},
     ],
 )
-def test_a_message_that_says_something_else_is_no_mistake(metadata: object) -> None:
+def test_other_metadata_is_ignored(metadata: object) -> None:
     assert span_context(ON.extract_parent(request(metadata))) is None
