@@ -20,8 +20,8 @@ from fumehood.engine.client_call_builders import (
     FunctionCallBuilder,
     is_complete_json,
 )
+from fumehood.engine.event_log import EventLog
 from fumehood.engine.message_builders import MessageBuilder, ReasoningBuilder
-from fumehood.engine.response_output import ResponseOutput
 from fumehood.interfaces import ConfiguredTool, ToolCallContext, ToolCallResult, ToolCallSession
 from fumehood.protocol.conversation import COMPACTION_TYPE, ConversationEntry, ToolExchange
 from fumehood.protocol.model_turns import (
@@ -60,6 +60,34 @@ class Toolbox(msgspec.Struct, frozen=True, kw_only=True):
 
     def without_hosted(self) -> "Toolbox":
         return Toolbox(hosted_tools={}, functions=self.functions, custom_tools=self.custom_tools)
+
+
+class ResponseOutput:
+    """The output items of one response, by output index.
+
+    produced_files: what hosted calls have produced so far, for citations.
+    """
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+        self._items: list[OutputItem | None] = []
+        self.produced_files: list[ProducedFile] = []
+
+    @property
+    def items(self) -> list[OutputItem]:
+        """The finished items, in order."""
+        return [item for item in self._items if item is not None]
+
+    def allocate_output_index(self) -> int:
+        """Reserve the output index of a new item."""
+        self._items.append(None)
+        return len(self._items) - 1
+
+    def set_item(self, output_index: int, item: OutputItem) -> None:
+        self._items[output_index] = item
+
+    def emit(self, events: Sequence[StreamEvent]) -> None:
+        self._log.append(events)
 
 
 @dataclass(slots=True)
