@@ -63,10 +63,6 @@ def split_text_and_media(
     return (text or _SEE_NEXT_MESSAGE if media else text), media
 
 
-def make_image_parts(urls: Sequence[str]) -> list[ChatContentPart]:
-    return [ChatImagePart(ChatImageUrl(url)) for url in urls]
-
-
 def _render_parts(content: ItemContent, attachments: Attachments, takes_files: bool) -> list[ChatContentPart]:
     if content is None or isinstance(content, str):
         return [ChatTextPart(content or "")]

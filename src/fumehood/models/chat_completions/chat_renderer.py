@@ -13,8 +13,9 @@ from msgspec import UNSET, UnsetType
 from fumehood.models.chat_completions.chat_content_parts import (
     MEDIA_HEADING,
     ChatContentPart,
+    ChatImagePart,
+    ChatImageUrl,
     ChatTextPart,
-    make_image_parts,
     render_content,
     split_text_and_media,
 )
@@ -275,7 +276,8 @@ class _SegmentRenderer:
                 pass
 
     def _add_exchange(self, entry: ConversationEntry, exchange: ToolExchange) -> None:
-        media = make_image_parts(exchange.images) if self._features.takes_images else []
+        images = exchange.images if self._features.takes_images else ()
+        media = [ChatImagePart(ChatImageUrl(url)) for url in images]
         if exchange.half == "result":
             self._set_result(exchange.call_id, exchange.output, media)
             return
