@@ -1,12 +1,5 @@
 """Gateways with other settings of the code interpreter than those of the shared one."""
 
-import os
-import re
-import subprocess
-import sys
-import threading
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +9,7 @@ import pytest
 from tests.e2e.conftest import INTERPRETER, OUTPUTS, RunningGateway, make_client, make_settings, read_logs
 from tests.support import gateway_process
 from tests.support.gateway_process import ScriptedModelServer, code_call, text_answer
-from tests.support.sandbox_runs import has_cgroups
+from tests.support.sandbox_process import run_sandbox_server
 
 TOKEN = "a-token-that-nobody-guesses"
 
@@ -31,35 +24,12 @@ def test_a_gateway_without_the_tool(gateway: RunningGateway) -> None:
         assert "tools" not in gateway.model.requests[0].json
 
 
-@contextmanager
-def sandbox_server() -> Generator[str]:
-    """`fumehood sandbox` with a token; its address."""
-    limits = "enforced" if has_cgroups() else "best-effort"
-    command = [sys.executable, "-m", "fumehood", "sandbox", "--listen", "127.0.0.1:0", "--limits", limits]
-    with subprocess.Popen(
-        [*command, "--pool", "1", "--preload", ""],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, "FUMEHOOD_SANDBOX_TOKEN": TOKEN},
-    ) as process:
-        assert process.stdout is not None
-        said = ""
-        for line in process.stdout:
-            said += line
-            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
-                threading.Thread(target=process.stdout.read, daemon=True).start()
-                try:
-                    yield found[0]
-                finally:
-                    process.terminate()
-                    process.wait(30)
-                return
-        raise AssertionError(f"it did not serve: {said}")
-
-
 def test_a_sandbox_server_elsewhere(tmp_path: Path) -> None:
-    with ScriptedModelServer() as model, sandbox_server() as url:
+    options = ("--listen", "127.0.0.1:0", "--pool", "1")
+    with (
+        ScriptedModelServer() as model,
+        run_sandbox_server(*options, environment={"FUMEHOOD_SANDBOX_TOKEN": TOKEN}) as (_, url),
+    ):
         interpreter = {"sandbox_url": url, "sandbox_token_env": "TOKEN_OF_THE_SANDBOXES"}
         settings = make_settings(model) | {"providers": {"code_interpreter": {"settings": interpreter}}}
         environment = {"TOKEN_OF_THE_SANDBOXES": TOKEN}

@@ -5,8 +5,6 @@ import contextlib
 import io
 import os
 import sqlite3
-import subprocess
-import sys
 import threading
 import time
 import zipfile
@@ -26,10 +24,9 @@ from tests.e2e.conftest import OUTPUTS, RunningGateway, find_call, make_client, 
 from tests.e2e.test_keys_and_idempotency import create_key
 from tests.support import gateway_process
 from tests.support.gateway_process import GatewayProcess
-from tests.support.sandbox_runs import has_cgroups
+from tests.support.sandbox_process import LIMITS, run_sandbox_server
 from tests.support.waiting import becomes_true
 
-LIMITS = "enforced" if has_cgroups() else "best-effort"
 GIB = 1 << 30
 CROWD = 50
 
@@ -113,19 +110,9 @@ def test_a_change_of_the_same_size_and_time_is_seen(gateway: RunningGateway, cha
 @pytest.fixture
 def socket(tmp_path: Path) -> Iterator[Path]:
     """A sandbox server that is nobody's child but ours."""
-    path = tmp_path / "sandboxd.sock"
-    command = [sys.executable, "-m", "fumehood", "sandbox", "--socket", str(path)]
-    process = subprocess.Popen(
-        [*command, "--pool", "1", "--preload", "", "--limits", LIMITS],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        assert becomes_true(lambda: find_sandboxes(path) is not None, 60)
+    path = tmp_path / "sandboxes.sock"
+    with run_sandbox_server("--socket", str(path), "--pool", "1"):
         yield path
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 async def list_running(path: Path) -> list[str]:

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Generator
@@ -17,12 +16,11 @@ import pytest
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
 from tests.support import gateway_process
 from tests.support.gateway_process import GatewayProcess
-from tests.support.sandbox_runs import build_environment, has_cgroups
+from tests.support.sandbox_process import LIMITS, run_sandbox_server
 from tests.support.slow_start import SlowStart
 
 PATIENCE = 60.0
 NOTICED_WITHIN = 2.5  # the promise is two seconds; the machine may be busy
-LIMITS = "enforced" if has_cgroups() else "best-effort"
 
 
 def is_ready(running: GatewayProcess) -> bool:
@@ -68,19 +66,10 @@ def test_probes_let_a_slow_start_of_the_embedded_server_go_on(tmp_path: Path) ->
 
 
 @contextmanager
-def sandbox_server(socket: Path) -> Generator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "fumehood", "sandbox", "--socket", str(socket), "--pool", "0"]
-    process = subprocess.Popen(
-        [*command, "--preload", "", "--limits", LIMITS, "--grace", "20"],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=build_environment(),
-    )
-    try:
+def sandbox_server(socket: Path) -> Generator[subprocess.Popen[str]]:
+    options = ("--socket", str(socket), "--pool", "0", "--grace", "20")
+    with run_sandbox_server(*options, kill=True) as (process, _):
         yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 @pytest.fixture
