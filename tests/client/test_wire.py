@@ -1,5 +1,6 @@
 """Tools, choices, messages and items as the Responses API has them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -354,34 +355,29 @@ def test_containers_are_sent_as_the_wire_has_them() -> None:
     assert build_container_spec(ExistingContainerRef("cntr_1", "4g")) == "cntr_1"
 
 
-def test_a_container_of_its_own_is_auto_and_its_files_are_named() -> None:
-    wrong: list[tuple[dict[str, Any], str]] = [
-        ({"type": "existing"}, r"container\.type is 'existing'"),
-        ({"memory_limit": None}, r"container\.memory_limit is None"),
-        ({"file_ids": "file-1"}, r"container\.file_ids is 'file-1'"),
-        ({"file_ids": [""]}, r"container\.file_ids is \[''\]"),
-    ]
-    for settings, expected_error in wrong:
-        with pytest.raises(PromptEvaluationError, match=expected_error):
-            AutoContainerConfig(**settings)
+TIER_ERROR = r"container\.memory_limit is .* one of 1g, 4g, 16g, 64g"
 
 
-@pytest.mark.parametrize("tier", ["8g", "", "1G", "2g"])
-def test_other_tiers_are_refused(tier: str) -> None:
-    for make in (lambda: AutoContainerConfig(memory_limit=tier), lambda: ExistingContainerRef("c", tier)):
-        with pytest.raises(
-            PromptEvaluationError, match=r"container\.memory_limit is .* one of 1g, 4g, 16g, 64g"
-        ):
-            make()
-
-
-def test_a_container_has_to_be_named() -> None:
-    for wrong in (" ", None, 5):
-        with pytest.raises(PromptEvaluationError, match=r"container\.id is"):
-            ExistingContainerRef(wrong)  # pyright: ignore[reportArgumentType] - that is the mistake
-    nothing: Any = 5
-    with pytest.raises(PromptEvaluationError, match="container is 5"):
-        OpenAICodeInterpreterTool(container=nothing)
+@pytest.mark.parametrize(
+    ("kind", "settings", "expected_error"),
+    [
+        (AutoContainerConfig, {"type": "existing"}, r"container\.type is 'existing'"),
+        (AutoContainerConfig, {"file_ids": "file-1"}, r"container\.file_ids is 'file-1'"),
+        (AutoContainerConfig, {"file_ids": [""]}, r"container\.file_ids is \[''\]"),
+        *((AutoContainerConfig, {"memory_limit": tier}, TIER_ERROR) for tier in ("8g", "", "1G", "2g", None)),
+        *(
+            (ExistingContainerRef, {"id": "c", "memory_limit": tier}, TIER_ERROR)
+            for tier in ("8g", "", "1G", "2g")
+        ),
+        *((ExistingContainerRef, {"id": name}, r"container\.id is") for name in (" ", None, 5)),
+        (OpenAICodeInterpreterTool, {"container": 5}, "container is 5"),
+    ],
+)
+def test_malformed_containers_are_rejected(
+    kind: Callable[..., object], settings: dict[str, Any], expected_error: str
+) -> None:
+    with pytest.raises(PromptEvaluationError, match=expected_error):
+        kind(**settings)
 
 
 def test_files_are_attached_to_the_tool() -> None:
