@@ -58,6 +58,7 @@ async def test_a_zygote_that_dies_while_it_starts_costs_nobody_a_sandbox() -> No
         first = supervisor.zygote.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
+        await wait_until(lambda: not supervisor.can_create)  # before that, it may still fork
         caller = asyncio.create_task(supervisor.create())
         async with asyncio.timeout(20):
             while not (started := _jails() - {first}):
