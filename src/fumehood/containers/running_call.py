@@ -79,7 +79,8 @@ class RunningCall:
 
     async def next_event(self, events: AsyncGenerator[ExecutionEvent]) -> ExecutionEvent:
         """Return the next event of the code. Raises SandboxError, TimeoutError."""
-        event = await self.wait_for(anext(events, None))
+        async with asyncio.timeout_at(self._deadline):
+            event = await anext(events, None)
         if event is None:
             raise SandboxServerUnreachable("The events of an execution ended early.")
         self._received += 1

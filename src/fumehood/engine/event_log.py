@@ -80,7 +80,8 @@ class EventLog:
         self._events.extend(events)
         if self._retain_bytes > 0:
             self._retain_bytes -= sum([len(_encode(event)) for event in events])
-        self._wake_readers()
+        for reader in self._readers:
+            reader.on_available()
         if len(self._events) > self._limits.events:
             self._check_lag()
 
@@ -88,17 +89,14 @@ class EventLog:
         """Mark the log as complete."""
         self._is_closed = True
         self._on_overrun = _noop  # breaks the reference cycle with the run
-        self._wake_readers()
+        for reader in self._readers:
+            reader.on_available()
 
     def open_reader(self, on_available: Callable[[], None]) -> "EventLogReader":
         """Open a reader, from the first event on; `on_available` is called when there are more."""
         reader = EventLogReader(self, on_available)
         self._readers.append(reader)
         return reader
-
-    def _wake_readers(self) -> None:
-        for reader in self._readers:
-            reader.on_available()
 
     def read_from(self, position: int) -> Sequence[StreamEvent]:
         """Return the events from `position` on. Raises InternalServerError if they are discarded. For readers."""

@@ -142,18 +142,18 @@ class SandboxExecution:
     def _append_message(self, message: framing.RunnerMessage) -> None:
         match message.kind:
             case MessageKind.STDOUT:
-                self._append_counted(Stdout(message.body.decode()))
+                self.append(Stdout(message.body.decode()))
             case MessageKind.STDERR:
-                self._append_counted(Stderr(message.body.decode()))
+                self.append(Stderr(message.body.decode()))
             case MessageKind.OUTPUT:
                 self._append_batch(message.body)
             case MessageKind.DISPLAY:
-                self._append_counted(DisplayData(_decode_mime_bundle(message.body)))
+                self.append(DisplayData(_decode_mime_bundle(message.body)))
             case MessageKind.RESULT:
-                self._append_counted(ExpressionResult(_decode_mime_bundle(message.body)))
+                self.append(ExpressionResult(_decode_mime_bundle(message.body)))
             case MessageKind.ERROR:
                 body = _decode_error(message.body)
-                self._append_counted(ExceptionRaised(body.name, body.value, body.traceback))
+                self.append(ExceptionRaised(body.name, body.value, body.traceback))
             case MessageKind.END:
                 self.reported_end.set_result(_decode_end(message.body))
             case unexpected:
@@ -167,13 +167,11 @@ class SandboxExecution:
         # An upper bound: measuring each text takes time.
         self.log_bytes += _EVENT_OVERHEAD_BYTES * len(outputs) + _MAX_CHARACTER_BYTES * len(body)
         for kind, text in outputs:
-            self.append(Stdout(text) if kind is MessageKind.STDOUT else Stderr(text))
+            self.append(Stdout(text) if kind is MessageKind.STDOUT else Stderr(text), size=0)
 
-    def _append_counted(self, event: ExecutionEvent) -> None:
-        self.log_bytes += estimate_memory(event)
-        self.append(event)
-
-    def append(self, event: ExecutionEvent) -> None:
+    def append(self, event: ExecutionEvent, size: int | None = None) -> None:
+        """Append an event for all readers. size: in bytes; None measures it."""
+        self.log_bytes += estimate_memory(event) if size is None else size
         if self.seconds_to_first_event is None and self._started_at:
             self.seconds_to_first_event = self.elapsed
         self.event_log.append(event)

@@ -335,22 +335,24 @@ class SandboxInstance:
             if self.executions.running is None and self._configured.done():
                 raise ProtocolViolation("a message while nothing ran")
             message = self._assembler.feed(packet)
-            if message is not None:
-                self._handle_message(message, fds)
+            if message is None:
+                return
+            if (execution := self.executions.running) is None:
+                self._handle_start_message(message, fds)
+                return
+            execution.accept(message)
+            if message.kind is MessageKind.END:
+                self.executions.running = None
+            elif execution.log_bytes > _LARGE_OUTPUT_BYTES:
+                self._on_output_growth()
         except (framing.FrameError, ProtocolViolation) as error:
             self.kill(f"it broke the protocol: {error}")
         finally:
             for fd in fds:
                 os.close(fd)
 
-    def _handle_message(self, message: framing.RunnerMessage, fds: list[int]) -> None:
-        if self.executions.running is not None:
-            self.executions.running.accept(message)
-            if message.kind is MessageKind.END:
-                self.executions.running = None
-            elif self.executions.running.log_bytes > _LARGE_OUTPUT_BYTES:
-                self._on_output_growth()
-            return
+    def _handle_start_message(self, message: framing.RunnerMessage, fds: list[int]) -> None:
+        """Handle a message that the sandbox sends before its first execution."""
         expected = _DESCRIPTORS_AND_LISTENERS if self._settings.mode == "namespaces" else _DESCRIPTORS
         match message.kind:
             case MessageKind.JAILED if self._data_fd < 0 and len(fds) == expected:
