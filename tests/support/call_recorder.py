@@ -1,4 +1,6 @@
-"""Runs the command line, and writes who of Fumehood's functions called whom: caller and callee in every line, with a tab between.
+"""Runs the command line, and writes which of Fumehood's functions called which.
+
+Every line has a caller and a callee, with a tab between:
 
     python call_recorder.py FILE serve --port 0
 
@@ -6,6 +8,7 @@ Calls through other packages count as calls of ours: a caller is the nearest fun
 """
 
 import atexit
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -22,7 +25,8 @@ _calls: set[tuple[CodeType | None, CodeType]] = set()
 def _record(code: CodeType, _offset: int) -> object:
     if not code.co_filename.startswith(_ROOT):
         return sys.monitoring.DISABLE
-    caller: FrameType | None = sys._getframe(2)
+    frame = inspect.currentframe()
+    caller: FrameType | None = frame.f_back.f_back if frame is not None and frame.f_back is not None else None
     while caller is not None and not caller.f_code.co_filename.startswith(_ROOT):
         caller = caller.f_back
     _calls.add((None if caller is None else caller.f_code, code))
