@@ -35,7 +35,7 @@ from benchmarks.harness.sandbox_targets import (
     SandboxTarget,
     TimedCall,
 )
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 
 RESULTS = Path(__file__).parent / "results" / "sandbox.json"
 POOL = 8
@@ -474,7 +474,9 @@ async def measure(scale: Scale, *, in_process: bool, containers: int) -> list[Re
         async with contextlib.AsyncExitStack() as warm:
             others: list[SandboxTarget] = []
             if in_process:
-                subject: SandboxTarget = await warm.enter_async_context(run_in_process(Settings(pool=POOL)))
+                subject: SandboxTarget = await warm.enter_async_context(
+                    run_in_process(SandboxServerSettings(pool=POOL))
+                )
             else:
                 server = await warm.enter_async_context(
                     sandbox_server_processes.run_on_unix_socket(directory, POOL)
@@ -492,7 +494,9 @@ async def measure(scale: Scale, *, in_process: bool, containers: int) -> list[Re
             if containers:
                 await step("left behind", measure_churn(subject, containers))
         if in_process:
-            cold: SandboxTarget = await stack.enter_async_context(run_in_process(Settings(pool=0)))
+            cold: SandboxTarget = await stack.enter_async_context(
+                run_in_process(SandboxServerSettings(pool=0))
+            )
         else:
             cold = await stack.enter_async_context(sandbox_server_processes.run_on_unix_socket(directory, 0))
         await step("pool empty", compare_with_spawns(cold, spawner, scale))
@@ -500,7 +504,7 @@ async def measure(scale: Scale, *, in_process: bool, containers: int) -> list[Re
 
 
 @contextlib.asynccontextmanager
-async def run_in_process(settings: Settings) -> AsyncGenerator[InProcessTarget]:
+async def run_in_process(settings: SandboxServerSettings) -> AsyncGenerator[InProcessTarget]:
     subject = await InProcessTarget.start(settings)
     try:
         yield subject

@@ -127,7 +127,7 @@ OPTIMISATIONS: dict[str, list[Replacement]] = {
         ),
     ],
     "prepared_values": [
-        Replacement("jail/seccomp_filter.py", "@functools.cache\n"),
+        Replacement("jail/seccomp_installer.py", "@functools.cache\n"),
         Replacement("processes/interpreter.py", "@functools.cache\n"),
     ],
 }

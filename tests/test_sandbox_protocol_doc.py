@@ -12,7 +12,7 @@ from fumehood.sandbox_server.api.app import SandboxServerApp
 from fumehood.sandbox_server.api.openapi import build_document
 from fumehood.sandbox_server.api.operations import OPERATIONS
 from fumehood.sandbox_server.api.sandbox_request_context import RequestTimeout, UnsupportedMethod
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 
 TEXT = (Path(__file__).parent.parent / "docs" / "sandbox-protocol.md").read_text(encoding="utf-8")
 
@@ -27,7 +27,7 @@ def test_every_route_is_documented_and_every_documented_route_is_there() -> None
 
 
 def test_every_operation_has_a_handler_and_is_in_the_description() -> None:
-    paths = build_document(Settings(), protected=True)["paths"]
+    paths = build_document(SandboxServerSettings(), protected=True)["paths"]
     for operation in OPERATIONS:
         assert callable(getattr(SandboxServerApp, operation.handler))
         described = paths[operation.path][operation.method.lower()]
@@ -100,7 +100,7 @@ def test_every_event_and_status_is_documented() -> None:
 
 def test_the_limits_are_those_of_the_settings() -> None:
     units = {"": 1, " MiB": 1 << 20, " GiB": 1 << 30, " s": 1, " h": 3600}
-    settings = Settings()
+    settings = SandboxServerSettings()
     seen = 0
     for limits, names in re.findall(r"^\| [^|]* \| ([^|]*) \| ([^|]*) \|$", section("Limits"), re.MULTILINE):
         numbers = [

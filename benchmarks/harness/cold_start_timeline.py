@@ -22,7 +22,7 @@ from rich.table import Table
 from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest
 from fumehood.sandbox_server.host import jail_launcher
 from fumehood.sandbox_server.host.host_resources import HostResources
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
@@ -67,7 +67,7 @@ def begin(spawn):
 
 def install(zygote):
     for name in (
-        "syscalls", "jail.jail_builder", "jail.landlock", "jail.seccomp_filter",
+        "syscalls", "jail.jail_builder", "jail.landlock", "jail.seccomp_installer",
         "processes.sandbox_startup", "processes.interpreter", "runner.code_runner", "runner.output_capture",
         "runner.captured_streams",
     ):
@@ -182,7 +182,7 @@ async def record_timelines(creations: int) -> list[list[TimelineEntry]]:
     with tempfile.TemporaryDirectory() as directory:
         jail_launcher._SERVER_PACKAGE = _instrumented_copy(directory)
         try:
-            async with Supervisor(Settings(pool=0)) as supervisor:
+            async with Supervisor(SandboxServerSettings(pool=0)) as supervisor:
                 watch.install()
                 return [await _record_one(supervisor, watch) for _ in range(creations)]
         finally:

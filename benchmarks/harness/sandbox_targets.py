@@ -23,7 +23,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     Stdout,
 )
 from fumehood.sandbox_client import RemoteSandboxProvider
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
@@ -78,7 +78,7 @@ class InProcessTarget(SandboxTarget):
         self.pid = os.getpid()
 
     @classmethod
-    async def start(cls, settings: Settings) -> Self:
+    async def start(cls, settings: SandboxServerSettings) -> Self:
         return cls(await Supervisor(settings).__aenter__())
 
     async def create(self) -> SandboxInstance:

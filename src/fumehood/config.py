@@ -125,7 +125,7 @@ class ShellSection(SettingsSection, frozen=True):
 
 
 class FileSearchSettings(SettingsSection, frozen=True):
-    pass
+    """Has no settings in this version: file search cannot be enabled yet."""
 
 
 class FileSearchSection(SettingsSection, frozen=True):

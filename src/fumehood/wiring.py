@@ -30,7 +30,7 @@ from fumehood.gateway import (
     Gateway,
     GatewayMetrics,
     GatewayServer,
-    RequestLimits,
+    RequestLimiter,
     RequestLog,
     log_to_logger,
 )
@@ -242,14 +242,14 @@ def _open_models(
     return models
 
 
-def _build_limits(config: GatewayConfig, clock: Clock) -> RequestLimits:
+def _build_limits(config: GatewayConfig, clock: Clock) -> RequestLimiter:
     limits = config.limits
     defaults = ApiKeyLimits(
         requests_per_minute=limits.requests_per_minute,
         concurrent=limits.concurrent,
         body_bytes=limits.body_bytes,
     )
-    return RequestLimits(
+    return RequestLimiter(
         defaults,
         max_concurrent=limits.concurrent_total,
         max_memory_bytes=limits.body_bytes_total,

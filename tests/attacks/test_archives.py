@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from tests.attacks.conftest import Host
 from tests.support.archives import (
     END_OF_TAR,
@@ -118,9 +118,10 @@ def test_bombs_end_at_the_quota(host: Host, box: SandboxClient, kind: str) -> No
 def test_an_archive_of_many_files(host: Host, box: SandboxClient) -> None:
     body = make_tar(*((f"d{number % 50}/{number}", b"") for number in range(3_000)))
     assert box.unpack(body, "tar")["files"] == 3_000
-    with pytest.raises(DriverError, match="SandboxLimitExceeded"):
+    with pytest.raises(DriverError, match="SandboxPayloadTooLarge"):
         box.unpack(
-            make_tar(*((str(number), b"") for number in range(Settings().unpacked_members + 1))), "tar"
+            make_tar(*((str(number), b"") for number in range(SandboxServerSettings().unpacked_members + 1))),
+            "tar",
         )
     assert len(box.list_files()[0]) == 3_000
 

@@ -129,7 +129,7 @@ def test_sparse_and_growing_files(host: Host, box: SandboxClient) -> None:
         report(1)
     """
     box.ask(dedent(grow))
-    with pytest.raises(DriverError, match="SandboxLimitExceeded: sparse: larger than"):
+    with pytest.raises(DriverError, match="SandboxPayloadTooLarge: sparse: larger than"):
         box.read_file("sparse", limit=1000)
     files, _ = box.list_files()
     assert files["sparse"] == 1 << 45

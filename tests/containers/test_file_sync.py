@@ -16,7 +16,7 @@ from fumehood.protocol.openai.container_objects import ContainerRecord, Containe
 from fumehood.protocol.sandbox.bundle_encoding import BundleContent
 from fumehood.protocol.sandbox.sandbox_errors import (
     SandboxGone,
-    SandboxLimitExceeded,
+    SandboxPayloadTooLarge,
     SandboxServerUnreachable,
 )
 from fumehood.protocol.sandbox.sandbox_messages import FileEntry, FileListing, SandboxSpec
@@ -121,7 +121,7 @@ async def test_a_container_has_so_many_files() -> None:
         outcome = await harness.run(container, "x")
         assert outcome.paths == ["0.txt", "1.txt", "2.txt", "3.txt"]
         assert outcome.notes == snapshot(["3 files are not listed: a container has at most 4."])
-        with pytest.raises(SandboxLimitExceeded):
+        with pytest.raises(SandboxPayloadTooLarge):
             await container.save_file("figure.png", b"x")
 
 
@@ -129,11 +129,11 @@ async def test_what_is_saved_is_bounded_too() -> None:
     async with container_harness(ExecutionStep("x"), settings=SMALL) as harness:
         container = await harness.open()
         await harness.run(container, "x")
-        with pytest.raises(SandboxLimitExceeded):
+        with pytest.raises(SandboxPayloadTooLarge):
             await container.save_file("figure.png", bytes(11))
         await container.save_file("a/figure.png", bytes(10))
         await container.save_file("a/figure.png", bytes(10))
-        with pytest.raises(SandboxLimitExceeded):
+        with pytest.raises(SandboxPayloadTooLarge):
             await container.save_file("a/figure.png", bytes(10))
         assert await harness.paths(container) == ["a/figure-2.png", "a/figure.png"]
 

@@ -23,7 +23,7 @@ from fumehood.protocol.sandbox.bundle_encoding import BundledFile
 from fumehood.protocol.sandbox.sandbox_errors import (
     FileRefused,
     SandboxError,
-    SandboxLimitExceeded,
+    SandboxPayloadTooLarge,
     SandboxServerUnreachable,
 )
 from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, UnpackSummary, WriteSummary
@@ -244,7 +244,7 @@ async def test_what_a_new_sandbox_does_not_take_is_named(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    "error", [FileRefused("more than 5 members"), SandboxLimitExceeded("too many bytes")]
+    "error", [FileRefused("more than 5 members"), SandboxPayloadTooLarge("too many bytes")]
 )
 async def test_a_new_sandbox_that_takes_none(monkeypatch: pytest.MonkeyPatch, error: SandboxError) -> None:
     async def refuse(_: object, files: Callable[[], AsyncIterable[Sequence[BundledFile]]]) -> WriteSummary:

@@ -11,7 +11,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     SandboxConflict,
     SandboxError,
     SandboxGone,
-    SandboxLimitExceeded,
+    SandboxPayloadTooLarge,
     SandboxServerUnreachable,
 )
 from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, ExecutionEnd, Stdout
@@ -24,7 +24,7 @@ from tests.support.containers import ContainerHarness, container_harness
     [
         (SandboxGone("gone: somebody pulled the plug"), False, "The sandbox was lost."),
         (SandboxConflict("That was another code."), True, "The sandbox refused: That was another code."),
-        (SandboxLimitExceeded("Too much code."), True, "The sandbox refused: Too much code."),
+        (SandboxPayloadTooLarge("Too much code."), True, "The sandbox refused: Too much code."),
         (ExecutionNotFound("It was forgotten."), True, "The sandbox refused: It was forgotten."),
         (
             SandboxServerUnreachable("http://10.0.0.1 is away"),

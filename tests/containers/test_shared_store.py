@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fumehood.containers.container_handle import ContainerHandle, SandboxLease
+from fumehood.containers.container_handle import AcquiredSandbox, ContainerHandle
 from fumehood.containers.container_service import SandboxContainerService
 from fumehood.containers.container_state import ContainerSettings
 from fumehood.protocol.openai.api_errors import ContainerExpired, RateLimited
@@ -228,7 +228,7 @@ async def test_a_loss_that_is_told_late_takes_no_other_sandbox_away(knows: bool)
             await harness.sweep_after(61)
         lost = make_execution_end("lost", "it was killed", state_kept=False)
         sandbox = ScriptedSandbox(harness.scripted, f"{container.id}-1", SandboxSpec())
-        await container._finish_call(SandboxLease(sandbox), lost)  # pyright: ignore[reportPrivateUsage]
+        await container._finish_call(AcquiredSandbox(sandbox), lost)  # pyright: ignore[reportPrivateUsage]
         await assert_bound(harness, container, 2)
 
 

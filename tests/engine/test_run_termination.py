@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import pytest
 
+from fumehood.engine.agent_loop import LoopLimits
 from fumehood.engine.citations import find_links
-from fumehood.engine.event_log import LagLimits
-from fumehood.engine.loop import LoopLimits
+from fumehood.engine.run_event_log import LagLimits
 from fumehood.engine.run_service import EngineRun
 from fumehood.interfaces import Lease
 from fumehood.protocol.model_turns import ModelRefusalDelta, ModelTextDelta, ModelTurnEnded

@@ -22,8 +22,8 @@ from fumehood.protocol.attachments import (
     decode_inline,
     sanitize_file_name,
 )
+from fumehood.protocol.name_sanitizing import FreeNameAllocator, find_free_name
 from fumehood.protocol.openai.api_errors import ApiError, InvalidRequest, NotFound, RateLimited
-from fumehood.protocol.untrusted_names import FreeNameAllocator, find_free_name
 from tests.support.memory_uploads import InMemoryUploads
 from tests.support.websites import Website
 

@@ -12,7 +12,7 @@ import pytest
 from fumehood.gateway import gateway_metrics
 from fumehood.gateway.authentication import AnonymousAuthenticator, ApiKeyAuthenticator
 from fumehood.gateway.gateway_metrics import EventLoopLagMonitor, GatewayMetrics
-from fumehood.gateway.request_limits import RequestLimits
+from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.interfaces import Caller
 from fumehood.metrics import BucketHistogram
 from fumehood.protocol.api_keys import ApiKeyLimits
@@ -59,7 +59,7 @@ async def test_limits_are_counted_by_name() -> None:
     )
     async with (
         ApiKeyAuthenticator(store, FakeClock(), AnonymousAuthenticator()) as holders,
-        run_gateway(authenticator=holders, limits=RequestLimits(max_concurrent=1)) as gateway,
+        run_gateway(authenticator=holders, limits=RequestLimiter(max_concurrent=1)) as gateway,
     ):
         gateway.runs.script = lambda response: [text_events(response)[:2]]
         waits = asyncio.ensure_future(TenantClient(gateway, ann).create())
@@ -80,7 +80,7 @@ async def test_limits_are_counted_by_name() -> None:
 
 
 async def test_large_bodies_beyond_a_limit() -> None:
-    limits = RequestLimits(ApiKeyLimits(body_bytes=100), max_memory_bytes=1000)
+    limits = RequestLimiter(ApiKeyLimits(body_bytes=100), max_memory_bytes=1000)
     ann, ben, somebody = Caller("a", "ann"), Caller("b", "ben"), Caller()
     with limits.memory_budget(ann) as one, limits.memory_budget(ben) as other:
         one.reserve(400)

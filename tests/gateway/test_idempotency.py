@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from fumehood.engine.event_log import LagLimits
+from fumehood.engine.run_event_log import LagLimits
 from fumehood.gateway import idempotency
 from fumehood.interfaces import IdempotencyClaim
 from fumehood.protocol.openai.api_errors import InternalServerError, InvalidRequest, ModelUnreachable

@@ -14,7 +14,7 @@ from fumehood.engine.token_counter import estimate_entry
 from fumehood.files.input_file_loader import InputFileLoader
 from fumehood.gateway import idempotency
 from fumehood.gateway.request_context import RequestContext
-from fumehood.gateway.request_limits import RequestLimits
+from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.interfaces import Caller
 from fumehood.protocol.conversation import ConversationEntry
 from fumehood.protocol.model_turns import ModelProfile, ModelRequest
@@ -169,7 +169,7 @@ async def test_a_large_compaction_is_opened_beside_the_loop() -> None:
 
 
 async def test_only_so_much_of_all_bodies_is_held() -> None:
-    async with run_gateway(limits=RequestLimits(max_memory_bytes=1_000_000)) as gateway:
+    async with run_gateway(limits=RequestLimiter(max_memory_bytes=1_000_000)) as gateway:
         gateway.runs.script = lambda response: [text_events(response)[:2]]
         async with gateway.post_response(stream=True, input=BIG) as (reader, _):
             await reader.readuntil(b"\r\n\r\n")
@@ -189,7 +189,7 @@ async def test_a_run_that_may_be_asked_for_again_holds_its_body_when_nobody_is_t
 ) -> None:
     monkeypatch.setattr(idempotency, "DISCONNECT_GRACE_SECONDS", 600.0)
     key = {"idempotency-key": "one"}
-    async with run_gateway(limits=RequestLimits(max_memory_bytes=1_000_000)) as gateway:
+    async with run_gateway(limits=RequestLimiter(max_memory_bytes=1_000_000)) as gateway:
         gateway.runs.script = lambda response: [text_events(response)[:2]]
         async with gateway.post_response(key, stream=True, input=BIG) as (reader, writer):
             await reader.readuntil(b"\r\n\r\n")
@@ -211,7 +211,7 @@ async def test_a_run_that_may_be_asked_for_again_holds_its_body_when_nobody_is_t
 
 
 async def test_what_was_refused_holds_nothing() -> None:
-    async with run_gateway(limits=RequestLimits(max_memory_bytes=1_000_000)) as gateway:
+    async with run_gateway(limits=RequestLimiter(max_memory_bytes=1_000_000)) as gateway:
         gateway.runs.rejection = InvalidRequest("No.")
         for _ in range(3):
             assert (await gateway.create_response(input=BIG)).status == 400
@@ -221,7 +221,7 @@ async def test_what_was_refused_holds_nothing() -> None:
 
 
 async def test_what_a_short_request_refers_to_is_held_like_a_body() -> None:
-    async with run_gateway(limits=RequestLimits(max_memory_bytes=1_000_000)) as gateway:
+    async with run_gateway(limits=RequestLimiter(max_memory_bytes=1_000_000)) as gateway:
         gateway.runs.refers_to = 700_000
         gateway.runs.script = lambda response: [text_events(response)[:2]]
         async with gateway.post_response(stream=True) as (reader, _):
@@ -254,7 +254,7 @@ async def test_uploads_that_an_input_names_are_held_until_the_response_is_there(
     }
     asked = [{"role": "user", "content": [picture]}]
     engine = EngineHarness(ScriptedModel(says("one"), says("two")), attachments=InputFileLoader(uploads))
-    limits = RequestLimits(max_memory_bytes=1_000_000)
+    limits = RequestLimiter(max_memory_bytes=1_000_000)
     async with run_gateway(runs=engine.runs, store=engine.store, limits=limits) as gateway:
         first = await gateway.create_response(input=asked)
         paths = ("", "/input_tokens", "/compact")
@@ -271,7 +271,7 @@ async def test_uploads_that_an_input_names_are_held_until_the_response_is_there(
 
 async def test_the_conversation_that_a_short_request_continues_is_held_like_a_body() -> None:
     engine = EngineHarness(ScriptedModel(*[says("yes")] * 8))
-    limits = RequestLimits(max_memory_bytes=1_000_000)
+    limits = RequestLimiter(max_memory_bytes=1_000_000)
     paths = ("", "/input_tokens", "/compact")
     async with run_gateway(runs=engine.runs, store=engine.store, limits=limits) as gateway:
         large, small = [(await gateway.create_response(input=said)).json["id"] for said in (BIG, "hi")]
@@ -301,7 +301,7 @@ async def test_the_conversation_that_a_short_request_continues_is_held_like_a_bo
 
 async def test_what_can_never_be_held_is_not_to_come_again() -> None:
     engine = EngineHarness(ScriptedModel(says(BIG)))
-    limits = RequestLimits(max_memory_bytes=1_000_000)
+    limits = RequestLimiter(max_memory_bytes=1_000_000)
     async with run_gateway(runs=engine.runs, store=engine.store, limits=limits) as gateway:
         first = await gateway.create_response(input=BIG)  # which is more with its answer
         answer = await gateway.create_response(previous_response_id=first.json["id"])
@@ -311,7 +311,7 @@ async def test_what_can_never_be_held_is_not_to_come_again() -> None:
 
 async def test_what_is_read_from_the_store_is_held_while_it_is_sent() -> None:
     engine = EngineHarness(ScriptedModel(says(BIG), says("short"), says(BIG), says(BIG)))
-    limits = RequestLimits(max_memory_bytes=2_000_000)  # which is less than a stream of it
+    limits = RequestLimiter(max_memory_bytes=2_000_000)  # which is less than a stream of it
     keys: list[Any] = [
         {"stream": stream, "headers": {"idempotency-key": f"{stream}"}} for stream in (False, True)
     ]
@@ -359,7 +359,7 @@ async def test_a_long_answer_waits_for_its_reader_piece_by_piece(size: int) -> N
 
 
 async def test_messages_are_held_from_when_they_wait_until_they_are_answered_or_forgotten() -> None:
-    async with run_gateway(limits=RequestLimits(max_memory_bytes=1_000_000)) as gateway:
+    async with run_gateway(limits=RequestLimiter(max_memory_bytes=1_000_000)) as gateway:
         gateway.runs.script = lambda response: [text_events(response)[:2]]
         async with connect_websocket(gateway.port) as socket:
             await socket.ask()

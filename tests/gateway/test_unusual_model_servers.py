@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fumehood.engine.loop import LoopLimits
+from fumehood.engine.agent_loop import LoopLimits
 from fumehood.engine.run_service import EngineRunService
 from fumehood.models.model_settings import ModelSettings
 from fumehood.models.registry import open_model_registry

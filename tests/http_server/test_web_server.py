@@ -11,8 +11,8 @@ import pytest
 
 from fumehood.http_server.asgi_exchange import Application, AsgiExchange, Headers, Receive, Scope, Send
 from fumehood.http_server.listening_sockets import ListenAddress, listen
+from fumehood.http_server.uvicorn_websocket import make_websocket_protocol
 from fumehood.http_server.web_server import FileDescriptorLimit, WebServer, render_error_response
-from fumehood.http_server.websocket_protocol import make_websocket_protocol
 
 PATIENCE = 30
 REQUEST = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"

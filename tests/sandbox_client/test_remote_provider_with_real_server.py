@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from fumehood.protocol.sandbox.sandbox_errors import FileRefused, SandboxGone, SandboxLimitExceeded
+from fumehood.protocol.sandbox.sandbox_errors import FileRefused, SandboxGone, SandboxPayloadTooLarge
 from fumehood.protocol.sandbox.sandbox_messages import (
     DisplayData,
     ExecuteRequest,
@@ -69,7 +69,7 @@ async def test_uploads_that_are_refused_half_way_are_told_why() -> None:
         ref = await remote.create(SandboxSpec())
         sandbox = await remote.attach(ref)
         for _ in range(3):
-            with pytest.raises(SandboxLimitExceeded):
+            with pytest.raises(SandboxPayloadTooLarge):
                 await sandbox.write_file("large", _endless())
             with pytest.raises(FileRefused, match="damaged"):
                 await sandbox.unpack_archive(_endless(), kind="tar.gz")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.settings_loader import (
     ENVIRONMENT_PREFIX,
     SETTING_NAMES,
@@ -27,12 +27,12 @@ def rows() -> dict[str, str]:
 
 
 def test_every_setting_is_documented_and_nothing_else() -> None:
-    assert set(rows()) == set(SETTING_NAMES) == {field.name for field in fields(Settings)}
+    assert set(rows()) == set(SETTING_NAMES) == {field.name for field in fields(SandboxServerSettings)}
 
 
 def test_the_documented_defaults_are_taken_and_are_the_defaults() -> None:
     """As they stand in the page, but for those that are told in words."""
-    plain = Settings()
+    plain = SandboxServerSettings()
     seen = 0
     for name, text in rows().items():
         if match := re.fullmatch(r"`([^`]+)`", text):
@@ -80,7 +80,7 @@ def test_variables_stand_above_the_file(tmp_path: Path) -> None:
         "egress_hosts": {"a.example": "10.0.0.2", "b.example": "::1"},
         "preload": (),
     }
-    Settings(**found)
+    SandboxServerSettings(**found)
 
 
 def test_a_file_with_a_password_is_not_for_others_to_read(tmp_path: Path) -> None:
@@ -171,8 +171,8 @@ def test_every_setting_can_be_given_as_text() -> None:
         "egress_ca_file": "none",
         "index_url": "https://x",
     }
-    for field in fields(Settings):
-        default = getattr(Settings(), field.name)
+    for field in fields(SandboxServerSettings):
+        default = getattr(SandboxServerSettings(), field.name)
         text = special.get(field.name, "none" if default is None else str(default))
         if isinstance(default, tuple):
             text = ",".join(map(str, default))  # pyright: ignore[reportUnknownArgumentType]

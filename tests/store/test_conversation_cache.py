@@ -41,7 +41,7 @@ def test_a_turn_is_shared_by_its_continuations() -> None:
 
 
 @given(st.lists(st.one_of(st.just(0), st.integers(0, 40)), max_size=80))
-def test_long_conversations_and_their_forks_share_segment_runs(steps: list[int]) -> None:
+def test_long_conversations_and_their_forks_share_segment_groups(steps: list[int]) -> None:
     """Each step is the distance of the continued response from the newest."""
     cached = ConversationCache(1 << 30)
     paths: list[list[str]] = []
@@ -65,7 +65,7 @@ def test_long_conversations_and_their_forks_share_segment_runs(steps: list[int])
 
 
 @pytest.mark.parametrize("size", [1000, 100_000])
-def test_forks_count_the_memory_of_their_segment_runs(size: int) -> None:
+def test_forks_count_the_memory_of_their_segment_groups(size: int) -> None:
     cached = ConversationCache(1 << 30)
     _append_turns(cached, "a", 15, size)
     for number in range(50):

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from fumehood.engine.event_log import LagLimits
-from fumehood.engine.loop import LoopLimits
+from fumehood.engine.agent_loop import LoopLimits
+from fumehood.engine.run_event_log import LagLimits
 from fumehood.engine.run_service import EngineRun, EngineRunService
 from fumehood.interfaces import AttachmentLoader, Caller, HostedTool, Run, Sealer
 from fumehood.metrics import GatewayStats

@@ -19,7 +19,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     InvalidSandboxRequest,
     InvalidServerToken,
     SandboxError,
-    SandboxLimitExceeded,
+    SandboxPayloadTooLarge,
     to_sandbox_error_body,
 )
 from fumehood.protocol.sandbox.sandbox_messages import (
@@ -31,7 +31,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     SandboxSpec,
 )
 
-OUTCOMES: dict[type[SandboxError], int] = {FileNotFound: 1, FileRefused: 2, SandboxLimitExceeded: 3}
+OUTCOMES: dict[type[SandboxError], int] = {FileNotFound: 1, FileRefused: 2, SandboxPayloadTooLarge: 3}
 
 type Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

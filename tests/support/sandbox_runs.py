@@ -20,7 +20,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     Stdout,
 )
 from fumehood.sandbox_server.host import cgroups
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.in_process_sandbox import iter_events
 from fumehood.sandbox_server.supervisor.sandbox_execution import SandboxExecution
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
@@ -36,9 +36,9 @@ def has_cgroups() -> bool:
     return True
 
 
-def settings(**changes: Any) -> Settings:
+def settings(**changes: Any) -> SandboxServerSettings:
     defaults: dict[str, Any] = {"pool": 0, "limits": "enforced" if has_cgroups() else "best-effort"}
-    return Settings(**{**defaults, **changes})
+    return SandboxServerSettings(**{**defaults, **changes})
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from fumehood.http_server.listening_sockets import ListenAddress, listen
 from fumehood.sandbox_server.api.app import KEEPALIVE_SECONDS
 from fumehood.sandbox_server.api.sandbox_service import SandboxService
 from fumehood.sandbox_server.api.server import SandboxServer
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 
 TIMEOUT_SECONDS = 30
 _TAKES_BYTES = r"/sandboxes/[^/]*/(files/|write|unpack)"
@@ -107,7 +107,7 @@ class RunningServer:
 
 @asynccontextmanager
 async def run_server(
-    settings: Settings,
+    settings: SandboxServerSettings,
     *,
     path: Path | None = None,
     token: str | None = None,

@@ -12,10 +12,10 @@ import aiohttp
 import msgspec
 
 from fumehood.containers.container_service import SandboxContainerService
-from fumehood.engine.event_log import EventLog, LagLimits
+from fumehood.engine.run_event_log import EventLog, LagLimits
 from fumehood.files.uploaded_files import UploadedFiles
 from fumehood.gateway.app import Gateway
-from fumehood.gateway.request_limits import RequestLimits
+from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.gateway.server import GatewayServer
 from fumehood.http_server.listening_sockets import ListenAddress, listen
 from fumehood.interfaces import Caller, ReserveMemory
@@ -451,7 +451,7 @@ async def run_gateway(
         "files": UploadedFiles(store, GarbageCollectedBlobs(MemoryBlobStore(), store), FakeClock()),
     }
     options.setdefault(
-        "limits", RequestLimits(ApiKeyLimits(body_bytes=body_bytes), max_concurrent=max_concurrent)
+        "limits", RequestLimiter(ApiKeyLimits(body_bytes=body_bytes), max_concurrent=max_concurrent)
     )
     app = Gateway(**(behind | options))
     listener = listen(ListenAddress(port=0))

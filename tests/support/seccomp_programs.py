@@ -18,11 +18,11 @@ live = pytest.mark.skipif(MACHINE not in syscall_policy.AUDIT_ARCH, reason=f"no 
 PROLOGUE = """
 import ctypes, json, mmap, os, sys
 from fumehood.sandbox_server.inside import syscalls
-from fumehood.sandbox_server.inside.jail import seccomp_filter
+from fumehood.sandbox_server.inside.jail import seccomp_installer
 program = open(sys.argv[1], "rb").read()
 def install():
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
-    seccomp_filter.install(program)
+    seccomp_installer.install(program)
 """
 UNDER = PROLOGUE + "install(); os.execv(sys.argv[2], sys.argv[2:])"
 

@@ -25,7 +25,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     ExecutionLanguage,
     SandboxSpec,
 )
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
@@ -145,7 +145,7 @@ async def main() -> None:
         if name in settings:
             settings[name] = Path(settings[name])
     try:
-        async with Supervisor(Settings(**settings)) as supervisor:
+        async with Supervisor(SandboxServerSettings(**settings)) as supervisor:
             driver = SupervisorDriver(
                 supervisor, "-".join(["heap", os.environ.get("FUMEHOOD_TEST_SECRET", "none")])
             )

@@ -8,7 +8,7 @@ import pytest
 from fumehood.protocol.sandbox.sandbox_errors import (
     FileRefused,
     SandboxGone,
-    SandboxLimitExceeded,
+    SandboxPayloadTooLarge,
     SandboxServerAtCapacity,
     SandboxServerUnreachable,
 )
@@ -132,9 +132,9 @@ async def test_errors_and_lost_sandboxes() -> None:
 
 def test_files_have_limits() -> None:
     files = MemorySandboxFiles(limit=10)
-    with pytest.raises(SandboxLimitExceeded):
+    with pytest.raises(SandboxPayloadTooLarge):
         files.write_file("a", b"x" * 11)
-    with pytest.raises(SandboxLimitExceeded):
+    with pytest.raises(SandboxPayloadTooLarge):
         files.unpack_archive(build_archive("zip", {"a": b"x" * 6, "b": b"x" * 6}), "zip", "")
     with pytest.raises(FileRefused):
         files.unpack_archive(build_archive("tar", {"a": b"", "a/b": b""}), "tar", "")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
-    from fumehood.sandbox_server.settings import Settings
+    from fumehood.sandbox_server.settings import SandboxServerSettings
 
 TOKEN_VARIABLE = "FUMEHOOD_SANDBOX_TOKEN"  # noqa: S105 - its name, not its value
 METRICS_TOKEN_VARIABLE = "FUMEHOOD_SANDBOX_METRICS_TOKEN"  # noqa: S105 - its name, not its value
@@ -80,9 +80,9 @@ def require_linux() -> None:
 
 def load_sandbox_settings(
     context: typer.Context, file: Path | None, options: Mapping[str, Any]
-) -> "Settings":
+) -> "SandboxServerSettings":
     """Merge settings. Precedence: command line, FUMEHOOD_SANDBOX_… variables, the file, the defaults in `options`."""
-    from fumehood.sandbox_server.settings import Settings
+    from fumehood.sandbox_server.settings import SandboxServerSettings
     from fumehood.sandbox_server.settings_loader import InvalidSetting, load_setting_values
 
     try:
@@ -96,7 +96,7 @@ def load_sandbox_settings(
     merged = {**options, **values}
     if "guest_socket" not in values or merged["mode"] != "pod":
         merged["guest_socket"] = resolve_guest_socket(context, merged["mode"], merged["guest_socket"])
-    return Settings(**merged)
+    return SandboxServerSettings(**merged)
 
 
 def resolve_guest_socket(

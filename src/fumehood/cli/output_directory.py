@@ -10,7 +10,7 @@ from contextlib import suppress
 from itertools import count, islice
 from pathlib import Path
 
-from fumehood.protocol.untrusted_names import candidate_names
+from fumehood.protocol.name_sanitizing import candidate_names
 
 _MAX_PATH_DEPTH = 32
 _MAX_CANDIDATES = 10_000

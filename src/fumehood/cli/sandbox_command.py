@@ -28,7 +28,7 @@ from fumehood.cli.options import (
 
 if TYPE_CHECKING:
     from fumehood.http_server.listening_sockets import ListenAddress, ListeningSocket
-    from fumehood.sandbox_server.settings import Settings
+    from fumehood.sandbox_server.settings import SandboxServerSettings
 
 EPILOG = """\b
 The token is read from --token-file or from FUMEHOOD_SANDBOX_TOKEN, the metrics token from --metrics-token-file or from
@@ -221,7 +221,11 @@ def _stop_at_end_of_input() -> None:
 
 
 def _run(
-    settings: "Settings", address: "ListenAddress", tokens: _Tokens, grace: float, exit_with_stdin: bool
+    settings: "SandboxServerSettings",
+    address: "ListenAddress",
+    tokens: _Tokens,
+    grace: float,
+    exit_with_stdin: bool,
 ) -> None:
     from fumehood.http_server.listening_sockets import ListenError, listen
     from fumehood.sandbox_server.host.linux_capabilities import limit_supervisor_capabilities
@@ -243,7 +247,9 @@ def _run(
         listener.close()
 
 
-def _serve(settings: "Settings", listener: "ListeningSocket", tokens: _Tokens, grace: float) -> None:
+def _serve(
+    settings: "SandboxServerSettings", listener: "ListeningSocket", tokens: _Tokens, grace: float
+) -> None:
     import uvloop
 
     from fumehood.sandbox_server.api.server import SandboxServer

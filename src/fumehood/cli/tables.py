@@ -20,7 +20,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object 
 
 def sanitize_text(text: str) -> str:
     """Make text safe for a terminal: one line, without control and bidirectional characters."""
-    from fumehood.protocol.untrusted_names import sanitize_name
+    from fumehood.protocol.name_sanitizing import sanitize_name
 
     return sanitize_name(" ".join(text.split()), _MAX_TEXT_LENGTH)
 

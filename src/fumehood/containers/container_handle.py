@@ -12,7 +12,7 @@ import msgspec
 from fumehood.containers.container_state import ContainerContext, ContainerState
 from fumehood.containers.file_sync import FileChanges, RestoreResult, format_file_names
 from fumehood.containers.running_call import RunningCall
-from fumehood.containers.sandbox_claims import (
+from fumehood.containers.sandbox_acquisition import (
     attach_sandbox,
     check_network_allowed,
     claim_sandbox,
@@ -49,7 +49,7 @@ _FINISHED_STATUSES = frozenset({"ok", "error"})
 
 
 @dataclass(frozen=True, slots=True)
-class SandboxLease:
+class AcquiredSandbox:
     """A sandbox for one call.
 
     notices: for the model. is_cached: whether it may be gone by now. restored: the files in an ephemeral sandbox.
@@ -157,7 +157,7 @@ class ContainerHandle:
         if record != self._state.stored:
             self._state.merge_stored(record)
 
-    async def _acquire_sandbox(self, stack: AsyncExitStack) -> SandboxLease:
+    async def _acquire_sandbox(self, stack: AsyncExitStack) -> AcquiredSandbox:
         """Return the container's sandbox, a new one if there is none. Raises SandboxError.
 
         Whether a cached sandbox still runs is not checked: that would cost as much as the call.
@@ -166,16 +166,16 @@ class ContainerHandle:
             sandbox = await stack.enter_async_context(ephemeral_sandbox(self._context, self._state))
             with self._context.time_file_sync():
                 restored = await self._context.files.restore(self.id, sandbox)
-            return SandboxLease(sandbox, restored.notices(), restored=restored)
+            return AcquiredSandbox(sandbox, restored.notices(), restored=restored)
         with start_timing("acquire") as timing:
             timing.set_attribute("start", "reused")
             cached = self._state.sandbox
             if cached is not None and cached.id == self._state.record.sandbox:
-                return SandboxLease(cached, is_cached=True)
+                return AcquiredSandbox(cached, is_cached=True)
             check_network_allowed(self._context, self._state.record)
             sandbox = await self._attach()
             if sandbox is not None:
-                return SandboxLease(sandbox)
+                return AcquiredSandbox(sandbox)
             async with self._state.files_lock:  # so that an upload meanwhile is not missed
                 return await self._replace_sandbox(timing)
 
@@ -186,7 +186,7 @@ class ContainerHandle:
         except TimeoutError:
             raise SandboxServerUnreachable("The sandbox server does not answer.") from None
 
-    async def _replace_sandbox(self, timing: Timing) -> SandboxLease:
+    async def _replace_sandbox(self, timing: Timing) -> AcquiredSandbox:
         """Attach to the sandbox that another process has made meanwhile, or make one.
 
         Files are not restored into the other's sandbox: that could undo what code is writing there.
@@ -199,13 +199,13 @@ class ContainerHandle:
             if self._state.record.sandbox != gone:
                 sandbox = await self._attach()
                 if sandbox is not None:
-                    return SandboxLease(sandbox)
+                    return AcquiredSandbox(sandbox)
                 gone = self._state.record.sandbox
             created = await self._recreate_sandbox(timing)
             if created is not None:
                 return created
 
-    async def _recreate_sandbox(self, timing: Timing) -> SandboxLease | None:
+    async def _recreate_sandbox(self, timing: Timing) -> AcquiredSandbox | None:
         """Make the next sandbox and restore the files. None if another process was faster."""
         record = self._state.record
         incarnation = record.incarnation + 1
@@ -223,14 +223,14 @@ class ContainerHandle:
         if self._state.record.sandbox != ref.id:
             await release_sandbox(self._context.provider, ref)
             return None
-        return SandboxLease(
+        return AcquiredSandbox(
             sandbox, [*([_NEW_SANDBOX_NOTICE] if incarnation > 1 else []), *restored.notices()]
         )
 
     # ---- after the code has run ---------------------------------------------------------------------------------
 
     async def _finish_call(
-        self, lease: SandboxLease, end: ExecutionEnd
+        self, lease: AcquiredSandbox, end: ExecutionEnd
     ) -> tuple[ExecutionEnd, Sequence[str]]:
         """Collect files and update the record. Returns the end, changed if files were lost, and notices."""
         self._state.update(last_active_at=self._context.clock.now())
@@ -262,7 +262,7 @@ class ContainerHandle:
         except SandboxError:
             return False  # unknown
 
-    async def _collect_files(self, lease: SandboxLease) -> FileChanges:
+    async def _collect_files(self, lease: AcquiredSandbox) -> FileChanges:
         """Record what a call wrote, for `collect_files`."""
         restored = lease.restored
         mark = self._state.record.mark if restored is None else restored.mark

@@ -16,8 +16,8 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from fumehood.containers.container_expiry import ACTIVITY_WRITE_INTERVAL, ContainerReaper
 from fumehood.containers.container_handle import ContainerHandle
+from fumehood.containers.container_reaper import ACTIVITY_WRITE_INTERVAL, ContainerReaper
 from fumehood.containers.container_state import (
     ContainerContext,
     ContainerRecordStore,
@@ -29,10 +29,10 @@ from fumehood.containers.container_validation import (
     choose_file_name,
     validate_file_path,
 )
-from fumehood.containers.domain_secrets import DomainSecretVault
+from fumehood.containers.domain_secret_vault import DomainSecretVault
 from fumehood.containers.file_sync import FileSync
 from fumehood.containers.file_transfer import FileUpload
-from fumehood.containers.sandbox_claims import attach_sandbox
+from fumehood.containers.sandbox_acquisition import attach_sandbox
 from fumehood.containers.user_files import UserFiles
 from fumehood.interfaces import (
     BlobRef,
@@ -45,6 +45,7 @@ from fumehood.interfaces import (
     Sealer,
 )
 from fumehood.metrics import ContainerStats
+from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import (
     ContainerExpired,
     InvalidRequest,
@@ -56,7 +57,6 @@ from fumehood.protocol.openai.container_objects import ContainerFileRecord, Cont
 from fumehood.protocol.openai.page_query import PageQuery
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
 from fumehood.protocol.sandbox.sandbox_messages import ArchiveFormat
-from fumehood.protocol.untrusted_names import sanitize_name
 
 logger = logging.getLogger(__name__)
 

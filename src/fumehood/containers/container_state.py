@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from fumehood.containers.domain_secrets import DomainSecretVault
+from fumehood.containers.domain_secret_vault import DomainSecretVault
 from fumehood.containers.file_sync import ContainerFileLimits, FileSync
 from fumehood.interfaces import (
     Clock,

@@ -3,11 +3,11 @@
 import msgspec
 
 from fumehood.containers.container_state import ContainerSettings
-from fumehood.containers.domain_secrets import find_forbidden_domain, normalize_domain
+from fumehood.containers.domain_secret_vault import find_forbidden_domain, normalize_domain
+from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.container_objects import DATA_DIRECTORY, ContainerSpec
 from fumehood.protocol.sandbox.sandbox_messages import NetworkAllowlist
-from fumehood.protocol.untrusted_names import sanitize_name
 
 _MAX_NAME_LENGTH = 256
 _MAX_COMPONENT_BYTES = 255

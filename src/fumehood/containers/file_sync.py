@@ -21,6 +21,7 @@ from fumehood.containers.file_transfer import (
 )
 from fumehood.cpu_worker import ITEM_COST_BYTES, run_in_worker
 from fumehood.interfaces import BlobRef, Clock, ContainerFileStore, ReferencedBlobs, Sandbox
+from fumehood.protocol.name_sanitizing import find_free_name, join_names, sanitize_name
 from fumehood.protocol.openai.api_errors import ServiceUnavailable
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerFileSource
 from fumehood.protocol.sandbox.sandbox_errors import (
@@ -28,10 +29,9 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     FileRefused,
     SandboxError,
     SandboxGone,
-    SandboxLimitExceeded,
+    SandboxPayloadTooLarge,
 )
 from fumehood.protocol.sandbox.sandbox_messages import FileEntry, FileListing
-from fumehood.protocol.untrusted_names import find_free_name, join_names, sanitize_name
 
 logger = logging.getLogger(__name__)
 
@@ -238,14 +238,14 @@ class FileSync:
     ) -> ContainerFileRecord:
         """Store a file of the assistant under a free name, also in the sandbox if there is one.
 
-        Raises SandboxLimitExceeded, and SandboxGone if the container has ended.
+        Raises SandboxPayloadTooLarge, and SandboxGone if the container has ended.
         """
         known = {record.path: record for record in await self._store.list_container_files(container_id)}
         available = min(
             self._limits.file_bytes, self._limits.container_bytes - total_blob_bytes(known.values())
         )
         if len(content) > available or len(known) >= self._limits.files:
-            raise SandboxLimitExceeded("The container has no room for another file.")
+            raise SandboxPayloadTooLarge("The container has no room for another file.")
         name = find_free_name(path, known)
         fingerprint = NO_FINGERPRINT
         if sandbox is not None:
@@ -328,16 +328,16 @@ class _ChangeRecorder:
                 return False
         try:
             self.reserve_bytes(file, max(file.size, 0))
-        except SandboxLimitExceeded:
+        except SandboxPayloadTooLarge:
             self._record_without_blob(file, now)
             return False
         return True
 
     def reserve_bytes(self, file: FileEntry, size: int) -> None:
-        """Change the bytes reserved for a file to `size`. Raises SandboxLimitExceeded."""
+        """Change the bytes reserved for a file to `size`. Raises SandboxPayloadTooLarge."""
         more = size - self.reserved_bytes.get(file.path, 0)
         if size > self.limits.file_bytes or more > self.bytes_left:
-            raise SandboxLimitExceeded("There is no room for this file.")
+            raise SandboxPayloadTooLarge("There is no room for this file.")
         self.bytes_left -= more
         self.reserved_bytes[file.path] = size
 
@@ -349,7 +349,7 @@ class _ChangeRecorder:
                 continue
             self.bytes_left += self.reserved_bytes.pop(file.path, 0)
             # The container or the disk is full; other errors mean that the file is gone.
-            if isinstance(result, SandboxLimitExceeded | ServiceUnavailable):
+            if isinstance(result, SandboxPayloadTooLarge | ServiceUnavailable):
                 self._record_without_blob(file, now)
 
     def _record_without_blob(self, file: FileEntry, now: float) -> None:

@@ -18,7 +18,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     FileNotFound,
     FileRefused,
     SandboxError,
-    SandboxLimitExceeded,
+    SandboxPayloadTooLarge,
 )
 from fumehood.protocol.sandbox.sandbox_messages import FileEntry, UnpackSummary, WriteSummary
 
@@ -33,7 +33,7 @@ _CONCURRENT_LARGE_FILES = 8
 # A file with its blob, or with why it was not stored.
 type DownloadedFile = tuple[FileEntry, BlobRef | SandboxError | ServiceUnavailable]
 type _ReadFile = tuple[FileEntry, bytes | SandboxError]
-# Reserves the bytes of a file, again when its size turns out to differ; raises SandboxLimitExceeded.
+# Reserves the bytes of a file, again when its size turns out to differ; raises SandboxPayloadTooLarge.
 type ReserveBytes = Callable[[FileEntry, int], None]
 
 
@@ -100,7 +100,7 @@ class FileTransfer:
     ) -> AsyncGenerator[Sequence[DownloadedFile]]:
         """Store the files as blobs, pinned until the stack is closed; yield the results in batches.
 
-        Raises SandboxError if the sandbox fails, and what `reserve` raises except SandboxLimitExceeded.
+        Raises SandboxError if the sandbox fails, and what `reserve` raises except SandboxPayloadTooLarge.
         """
         small = [file for file in files if file.size <= MAX_BUNDLED_FILE_BYTES]
         large = [file for file in files if file.size > MAX_BUNDLED_FILE_BYTES]
@@ -129,7 +129,7 @@ class FileTransfer:
             async with aclosing(sandbox.read_files([file.path for file in small])) as answers:
                 async for contents in answers:
                     for content, file in zip(contents, waiting, strict=False):
-                        if isinstance(content, SandboxLimitExceeded):
+                        if isinstance(content, SandboxPayloadTooLarge):
                             large.append(file)
                             continue
                         batch.append((file, _check_reserved(file, content, reserve)))
@@ -167,7 +167,7 @@ class FileTransfer:
         try:
             content = _count_stream(file, sandbox.read_file(file.path), reserve)
             return file, await blob_stack.enter_async_context(self._blobs.put_pinned(content))
-        except (FileNotFound, FileRefused, SandboxLimitExceeded, ServiceUnavailable) as error:
+        except (FileNotFound, FileRefused, SandboxPayloadTooLarge, ServiceUnavailable) as error:
             return file, error
 
     # ---- into a sandbox -----------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class FileTransfer:
     ) -> None:
         try:
             written = await sandbox.write_files(lambda: self._read_blobs(small, report))
-        except (FileRefused, SandboxLimitExceeded) as error:  # of the bundle as a whole
+        except (FileRefused, SandboxPayloadTooLarge) as error:  # of the bundle as a whole
             report.errors.append(error)
             written = WriteSummary(files=0, bytes=0, refused=len(small))
         report.errors += [FileRefused(reason) for reason in written.reasons]
@@ -227,7 +227,7 @@ class FileTransfer:
             entry = await sandbox.write_file(upload.path, content, executable=upload.executable)
         except KeyError:
             report.missing_blobs.add(upload.path)
-        except (FileRefused, SandboxLimitExceeded) as error:
+        except (FileRefused, SandboxPayloadTooLarge) as error:
             report.rejected.add(upload.path)
             report.errors.append(error)
         else:
@@ -248,7 +248,7 @@ def _check_reserved(
     try:
         if isinstance(content, bytes):
             reserve(file, len(content))
-    except SandboxLimitExceeded as error:
+    except SandboxPayloadTooLarge as error:
         return error
     return content
 

@@ -28,9 +28,10 @@ from fumehood.containers.file_transfer import (
     FileUpload,
     ReserveBytes,
 )
-from fumehood.containers.sandbox_claims import attach_sandbox, ephemeral_sandbox
+from fumehood.containers.sandbox_acquisition import attach_sandbox, ephemeral_sandbox
 from fumehood.cpu_worker import ITEM_COST_BYTES, run_in_worker
 from fumehood.interfaces import BlobRef, ReferencedBlobs, Sandbox
+from fumehood.protocol.name_sanitizing import candidate_names, sanitize_name
 from fumehood.protocol.openai.api_errors import (
     ApiError,
     BodyTooLarge,
@@ -45,11 +46,10 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     RetryLater,
     SandboxError,
     SandboxGone,
-    SandboxLimitExceeded,
     SandboxNotFound,
+    SandboxPayloadTooLarge,
 )
 from fumehood.protocol.sandbox.sandbox_messages import ArchiveFormat, FileEntry
-from fumehood.protocol.untrusted_names import candidate_names, sanitize_name
 
 # Writes files into a sandbox and returns their fingerprints by path.
 type WriteFiles = Callable[[Sandbox], Awaitable[Mapping[str, FileFingerprint]]]
@@ -286,7 +286,7 @@ class UserFiles:
 
     def _to_api_error(self, error: SandboxError) -> ApiError:
         """Translate a sandbox's error for the API client."""
-        if isinstance(error, SandboxLimitExceeded):
+        if isinstance(error, SandboxPayloadTooLarge):
             return BodyTooLarge(f"The container has no room for this: {error.message}")
         if isinstance(error, InvalidSandboxRequest):
             return InvalidRequest(f"The container refused the file: {error.message}", param="file")

@@ -4,8 +4,8 @@ A run asks the model for turns, executes hosted tool calls between them, compact
 response. `EngineRunService` starts runs.
 """
 
-from fumehood.engine.event_log import LagLimits
-from fumehood.engine.loop import LoopLimits
+from fumehood.engine.agent_loop import LoopLimits
+from fumehood.engine.run_event_log import LagLimits
 from fumehood.engine.run_service import EngineRunService
 
 __all__ = [

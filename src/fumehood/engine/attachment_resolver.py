@@ -20,8 +20,8 @@ from fumehood.protocol.attachments import (
     sanitize_file_name,
 )
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
+from fumehood.protocol.name_sanitizing import FreeNameAllocator
 from fumehood.protocol.openai.api_errors import InvalidRequest, NotFound
-from fumehood.protocol.untrusted_names import FreeNameAllocator
 
 _MAX_FILES = 200
 _MAX_URLS = 20  # each fetch may be slow

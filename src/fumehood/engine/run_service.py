@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from fumehood.cpu_worker import run_in_worker
+from fumehood.engine.agent_loop import AgentLoop, LoopLimits
 from fumehood.engine.attachment_resolver import AttachmentResolver
 from fumehood.engine.compactor import DEFAULT_CONTEXT_WINDOW, Compactor
-from fumehood.engine.event_log import EventLog, LagLimits
 from fumehood.engine.history import ConversationHistory
-from fumehood.engine.loop import AgentLoop, LoopLimits
 from fumehood.engine.request_preparation import PreparedRequest, RequestPreparer
+from fumehood.engine.run_event_log import EventLog, LagLimits
 from fumehood.engine.token_counter import TokenCounter, estimate_cost
 from fumehood.engine.truncation import check_length
 from fumehood.interfaces import (

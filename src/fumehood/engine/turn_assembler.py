@@ -20,8 +20,8 @@ from fumehood.engine.client_call_builders import (
     FunctionCallBuilder,
     is_complete_json,
 )
-from fumehood.engine.event_log import EventLog
 from fumehood.engine.message_builders import MessageBuilder, ReasoningBuilder
+from fumehood.engine.run_event_log import EventLog
 from fumehood.interfaces import ConfiguredTool, ToolCallContext, ToolCallResult, ToolCallSession
 from fumehood.protocol.conversation import COMPACTION_TYPE, ConversationEntry, ToolExchange
 from fumehood.protocol.model_turns import (

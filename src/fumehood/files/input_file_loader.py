@@ -23,9 +23,9 @@ from fumehood.protocol.attachments import (
     sanitize_file_name,
 )
 from fumehood.protocol.file_types import detect_image_type
+from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest, NotFound
 from fumehood.protocol.openai.file_objects import UploadedFileRecord
-from fumehood.protocol.untrusted_names import sanitize_name
 
 _IMAGE_FORMATS = "PNG, JPEG, GIF or WebP"
 

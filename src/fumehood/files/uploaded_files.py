@@ -14,11 +14,11 @@ from typing import Self
 from fumehood.files.file_settings import UploadSettings
 from fumehood.interfaces import BlobRef, Caller, Clock, FileTotals, ReferencedBlobs, UploadStore
 from fumehood.protocol.file_types import HEAD_BYTES, AcceptedFileTypes
+from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import ApiError, BodyTooLarge, InvalidRequest, NotFound, RateLimited
 from fumehood.protocol.openai.file_objects import FileUploadMetadata, UploadedFileRecord
 from fumehood.protocol.openai.ids import new_id
 from fumehood.protocol.openai.page_query import PageQuery
-from fumehood.protocol.untrusted_names import sanitize_name
 
 logger = logging.getLogger(__name__)
 

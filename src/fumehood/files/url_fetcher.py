@@ -19,7 +19,7 @@ from yarl import URL
 from fumehood.files.file_settings import InputSettings
 from fumehood.http_server.address_policy import AddressPolicy, parse_networks
 from fumehood.http_server.dns_resolver import DnsResolutionFailed, DnsResolver
-from fumehood.protocol.untrusted_names import sanitize_name
+from fumehood.protocol.name_sanitizing import sanitize_name
 
 _MAX_REDIRECTS = 5
 _REDIRECT_STATUSES = frozenset({301, 302, 303, 307, 308})

@@ -8,7 +8,7 @@ from fumehood.gateway.app import Gateway
 from fumehood.gateway.authentication import AnonymousAuthenticator, ApiKeyAuthenticator, Authenticator
 from fumehood.gateway.cors import ANY_ORIGIN, CorsPolicy
 from fumehood.gateway.gateway_metrics import EventLoopLagMonitor, GatewayMetrics
-from fumehood.gateway.request_limits import RequestLimits
+from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.gateway.request_log import BufferedRequestLog, RequestLog, log_to_logger
 from fumehood.gateway.server import GatewayServer
 
@@ -23,7 +23,7 @@ __all__ = [
     "Gateway",
     "GatewayMetrics",
     "GatewayServer",
-    "RequestLimits",
+    "RequestLimiter",
     "RequestLog",
     "log_to_logger",
 ]

@@ -19,7 +19,7 @@ from fumehood.gateway.cors import CorsPolicy
 from fumehood.gateway.gateway_metrics import CONTENT_TYPE, GatewayMetrics
 from fumehood.gateway.openapi import PUBLIC_PATHS, build_document
 from fumehood.gateway.request_context import RequestContext, encode_json, to_api_error
-from fumehood.gateway.request_limits import RequestLimits
+from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.gateway.request_log import RequestLog, log_to_logger
 from fumehood.gateway.routes.container_routes import ContainerFileRoutes, ContainerRoutes
 from fumehood.gateway.routes.file_routes import FileRoutes
@@ -86,7 +86,7 @@ class Gateway:
         authenticator: Authenticator | None = None,
         metrics: GatewayMetrics | None = None,
         request_log: RequestLog = log_to_logger,
-        limits: RequestLimits | None = None,
+        limits: RequestLimiter | None = None,
         cors: CorsPolicy | None = None,
         always_include: Collection[str] = (),
         readiness_problem: Callable[[], Awaitable[str | None]] | None = None,
@@ -104,7 +104,7 @@ class Gateway:
         self._readiness_problem = readiness_problem
         self._models = models
         self._min_bytes_per_second = min_bytes_per_second
-        limits = limits or RequestLimits()
+        limits = limits or RequestLimiter()
         self.metrics.limit_rejections = limits.rejections
         responses = self.responses = ResponseRoutes(
             runs,

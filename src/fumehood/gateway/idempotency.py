@@ -16,7 +16,7 @@ import msgspec
 
 from fumehood.gateway.gateway_metrics import GatewayMetrics
 from fumehood.gateway.request_context import RequestContext, encode_json
-from fumehood.gateway.request_limits import MemoryBudget, RequestLimits
+from fumehood.gateway.request_limiter import RequestLimiter, RequestMemory
 from fumehood.gateway.streaming.event_sender import CLIENT_DISCONNECTED, TERMINAL_EVENTS
 from fumehood.gateway.tenant_cache import TenantCache
 from fumehood.http_server.asgi_exchange import ClientDisconnected
@@ -90,11 +90,15 @@ class IdempotentResponseStore(IdempotencyStore, ResponseStore, Protocol):
     """Responses and the idempotency keys that stand for them."""
 
 
-class IdempotentRequests:
+class IdempotencyRegistry:
     """The requests with keys that this process serves or remembers."""
 
     def __init__(
-        self, runs: RunService, store: IdempotentResponseStore, limits: RequestLimits, metrics: GatewayMetrics
+        self,
+        runs: RunService,
+        store: IdempotentResponseStore,
+        limits: RequestLimiter,
+        metrics: GatewayMetrics,
     ) -> None:
         self._runs = runs
         self._store = store
@@ -105,7 +109,7 @@ class IdempotentRequests:
 
     @asynccontextmanager
     async def open_run(
-        self, context: RequestContext, request: IdempotentRequest, budget: MemoryBudget
+        self, context: RequestContext, request: IdempotentRequest, budget: RequestMemory
     ) -> AsyncGenerator[ReadableRun]:
         """Start the run of this key, join it, or replay its response.
 
@@ -129,7 +133,7 @@ class IdempotentRequests:
             with shared_run.join(started) as run:
                 yield run
 
-    def _start_shared(self, request: IdempotentRequest, budget: MemoryBudget) -> "_SharedRun":
+    def _start_shared(self, request: IdempotentRequest, budget: RequestMemory) -> "_SharedRun":
         """The run has a task of its own: the first client may disconnect before others."""
         shared_run = self._shared_runs[request.cache_key] = _SharedRun(request.digest)
         shared_run.task = asyncio.create_task(
@@ -139,7 +143,7 @@ class IdempotentRequests:
         return shared_run
 
     async def _run_shared(
-        self, shared_run: "_SharedRun", request: IdempotentRequest, budget: MemoryBudget
+        self, shared_run: "_SharedRun", request: IdempotentRequest, budget: RequestMemory
     ) -> None:
         """Start the run, unless an earlier one had this key, and record its end."""
         try:

@@ -7,8 +7,8 @@ from typing import override
 from fumehood.gateway.request_context import VERSION_HEADER, encode_json
 from fumehood.http_server.asgi_exchange import Application
 from fumehood.http_server.slow_clients import do_nothing
+from fumehood.http_server.uvicorn_websocket import make_websocket_protocol
 from fumehood.http_server.web_server import WebServer, render_error_response
-from fumehood.http_server.websocket_protocol import make_websocket_protocol
 from fumehood.protocol.openai.api_errors import InvalidRequest, ServiceUnavailable, to_error_body
 
 

@@ -16,9 +16,9 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from fumehood.http_server.asgi_exchange import DIRECT_WRITER, Application, Headers
-from fumehood.http_server.http1_protocol import Http1Protocol
 from fumehood.http_server.read_scheduler import ReadScheduler, SlicedReadProtocol
 from fumehood.http_server.slow_clients import StalledClientMixin, do_nothing
+from fumehood.http_server.uvicorn_http1 import Http1Protocol
 
 type ErrorRenderer = Callable[[int, str], bytes]
 

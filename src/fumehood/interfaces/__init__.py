@@ -11,7 +11,7 @@ from fumehood.interfaces.callers import Caller  # who sends a request
 from fumehood.interfaces.clock import Clock  # time, as tests control it
 
 # The engine, as the gateway uses it
-from fumehood.interfaces.runs import (
+from fumehood.interfaces.response_runs import (
     ReadableRun,  # a run as a request reads it
     ReserveMemory,  # callback that accounts for memory
     Run,  # a response in progress

@@ -76,7 +76,7 @@ class Container(Protocol):
         path: below /mnt/data; a free name is chosen if it is in use.
         content: all of it.
 
-        Raises SandboxLimitExceeded if the container may keep no more.
+        Raises SandboxPayloadTooLarge if the container may keep no more.
         """
         ...
 

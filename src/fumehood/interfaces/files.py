@@ -9,7 +9,7 @@ from collections.abc import (
 from typing import Protocol
 
 from fumehood.interfaces.callers import Caller
-from fumehood.interfaces.runs import ReserveMemory
+from fumehood.interfaces.response_runs import ReserveMemory
 from fumehood.protocol.attachments import Attachment, InputFilePart
 from fumehood.protocol.openai.file_objects import FileUploadMetadata, UploadedFileRecord
 from fumehood.protocol.openai.page_query import PageQuery

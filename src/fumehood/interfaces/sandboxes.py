@@ -51,7 +51,8 @@ class Sandbox(Protocol):
 
         request: the code, its language and its timeout. A known `execution_id` attaches to that execution.
 
-        Raises SandboxConflict if the `execution_id` belongs to other code, InvalidSandboxRequest, SandboxLimitExceeded.
+        Raises SandboxConflict if the `execution_id` belongs to other code, InvalidSandboxRequest and
+        SandboxPayloadTooLarge.
         Every error is final, and has `nothing_started` set if the code has certainly not begun.
         """
         ...
@@ -93,7 +94,7 @@ class Sandbox(Protocol):
         """Yield the contents of many small files, in order and in batches.
 
         A file that cannot be read has an error in place of its content: FileNotFound, FileRefused, or
-        SandboxLimitExceeded if it is larger than `bundle_encoding.MAX_BUNDLED_FILE_BYTES`.
+        SandboxPayloadTooLarge if it is larger than `bundle_encoding.MAX_BUNDLED_FILE_BYTES`.
 
         paths: of the files.
         """
@@ -108,7 +109,7 @@ class Sandbox(Protocol):
         content: all bytes, or chunks.
         executable: set the x bits.
 
-        Raises FileRefused, SandboxLimitExceeded, and whatever `content` raises.
+        Raises FileRefused, SandboxPayloadTooLarge, and whatever `content` raises.
         """
         ...
 
@@ -117,7 +118,7 @@ class Sandbox(Protocol):
 
         files: returns the files in batches. Called again if the connection breaks.
 
-        Raises FileRefused, SandboxLimitExceeded and whatever `files` raises; then no file is written.
+        Raises FileRefused, SandboxPayloadTooLarge and whatever `files` raises; then no file is written.
         """
         ...
 
@@ -139,7 +140,7 @@ class Sandbox(Protocol):
         kind: the format.
         into: a directory.
 
-        Raises FileRefused, SandboxLimitExceeded, and whatever `content` raises.
+        Raises FileRefused, SandboxPayloadTooLarge, and whatever `content` raises.
         """
         ...
 

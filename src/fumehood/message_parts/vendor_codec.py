@@ -26,7 +26,7 @@ from fumehood.message_parts.canonical_parts import (
 )
 from fumehood.message_parts.field_codecs import FIELD_CODECS, extract
 from fumehood.message_parts.json_paths import MISSING, copy_json, get_at_path, get_text_at_path, set_at_path
-from fumehood.message_parts.streaming.partial_items import VendorStream
+from fumehood.message_parts.streaming.partial_items import VendorStreamCollector
 
 # The vendors' words for a status; other words are ignored.
 VENDOR_STATUSES: dict[str, Status] = {
@@ -333,7 +333,7 @@ class VendorCodec(msgspec.Struct, frozen=True, kw_only=True):
     item_mappings: tuple[ItemMapping, ...]
     draft_parts: Callable[[JsonObject], list[PartDraft]]
     text: TextTemplate
-    stream: Callable[[], VendorStream]
+    stream: Callable[[], VendorStreamCollector]
     user_text: TextTemplate | None = None
     reasoning: TextTemplate | None = None
     find_item_lists: Callable[[Json], list[JsonPath]] = find_no_item_lists

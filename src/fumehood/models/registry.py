@@ -17,8 +17,8 @@ from fumehood.models.responses_api.responses_backend import ResponsesApiBackend
 from fumehood.models.retrying_backend import RetryingBackend
 from fumehood.models.upstream.http1_client import PooledHttpClient
 from fumehood.protocol.model_turns import ModelCard
+from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest, ModelError
-from fumehood.protocol.untrusted_names import sanitize_name
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from urllib.parse import unquote_to_bytes
 import msgspec
 from msgspec import Raw
 
-from fumehood.protocol.untrusted_names import sanitize_name
+from fumehood.protocol.name_sanitizing import sanitize_name
 
 MAX_TEXT_CHARACTERS = 100_000
 """Characters of a file that a model sees."""

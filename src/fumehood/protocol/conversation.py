@@ -89,7 +89,7 @@ class ConversationSegment:
         return _ENTRY_OVERHEAD * len(self.entries) + 2 * self.size
 
 
-class SegmentRun:
+class SegmentGroup:
     """Consecutive segments handled as one. Immutable.
 
     renderings: like those of a segment.
@@ -109,12 +109,12 @@ class SegmentRun:
         self.is_combined: Final = self.size <= _MAX_COMBINED_BYTES
 
 
-type ConversationPiece = ConversationSegment | SegmentRun
+type ConversationPiece = ConversationSegment | SegmentGroup
 
 
 class Conversation(Sequence[ConversationSegment]):
     """Segments, grouped into pieces. Touching every segment of a long conversation costs more than the work on it, so
-    segment runs are handled as a whole where possible.
+    segment groups are handled as a whole where possible.
     """
 
     __slots__ = ("pieces",)

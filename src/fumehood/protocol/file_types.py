@@ -7,8 +7,8 @@ states the rule.
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
+from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest
-from fumehood.protocol.untrusted_names import sanitize_name
 
 HEAD_BYTES = 4096
 """Bytes at the beginning of a file that the check needs."""

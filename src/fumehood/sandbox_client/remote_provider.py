@@ -43,7 +43,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 )
 from fumehood.sandbox_client.server_connection import (
     BYTES_TYPE,
-    Reconnect,
+    ReconnectAttempts,
     SandboxConnectError,
     SandboxConnectionLost,
     SandboxConnectionSettings,
@@ -204,7 +204,9 @@ class RemoteSandbox:
         """
         is_follow = may_have_started = start is None
         received = 0
-        reconnect = Reconnect(self._connection.timeouts, _STREAM_FAILURES, self._connection.timeouts.resume)
+        reconnect = ReconnectAttempts(
+            self._connection.timeouts, _STREAM_FAILURES, self._connection.timeouts.resume
+        )
         while True:
             try:
                 async with self._open_events(execution_id, after + received, start) as response:

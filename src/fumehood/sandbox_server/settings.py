@@ -12,7 +12,7 @@ type DiskMode = Literal["auto", "required", "off"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class SandboxServerSettings:
     """All settings of a sandbox server.
 
     mode: isolation mode; see docs/security.md.

@@ -18,10 +18,10 @@ import msgspec
 from fumehood.http_server.address_policy import parse_networks
 from fumehood.http_server.secret_files import InsecureSecretFile, check_secret_file
 from fumehood.sandbox_server.egress.domain_names import normalise_domain
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 
 ENVIRONMENT_PREFIX = "FUMEHOOD_SANDBOX_"
-SETTING_NAMES = tuple(field.name for field in fields(Settings))
+SETTING_NAMES = tuple(field.name for field in fields(SandboxServerSettings))
 # Variables with this prefix that the command itself reads.
 _COMMAND_VARIABLES = frozenset({"TOKEN", "METRICS_TOKEN", "CONFIG"})
 # Kubernetes sets these for every service called fumehood-sandbox.
@@ -135,7 +135,7 @@ def _explain_unknown_setting(name: str) -> str:
 
 
 def _get_type(name: str) -> Any:
-    hint = get_type_hints(Settings)[name]
+    hint = get_type_hints(SandboxServerSettings)[name]
     return hint.__value__ if isinstance(hint, TypeAliasType) else hint
 
 

@@ -4,7 +4,7 @@
 to. `aes_gcm_sealer` encrypts the state that clients carry. docs/storage.md describes what is guaranteed.
 """
 
-from fumehood.store.database_doctor import DatabaseNotFound, DatabaseReport, examine_database, find_database
+from fumehood.store.database_check import DatabaseNotFound, DatabaseReport, examine_database, find_database
 from fumehood.store.disk_blob_store import DiskBlobStore
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.store.sqlite_store import SqliteStore, StoreOpenError

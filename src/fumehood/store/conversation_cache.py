@@ -7,9 +7,9 @@ Each turn links to the previous one, so a continuation adds one turn, and forks 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from fumehood.protocol.conversation import Conversation, ConversationEntry, ConversationSegment, SegmentRun
+from fumehood.protocol.conversation import Conversation, ConversationEntry, ConversationSegment, SegmentGroup
 
-_TURNS_PER_SEGMENT_RUN = 16
+_TURNS_PER_SEGMENT_GROUP = 16
 
 
 class ThreadPosition(NamedTuple):
@@ -23,8 +23,8 @@ class _CachedTurn:
     """What one response added to a conversation, and the previous turn.
 
     ref_count: responses and later turns that refer to it; at zero it is removed.
-    segment_runs: all runs of grouped turns up to here; ungrouped: number of turns after them.
-    is_grouped: whether a segment run contains this turn, here or in a fork.
+    segment_groups: all groups of turns up to here; ungrouped: number of turns after them.
+    is_grouped: whether a segment group contains this turn, here or in a fork.
     """
 
     __slots__ = (
@@ -34,7 +34,7 @@ class _CachedTurn:
         "previous",
         "ref_count",
         "segment",
-        "segment_runs",
+        "segment_groups",
         "ungrouped",
     )
 
@@ -46,10 +46,10 @@ class _CachedTurn:
         self.previous = previous
         self.ref_count = 0
         self.memory_bytes = segment.memory_bytes
-        self.segment_runs: tuple[SegmentRun, ...] = () if previous is None else previous.segment_runs
+        self.segment_groups: tuple[SegmentGroup, ...] = () if previous is None else previous.segment_groups
         self.ungrouped = 1 if previous is None else previous.ungrouped + 1
         self.is_grouped = False
-        if self.ungrouped == _TURNS_PER_SEGMENT_RUN:
+        if self.ungrouped == _TURNS_PER_SEGMENT_GROUP:
             self._group_turns()
 
     @property
@@ -57,13 +57,13 @@ class _CachedTurn:
         return self.position.start + len(self.segment.entries)
 
     def to_conversation(self) -> Conversation:
-        return Conversation((*self.segment_runs, *[turn.segment for turn in self._list_ungrouped()]))
+        return Conversation((*self.segment_groups, *[turn.segment for turn in self._list_ungrouped()]))
 
     def _group_turns(self) -> None:
-        """Group the ungrouped turns into a segment run. Forks that share turns have runs of their own, which count."""
+        """Join the ungrouped turns. Forks that share turns have groups of their own, which count."""
         turns = self._list_ungrouped()
-        run = SegmentRun(tuple([turn.segment for turn in turns]))
-        self.segment_runs, self.ungrouped = (*self.segment_runs, run), 0
+        group = SegmentGroup(tuple([turn.segment for turn in turns]))
+        self.segment_groups, self.ungrouped = (*self.segment_groups, group), 0
         for turn in turns:
             if turn.is_grouped and run.is_combined:
                 self.memory_bytes += turn.segment.size

@@ -17,11 +17,11 @@ from fumehood.interfaces import (
     ToolStateSnapshot,
 )
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
+from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import NotFound
 from fumehood.protocol.openai.container_objects import DATA_DIRECTORY
 from fumehood.protocol.openai.items import ProducedFile
 from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
-from fumehood.protocol.untrusted_names import sanitize_name
 from fumehood.tools.call_output import NO_OUTPUT
 from fumehood.tools.container_binding import (
     ConfiguredContainerTool,

@@ -10,11 +10,11 @@ import msgspec
 
 from fumehood.interfaces import Caller, Clock, ConfiguredTool, Container, ContainerService, FileService
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
+from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import ContainerExpired, InvalidRequest, NotFound
 from fumehood.protocol.openai.container_objects import DATA_DIRECTORY, ContainerSpec
 from fumehood.protocol.openai.items import ProducedFile
 from fumehood.protocol.sandbox.sandbox_messages import NetworkAllowlist
-from fumehood.protocol.untrusted_names import sanitize_name
 from fumehood.tools.container_config import ContainerChoice
 from fumehood.tools.container_inputs import PendingFiles, collect_conversation_files, resolve_uploads
 from fumehood.tools.produced_files import to_produced_file
@@ -115,10 +115,10 @@ class ContainerBinding:
         return directory, network
 
 
-class ConfiguredContainerTool[Settings]:
+class ConfiguredContainerTool[SandboxServerSettings]:
     """Base of configured tools that run in the container of a request."""
 
-    def __init__(self, binding: ContainerBinding, settings: Settings, clock: Clock) -> None:
+    def __init__(self, binding: ContainerBinding, settings: SandboxServerSettings, clock: Clock) -> None:
         self.binding = binding
         self._settings = settings
         self._clock = clock

@@ -16,10 +16,10 @@ from fumehood.cpu_worker import run_in_worker
 from fumehood.interfaces import Caller, ContainerService, FileService
 from fumehood.protocol.attachments import Attachment, decode_inline, find_file_parts, sanitize_file_name
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
+from fumehood.protocol.name_sanitizing import FreeNameAllocator, find_free_name, join_names
 from fumehood.protocol.openai.api_errors import ApiError, NotFound
 from fumehood.protocol.openai.container_objects import DATA_DIRECTORY, ContainerFileRecord
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
-from fumehood.protocol.untrusted_names import FreeNameAllocator, find_free_name, join_names
 
 _SNAPSHOT_TYPE = "fumehood:files"
 _MAX_NAMED_FILES = 20

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from fumehood.cpu_worker import ITEM_COST_BYTES, run_in_worker
 from fumehood.interfaces import Caller, Container, ContainerService
 from fumehood.protocol.file_types import media_type_for_name
+from fumehood.protocol.name_sanitizing import join_names, sanitize_name
 from fumehood.protocol.openai.api_errors import ApiError
 from fumehood.protocol.openai.container_objects import DATA_DIRECTORY, ContainerFileRecord
 from fumehood.protocol.openai.items import (
@@ -19,7 +20,6 @@ from fumehood.protocol.openai.items import (
 )
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
 from fumehood.protocol.sandbox.sandbox_messages import FileEntry
-from fumehood.protocol.untrusted_names import join_names, sanitize_name
 from fumehood.tools.images import DecodedImage, detect_media_type, has_image_suffix
 
 _FIGURE_NAME = "figure"

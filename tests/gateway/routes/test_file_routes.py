@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 
 from fumehood.files.uploaded_files import UploadSettings
-from fumehood.gateway.request_limits import RequestLimits
+from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.interfaces import Caller
 from fumehood.protocol.api_keys import ApiKeyLimits
 from fumehood.protocol.openai.page_query import PageQuery
@@ -285,7 +285,7 @@ async def test_many_at_once_are_all_there(upload_gateway: UploadGateway) -> None
 
 
 async def test_uploads_count_as_requests(tmp_path_factory: pytest.TempPathFactory) -> None:
-    limits = RequestLimits(ApiKeyLimits(requests_per_minute=2))
+    limits = RequestLimiter(ApiKeyLimits(requests_per_minute=2))
     async with run_upload_gateway(tmp_path_factory.mktemp("limited"), limits=limits) as upload_gateway:
         answers = [await upload_gateway.gateway.upload("a.txt", b"x") for _ in range(3)]
         assert [answer.status for answer in answers] == [200, 200, 429]

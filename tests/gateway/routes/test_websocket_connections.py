@@ -13,9 +13,9 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.frames import CloseCode
 
 from fumehood.gateway.cors import CorsPolicy
-from fumehood.gateway.request_limits import RequestLimits
+from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.gateway.streaming.event_sender import CLIENT_DISCONNECTED
-from fumehood.http_server import websocket_protocol
+from fumehood.http_server import uvicorn_websocket
 from fumehood.interfaces import Caller
 from fumehood.protocol.api_keys import ApiKeyLimits
 from fumehood.protocol.openai.api_errors import NotAuthenticated
@@ -97,7 +97,7 @@ async def test_a_key_that_is_revoked_makes_no_more_responses() -> None:
 
 
 async def test_requests_are_counted_as_everywhere() -> None:
-    limits = RequestLimits(ApiKeyLimits(requests_per_minute=2))
+    limits = RequestLimiter(ApiKeyLimits(requests_per_minute=2))
     async with run_gateway(limits=limits) as gateway, open_socket(gateway) as socket:
         await socket.create_and_read()
         await socket.create_and_read()
@@ -234,7 +234,7 @@ async def test_what_is_no_websocket_ends_the_connection(
 async def test_a_message_that_does_not_end_or_drips_ends_the_connection(
     gateway: ScriptedGateway, monkeypatch: pytest.MonkeyPatch, sent: bytes, drips: bytes
 ) -> None:
-    monkeypatch.setattr(websocket_protocol, "_MESSAGE_TIMEOUT", 0.2)
+    monkeypatch.setattr(uvicorn_websocket, "_MESSAGE_TIMEOUT", 0.2)
     async with open_raw_socket(gateway) as (reader, writer):
         writer.write(sent)
         dripping = asyncio.ensure_future(send_slowly(writer, drips))
@@ -247,7 +247,7 @@ async def test_a_message_that_does_not_end_or_drips_ends_the_connection(
 
 
 async def test_a_silent_connection_is_pinged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(websocket_protocol, "_PING_SECONDS", 0.05)
+    monkeypatch.setattr(uvicorn_websocket, "_PING_SECONDS", 0.05)
     async with run_gateway() as gateway, open_raw_socket(gateway) as (reader, _):
         # No pong is sent: a client that computes between two turns is not gone.
         pings = [await reader.readexactly(6) for _ in range(3)]
@@ -255,8 +255,8 @@ async def test_a_silent_connection_is_pinged(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_client_that_answers_no_ping_for_long_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(websocket_protocol, "_PING_SECONDS", 0.05)
-    monkeypatch.setattr(websocket_protocol, "_PONG_TIMEOUT", 0.2)
+    monkeypatch.setattr(uvicorn_websocket, "_PING_SECONDS", 0.05)
+    monkeypatch.setattr(uvicorn_websocket, "_PONG_TIMEOUT", 0.2)
     async with run_gateway() as gateway, open_raw_socket(gateway) as (reader, _):
         with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
             await reader.readexactly(1 << 20)  # pings, and then the end

@@ -7,8 +7,8 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
 
-from fumehood.gateway.request_limits import RequestLimits
-from fumehood.http_server import websocket_protocol
+from fumehood.gateway.request_limiter import RequestLimiter
+from fumehood.http_server import uvicorn_websocket
 from fumehood.interfaces import Caller
 from fumehood.protocol.api_keys import ApiKeyLimits
 from fumehood.protocol.openai.api_errors import ApiError
@@ -30,7 +30,7 @@ def frame(payload: bytes, opcode: Opcode = Opcode.TEXT, *, fin: bool = True) -> 
     return Frame(opcode, payload, fin).serialize(mask=True)
 
 
-def held(limits: RequestLimits, caller: Caller) -> int:
+def held(limits: RequestLimiter, caller: Caller) -> int:
     """How much of all there is."""
     size = 0
     with limits.memory_budget(caller) as budget:
@@ -43,7 +43,7 @@ def held(limits: RequestLimits, caller: Caller) -> int:
     return TOTAL - size
 
 
-async def until(limits: RequestLimits, true: Callable[[int], bool]) -> None:
+async def until(limits: RequestLimiter, true: Callable[[int], bool]) -> None:
     await wait_until(lambda: true(held(limits, Caller())), PATIENCE)
 
 
@@ -52,7 +52,7 @@ def write(socket: WebSocketClient, content: bytes) -> None:
 
 
 async def test_what_has_come_of_a_message_is_held_and_what_finds_no_room_is_refused() -> None:
-    limits = RequestLimits(max_memory_bytes=TOTAL)
+    limits = RequestLimiter(max_memory_bytes=TOTAL)
     whole = frame(message())
     async with run_gateway(limits=limits) as gateway, connect_websocket(gateway.port) as first:
         write(first, whole[:MOST])
@@ -80,7 +80,7 @@ async def test_what_has_come_of_a_message_is_held_and_what_finds_no_room_is_refu
 
 
 async def test_pieces_of_a_message_are_held_together_however_small() -> None:
-    limits = RequestLimits(max_memory_bytes=TOTAL)
+    limits = RequestLimiter(max_memory_bytes=TOTAL)
     content = message()
     fragments = [frame(content[:MOST], fin=False), *[frame(b"", Opcode.CONT, fin=False)] * 1000]
     rest = [frame(content[at : at + 1000], Opcode.CONT, fin=False) for at in range(MOST, len(content), 1000)]
@@ -111,7 +111,7 @@ class SingleKeyAuthenticator:
 
 
 async def test_one_key_has_half_of_all() -> None:
-    limits = RequestLimits(ApiKeyLimits(body_bytes=TOTAL // 2), max_memory_bytes=TOTAL)
+    limits = RequestLimiter(ApiKeyLimits(body_bytes=TOTAL // 2), max_memory_bytes=TOTAL)
     part = frame(message(input="x" * 400_000))[:300_000]
     async with (
         run_gateway(limits=limits, authenticator=SingleKeyAuthenticator()) as gateway,
@@ -127,8 +127,8 @@ async def test_one_key_has_half_of_all() -> None:
 
 
 async def test_a_message_that_was_refused_must_end_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(websocket_protocol, "_MESSAGE_TIMEOUT", 0.2)
-    limits = RequestLimits(max_memory_bytes=1000)
+    monkeypatch.setattr(uvicorn_websocket, "_MESSAGE_TIMEOUT", 0.2)
+    limits = RequestLimiter(max_memory_bytes=1000)
     async with run_gateway(limits=limits) as gateway, connect_websocket(gateway.port) as socket:
         write(socket, frame(message())[:MOST])
         assert error_of(await socket.read_event()) == (413, "request_too_large", None)

@@ -11,11 +11,11 @@ from inline_snapshot import snapshot
 from websockets.frames import Frame, Opcode
 from websockets.streams import StreamReader
 
-from fumehood.gateway.request_limits import RequestLimits
+from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.gateway.streaming.event_sender import EventEncoder
 from fumehood.gateway.streaming.server_sent_events import SseEncoder
-from fumehood.gateway.streaming.websocket_framing import WebSocketEncoder
-from fumehood.http_server import websocket_protocol
+from fumehood.gateway.streaming.websocket_frame_encoder import WebSocketEncoder
+from fumehood.http_server import uvicorn_websocket
 from fumehood.protocol.openai.api_errors import InternalServerError
 from fumehood.protocol.openai.response_projection import INCLUDE_CODE_OUTPUTS
 from fumehood.protocol.openai.responses import Response
@@ -129,7 +129,7 @@ async def test_events_that_are_there_share_a_write(
     gateway: ScriptedGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writes: list[int] = []
-    protocol: Any = websocket_protocol
+    protocol: Any = uvicorn_websocket
     send, write_chunk = protocol.WebSocketProtocol.send, protocol._FrameWriter.write_chunk
 
     def count_events(frames: bytes) -> None:
@@ -344,7 +344,10 @@ async def test_a_run_that_breaks_says_so_and_ends(gateway: ScriptedGateway) -> N
 
 
 async def test_too_many_responses_at_once_are_told_so() -> None:
-    async with run_gateway(limits=RequestLimits(max_concurrent=1)) as gateway, open_socket(gateway) as socket:
+    async with (
+        run_gateway(limits=RequestLimiter(max_concurrent=1)) as gateway,
+        open_socket(gateway) as socket,
+    ):
         gateway.runs.script = first_events
         await socket.ask(stream_id="a")
         await wait_until_running(gateway)

@@ -12,7 +12,7 @@ from msgspec import Raw
 
 from fumehood.gateway.streaming.event_sender import EventEncoder
 from fumehood.gateway.streaming.server_sent_events import DONE_EVENT, SseEncoder, encode_batch
-from fumehood.gateway.streaming.websocket_framing import WebSocketEncoder
+from fumehood.gateway.streaming.websocket_frame_encoder import WebSocketEncoder
 from fumehood.protocol.openai.response_projection import INCLUDE_LOGPROBS, ONLY_OPENAI_EVENTS
 from fumehood.protocol.openai.responses import Response
 from fumehood.protocol.openai.stream_events import (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from fumehood.models.chat_completions.chat_renderer import render_messages
 from fumehood.models.rendering.rendering_cache import render_segments
 from fumehood.models.rendering.server_features import ServerFeatures
-from fumehood.protocol.conversation import Conversation, ConversationEntry, ConversationSegment, SegmentRun
+from fumehood.protocol.conversation import Conversation, ConversationEntry, ConversationSegment, SegmentGroup
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from tests.support.chat_messages import IMAGE_URL, render, render_conversation, summarize_messages
 from tests.support.conversations import (
@@ -44,7 +44,7 @@ def test_servers_with_other_features_have_their_own_renderings() -> None:
 
 def test_cached_renderings_are_limited_in_size() -> None:
     large = tuple(segment(message(text * 20_000)) for text in "abc")
-    run = SegmentRun(large)
+    run = SegmentGroup(large)
     for name in map(str, range(20)):
         for conversation in (Conversation((run,)), large):
             render_segments(conversation, name, lambda entries, _: (entries[0].raw, b"left"))
@@ -133,7 +133,7 @@ def test_a_conversation_renders_the_same_in_any_pieces(
     for _ in range(3):
         begin = data.draw(st.integers(0, len(segments) - 1))
         end = data.draw(st.integers(begin, len(segments)))
-        run = SegmentRun(tuple(segments[begin:end]))
+        run = SegmentGroup(tuple(segments[begin:end]))
         whole = Conversation((*segments[:begin], run, *segments[end:]))
         for flag in data.draw(st.permutations([False, True])):
             features = ServerFeatures(takes_images=flag)
@@ -145,8 +145,8 @@ def test_a_conversation_renders_the_same_in_any_pieces(
 
 def test_a_run_is_rendered_once_and_its_segments_cache_nothing() -> None:
     segments = tuple(segment(message(text), message(text.upper(), "assistant", turn=1)) for text in "abc")
-    run, features = SegmentRun(segments), ServerFeatures()
-    once = render_conversation(Conversation((segments[0], SegmentRun(segments[1:]))), features)
+    run, features = SegmentGroup(segments), ServerFeatures()
+    once = render_conversation(Conversation((segments[0], SegmentGroup(segments[1:]))), features)
     assert render_conversation(Conversation((run,)), features) == once
     assert [one.renderings for one in segments] == [{}, {}, {}]
     ((name, (text, carry)),) = run.renderings.items()
@@ -164,9 +164,9 @@ def test_a_run_is_rendered_once_and_its_segments_cache_nothing() -> None:
 def test_a_call_at_the_end_of_a_run_is_answered_after_it() -> None:
     open_call, closed = segment(message("a"), call("c1", turn=1)), segment(output("c1", "r"))
     for pieces in (
-        (SegmentRun((open_call,)), SegmentRun((closed,))),
-        (SegmentRun((open_call,)), closed),
-        (open_call, SegmentRun((closed,))),
+        (SegmentGroup((open_call,)), SegmentGroup((closed,))),
+        (SegmentGroup((open_call,)), closed),
+        (open_call, SegmentGroup((closed,))),
     ):
         for _ in range(2):
             assert summarize_messages(render_conversation(Conversation(pieces), ServerFeatures())) == [
@@ -175,13 +175,13 @@ def test_a_call_at_the_end_of_a_run_is_answered_after_it() -> None:
                 "tool r -> c1",
             ]
     with pytest.raises(InvalidRequest, match="c1"):
-        render_conversation(Conversation((SegmentRun((open_call,)),)), ServerFeatures())
+        render_conversation(Conversation((SegmentGroup((open_call,)),)), ServerFeatures())
 
 
 def test_a_large_run_is_rendered_by_segment() -> None:
     segments = tuple(segment(message("a" * 400_000)) for _ in range(3))
     parts = render_messages(
-        ServerFeatures(), None, Conversation((SegmentRun(segments), segment(message("b"))))
+        ServerFeatures(), None, Conversation((SegmentGroup(segments), segment(message("b"))))
     )
     assert [len(part) > 400_000 for part in parts] == [True, True, True, False]
     assert all(one.renderings for one in segments)

@@ -18,7 +18,7 @@ from schemathesis import GenerationMode
 from schemathesis.config import GenerationConfig, ProjectConfig, ProjectsConfig, SchemathesisConfig
 
 from fumehood.sandbox_server.api.openapi import build_document
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from tests.support import sandbox_runs
 from tests.support.sandbox_server import RunningServer, run_server
 
@@ -39,7 +39,9 @@ LIMITS: dict[str, Any] = {"preload": (), "capacity": 6, "request_bytes": 100_000
 def _schema() -> Any:
     generation = GenerationConfig(modes=[GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
     config = SchemathesisConfig(projects=ProjectsConfig(default=ProjectConfig(generation=generation)))
-    return schemathesis.openapi.from_dict(build_document(Settings(), protected=False), config=config)
+    return schemathesis.openapi.from_dict(
+        build_document(SandboxServerSettings(), protected=False), config=config
+    )
 
 
 schema = _schema()

@@ -17,7 +17,7 @@ from fumehood.sandbox_server.diagnostics.host_checks import HostCheck
 from fumehood.sandbox_server.diagnostics.smoke_test import ObservedNetwork
 from fumehood.sandbox_server.host.python_runtime import PackageDirectory, discover_runtime
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor import zygote_manager
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support import sandbox_runs
@@ -50,9 +50,11 @@ def simulate_host(
     return InspectedHost(root=root, uid=uid, landlock_version=landlock, machine=machine, allows_trials=False)
 
 
-def run_check(host: InspectedHost, check: HostCheck, settings: Settings | None = None) -> HostFinding:
+def run_check(
+    host: InspectedHost, check: HostCheck, settings: SandboxServerSettings | None = None
+) -> HostFinding:
     """The last thing that a check finds."""
-    return list(check(settings or Settings(), host))[-1]
+    return list(check(settings or SandboxServerSettings(), host))[-1]
 
 
 def test_a_plain_machine(tmp_path: Path) -> None:
@@ -145,7 +147,10 @@ def test_ubuntu_gets_its_apparmor_profile(tmp_path: Path, monkeypatch: pytest.Mo
 def test_landlock_is_a_must_only_where_it_is_the_wall(tmp_path: Path) -> None:
     host = simulate_host(tmp_path, landlock=0)
     assert run_check(host, host_checks.check_landlock).state == "warning"
-    assert run_check(host, host_checks.check_landlock, Settings(mode="unsafe-degraded")).state == "missing"
+    assert (
+        run_check(host, host_checks.check_landlock, SandboxServerSettings(mode="unsafe-degraded")).state
+        == "missing"
+    )
 
 
 def test_limits_decide_what_missing_cgroups_mean(tmp_path: Path) -> None:
@@ -154,20 +159,25 @@ def test_limits_decide_what_missing_cgroups_mean(tmp_path: Path) -> None:
         {"proc/self/stat": f"1 (python) S {'0 ' * 50}", "proc/self/cgroup": "0::/\n"},
     )
     assert run_check(host, host_checks.check_cgroups).state == "missing"
-    assert run_check(host, host_checks.check_cgroups, Settings(limits="best-effort")).state == "warning"
+    assert (
+        run_check(host, host_checks.check_cgroups, SandboxServerSettings(limits="best-effort")).state
+        == "warning"
+    )
 
 
 def test_overlays_are_needed_and_packages_are_not(tmp_path: Path) -> None:
     host = simulate_host(tmp_path, {"proc/filesystems": "nodev\tproc\n"})
     assert run_check(host, host_checks.check_overlay).state == "missing"
-    packages = run_check(host, host_checks.check_python, Settings(preload=("msgspec", "no_such_package")))
+    packages = run_check(
+        host, host_checks.check_python, SandboxServerSettings(preload=("msgspec", "no_such_package"))
+    )
     assert packages.state == "warning"
     assert "not installed: no_such_package" in packages.detail
 
 
 def test_users(tmp_path: Path) -> None:
     assert run_check(simulate_host(tmp_path, uid=0), host_checks.check_uid_ranges).state == "ok"
-    degraded = Settings(mode="unsafe-degraded")
+    degraded = SandboxServerSettings(mode="unsafe-degraded")
     assert (
         run_check(simulate_host(tmp_path, uid=0), host_checks.check_uid_ranges, degraded).state == "warning"
     )
@@ -177,7 +187,7 @@ def test_users(tmp_path: Path) -> None:
 
 
 def test_a_pod_needs_its_socket(tmp_path: Path) -> None:
-    settings = Settings(mode="pod", guest_socket=tmp_path / "guest")
+    settings = SandboxServerSettings(mode="pod", guest_socket=tmp_path / "guest")
     assert run_check(simulate_host(tmp_path), host_checks.check_guest_socket, settings).state == "missing"
 
 
@@ -239,7 +249,7 @@ async def test_whatever_fails_is_a_finding(
 
     monkeypatch.setattr(Supervisor, "__aenter__", fail)
     monkeypatch.setattr(host_checks, "discover_runtime", fail)
-    report = await diagnose(Settings(), simulate_host(tmp_path))
+    report = await diagnose(SandboxServerSettings(), simulate_host(tmp_path))
     assert not report.is_usable
     findings = {finding.name: finding for finding in report.findings}
     for name in ("python", "sandbox starts"):
@@ -277,15 +287,15 @@ _LOOPBACK = ObservedNetwork(sockets=True, dev=_DEV, route=_ROUTE, ipv6_route=_RE
     ],
 )
 def test_network(seen: ObservedNetwork, state: str, detail: str) -> None:
-    finding = smoke_test.assess_network(seen, Settings())
+    finding = smoke_test.assess_network(seen, SandboxServerSettings())
     assert finding.state == state
     assert detail in finding.detail
-    in_a_pod = smoke_test.assess_network(seen, Settings(mode="pod"))
+    in_a_pod = smoke_test.assess_network(seen, SandboxServerSettings(mode="pod"))
     assert in_a_pod.state == ("warning" if state == "missing" else state)
 
 
 def test_network_where_only_the_filter_stops_it() -> None:
-    settings = Settings(mode="unsafe-degraded")
+    settings = SandboxServerSettings(mode="unsafe-degraded")
     unseen = ObservedNetwork(sockets=False, dev=None, route=None, ipv6_route=None)
     assert smoke_test.assess_network(unseen, settings).state == "ok"
     assert smoke_test.assess_network(replace(unseen, sockets=True), settings).state == "missing"
@@ -347,7 +357,9 @@ def test_root_is_told_what_sandboxes_may_not_read(tmp_path: Path, monkeypatch: p
     assert finding.state == "missing"
     assert "chmod -R go+rX" in finding.advice
     assert f"'{tmp_path}/site 1'" in finding.advice
-    assert list(host_checks.check_permissions(Settings(), simulate_host(tmp_path, uid=1000))) == []
+    assert (
+        list(host_checks.check_permissions(SandboxServerSettings(), simulate_host(tmp_path, uid=1000))) == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -356,6 +368,8 @@ def test_root_is_told_what_sandboxes_may_not_read(tmp_path: Path, monkeypatch: p
 def test_the_filter_of_the_mode_is_looked_at(mode: IsolationMode, blob: str, tmp_path: Path) -> None:
     length = len(seccomp.load_program(blob, "aarch64")) // 8
     finding = run_check(
-        simulate_host(tmp_path, machine="aarch64"), host_checks.check_seccomp, Settings(mode=mode)
+        simulate_host(tmp_path, machine="aarch64"),
+        host_checks.check_seccomp,
+        SandboxServerSettings(mode=mode),
     )
     assert f"aarch64, {length} instructions" in finding.detail

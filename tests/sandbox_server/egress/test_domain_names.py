@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fumehood.sandbox_server.egress.domain_names import (
-    Authority,
     InvalidDomainName,
+    RequestTarget,
     normalise_domain,
     parse_authority,
 )
@@ -95,8 +95,8 @@ def test_what_the_resolver_reads_as_an_address_is_none(text: str) -> None:
 
 
 def test_authorities() -> None:
-    assert parse_authority("Example.org:8443", default_port=None) == Authority("example.org", 8443)
-    assert parse_authority("example.org", default_port=80) == Authority("example.org", 80)
+    assert parse_authority("Example.org:8443", default_port=None) == RequestTarget("example.org", 8443)
+    assert parse_authority("example.org", default_port=80) == RequestTarget("example.org", 80)
 
 
 @pytest.mark.parametrize(

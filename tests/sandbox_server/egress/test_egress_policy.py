@@ -13,10 +13,10 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     NetworkDisabled,
     SandboxSpec,
 )
-from fumehood.sandbox_server.egress.domain_names import Authority
+from fumehood.sandbox_server.egress.domain_names import RequestTarget
 from fumehood.sandbox_server.egress.egress_policy import EgressPolicy, build_policy
 from fumehood.sandbox_server.egress.proxy_control import EgressController
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 
 
 def build_for(
@@ -24,7 +24,7 @@ def build_for(
 ) -> EgressPolicy | None:
     network = NetworkAllowlist(allowed_domains=list(domains), domain_secrets=secrets or [])
     chosen: dict[str, Any] = {"egress": "allowlist", **settings}
-    return build_policy(network, Settings(**chosen))
+    return build_policy(network, SandboxServerSettings(**chosen))
 
 
 def expect_refusal(*domains: str, **more: Any) -> str:
@@ -36,13 +36,13 @@ def expect_refusal(*domains: str, **more: Any) -> str:
 
 def test_no_network_needs_no_permission() -> None:
     for mode in ("namespaces", "pod", "unsafe-degraded"):
-        assert build_policy(NetworkDisabled(), Settings(mode=mode)) is None
+        assert build_policy(NetworkDisabled(), SandboxServerSettings(mode=mode)) is None
 
 
 def test_off_by_default() -> None:
     network = NetworkAllowlist(allowed_domains=["example.org"])
     with pytest.raises(InvalidSandboxRequest, match="setting egress to allowlist"):
-        build_policy(network, Settings())
+        build_policy(network, SandboxServerSettings())
 
 
 @pytest.mark.parametrize("mode", ["pod", "unsafe-degraded"])
@@ -53,11 +53,11 @@ def test_other_modes_have_no_proxy(mode: str) -> None:
 def test_exact_names_and_ports() -> None:
     policy = build_for("Example.ORG.", "bücher.example")
     assert policy is not None
-    assert policy.refusal_reason(Authority("example.org", 443)) is None
-    assert policy.refusal_reason(Authority("xn--bcher-kva.example", 80)) is None
-    assert "www.example.org is not on" in (policy.refusal_reason(Authority("www.example.org", 443)) or "")
-    assert "org is not on" in (policy.refusal_reason(Authority("org", 443)) or "")
-    assert "port 22 of example.org" in (policy.refusal_reason(Authority("example.org", 22)) or "")
+    assert policy.refusal_reason(RequestTarget("example.org", 443)) is None
+    assert policy.refusal_reason(RequestTarget("xn--bcher-kva.example", 80)) is None
+    assert "www.example.org is not on" in (policy.refusal_reason(RequestTarget("www.example.org", 443)) or "")
+    assert "org is not on" in (policy.refusal_reason(RequestTarget("org", 443)) or "")
+    assert "port 22 of example.org" in (policy.refusal_reason(RequestTarget("example.org", 22)) or "")
 
 
 @pytest.mark.parametrize(
@@ -133,4 +133,4 @@ def test_settings_that_make_no_sense_are_refused_at_once() -> None:
     )
     for wrong in mistakes:
         with pytest.raises(ValueError):
-            EgressController(Settings(**wrong))
+            EgressController(SandboxServerSettings(**wrong))

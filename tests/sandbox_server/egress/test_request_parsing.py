@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fumehood.sandbox_server.egress.control_messages import ProxyLimits
-from fumehood.sandbox_server.egress.domain_names import Authority
+from fumehood.sandbox_server.egress.domain_names import RequestTarget
 from fumehood.sandbox_server.egress.request_parsing import (
     ForwardRequest,
     ProxyRefusal,
@@ -17,7 +17,7 @@ from fumehood.sandbox_server.egress.request_parsing import (
 )
 
 LIMITS = ProxyLimits()
-TLS_AUTHORITY = Authority("data.test", 443)
+TLS_AUTHORITY = RequestTarget("data.test", 443)
 
 LINES = [
     *(
@@ -62,7 +62,7 @@ TARGETS = [
 ]
 
 
-def read(head: bytes, tls_authority: Authority | None) -> ForwardRequest | None:
+def read(head: bytes, tls_authority: RequestTarget | None) -> ForwardRequest | None:
     try:
         return validate_request(parse_head(head, LIMITS)[1], tls_authority)
     except ProxyRefusal:
@@ -103,7 +103,7 @@ def check(asked: ForwardRequest) -> None:
     st.sampled_from([None, TLS_AUTHORITY]),
 )
 def test_any_mixture(
-    method: str, target: str, version: str, lines: list[str], tls_authority: Authority | None
+    method: str, target: str, version: str, lines: list[str], tls_authority: RequestTarget | None
 ) -> None:
     head = "\r\n".join([f"{method} {target} {version}", *lines, "", ""]).encode()
     asked = read(head, tls_authority)

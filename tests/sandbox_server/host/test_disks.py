@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from fumehood.protocol.sandbox.sandbox_errors import (
     FileRefused,
-    SandboxLimitExceeded,
+    SandboxPayloadTooLarge,
     SandboxServerAtCapacity,
     SandboxStartFailed,
 )
@@ -23,7 +23,7 @@ from fumehood.sandbox_server.diagnostics.findings import HostFinding, InspectedH
 from fumehood.sandbox_server.host import disks
 from fumehood.sandbox_server.host.disks import Disk, DiskManager, DisksUnavailable
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.sandbox_runs import run, settings
@@ -36,7 +36,7 @@ _SMALL_DISK = {"disk_size_ratio": 1 / 64, "disk_reserve": 0}  # 256 MiB for 16g
 
 def _why_unavailable() -> str:
     try:
-        disks.check_disk_support(Settings())
+        disks.check_disk_support(SandboxServerSettings())
     except DisksUnavailable as error:
         return str(error)
     return ""
@@ -153,7 +153,7 @@ async def test_a_disk_has_an_end(sandbox: SandboxInstance) -> None:
     assert "No space left" in outcome.raised.value
     assert outcome.end.state_kept
     assert _disk(sandbox).used_bytes() <= _disk(sandbox).size
-    with pytest.raises((FileRefused, SandboxLimitExceeded), match=r"No space left|disk quota"):
+    with pytest.raises((FileRefused, SandboxPayloadTooLarge), match=r"No space left|disk quota"):
         await sandbox.files.write("y", bytes(_MIB))
     # The rest of the disk is another place's rest as well: there is one quota.
     assert "No space left" in str((await run(sandbox, "open('/tmp/z', 'wb').write(bytes(1 << 20))")).raised)
@@ -259,7 +259,7 @@ async def test_a_mkfs_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     program.chmod(0o755)
     monkeypatch.setattr(disks, "_program_path", lambda: str(program.parent))
     with pytest.raises(DisksUnavailable, match=r"mkfs\.ext4: no such feature"):
-        disks.check_disk_support(Settings(disk_dir=tmp_path))
+        disks.check_disk_support(SandboxServerSettings(disk_dir=tmp_path))
 
 
 async def test_a_disk_that_cannot_be_made_later_is_an_error_of_that_sandbox(
@@ -287,26 +287,26 @@ async def test_a_disk_that_cannot_be_made_later_is_an_error_of_that_sandbox(
 )
 async def test_a_directory_that_will_not_do(changes: dict[str, Any], words: str) -> None:
     with pytest.raises(DisksUnavailable, match=words):
-        disks.check_disk_support(Settings(**changes))
+        disks.check_disk_support(SandboxServerSettings(**changes))
 
 
 async def test_memory_is_no_place_for_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with _small_host(200 * _MIB, tmp_path):
         monkeypatch.setattr(disks, "DEFAULT_DIRECTORY", tmp_path)
         with pytest.raises(DisksUnavailable, match=r"kept in memory \(tmpfs\)"):
-            disks.check_disk_support(Settings())
+            disks.check_disk_support(SandboxServerSettings())
 
 
-def _check_disks(chosen: Settings) -> list[HostFinding]:
+def _check_disks(chosen: SandboxServerSettings) -> list[HostFinding]:
     return list(host_checks.check_disks(chosen, InspectedHost(uid=0)))
 
 
 async def test_doctor_says_where_disks_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    (finding,) = _check_disks(Settings())
+    (finding,) = _check_disks(SandboxServerSettings())
     assert (finding.state, str(disks.DEFAULT_DIRECTORY) in finding.detail) == ("ok", True)
-    assert _check_disks(Settings(disks="off")) == []
+    assert _check_disks(SandboxServerSettings(disks="off")) == []
     monkeypatch.setattr(disks, "_LOOP_CONTROL", "/dev/no-loop-control")
-    (finding,) = _check_disks(Settings())
+    (finding,) = _check_disks(SandboxServerSettings())
     assert (finding.state, "kept in memory" in finding.detail) == ("warning", True)
-    (finding,) = _check_disks(Settings(disks="required"))
+    (finding,) = _check_disks(SandboxServerSettings(disks="required"))
     assert finding.state == "missing"

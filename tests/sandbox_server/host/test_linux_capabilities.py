@@ -16,7 +16,7 @@ import pytest
 from fumehood.sandbox_server.host import disks, linux_capabilities
 from fumehood.sandbox_server.host.disks import DisksUnavailable
 from fumehood.sandbox_server.host.linux_capabilities import SUPERVISOR_CAPABILITIES, read_capabilities
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from tests.support.package_index import FakePackageIndex, wheel
 from tests.support.sandbox_runs import build_environment
 from tests.support.sandbox_server import SandboxApiClient
@@ -100,7 +100,7 @@ def _limited(running: Running) -> None:
 
 def _has_disks() -> bool:
     try:
-        disks.check_disk_support(Settings())
+        disks.check_disk_support(SandboxServerSettings())
     except DisksUnavailable:
         return False
     return True

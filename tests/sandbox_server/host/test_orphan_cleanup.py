@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fumehood.sandbox_server.host import disks, orphan_cleanup
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 
 _MAKE_AND_DIE = """
 import os, sys
@@ -21,12 +21,12 @@ os.kill(os.getpid(), 9)
 
 
 @pytest.fixture
-def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SandboxServerSettings:
     temporary, images = tmp_path / "temporary", tmp_path / "disks"
     temporary.mkdir()
     images.mkdir(0o700)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    return Settings(disk_dir=images)
+    return SandboxServerSettings(disk_dir=images)
 
 
 def _dead_ones(temporary: str) -> Path:
@@ -37,7 +37,9 @@ def _dead_ones(temporary: str) -> Path:
     return Path(done.stdout.strip())
 
 
-def test_scratch_of_a_dead_supervisor_is_removed_and_of_a_live_one_kept(settings: Settings) -> None:
+def test_scratch_of_a_dead_supervisor_is_removed_and_of_a_live_one_kept(
+    settings: SandboxServerSettings,
+) -> None:
     dead = _dead_ones(tempfile.gettempdir())
     (dead / "a" / "b").mkdir(parents=True)
     (dead / "a").chmod(0)
@@ -50,7 +52,7 @@ def test_scratch_of_a_dead_supervisor_is_removed_and_of_a_live_one_kept(settings
     assert os.listdir(tempfile.gettempdir()) == []
 
 
-def test_creation_and_cleanup_at_once(settings: Settings) -> None:
+def test_creation_and_cleanup_at_once(settings: SandboxServerSettings) -> None:
     made: list[orphan_cleanup.ScratchDirectory] = []
     stop = threading.Event()
 
@@ -71,7 +73,7 @@ def test_creation_and_cleanup_at_once(settings: Settings) -> None:
 
 
 @pytest.mark.root
-def test_images_are_removed_and_other_files_kept(settings: Settings) -> None:
+def test_images_are_removed_and_other_files_kept(settings: SandboxServerSettings) -> None:
     assert settings.disk_dir is not None
     (settings.disk_dir / f"{disks.IMAGE_PREFIX}1-2").touch()
     (settings.disk_dir / "operators-own").touch()
@@ -80,7 +82,7 @@ def test_images_are_removed_and_other_files_kept(settings: Settings) -> None:
 
 
 @pytest.mark.root
-def test_a_loop_device_without_autoclear_is_detached(settings: Settings) -> None:
+def test_a_loop_device_without_autoclear_is_detached(settings: SandboxServerSettings) -> None:
     assert settings.disk_dir is not None
     if not os.path.exists("/dev/loop-control"):
         pytest.skip("there are no loop devices here")

@@ -19,7 +19,7 @@ from fumehood.protocol.sandbox.bundle_encoding import (
     InvalidBundle,
     encode_bundle,
 )
-from fumehood.protocol.sandbox.sandbox_errors import FileNotFound, FileRefused, SandboxLimitExceeded
+from fumehood.protocol.sandbox.sandbox_errors import FileNotFound, FileRefused, SandboxPayloadTooLarge
 from fumehood.sandbox_server.inside.files import data_directory, file_bundles
 from fumehood.sandbox_server.inside.files.archive_unpacker import UnpackLimits, UnpackOutcome
 from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused
@@ -298,7 +298,7 @@ def test_only_regular_files_below_are_read(unpack_target: UnpackTarget, piece: i
         *[FileRefused] * 6,
         FileNotFound,
         b"",
-        SandboxLimitExceeded,
+        SandboxPayloadTooLarge,
     ]
     assert found[-2:] == [(unpack_target.data / "most").read_bytes(), b"a"]
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 
 from fumehood.protocol.sandbox.sandbox_errors import InstallFailed
 from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.in_process_sandbox import iter_events
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
@@ -68,7 +68,7 @@ async def _end_sandboxes(supervisor: Supervisor) -> AsyncIterator[None]:
         await sandbox.destroy()
 
 
-def _settings(index: FakePackageIndex, directory: Path, **changes: object) -> Settings:
+def _settings(index: FakePackageIndex, directory: Path, **changes: object) -> SandboxServerSettings:
     return settings(index_url=index.url, packages_dir=directory, **{"preload": ("numpy",), **changes})
 
 

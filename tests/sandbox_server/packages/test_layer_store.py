@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
-from fumehood.sandbox_server.packages import install_verification
-from fumehood.sandbox_server.packages.install_verification import InvalidInstallTree
+from fumehood.sandbox_server.packages import installed_tree_check
+from fumehood.sandbox_server.packages.installed_tree_check import InvalidInstallTree
 from fumehood.sandbox_server.packages.layer_store import (
     InstallRecord,
     LayerStore,
-    PackageLayer,
+    PackageLayerHandle,
     PinnedPackage,
 )
 
@@ -32,7 +32,7 @@ def store(tmp_path: Path) -> LayerStore:
     return made
 
 
-def _add_layer(store: LayerStore, number: int, size: int = 100) -> PackageLayer:
+def _add_layer(store: LayerStore, number: int, size: int = 100) -> PackageLayerHandle:
     with store.make_staging_directory() as staging:
         tree = staging / "out"
         tree.mkdir()
@@ -103,11 +103,11 @@ def test_what_does_not_belong_into_a_layer(store: LayerStore, kind: str) -> None
 def test_devices_do_not_belong_either(tmp_path: Path) -> None:
     os.mknod(tmp_path / "null", stat.S_IFCHR | 0o666, os.makedev(1, 3))
     with pytest.raises(InvalidInstallTree):
-        install_verification.verify_tree(str(tmp_path), max_bytes=1 << 20)
+        installed_tree_check.verify_tree(str(tmp_path), max_bytes=1 << 20)
 
 
 def test_the_least_recently_used_goes_first_unless_it_is_held(store: LayerStore) -> None:
-    layers: list[PackageLayer] = []
+    layers: list[PackageLayerHandle] = []
     for number in range(4):
         layers.append(_add_layer(store, number, size=400_000))
         os.utime(store.path / "manifests" / f"{_key(number)}.json", (number, number))

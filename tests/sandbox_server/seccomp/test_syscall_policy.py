@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fumehood.sandbox_server.inside.jail import seccomp_filter
+from fumehood.sandbox_server.inside.jail import seccomp_installer
 from fumehood.sandbox_server.seccomp import load_program, syscall_policy
 from tests.support.seccomp_programs import FOLDER, MACHINE, live, run_python_under_filter
 
@@ -269,7 +269,7 @@ def test_an_unknown_architecture_is_refused() -> None:
 def test_a_damaged_program_is_refused() -> None:
     for size in (0, 7, 9, 8 * 4097):
         with pytest.raises(OSError, match="seccomp program of"):
-            seccomp_filter.install(bytes(size))
+            seccomp_installer.install(bytes(size))
 
 
 # ------------------------------------------------------------------------------- the programs, installed
@@ -277,7 +277,7 @@ def test_a_damaged_program_is_refused() -> None:
 
 @live
 def test_install_needs_no_new_privs(tmp_path: Path) -> None:
-    done = run_python_under_filter("seccomp_filter.install(program)", "namespaces", cwd=tmp_path)
+    done = run_python_under_filter("seccomp_installer.install(program)", "namespaces", cwd=tmp_path)
     assert "PermissionError: [Errno 13] seccomp without no_new_privs" in done.stderr
 
 

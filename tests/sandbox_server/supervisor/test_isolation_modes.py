@@ -17,9 +17,9 @@ from fumehood.protocol.sandbox.sandbox_errors import SandboxServerAtCapacity
 from fumehood.sandbox_server import seccomp
 from fumehood.sandbox_server.host import cgroups
 from fumehood.sandbox_server.host.cgroups import CgroupUnavailable
-from fumehood.sandbox_server.inside.jail import jail_builder, landlock, seccomp_filter
+from fumehood.sandbox_server.inside.jail import jail_builder, landlock, seccomp_installer
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor import supervisor
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
@@ -136,7 +136,7 @@ async def test_no_seal_without_landlock_where_it_is_the_only_wall(monkeypatch: p
 
     installed: list[bytes] = []
     monkeypatch.setattr(landlock, "restrict", restrict)
-    monkeypatch.setattr(seccomp_filter, "install", installed.append)
+    monkeypatch.setattr(seccomp_installer, "install", installed.append)
     plan = jail_builder.JailPlan(
         isolation="process",
         uid=0,
@@ -210,7 +210,7 @@ async def test_pod_holds_one_sandbox_once(socket_directory: Path) -> None:
     path = socket_directory / "guest.sock"
     with _code_container(path) as process:
         await _until_listening(process, path)
-        async with Supervisor(Settings(mode="pod", guest_socket=path, preload=())) as pod:
+        async with Supervisor(SandboxServerSettings(mode="pod", guest_socket=path, preload=())) as pod:
             sandbox = await pod.create()
             assert not path.exists(), "code in the pod must not be able to pose as the supervisor"
             assert (await run(sandbox, "import os; os.getuid() != 0 and os.getcwd()")).result == "'/mnt/data'"
@@ -236,10 +236,10 @@ async def test_pod_holds_one_sandbox_once(socket_directory: Path) -> None:
 
 async def test_pod_without_a_code_container_is_refused(tmp_path: Path) -> None:
     with pytest.raises(IsolationUnavailable, match="Start the code container first"):
-        async with Supervisor(Settings(mode="pod", guest_socket=tmp_path / "none.sock")):
+        async with Supervisor(SandboxServerSettings(mode="pod", guest_socket=tmp_path / "none.sock")):
             pass
     with pytest.raises(IsolationUnavailable, match="guest_socket"):
-        async with Supervisor(Settings(mode="pod")):
+        async with Supervisor(SandboxServerSettings(mode="pod")):
             pass
 
 
@@ -316,9 +316,9 @@ async def test_without_cgroups_it_refuses_unless_told_otherwise(
 
     monkeypatch.setattr(cgroups, "open_tree", unavailable)
     with pytest.raises(IsolationUnavailable, match=r"Delegate something\. Or set limits to best-effort"):
-        async with Supervisor(Settings(pool=0)):
+        async with Supervisor(SandboxServerSettings(pool=0)):
             pass
-    async with Supervisor(Settings(pool=0, limits="best-effort", preload=())) as lax:
+    async with Supervisor(SandboxServerSettings(pool=0, limits="best-effort", preload=())) as lax:
         assert "memory and CPU of sandboxes are not limited" in caplog.text
         assert (await run(await lax.create(), "1 + 1")).result == "2"
 

@@ -17,7 +17,7 @@ import pytest
 
 from fumehood.sandbox_server.host import disks
 from fumehood.sandbox_server.host.disks import DisksUnavailable
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from tests.support.driver_client import Driver, DriverError, DriverGone, Running, SandboxClient, Who
 from tests.support.host_census import (
     Census,
@@ -75,7 +75,7 @@ def _large(who: Who) -> str:
     if who != "root":
         return "1g"
     try:
-        disks.check_disk_support(Settings())
+        disks.check_disk_support(SandboxServerSettings())
     except DisksUnavailable:
         return "1g"
     return "16g"

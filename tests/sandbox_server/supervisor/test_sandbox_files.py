@@ -18,7 +18,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     FileNotFound,
     FileRefused,
     SandboxGone,
-    SandboxLimitExceeded,
+    SandboxPayloadTooLarge,
 )
 from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec
 from fumehood.sandbox_server.host.host_resources import HostResources, SandboxResources
@@ -142,7 +142,7 @@ async def test_a_stream_arrives_as_it_was(sandbox: SandboxInstance) -> None:
 async def test_an_upload_over_the_limit_leaves_nothing(sandbox: SandboxInstance) -> None:
     await sandbox.files.write("f", b"old")
     for content in (Source(5), bytes(5 * PIECE)):
-        with pytest.raises(SandboxLimitExceeded, match="f: larger than 3000000 bytes"):
+        with pytest.raises(SandboxPayloadTooLarge, match="f: larger than 3000000 bytes"):
             await sandbox.files.write("f", content, limit=3_000_000)
     assert await list_names(sandbox) == ["f"]
     assert await sandbox.files.read("f", limit=10) == b"old"
@@ -266,7 +266,7 @@ async def test_parents_of_a_failed_upload_are_not_made(sandbox: SandboxInstance)
     for path in ("d/is-a-directory", "d"):
         with pytest.raises(FileRefused, match="Is a directory"):
             await sandbox.files.write(path, b"x")
-    with pytest.raises(SandboxLimitExceeded):
+    with pytest.raises(SandboxPayloadTooLarge):
         await sandbox.files.write("e/f/g", Source(2), limit=PIECE)
     assert await list_names(sandbox) == ["d"]
 
@@ -477,7 +477,7 @@ async def test_an_abandoned_read_closes_its_file(sandbox: SandboxInstance) -> No
 async def test_a_sparse_file_of_a_tebibyte(sandbox: SandboxInstance) -> None:
     await run(sandbox, "open('sparse', 'wb').truncate(1 << 40)")
     assert (await sandbox.files.list()).files[0].size == 1 << 40
-    with pytest.raises(SandboxLimitExceeded, match="sparse: larger than 2147483648 bytes"):
+    with pytest.raises(SandboxPayloadTooLarge, match="sparse: larger than 2147483648 bytes"):
         await sandbox.files.open("sparse")
 
 

@@ -14,7 +14,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     FileRefused,
     SandboxError,
     SandboxGone,
-    SandboxLimitExceeded,
+    SandboxPayloadTooLarge,
     SandboxStartFailed,
 )
 from fumehood.protocol.sandbox.sandbox_messages import MemoryTier, SandboxSpec
@@ -243,7 +243,7 @@ async def test_refused_files_say_why(sandbox: SandboxInstance) -> None:
         ("/etc/passwd", "relative"),
         ("none", "No such file"),
     ):
-        with pytest.raises((FileRefused, FileNotFound, SandboxLimitExceeded), match=reason):
+        with pytest.raises((FileRefused, FileNotFound, SandboxPayloadTooLarge), match=reason):
             await sandbox.files.read(path, limit=1000)
     with pytest.raises(FileRefused, match="symbolic links"):
         await sandbox.files.write("link/x", b"")

@@ -134,10 +134,10 @@ def execute(
     if problem := find_upload_problem(uploads, spec):
         raise typer.BadParameter(problem, param_hint="--file")
     if server is None:
-        from fumehood.sandbox_server.settings import Settings
+        from fumehood.sandbox_server.settings import SandboxServerSettings
 
         socket = resolve_guest_socket(context, mode, guest_socket)
-        settings = Settings(pool=0, capacity=1, mode=mode, limits=limits, guest_socket=socket)
+        settings = SandboxServerSettings(pool=0, capacity=1, mode=mode, limits=limits, guest_socket=socket)
         preload = choose_preload(text, uploads, settings.preload)
         sandbox = open_local_sandbox(replace(settings, preload=preload), spec)
     else:

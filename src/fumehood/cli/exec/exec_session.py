@@ -30,7 +30,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     FileRefused,
     InvalidServerToken,
     SandboxError,
-    SandboxLimitExceeded,
+    SandboxPayloadTooLarge,
 )
 from fumehood.protocol.sandbox.sandbox_messages import (
     DisplayData,
@@ -48,7 +48,7 @@ from fumehood.sandbox_server.supervisor.sandbox_files import to_printable
 
 if TYPE_CHECKING:
     from fumehood.sandbox_client import RemoteSandboxProvider
-    from fumehood.sandbox_server.settings import Settings
+    from fumehood.sandbox_server.settings import SandboxServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -313,7 +313,7 @@ class ExecSession:
                 raise FileNotSaved(f"{entry.size} bytes, over the limit of {what}")
             content = await _read_file(sandbox, entry.path, limit)
             path = await asyncio.to_thread(directory.save, entry.path, content)
-        except (FileNotSaved, FileRefused, FileNotFound, SandboxLimitExceeded) as error:
+        except (FileNotSaved, FileRefused, FileNotFound, SandboxPayloadTooLarge) as error:
             self._skip_file(entry.path, str(error).removeprefix(f"{to_printable(entry.path)}: "))
             return 0
         self._saved_files.append(SavedFile(path=path, source=entry.path, size=len(content)))
@@ -384,7 +384,7 @@ def find_upload_problem(paths: Sequence[Path], spec: SandboxSpec) -> str | None:
 
 
 @asynccontextmanager
-async def open_local_sandbox(settings: "Settings", spec: SandboxSpec) -> AsyncGenerator[Sandbox]:
+async def open_local_sandbox(settings: "SandboxServerSettings", spec: SandboxSpec) -> AsyncGenerator[Sandbox]:
     """Run a supervisor in this process. Raises IsolationUnavailable, SandboxError."""
     from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
     from fumehood.sandbox_server.supervisor.supervisor import Supervisor

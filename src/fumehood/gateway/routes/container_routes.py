@@ -9,7 +9,7 @@ from msgspec import Raw
 from fumehood.gateway.body_parsing import check_json_body, decode_json
 from fumehood.gateway.gateway_metrics import GatewayMetrics
 from fumehood.gateway.request_context import RequestContext, encode_json
-from fumehood.gateway.request_limits import RequestLimits
+from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.gateway.routes.file_downloads import FileDownload, send_download
 from fumehood.gateway.routes.list_pages import make_page, parse_page_query
 from fumehood.gateway.routes.multipart_form import MultipartForm, is_multipart_form
@@ -48,7 +48,7 @@ _file_reference_decoder = msgspec.json.Decoder(CreateContainerFile)
 class ContainerRoutes:
     """Handlers of /v1/containers."""
 
-    def __init__(self, containers: ContainerService, limits: RequestLimits) -> None:
+    def __init__(self, containers: ContainerService, limits: RequestLimiter) -> None:
         self._containers = containers
         self._limits = limits
 
@@ -85,7 +85,7 @@ class ContainerFileRoutes:
     def __init__(
         self,
         containers: ContainerService,
-        limits: RequestLimits,
+        limits: RequestLimiter,
         metrics: GatewayMetrics,
         max_file_bytes: int,
     ) -> None:
@@ -169,7 +169,7 @@ class ContainerFileRoutes:
         return FileDownload(record.path, read, record.bytes if record.blob else None, record.blob or None)
 
 
-async def _read_json_body(context: RequestContext, caller: Caller, limits: RequestLimits) -> bytes:
+async def _read_json_body(context: RequestContext, caller: Caller, limits: RequestLimiter) -> bytes:
     check_json_body(context)
     with limits.memory_budget(caller) as budget:
         return await context.read_body(min(limits.max_body_bytes(caller), _MAX_BODY_BYTES), budget.reserve)

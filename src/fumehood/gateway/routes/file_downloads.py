@@ -12,8 +12,8 @@ from urllib.parse import quote
 from fumehood.gateway.request_context import DisconnectMonitor, RequestContext
 from fumehood.http_server.asgi_exchange import Headers
 from fumehood.protocol.file_types import media_type_for_name
+from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import ApiError
-from fumehood.protocol.untrusted_names import sanitize_name
 
 # Not allowed in the plain `filename` of Content-Disposition.
 _UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9 ._()+=@,-]")

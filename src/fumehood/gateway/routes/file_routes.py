@@ -9,7 +9,7 @@ from msgspec import Raw
 from fumehood.cpu_worker import run_in_worker
 from fumehood.gateway.gateway_metrics import GatewayMetrics
 from fumehood.gateway.request_context import RequestContext, encode_json
-from fumehood.gateway.request_limits import RequestLimits
+from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.gateway.routes.file_downloads import FileDownload, send_download
 from fumehood.gateway.routes.list_pages import make_page, parse_page_query
 from fumehood.gateway.routes.multipart_form import MultipartForm
@@ -35,7 +35,7 @@ class FileRoutes:
     """
 
     def __init__(
-        self, files: FileService, limits: RequestLimits, metrics: GatewayMetrics, max_file_bytes: int
+        self, files: FileService, limits: RequestLimiter, metrics: GatewayMetrics, max_file_bytes: int
     ) -> None:
         self._files = files
         self._limits = limits

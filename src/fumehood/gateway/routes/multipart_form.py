@@ -13,8 +13,8 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from fumehood.gateway.request_context import RequestContext
 from fumehood.http_server.cross_site_protection import content_media_type
+from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest
-from fumehood.protocol.untrusted_names import sanitize_name
 
 MAX_OVERHEAD_BYTES = 1 << 20
 """Size limit of a form without its file."""

@@ -9,15 +9,15 @@ from fumehood.cpu_worker import run_in_worker
 from fumehood.gateway.body_parsing import RequestParser, check_include
 from fumehood.gateway.gateway_metrics import GatewayMetrics
 from fumehood.gateway.idempotency import (
+    IdempotencyRegistry,
     IdempotentRequest,
-    IdempotentRequests,
     IdempotentResponseStore,
     digest_body,
     parse_key,
 )
 from fumehood.gateway.request_context import DisconnectMonitor, RequestContext, encode_json
-from fumehood.gateway.request_limits import MemoryBudget, RequestLimits
-from fumehood.gateway.routes.item_projection import project_item
+from fumehood.gateway.request_limiter import RequestLimiter, RequestMemory
+from fumehood.gateway.routes.input_item_listing import project_item
 from fumehood.gateway.routes.list_pages import make_page, parse_page_query
 from fumehood.gateway.streaming.event_sender import CLIENT_DISCONNECTED
 from fumehood.gateway.streaming.server_sent_events import KEEPALIVE_SECONDS, send_run
@@ -55,7 +55,7 @@ class ResponseRoutes:
         store: ResponseRouteStore,
         metrics: GatewayMetrics,
         *,
-        limits: RequestLimits,
+        limits: RequestLimiter,
         always_include: Collection[str] = (),
         keepalive_seconds: float = KEEPALIVE_SECONDS,
         parser: RequestParser | None = None,
@@ -67,7 +67,7 @@ class ResponseRoutes:
         self._limits = limits
         self._always_include = frozenset(always_include)
         self._keepalive_seconds = keepalive_seconds
-        self._idempotent_requests = IdempotentRequests(runs, store, limits, metrics)
+        self._idempotent_requests = IdempotencyRegistry(runs, store, limits, metrics)
 
     async def create(self, context: RequestContext, caller: Caller) -> None:
         with self._limits.memory_budget(caller) as budget:
@@ -90,7 +90,7 @@ class ResponseRoutes:
         caller: Caller,
         request: CreateResponse,
         send_events: SendEvents,
-        budget: MemoryBudget,
+        budget: RequestMemory,
         past: Sequence[ConversationSegment] | None,
     ) -> tuple[Run, Response | None]:
         """Run a request that arrived as a WebSocket message, and stream it with `send_events`.
@@ -102,7 +102,7 @@ class ResponseRoutes:
         return await self._run_and_respond(context, caller, request, send_events, budget, past)
 
     async def _read_request(
-        self, context: RequestContext, caller: Caller, budget: MemoryBudget
+        self, context: RequestContext, caller: Caller, budget: RequestMemory
     ) -> tuple[CreateResponse, bytes]:
         self._limits.count_request(caller, context.extra_headers)
         request, body = await self.parser.read_request(
@@ -117,7 +117,7 @@ class ResponseRoutes:
         caller: Caller,
         request: CreateResponse,
         send_events: SendEvents,
-        budget: MemoryBudget,
+        budget: RequestMemory,
         past: Sequence[ConversationSegment] | None = None,
     ) -> tuple[Run, Response | None]:
         with self._limits.concurrency_slot(caller):
@@ -200,7 +200,7 @@ class ResponseRoutes:
         await context.respond_json(compacted)
 
     async def _compact_while_connected(
-        self, context: RequestContext, caller: Caller, request: CreateResponse, budget: MemoryBudget
+        self, context: RequestContext, caller: Caller, request: CreateResponse, budget: RequestMemory
     ) -> CompactedResponse:
         task = asyncio.ensure_future(self._runs.compact(request, caller, reserve_memory=budget.reserve))
         with DisconnectMonitor(context, lambda: _cancel(task)) as monitor:
@@ -261,7 +261,7 @@ class ResponseRoutes:
         return self._always_include.union(include)
 
 
-async def _send_large_response(context: RequestContext, budget: MemoryBudget, value: object) -> None:
+async def _send_large_response(context: RequestContext, budget: RequestMemory, value: object) -> None:
     """Send a response that may be large. Raises RateLimited, ServiceUnavailable; the client can retry."""
     body = encode_json(value)
     budget.reserve_for_response(len(body))

@@ -23,13 +23,13 @@ from fumehood.gateway.body_parsing import decode_json
 from fumehood.gateway.cors import CorsPolicy
 from fumehood.gateway.gateway_metrics import GatewayMetrics
 from fumehood.gateway.request_context import VERSION_HEADER, RequestContext, to_api_error
-from fumehood.gateway.request_limits import MemoryBudget, RequestLimits
+from fumehood.gateway.request_limiter import RequestLimiter, RequestMemory
 from fumehood.gateway.routes.response_routes import ResponseRoutes
 from fumehood.gateway.streaming.event_sender import EventSender
-from fumehood.gateway.streaming.websocket_framing import WebSocketEncoder, encode_text_message
+from fumehood.gateway.streaming.websocket_frame_encoder import WebSocketEncoder, encode_text_message
 from fumehood.gateway.tenant_cache import TenantCache
 from fumehood.http_server.asgi_exchange import DIRECT_WRITER, Receive, Scope, Send
-from fumehood.http_server.websocket_protocol import MESSAGE_REJECTED, SHUTDOWN_MESSAGE
+from fumehood.http_server.uvicorn_websocket import MESSAGE_REJECTED, SHUTDOWN_MESSAGE
 from fumehood.interfaces import Caller, ReadableRun, Run
 from fumehood.protocol.conversation import ConversationSegment
 from fumehood.protocol.openai.api_errors import (
@@ -121,7 +121,7 @@ class WebSocketRoutes:
         responses: ResponseRoutes,
         authenticate: Callable[[RequestContext], Awaitable[Caller]],
         cors: CorsPolicy,
-        limits: RequestLimits,
+        limits: RequestLimiter,
         metrics: GatewayMetrics,
         *,
         record_request: Callable[[RequestContext], None],
@@ -179,7 +179,7 @@ class _QueuedRequest:
 
     envelope: _MessageEnvelope
     body: bytes
-    budget: MemoryBudget
+    budget: RequestMemory
 
 
 class _StreamQueue:
@@ -231,7 +231,7 @@ class _WebSocketConnection:
         self._close_task: asyncio.Task[None] | None = None
 
     def reserve_incoming(self, size: int) -> None:
-        """Reserve memory for the received part of a message. Raises as `MemoryBudget.reserve`."""
+        """Reserve memory for the received part of a message. Raises as `RequestMemory.reserve`."""
         if not self._disconnected:
             self._incoming_budget.resize(size)
 
@@ -273,7 +273,7 @@ class _WebSocketConnection:
 
     # ---- messages ---------------------------------------------------------------------------------------------
 
-    async def _receive_message(self, received: MutableMapping[str, Any], budget: MemoryBudget) -> None:
+    async def _receive_message(self, received: MutableMapping[str, Any], budget: RequestMemory) -> None:
         """Queue a request; answer anything else at once.
 
         budget: the memory reserved while the message arrived.
@@ -326,7 +326,7 @@ class _WebSocketConnection:
         return queue
 
     def _enqueue(
-        self, queue: _StreamQueue, envelope: _MessageEnvelope, body: bytes, budget: MemoryBudget
+        self, queue: _StreamQueue, envelope: _MessageEnvelope, body: bytes, budget: RequestMemory
     ) -> None:
         if self._queued_count >= _MAX_QUEUED or self._queued_bytes + len(body) > self._max_queued_bytes:
             raise RateLimited("Too many requests are queued on this connection; read their responses first.")

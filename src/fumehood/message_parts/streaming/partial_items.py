@@ -137,7 +137,7 @@ def _set_if_possible(item: Json, path: JsonPath, value: Json) -> Json:
         return item
 
 
-class VendorStream(ABC):
+class VendorStreamCollector(ABC):
     """Collects the events of one stream. `partial_items` knows which items have not ended, where the vendor says so."""
 
     def __init__(self) -> None:

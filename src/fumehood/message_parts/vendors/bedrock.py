@@ -14,7 +14,7 @@ from fumehood.message_parts.canonical_parts import (
     UriPart,
 )
 from fumehood.message_parts.json_paths import copy_json, get_at_path, get_text_at_path
-from fumehood.message_parts.streaming.partial_items import VendorStream, read_int, read_object
+from fumehood.message_parts.streaming.partial_items import VendorStreamCollector, read_int, read_object
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
@@ -141,7 +141,7 @@ def find_item_lists(document: Json) -> list[JsonPath]:
 # --- the stream ----------------------------------------------------------------------------------------
 
 
-class BedrockConverseStream(VendorStream):
+class BedrockConverseStream(VendorStreamCollector):
     """A text block has no start event: its first delta starts it. A citation delta turns it into a citation block."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from fumehood.message_parts.canonical_parts import (
     UriPart,
 )
 from fumehood.message_parts.json_paths import MISSING, copy_json, get_at_path, get_text_at_path
-from fumehood.message_parts.streaming.partial_items import VendorStream, read_int, read_object
+from fumehood.message_parts.streaming.partial_items import VendorStreamCollector, read_int, read_object
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
@@ -273,7 +273,7 @@ def _synthesize_pair(kind: str, call: JsonObject, result: JsonObject) -> list[To
 # --- the stream ----------------------------------------------------------------------------------------
 
 
-class GeminiStream(VendorStream):
+class GeminiStream(VendorStreamCollector):
     """Each chunk is a response. Parts are appended, other members replaced."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from fumehood.message_parts.canonical_parts import (
     TextPart,
 )
 from fumehood.message_parts.json_paths import get_at_path, get_text_at_path
-from fumehood.message_parts.streaming.partial_items import VendorStream
+from fumehood.message_parts.streaming.partial_items import VendorStreamCollector
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
@@ -142,7 +142,7 @@ _HANDOFF_SOURCE_FIELDS = ("previous_agent_id", "previous_agent_name")
 _HANDOFF_TARGET_FIELDS = ("next_agent_id", "next_agent_name")
 
 
-class MistralConversationStream(VendorStream):
+class MistralConversationStream(VendorStreamCollector):
     """Events name their entry by id; the entry itself is never sent."""
 
     def __init__(self) -> None:

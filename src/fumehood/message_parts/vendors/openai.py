@@ -15,7 +15,12 @@ from fumehood.message_parts.canonical_parts import (
     UriPart,
 )
 from fumehood.message_parts.json_paths import get_at_path, get_text_at_path
-from fumehood.message_parts.streaming.partial_items import PartialItems, VendorStream, read_int, read_object
+from fumehood.message_parts.streaming.partial_items import (
+    PartialItems,
+    VendorStreamCollector,
+    read_int,
+    read_object,
+)
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
@@ -321,7 +326,7 @@ _TEXT_DELTA_EVENTS: dict[str, tuple[Callable[[JsonObject], JsonPath], str]] = {
 }
 
 
-class OpenAIResponseStream(VendorStream):
+class OpenAIResponseStream(VendorStreamCollector):
     """The last event repeats all items and takes precedence over the events of each item."""
 
     def feed(self, event: JsonObject) -> None:

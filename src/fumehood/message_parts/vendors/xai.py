@@ -4,7 +4,7 @@ import msgspec
 
 from fumehood.message_parts.canonical_parts import Json, JsonObject, JsonPath, ReasoningPart, TextPart
 from fumehood.message_parts.json_paths import copy_json, get_at_path, get_text_at_path
-from fumehood.message_parts.streaming.partial_items import VendorStream, read_int, read_object
+from fumehood.message_parts.streaming.partial_items import VendorStreamCollector, read_int, read_object
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
@@ -129,7 +129,7 @@ _CALL_FIELDS = ("tool_calls", "toolCalls")
 _FINISH_REASON_FIELDS = ("finish_reason", "finishReason")
 
 
-class XaiChatStream(VendorStream):
+class XaiChatStream(VendorStreamCollector):
     """Chunks are responses with deltas of messages in their outputs.
 
     Texts are continued, lists extended. Calls arrive complete; a repeated call is an update of its status. Anything
@@ -189,12 +189,12 @@ class XaiChatStream(VendorStream):
         return {"outputs": outputs, **self._response} if outputs else {**self._response}
 
 
-class XaiStream(VendorStream):
+class XaiStream(VendorStreamCollector):
     """Either of the two streams: chunks of the chat API have no type."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._stream: VendorStream | None = None
+        self._stream: VendorStreamCollector | None = None
 
     def feed(self, event: JsonObject) -> None:
         if self._stream is None:

@@ -31,8 +31,8 @@ from fumehood.models.rendering.foreign_items import ForeignCall, ForeignResult, 
 from fumehood.models.rendering.rendering_cache import EMPTY, render_segments
 from fumehood.models.rendering.server_features import ServerFeatures
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, Rendering, ToolExchange
+from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest
-from fumehood.protocol.untrusted_names import sanitize_name
 
 # --- items of the conversation ------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from fumehood.protocol.attachments import (
     encode_data_url,
     render_file_text,
 )
+from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest
-from fumehood.protocol.untrusted_names import sanitize_name
 
 UNFINISHED_STATUSES = ("in_progress", "incomplete")
 _TEXT_TYPES = frozenset({"input_text", "output_text", "text"})

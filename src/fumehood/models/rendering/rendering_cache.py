@@ -14,7 +14,7 @@ from fumehood.protocol.conversation import (
     ConversationPiece,
     ConversationSegment,
     Rendering,
-    SegmentRun,
+    SegmentGroup,
     conversation_pieces,
 )
 
@@ -60,7 +60,7 @@ def _render_piece(piece: ConversationPiece, cache_key: str, carry: bytes, render
     if isinstance(piece, ConversationSegment):
         rendering = render(piece.entries, carry)
     else:
-        rendering = _render_segment_run(piece, cache_key, carry, render)
+        rendering = _render_segment_group(piece, cache_key, carry, render)
     total_bytes = sum([len(text) + len(left) for text, left in (*cache.values(), rendering)])
     if len(cache) >= _MAX_RENDERINGS or total_bytes > max(
         _ALWAYS_CACHED_BYTES, _MAX_SIZE_FACTOR * piece.size
@@ -70,7 +70,7 @@ def _render_piece(piece: ConversationPiece, cache_key: str, carry: bytes, render
     return rendering
 
 
-def _render_segment_run(run: SegmentRun, cache_key: str, carry: bytes, render: RenderSegment) -> Rendering:
+def _render_segment_group(run: SegmentGroup, cache_key: str, carry: bytes, render: RenderSegment) -> Rendering:
     """Join the renderings of the segments, which are then cached with the run only."""
     renderings: list[bytes] = []
     for segment in run.segments:

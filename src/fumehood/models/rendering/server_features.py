@@ -3,8 +3,8 @@
 from dataclasses import astuple, dataclass
 from functools import cached_property
 
+from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest
-from fumehood.protocol.untrusted_names import sanitize_name
 
 
 @dataclass(frozen=True, kw_only=True)

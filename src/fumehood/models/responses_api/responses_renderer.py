@@ -30,8 +30,8 @@ from fumehood.protocol.conversation import (
     Rendering,
     ToolExchange,
 )
+from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest
-from fumehood.protocol.untrusted_names import sanitize_name
 
 _PLACEHOLDER_ID = "rs_0"  # some servers require an id and none uses it
 

@@ -6,6 +6,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.sandbox.sandbox_messages import (
     MEMORY_TIERS,
@@ -14,7 +15,6 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     NetworkDisabled,
     NetworkPolicy,
 )
-from fumehood.protocol.untrusted_names import sanitize_name
 
 DATA_DIRECTORY = "/mnt/data"
 _MAX_PATH_LENGTH = 4200  # longer than any path in a sandbox

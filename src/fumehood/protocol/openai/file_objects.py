@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from fumehood.protocol.untrusted_names import sanitize_name
+from fumehood.protocol.name_sanitizing import sanitize_name
 
 type UploadPurpose = Literal["assistants", "batch", "fine-tune", "vision", "user_data", "evals"]
 """The purposes that a client may name."""

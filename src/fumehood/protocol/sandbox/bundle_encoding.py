@@ -17,7 +17,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     FileNotFound,
     FileRefused,
     SandboxError,
-    SandboxLimitExceeded,
+    SandboxPayloadTooLarge,
 )
 
 MAX_BUNDLED_FILE_BYTES = 1 << 20
@@ -115,4 +115,6 @@ class BundleReader:
             case BundleReadOutcome.REFUSED:
                 return FileRefused(f"{path[:200]!r} is not a regular file.")
             case BundleReadOutcome.TOO_LARGE:
-                return SandboxLimitExceeded(f"{path[:200]!r} is larger than {MAX_BUNDLED_FILE_BYTES} bytes.")
+                return SandboxPayloadTooLarge(
+                    f"{path[:200]!r} is larger than {MAX_BUNDLED_FILE_BYTES} bytes."
+                )

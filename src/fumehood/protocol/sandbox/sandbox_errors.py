@@ -13,7 +13,7 @@ SandboxError                       `code` and `status` are sent to the client
 │   └── FileNotFound
 ├── SandboxConflict           409  the id belongs to something else
 ├── SandboxGone               410  the sandbox has ended
-├── SandboxLimitExceeded      413  more than a limit allows
+├── SandboxPayloadTooLarge      413  more than a limit allows
 ├── RetryLater                429  the same request may succeed later
 │   ├── SandboxServerAtCapacity    the server's sandbox limit is reached
 │   └── TenantQuotaExceeded        the tenant's quota is used up
@@ -100,7 +100,7 @@ class SandboxGone(SandboxError):
     status = 410
 
 
-class SandboxLimitExceeded(SandboxError):
+class SandboxPayloadTooLarge(SandboxError):
     code = "too_large"
     status = 413
 

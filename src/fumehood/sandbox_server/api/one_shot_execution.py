@@ -14,7 +14,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     InstallFailed,
     InvalidSandboxRequest,
     SandboxError,
-    SandboxLimitExceeded,
+    SandboxPayloadTooLarge,
     SandboxResourceNotFound,
 )
 from fumehood.protocol.sandbox.sandbox_messages import (
@@ -35,7 +35,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 from fumehood.sandbox_server import structured_logging
 from fumehood.sandbox_server.host.host_resources import file_quota_bytes
 from fumehood.sandbox_server.inside.files import data_directory
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
 from fumehood.sandbox_server.supervisor.sandbox_files import to_printable
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
@@ -51,15 +51,15 @@ def build_spec(request: OneShotRequest) -> SandboxSpec:
     return SandboxSpec(memory=request.memory, tenant=request.tenant, requirements=request.requirements)
 
 
-def decode_files(request: OneShotRequest, settings: Settings) -> dict[str, bytes]:
-    """The files to upload; raises FileRefused or SandboxLimitExceeded, which name the file."""
+def decode_files(request: OneShotRequest, settings: SandboxServerSettings) -> dict[str, bytes]:
+    """The files to upload; raises FileRefused or SandboxPayloadTooLarge, which name the file."""
     if len(request.files) > min(data_directory.MAX_ENTRIES, settings.inodes // 2):
-        raise SandboxLimitExceeded(
+        raise SandboxPayloadTooLarge(
             f"{len(request.files)} files are more than a sandbox takes at once.", param="files"
         )
     room = file_quota_bytes(request.memory)
     if sum(map(len, request.files.values())) * 3 // 4 > room + 2 * len(request.files):
-        raise SandboxLimitExceeded(
+        raise SandboxPayloadTooLarge(
             f"The files do not fit: half of the memory ({request.memory}) may be files.", param="files"
         )
     contents: dict[str, bytes] = {}
@@ -113,8 +113,8 @@ async def _upload_files(instance: SandboxInstance, uploads: dict[str, bytes]) ->
         written = await instance.files.write_bundle(encode_bundle(_iter_batches(uploads)))
         if written.refused:
             raise FileRefused(written.reasons[0])
-    except (InvalidSandboxRequest, SandboxLimitExceeded, SandboxResourceNotFound) as error:
-        kind = SandboxLimitExceeded if isinstance(error, SandboxLimitExceeded) else FileRefused
+    except (InvalidSandboxRequest, SandboxPayloadTooLarge, SandboxResourceNotFound) as error:
+        kind = SandboxPayloadTooLarge if isinstance(error, SandboxPayloadTooLarge) else FileRefused
         raise kind(error.message, param="files") from error
     return {entry.path: entry for entry in (await instance.files.list()).files}
 
@@ -125,7 +125,10 @@ async def _iter_batches(uploads: dict[str, bytes]) -> AsyncGenerator[Sequence[Bu
 
 
 async def _collect_produced_files(
-    instance: SandboxInstance, end: ExecutionEnd, before: dict[str, FileEntry], settings: Settings
+    instance: SandboxInstance,
+    end: ExecutionEnd,
+    before: dict[str, FileEntry],
+    settings: SandboxServerSettings,
 ) -> tuple[dict[str, str], str, int]:
     """New and changed files as base64, a note about those left out, and the number of bytes."""
     if not end.state_kept:

@@ -10,7 +10,7 @@ from fumehood.protocol.sandbox.sandbox_errors import SandboxErrorBody
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEvent
 from fumehood.sandbox_server.api.operations import NDJSON, OPERATIONS, ApiOperation, OperationParameter
 from fumehood.sandbox_server.api.sandbox_request_context import EXECUTION_HEADER, PROTOCOL_HEADER
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 
 type JsonObject = dict[str, Any]
 
@@ -32,7 +32,7 @@ _ERROR_DESCRIPTIONS = {
 }
 
 
-def build_document(settings: Settings, *, protected: bool) -> JsonObject:
+def build_document(settings: SandboxServerSettings, *, protected: bool) -> JsonObject:
     """The whole document; `protected` says whether a token is required."""
     schemas, components = _build_schemas()
     paths: dict[str, JsonObject] = {}
@@ -72,7 +72,11 @@ def _build_schemas() -> tuple[dict[int, JsonObject], JsonObject]:
 
 
 def _describe_operation(
-    operation: ApiOperation, schemas: dict[int, JsonObject], settings: Settings, *, protected: bool
+    operation: ApiOperation,
+    schemas: dict[int, JsonObject],
+    settings: SandboxServerSettings,
+    *,
+    protected: bool,
 ) -> JsonObject:
     description: JsonObject = {
         "operationId": operation.handler,
@@ -110,7 +114,9 @@ def _describe_version_header() -> JsonObject:
     }
 
 
-def _describe_body(operation: ApiOperation, schemas: dict[int, JsonObject], settings: Settings) -> JsonObject:
+def _describe_body(
+    operation: ApiOperation, schemas: dict[int, JsonObject], settings: SandboxServerSettings
+) -> JsonObject:
     if isinstance(operation.body, str):
         content: JsonObject = {operation.body: {"schema": {"type": "string", "format": "binary"}}}
         limit = settings.file_bytes

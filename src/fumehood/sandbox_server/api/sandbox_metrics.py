@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEnd
 from fumehood.sandbox_server.egress.control_messages import EgressEvent
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.sandbox_execution import SandboxExecution
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 
@@ -44,7 +44,9 @@ class SandboxMetrics:
     count_running: returns how many executions have started and not ended.
     """
 
-    def __init__(self, supervisor: Supervisor, settings: Settings, count_running: Callable[[], int]) -> None:
+    def __init__(
+        self, supervisor: Supervisor, settings: SandboxServerSettings, count_running: Callable[[], int]
+    ) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_GaugeCollector(supervisor, settings, count_running))
         phases = Histogram(
@@ -127,7 +129,9 @@ class SandboxMetrics:
 class _GaugeCollector(Collector):
     """Reads values from the supervisor at scrape time."""
 
-    def __init__(self, supervisor: Supervisor, settings: Settings, count_running: Callable[[], int]) -> None:
+    def __init__(
+        self, supervisor: Supervisor, settings: SandboxServerSettings, count_running: Callable[[], int]
+    ) -> None:
         self._supervisor = supervisor
         self._settings = settings
         self._count_running = count_running

@@ -27,7 +27,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     InvalidSandboxRequest,
     RetryLater,
     SandboxError,
-    SandboxLimitExceeded,
+    SandboxPayloadTooLarge,
     UnsupportedMediaType,
     to_sandbox_error_body,
 )
@@ -116,8 +116,8 @@ class SandboxRequestContext(AsgiExchange):
         return found
 
     @override
-    def _body_too_large(self, limit: int) -> SandboxLimitExceeded:
-        return SandboxLimitExceeded(f"The body is larger than {limit} bytes.", param="body")
+    def _body_too_large(self, limit: int) -> SandboxPayloadTooLarge:
+        return SandboxPayloadTooLarge(f"The body is larger than {limit} bytes.", param="body")
 
     async def read_body(self, limit: int, seconds: float) -> bytes:
         """The whole body; raises RequestTimeout after `seconds`, even while data trickles in."""

@@ -38,7 +38,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 from fumehood.sandbox_server import structured_logging
 from fumehood.sandbox_server.api import one_shot_execution
 from fumehood.sandbox_server.api.sandbox_metrics import SandboxMetrics
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.sandbox_execution import SandboxExecution
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
@@ -62,7 +62,7 @@ class _TenantUsage:
 class TenantQuotas:
     """Counts sandboxes and memory per tenant: reserved before a sandbox starts, released when it has ended."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SandboxServerSettings) -> None:
         self._settings = settings
         self._usage: dict[str, _TenantUsage] = {}
 
@@ -98,7 +98,7 @@ class TenantQuotas:
 class SandboxTombstones:
     """Ended sandboxes, the newest last; bounded in number, age and retained output."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SandboxServerSettings) -> None:
         self._settings = settings
         self._tombstones: dict[str, tuple[float, SandboxInstance]] = {}
 
@@ -147,7 +147,7 @@ class SandboxService:
     Entering raises IsolationUnavailable. While it stops, new work raises SandboxServerUnreachable.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SandboxServerSettings) -> None:
         self.settings = settings
         self.supervisor = Supervisor(settings)
         self.metrics = SandboxMetrics(

@@ -18,7 +18,7 @@ from fumehood.sandbox_server import structured_logging
 from fumehood.sandbox_server.api.app import KEEPALIVE_SECONDS, SandboxServerApp
 from fumehood.sandbox_server.api.sandbox_request_context import PROTOCOL_VERSION_HEADER, encode_json
 from fumehood.sandbox_server.api.sandbox_service import SandboxService
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 
 
 class SandboxServer(WebServer):
@@ -26,7 +26,7 @@ class SandboxServer(WebServer):
 
     def __init__(
         self,
-        settings: Settings,
+        settings: SandboxServerSettings,
         listener: ListeningSocket,
         *,
         token: str | None = None,

@@ -5,12 +5,12 @@ from dataclasses import replace
 from fumehood.sandbox_server.diagnostics.findings import HostFinding, HostReport, InspectedHost
 from fumehood.sandbox_server.diagnostics.host_checks import check_host
 from fumehood.sandbox_server.diagnostics.smoke_test import run_smoke_test
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 
 __all__ = ["HostFinding", "HostReport", "InspectedHost", "diagnose"]
 
 
-async def diagnose(settings: Settings, host: InspectedHost | None = None) -> HostReport:
+async def diagnose(settings: SandboxServerSettings, host: InspectedHost | None = None) -> HostReport:
     """Check what can be read about the host, then run one real sandbox."""
     found = check_host(settings, host)
     tried = await run_smoke_test(settings)
@@ -22,7 +22,7 @@ async def diagnose(settings: Settings, host: InspectedHost | None = None) -> Hos
     return HostReport(settings.mode, is_usable, [*found, *tried])
 
 
-def _is_decisive(finding: HostFinding, settings: Settings) -> bool:
+def _is_decisive(finding: HostFinding, settings: SandboxServerSettings) -> bool:
     """In this mode only Landlock keeps code from the host's files."""
     return settings.mode == "unsafe-degraded" and finding.name == "Landlock"
 

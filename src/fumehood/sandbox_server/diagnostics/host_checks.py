@@ -30,18 +30,20 @@ from fumehood.sandbox_server.host.python_runtime import PythonRuntimeUnavailable
 from fumehood.sandbox_server.host.uid_ranges import reserve_subordinate_uids
 from fumehood.sandbox_server.inside import syscalls
 from fumehood.sandbox_server.seccomp.syscall_policy import POLICY_OF_MODE
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 
 _MINIMUM_KERNEL = (5, 11)  # overlays in user namespaces; proc with subset=pid, openat2 and pidfds are older
 _RECOMMENDED_KERNEL = (5, 13)  # Landlock
 
 
-def check_host(settings: Settings, host: InspectedHost | None = None) -> list[HostFinding]:
+def check_host(settings: SandboxServerSettings, host: InspectedHost | None = None) -> list[HostFinding]:
     host = host or InspectedHost()
     return [finding for check in _CHECKS[settings.mode] for finding in _run_check(check, settings, host)]
 
 
-def _run_check(check: "HostCheck", settings: Settings, host: InspectedHost) -> Iterator[HostFinding]:
+def _run_check(
+    check: "HostCheck", settings: SandboxServerSettings, host: InspectedHost
+) -> Iterator[HostFinding]:
     """The findings of a check; a check that raises is a finding, too."""
     try:
         yield from check(settings, host)
@@ -53,7 +55,7 @@ def _run_check(check: "HostCheck", settings: Settings, host: InspectedHost) -> I
 # ---- the kernel -----------------------------------------------------------------------------------------------
 
 
-def check_kernel(_: Settings, host: InspectedHost) -> Iterator[HostFinding]:
+def check_kernel(_: SandboxServerSettings, host: InspectedHost) -> Iterator[HostFinding]:
     release = host.read("proc/sys/kernel/osrelease") or ""
     match = re.match(r"(\d+)\.(\d+)", release)
     if match is None:
@@ -69,7 +71,7 @@ def check_kernel(_: Settings, host: InspectedHost) -> Iterator[HostFinding]:
         yield HostFinding("kernel", "ok", release)
 
 
-def check_user_namespaces(_: Settings, host: InspectedHost) -> Iterator[HostFinding]:
+def check_user_namespaces(_: SandboxServerSettings, host: InspectedHost) -> Iterator[HostFinding]:
     """Also for root: the jail drops to an ordinary user first."""
     name = "user namespaces"
     if host.read("proc/self/uid_map") is None:
@@ -163,7 +165,7 @@ def _find_granting_profile(host: InspectedHost, program: str) -> str | None:
     return None
 
 
-def check_proc(_: Settings, host: InspectedHost) -> Iterator[HostFinding]:
+def check_proc(_: SandboxServerSettings, host: InspectedHost) -> Iterator[HostFinding]:
     """The kernel allows a new proc mount only if the present one is not masked, as containers do."""
     mounts = host.read("proc/self/mountinfo")
     if mounts is None:
@@ -182,7 +184,7 @@ def check_proc(_: Settings, host: InspectedHost) -> Iterator[HostFinding]:
         yield HostFinding("/proc", "ok", "in full view")
 
 
-def check_seccomp(settings: Settings, host: InspectedHost) -> Iterator[HostFinding]:
+def check_seccomp(settings: SandboxServerSettings, host: InspectedHost) -> Iterator[HostFinding]:
     name = "system-call filter"
     try:
         program = seccomp.load_program(POLICY_OF_MODE[settings.mode], host.machine)
@@ -200,7 +202,7 @@ def check_seccomp(settings: Settings, host: InspectedHost) -> Iterator[HostFindi
     yield HostFinding(name, "ok", f"seccomp, {host.machine}, {len(program) // 8} instructions{outer}")
 
 
-def check_landlock(settings: Settings, host: InspectedHost) -> Iterator[HostFinding]:
+def check_landlock(settings: SandboxServerSettings, host: InspectedHost) -> Iterator[HostFinding]:
     version = syscalls.landlock_abi() if host.landlock_version is None else host.landlock_version
     if version:
         yield HostFinding("Landlock", "ok", f"version {version}")
@@ -214,7 +216,7 @@ def check_landlock(settings: Settings, host: InspectedHost) -> Iterator[HostFind
         yield HostFinding("Landlock", "warning", "not available: one layer fewer behind the mounts", advice)
 
 
-def check_overlay(_: Settings, host: InspectedHost) -> Iterator[HostFinding]:
+def check_overlay(_: SandboxServerSettings, host: InspectedHost) -> Iterator[HostFinding]:
     if "overlay" in (host.read("proc/filesystems") or ""):
         yield HostFinding("overlayfs", "ok", "available")
         return
@@ -227,7 +229,7 @@ def check_overlay(_: Settings, host: InspectedHost) -> Iterator[HostFinding]:
 # ---- resources of the host ------------------------------------------------------------------------------------
 
 
-def check_cgroups(settings: Settings, host: InspectedHost) -> Iterator[HostFinding]:
+def check_cgroups(settings: SandboxServerSettings, host: InspectedHost) -> Iterator[HostFinding]:
     """Create the cgroup tree of a supervisor, and remove it."""
     state: FindingState = "missing" if settings.limits == "enforced" else "warning"
     try:
@@ -259,7 +261,7 @@ def check_cgroups(settings: Settings, host: InspectedHost) -> Iterator[HostFindi
         )
 
 
-def check_uid_ranges(settings: Settings, host: InspectedHost) -> Iterator[HostFinding]:
+def check_uid_ranges(settings: SandboxServerSettings, host: InspectedHost) -> Iterator[HostFinding]:
     name = "users of sandboxes"
     if settings.mode == "unsafe-degraded":
         advice = "Sandboxes of this mode can disturb each other: use it for one at a time, or use --mode namespaces."
@@ -280,7 +282,7 @@ def check_uid_ranges(settings: Settings, host: InspectedHost) -> Iterator[HostFi
     yield HostFinding(name, "warning", "all sandboxes share yours", advice)
 
 
-def check_python(settings: Settings, _: InspectedHost) -> Iterator[HostFinding]:
+def check_python(settings: SandboxServerSettings, _: InspectedHost) -> Iterator[HostFinding]:
     try:
         runtime = discover_runtime()
     except PythonRuntimeUnavailable as error:
@@ -298,7 +300,7 @@ def check_python(settings: Settings, _: InspectedHost) -> Iterator[HostFinding]:
         yield HostFinding("packages", "ok", detail)
 
 
-def find_missing_packages(settings: Settings) -> list[str]:
+def find_missing_packages(settings: SandboxServerSettings) -> list[str]:
     return [name for name in settings.preload if importlib.util.find_spec(name) is None]
 
 
@@ -309,7 +311,7 @@ def _read_version(name: str) -> str:
         return "(version unknown)"
 
 
-def check_permissions(_: Settings, host: InspectedHost) -> Iterator[HostFinding]:
+def check_permissions(_: SandboxServerSettings, host: InspectedHost) -> Iterator[HostFinding]:
     """As root, sandboxes have other uids, which cannot read what was installed with `umask 077`."""
     if host.uid != 0:
         return
@@ -351,7 +353,7 @@ def _is_readable_by_others(path: Path) -> bool:
     return stat.S_ISLNK(mode) or mode & wanted == wanted
 
 
-def check_disks(settings: Settings, host: InspectedHost) -> Iterator[HostFinding]:
+def check_disks(settings: SandboxServerSettings, host: InspectedHost) -> Iterator[HostFinding]:
     """As root: whether files of large sandboxes are on disks, or fall back to memory."""
     if host.uid != 0 or not host.allows_trials or settings.disks == "off":
         return
@@ -366,7 +368,7 @@ def check_disks(settings: Settings, host: InspectedHost) -> Iterator[HostFinding
     yield HostFinding("disks", "ok", f"files of large sandboxes are in {directory}, {free} free")
 
 
-def check_guest_socket(settings: Settings, _: InspectedHost) -> Iterator[HostFinding]:
+def check_guest_socket(settings: SandboxServerSettings, _: InspectedHost) -> Iterator[HostFinding]:
     path = settings.guest_socket
     if path is not None and path.is_socket():
         yield HostFinding("guest socket", "ok", str(path))
@@ -375,7 +377,7 @@ def check_guest_socket(settings: Settings, _: InspectedHost) -> Iterator[HostFin
     yield HostFinding("guest socket", "missing", f"{path or 'none'} is not there", advice)
 
 
-type HostCheck = Callable[[Settings, InspectedHost], Iterator[HostFinding]]
+type HostCheck = Callable[[SandboxServerSettings, InspectedHost], Iterator[HostFinding]]
 
 _NAMESPACE_CHECKS: tuple[HostCheck, ...] = (check_user_namespaces, check_proc, check_overlay)
 _HOST_CHECKS: tuple[HostCheck, ...] = (

@@ -16,7 +16,7 @@ from fumehood.sandbox_server.host.python_runtime import discover_runtime
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.packages import bytecode_cache
 from fumehood.sandbox_server.packages.installer_factory import packages_directory
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
@@ -68,7 +68,7 @@ _INDEX_ADVICE = (
 )
 
 
-async def run_smoke_test(settings: Settings) -> list[HostFinding]:
+async def run_smoke_test(settings: SandboxServerSettings) -> list[HostFinding]:
     """Start a sandbox, run code in it and check the results; the first failure ends the test."""
     findings: list[HostFinding] = []
     started_at = time.monotonic()
@@ -92,7 +92,7 @@ async def run_smoke_test(settings: Settings) -> list[HostFinding]:
     return findings
 
 
-async def _run_probe_code(sandbox: SandboxInstance, settings: Settings) -> list[HostFinding]:
+async def _run_probe_code(sandbox: SandboxInstance, settings: SandboxServerSettings) -> list[HostFinding]:
     content = os.urandom(8).hex()
     await sandbox.files.write(PROBE_FILE, content.encode())
     printed = ""
@@ -140,7 +140,7 @@ class ObservedNetwork:
         return [f"{name} with a default route" if name in default else name for name in sorted(ways)]
 
 
-def assess_network(seen: ObservedNetwork, settings: Settings) -> HostFinding:
+def assess_network(seen: ObservedNetwork, settings: SandboxServerSettings) -> HostFinding:
     if settings.mode == "unsafe-degraded":
         if seen.sockets:
             detail = "the code can open sockets in the network of this host"
@@ -172,7 +172,7 @@ def assess_preload(problems: dict[str, str], known: list[str]) -> Iterator[HostF
         yield HostFinding("preload", "warning", names, advice)
 
 
-def _check_from_host(supervisor: Supervisor, settings: Settings) -> Iterator[HostFinding]:
+def _check_from_host(supervisor: Supervisor, settings: SandboxServerSettings) -> Iterator[HostFinding]:
     info, pid = supervisor.zygote.info, supervisor.zygote.pid
     # The packages of a pod are not those of this host.
     yield from assess_preload(
@@ -205,7 +205,7 @@ def _read_uids_below(top: int) -> set[int]:
     return {uids[pid] for pid in below if pid in uids}
 
 
-async def _check_packages(supervisor: Supervisor, settings: Settings) -> HostFinding:
+async def _check_packages(supervisor: Supervisor, settings: SandboxServerSettings) -> HostFinding:
     """Whether packages can be installed; at most a warning, because code runs without."""
     if not settings.packages:
         return HostFinding("packages", "ok", "installing is off")
@@ -227,7 +227,7 @@ async def _check_packages(supervisor: Supervisor, settings: Settings) -> HostFin
     return HostFinding("packages", "ok", f"the index answers; {stored}")
 
 
-def _check_bytecode(settings: Settings) -> HostFinding:
+def _check_bytecode(settings: SandboxServerSettings) -> HostFinding:
     """Whether sandboxes find bytecode of their packages; raises PythonRuntimeUnavailable."""
     runtime = discover_runtime()
     uncompiled = bytecode_cache.find_uncompiled(runtime)

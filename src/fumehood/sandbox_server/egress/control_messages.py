@@ -84,13 +84,13 @@ class SandboxAccess(msgspec.Struct, frozen=True, kw_only=True):
     bytes_used: int = 0
 
 
-class OpenAccess(msgspec.Struct, frozen=True, tag="open"):
+class OpenAccessOrder(msgspec.Struct, frozen=True, tag="open"):
     """Start to accept connections; carries the descriptors of the SandboxAccess file and of the listener."""
 
     number: int
 
 
-class CloseAccess(msgspec.Struct, frozen=True, tag="close"):
+class CloseAccessOrder(msgspec.Struct, frozen=True, tag="close"):
     """The sandbox has ended: close its connections."""
 
     number: int
@@ -134,12 +134,14 @@ class ProxyLogMessage(msgspec.Struct, frozen=True, tag="log"):
     text: _Text
 
 
-type ControlOrder = OpenAccess | CloseAccess
+type ControlOrder = OpenAccessOrder | CloseAccessOrder
 type ProxyReport = ProxyReady | EgressEvent | ProxyStatus | ProxyLogMessage
 
 # The decoders raise msgspec.MsgspecError.
 encode = msgspec.json.Encoder().encode
-decode_order: Callable[[bytes], ControlOrder] = msgspec.json.Decoder(OpenAccess | CloseAccess).decode
+decode_order: Callable[[bytes], ControlOrder] = msgspec.json.Decoder(
+    OpenAccessOrder | CloseAccessOrder
+).decode
 decode_report: Callable[[bytes], ProxyReport] = msgspec.json.Decoder(
     ProxyReady | EgressEvent | ProxyStatus | ProxyLogMessage
 ).decode

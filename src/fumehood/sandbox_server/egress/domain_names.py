@@ -15,7 +15,7 @@ class InvalidDomainName(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Authority:
+class RequestTarget:
     """The server of a request; `name` is normalised."""
 
     name: str
@@ -42,7 +42,7 @@ def normalise_domain(name: str) -> str:
     return plain
 
 
-def parse_authority(text: str, *, default_port: int | None) -> Authority:
+def parse_authority(text: str, *, default_port: int | None) -> RequestTarget:
     """Parse `name:port`, or `name` if there is a default port. Raises InvalidDomainName."""
     if not text.isascii():
         raise InvalidDomainName("it is not ASCII")
@@ -50,7 +50,7 @@ def parse_authority(text: str, *, default_port: int | None) -> Authority:
     if not colon:
         if default_port is None:
             raise InvalidDomainName("it has no port")
-        return Authority(normalise_domain(name), default_port)
+        return RequestTarget(normalise_domain(name), default_port)
     if not re.fullmatch(r"[0-9]{1,5}", digits) or not 0 < int(digits) < 65536:
         raise InvalidDomainName("it has no valid port")
-    return Authority(normalise_domain(name), int(digits))
+    return RequestTarget(normalise_domain(name), int(digits))

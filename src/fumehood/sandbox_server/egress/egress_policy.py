@@ -13,9 +13,9 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     NetworkDisabled,
     NetworkPolicy,
 )
-from fumehood.sandbox_server.egress.domain_names import Authority, InvalidDomainName, normalise_domain
+from fumehood.sandbox_server.egress.domain_names import InvalidDomainName, RequestTarget, normalise_domain
 from fumehood.sandbox_server.inside import layout
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 
 _PROXY = f"http://127.0.0.1:{layout.EGRESS_PORT}"
 _NOT_PROXIED = "localhost,127.0.0.1,::1"
@@ -49,7 +49,7 @@ class EgressPolicy:
     ports: frozenset[int]
     secrets: dict[str, dict[str, str]] = field(default_factory=dict[str, dict[str, str]], repr=False)
 
-    def refusal_reason(self, target: Authority) -> str | None:
+    def refusal_reason(self, target: RequestTarget) -> str | None:
         """Return why the sandbox may not connect there, or None if it may."""
         if target.name not in self.domains:
             return f"the domain {target.name} is not on this sandbox's allow-list"
@@ -63,7 +63,7 @@ class EgressPolicy:
         return {**PROXY_ENVIRONMENT, **{name: f"${name}" for name in sorted(names)}}
 
 
-def build_policy(network: NetworkPolicy, settings: Settings) -> EgressPolicy | None:
+def build_policy(network: NetworkPolicy, settings: SandboxServerSettings) -> EgressPolicy | None:
     """Return the policy of a sandbox, or None for no network.
 
     Raises InvalidSandboxRequest if it asks for more than the operator allows.

@@ -32,7 +32,7 @@ from fumehood.sandbox_server.egress.domain_names import normalise_domain
 from fumehood.sandbox_server.egress.egress_policy import CA_ENVIRONMENT, EgressPolicy, build_policy
 from fumehood.sandbox_server.packet_channel import PacketChannel
 from fumehood.sandbox_server.restart_backoff import RestartBackoff
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 
 if TYPE_CHECKING:
     from fumehood.sandbox_server.egress.certificate_authority import SandboxCertificateAuthority
@@ -133,7 +133,7 @@ class EgressController:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: SandboxServerSettings,
         limits: ProxyLimits | None = None,
         start_proxy: Callable[[control_messages.ProxyConfiguration], Awaitable[ProxyProcess]] = start_process,
     ) -> None:
@@ -346,13 +346,13 @@ class EgressController:
     def remove_access(self, access: "NetworkAccess") -> None:
         """Let the proxy close its listener and connections."""
         if self._accesses.pop(access.number, None) is not None and self._packets is not None:
-            self._packets.send(control_messages.encode(control_messages.CloseAccess(access.number)))
+            self._packets.send(control_messages.encode(control_messages.CloseAccessOrder(access.number)))
 
     def _send_access(self, access: "NetworkAccess") -> None:
         if self._packets is not None and access.listener is not None:
             with open_memory_file(control_messages.encode(access.to_message())) as content:
                 self._packets.send(
-                    control_messages.encode(control_messages.OpenAccess(access.number)),
+                    control_messages.encode(control_messages.OpenAccessOrder(access.number)),
                     [content, access.listener],
                 )
             self._kill_if_stalled(self._packets)
@@ -387,7 +387,7 @@ class NetworkAccess:
     """One sandbox's access to the network; `environment` and `ca_certificates` are for the sandbox."""
 
     def __init__(
-        self, egress: EgressController, settings: Settings, grant: NetworkGrant, number: int
+        self, egress: EgressController, settings: SandboxServerSettings, grant: NetworkGrant, number: int
     ) -> None:
         self.environment = grant.environment
         self.ca_certificates = grant.ca_certificates

@@ -13,7 +13,7 @@ import h11
 from fumehood.sandbox_server.egress import tls_client_hello
 from fumehood.sandbox_server.egress.byte_streams import ByteStream, SocketStream, TlsServerStream, relay
 from fumehood.sandbox_server.egress.control_messages import EgressEvent, ProxyLimits, Verdict
-from fumehood.sandbox_server.egress.domain_names import Authority, InvalidDomainName, normalise_domain
+from fumehood.sandbox_server.egress.domain_names import InvalidDomainName, RequestTarget, normalise_domain
 from fumehood.sandbox_server.egress.egress_policy import EgressPolicy
 from fumehood.sandbox_server.egress.request_forwarding import (
     ForwardingAborted,
@@ -85,12 +85,14 @@ class ProxySession:
             self._close_upstream()
             self._client.close()
 
-    async def _serve(self, stream: SocketStream | TlsServerStream, tls_authority: Authority | None) -> None:
+    async def _serve(
+        self, stream: SocketStream | TlsServerStream, tls_authority: RequestTarget | None
+    ) -> None:
         """Serve request after request, each checked; `tls_authority` as in `validate_request`."""
         buffered = b""
         is_first = True
         is_open = True
-        to: Authority | None = tls_authority
+        to: RequestTarget | None = tls_authority
         while is_open:
             try:
                 head, buffered = await read_head(stream, buffered, self._context.limits, is_first=is_first)
@@ -117,7 +119,7 @@ class ProxySession:
         async with asyncio.timeout(self._context.limits.idle_seconds):
             await stream.linger(_LINGER)
 
-    def _check_policy(self, to: Authority) -> None:
+    def _check_policy(self, to: RequestTarget) -> None:
         reason = self._context.policy.refusal_reason(to)
         if reason is not None:
             raise ProxyRefusal(HTTPStatus.FORBIDDEN, reason)
@@ -132,7 +134,7 @@ class ProxySession:
         incoming: h11.Connection,
         request: ForwardRequest,
         buffered: bytes,
-        tls_authority: Authority | None,
+        tls_authority: RequestTarget | None,
     ) -> tuple[bool, bytes]:
         """Forward a request; returns whether the connection stays open, and bytes of the next request."""
         upstream = await self._upstream_for(request.authority, secure=tls_authority is not None)
@@ -157,7 +159,7 @@ class ProxySession:
         self._send_event(request.authority, "allowed")
         return forwarder.can_reuse_client, incoming.trailing_data[0]
 
-    async def _upstream_for(self, to: Authority, *, secure: bool) -> UpstreamConnection:
+    async def _upstream_for(self, to: RequestTarget, *, secure: bool) -> UpstreamConnection:
         """Return the connection of the last request if it is to the same server, else a new, checked one."""
         if (
             self._upstream is not None
@@ -189,7 +191,7 @@ class ProxySession:
 
     # ---- CONNECT ----------------------------------------------------------------------------------------------
 
-    async def _handle_connect(self, request: h11.Request, to: Authority, buffered: bytes) -> None:
+    async def _handle_connect(self, request: h11.Request, to: RequestTarget, buffered: bytes) -> None:
         if any(name in (b"content-length", b"transfer-encoding") for name, _ in request.headers):
             raise bad_request("CONNECT has no body")
         if to.name in self._context.placeholders:
@@ -208,14 +210,14 @@ class ProxySession:
         self._client.push_back(buffered)
         await self._client.send(_ESTABLISHED)
 
-    async def _run_tunnel(self, server: SocketStream, to: Authority) -> None:
+    async def _run_tunnel(self, server: SocketStream, to: RequestTarget) -> None:
         try:
             async with self._idle_guard():
                 await relay(self._client, server, self._count_bytes)
         finally:
             self._send_event(to, "allowed")
 
-    async def _terminate_tls(self, to: Authority) -> None:
+    async def _terminate_tls(self, to: RequestTarget) -> None:
         """Act as the server of a domain with secrets, to fill in placeholders in its requests."""
         if not await self._check_client_hello(to) or self._context.authority is None:
             return
@@ -224,7 +226,7 @@ class ProxySession:
             await stream.handshake()
         await self._serve(stream, to)
 
-    async def _check_client_hello(self, to: Authority) -> bool:
+    async def _check_client_hello(self, to: RequestTarget) -> bool:
         """Whether the client starts TLS with the requested server; the ClientHello is pushed back."""
         data = b""
         name: str | None = None
@@ -285,7 +287,7 @@ class ProxySession:
                 asyncio.get_running_loop().time() + self._context.limits.idle_seconds
             )
 
-    def _send_event(self, to: Authority | None, verdict: Verdict, reason: str = "") -> None:
+    def _send_event(self, to: RequestTarget | None, verdict: Verdict, reason: str = "") -> None:
         name, port = ("", 0) if to is None else (to.name, to.port)
         self._context.send_event(
             EgressEvent(

@@ -73,7 +73,7 @@ class ProxyWorker:
             for fd in fds:
                 unused.callback(os.close, fd)
             order = control_messages.decode_order(body)
-            if isinstance(order, control_messages.OpenAccess):
+            if isinstance(order, control_messages.OpenAccessOrder):
                 content, listener_fd = fds
                 access = read_message(content, control_messages.SandboxAccess)
                 unused.pop_all()

@@ -8,7 +8,7 @@ from http import HTTPStatus
 import h11
 
 from fumehood.sandbox_server.egress.byte_streams import ByteStream, SocketStream
-from fumehood.sandbox_server.egress.domain_names import Authority
+from fumehood.sandbox_server.egress.domain_names import RequestTarget
 from fumehood.sandbox_server.egress.request_parsing import ForwardRequest, ProxyRefusal, response_headers
 
 _MAX_RESPONSE_HEAD = 256 * 1024  # servers send longer heads than clients
@@ -24,7 +24,7 @@ class UpstreamConnection:
     """A connection to a checked address, for one authority only."""
 
     stream: SocketStream
-    authority: Authority
+    authority: RequestTarget
 
 
 class RequestForwarder:

@@ -13,7 +13,7 @@ import h11
 
 from fumehood.sandbox_server.egress.byte_streams import ByteStream
 from fumehood.sandbox_server.egress.control_messages import ProxyLimits
-from fumehood.sandbox_server.egress.domain_names import Authority, InvalidDomainName, parse_authority
+from fumehood.sandbox_server.egress.domain_names import InvalidDomainName, RequestTarget, parse_authority
 
 type Headers = list[tuple[bytes, bytes]]
 
@@ -55,7 +55,7 @@ class ForwardRequest:
     """A checked request with the headers to forward; `target` is empty for CONNECT."""
 
     method: bytes
-    authority: Authority
+    authority: RequestTarget
     target: bytes
     headers: Headers
 
@@ -120,7 +120,7 @@ def parse_head(head: bytes, limits: ProxyLimits) -> tuple[h11.Connection, h11.Re
     return connection, request
 
 
-def validate_request(request: h11.Request, tls_authority: Authority | None) -> ForwardRequest:
+def validate_request(request: h11.Request, tls_authority: RequestTarget | None) -> ForwardRequest:
     """Check a request and return what to forward. Raises ProxyRefusal.
 
     tls_authority: the server of a terminated TLS connection, None on the proxy's own port.
@@ -170,14 +170,14 @@ def _connection_options(message: h11.Request | h11.Response) -> set[bytes]:
     return {token.strip().lower() for value in values for token in value.split(b",")}
 
 
-def _parse_request_authority(text: bytes, default_port: int | None) -> Authority:
+def _parse_request_authority(text: bytes, default_port: int | None) -> RequestTarget:
     try:
         return parse_authority(text.decode("ascii", errors="replace"), default_port=default_port)
     except InvalidDomainName as error:
         raise ProxyRefusal(HTTPStatus.FORBIDDEN, f"{text[:100].decode('latin-1')!a}: {error}") from None
 
 
-def _check_host(host: bytes | None, to: Authority, default_port: int) -> None:
+def _check_host(host: bytes | None, to: RequestTarget, default_port: int) -> None:
     if host is None:  # HTTP/1.0; h11 requires exactly one in HTTP/1.1
         return
     try:
@@ -188,7 +188,7 @@ def _check_host(host: bytes | None, to: Authority, default_port: int) -> None:
         raise bad_request("the Host header and the request name different servers")
 
 
-def _forwarded_headers(request: h11.Request, to: Authority, default_port: int) -> Headers:
+def _forwarded_headers(request: h11.Request, to: RequestTarget, default_port: int) -> Headers:
     dropped = _HOP_BY_HOP | _connection_options(request) | {b"host"}
     host = to.name if to.port == default_port else f"{to.name}:{to.port}"
     headers = [(b"Host", host.encode())]

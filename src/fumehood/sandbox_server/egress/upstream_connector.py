@@ -9,7 +9,7 @@ from http import HTTPStatus
 from fumehood.http_server.address_policy import AddressPolicy
 from fumehood.http_server.dns_resolver import DnsResolutionFailed, DnsResolver
 from fumehood.sandbox_server.egress.control_messages import ProxyLimits
-from fumehood.sandbox_server.egress.domain_names import Authority
+from fumehood.sandbox_server.egress.domain_names import RequestTarget
 from fumehood.sandbox_server.egress.request_parsing import ProxyRefusal
 
 
@@ -21,7 +21,7 @@ class UpstreamConnector:
         self._address_policy = address_policy
         self._limits = limits
 
-    async def connect(self, to: Authority) -> socket.socket:
+    async def connect(self, to: RequestTarget) -> socket.socket:
         """Return a connected socket. Raises ProxyRefusal, which names no address: it may be the operator's."""
         try:
             found = await self.resolver.resolve(to.name)

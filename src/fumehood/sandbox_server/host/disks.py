@@ -26,7 +26,7 @@ from fumehood.protocol.sandbox.sandbox_errors import SandboxServerAtCapacity, Sa
 from fumehood.protocol.sandbox.sandbox_messages import MEMORY_TIERS, MemoryTier
 from fumehood.sandbox_server.inside import syscalls
 from fumehood.sandbox_server.isolation_errors import HostFeatureUnavailable, IsolationUnavailable
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Disk:
 class DiskManager:
     """The disks of one supervisor; `owner_uid` is the host uid of root in the sandboxes' user namespace."""
 
-    def __init__(self, settings: Settings, owner_uid: int | None) -> None:
+    def __init__(self, settings: SandboxServerSettings, owner_uid: int | None) -> None:
         self._settings = settings
         self._owner_uid = owner_uid
         self._directory: Path | None = None
@@ -206,7 +206,7 @@ class DiskManager:
 # ---- support on this host ------------------------------------------------------------------------------------
 
 
-def check_disk_support(settings: Settings) -> Path:
+def check_disk_support(settings: SandboxServerSettings) -> Path:
     """The directory for images, after a trial; raises DisksUnavailable."""
     if os.geteuid() != 0:
         raise DisksUnavailable("Only root may create disks.", "Files of large sandboxes are kept in memory.")
@@ -237,7 +237,7 @@ def _program_path() -> str:
     return f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 
 
-def _prepare_directory(settings: Settings) -> Path:
+def _prepare_directory(settings: SandboxServerSettings) -> Path:
     directory = settings.disk_dir or DEFAULT_DIRECTORY
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)

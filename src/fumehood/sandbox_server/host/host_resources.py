@@ -18,7 +18,7 @@ from fumehood.sandbox_server.host.uid_ranges import UidRange, reserve_subordinat
 from fumehood.sandbox_server.inside import layout
 from fumehood.sandbox_server.inside.jail import jail_builder
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def file_quota_bytes(memory: MemoryTier) -> int:
 class HostResources:
     """Host resources of all sandboxes of one supervisor; `open` raises IsolationUnavailable, OSError."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SandboxServerSettings) -> None:
         self._settings = settings
         self._free_uids: deque[int] = deque()
         self._scratch: orphan_cleanup.ScratchDirectory | None = None

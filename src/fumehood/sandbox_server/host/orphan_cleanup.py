@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fumehood.sandbox_server.host import cgroups, disks
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _LOOP_CLR_FD = 0x4C01
 _REMOVE_TIMEOUT = 60
 
 
-def remove_orphans(settings: Settings) -> list[str]:
+def remove_orphans(settings: SandboxServerSettings) -> list[str]:
     """Remove all orphans and return their names; what cannot be removed stays for the next time."""
     found: list[str] = []
     if settings.mode != "pod":

@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fumehood.protocol.sandbox.sandbox_errors import InstallFailed
-from fumehood.sandbox_server.packages import install_verification, requirements, uv_resolver
+from fumehood.sandbox_server.packages import installed_tree_check, requirements, uv_resolver
 from fumehood.sandbox_server.packages.install_jail import DiskSpaceExhausted, InstallTimeout
-from fumehood.sandbox_server.packages.install_verification import InvalidInstallTree
+from fumehood.sandbox_server.packages.installed_tree_check import InvalidInstallTree
 from fumehood.sandbox_server.packages.layer_store import (
     InstallRecord,
     LayerStore,
-    PackageLayer,
+    PackageLayerHandle,
     PinnedPackage,
 )
 from fumehood.sandbox_server.packages.uv_resolver import ResolutionFailed, UvResolver
@@ -90,7 +90,7 @@ class PackageProvision:
     replaced: name -> version of packages in the layer that sandboxes have in another version.
     """
 
-    layer: PackageLayer | None
+    layer: PackageLayerHandle | None
     pins: tuple[PinnedPackage, ...]
     replaced: Mapping[str, str]
 
@@ -318,7 +318,7 @@ class Installer:
 
     async def _build_layer(
         self, wanted: Sequence[str], pins: list[PinnedPackage], staging: Path, *, offline: bool
-    ) -> PackageLayer:
+    ) -> PackageLayerHandle:
         facts = [self.base.fingerprint, [[pin.name, pin.version, pin.hashes] for pin in pins]]
         key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         if layer := self.store.open_layer(key):
@@ -335,7 +335,7 @@ class Installer:
         layer = await asyncio.to_thread(self.store.add_layer, output, key, pins)
         await asyncio.to_thread(self.store.evict)
         # uv never removes anything from its cache; empty it at the limit.
-        if await asyncio.to_thread(install_verification.measure_disk_usage, jail.cache) > jail.max_bytes:
+        if await asyncio.to_thread(installed_tree_check.measure_disk_usage, jail.cache) > jail.max_bytes:
             await self._resolver.empty_cache(staging)
         return layer
 

@@ -17,17 +17,17 @@ from fumehood.sandbox_server.packages.installer import Installer
 from fumehood.sandbox_server.packages.layer_store import LayerStore
 from fumehood.sandbox_server.packages.package_index_config import PackageIndexConfig
 from fumehood.sandbox_server.packages.uv_resolver import UvResolver
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 
 
-def open_store(settings: Settings) -> LayerStore:
+def open_store(settings: SandboxServerSettings) -> LayerStore:
     """Open the layer store. Raises IsolationUnavailable, OSError."""
     store = LayerStore(packages_directory(settings), max_bytes=settings.packages_bytes)
     store.open()
     return store
 
 
-def packages_directory(settings: Settings) -> Path:
+def packages_directory(settings: SandboxServerSettings) -> Path:
     """Return the absolute directory of installed packages and bytecode; jails start in another directory."""
     return (settings.packages_dir or _default_directory()).absolute()
 
@@ -42,7 +42,7 @@ def _default_directory() -> Path:
 
 
 def open_installer(
-    settings: Settings,
+    settings: SandboxServerSettings,
     store: LayerStore,
     *,
     runtime: PythonRuntime,

@@ -23,7 +23,7 @@ import msgspec
 
 from fumehood.sandbox_server.inside.syscalls import closing_fd
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
-from fumehood.sandbox_server.packages import install_verification
+from fumehood.sandbox_server.packages import installed_tree_check
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_RECORDS = 10_000
@@ -57,7 +57,7 @@ class InstallRecord(msgspec.Struct, frozen=True):
     made_at: float
 
 
-class PackageLayer:
+class PackageLayerHandle:
     """A layer in use; it is not evicted until `close`."""
 
     def __init__(self, key: str, fd: int, manifest: LayerManifest) -> None:
@@ -65,9 +65,9 @@ class PackageLayer:
         self.manifest = manifest
         self._fd = fd
 
-    def share(self) -> "PackageLayer":
+    def share(self) -> "PackageLayerHandle":
         """Return another handle of the same layer."""
-        return PackageLayer(self.key, os.dup(self._fd), self.manifest)
+        return PackageLayerHandle(self.key, os.dup(self._fd), self.manifest)
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -138,7 +138,7 @@ class LayerStore:
 
     # ---- layers -----------------------------------------------------------------------------------------------
 
-    def open_layer(self, key: str) -> PackageLayer | None:
+    def open_layer(self, key: str) -> PackageLayerHandle | None:
         """Return the layer of this key, locked; None if there is none."""
         path = self.layers_directory / key
         try:
@@ -152,16 +152,16 @@ class LayerStore:
             manifest = msgspec.json.decode(manifest_path.read_bytes(), type=LayerManifest)
             if (opened.st_dev, opened.st_ino) == (current.st_dev, current.st_ino):
                 os.utime(manifest_path)
-                return PackageLayer(key, os.dup(fd), manifest)
+                return PackageLayerHandle(key, os.dup(fd), manifest)
         except (OSError, msgspec.MsgspecError):
             pass  # being evicted
         finally:
             os.close(fd)
         return None
 
-    def add_layer(self, tree: Path, key: str, pins: list[PinnedPackage]) -> PackageLayer:
+    def add_layer(self, tree: Path, key: str, pins: list[PinnedPackage]) -> PackageLayerHandle:
         """Verify the tree of an install jail and move it into the store. Raises InvalidInstallTree, OSError."""
-        size = install_verification.verify_tree(str(tree), max_bytes=self._max_bytes)
+        size = installed_tree_check.verify_tree(str(tree), max_bytes=self._max_bytes)
         # Python caches directory listings by this time: no two layers may have the same.
         os.utime(tree, ns=(time.time_ns(), time.time_ns()))
         self._write_json(f"manifests/{key}.json", LayerManifest(pins, size.files, size.bytes))

@@ -38,7 +38,7 @@ type InstallFunction = Callable[[Sequence[str], Callable[[str], None]], Awaitabl
 _decode = msgspec.json.Decoder(_PipRequest).decode
 
 
-class PipServer:
+class PipRequestServer:
     """Accepts on a listening descriptor of the sandbox, which it owns, until `close`."""
 
     def __init__(self, listener: int, install: InstallFunction) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from fumehood.protocol.sandbox.sandbox_errors import InstallFailed, SandboxGone
 from fumehood.sandbox_server.packages import requirements
 from fumehood.sandbox_server.packages.installer import Installer, PackageProvision
-from fumehood.sandbox_server.packages.layer_store import PackageLayer, PinnedPackage
-from fumehood.sandbox_server.packages.pip_server import PipServer
+from fumehood.sandbox_server.packages.layer_store import PackageLayerHandle, PinnedPackage
+from fumehood.sandbox_server.packages.pip_server import PipRequestServer
 
 _MAX_LAYERS = 32
 NO_INSTALLER = "This server installs no packages; use what is there."
@@ -33,11 +33,11 @@ class SandboxPackages:
         self._installer = installer
         self._attach = attach
         self._unavailable = unavailable
-        self._layers: list[PackageLayer] = []
+        self._layers: list[PackageLayerHandle] = []
         self._added_versions: dict[str, str] = {}
         self._install_lock = asyncio.Lock()
         self._attach_lock = asyncio.Lock()
-        self._pip_server: PipServer | None = None
+        self._pip_server: PipRequestServer | None = None
         self._is_closed = False
         self.tenant = ""  # for the limits of the installer
 
@@ -87,7 +87,7 @@ class SandboxPackages:
             self._layers.append(layer)
             self._added_versions.update({pin.name: pin.version for pin in provision.pins})
 
-    async def _attach_layer(self, layer: PackageLayer) -> None:
+    async def _attach_layer(self, layer: PackageLayerHandle) -> None:
         if len(self._layers) >= _MAX_LAYERS:
             raise InstallFailed(
                 f"Packages were installed {_MAX_LAYERS} times in this sandbox, the limit; use a new container.",
@@ -101,7 +101,7 @@ class SandboxPackages:
 
     def serve_pip(self, listener: int) -> None:
         """Serve the sandbox's `pip` on this listening descriptor, which this object owns from now on."""
-        self._pip_server = PipServer(listener, self.install)
+        self._pip_server = PipRequestServer(listener, self.install)
 
     def close(self) -> None:
         """Stop serving `pip` and release the layers."""

@@ -21,7 +21,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     ExecutionEndStatus,
 )
 from fumehood.sandbox_server.inside.framing import MessageKind
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.sandbox_execution import SandboxExecution, estimate_memory
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class ExecutionQueue:
     on_end: called with each execution that has ended.
     """
 
-    def __init__(self, sandbox: "SandboxInstance", settings: Settings) -> None:
+    def __init__(self, sandbox: "SandboxInstance", settings: SandboxServerSettings) -> None:
         self._sandbox = sandbox
         self._settings = settings
         self._lock = asyncio.Lock()

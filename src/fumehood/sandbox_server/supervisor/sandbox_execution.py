@@ -20,10 +20,10 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     Stderr,
     Stdout,
 )
-from fumehood.sandbox_server.inside import framing, output_batches
+from fumehood.sandbox_server.inside import framing, output_encoding
 from fumehood.sandbox_server.inside.framing import MessageKind
 from fumehood.sandbox_server.inside.runner import output_limits
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 
 
 class ProtocolViolation(Exception):
@@ -82,7 +82,7 @@ class SandboxExecution:
     the output limits of the settings, too: a peer that sends more is not the runner.
     """
 
-    def __init__(self, request: ExecuteRequest, settings: Settings) -> None:
+    def __init__(self, request: ExecuteRequest, settings: SandboxServerSettings) -> None:
         self.id = request.execution_id or secrets.token_hex(12)
         self.request = request
         self.call_id = os.urandom(framing.CALL_ID_BYTES)  # earlier code cannot guess it
@@ -160,7 +160,7 @@ class SandboxExecution:
                 raise ProtocolViolation(f"a {unexpected.name} message during a call")
 
     def _append_batch(self, body: bytes) -> None:
-        outputs = output_batches.unpack_output(body)
+        outputs = output_encoding.unpack_output(body)
         self._batched_events_left -= len(outputs)
         if self._batched_events_left < 0:
             raise ProtocolViolation("more output events than the runner ever sends")

@@ -23,7 +23,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     FileNotFound,
     FileRefused,
     SandboxError,
-    SandboxLimitExceeded,
+    SandboxPayloadTooLarge,
 )
 from fumehood.protocol.sandbox.sandbox_messages import (
     ArchiveFormat,
@@ -34,7 +34,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 )
 from fumehood.sandbox_server.inside.files import atomic_writes, data_directory, file_bundles
 from fumehood.sandbox_server.inside.files.data_directory import FileStat
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.helper_processes import HelperProcess, HelperSpawner
 from fumehood.sandbox_server.supervisor.sandbox_upload import SandboxUpload, UploadSourceFailed
 
@@ -101,7 +101,7 @@ class FileAccess:
     require_data_fd: Callable[[], int]
     free_memory: Callable[[], int | None]
     reads_directly: bool
-    settings: Settings
+    settings: SandboxServerSettings
 
 
 class OpenFile:
@@ -197,7 +197,7 @@ class SandboxFiles:
             return await _with_timeout(asyncio.to_thread(_call_and_close, data_directory.list_files, data))
 
     async def open(self, path: str) -> OpenFile:
-        """One regular file; raises FileNotFound, FileRefused, and SandboxLimitExceeded above `file_bytes`."""
+        """One regular file; raises FileNotFound, FileRefused, and SandboxPayloadTooLarge above `file_bytes`."""
         try:
             if self._access.reads_directly:
                 fd = data_directory.open_regular_file(self._access.require_data_fd(), path)
@@ -216,7 +216,7 @@ class SandboxFiles:
         return file
 
     async def read(self, path: str, *, limit: int) -> bytes:
-        """The whole content; raises SandboxLimitExceeded above `limit` bytes."""
+        """The whole content; raises SandboxPayloadTooLarge above `limit` bytes."""
         async with await self.open(path) as file:
             if file.size > limit:
                 raise _too_large_error(path, limit)
@@ -281,7 +281,7 @@ class SandboxFiles:
     ) -> FileEntry:
         """Write a file atomically; its memory counts as the sandbox's.
 
-        Raises FileRefused, and SandboxLimitExceeded above `limit` bytes (`file_bytes` by default).
+        Raises FileRefused, and SandboxPayloadTooLarge above `limit` bytes (`file_bytes` by default).
         """
         task = {"op": "write", "path": path, "executable": executable}
         answer = await self._transfer(task, path, content, limit)
@@ -297,7 +297,7 @@ class SandboxFiles:
     ) -> UnpackSummary:
         """Unpack an archive below `into`, all or nothing; existing files are replaced.
 
-        Raises FileRefused, and SandboxLimitExceeded above `limit` bytes or the limits for its contents.
+        Raises FileRefused, and SandboxPayloadTooLarge above `limit` bytes or the limits for its contents.
         """
         if into:
             _check_path(into, "into")
@@ -308,7 +308,7 @@ class SandboxFiles:
     async def write_bundle(self, content: AsyncIterable[bytes]) -> WriteSummary:
         """Write many files from one stream in the encoding of `bundle_encoding`.
 
-        Raises FileRefused and SandboxLimitExceeded (limits as for archives), and then nothing is written.
+        Raises FileRefused and SandboxPayloadTooLarge (limits as for archives), and then nothing is written.
         """
         answer = await self._transfer({"op": "receive", **self._unpack_limits()}, "the files", content, None)
         return _convert_answer(answer, WriteSummary)
@@ -415,7 +415,7 @@ def _raise_for_error(answer: dict[str, Any], subject: str, *, may_be_missing: bo
         return answer
     text = to_printable(str(answer["error"]), _MAX_REASON_CHARACTERS)
     if answer.get("kind") == "too_large":
-        raise SandboxLimitExceeded(f"{to_printable(subject)}: {text}")
+        raise SandboxPayloadTooLarge(f"{to_printable(subject)}: {text}")
     raise to_file_error(subject, OSError(answer.get("errno"), text), may_be_missing=may_be_missing)
 
 
@@ -441,8 +441,8 @@ def to_file_error(
     return FileRefused(text)
 
 
-def _too_large_error(path: str, limit: int) -> SandboxLimitExceeded:
-    return SandboxLimitExceeded(f"{to_printable(path)}: larger than {limit} bytes")
+def _too_large_error(path: str, limit: int) -> SandboxPayloadTooLarge:
+    return SandboxPayloadTooLarge(f"{to_printable(path)}: larger than {limit} bytes")
 
 
 def _to_entry(item: data_directory.FileStat) -> FileEntry:

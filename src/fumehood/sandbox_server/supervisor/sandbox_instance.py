@@ -23,7 +23,7 @@ from fumehood.sandbox_server.inside.runner import output_limits
 from fumehood.sandbox_server.packages.installer import Installer
 from fumehood.sandbox_server.packages.sandbox_packages import NO_INSTALLER, SandboxPackages
 from fumehood.sandbox_server.packet_channel import PacketChannel
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.execution_queue import ExecutionQueue
 from fumehood.sandbox_server.supervisor.helper_processes import HelperSpawner
 from fumehood.sandbox_server.supervisor.sandbox_execution import ProtocolViolation
@@ -56,7 +56,7 @@ class SandboxInstance:
         zygote: ZygoteConnection,
         channel_socket: socket.socket,
         resources: SandboxResources,
-        settings: Settings,
+        settings: SandboxServerSettings,
         on_exit: Callable[["SandboxInstance"], None],
         on_output_growth: Callable[[], None],
         next_number: Callable[[], int],

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from fumehood.protocol.sandbox.sandbox_errors import FileRefused, SandboxLimitExceeded
-from fumehood.sandbox_server.settings import Settings
+from fumehood.protocol.sandbox.sandbox_errors import FileRefused, SandboxPayloadTooLarge
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.helper_processes import HelperProcess
 
 _CHUNK_BYTES = 256 * 1024
@@ -48,7 +48,7 @@ class SandboxUpload:
         content: bytes | AsyncIterable[bytes],
         limit: int,
         free_memory: Callable[[], int | None],
-        settings: Settings,
+        settings: SandboxServerSettings,
     ) -> None:
         self._subject = subject
         self._content = content
@@ -123,7 +123,7 @@ class SandboxUpload:
                 async for chunk in chunks:
                     self._sent_bytes += len(chunk)
                     if self._sent_bytes > self._limit:
-                        raise SandboxLimitExceeded(f"{self._subject}: larger than {self._limit} bytes")
+                        raise SandboxPayloadTooLarge(f"{self._subject}: larger than {self._limit} bytes")
                     await self._send_chunk(sock, chunk)
             sock.shutdown(socket.SHUT_WR)
         except (BrokenPipeError, ConnectionResetError):

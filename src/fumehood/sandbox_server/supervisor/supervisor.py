@@ -32,7 +32,7 @@ from fumehood.sandbox_server.packages import requirements
 from fumehood.sandbox_server.packages.installer import NO_PROVISION, Installer, PackageProvision
 from fumehood.sandbox_server.packages.installer_factory import open_installer, open_store
 from fumehood.sandbox_server.packages.sandbox_packages import NO_INSTALL_JAIL, NO_INSTALLER
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.zygote_connection import ZygoteConnection
 from fumehood.sandbox_server.supervisor.zygote_manager import ZygoteManager, ZygoteStarter
@@ -62,7 +62,7 @@ class Supervisor:
     Entering raises IsolationUnavailable.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SandboxServerSettings) -> None:
         self._settings = settings
         self._host_resources = HostResources(settings)
         self._shards: list[ZygoteManager] = []

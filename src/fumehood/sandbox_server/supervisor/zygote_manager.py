@@ -18,7 +18,7 @@ from fumehood.sandbox_server.packages import bytecode_cache
 from fumehood.sandbox_server.packages.installer_factory import packages_directory
 from fumehood.sandbox_server.restart_backoff import RestartBackoff
 from fumehood.sandbox_server.seccomp.syscall_policy import HELPER, POLICY_OF_MODE
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.zygote_connection import ZygoteConnection
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class ZygoteManager:
 class ZygoteStarter:
     """Starts zygotes as the isolation mode requires."""
 
-    def __init__(self, settings: Settings, host_resources: HostResources) -> None:
+    def __init__(self, settings: SandboxServerSettings, host_resources: HostResources) -> None:
         self._settings = settings
         self._host_resources = host_resources
         self.launch_config = None if settings.mode == "pod" else self._build_launch_config()

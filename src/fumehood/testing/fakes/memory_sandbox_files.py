@@ -18,7 +18,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     FileNotFound,
     FileRefused,
     SandboxError,
-    SandboxLimitExceeded,
+    SandboxPayloadTooLarge,
 )
 from fumehood.protocol.sandbox.sandbox_messages import (
     ArchiveFormat,
@@ -87,7 +87,7 @@ class MemorySandboxFiles:
     def write_file(self, path: str, content: bytes, *, executable: bool = False) -> FileEntry:
         self.check_path(path)
         if len(content) > self._limit:
-            raise SandboxLimitExceeded(f"{path}: more than {self._limit} bytes", param="path")
+            raise SandboxPayloadTooLarge(f"{path}: more than {self._limit} bytes", param="path")
         self._version += 1
         if path not in self._files:
             self._directories.update(_list_parents(path))
@@ -103,7 +103,7 @@ class MemorySandboxFiles:
         self._deleted[path] = self._version
 
     def unpack_archive(self, content: bytes, kind: ArchiveFormat, into: str) -> UnpackSummary:
-        """Write all members or none. Raises FileRefused, SandboxLimitExceeded."""
+        """Write all members or none. Raises FileRefused, SandboxPayloadTooLarge."""
         if into:
             validate_path(into)
         members = _read_members(content, kind, self._limit)
@@ -134,7 +134,7 @@ class MemorySandboxFiles:
         return (
             content
             if len(content) <= MAX_BUNDLED_FILE_BYTES
-            else SandboxLimitExceeded(f"{path}: more than {MAX_BUNDLED_FILE_BYTES} bytes")
+            else SandboxPayloadTooLarge(f"{path}: more than {MAX_BUNDLED_FILE_BYTES} bytes")
         )
 
     def write_files(self, files: Iterable[BundledFile]) -> WriteSummary:
@@ -210,7 +210,7 @@ def _read_members(content: bytes, kind: ArchiveFormat, limit: int) -> list[_Arch
             validate_path(member.name)
             total += len(member.content or b"")
             if total > limit:
-                raise SandboxLimitExceeded(f"The archive unpacks to more than {limit} bytes.")
+                raise SandboxPayloadTooLarge(f"The archive unpacks to more than {limit} bytes.")
             members.append(member)
     except (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError) as error:
         raise FileRefused(f"The archive cannot be read as {kind}: {error}") from error

@@ -11,7 +11,7 @@ import pytest
 
 from fumehood.interfaces import Sandbox
 from fumehood.protocol.sandbox.bundle_encoding import MAX_BUNDLED_FILE_BYTES, BundleContent, BundledFile
-from fumehood.protocol.sandbox.sandbox_errors import FileNotFound, FileRefused, SandboxLimitExceeded
+from fumehood.protocol.sandbox.sandbox_errors import FileNotFound, FileRefused, SandboxPayloadTooLarge
 from fumehood.protocol.sandbox.sandbox_messages import ArchiveFormat, ExecutionEvent
 from fumehood.testing.kits.assertions import assert_each_raises
 from fumehood.testing.kits.payloads import SourceError, build_archive, fail_midway
@@ -256,7 +256,7 @@ class SandboxFilesKit:
                 FileNotFound,
                 FileRefused,
                 b"a",
-                SandboxLimitExceeded,
+                SandboxPayloadTooLarge,
                 FileNotFound,
                 *(FileRefused for _ in BAD_NAMES),
                 b"a",

@@ -39,7 +39,7 @@ class QuotaPermit(Protocol):
         ...
 
 
-class SupervisorPermit:
+class SupervisorQuotaClient:
     """Asks the supervisor over a socket, one request at a time."""
 
     def __init__(self, supervisor: socket.socket) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from fumehood.sandbox_server.inside import layout, syscalls
-from fumehood.sandbox_server.inside.jail import landlock, seccomp_filter
+from fumehood.sandbox_server.inside.jail import landlock, seccomp_installer
 
 _SIOCSIFFLAGS = 0x8914
 _IFF_UP_RUNNING = 0x1 | 0x40
@@ -234,4 +234,4 @@ def apply_restrictions(plan: JailPlan, seccomp_program: bytes) -> None:
     )
     if plan.needs_landlock and not version:
         raise OSError("this kernel has no Landlock, and nothing else keeps the code from the host's files")
-    seccomp_filter.install(seccomp_program)
+    seccomp_installer.install(seccomp_program)

@@ -15,7 +15,7 @@ import socket
 from typing import Any, NoReturn
 
 from fumehood.sandbox_server.inside import layout, syscalls
-from fumehood.sandbox_server.inside.jail import jail_builder, seccomp_filter
+from fumehood.sandbox_server.inside.jail import jail_builder, seccomp_installer
 from fumehood.sandbox_server.inside.processes import fork_server, helper_entrypoints
 from fumehood.sandbox_server.inside.warm_start import immortal_objects
 
@@ -216,7 +216,7 @@ def _run_sleeping_init(seccomp_program: bytes, ready_pipe: int) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # from inside, PID 1 gets no signal without a handler
         syscalls.drop_all_privileges()
         syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
-        seccomp_filter.install(seccomp_program)
+        seccomp_installer.install(seccomp_program)
         os.close(ready_pipe)
         while True:
             signal.pause()

@@ -11,7 +11,7 @@ import sys
 from typing import Any, NoReturn
 
 from fumehood.sandbox_server.inside import layout, syscalls
-from fumehood.sandbox_server.inside.jail import jail_builder, seccomp_filter
+from fumehood.sandbox_server.inside.jail import jail_builder, seccomp_installer
 from fumehood.sandbox_server.inside.processes import fork_server, interpreter
 from fumehood.sandbox_server.inside.runner import code_runner
 from fumehood.sandbox_server.inside.warm_start import file_backed_heap, mapping_merger, preload
@@ -117,7 +117,7 @@ def run_zygote(
     )
     reseed_generators()
     interpreter.list_cached_files()
-    seccomp_filter.prepare_program(seccomp_program)
+    seccomp_installer.prepare_program(seccomp_program)
     preload.freeze_objects(many_forks=many_forks)
     if heap is not None:
         heap.make_private()

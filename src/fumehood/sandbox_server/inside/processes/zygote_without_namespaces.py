@@ -7,7 +7,7 @@ import sys
 from typing import Any, NoReturn
 
 from fumehood.sandbox_server.inside import syscalls
-from fumehood.sandbox_server.inside.jail import jail_builder, seccomp_filter
+from fumehood.sandbox_server.inside.jail import jail_builder, seccomp_installer
 from fumehood.sandbox_server.inside.processes import fork_server, interpreter, sandbox_startup, zygote
 from fumehood.sandbox_server.inside.processes.jail_spawner import JailSpawner, decode_seccomp_programs
 from fumehood.sandbox_server.inside.runner import code_runner, shell_commands
@@ -102,7 +102,7 @@ def _start_interpreter(
             plan, seccomp_program, channel, warm_runner, fresh_process=plan.fresh_interpreter
         )
     channel.close()
-    seccomp_filter.install(seccomp_program)
+    seccomp_installer.install(seccomp_program)
     _reap_until_exit(pid, watched)
 
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 import msgspec
 
 from fumehood.containers.container_state import ContainerContext, ContainerState
-from fumehood.containers.domain_secrets import find_forbidden_domain
+from fumehood.containers.domain_secret_vault import find_forbidden_domain
 from fumehood.interfaces import Sandbox, SandboxProvider, SandboxRef
 from fumehood.protocol.openai.container_objects import ContainerRecord
 from fumehood.protocol.sandbox.sandbox_errors import (

@@ -41,7 +41,7 @@ class _KeyUsage:
     memory_bytes: int = 0
 
 
-class RequestLimits:
+class RequestLimiter:
     """Counts requests and rejects those beyond a limit.
 
     defaults: the limits of a key that sets none. `concurrent` does not apply without keys, where all clients are one
@@ -123,9 +123,9 @@ class RequestLimits:
             usage.running -= 1
             self._running_count -= 1
 
-    def memory_budget(self, caller: Caller) -> "MemoryBudget":
+    def memory_budget(self, caller: Caller) -> "RequestMemory":
         """A context manager for the memory of one request."""
-        return MemoryBudget(self, self._usage_of(caller))
+        return RequestMemory(self, self._usage_of(caller))
 
     def max_memory(self, usage: _KeyUsage) -> int:
         return min(usage.max_memory_bytes or self._max_memory_bytes, self._max_memory_bytes)
@@ -170,12 +170,12 @@ class RequestLimits:
         return usage
 
 
-class MemoryBudget:
+class RequestMemory:
     """The memory that one request has reserved for its body and what that refers to; released on exit."""
 
     __slots__ = ("_limits", "_reserved", "_usage")
 
-    def __init__(self, limits: RequestLimits, usage: _KeyUsage) -> None:
+    def __init__(self, limits: RequestLimiter, usage: _KeyUsage) -> None:
         self._limits = limits
         self._usage = usage
         self._reserved = 0
@@ -207,9 +207,9 @@ class MemoryBudget:
         if size >= WORKER_THRESHOLD_BYTES:
             self.reserve(min(size, self._limits.max_memory(self._usage) - self._reserved))
 
-    def transfer(self) -> "MemoryBudget":
+    def transfer(self) -> "RequestMemory":
         """Move the reservation to a new budget, which may live longer."""
-        other = MemoryBudget(self._limits, self._usage)
+        other = RequestMemory(self._limits, self._usage)
         other._reserved, self._reserved = self._reserved, 0
         return other
 

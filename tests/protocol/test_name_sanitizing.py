@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fumehood.protocol.untrusted_names import MAX_NAME_LENGTH, sanitize_name
+from fumehood.protocol.name_sanitizing import MAX_NAME_LENGTH, sanitize_name
 
 
 @pytest.mark.parametrize(

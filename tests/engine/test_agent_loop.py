@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fumehood.engine.loop import LoopLimits
+from fumehood.engine.agent_loop import LoopLimits
 from fumehood.protocol.openai.api_errors import (
     InvalidRequest,
 )

@@ -7,8 +7,8 @@ from typing import Literal
 import msgspec
 
 from fumehood.containers.container_state import ContainerContext, ContainerState
-from fumehood.containers.domain_secrets import strip_secrets
-from fumehood.containers.sandbox_claims import next_sandbox_name, release_sandbox
+from fumehood.containers.domain_secret_vault import strip_secrets
+from fumehood.containers.sandbox_acquisition import next_sandbox_name, release_sandbox
 from fumehood.interfaces import SandboxRef
 from fumehood.protocol.openai.container_objects import ContainerRecord, ContainerStatus
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError

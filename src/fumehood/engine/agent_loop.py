@@ -17,8 +17,8 @@ import msgspec
 from fumehood.cpu_worker import run_in_worker
 from fumehood.engine.compaction_budget import compute_max_threshold, estimate_last_turn
 from fumehood.engine.compactor import DEFAULT_CONTEXT_WINDOW, Compactor
-from fumehood.engine.event_log import EventLog
 from fumehood.engine.request_preparation import PreparedRequest
+from fumehood.engine.run_event_log import EventLog
 from fumehood.engine.token_counter import TokenCounter, estimate_cost
 from fumehood.engine.truncation import compute_input_token_limit, truncate_to_fit
 from fumehood.engine.turn_assembler import HostedCall, ResponseOutput, Toolbox, TurnAssembler

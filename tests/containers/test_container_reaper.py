@@ -14,6 +14,7 @@ from fumehood.containers.container_service import SandboxContainerService
 from fumehood.containers.container_state import ContainerSettings
 from fumehood.containers.file_sync import ContainerFileLimits
 from fumehood.interfaces import Caller
+from fumehood.protocol.name_sanitizing import candidate_names
 from fumehood.protocol.openai.api_errors import (
     BodyTooLarge,
     ContainerExpired,
@@ -25,7 +26,6 @@ from fumehood.protocol.openai.container_objects import ContainerRecord, Containe
 from fumehood.protocol.openai.page_query import PageQuery
 from fumehood.protocol.sandbox.sandbox_errors import SandboxServerUnreachable
 from fumehood.protocol.sandbox.sandbox_messages import DomainSecret, NetworkAllowlist, SandboxSpec
-from fumehood.protocol.untrusted_names import candidate_names
 from fumehood.store.aes_gcm_sealer import KEY_BYTES, AesGcmSealer
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.testing import (

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fumehood.gateway.authentication import AnonymousAuthenticator, ApiKeyAuthenticator
-from fumehood.gateway.request_limits import RequestLimits
+from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.interfaces import Caller
 from fumehood.protocol.api_keys import DEFAULT_KEY_LIMITS, ApiKeyLimits
 from fumehood.protocol.openai.api_errors import BodyTooLarge, RateLimited, ServiceUnavailable
@@ -33,7 +33,7 @@ async def run_limited_gateway(
 ) -> AsyncGenerator[LimitedGateway]:
     store, clock = MemoryStore(), FakeClock()
     secrets = [await put_key(store, None, ann), await put_key(store)]
-    limits = RequestLimits(usual, max_concurrent=total, monotonic=clock.monotonic)
+    limits = RequestLimiter(usual, max_concurrent=total, monotonic=clock.monotonic)
     async with (
         ApiKeyAuthenticator(store, clock, AnonymousAuthenticator()) as holders,
         run_gateway(authenticator=holders, limits=limits) as gateway,
@@ -115,7 +115,7 @@ async def test_responses_at_once_of_one_key() -> None:
 
 
 def test_all_keys_together() -> None:
-    limits = RequestLimits(ApiKeyLimits(concurrent=2), max_concurrent=3)
+    limits = RequestLimiter(ApiKeyLimits(concurrent=2), max_concurrent=3)
     ann, ben = Caller("a", "key_a"), Caller("b", "key_b")
     with limits.concurrency_slot(ann), limits.concurrency_slot(ann), limits.concurrency_slot(ben):
         with pytest.raises(RateLimited, match=r"of this key reached \(2 "), limits.concurrency_slot(ann):
@@ -127,7 +127,7 @@ def test_all_keys_together() -> None:
 
 
 def test_without_keys_only_all_together_counts() -> None:
-    limits = RequestLimits(ApiKeyLimits(concurrent=1), max_concurrent=2)
+    limits = RequestLimiter(ApiKeyLimits(concurrent=1), max_concurrent=2)
     with (
         limits.concurrency_slot(Caller()),
         limits.concurrency_slot(Caller()),
@@ -138,7 +138,7 @@ def test_without_keys_only_all_together_counts() -> None:
 
 
 def test_no_key_takes_the_room_of_all_for_large_bodies() -> None:
-    limits = RequestLimits(ApiKeyLimits(body_bytes=100), max_memory_bytes=1000)
+    limits = RequestLimiter(ApiKeyLimits(body_bytes=100), max_memory_bytes=1000)
     ann, ben = Caller("a", "ann"), Caller("b", "ben")
     with (
         limits.memory_budget(ann) as ann_budget,
@@ -159,7 +159,7 @@ def test_no_key_takes_the_room_of_all_for_large_bodies() -> None:
 
 
 def test_one_body_always_has_room() -> None:
-    with RequestLimits(ApiKeyLimits(body_bytes=800), max_memory_bytes=1000).memory_budget(
+    with RequestLimiter(ApiKeyLimits(body_bytes=800), max_memory_bytes=1000).memory_budget(
         Caller("a", "ann")
     ) as room:
         room.reserve(800)
@@ -168,7 +168,7 @@ def test_one_body_always_has_room() -> None:
 
 
 def test_whoever_is_refused_takes_no_place() -> None:
-    limits = RequestLimits(ApiKeyLimits(concurrent=1))
+    limits = RequestLimiter(ApiKeyLimits(concurrent=1))
     caller = Caller("a", "key_a")
     with limits.concurrency_slot(caller), pytest.raises(RateLimited), limits.concurrency_slot(caller):
         pass
@@ -183,7 +183,7 @@ def test_whoever_is_refused_takes_no_place() -> None:
 )
 def test_no_more_pass_than_the_rate_allows(rate: int, bursts: list[tuple[float, int]]) -> None:
     clock = FakeClock()
-    limits = RequestLimits(ApiKeyLimits(requests_per_minute=rate), monotonic=clock.monotonic)
+    limits = RequestLimiter(ApiKeyLimits(requests_per_minute=rate), monotonic=clock.monotonic)
     caller, passed = Caller("a", "key_a"), 0
     waits: list[float] = []
     for seconds, requests in bursts:
