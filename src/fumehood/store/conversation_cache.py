@@ -65,7 +65,7 @@ class _CachedTurn:
         group = SegmentGroup(tuple([turn.segment for turn in turns]))
         self.segment_groups, self.ungrouped = (*self.segment_groups, group), 0
         for turn in turns:
-            if turn.is_grouped and run.is_combined:
+            if turn.is_grouped and group.is_combined:
                 self.memory_bytes += turn.segment.size
             turn.is_grouped = True
 
