@@ -70,10 +70,12 @@ def _render_piece(piece: ConversationPiece, cache_key: str, carry: bytes, render
     return rendering
 
 
-def _render_segment_group(run: SegmentGroup, cache_key: str, carry: bytes, render: RenderSegment) -> Rendering:
-    """Join the renderings of the segments, which are then cached with the run only."""
+def _render_segment_group(
+    group: SegmentGroup, cache_key: str, carry: bytes, render: RenderSegment
+) -> Rendering:
+    """Join the renderings of the segments, which are then cached with the group only."""
     renderings: list[bytes] = []
-    for segment in run.segments:
+    for segment in group.segments:
         cached = segment.renderings.pop(_make_cache_key(cache_key, carry), None)
         rendered, carry = cached or render(segment.entries, carry)
         if rendered:
