@@ -2,7 +2,7 @@
 
 with Index() as index:
     index.add(wheel("hello", "1.0", {"hello.py": "x = 1"}))
-    Settings(index_url=index.url)
+    SandboxServerSettings(index_url=index.url)
 """
 
 import base64

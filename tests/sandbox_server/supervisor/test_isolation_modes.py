@@ -255,13 +255,13 @@ async def test_the_guest_never_runs_as_root(tmp_path: Path) -> None:
 
 _WITH_A_RANGE = """
 import asyncio
-from fumehood.sandbox_server.settings import Settings
+from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.archives import make_zip
 from tests.support.sandbox_runs import run
 
 async def main():
-    async with Supervisor(Settings(pool=0, preload=())) as supervisor:
+    async with Supervisor(SandboxServerSettings(pool=0, preload=())) as supervisor:
         boxes = [await supervisor.create() for _ in range(2)]
         assert len({box.resources.uid for box in boxes} - {0}) == 2
         box = boxes[0]
