@@ -187,7 +187,7 @@ class Stores(RuleBasedStateMachine):
 
 @pytest.mark.timeout(300)  # its many small steps wait for threads: on a busy machine, for a minute
 class TestStores(Stores.TestCase):
-    settings = settings(max_examples=10, stateful_step_count=25)
+    settings = settings(max_examples=15, stateful_step_count=30)
 
 
 @pytest.mark.slow

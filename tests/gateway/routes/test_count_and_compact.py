@@ -57,7 +57,9 @@ async def test_compactions_count_among_the_responses_in_the_making() -> None:
         await runs.begun.wait()
         second = await gateway.request("POST", "/v1/responses/compact", body)
         assert second.status == 429
-        assert (await gateway.create_response()).status == 429
+        refused = await gateway.create_response()
+        assert refused.error == (429, "rate_limit_exceeded", None)
+        assert refused.headers["retry-after"] == "1"
         runs.may.set()
         answer = await first
         assert answer.json["object"] == "response.compaction"

@@ -170,7 +170,7 @@ class SandboxExecution:
             self.append(Stdout(text) if kind is MessageKind.STDOUT else Stderr(text), size=0)
 
     def append(self, event: ExecutionEvent, size: int | None = None) -> None:
-        """Append an event for all readers. size: in bytes; None measures it."""
+        """Append an event for all readers. size: in bytes; None measures it, 0 is for one of a counted batch."""
         self.log_bytes += estimate_memory(event) if size is None else size
         if self.seconds_to_first_event is None and self._started_at:
             self.seconds_to_first_event = self.elapsed
