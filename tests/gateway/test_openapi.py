@@ -121,12 +121,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
         yield target
 
 
+# The time goes into inventing requests, 2 to 10 s of CPU: the generator walks sets, whose order differs between runs.
+@pytest.mark.timeout(600)
 @schema.include(**MAKES).parametrize()
 @bounded(15)
 def test_requests_for_responses(case: Any, target: Target) -> None:
     check(case, target)
 
 
+@pytest.mark.timeout(600)
 @schema.exclude(**MAKES).parametrize()
 @bounded(5)
 def test_all_other_requests(case: Any, target: Target) -> None:
