@@ -61,16 +61,6 @@ OPTIMISATIONS: dict[str, list[Replacement]] = {
             "        self._remap_object_pools()\n        self._remap_malloc_heap()\n",
         )
     ],
-    "library_variables": [
-        Replacement(
-            "warm_start/file_backed_heap.py",
-            "        self._remap_library_variables()\n        os.close",
-            "        os.close",
-        )
-    ],
-    "merged_mappings": [
-        Replacement("processes/zygote.py", "        mapping_merger.merge_code_mappings()\n"),
-    ],
     "warm_up_packages": [
         Replacement(
             "processes/zygote.py", "        runner.warm_up(preload.warm_up_programs())\n", "        pass\n"

@@ -14,7 +14,7 @@ from fumehood.sandbox_server.inside import layout, syscalls
 from fumehood.sandbox_server.inside.jail import jail_builder, seccomp_installer
 from fumehood.sandbox_server.inside.processes import fork_server, interpreter
 from fumehood.sandbox_server.inside.runner import code_runner
-from fumehood.sandbox_server.inside.warm_start import file_backed_heap, mapping_merger, preload
+from fumehood.sandbox_server.inside.warm_start import file_backed_heap, preload
 
 _MT19937_WORDS = 624
 
@@ -121,7 +121,6 @@ def run_zygote(
     preload.freeze_objects(many_forks=many_forks)
     if heap is not None:
         heap.make_private()
-        mapping_merger.merge_code_mappings()
     _make_root_read_only()
     zygote.send_event(describe_zygote(problems))
     zygote.serve()

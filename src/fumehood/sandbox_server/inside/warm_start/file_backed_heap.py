@@ -7,21 +7,16 @@ then on are copied.
 
 Memory in use is never remapped. Python allocates many objects that nobody uses; their pools are replaced by file pages
 with the same content; then the objects are freed, and later objects use that memory. The free end of the C library's
-heap is empty, so it is remapped directly. The variables of packages' libraries are remapped as they are, since none of
-their code runs meanwhile.
+heap is empty, so it is remapped directly.
 
-Without the heap a sandbox takes 1.17 to 1.23 times the CPU time and twice the memory; without the variables, and with
-the mappings as the loader made them, 1.01 to 1.08 times the CPU time. The plain way is to do nothing, as for a server
-with a single sandbox.
+Without it a sandbox takes 1.17 to 1.23 times the CPU time and twice the memory. The plain way is to do nothing, as for
+a server with a single sandbox.
 """
 
-import contextlib
 import ctypes
 import mmap
 import os
 from collections import Counter
-
-from fumehood.sandbox_server.inside.warm_start.mapping_merger import MemoryMapping, read_mappings
 
 _PAGE = mmap.PAGESIZE
 _POOL = 16 << 10  # pymalloc's pool of objects of one size
@@ -36,7 +31,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _NEVER = (1 << 31) - 1
 _MMAP_BYTES, _TRIM_BYTES = 4 << 20, 16 << 20  # for programs: between glibc's defaults and their maximum
 _MAP_FIXED = 0x10
-_PACKAGES = "/site-packages/"
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -100,8 +94,8 @@ class FileBackedHeap:
         self._heap_end = end
         self._size += end - start
 
-    def _map(self, start: int, size: int, offset: int, kind: int, *, writable: bool = True) -> None:
-        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    def _map(self, start: int, size: int, offset: int, kind: int) -> None:
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
         if _libc.mmap(start, size, protection, kind | _MAP_FIXED, self._file, offset) != start:
             raise OSError(ctypes.get_errno(), "the zygote's heap could not be mapped to a file")
 
@@ -110,22 +104,9 @@ class FileBackedHeap:
         for start, size, offset in self._mapped_ranges:
             self._map(start, size, offset, mmap.MAP_PRIVATE)
         self._release_heap_end()
-        self._remap_library_variables()
         os.close(self._file)
         _libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
         _libc.mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES)
-
-    def _remap_library_variables(self) -> None:
-        """Remap the variables of packages only: those of Python, ctypes and the C library change while this runs."""
-        for mapping in _library_variables():
-            content = memoryview((ctypes.c_char * mapping.size).from_address(mapping.start))
-            os.ftruncate(self._file, self._size + mapping.size)
-            if os.pwrite(self._file, content, self._size) != mapping.size:
-                return
-            with contextlib.suppress(OSError):  # sealed by the loader: leave it
-                writable = mapping.permissions == "rw-p"
-                self._map(mapping.start, mapping.size, self._size, mmap.MAP_PRIVATE, writable=writable)
-            self._size += mapping.size
 
     def _release_heap_end(self) -> None:
         """Map the unused end of the heap as anonymous memory again: it holds nothing to share."""
@@ -140,13 +121,6 @@ class FileBackedHeap:
         if probe <= address and start < end:
             self._map(start, end - start, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         _libc.free(address)
-
-
-def _library_variables() -> list[MemoryMapping]:
-    """Return the variables of packages' libraries, including those that only the loader writes (RELRO)."""
-    found = [one for one in read_mappings() if _PACKAGES in one.file]
-    begin = {one.start for one in found if one.permissions == "rw-p"}
-    return [one for one in found if one.start in begin or (one.permissions == "r--p" and one.end in begin)]
 
 
 def _inner_pages(address: int, size: int) -> tuple[int, int]:
