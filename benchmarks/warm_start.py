@@ -83,18 +83,6 @@ OPTIMISATIONS: dict[str, list[Replacement]] = {
             "numpy.random.seed()",
         )
     ],
-    "plan_without_json": [
-        Replacement(
-            "jail/jail_builder.py",
-            'return b"%d %d %d %d" % (self.uid, self.data_bytes, self.fresh_interpreter, self.disk)',
-            "return self.encode().encode()",
-        ),
-        Replacement(
-            "jail/jail_builder.py",
-            "        uid, data_bytes, fresh, disk = body.split()\n",
-            "        return JailPlan.decode(body.decode())\n        uid, data_bytes, fresh, disk = body.split()\n",
-        ),
-    ],
     "plain_signals": [
         Replacement("runner/code_runner.py", "= _signal.signal", "= signal.signal"),
         Replacement("runner/code_runner.py", "= _signal.pthread_sigmask", "= signal.pthread_sigmask"),
@@ -115,10 +103,6 @@ OPTIMISATIONS: dict[str, list[Replacement]] = {
             'return None if text is None else text.encode("utf-8", "surrogateescape")',
             "return None if text is None else os.fsencode(text)",
         ),
-    ],
-    "prepared_values": [
-        Replacement("jail/seccomp_installer.py", "@functools.cache\n"),
-        Replacement("processes/interpreter.py", "@functools.cache\n"),
     ],
 }
 

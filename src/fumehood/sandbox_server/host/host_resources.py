@@ -60,9 +60,6 @@ class SandboxResources:
         }
 
 
-_NO_RESOURCES = SandboxResources(uid=0, cgroup=None, scratch_directory=None, directly_readable=False)
-
-
 def file_quota_bytes(memory: MemoryTier) -> int:
     """Files count as memory: at most half of the tier."""
     return MEMORY_TIERS[memory] // 2
@@ -165,13 +162,9 @@ class HostResources:
             os.chown(path, self.uid_range.zygote_uid, self.uid_range.zygote_uid)
 
     def build_plan(
-        self,
-        resources: SandboxResources = _NO_RESOURCES,
-        *,
-        memory: MemoryTier = "1g",
-        fresh_interpreter: bool = False,
+        self, resources: SandboxResources, *, memory: MemoryTier, fresh_interpreter: bool
     ) -> jail_builder.JailPlan:
-        """The plan for a sandbox's init; without resources, what all sandboxes have in common."""
+        """Return the plan for a sandbox's jail."""
         namespaces = self._settings.mode == "namespaces"
         read_only = layout.READ_ONLY if namespaces else layout.POD_READ_ONLY
         writable = layout.WRITABLE

@@ -16,7 +16,6 @@ from fumehood.sandbox_server.host.cgroups import Cgroup
 from fumehood.sandbox_server.host.python_runtime import PythonRuntime
 from fumehood.sandbox_server.host.uid_ranges import UidRange
 from fumehood.sandbox_server.inside import layout
-from fumehood.sandbox_server.inside.jail import jail_builder
 
 _SERVER_PACKAGE = Path(__file__).parents[1]
 _ROOT_NAMES = ("/lib", "/lib32", "/lib64", "/libx32", "/bin", "/sbin")
@@ -36,7 +35,6 @@ class ZygoteLaunchConfig:
     uid_range: UidRange | None
     cgroup: Cgroup | None
     timeout: float
-    common_plan: jail_builder.JailPlan | None = None  # with namespaces: what all its sandboxes have in common
     environ: dict[str, str] = field(default_factory=dict[str, str])
     layers_directory: Path | None = None  # the store of package layers for running sandboxes
     bytecode: Path | None = None  # for packages installed without bytecode

@@ -501,10 +501,7 @@ class Supervisor:
                 plan = self._host_resources.build_plan(
                     resources, memory=request.memory, fresh_interpreter=request.fresh_interpreter
                 )
-                encoded_plan = (
-                    plan.encode_overrides() if self._settings.mode == "namespaces" else plan.encode().encode()
-                )
-                sandbox.send_plan(encoded_plan, request.memory)
+                sandbox.send_plan(plan.encode(), request.memory)
                 with open_join_fds(resources.cgroup) as join:
                     zygote.send_request({"op": "spawn", "number": number}, [theirs.fileno(), *join])
             undo.pop_all()

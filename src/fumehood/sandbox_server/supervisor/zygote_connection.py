@@ -70,10 +70,7 @@ class ZygoteConnection:
             reason = "; ".join(getattr(error, "__notes__", [])) or f"{type(error).__name__}: {error}"
             raise IsolationUnavailable(f"The jail could not be made: {reason}.", _ADVICE) from error
         zygote = cls(sock, process)
-        options = {
-            "common_plan": launch.common_plan and launch.common_plan._asdict(),
-            "optimize_forks": launch.optimizes_forks,
-        }
+        options = {"optimize_forks": launch.optimizes_forks}
         programs = (launch.seccomp_program, launch.helper_seccomp_program)
         await zygote._initialize(programs, launch.preload, launch.timeout, options)
         if zygote.info.threads != 1:

@@ -139,7 +139,6 @@ class ZygoteStarter:
             uid_range=resources.uid_range,
             cgroup=resources.zygote_cgroup,
             timeout=settings.start_timeout,
-            common_plan=resources.build_plan() if namespaces else None,
         )
 
     def _load_seccomp_program(self, policy: str) -> bytes:

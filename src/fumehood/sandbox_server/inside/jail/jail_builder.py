@@ -30,8 +30,6 @@ _MOUNT_FLAGS = syscalls.MS_NOSUID | syscalls.MS_NODEV
 class JailPlan(NamedTuple):
     """The jail that the supervisor asks for, sent over the sandbox's own channel.
 
-    With namespaces the zygote holds the common part; the channel carries only `encode_overrides`.
-
     isolation: `namespaces`, or `process` where something outside isolates (a pod; nothing in mode `degraded`) and the
         jail is limits, Landlock and the seccomp filter.
     uid: the sandbox's user in the zygote's user namespace.
@@ -53,22 +51,11 @@ class JailPlan(NamedTuple):
     disk: bool = False
 
     @classmethod
-    def decode(cls, body: str) -> "JailPlan":
+    def decode(cls, body: bytes) -> "JailPlan":
         return cls(**json.loads(body))
 
-    def encode(self) -> str:
-        return json.dumps(self._asdict())
-
-    def encode_overrides(self) -> bytes:
-        """Encode what differs between sandboxes. Not JSON: a starting sandbox would copy the pages of its decoder."""
-        return b"%d %d %d %d" % (self.uid, self.data_bytes, self.fresh_interpreter, self.disk)
-
-    def with_overrides(self, body: bytes) -> "JailPlan":
-        """Return this plan with the values that `encode_overrides` wrote."""
-        uid, data_bytes, fresh, disk = body.split()
-        return self._replace(
-            uid=int(uid), data_bytes=int(data_bytes), fresh_interpreter=fresh == b"1", disk=disk == b"1"
-        )
+    def encode(self) -> bytes:
+        return json.dumps(self._asdict()).encode()
 
 
 def join_cgroups(fds: list[int]) -> None:

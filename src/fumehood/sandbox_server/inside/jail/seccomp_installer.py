@@ -2,7 +2,6 @@
 
 import ctypes
 import errno
-import functools
 
 from fumehood.sandbox_server.inside import syscalls
 
@@ -21,24 +20,18 @@ class _SockFprog(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
 
 
-@functools.cache
-def prepare_program(program: bytes) -> tuple[_SockFprog, ctypes.Array[ctypes.c_char]]:
-    """Return the kernel's argument and the memory it points to; cached, so that a fork need not make it."""
-    count, rest = divmod(len(program), _INSTRUCTION)
-    if rest or not 0 < count <= _MAX_INSTRUCTIONS:
-        raise OSError(errno.EINVAL, f"seccomp program of {len(program)} bytes")
-    instructions = ctypes.create_string_buffer(program, len(program))
-    return _SockFprog(count, ctypes.addressof(instructions)), instructions
-
-
 def install(program: bytes) -> None:
     """Filter this process and everything it starts. Raises OSError, and then nothing has changed.
 
     no_new_privs must be set, also for callers with CAP_SYS_ADMIN, from whom the kernel does not require it.
     """
-    argument, _ = prepare_program(program)
+    count, rest = divmod(len(program), _INSTRUCTION)
+    if rest or not 0 < count <= _MAX_INSTRUCTIONS:
+        raise OSError(errno.EINVAL, f"seccomp program of {len(program)} bytes")
     if syscalls.prctl(syscalls.PR_GET_NO_NEW_PRIVS) != 1:
         raise PermissionError(errno.EACCES, "seccomp without no_new_privs")
+    instructions = ctypes.create_string_buffer(program, len(program))
+    argument = _SockFprog(count, ctypes.addressof(instructions))
     thread = syscalls.seccomp(
         _SECCOMP_SET_MODE_FILTER, _SECCOMP_FILTER_FLAG_TSYNC, ctypes.addressof(argument)
     )

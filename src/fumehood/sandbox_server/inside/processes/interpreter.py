@@ -1,6 +1,5 @@
 """The interpreter process of a sandbox, from its fork to the first request."""
 
-import functools
 import os
 import socket
 import sys
@@ -18,7 +17,6 @@ _START_RUNNER = (
 
 
 def enter_jail(
-    common_plan: jail_builder.JailPlan,
     seccomp_program: bytes,
     channel: socket.socket,
     init_handles: tuple[int, int],
@@ -27,9 +25,8 @@ def enter_jail(
 ) -> NoReturn:
     """Build the jail around a fresh fork of the zygote, then run the interpreter (mode `namespaces`).
 
-    Copied pages are the cost of a start, so this does little; whatever is the same for all is done in the zygote.
+    Copied pages are the cost of a start, so this does little.
 
-    common_plan: the part of the plan that all sandboxes of this zygote share.
     init_handles: a pidfd of the sandbox's init, and a pipe that init closes once it has dropped its privileges.
     cgroups: descriptors of the `cgroup.procs` to join.
     """
@@ -40,10 +37,10 @@ def enter_jail(
         body, disks, _, _ = socket.recv_fds(
             channel, sandbox_startup.MAX_PLAN_BYTES, 1, socket.MSG_CMSG_CLOEXEC
         )
-        plan = common_plan.with_overrides(body)
+        plan = jail_builder.JailPlan.decode(body)
         jail_builder.build_jail(plan, init_pidfd, disks)
         os.close(init_pidfd)
-        sandbox_startup.link_font_cache(list_cached_files())
+        sandbox_startup.link_font_cache()
         sandbox_startup.send_handles(channel, plan)
         jail_builder.set_resource_limits(plan)
         syscalls.drop_all_privileges()
@@ -52,12 +49,6 @@ def enter_jail(
         run_interpreter(plan, seccomp_program, channel, warm_runner, fresh_process=plan.fresh_interpreter)
     except BaseException as error:
         sandbox_startup.fail(channel, error)
-
-
-@functools.cache
-def list_cached_files() -> list[str]:
-    """List the files in the zygote's cache, as of the first call."""
-    return os.listdir(layout.ZYGOTE_CACHE)
 
 
 def run_interpreter(

@@ -43,9 +43,9 @@ def fail(channel: socket.socket, error: BaseException) -> NoReturn:
         os._exit(125)
 
 
-def link_font_cache(names: list[str]) -> None:
+def link_font_cache() -> None:
     """Link the zygote's font list into matplotlib's directory, so that new processes need not search for fonts."""
     os.mkdir(_CONFIG_DIRECTORY)
     os.mkdir(layout.MATPLOTLIB_CONFIG)
-    for name in names:
+    for name in os.listdir(layout.ZYGOTE_CACHE):
         os.symlink(f"{layout.ZYGOTE_CACHE}/{name}", f"{layout.MATPLOTLIB_CONFIG}/{name}")

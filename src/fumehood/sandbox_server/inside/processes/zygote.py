@@ -11,7 +11,6 @@ import sys
 from typing import Any, NoReturn
 
 from fumehood.sandbox_server.inside import layout, syscalls
-from fumehood.sandbox_server.inside.jail import jail_builder, seccomp_installer
 from fumehood.sandbox_server.inside.processes import fork_server, interpreter
 from fumehood.sandbox_server.inside.runner import code_runner
 from fumehood.sandbox_server.inside.warm_start import file_backed_heap, preload
@@ -27,12 +26,10 @@ class InterpreterForkServer(fork_server.ForkServer):
         control: socket.socket,
         spawner_socket: socket.socket,
         seccomp_program: bytes,
-        common_plan: jail_builder.JailPlan,
         warm_runner: code_runner.CodeRunner,
     ) -> None:
         super().__init__(control)
         self._seccomp_program = seccomp_program
-        self._common_plan = common_plan
         self._runner = warm_runner
         self._namespace_forker = fork_server.NamespaceForker()
         self.add_source(control, self._handle_request)
@@ -64,7 +61,6 @@ class InterpreterForkServer(fork_server.ForkServer):
             fork_server.close_other_fds(fds)
             supervisor = socket.socket(fileno=channel)
             interpreter.enter_jail(
-                self._common_plan,
                 self._seccomp_program,
                 supervisor,
                 (init_pidfd, ready_pipe),
@@ -94,7 +90,7 @@ def reseed_generators() -> None:
     random.seed()
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None and "numpy.random" in sys.modules:
-        # Like numpy.random.seed(), in a third of the time: the state is nothing but random numbers.
+        # Not numpy.random.seed(): it leaves its seed in freed memory, where a later fork could read it.
         key = numpy.frombuffer(os.urandom(4 * _MT19937_WORDS), dtype=numpy.uint32)
         numpy.random.set_state(("MT19937", key, _MT19937_WORDS))
 
@@ -112,12 +108,8 @@ def run_zygote(
         runner.warm_up(preload.warm_up_programs())
         preload.clear_type_cache()
         runner.warm_up(preload.simple_warm_up_programs())
-    zygote = InterpreterForkServer(
-        control, spawner_socket, seccomp_program, jail_builder.JailPlan(**request["common_plan"]), runner
-    )
+    zygote = InterpreterForkServer(control, spawner_socket, seccomp_program, runner)
     reseed_generators()
-    interpreter.list_cached_files()
-    seccomp_installer.prepare_program(seccomp_program)
     preload.freeze_objects(many_forks=many_forks)
     if heap is not None:
         heap.make_private()

@@ -71,7 +71,7 @@ def run_subreaper(
         os.dup2(0, 2)
         jail_builder.join_cgroups(cgroups)
         jail_builder.raise_oom_score(sandbox_startup.OOM_SCORE)
-        plan = jail_builder.JailPlan.decode(channel.recv(sandbox_startup.MAX_PLAN_BYTES).decode())
+        plan = jail_builder.JailPlan.decode(channel.recv(sandbox_startup.MAX_PLAN_BYTES))
         syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
         syscalls.prctl(
             syscalls.PR_SET_PDEATHSIG, signal.SIGTERM
