@@ -15,7 +15,7 @@ from fumehood.client import (
     ToolResult,
 )
 from fumehood.client.errors import PromptValidationError
-from fumehood.client.runtime.event_bus import FanOutEventBus
+from fumehood.client.runtime.events import FanOutEventBus
 
 
 @dataclass(frozen=True)

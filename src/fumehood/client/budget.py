@@ -50,20 +50,16 @@ class BudgetTracker:
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
-        self._usage = TokenUsage()
+        self.usage = TokenUsage()
         self._lock = threading.Lock()
-
-    @property
-    def usage(self) -> TokenUsage:
-        return self._usage
 
     def record(self, usage: TokenUsage) -> None:
         with self._lock:
-            self._usage += usage
+            self.usage += usage
 
     def check(self, next_step: str, *, prompt_name: str = "") -> None:
         """Raise BudgetExceededError if a limit is reached. next_step: what would have started, for the message."""
-        used = self._usage
+        used = self.usage
         for name, spent, limit in (
             ("total", used.total_tokens, self.budget.max_total_tokens),
             ("input", used.input_tokens, self.budget.max_input_tokens),

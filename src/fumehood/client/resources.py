@@ -2,15 +2,9 @@
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Self
 
 from fumehood.client.errors import ResourceError
-
-
-@runtime_checkable
-class SupportsClose(Protocol):
-    def close(self) -> object: ...
-
 
 type Resources = ResourceRegistry | Mapping[type[Any], object]
 
@@ -74,8 +68,8 @@ class ResourceRegistry:
         with self._lock:
             made, self._created = self._created, []
         for resource in reversed(made):
-            if isinstance(resource, SupportsClose):
-                resource.close()
+            if callable(close := getattr(resource, "close", None)):
+                close()
 
     def __enter__(self) -> Self:
         return self

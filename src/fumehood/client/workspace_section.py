@@ -23,6 +23,8 @@ class WorkspaceSection(MarkdownSection[NoParams]):
     """The base of all workspaces: copies of host files, and the text that says where they are.
 
     Mounts are copied at once, so that errors are raised at once. `cleanup` removes the copies.
+
+    temp_dir: the directory of the copies, until `cleanup`. is_closed: whether `cleanup` was called.
     """
 
     def __init__(
@@ -58,25 +60,15 @@ class WorkspaceSection(MarkdownSection[NoParams]):
         self.allowed_host_roots = tuple(allowed_host_roots)
         self.sync_on_cleanup = sync_on_cleanup
         self._sync_dir = None if sync_dir is None else Path(sync_dir)
-        self._closed = False
-        self._temp_dir = Path(tempfile.mkdtemp(prefix="fumehood-workspace-"))
+        self.is_closed = False
+        self.temp_dir = Path(tempfile.mkdtemp(prefix="fumehood-workspace-"))
         # In case cleanup is never called.
-        self._finalizer = weakref.finalize(self, shutil.rmtree, self._temp_dir, ignore_errors=True)
+        self._finalizer = weakref.finalize(self, shutil.rmtree, self.temp_dir, ignore_errors=True)
         try:
-            self._previews = copy_mounts(mounts, allowed_host_roots, self._temp_dir)
+            self.mount_previews = copy_mounts(mounts, allowed_host_roots, self.temp_dir)
         except BaseException:
             self._finalizer()
             raise
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether `cleanup` was called."""
-        return self._closed
-
-    @property
-    def temp_dir(self) -> Path:
-        """The directory of the copies, until `cleanup`."""
-        return self._temp_dir
 
     @property
     def sync_dir(self) -> Path | None:
@@ -84,10 +76,6 @@ class WorkspaceSection(MarkdownSection[NoParams]):
         if self.sync_on_cleanup and self._sync_dir is None:
             self._sync_dir = Path(tempfile.mkdtemp(prefix="fumehood-synced-"))
         return self._sync_dir if self.sync_on_cleanup else None
-
-    @property
-    def mount_previews(self) -> tuple[HostMountPreview, ...]:
-        return self._previews
 
     @property
     @abstractmethod
@@ -99,13 +87,13 @@ class WorkspaceSection(MarkdownSection[NoParams]):
 
     def cleanup(self) -> None:
         """Sync files if asked to, and remove the local copies. Idempotent."""
-        if self._closed:
+        if self.is_closed:
             return
         try:
             if self.sync_dir is not None:
                 self.download_all(self.sync_dir)
         finally:
-            self._closed = True
+            self.is_closed = True
             self._finalizer()
 
     def render(self, params: SupportsDataclass | None, depth: int, number: str) -> str:
@@ -116,7 +104,7 @@ class WorkspaceSection(MarkdownSection[NoParams]):
 
     def notes(self) -> list[str]:
         """Return further paragraphs of its text."""
-        return [_format_preview(preview) for preview in self._previews]
+        return [_format_preview(preview) for preview in self.mount_previews]
 
     def settings(self) -> dict[str, Any]:
         return {

@@ -9,7 +9,7 @@ from fumehood.client.deadlines import Deadline
 from fumehood.client.prompt._types import OutputT_co, SupportsDataclass
 from fumehood.client.prompt.prompt import Prompt, ToolChoice
 from fumehood.client.resources import Resources
-from fumehood.client.runtime.event_bus import EventBus
+from fumehood.client.runtime.events import EventBus
 from fumehood.client.runtime.session import SessionProtocol
 
 __all__ = ["CitedFile", "PromptResponse", "ProviderAdapter", "ToolChoice"]

@@ -136,24 +136,14 @@ class Prompt(RuntimeGeneric, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar 
         if template is None:
             made: Any = PromptTemplate if not self.type_arguments else PromptTemplate[self.type_argument(0)]
             template = cast(PromptTemplate[OutputT_co], made(**built))
-        self._template = template
+        self.template = template
+        self.name = template.name
+        self.sections = template.sections
         self.tool_choice: ToolChoice | None = template.tool_choice if tool_choice is None else tool_choice
         self.overrides = dict(overrides or {})
         self.params: tuple[SupportsDataclass, ...] = ()
         self.resources: tuple[Resources, ...] = ()
         self._check_overrides()
-
-    @property
-    def template(self) -> PromptTemplate[OutputT_co]:
-        return self._template
-
-    @property
-    def name(self) -> str:
-        return self._template.name
-
-    @property
-    def sections(self) -> tuple[PromptSection, ...]:
-        return self._template.sections
 
     def bind(
         self,
@@ -161,7 +151,7 @@ class Prompt(RuntimeGeneric, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar 
         resources: Resources | None = None,
     ) -> Self:
         """Return the prompt with further parameters; a later one replaces one of the same type."""
-        accepted = self._template.accepted_types()
+        accepted = self.template.accepted_types()
         by_type: dict[type[Any], SupportsDataclass] = {type(one): one for one in self.params}
         for one in params:
             require(
@@ -191,8 +181,8 @@ class Prompt(RuntimeGeneric, Generic[OutputT_co]):  # noqa: UP046 - its TypeVar 
             text="\n\n".join(texts),
             tools=tuple(index_tools_by_name(rendering.tools).values()),
             native_tools=merge_native_tools(rendering.native_tools, prompt_name=self.name),
-            output=self._template.output,
-            output_type=self._template.output_type,
+            output=self.template.output,
+            output_type=self.template.output_type,
             tool_choice=self.tool_choice,
             sections=tuple(rendering.sections),
         )

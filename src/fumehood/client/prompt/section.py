@@ -48,18 +48,14 @@ class Section(RuntimeGeneric, ABC, Generic[ParamsT_co]):  # noqa: UP046 - its Ty
         self.key = key
         self.children = tuple(children)
         self.accepts_overrides = accepts_overrides
-        self._default_params = default_params
+        self.default_params = default_params
         self._enabled = enabled
         self._tools = tuple(tools)
 
     @property
-    def default_params(self) -> ParamsT_co | None:
-        return self._default_params
-
-    @property
     def params_type(self) -> type[Any] | None:
         """The dataclass of its parameters, or None."""
-        default = self._default_params
+        default = self.default_params
         return self.type_argument(0) or (None if default is None else type(default))
 
     def tools(self) -> tuple[AnyTool, ...]:
@@ -143,7 +139,7 @@ class MarkdownSection(Section[ParamsT_co]):
             "title": self.title,
             "key": self.key,
             "template": self.template,
-            "default_params": self._default_params,
+            "default_params": self.default_params,
             "children": self.children,
             "enabled": self._enabled,
             "tools": self._tools,

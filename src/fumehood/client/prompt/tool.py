@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fumehood.client.filesystem import Filesystem
     from fumehood.client.prompt.prompt import Prompt, RenderedPrompt
     from fumehood.client.resources import ResourceRegistry
-    from fumehood.client.runtime.event_bus import EventBus
+    from fumehood.client.runtime.events import EventBus
     from fumehood.client.runtime.session import SessionProtocol
 
 P_contra = TypeVar("P_contra", contravariant=True)

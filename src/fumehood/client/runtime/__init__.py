@@ -1,7 +1,14 @@
 """Events, sessions and observers."""
 
-from fumehood.client.runtime.event_bus import EventBus, InProcessDispatcher, InProcessEventBus, NullEventBus
-from fumehood.client.runtime.events import PromptExecuted, PromptRendered, ToolInvoked
+from fumehood.client.runtime.events import (
+    EventBus,
+    InProcessDispatcher,
+    InProcessEventBus,
+    NullEventBus,
+    PromptExecuted,
+    PromptRendered,
+    ToolInvoked,
+)
 from fumehood.client.runtime.session import Session, SessionProtocol, Slice, Snapshot
 
 __all__ = [

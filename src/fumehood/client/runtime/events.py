@@ -1,19 +1,17 @@
-"""Events of an evaluation: a prompt is sent, a tool has run, a prompt is answered."""
+"""Events of an evaluation (a prompt is sent, a tool has run, a prompt is answered), and the buses that publish them."""
 
 import os
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fumehood.client.budget import TokenUsage
-from fumehood.client.runtime.event_bus import InProcessEventBus
 
 if TYPE_CHECKING:
     from fumehood.client.prompt.prompt import ToolChoice
     from fumehood.client.prompt.tool import ToolResult
-
-# Specification 001 imports the bus from here.
-__all__ = ["EVENT_TYPES", "InProcessEventBus", "PromptExecuted", "PromptRendered", "ToolInvoked", "new_id"]
 
 
 def _now() -> datetime:
@@ -73,3 +71,78 @@ class PromptExecuted:
 
 
 EVENT_TYPES = (PromptRendered, ToolInvoked, PromptExecuted)
+
+
+# --- buses --------------------------------------------------------------------------------------------
+
+
+class Publisher(Protocol):
+    def publish(self, event: object, /) -> None: ...
+
+
+class EventBus(Publisher, Protocol):
+    """Publishes events to subscribers."""
+
+    def subscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None:
+        """Call the handler with every event of exactly this type, in the publishing thread."""
+        ...
+
+    def unsubscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None: ...
+
+
+class InProcessDispatcher:
+    """Calls subscribers in order. A handler that raises is logged, and the next one is called."""
+
+    def __init__(self) -> None:
+        self._handlers: dict[type[Any], tuple[Callable[[Any], object], ...]] = {}
+        self._lock = threading.Lock()
+
+    def subscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None:
+        with self._lock:
+            self._handlers[event_type] = (*self._handlers.get(event_type, ()), handler)
+
+    def unsubscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None:
+        with self._lock:
+            known = self._handlers.get(event_type, ())
+            self._handlers[event_type] = tuple(one for one in known if one != handler)
+
+    def publish(self, event: object) -> None:
+        for handler in self._handlers.get(type(event), ()):
+            try:
+                handler(event)
+            except Exception:
+                import logging
+
+                logging.getLogger(__name__).exception("A handler of %s failed.", type(event).__name__)
+
+
+InProcessEventBus = InProcessDispatcher
+
+
+class NullEventBus:
+    """Publishes nothing."""
+
+    def subscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None:
+        """Do nothing."""
+
+    def unsubscribe[E](self, event_type: type[E], handler: Callable[[E], object]) -> None:
+        """Do nothing."""
+
+    def publish(self, event: object) -> None:
+        """Do nothing."""
+
+
+class FanOutEventBus:
+    """Publishes to several buses, to each once even if it is given repeatedly."""
+
+    def __init__(self, bus: EventBus, *others: Publisher | None) -> None:
+        self.subscribe = bus.subscribe
+        self.unsubscribe = bus.unsubscribe
+        self._publishers: list[Publisher] = [bus]
+        for other in others:
+            if other is not None and not any(other is known for known in self._publishers):
+                self._publishers.append(other)
+
+    def publish(self, event: object) -> None:
+        for each in self._publishers:
+            each.publish(event)

@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, overload
 
 from fumehood.client.dbc import require
-from fumehood.client.runtime.event_bus import EventBus, InProcessDispatcher
-from fumehood.client.runtime.events import EVENT_TYPES, new_id
+from fumehood.client.runtime.events import EVENT_TYPES, EventBus, InProcessDispatcher, new_id
 
 # Computes the new values of a slice from the old ones and an event.
 type Reducer[T, E] = Callable[[tuple[T, ...], E], tuple[T, ...]]
@@ -82,21 +81,12 @@ class Session:
             bus is None or dispatcher is None or bus is dispatcher,
             "bus and dispatcher are two names for one thing; give one of them.",
         )
-        self._bus: EventBus = bus or dispatcher or InProcessDispatcher()
-        self._id = new_id()
+        self.bus: EventBus = bus or dispatcher or InProcessDispatcher()
+        self.dispatcher = self.bus
+        self.session_id = new_id()
         self._slices: dict[type[Any], tuple[Any, ...]] = {}
         self._reducers: dict[type[Any], list[tuple[type[Any], Reducer[Any, Any]]]] = {}
         self._lock = threading.RLock()
-
-    @property
-    def session_id(self) -> str:
-        return self._id
-
-    @property
-    def bus(self) -> EventBus:
-        return self._bus
-
-    dispatcher = bus
 
     def __getitem__[T](self, kind: type[T]) -> Slice[T]:
         return Slice(self, kind)
@@ -132,5 +122,5 @@ class Session:
     def register(self, target: type[Any], on: type[Any], reducer: Reducer[Any, Any]) -> None:
         with self._lock:
             if on in EVENT_TYPES and on not in self._reducers:
-                self._bus.subscribe(on, self.dispatch)
+                self.bus.subscribe(on, self.dispatch)
             self._reducers.setdefault(on, []).append((target, reducer))

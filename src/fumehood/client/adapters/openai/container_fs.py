@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,6 +52,9 @@ class ContainerFilesystem(ListingFilesystem):
     the container has written are lost. (The evaluation recreates it for model requests, this class for file access.)
 
     If the server does not unpack archives, files that the container does not show yet are read from `local_root`.
+
+    archive: the archive that code has to unpack, if any.
+    relocated_files: paths in the container of files that the server has renamed.
     """
 
     def __init__(
@@ -70,42 +73,28 @@ class ContainerFilesystem(ListingFilesystem):
         self._tarball = tarball_path
         self._mirror = None if local_root is None else HostFilesystem(local_root)
         self._session = session
-        self._container_id: str | None = None
+        self.container_id: str | None = None
         self._changes: dict[str, bytes | None] = {}
-        self._archive: str | None = None
+        self.archive: str | None = None
         # Ids of our files, because a server may rename them, and their paths if it does.
         self._uploaded_paths: dict[str, str] = {}
-        self._relocated_files: dict[str, str] = {}
+        self.relocated_files: dict[str, str] = {}
         self._closed = False
         self._lock = threading.RLock()
-
-    @property
-    def container_id(self) -> str | None:
-        return self._container_id
-
-    @property
-    def archive(self) -> str | None:
-        """The archive that code has to unpack, if any."""
-        return self._archive
-
-    @property
-    def relocated_files(self) -> Mapping[str, str]:
-        """Paths in the container of files that the server has renamed."""
-        return self._relocated_files
 
     def ensure_container(self, *, deadline: Deadline | None = None) -> str:
         """Return the id of a live, filled container. Raises ContainerExpiredError if it cannot be recreated."""
         with self._lock:
             self._check_open()
-            if self._container_id is None:
+            if self.container_id is None:
                 return self._reuse_or_create(self._manager(deadline))
-            if self._manager(deadline).is_alive(self._container_id):
-                return self._container_id
+            if self._manager(deadline).is_alive(self.container_id):
+                return self.container_id
             return self.renew_container(deadline=deadline)
 
     def is_alive(self) -> bool:
         """Whether the container exists; never creates one."""
-        return self._container_id is not None and self._manager().is_alive(self._container_id)
+        return self.container_id is not None and self._manager().is_alive(self.container_id)
 
     def renew_container(self, expired_id: str | None = None, *, deadline: Deadline | None = None) -> str:
         """Replace an expired container by a new one with the same files.
@@ -114,7 +103,7 @@ class ContainerFilesystem(ListingFilesystem):
         """
         with self._lock:
             self._check_open()
-            known = self._container_id
+            known = self.container_id
             if known is not None and expired_id not in (None, known):
                 return known
             try:
@@ -142,7 +131,7 @@ class ContainerFilesystem(ListingFilesystem):
             normalized = resolve_writable(path, ids.keys() | self._mirror_paths())
             made, before = self._upload(container, normalized, content, self._manager()), ids.get(normalized)
             # Keep the unpacked copy beside a relocated file; otherwise it would be unpacked again.
-            replaced = before in self._uploaded_paths or normalized not in self._relocated_files
+            replaced = before in self._uploaded_paths or normalized not in self.relocated_files
             if before not in (None, made) and replaced:
                 self._manager().delete_file(container, before)
             return normalized
@@ -160,7 +149,7 @@ class ContainerFilesystem(ListingFilesystem):
             return normalized
 
         normalized = self._with_container(act)
-        self._relocated_files.pop(normalized, None)
+        self.relocated_files.pop(normalized, None)
         self._changes[normalized] = None
         if self._mirror is not None and self._mirror.is_file(normalized):
             self._mirror.delete(normalized)
@@ -183,7 +172,7 @@ class ContainerFilesystem(ListingFilesystem):
     def cleanup(self) -> None:
         """Release the container, which expires by itself."""
         self._closed = True
-        self._container_id = None
+        self.container_id = None
         self._changes.clear()
 
     # ---- the container --------------------------------------------------------------------------------------
@@ -219,10 +208,10 @@ class ContainerFilesystem(ListingFilesystem):
     def _fill(self, container_id: str, manager: ContainerManager) -> str:
         """Upload everything; only then is the container used."""
         self._uploaded_paths.clear()
-        self._relocated_files.clear()
+        self.relocated_files.clear()
         if self._tarball is not None:
             archive = self._unpack_archive(container_id, self._tarball, manager)
-            self._archive = None if archive is None else archive.path
+            self.archive = None if archive is None else archive.path
         deleted = {path for path, content in self._changes.items() if content is None}
         if deleted:  # first: their paths may have been reused
             for file in manager.list_files(container_id):
@@ -231,7 +220,7 @@ class ContainerFilesystem(ListingFilesystem):
         for path, content in self._changes.items():
             if content is not None:
                 self._upload(container_id, path, content, manager)
-        self._container_id = container_id
+        self.container_id = container_id
         if self._session is not None and self._config.mode == "auto":
             self._session[ActiveContainer].seed(ActiveContainer(container_id, self._config.memory_limit))
         return container_id
@@ -251,7 +240,7 @@ class ContainerFilesystem(ListingFilesystem):
     def _with_container[T](self, act: Callable[[str], T]) -> T:
         """Run an operation; repeat it once on a new container if this one is gone."""
         with self._lock:
-            container_id = self._container_id or self.ensure_container()
+            container_id = self.container_id or self.ensure_container()
         try:
             return act(container_id)
         except ContainerExpiredError:
@@ -263,7 +252,7 @@ class ContainerFilesystem(ListingFilesystem):
         """Return ids of the container's files by path; the later of two files with one path."""
         found: dict[str, str] = {}
         for file in self._manager().list_files(container_id):
-            if file.path == self._archive:
+            if file.path == self.archive:
                 continue
             try:
                 found[self._uploaded_paths.get(file.id) or normalize_path(file.path)] = file.id
@@ -280,13 +269,13 @@ class ContainerFilesystem(ListingFilesystem):
     def _upload(self, container_id: str, path: str, content: bytes, manager: ContainerManager) -> str:
         made = manager.upload_unchecked(container_id, path, content)
         self._uploaded_paths[made.id] = path
-        self._relocated_files.pop(path, None)
+        self.relocated_files.pop(path, None)
         if made.path != path:
-            self._relocated_files[path] = made.path
+            self.relocated_files[path] = made.path
         return made.id
 
     def _mirror_paths(self) -> set[str]:
-        return {*self._mirror.glob("**")} if self._mirror is not None and self._archive else set()
+        return {*self._mirror.glob("**")} if self._mirror is not None and self.archive else set()
 
     def _download(self, container_id: str, target: HostFilesystem) -> list[tuple[str, OSError]]:
         """Download all files; return those that failed."""
