@@ -13,8 +13,7 @@ from fumehood.message_parts.canonical_parts import (
     ToolCallPart,
     ToolPart,
 )
-from fumehood.message_parts.conversion import from_vendor, to_vendor
-from fumehood.message_parts.streaming.assembler import StreamAssembler
+from fumehood.message_parts.conversion import StreamAssembler, from_vendor, to_vendor
 from tests.message_parts.test_stream_assembly import assemble_stream, feed_all
 from tests.support.xai_chat_chunks import (
     CHUNKS,

@@ -13,19 +13,25 @@ from fumehood.message_parts.canonical_parts import (
     ToolCallPart,
     ToolCallResponsePart,
 )
-from fumehood.message_parts.conversion import convert, from_vendor, list_formats, to_vendor
+from fumehood.message_parts.conversion import (
+    StreamAssembler,
+    convert,
+    from_vendor,
+    list_formats,
+    to_vendor,
+)
 from fumehood.message_parts.media_digests import replace_inline_data
-from fumehood.message_parts.otel_messages import infer_finish_reason, to_messages
 from fumehood.message_parts.part_format import REPRESENTATIONS, MalformedPartError
 from fumehood.message_parts.redaction import drop_vendor_items, redact_parts
 from fumehood.message_parts.representations import (
     SOURCE_FIELD,
     from_representation,
+    infer_finish_reason,
     part_type_name,
+    to_messages,
     to_representation,
     upgrade_part,
 )
-from fumehood.message_parts.streaming.assembler import StreamAssembler
 from fumehood.message_parts.truncation import TRUNCATED_FIELD, TRUNCATED_PART_TYPE, truncate_parts
 from fumehood.message_parts.validation import read_published_schema, validate
 

@@ -1,4 +1,7 @@
-"""Conversion from any vendor's items to canonical parts, back, and to another vendor's items."""
+"""Conversion from any vendor's items to canonical parts, back, and to another vendor's items.
+
+A stream is assembled into the document that the vendor would have sent without streaming, and converted like it.
+"""
 
 import json
 from typing import cast
@@ -96,6 +99,46 @@ def _align_execution(parts: list[Part]) -> None:
             call, result = parts[call_at], parts[result_at]
             if isinstance(call, ToolCallPart) and isinstance(result, ToolCallResponsePart):
                 result.execution = call.execution
+
+
+# --- from a vendor's stream ---------------------------------------------------------------------------
+
+_OPEN_STATUSES = (None, "in_progress")
+
+
+class StreamAssembler:
+    """Accepts the events of one response and returns its items and parts at any time.
+
+    After the last event they are what the vendor would have sent without streaming. Before, or after an interrupted
+    stream, they are what has arrived: the start of a text, the complete arguments of a call.
+    """
+
+    def __init__(self, vendor: str) -> None:
+        self._vendor = vendor
+        self._stream = get_vendor(vendor).stream()
+
+    def feed(self, event: Json) -> None:
+        """Add an event. Unknown events are ignored."""
+        if isinstance(event, dict):
+            self._stream.feed(event)
+
+    def build_document(self) -> Json:
+        """Return the items, or the response, as far as they have arrived."""
+        return self._stream.build_document()
+
+    def build_parts(self, end_status: Status | None = None) -> list[Part]:
+        """Return the parts. end_status: the status of unfinished calls if the stream has ended."""
+        parts = from_vendor(self._vendor, self.build_document())
+        tools = [part for part in parts if isinstance(part, ToolPart)]
+        settled = {part.call_id for part in tools if part.call_id and part.status not in _OPEN_STATUSES}
+        unfinished = self._stream.partial_items.unfinished_positions
+        item = -1
+        for part in parts:
+            if part.source is not None and part.source.item is not msgspec.UNSET:
+                item += 1
+            if item in unfinished and isinstance(part, ToolPart) and part.status in _OPEN_STATUSES:
+                part.status = part.status if part.call_id in settled else end_status or "in_progress"
+        return parts
 
 
 # --- to a vendor --------------------------------------------------------------------------------------
@@ -206,7 +249,7 @@ class _ItemGroup:
         self.add(first)
 
     def add(self, part: Part) -> None:
-        self._paths.update(field.path for field in _extracted_fields_of(part))
+        self._paths.update(field.path for field in cast(VendorSource, part.source).extracted_fields)
         if isinstance(part, ToolCallPart):
             self._calls.add((part.call_id, part.kind))
 
@@ -224,10 +267,6 @@ class _ItemGroup:
     def _is_vacant(self, field: ExtractedField) -> bool:
         rest = get_at_path(cast(Json, self._source.item), field.path)
         return rest is not MISSING and (rest is None or field.codec != "")
-
-
-def _extracted_fields_of(part: Part) -> list[ExtractedField]:
-    return part.source.extracted_fields if part.source is not None else []
 
 
 def _is_derived(vendor: VendorCodec, part: Part) -> bool:

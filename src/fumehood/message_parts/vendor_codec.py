@@ -26,7 +26,7 @@ from fumehood.message_parts.canonical_parts import (
 )
 from fumehood.message_parts.field_codecs import FIELD_CODECS, extract
 from fumehood.message_parts.json_paths import MISSING, copy_json, get_at_path, get_text_at_path, set_at_path
-from fumehood.message_parts.streaming.partial_items import VendorStreamCollector
+from fumehood.message_parts.partial_items import VendorStreamCollector
 
 # The vendors' words for a status; other words are ignored.
 VENDOR_STATUSES: dict[str, Status] = {
@@ -309,10 +309,6 @@ class TextTemplate(msgspec.Struct, frozen=True):
     path: JsonPath
 
 
-def find_no_item_lists(_document: Json) -> list[JsonPath]:
-    return []
-
-
 def derive_no_calls(_document: Json, _observed: list[Part]) -> list[ToolPart]:
     return []
 
@@ -333,8 +329,8 @@ class VendorCodec(msgspec.Struct, frozen=True, kw_only=True):
     item_mappings: tuple[ItemMapping, ...]
     draft_parts: Callable[[JsonObject], list[PartDraft]]
     text: TextTemplate
+    find_item_lists: Callable[[Json], list[JsonPath]]
     stream: Callable[[], VendorStreamCollector]
     user_text: TextTemplate | None = None
     reasoning: TextTemplate | None = None
-    find_item_lists: Callable[[Json], list[JsonPath]] = find_no_item_lists
     derive_calls: Callable[[Json, list[Part]], list[ToolPart]] = derive_no_calls

@@ -22,7 +22,7 @@ from fumehood.message_parts.canonical_parts import (
     UriPart,
 )
 from fumehood.message_parts.json_paths import MISSING, copy_json, get_at_path, get_text_at_path
-from fumehood.message_parts.streaming.partial_items import VendorStreamCollector, read_int, read_object
+from fumehood.message_parts.partial_items import VendorStreamCollector, read_int, read_object
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
@@ -187,10 +187,6 @@ def _read_list(value: Json | None, *names: str) -> list[Json]:
     return []
 
 
-def _only_strings(values: list[Json]) -> list[Json]:
-    return [value for value in values if isinstance(value, str)]
-
-
 def derive_calls(document: Json, observed: list[Part]) -> list[ToolPart]:
     """Derive searches and fetches from a candidate's metadata, unless their calls are among the parts."""
     seen = {part.kind for part in observed if isinstance(part, ToolCallPart)}
@@ -208,7 +204,8 @@ def _derive_from_metadata(candidate: Json) -> list[ToolPart]:
     grounding = candidate.get("groundingMetadata") or candidate.get("grounding_metadata")
     chunks = _read_list(grounding, "groundingChunks", "grounding_chunks")
     for kind, call_ids, member, names in _GROUNDING_TOOLS:
-        queries = _only_strings(_read_list(grounding, call_ids, _to_snake_case(call_ids)))
+        listed = _read_list(grounding, call_ids, _to_snake_case(call_ids))
+        queries: list[Json] = [query for query in listed if isinstance(query, str)]
         results = _read_grounding_chunks(chunks, member, names)
         if queries or results:
             made += _synthesize_pair(kind, {"queries": queries or None}, {"results": results})

@@ -15,7 +15,7 @@ from fumehood.message_parts.canonical_parts import (
     UriPart,
 )
 from fumehood.message_parts.json_paths import get_at_path, get_text_at_path
-from fumehood.message_parts.streaming.partial_items import (
+from fumehood.message_parts.partial_items import (
     PartialItems,
     VendorStreamCollector,
     read_int,

@@ -1,1 +1,0 @@
-"""Assembly of vendors' streams into the document that the vendor would have sent without streaming."""
