@@ -62,8 +62,12 @@ async def test_cards() -> None:
     clock = FakeClock(now=1000.0)
     routes = [
         ModelRoute("fast", ScriptedModel(), name="fast"),
-        ModelRoute("gpt-*", ScriptedModel(), lister=FakeModelLister("gpt-1", "other", "gpt-2", "gpt-1")),
-        ModelRoute("*", ScriptedModel(), lister=FakeModelLister("fast", "gpt-3", "llama")),
+        ModelRoute(
+            "gpt-*",
+            ScriptedModel(),
+            list_models=FakeModelLister("gpt-1", "other", "gpt-2", "gpt-1").list_models,
+        ),
+        ModelRoute("*", ScriptedModel(), list_models=FakeModelLister("fast", "gpt-3", "llama").list_models),
     ]
     registry = ModelRegistry(routes, clock)
     assert await names(registry) == ["fast", "gpt-1", "gpt-2", "llama"]
@@ -72,7 +76,7 @@ async def test_cards() -> None:
 
 async def test_the_model_list_is_cached_for_a_minute() -> None:
     clock, lister = FakeClock(), FakeModelLister("a")
-    registry = ModelRegistry([ModelRoute("*", ScriptedModel(), lister=lister)], clock)
+    registry = ModelRegistry([ModelRoute("*", ScriptedModel(), list_models=lister.list_models)], clock)
     assert await asyncio.gather(names(registry), names(registry)) == [["a"], ["a"]]
     lister.names = ("b",)
     clock.advance(59)
@@ -87,7 +91,7 @@ async def test_a_failed_listing_falls_back_on_the_cache(
 ) -> None:
     monkeypatch.setattr("fumehood.models.registry._MODEL_LIST_TIMEOUT", 0.01)
     clock, lister = FakeClock(), FakeModelLister("a")
-    registry = ModelRegistry([ModelRoute("*", ScriptedModel(), lister=lister)], clock)
+    registry = ModelRegistry([ModelRoute("*", ScriptedModel(), list_models=lister.list_models)], clock)
     lister.error = ModelUnreachable("down")
     assert await names(registry) == []
     assert "Cannot list the models of '*': down" in caplog.text

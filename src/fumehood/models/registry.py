@@ -3,10 +3,9 @@
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Protocol
 
 from fumehood.interfaces import Clock, ModelBackend
 from fumehood.metrics import ModelStats
@@ -27,26 +26,18 @@ _MODEL_LIST_TTL = 60.0  # seconds for which a server's model list is cached
 _MODEL_LIST_TIMEOUT = 5.0
 
 
-class ModelLister(Protocol):
-    """Lists the models of one server."""
-
-    async def list_models(self) -> Sequence[ModelCard]:
-        """Raises ModelError."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class ModelRoute:
     """The backend of all model names that match a pattern. The first matching route wins.
 
     name: the model name that the list shows for this route; None for a pattern.
-    lister: lists the models behind a pattern; None if there is nothing to list.
+    list_models: asks the server for the models behind a pattern, raises ModelError; None if there is nothing to list.
     """
 
     match: str
     backend: ModelBackend
     name: str | None = None
-    lister: ModelLister | None = None
+    list_models: Callable[[], Awaitable[Sequence[ModelCard]]] | None = None
     cached_models: Sequence[ModelCard] = ()
     cached_at: float | None = None
     refresh_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -100,19 +91,21 @@ class ModelRegistry:
             if route.name is None
             else [ModelCard(id=route.name, created=self._started_at, owned_by=_OWNER)]
         )
-        if route.lister is None:
+        if route.list_models is None:
             return own
         async with route.refresh_lock:
             if route.cached_at is None or self._clock.monotonic() - route.cached_at >= _MODEL_LIST_TTL:
-                route.cached_models = await self._fetch_models(route, route.lister)
+                route.cached_models = await self._fetch_models(route, route.list_models)
                 route.cached_at = self._clock.monotonic()
         return [*own, *route.cached_models]
 
-    async def _fetch_models(self, route: ModelRoute, lister: ModelLister) -> Sequence[ModelCard]:
+    async def _fetch_models(
+        self, route: ModelRoute, list_models: Callable[[], Awaitable[Sequence[ModelCard]]]
+    ) -> Sequence[ModelCard]:
         """Ask the server for its models; fall back on the cached list if that fails."""
         try:
             async with asyncio.timeout(_MODEL_LIST_TIMEOUT):
-                return await lister.list_models()
+                return await list_models()
         except (ModelError, TimeoutError) as error:
             logger.warning("Cannot list the models of %r: %s", route.match, error or "timed out")
             return route.cached_models
@@ -160,4 +153,6 @@ def _open_route(
     backend = RetryingBackend(server, settings.retries, clock, stats=stats)
     # If all names of a pattern mean one model, there is nothing to list.
     listable = settings.is_pattern and settings.name is None
-    return ModelRoute(settings.match, backend, name=name, lister=server if listable else None)
+    return ModelRoute(
+        settings.match, backend, name=name, list_models=server.list_models if listable else None
+    )

@@ -7,7 +7,7 @@ from contextlib import aclosing
 from fumehood.interfaces import AcceptBatch, Clock, ModelBackend
 from fumehood.metrics import ModelStats
 from fumehood.models.upstream.upstream_errors import INSUFFICIENT_QUOTA
-from fumehood.protocol.model_turns import AnyModelEvent, ModelProfile, ModelRequest
+from fumehood.protocol.model_turns import AnyModelEvent, ModelRequest
 from fumehood.protocol.openai.api_errors import (
     ModelError,
     ModelRateLimited,
@@ -47,6 +47,10 @@ class RetryingBackend:
         self._clock = clock
         self._jitter = jitter
         self._stats = stats or ModelStats()
+        self.validate_request = backend.validate_request
+        self.count_tokens = backend.count_tokens
+        self.get_profile = backend.get_profile
+        self.close = backend.close
 
     async def stream(
         self, request: ModelRequest, accept_batch: AcceptBatch | None = None
@@ -93,15 +97,3 @@ class RetryingBackend:
         if error.retry_after is None:
             return backoff
         return max(error.retry_after, backoff) if error.retry_after <= _MAX_BACKOFF else None
-
-    def validate_request(self, request: ModelRequest) -> None:
-        self._backend.validate_request(request)
-
-    async def count_tokens(self, request: ModelRequest) -> tuple[int, bool]:
-        return await self._backend.count_tokens(request)
-
-    def get_profile(self, model: str) -> ModelProfile:
-        return self._backend.get_profile(model)
-
-    async def close(self) -> None:
-        await self._backend.close()

@@ -8,7 +8,6 @@ from msgspec import UNSET, Raw, UnsetType
 from fumehood.models.chat_completions.chat_renderer import render_messages
 from fumehood.models.chat_completions.chat_stream_parser import ChatStreamParser
 from fumehood.models.model_settings import RequestFields
-from fumehood.models.rendering.rendering_cache import encode_object_with_list
 from fumehood.models.upstream.http_backend import HttpModelBackend
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
 from fumehood.protocol.model_turns import ModelRequest, SamplingParameters
@@ -46,25 +45,23 @@ class ChatCompletionsBackend(HttpModelBackend):
 
     api_name = "chat completions"
     endpoint = "/chat/completions"
-
-    def validate_request(self, request: ModelRequest) -> None:
-        self._render_messages(request)
+    conversation_field = "messages"
 
     def _create_parser(self, request: ModelRequest, errors: UpstreamErrorFactory) -> ChatStreamParser:
         return ChatStreamParser(errors, [spec.name for spec in request.function_tools])
 
-    def _build_body(self, request: ModelRequest) -> list[bytes]:
+    def _build_fields(self, request: ModelRequest) -> RequestFields:
         fields: RequestFields = {"model": self._settings.name or request.model, "stream": request.streamed}
         if request.streamed:
             fields["stream_options"] = {"include_usage": True}
-        _add_functions(fields, request)
+        self._add_tools(fields, request, _render_tools(request))
         self._add_sampling(fields, request.sampling)
         self._settings.apply_extra_body(fields)
         if not request.streamed:
             fields.pop("stream_options", None)
-        return self._encode_with_messages(request, fields)
+        return fields
 
-    def _build_count_body(self, request: ModelRequest) -> list[bytes]:
+    def _build_count_fields(self, request: ModelRequest) -> RequestFields:
         fields: RequestFields = {"model": self._settings.name or request.model, "add_generation_prompt": True}
         if request.function_tools:
             fields["tools"] = _render_tools(request)
@@ -72,14 +69,13 @@ class ChatCompletionsBackend(HttpModelBackend):
         self._settings.add_passthrough_fields(extra, request.sampling.passthrough)
         self._settings.apply_extra_body(extra)
         fields |= {name: extra[name] for name in _TEMPLATE_FIELDS if name in extra}
-        return self._encode_with_messages(request, fields)
+        return fields
 
-    def _encode_with_messages(self, request: ModelRequest, fields: RequestFields) -> list[bytes]:
-        return encode_object_with_list("messages", self._render_messages(request), fields)
-
-    def _render_messages(self, request: ModelRequest) -> list[bytes]:
-        """Raises InvalidRequest."""
+    def _render_conversation(self, request: ModelRequest) -> list[bytes]:
         return render_messages(self._features, request.instructions, request.segments)
+
+    def _render_tool_choice(self, spec: FunctionSpec) -> object:
+        return {"type": "function", "function": {"name": spec.name}}
 
     def _add_sampling(self, fields: RequestFields, sampling: SamplingParameters) -> None:
         if sampling == _DEFAULT_SAMPLING:
@@ -102,19 +98,6 @@ class ChatCompletionsBackend(HttpModelBackend):
             fields["verbosity"] = text.verbosity
         if text is not None and text.format is not None:
             _add_format(fields, text.format)
-
-
-def _add_functions(fields: RequestFields, request: ModelRequest) -> None:
-    if not request.function_tools:
-        return
-    fields["tools"] = _render_tools(request)
-    choice = request.tool_choice
-    if isinstance(choice, FunctionSpec):
-        fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-    elif choice != "auto":  # the default; some servers reject it if it is explicit
-        fields["tool_choice"] = choice
-    if not request.parallel_calls:
-        fields["parallel_tool_calls"] = False
 
 
 def _render_tools(request: ModelRequest) -> list[_Tool]:

@@ -4,35 +4,37 @@ A turn is one assistant message with all its calls, followed by the results in t
 still has to answer a call, the results from that call on are carried over to the start of the next segment.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from fumehood.models.chat_completions.chat_content_parts import (
-    MEDIA_HEADING,
-    ChatContentPart,
-    ChatImagePart,
-    ChatImageUrl,
-    ChatTextPart,
-    render_content,
-    split_text_and_media,
-)
 from fumehood.models.rendering.conversation_items import (
     UNFINISHED_STATUSES,
     ConversationCall,
     ConversationMessage,
+    InlineFile,
     ItemContent,
+    ItemContentPart,
     ensure_json_object,
+    get_part_text,
     join_text,
+    render_file,
 )
 from fumehood.models.rendering.foreign_items import ForeignCall, ForeignResult, read_foreign_item
 from fumehood.models.rendering.rendering_cache import EMPTY, render_segments
 from fumehood.models.rendering.server_features import ServerFeatures
+from fumehood.protocol.attachments import Attachment, InputImageUrl, describe_unshown_file, is_file_part
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, Rendering, ToolExchange
 from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest
+
+# Tool messages cannot contain media; a user message after them does.
+_MEDIA_HEADING = "What the calls above showed:"
+_SEE_NEXT_MESSAGE = "(in the message after the results)"
+_UNKNOWN_ATTACHMENT = Attachment()
+
 
 # --- items of the conversation ------------------------------------------------------------------------
 
@@ -54,9 +56,29 @@ class _Reasoning(msgspec.Struct):
 # --- Chat Completions messages ------------------------------------------------------------------------
 
 
+class _ChatTextPart(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class _ChatImageUrl(msgspec.Struct):
+    url: str
+    detail: str | UnsetType = UNSET
+
+
+class _ChatImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
+    image_url: _ChatImageUrl
+
+
+class _ChatFilePart(msgspec.Struct, tag_field="type", tag="file"):
+    file: InlineFile
+
+
+type _ChatContentPart = _ChatTextPart | _ChatImagePart | _ChatFilePart
+
+
 class _ChatMessage(msgspec.Struct):
     role: str
-    content: str | list[ChatContentPart]
+    content: str | list[_ChatContentPart]
 
 
 class _ChatFunction(msgspec.Struct):
@@ -91,7 +113,7 @@ class _CarriedResults(msgspec.Struct):
     """Results that a segment carries over to the next one, and the media that follow them."""
 
     results: list[_PendingResult] = []
-    media: list[ChatContentPart] = []
+    media: list[_ChatContentPart] = []
 
 
 _encode = msgspec.json.Encoder().encode
@@ -100,7 +122,7 @@ _carry_decoder = msgspec.json.Decoder(_CarriedResults)
 _USER_PREFIX, _SYSTEM_PREFIX, _DEVELOPER_PREFIX = (
     b'{"role":"%b",' % role for role in (b"user", b"system", b"developer")
 )
-_MEDIA_MESSAGE_PREFIX = _encode(_ChatMessage("user", [ChatTextPart(MEDIA_HEADING)])).removesuffix(b"]}")
+_MEDIA_MESSAGE_PREFIX = _encode(_ChatMessage("user", [_ChatTextPart(_MEDIA_HEADING)])).removesuffix(b"]}")
 
 
 def render_messages(
@@ -154,7 +176,7 @@ class _AssistantTurn:
     reasoning: list[str] = field(default_factory=list[str])
     calls: dict[str, _ChatFunction] = field(default_factory=dict[str, _ChatFunction])
     results: dict[str, str] = field(default_factory=dict[str, str])
-    media: list[ChatContentPart] = field(default_factory=list[ChatContentPart])
+    media: list[_ChatContentPart] = field(default_factory=list[_ChatContentPart])
     optional_calls: set[str] = field(default_factory=set[str])  # calls that are rendered only with a result
     has_result: bool = False
 
@@ -222,7 +244,7 @@ class _SegmentRenderer:
             self._get_turn(entry.turn, begins_message=True).texts.append(join_text(message.content))
             return
         role = self._features.get_input_role(message.role)
-        content = render_content(message.content, entry.attachments, takes_files=self._features.takes_files)
+        content = _render_content(message.content, entry.attachments, takes_files=self._features.takes_files)
         self._messages.append(_ChatMessage(role, content))
 
     def _add_reasoning(self, entry: ConversationEntry) -> None:
@@ -240,7 +262,7 @@ class _SegmentRenderer:
     def _add_output(self, entry: ConversationEntry) -> None:
         """Add the result of a call of this segment, in any order, or of a carried-over call."""
         output = msgspec.json.decode(entry.raw, type=_Output)
-        text, media = split_text_and_media(
+        text, media = _split_text_and_media(
             output.output, entry.attachments, takes_files=self._features.takes_files
         )
         if self._set_result(output.call_id, text, media):
@@ -255,7 +277,7 @@ class _SegmentRenderer:
             param="input",
         )
 
-    def _set_result(self, call_id: str, text: str, media: Sequence[ChatContentPart] = ()) -> bool:
+    def _set_result(self, call_id: str, text: str, media: Sequence[_ChatContentPart] = ()) -> bool:
         turn = self._turn_by_call_id.get(call_id)
         if turn is None:
             return False
@@ -277,7 +299,7 @@ class _SegmentRenderer:
 
     def _add_exchange(self, entry: ConversationEntry, exchange: ToolExchange) -> None:
         images = exchange.images if self._features.takes_images else ()
-        media = [ChatImagePart(ChatImageUrl(url)) for url in images]
+        media = [_ChatImagePart(_ChatImageUrl(url)) for url in images]
         if exchange.half == "result":
             self._set_result(exchange.call_id, exchange.output, media)
             return
@@ -342,10 +364,67 @@ def _encode_turn(turn: _AssistantTurn, replay_reasoning: bool, messages: list[by
     return _CarriedResults()
 
 
-def _encode_media_message(parts: Sequence[ChatContentPart]) -> list[bytes]:
-    return [_encode(_ChatMessage("user", [ChatTextPart(MEDIA_HEADING), *parts]))] if parts else []
+def _encode_media_message(parts: Sequence[_ChatContentPart]) -> list[bytes]:
+    return [_encode(_ChatMessage("user", [_ChatTextPart(_MEDIA_HEADING), *parts]))] if parts else []
 
 
 def _missing_output_error(carry: _CarriedResults) -> InvalidRequest:
     missing = next(result.call_id for result in carry.results if result.content is None)
     return InvalidRequest(f"No tool output found for function call {sanitize_name(missing)}.", param="input")
+
+
+# --- content ------------------------------------------------------------------------------------------
+
+
+def _render_content(
+    content: ItemContent, attachments: Sequence[Attachment], *, takes_files: bool
+) -> str | list[_ChatContentPart]:
+    """Render the content of a message; text alone as a string, which every server accepts. Raises InvalidRequest."""
+    parts = _render_parts(content, attachments, takes_files)
+    texts = [part.text for part in parts if isinstance(part, _ChatTextPart)]
+    return "\n".join(texts) if len(texts) == len(parts) else parts
+
+
+def _split_text_and_media(
+    content: ItemContent, attachments: Sequence[Attachment], *, takes_files: bool
+) -> tuple[str, list[_ChatContentPart]]:
+    """The text of a tool result, and its media, which go into a user message. Raises InvalidRequest."""
+    parts = _render_parts(content, attachments, takes_files)
+    media: list[_ChatContentPart] = [part for part in parts if not isinstance(part, _ChatTextPart)]
+    text = "\n".join(part.text for part in parts if isinstance(part, _ChatTextPart))
+    return (text or _SEE_NEXT_MESSAGE if media else text), media
+
+
+def _render_parts(
+    content: ItemContent, attachments: Sequence[Attachment], takes_files: bool
+) -> list[_ChatContentPart]:
+    if content is None or isinstance(content, str):
+        return [_ChatTextPart(content or "")]
+    files = iter(attachments)  # one for each file and image part; none if they were not resolved
+    return [_render_part(part, files, takes_files) for part in content]
+
+
+def _render_part(
+    part: ItemContentPart, attachments: Iterator[Attachment], takes_files: bool
+) -> _ChatContentPart:
+    if not is_file_part(part.type):
+        return _ChatTextPart(get_part_text(part))
+    attachment = next(attachments, _UNKNOWN_ATTACHMENT)
+    if attachment.gone:
+        return _ChatTextPart(describe_unshown_file(attachment))
+    if part.type == "input_image":
+        return _render_image(part, attachment)
+    rendered = render_file(part, attachment, takes_files=takes_files or attachment.sent_to_model)
+    return _ChatTextPart(rendered) if isinstance(rendered, str) else _ChatFilePart(rendered)
+
+
+def _render_image(part: ItemContentPart, attachment: Attachment) -> _ChatImagePart:
+    image_url = part.image_url
+    url = attachment.data or (image_url.url if isinstance(image_url, InputImageUrl) else image_url)
+    detail = part.detail or (image_url.detail if isinstance(image_url, InputImageUrl) else None)
+    if not url or not url.startswith(("data:image/", "https://", "http://")):
+        raise InvalidRequest(
+            "An input_image needs an image_url: a data: URL of the image, or an http(s) URL.",
+            param="input",
+        )
+    return _ChatImagePart(_ChatImageUrl(url, detail or UNSET))

@@ -7,7 +7,6 @@ import msgspec
 from msgspec import Raw
 
 from fumehood.models.model_settings import RequestFields
-from fumehood.models.rendering.rendering_cache import encode_object_with_list
 from fumehood.models.responses_api.reasoning_origin import ReasoningOrigin
 from fumehood.models.responses_api.responses_renderer import render_input
 from fumehood.models.responses_api.responses_stream_parser import ResponsesStreamParser
@@ -47,12 +46,10 @@ class ResponsesApiBackend(HttpModelBackend):
 
     api_name = "Responses API"
     endpoint = "/responses"
+    conversation_field = "input"
 
-    def validate_request(self, request: ModelRequest) -> None:
-        self._render_input(request)
-
-    def _build_body(self, request: ModelRequest) -> list[bytes]:
-        fields = self._build_fields(request)
+    def _build_fields(self, request: ModelRequest) -> RequestFields:
+        fields = self._build_common_fields(request)
         include: list[str] = []
         if self._settings.encrypted_reasoning:
             include.append(INCLUDE_ENCRYPTED_REASONING)
@@ -62,23 +59,19 @@ class ResponsesApiBackend(HttpModelBackend):
             fields["include"] = include
         self._settings.add_passthrough_fields(fields, request.sampling.passthrough)
         self._settings.apply_extra_body(fields)
-        return self._encode_with_input(request, fields)
+        return fields
 
-    def _build_count_body(self, request: ModelRequest) -> list[bytes]:
-        fields = {name: value for name, value in self._build_fields(request).items() if name in _COUNT_FIELDS}
-        return self._encode_with_input(request, fields)
+    def _build_count_fields(self, request: ModelRequest) -> RequestFields:
+        fields = self._build_common_fields(request)
+        return {name: value for name, value in fields.items() if name in _COUNT_FIELDS}
 
-    def _encode_with_input(self, request: ModelRequest, fields: RequestFields) -> list[bytes]:
-        return encode_object_with_list("input", self._render_input(request), fields)
-
-    def _render_input(self, request: ModelRequest) -> list[bytes]:
-        """Raises InvalidRequest."""
+    def _render_conversation(self, request: ModelRequest) -> list[bytes]:
         return render_input(self._features, request.segments, self._get_origin(request))
 
     def _get_origin(self, request: ModelRequest) -> ReasoningOrigin:
         return ReasoningOrigin.for_model(self._settings.base_url or "", self._settings.name or request.model)
 
-    def _build_fields(self, request: ModelRequest) -> RequestFields:
+    def _build_common_fields(self, request: ModelRequest) -> RequestFields:
         fields: RequestFields = {
             "model": self._settings.name or request.model,
             "stream": request.streamed,
@@ -86,24 +79,15 @@ class ResponsesApiBackend(HttpModelBackend):
         }
         if request.instructions:
             fields["instructions"] = request.instructions
-        self._add_tools(fields, request)
+        tools: list[object] = [self._render_tool(spec) for spec in request.function_tools]
+        tools += [Raw(spec.raw) for spec in request.other_tools if self._settings.passes_tool(spec.type)]
+        self._add_tools(fields, request, tools)
         _add_sampling(fields, request.sampling)
         return fields
 
-    def _add_tools(self, fields: RequestFields, request: ModelRequest) -> None:
-        tools: list[object] = [self._render_tool(spec) for spec in request.function_tools]
-        tools += [Raw(spec.raw) for spec in request.other_tools if self._settings.passes_tool(spec.type)]
-        if not tools:
-            return
-        fields["tools"] = tools
-        choice = request.tool_choice
-        if isinstance(choice, FunctionSpec):
-            tool_type = "custom" if choice.custom and self._features.custom_tools else "function"
-            fields["tool_choice"] = {"type": tool_type, "name": choice.name}
-        elif choice != "auto":  # the default
-            fields["tool_choice"] = choice
-        if not request.parallel_calls:
-            fields["parallel_tool_calls"] = False
+    def _render_tool_choice(self, spec: FunctionSpec) -> object:
+        tool_type = "custom" if spec.custom and self._features.custom_tools else "function"
+        return {"type": tool_type, "name": spec.name}
 
     def _render_tool(self, spec: FunctionSpec) -> object:
         if spec.custom and self._features.custom_tools:

@@ -11,7 +11,8 @@ from msgspec import Meta
 
 from fumehood.cpu_worker import WORKER_THRESHOLD_BYTES, run_in_worker
 from fumehood.interfaces import AcceptBatch
-from fumehood.models.model_settings import ModelSettings, Secret
+from fumehood.models.model_settings import ModelSettings, RequestFields, Secret
+from fumehood.models.rendering.rendering_cache import encode_object_with_list
 from fumehood.models.rendering.server_features import ServerFeatures
 from fumehood.models.upstream.fenced_calls import FencedCallDetector
 from fumehood.models.upstream.http1_client import (
@@ -25,6 +26,7 @@ from fumehood.models.upstream.http1_client import (
 from fumehood.models.upstream.stream_parser import UpstreamStreamParser, split_large_deltas
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory, parse_retry_after
 from fumehood.protocol.model_turns import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
+from fumehood.protocol.openai.tool_specs import FunctionSpec
 
 _USAGE_TIMEOUT = 5.0  # seconds to wait for the usage after the model has stopped
 _BYTES_PER_TOKEN = 4
@@ -103,10 +105,12 @@ class HttpModelBackend(ABC):
 
     api_name: the server's API, for error messages.
     endpoint: the path of turn requests below `base_url`.
+    conversation_field: the field of a request that holds the conversation.
     """
 
     api_name: ClassVar[str]
     endpoint: ClassVar[str]
+    conversation_field: ClassVar[str]
 
     def __init__(
         self, settings: ModelSettings, client: PooledHttpClient, api_key: Secret | None = None
@@ -148,12 +152,20 @@ class HttpModelBackend(ABC):
     # ---- for subclasses ---------------------------------------------------------------------------------------
 
     @abstractmethod
-    def _build_body(self, request: ModelRequest) -> list[bytes]:
-        """The request body, in chunks. Raises InvalidRequest."""
+    def _render_conversation(self, request: ModelRequest) -> list[bytes]:
+        """The elements of `conversation_field`, in chunks. Raises InvalidRequest."""
 
     @abstractmethod
-    def _build_count_body(self, request: ModelRequest) -> list[bytes]:
-        """The body of a token-counting request, in chunks. Raises InvalidRequest."""
+    def _build_fields(self, request: ModelRequest) -> RequestFields:
+        """The other fields of a request."""
+
+    @abstractmethod
+    def _build_count_fields(self, request: ModelRequest) -> RequestFields:
+        """The other fields of a token-counting request."""
+
+    @abstractmethod
+    def _render_tool_choice(self, spec: FunctionSpec) -> object:
+        """The `tool_choice` that forces this function."""
 
     @abstractmethod
     def _create_parser(
@@ -161,17 +173,33 @@ class HttpModelBackend(ABC):
     ) -> UpstreamStreamParser[Any]:
         """A parser for the response to this request."""
 
-    @abstractmethod
-    def validate_request(self, request: ModelRequest) -> None:
-        """Raises InvalidRequest if the conversation cannot be sent to this server."""
+    def _add_tools(self, fields: RequestFields, request: ModelRequest, tools: Sequence[object]) -> None:
+        if not tools:
+            return
+        fields["tools"] = tools
+        choice = request.tool_choice
+        if isinstance(choice, FunctionSpec):
+            fields["tool_choice"] = self._render_tool_choice(choice)
+        elif choice != "auto":  # the default; some servers reject it if it is explicit
+            fields["tool_choice"] = choice
+        if not request.parallel_calls:
+            fields["parallel_tool_calls"] = False
+
+    def _encode_body(self, request: ModelRequest, fields: RequestFields) -> list[bytes]:
+        """The request body, in chunks. Raises InvalidRequest."""
+        return encode_object_with_list(self.conversation_field, self._render_conversation(request), fields)
 
     # ---- ModelBackend -----------------------------------------------------------------------------------------
+
+    def validate_request(self, request: ModelRequest) -> None:
+        """Raises InvalidRequest if the conversation cannot be sent to this server."""
+        self._render_conversation(request)
 
     async def stream(
         self, request: ModelRequest, accept_batch: AcceptBatch | None = None
     ) -> AsyncGenerator[Sequence[AnyModelEvent]]:
         errors = self._create_error_factory(request.model)
-        body = self._build_body(request)
+        body = self._encode_body(request, self._build_fields(request))
         turn = _UpstreamTurn(
             self._create_parser(request, errors), FencedCallDetector.for_request(request), accept_batch
         )
@@ -201,9 +229,10 @@ class HttpModelBackend(ABC):
     async def count_tokens(self, request: ModelRequest) -> tuple[int, bool]:
         """Ask the server, or estimate. Raises ModelError, and InvalidRequest as `validate_request` does."""
         if self._tokenize_address is None:
-            return sum(map(len, self._build_body(request))) // _BYTES_PER_TOKEN, False
+            body = self._encode_body(request, self._build_fields(request))
+            return sum(map(len, body)) // _BYTES_PER_TOKEN, False
         errors = self._create_error_factory(request.model)
-        body = self._build_count_body(request)
+        body = self._encode_body(request, self._build_count_fields(request))
         async with self._request(self._tokenize_address, "", self._headers, errors, body) as response:
             content = await response.read_all(_MAX_COUNT_BYTES)
         try:
