@@ -43,6 +43,7 @@ from fumehood.protocol.openai.api_errors import (
     detect_resource_exhaustion,
     to_error_detail,
 )
+from fumehood.protocol.openai.response_replay import make_terminal_events
 from fumehood.protocol.openai.responses import (
     IncompleteDetails,
     Response,
@@ -51,15 +52,10 @@ from fumehood.protocol.openai.responses import (
     Usage,
 )
 from fumehood.protocol.openai.stream_events import (
-    ErrorEvent,
     OutputItemAdded,
     OutputItemDone,
-    ResponseCompleted,
     ResponseCreated,
-    ResponseFailed,
-    ResponseIncomplete,
     ResponseInProgress,
-    StreamEvent,
 )
 
 logger = logging.getLogger(__name__)
@@ -259,8 +255,7 @@ class AgentLoop:
                 await turn.feed(batch)
         if turn.turn_end is None:
             raise ModelUnreachable("The model server ended its answer in the middle.")
-        if turn.turn_end.usage is not None:
-            self._usage = turn.turn_end.usage if self._usage is None else self._usage + turn.turn_end.usage
+        self._usage = _add_usage(self._usage, turn.turn_end.usage)
         if turn.turn_end.reason == "length":
             self._incomplete_reason = "max_output_tokens"
         elif turn.turn_end.reason == "content_filter":
@@ -344,9 +339,7 @@ class AgentLoop:
         self._output.set_item(index, item)
         self._entries.append(compacted.to_entry(number))
         self._window, self._new_segments, self._first_request = compacted.window, [], None
-        if compacted.usage is not None:
-            usage = self._compaction_usage
-            self._compaction_usage = compacted.usage if usage is None else usage + compacted.usage
+        self._compaction_usage = _add_usage(self._compaction_usage, compacted.usage)
 
     def _select_toolbox(self, number: int) -> Toolbox:
         """Leave out the hosted tools in the last turn and when no hosted call is left."""
@@ -409,7 +402,7 @@ class AgentLoop:
             expected = isinstance(error, ApiError | LeaseLost)
             logger.warning("response %s was not stored: %s", response.id, error, exc_info=not expected)
             response = self._build_final_response("failed")
-        self._log.append(self._make_terminal_events(response))
+        self._log.append(make_terminal_events(response, self.failure and to_error_detail(self.failure)))
         return response
 
     def _build_final_response(self, status: ResponseStatus) -> Response:
@@ -417,18 +410,13 @@ class AgentLoop:
             self._prepared.response,
             status=status,
             output=self._output.items,
-            usage=self._sum_usage(),
+            usage=_add_usage(self._usage, self._compaction_usage),
             completed_at=int(self._clock.now()) if status == "completed" else None,
             incomplete_details=IncompleteDetails(reason=self._incomplete_reason)
             if status == "incomplete" and self._incomplete_reason
             else None,
             error=_to_response_error(self.failure) if status == "failed" and self.failure else None,
         )
-
-    def _sum_usage(self) -> Usage | None:
-        if self._usage is None or self._compaction_usage is None:
-            return self._usage or self._compaction_usage
-        return self._usage + self._compaction_usage
 
     async def _commit(self, response: Response) -> None:
         if not self._prepared.store:
@@ -456,13 +444,6 @@ class AgentLoop:
         compacted = (index for index in reversed(range(len(segments))) if segments[index].compacted >= 0)
         return segments[next(compacted, 0) :]
 
-    def _make_terminal_events(self, response: Response) -> Sequence[StreamEvent]:
-        if response.status == "completed":
-            return [ResponseCompleted(response=response)]
-        if response.status == "failed" and self.failure is not None:
-            return [ErrorEvent(error=to_error_detail(self.failure)), ResponseFailed(response=response)]
-        return [ResponseIncomplete(response=response)]
-
 
 def _find_compaction_threshold(prepared: PreparedRequest, backend: ModelBackend) -> int | None:
     """The number of tokens beyond which the conversation is compacted; None if the client did not ask for it."""
@@ -474,6 +455,12 @@ def _find_compaction_threshold(prepared: PreparedRequest, backend: ModelBackend)
         return threshold
     input_limit = compute_input_token_limit(context_window, prepared.response.max_output_tokens)
     return min(threshold, input_limit, compute_max_threshold(context_window))
+
+
+def _add_usage(one: Usage | None, other: Usage | None) -> Usage | None:
+    if one is None or other is None:
+        return one or other
+    return one + other
 
 
 def _describe_store_failure(error: Exception) -> ApiError:

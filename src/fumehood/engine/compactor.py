@@ -55,7 +55,7 @@ from fumehood.protocol.model_turns import (
 )
 from fumehood.protocol.openai.api_errors import InvalidRequest, ModelError
 from fumehood.protocol.openai.ids import new_id
-from fumehood.protocol.openai.items import CompactionItem, peek_item
+from fumehood.protocol.openai.items import CompactionItem, InputText, peek_item
 from fumehood.protocol.openai.responses import Usage
 
 logger = logging.getLogger(__name__)
@@ -103,27 +103,19 @@ class _SealedItem(msgspec.Struct):
     encrypted_content: str
 
 
-class _TextPart(msgspec.Struct, tag_field="type"):
+class _OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
     text: str
-
-
-class _OutputText(_TextPart, tag="output_text"):
-    pass
-
-
-class _InputText(_TextPart, tag="input_text"):
-    pass
 
 
 class _Message(msgspec.Struct, tag_field="type", tag="message"):
     role: str
-    content: list[_OutputText | _InputText]
+    content: list[_OutputText | InputText]
 
 
 _state_decoder = msgspec.json.Decoder(_CompactionState)
 _item_decoder = msgspec.json.Decoder(_SealedItem)
 _encode = msgspec.json.Encoder().encode
-_CONTINUE_MESSAGE = _encode(_Message("user", [_InputText(_CONTINUE_PROMPT)]))
+_CONTINUE_MESSAGE = _encode(_Message("user", [InputText(_CONTINUE_PROMPT)]))
 _EMPTY_SEGMENT = ConversationSegment(())
 _NO_FILES: Mapping[int, tuple[Attachment, ...]] = {}
 
@@ -343,7 +335,7 @@ class Compactor:
         max_tokens: int,
     ) -> tuple[str, Usage | None]:
         thinking = compute_max_thinking_tokens(backend.get_profile(request.model).context_window)
-        prompt = _make_message("user", _InputText(_SUMMARY_PROMPT.format(words=max_tokens // 2)))
+        prompt = _make_message("user", InputText(_SUMMARY_PROMPT.format(words=max_tokens // 2)))
         request = replace(
             request,
             segments=(*request.segments, ConversationSegment((prompt,))),
@@ -405,7 +397,7 @@ def _make_summary_sampling(sampling: SamplingParameters, max_tokens: int) -> Sam
 # --- states -------------------------------------------------------------------------------------------
 
 
-def _make_message(role: str, part: _OutputText | _InputText) -> ConversationEntry:
+def _make_message(role: str, part: _OutputText | InputText) -> ConversationEntry:
     return ConversationEntry(type="message", id=None, turn=0, raw=_encode(_Message(role, [part])))
 
 
@@ -456,5 +448,5 @@ def _make_window(
         not any(segment.entries for segment in after)
         and read_role(opened.model_segment.entries[-1]) == "assistant"
     ):
-        segments = (*segments, ConversationSegment((_make_message("user", _InputText(_CONTINUE_PROMPT)),)))
+        segments = (*segments, ConversationSegment((_make_message("user", InputText(_CONTINUE_PROMPT)),)))
     return ConversationWindow(segments, len(before) + 1, opened.tool_state, opened.digests)

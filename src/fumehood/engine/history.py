@@ -16,7 +16,7 @@ from fumehood.protocol.conversation import (
 )
 from fumehood.protocol.openai.api_errors import InvalidRequest, PreviousResponseNotFound
 from fumehood.protocol.openai.ids import new_id, new_item_id
-from fumehood.protocol.openai.items import InputItem, peek_item
+from fumehood.protocol.openai.items import InputItem, InputText, peek_item
 from fumehood.protocol.openai.responses import CreateResponse
 
 _MAX_ITEMS = 10_000
@@ -136,19 +136,15 @@ def _peek_items(raws: Sequence[Raw]) -> list[InputItem]:
     return [peek_item(raw, f"input[{number}]") for number, raw in enumerate(raws)]
 
 
-class _InputText(msgspec.Struct, tag_field="type", tag="input_text"):
-    text: str
-
-
 class _UserMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
     id: str
     role: str = "user"
     status: str = "completed"
-    content: list[_InputText]
+    content: list[InputText]
 
 
 def _make_user_message(text: str) -> ConversationEntry:
-    message = _UserMessage(id=new_id("msg"), content=[_InputText(text)])
+    message = _UserMessage(id=new_id("msg"), content=[InputText(text)])
     return ConversationEntry(type="message", id=message.id, turn=0, raw=msgspec.json.encode(message))
 
 

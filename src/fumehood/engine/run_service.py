@@ -25,7 +25,6 @@ from fumehood.interfaces import (
     ModelProvider,
     ReserveMemory,
     ResponseStore,
-    RunEventReader,
     Sealer,
 )
 from fumehood.metrics import GatewayStats
@@ -56,6 +55,8 @@ class EngineRun:
         self.id = response_id
         self._log = log
         self._loop = loop
+        self.open_reader = log.open_reader
+        self.get_conversation = loop.get_conversation
         self._on_done = on_done
         self._is_done = False
         self._done_callbacks: list[Callable[[Response | BaseException], None]] = []
@@ -72,9 +73,6 @@ class EngineRun:
     @property
     def holds_all_events(self) -> bool:
         return self._log.holds_all_events
-
-    def open_reader(self, on_available: Callable[[], None]) -> RunEventReader:
-        return self._log.open_reader(on_available)
 
     async def wait(self) -> Response:
         # Cancelling the waiter does not cancel the run; `cancel` does.
@@ -100,9 +98,6 @@ class EngineRun:
         if failure is not None and (self._loop.is_unstored or not response.output):
             return failure
         return response
-
-    def get_conversation(self) -> Sequence[ConversationSegment]:
-        return self._loop.get_conversation()
 
     @property
     def lease(self) -> Lease | None:

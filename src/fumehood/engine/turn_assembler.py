@@ -14,13 +14,14 @@ import msgspec
 
 from fumehood.cpu_worker import WORKER_THRESHOLD_BYTES
 from fumehood.engine.citations import cite_links, cite_unlinked, collect_paths, find_links
-from fumehood.engine.client_call_builders import (
+from fumehood.engine.item_builders import (
     ClientCallBuilder,
     CustomCallBuilder,
     FunctionCallBuilder,
+    MessageBuilder,
+    ReasoningBuilder,
     is_complete_json,
 )
-from fumehood.engine.message_builders import MessageBuilder, ReasoningBuilder
 from fumehood.engine.run_event_log import EventLog
 from fumehood.interfaces import ConfiguredTool, ToolCallContext, ToolCallResult, ToolCallSession
 from fumehood.protocol.conversation import COMPACTION_TYPE, ConversationEntry, ToolExchange

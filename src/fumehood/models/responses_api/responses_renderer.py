@@ -32,6 +32,7 @@ from fumehood.protocol.conversation import (
 )
 from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest
+from fumehood.protocol.openai.items import InputText
 
 _PLACEHOLDER_ID = "rs_0"  # some servers require an id and none uses it
 
@@ -114,10 +115,6 @@ class _SentReasoning(msgspec.Struct, tag_field="type", tag="reasoning", omit_def
     id: str = ""
     content: list[_ReasoningText] = []
     encrypted_content: str = ""
-
-
-class _InputText(msgspec.Struct, tag_field="type", tag="input_text"):
-    text: str
 
 
 class _InputImage(msgspec.Struct, tag_field="type", tag="input_image"):
@@ -283,7 +280,7 @@ class _SegmentRenderer:
         if attachment is None or not attachment.name:
             return _check_part(raw, part)
         if attachment.gone:
-            return Raw(_encode(_InputText(describe_unshown_file(attachment))))
+            return Raw(_encode(InputText(describe_unshown_file(attachment))))
         if part.type == "input_image":
             return (
                 _replace_file_id(raw)
@@ -295,7 +292,7 @@ class _SegmentRenderer:
             return _replace_file_id(raw)
         rendered = render_file(_file_decoder.decode(raw), attachment, takes_files=takes_files)
         if isinstance(rendered, str):
-            return Raw(_encode(_InputText(rendered)))
+            return Raw(_encode(InputText(rendered)))
         return Raw(_encode(_InputFile(rendered.filename, rendered.file_data)))
 
     def _add_exchange(self, exchange: ToolExchange, answered_ids: set[str | None]) -> None:
@@ -309,7 +306,7 @@ class _SegmentRenderer:
         output: str | list[Raw] = exchange.output
         if exchange.images and self._features.takes_images:
             images = [Raw(_encode(_InputImage(url))) for url in exchange.images]
-            output = [Raw(_encode(_InputText(exchange.output))), *images]
+            output = [Raw(_encode(InputText(exchange.output))), *images]
         self._results.append(_encode(_FunctionOutput(exchange.call_id, output)))
 
 

@@ -49,6 +49,10 @@ class UrlCitationAnnotation(msgspec.Struct, frozen=True, kw_only=True, tag_field
 type Annotation = ContainerFileCitationAnnotation | FileCitationAnnotation | UrlCitationAnnotation
 
 
+class InputText(msgspec.Struct, tag_field="type", tag="input_text"):
+    text: str
+
+
 class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
     text: str = ""
     annotations: list[Annotation] = []

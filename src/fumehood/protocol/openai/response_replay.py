@@ -72,7 +72,10 @@ def replay_response(response: Response) -> list[StreamEvent]:
     events: list[StreamEvent] = [ResponseCreated(response=initial), ResponseInProgress(response=initial)]
     for index, item in enumerate(response.output):
         events += _item_events(item, index)
-    events += _terminal_events(response)
+    error = response.error and ErrorDetail(
+        message=response.error.message, type="server_error", code=response.error.code
+    )
+    events += make_terminal_events(response, error)
     for number, event in enumerate(events):
         event.sequence_number = number
     return events
@@ -90,11 +93,11 @@ def _initial_response(response: Response) -> Response:
     )
 
 
-def _terminal_events(response: Response) -> list[StreamEvent]:
+def make_terminal_events(response: Response, error: ErrorDetail | None) -> list[StreamEvent]:
+    """The last events of a response, by its status. error: why it failed."""
     if response.status == "completed":
         return [ResponseCompleted(response=response)]
-    if response.status == "failed" and response.error is not None:
-        error = ErrorDetail(message=response.error.message, type="server_error", code=response.error.code)
+    if response.status == "failed" and error is not None:
         return [ErrorEvent(error=error), ResponseFailed(response=response)]
     return [ResponseIncomplete(response=response)]
 
