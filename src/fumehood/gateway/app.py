@@ -162,7 +162,7 @@ class Gateway:
             ("GET", "/openapi.json", None, self._get_openapi),
             *(metrics_routes if serve_metrics else []),
         )
-        self._websocket_routes = self._routes.routes_of(_WEBSOCKET_PATH)
+        self._websocket_routes = self._routes.exact_paths[_WEBSOCKET_PATH]
 
     @property
     def routes(self) -> list[tuple[str, str]]:
@@ -270,12 +270,10 @@ class Gateway:
 
     # ---- models, health, metrics, OpenAPI -----------------------------------------------------------------------
 
-    async def _list_models(self, context: RequestContext, caller: Caller) -> None:
-        del caller
+    async def _list_models(self, context: RequestContext, _caller: Caller) -> None:
         await context.respond_json(ModelList(data=await self._models.list_models()))
 
-    async def _get_model(self, context: RequestContext, caller: Caller) -> None:
-        del caller
+    async def _get_model(self, context: RequestContext, _caller: Caller) -> None:
         wanted = context.path_parameters["model"]
         for card in await self._models.list_models():
             if card.id == wanted:
@@ -287,24 +285,20 @@ class Gateway:
             code="model_not_found",
         )
 
-    async def _get_health(self, context: RequestContext, caller: Caller) -> None:
-        del caller
+    async def _get_health(self, context: RequestContext, _caller: Caller) -> None:
         await context.respond_json({"status": "ok"})
 
-    async def _get_readiness(self, context: RequestContext, caller: Caller) -> None:
-        del caller
+    async def _get_readiness(self, context: RequestContext, _caller: Caller) -> None:
         if self._readiness_problem is not None and (reason := await self._readiness_problem()) is not None:
             raise ServiceUnavailable(reason)
         await context.respond_json({"status": "ready"})
 
-    async def _get_openapi(self, context: RequestContext, caller: Caller) -> None:
-        del caller
+    async def _get_openapi(self, context: RequestContext, _caller: Caller) -> None:
         if self._openapi_json is None:
             self._openapi_json = encode_json(build_document(self.routes))
         await context.respond(self._openapi_json)
 
-    async def _get_metrics(self, context: RequestContext, caller: Caller) -> None:
-        del caller
+    async def _get_metrics(self, context: RequestContext, _caller: Caller) -> None:
         await context.respond(await self.metrics.render(), content_type=CONTENT_TYPE)
 
 
@@ -330,7 +324,10 @@ class _PathRoutes:
 
 
 class _Router:
-    """Finds the routes of a path: exact paths by lookup, patterns one after another."""
+    """Finds the routes of a path: exact paths by lookup, patterns one after another.
+
+    exact_paths: the routes of paths without parameters.
+    """
 
     def __init__(self, *routes: _RouteEntry) -> None:
         self.scopes: dict[tuple[str, str], ApiKeyScope | None] = {
@@ -339,17 +336,13 @@ class _Router:
         paths: dict[str, _PathRoutes] = {}
         for method, path, scope, handler in routes:
             paths.setdefault(path, _PathRoutes(path)).add(method, _Route(handler, scope))
-        self._exact_paths = {path: entry for path, entry in paths.items() if "{" not in path}
+        self.exact_paths = {path: entry for path, entry in paths.items() if "{" not in path}
         self._patterns: list[tuple[Pattern[str], _PathRoutes]] = [
             (compile_path(path)[0], entry) for path, entry in paths.items() if "{" in path
         ]
 
-    def routes_of(self, path: str) -> _PathRoutes:
-        """The routes of a path without parameters."""
-        return self._exact_paths[path]
-
     def match(self, context: RequestContext) -> _PathRoutes | None:
-        path_routes = self._exact_paths.get(context.path)
+        path_routes = self.exact_paths.get(context.path)
         if path_routes is not None:
             return path_routes
         for pattern, path_routes in self._patterns:

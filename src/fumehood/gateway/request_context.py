@@ -251,7 +251,7 @@ class DisconnectMonitor:
     def __init__(
         self,
         context: RequestContext,
-        on_disconnect: Callable[[], None],
+        on_disconnect: Callable[[], object],
         *,
         keepalive: bytes | None = None,
         interval: float = 15.0,

@@ -59,7 +59,7 @@ class AsgiExchange:
         self.path_parameters: dict[str, str] = {}
         self._receive = receive
         self._send = send
-        self._has_unread_body = b"transfer-encoding" in self.headers or self._content_length() > 0
+        self._has_unread_body = self.has_body
 
     def _content_length(self) -> int:
         return int(self.headers.get(b"content-length", 0))  # the parser has rejected anything else

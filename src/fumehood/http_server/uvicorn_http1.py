@@ -120,10 +120,7 @@ def _find_head_error(version: str, method: bytes, headers: list[tuple[bytes, byt
         return f"HTTP/{version} is not supported; use HTTP/1.1."
     if method == b"CONNECT":
         return "CONNECT is not supported: this server is not a proxy."
-    hosts = 0
-    for name, _ in headers:
-        if name == b"host":
-            hosts += 1
+    hosts = [name for name, _ in headers].count(b"host")
     if hosts > 1:
         return f"The request has {hosts} Host headers; send one."
     if not hosts and version == "1.1":

@@ -102,10 +102,6 @@ class WebServer:
         """The number of requests in progress."""
         return len(self._uvicorn.server_state.tasks)
 
-    @property
-    def is_stopping(self) -> bool:
-        return self._stop.is_set()
-
     def stop(self) -> None:
         """Stop gracefully; the second call stops at once."""
         if self._stop.is_set():

@@ -21,7 +21,7 @@ from fumehood.protocol.openai.file_objects import (
     UploadPurpose,
     to_file_object,
 )
-from fumehood.protocol.openai.responses import DeletedObject, ListPage
+from fumehood.protocol.openai.responses import DeletedObject
 
 _MAX_PAGE_SIZE = 10_000
 _PURPOSES: tuple[str, ...] = get_args(UploadPurpose.__value__)
@@ -61,11 +61,14 @@ class FileRoutes:
     async def list(self, context: RequestContext, caller: Caller) -> None:
         query = parse_page_query(context, default=_MAX_PAGE_SIZE, maximum=_MAX_PAGE_SIZE)
         found = await self._files.list_files(caller, query, context.query_parameter("purpose") or None)
-
-        def build_page() -> ListPage:
-            return make_page(query, found, lambda record: Raw(encode_json(to_file_object(record))))
-
-        await context.respond_json(await run_in_worker(len(found) * _LIST_ENTRY_BYTES, build_page))
+        page = await run_in_worker(
+            len(found) * _LIST_ENTRY_BYTES,
+            make_page,
+            query,
+            found,
+            lambda record: Raw(encode_json(to_file_object(record))),
+        )
+        await context.respond_json(page)
 
     async def get(self, context: RequestContext, caller: Caller) -> None:
         record = await self._files.get_file(caller, context.path_parameters["upload_id"])

@@ -72,7 +72,7 @@ class ResponseRoutes:
     async def create(self, context: RequestContext, caller: Caller) -> None:
         with self._limits.memory_budget(caller) as budget:
             request, body = await self._read_request(context, caller, budget)
-            send_events = partial(self._send_sse, context)
+            send_events = partial(send_run, context, keepalive_seconds=self._keepalive_seconds)
             header = context.headers.get(b"idempotency-key")
             if header is None:
                 del body  # free it: it may be large and the run long
@@ -151,11 +151,6 @@ class ResponseRoutes:
         self._metrics.record_events(events)
         return response
 
-    def _send_sse(
-        self, context: RequestContext, run: ReadableRun, include: Collection[str]
-    ) -> Awaitable[tuple[int, Response | None]]:
-        return send_run(context, run, include, self._keepalive_seconds)
-
     async def _send_when_complete(
         self, context: RequestContext, run: ReadableRun, include: Collection[str]
     ) -> Response | None:
@@ -203,7 +198,7 @@ class ResponseRoutes:
         self, context: RequestContext, caller: Caller, request: CreateResponse, budget: RequestMemory
     ) -> CompactedResponse:
         task = asyncio.ensure_future(self._runs.compact(request, caller, reserve_memory=budget.reserve))
-        with DisconnectMonitor(context, lambda: _cancel(task)) as monitor:
+        with DisconnectMonitor(context, task.cancel) as monitor:
             try:
                 return await task
             except asyncio.CancelledError:
@@ -273,10 +268,6 @@ def _rejects_unknown_events(headers: Mapping[bytes, bytes]) -> bool:
     return (
         headers.get(b"x-stainless-helper-method") == b"stream" and headers.get(b"x-stainless-lang") == b"js"
     )
-
-
-def _cancel(task: asyncio.Future[CompactedResponse]) -> None:
-    task.cancel()
 
 
 def _response_not_found(response_id: str) -> NotFound:
