@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import get_args
 
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -9,7 +10,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from fumehood import containers
 from fumehood.metrics import GatewayStats
 from fumehood.telemetry import log_events
-from fumehood.telemetry.content_capture import CAPTURE_PROFILES
+from fumehood.telemetry.content_capture import ProfileName
 from fumehood.telemetry.otel_metrics import ModelNameLimiter, OtelMetrics
 
 TEXT = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text(encoding="utf-8")
@@ -58,4 +59,4 @@ def test_every_event_is_on_the_page() -> None:
 
 def test_every_profile_is_on_the_page() -> None:
     (line,) = [line for line in TEXT.splitlines() if line.startswith("| `telemetry.profile` |")]
-    assert set(CAPTURE_PROFILES) <= set(re.findall(r"`([\w-]+)`", line))
+    assert set(get_args(ProfileName.__value__)) <= set(re.findall(r"`([\w-]+)`", line))

@@ -5,7 +5,6 @@ Off unless the operator asks for it. A failure here costs the content, never the
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Literal, override
 
 import msgspec
@@ -37,25 +36,8 @@ from fumehood.telemetry.span_records import RecordListener, RunRecord, SpanRecor
 
 _READ_FACTOR = 4  # reads up to this many times the bytes that are recorded
 
-
+# A representation of message parts, or `phoenix`: option 1 without the vendor items that the way back needs.
 type ProfileName = Literal["option1", "option2", "option3", "option3-alternative", "phoenix"]
-
-
-@dataclass(frozen=True, slots=True)
-class CaptureProfile:
-    """How messages are written: the representation, and whether vendor items are recorded for the way back."""
-
-    representation: str
-    keeps_vendor_items: bool = True
-
-
-CAPTURE_PROFILES: dict[ProfileName, CaptureProfile] = {
-    "option1": CaptureProfile("option1"),
-    "option2": CaptureProfile("option2"),
-    "option3": CaptureProfile("option3"),
-    "option3-alternative": CaptureProfile("option3-alternative"),
-    "phoenix": CaptureProfile("option1", keeps_vendor_items=False),
-}
 
 # Hosted tools that models see as functions, with the argument that becomes the payload.
 _HOSTED_TOOL_ARGUMENTS = {"code_interpreter": "code", "shell": "commands"}
@@ -80,8 +62,8 @@ class ContentCapture(RecordListener):
     ) -> None:
         self.in_spans = in_spans
         self.in_events = in_events
-        self._keeps_vendor_items = CAPTURE_PROFILES[profile].keeps_vendor_items
-        self._writer = MessageWriter(CAPTURE_PROFILES[profile].representation, redact)
+        self._keeps_vendor_items = profile != "phoenix"
+        self._writer = MessageWriter("option1" if profile == "phoenix" else profile, redact)
         self._max_bytes = max_bytes
         self._redacts = redact is not None
 

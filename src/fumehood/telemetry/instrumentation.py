@@ -31,7 +31,6 @@ from fumehood.interfaces import (
 from fumehood.protocol.conversation import ConversationSegment
 from fumehood.protocol.model_turns import AnyModelEvent, ModelRequest
 from fumehood.protocol.openai.api_errors import ApiError
-from fumehood.protocol.openai.items import ProducedFile
 from fumehood.protocol.openai.responses import CreateResponse, Response
 from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
 from fumehood.telemetry.span_records import (
@@ -243,6 +242,8 @@ class _InstrumentedConfiguredTool:
     def __init__(self, tool: ConfiguredTool, dispatcher: RecordDispatcher) -> None:
         self.wrapped = tool
         self._dispatcher = dispatcher
+        self.find_files = tool.find_files
+        self.close = tool.close
 
     @property
     def function(self) -> FunctionSpec:
@@ -252,12 +253,6 @@ class _InstrumentedConfiguredTool:
         return _InstrumentedToolCallSession(
             self.wrapped.start_call(context), self._dispatcher, self.function.name, context.call_id
         )
-
-    async def find_files(self, paths: Sequence[str]) -> Sequence[ProducedFile]:
-        return await self.wrapped.find_files(paths)
-
-    def close(self) -> None:
-        self.wrapped.close()
 
 
 class _InstrumentedToolCallSession:
