@@ -18,7 +18,6 @@ from fumehood.interfaces import (
 )
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
 from fumehood.protocol.name_sanitizing import sanitize_name
-from fumehood.protocol.openai.api_errors import NotFound
 from fumehood.protocol.openai.container_objects import DATA_DIRECTORY
 from fumehood.protocol.openai.items import ProducedFile
 from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
@@ -32,7 +31,7 @@ from fumehood.tools.container_binding import (
 from fumehood.tools.container_config import echo_code_interpreter, read_container_choice
 from fumehood.tools.container_inputs import ConversationFile, collect_conversation_files, snapshot_files
 from fumehood.tools.interpreter_call import TOOL_NAME, CodeInterpreterToolSettings, InterpreterCallSession
-from fumehood.tools.produced_files import to_produced_file
+from fumehood.tools.produced_files import list_existing_files, to_produced_file
 
 _ITEM_TYPE = "code_interpreter_call"
 _PARAMETERS = Raw(
@@ -155,10 +154,7 @@ class CodeInterpreterTool:
         return ToolStateSnapshot(items, "\n".join([*notes, *_describe_given_files(files)]))
 
     async def _snapshot_container(self, caller: Caller, container_id: str) -> _ContainerSnapshot:
-        try:
-            records = await self._containers.list_files(caller, container_id)
-        except NotFound:  # it was never created, or expired; the next binding replaces it
-            records = ()
+        records = await list_existing_files(self._containers, caller, container_id)
         return _ContainerSnapshot(
             container_id=sanitize_name(container_id), files=[to_produced_file(record) for record in records]
         )

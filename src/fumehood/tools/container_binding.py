@@ -17,7 +17,7 @@ from fumehood.protocol.openai.items import ProducedFile
 from fumehood.protocol.sandbox.sandbox_messages import NetworkAllowlist
 from fumehood.tools.container_config import ContainerChoice
 from fumehood.tools.container_inputs import PendingFiles, collect_conversation_files, resolve_uploads
-from fumehood.tools.produced_files import to_produced_file
+from fumehood.tools.produced_files import list_existing_files, to_produced_file
 
 _CALL_TYPES = frozenset({"code_interpreter_call", "shell_call"})
 _GONE_NOTICE = (
@@ -91,11 +91,7 @@ class ContainerBinding:
         self.file_names = list(dict.fromkeys([*self.file_names, *(file.file.name for file in files)]))
 
     async def list_files(self) -> Sequence[ProducedFile]:
-        """All files of the container; none before it is created or after it expired."""
-        try:
-            records = await self.containers.list_files(self.caller, self.container_id)
-        except NotFound:
-            return ()
+        records = await list_existing_files(self.containers, self.caller, self.container_id)
         return [to_produced_file(record) for record in records]
 
     def describe(self) -> tuple[str, str]:

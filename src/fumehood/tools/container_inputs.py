@@ -20,6 +20,7 @@ from fumehood.protocol.name_sanitizing import FreeNameAllocator, find_free_name,
 from fumehood.protocol.openai.api_errors import ApiError, NotFound
 from fumehood.protocol.openai.container_objects import DATA_DIRECTORY, ContainerFileRecord
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
+from fumehood.tools.produced_files import list_existing_files
 
 _SNAPSHOT_TYPE = "fumehood:files"
 _MAX_NAMED_FILES = 20
@@ -185,10 +186,7 @@ class PendingFiles:
             return await self._copy_all(pending) if pending else ""
 
     async def _copy_all(self, pending: Sequence[ConversationFile]) -> str:
-        try:
-            records = await self._containers.list_files(self._caller, self._container_id)
-        except NotFound:
-            records = ()
+        records = await list_existing_files(self._containers, self._caller, self._container_id)
         existing = {record.path: record for record in records}
         copied: list[str] = []
         notices: list[str] = []

@@ -10,7 +10,7 @@ from fumehood.cpu_worker import ITEM_COST_BYTES, run_in_worker
 from fumehood.interfaces import Caller, Container, ContainerService
 from fumehood.protocol.file_types import media_type_for_name
 from fumehood.protocol.name_sanitizing import join_names, sanitize_name
-from fumehood.protocol.openai.api_errors import ApiError
+from fumehood.protocol.openai.api_errors import ApiError, NotFound
 from fumehood.protocol.openai.container_objects import DATA_DIRECTORY, ContainerFileRecord
 from fumehood.protocol.openai.items import (
     CodeInterpreterImage,
@@ -218,6 +218,16 @@ def to_produced_file(record: ContainerFileRecord) -> ProducedFile:
         path=path,
         bytes=record.bytes,
     )
+
+
+async def list_existing_files(
+    containers: ContainerService, caller: Caller, container_id: str
+) -> Sequence[ContainerFileRecord]:
+    """All files of a container; none before it is created or after it expired."""
+    try:
+        return await containers.list_files(caller, container_id)
+    except NotFound:
+        return ()
 
 
 def _to_missing_file(file: FileEntry) -> MissingFile:
