@@ -1,55 +1,178 @@
-"""Every repair and every requirement names tests that exist."""
+"""Every repair and every line of the specifications names tests that exist, or says why it has none."""
 
+import re
 import tomllib
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import NotRequired, TypedDict, cast
 
 import pytest
 
 from tests.support.named_tests import list_tests
+from tests.support.specification_lines import flatten, read_lines
 
-TESTS = Path(__file__).parent
-CLUSTER = {"FR-010", "FR-011", "FR-012", "US3-1", "US3-2"}
-"""Requirements of specification 003 that only a cluster can show."""
+ROOT = Path(__file__).resolve().parent.parent
+SPECIFICATIONS = ROOT.parent / "shared" / "specs"
+NUMBERS = ["000", "001", "002", "003", "004"]
+
+needs_specifications = pytest.mark.skipif(
+    not SPECIFICATIONS.is_dir(), reason="the specifications are not at hand"
+)
 
 
-class _Row(TypedDict, total=False):
+class _Repair(TypedDict):
     what: str
     tests: list[str]
-    missing: str
 
 
-def _requirements() -> dict[str, _Row]:
-    text = (TESTS / "specification_003.toml").read_text(encoding="utf-8")
-    return cast("dict[str, _Row]", tomllib.loads(text))
+class _Row(TypedDict):
+    spec: str
+    id: NotRequired[str]
+    says: str
+    tests: NotRequired[list[str]]
+    decided: NotRequired[str]
+    open: NotRequired[str]
 
 
-def _repairs() -> dict[str, _Row]:
-    text = (TESTS / "repairs.toml").read_text(encoding="utf-8")
-    sections = cast("dict[str, dict[str, _Row]]", tomllib.loads(text))
+def _repairs() -> dict[str, _Repair]:
+    text = (ROOT / "tests" / "repairs.toml").read_text(encoding="utf-8")
+    sections = cast("dict[str, dict[str, _Repair]]", tomllib.loads(text))
     return {f"{section}.{key}": row for section, rows in sections.items() for key, row in rows.items()}
 
 
-ROWS = _repairs() | _requirements()
+def _rows() -> list[_Row]:
+    text = (ROOT / "tests" / "specifications.toml").read_text(encoding="utf-8")
+    return cast("dict[str, list[_Row]]", tomllib.loads(text))["row"]
 
 
-@pytest.mark.parametrize("key", [key for key, row in ROWS.items() if "missing" not in row])
-def test_each_row_names_tests_that_exist(key: str) -> None:
-    tests = ROWS[key].get("tests")
+REPAIRS = _repairs()
+ROWS = _rows()
+
+
+def _find_missing_tests(nodes: list[str]) -> list[str]:
+    missing: list[str] = []
+    for node in nodes:
+        name, _, test = node.partition("::")
+        path = ROOT / name
+        if not path.is_file() or test not in list_tests(path):
+            missing.append(node)
+    return missing
+
+
+def _read_specification(number: str) -> str:
+    (path,) = SPECIFICATIONS.glob(f"{number}-*.md")
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("key", REPAIRS)
+def test_each_repair_names_tests_that_exist(key: str) -> None:
+    tests = REPAIRS[key].get("tests")
     assert tests, f"{key} is open: nothing tests it"
-    for node in tests:
-        path, _, name = node.partition("::")
-        assert name, f"{key}: {node} names no test, only a file"
-        assert (TESTS.parent / path).is_file(), f"{key}: there is no {path}"
-        assert name in list_tests(TESTS.parent / path), f"{key}: {path} has no test {name}"
+    assert _find_missing_tests(tests) == []
 
 
-def test_every_requirement_has_a_row() -> None:
-    requirements = _requirements()
-    assert set(requirements) == {
-        *(f"FR-{number:03}" for number in range(1, 17)),
-        *("US1-1", "US1-2", "US1-3", "US1-4", "US2-1", "US2-2", "US3-1", "US3-2", "US3-3", "US4-1", "US4-2"),
-        *(f"EC-{number}" for number in range(1, 5)),
-        *(f"SC-{number:03}" for number in range(1, 6)),
-    }
-    assert {key for key, row in requirements.items() if "missing" in row} == CLUSTER
+@pytest.mark.parametrize("number", NUMBERS)
+def test_each_row_is_tested_or_decided_or_open(number: str) -> None:
+    rows = [row for row in ROWS if row["spec"] == number]
+    assert rows
+    for row in rows:
+        outcome = row.keys() & {"tests", "decided", "open"}
+        assert len(outcome) == 1, row
+        assert row.keys() == {"spec", "says", *outcome, *(["id"] if number == "003" else [])}, row
+        assert row.get("tests") != [], row
+        assert _find_missing_tests(row.get("tests", [])) == [], row
+        if "decided" in row:
+            assert re.fullmatch(r"docs/.+\.md", row["decided"]), row
+            assert (ROOT / row["decided"]).is_file(), row
+        if "open" in row:
+            assert re.fullmatch(r".+ \(issue \d+\)\.", row["open"]), row
+
+
+def test_each_row_is_of_one_of_the_specifications() -> None:
+    assert {row["spec"] for row in ROWS} == set(NUMBERS)
+
+
+@needs_specifications
+@pytest.mark.parametrize("number", NUMBERS)
+def test_each_row_quotes_one_place(number: str) -> None:
+    text = _read_specification(number)
+    flat, lines = flatten(text), [*read_lines(text)]
+    for row in ROWS:
+        if row["spec"] != number:
+            continue
+        words = flatten(row["says"])
+        assert flat.count(words) == 1, row
+        ids = {line.id for line in lines if line.id and words in line.text}
+        assert not ids or number != "003" or ids == {row.get("id")}, row
+
+
+@needs_specifications
+@pytest.mark.parametrize("number", NUMBERS)
+def test_every_line_has_a_row(number: str) -> None:
+    said = [flatten(row["says"]) for row in ROWS if row["spec"] == number]
+    lines = [line.text for line in read_lines(_read_specification(number))]
+    assert [line for line in lines if not any(words in line for words in said)] == []
+
+
+def test_the_lines_of_a_specification_are_found() -> None:
+    """So that a line that nobody has written a row for cannot hide."""
+    text = """\
+# Title
+
+Some prose. It MUST work. It may
+fail, but
+should say so.
+
+### User Story 2 - Speed
+
+1. First, over
+   two lines
+2. Second. Third must be its own.
+
+- **FR-007**: Required
+  - nested
+
+| heading | heading |
+|---|---|
+| a | b |
+
+> quoted
+
+```python
+class Thing:
+    \"\"\"Do it.
+
+    Attributes:
+        size: How large
+            it is.
+
+    Example:
+        >>> Thing()
+    \"\"\"
+
+    def stub(self) -> None: ...
+
+    def whole(self) -> int:
+        return 1
+```
+
+```json
+{"should": 1}
+```
+"""
+    found = [(line.id, line.text) for line in read_lines(text)]
+    assert [one for one in found if "class Thing" not in one[1]] == [
+        ("", "It MUST work."),
+        ("", "It may fail, but should say so."),
+        ("US2-1", "1. First, over two lines"),
+        ("US2-2", "2. Second. Third must be its own."),
+        ("", "Third must be its own."),
+        ("FR-007", "- **FR-007**: Required"),
+        ("US2-4", "- nested"),
+        ("US2-5", "| a | b |"),
+        ("US2-6", "> quoted"),
+        ("", "size: How large it is."),
+        ("", ">>> Thing()"),
+        ("", "def stub(self) -> None: ..."),
+        ("", '{"should": 1}'),
+    ]
+    assert len(found) == 14

@@ -292,6 +292,14 @@ def test_a_clone_has_a_container_of_its_own(
     assert openai_stand_in.server.containers[clone.container_id or ""].memory_limit == "1g"
 
 
+def test_overrides_of_a_workspace_are_accepted_on_request(create_workspace: CreateWorkspace) -> None:
+    fixed, changeable = create_workspace(), create_workspace(accepts_overrides=True)
+    with pytest.raises(PromptEvaluationError, match="'workspace' accepts no overrides"):
+        prompt(sections=(fixed,), overrides={"workspace": "Mine."})
+    text = prompt(sections=(changeable,), overrides={"workspace": "Mine."}).render().text
+    assert text.startswith("## 1. Workspace\n\nMine.\n\n`project`: 3 file(s)")
+
+
 def test_nothing_is_left_of_a_workspace_that_nobody_cleaned_up(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,6 +384,10 @@ def test_a_container_that_cannot_be_created_is_a_configuration_error(openai_stan
         openai_stand_in.evaluate(prompt(sections=(workspace,)), hosted_tools=HOSTED)
     assert refused.value.phase == "configuration"
     assert openai_stand_in.server.asked == []
+
+
+def test_types_that_the_specification_names_can_be_uploaded() -> None:
+    assert {"csv", "png", "zip", "pdf", "py", "ipynb"} <= {*UPLOAD_TYPES}
 
 
 @pytest.mark.parametrize("name", sorted(UPLOAD_TYPES))

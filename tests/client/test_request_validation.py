@@ -25,6 +25,7 @@ from fumehood.client.adapters.openai import (
     OpenAICodeInterpreterTool,
     OpenAIContainerWorkspaceSection,
     OpenAIFileSearchSection,
+    OpenAIHostedToolsConfig,
     OpenAIModelConfig,
     OpenAIWebSearchSection,
 )
@@ -165,6 +166,20 @@ def test_containers_are_understood_however_they_are_written(openai_stand_in: Ope
     ):
         openai_stand_in.evaluate(prompt(code_interpreter_in(container)), response(message("done")))
         assert openai_stand_in.server.asked[0]["tools"] == [{"type": "code_interpreter", "container": sent}]
+
+
+@pytest.mark.parametrize("model", ["gpt-4o", "gpt-4.1", "gpt-5.2-codex", "o3", "o4-mini"])
+def test_models_that_the_specification_names_have_all_native_tools(
+    openai_stand_in: OpenAIStandIn, model: str
+) -> None:
+    hosted = OpenAIHostedToolsConfig(
+        code_interpreter=True, file_search=FileSearchConfig(("vs_1",)), web_search=True
+    )
+    openai_stand_in.evaluate(
+        prompt(), response(message("done")), model=model, hosted_tools=hosted, strict=True
+    )
+    (request,) = openai_stand_in.server.asked
+    assert [tool["type"] for tool in request["tools"]] == ["code_interpreter", "file_search", "web_search"]
 
 
 def test_unknown_models_may_use_native_tools(openai_stand_in: OpenAIStandIn) -> None:

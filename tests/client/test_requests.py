@@ -161,6 +161,21 @@ def test_native_sections_are_silent_and_listed() -> None:
     )
 
 
+def test_without_hosted_tools_none_are_sent(openai_stand_in: OpenAIStandIn) -> None:
+    for hosted in (None, OpenAIHostedToolsConfig()):
+        openai_stand_in.evaluate(prompt(query_tool), response(message("done")), hosted_tools=hosted)
+        (request,) = openai_stand_in.server.asked
+        assert [tool["type"] for tool in request["tools"]] == ["function"]
+
+
+def test_a_native_section_can_be_cloned_with_changes() -> None:
+    section = OpenAIFileSearchSection(default_params=FileSearchParams(("vs_1",)), model="gpt-4.1")
+    same, other = section.clone(), section.clone(default_params=FileSearchParams(("vs_2",)))
+    assert (type(same), same.key, same.model) == (OpenAIFileSearchSection, section.key, "gpt-4.1")
+    assert same.default_params == section.default_params
+    assert prompt(sections=(other,)).render().native_tools[0]["vector_store_ids"] == ["vs_2"]
+
+
 def test_settings_of_a_native_section_can_be_bound(openai_stand_in: OpenAIStandIn) -> None:
     openai_stand_in.server.script(response(message("done")))
     openai_stand_in.adapter().evaluate(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fumehood.client import (
+    Deadline,
     ProviderTool,
     Section,
     Tool,
@@ -234,6 +235,36 @@ def test_a_handler_of_the_providers_output_fails_as_any_other(openai_stand_in: O
         )
     assert [(event.call_id, event.result.success) for event in events] == [("ci_1", False)] * 2
     assert session[Answer].all() == ()
+
+
+def test_a_handler_of_the_providers_output_can_use_its_context(openai_stand_in: OpenAIStandIn) -> None:
+    """It evaluates a prompt of its own within the same deadline, and publishes an event."""
+    contexts: list[ToolContext] = []
+
+    def summarize(
+        data: ProviderToolCallData, context: ToolContext, kind: type[CodeInterpreterResult]
+    ) -> ToolResult[CodeInterpreterResult]:
+        contexts.append(context)
+        inner = context.adapter.evaluate(prompt(), session=context.session, deadline=context.deadline)
+        context.event_bus.publish(Answer(len(data.outputs)))
+        return ToolResult.ok(kind(stdout=inner.text or ""))
+
+    session, events = listen()
+    published: list[Answer] = []
+    session.bus.subscribe(Answer, published.append)
+    deadline = Deadline.after(60)
+    openai_stand_in.evaluate(
+        prompt(OpenAICodeInterpreterTool(handle_provider_output=summarize)),
+        response(code_call(), message("done")),
+        response(message("in short")),
+        session=session,
+        deadline=deadline,
+    )
+    assert [event.result.value for event in events] == [CodeInterpreterResult(stdout="in short")]
+    assert published == [Answer(1)]
+    (context,) = contexts
+    assert (context.prompt.name, context.rendered_prompt.text) == ("task", "## 1. Task\n\nDo it.")
+    assert (context.session, context.deadline) == (session, deadline)
 
 
 def test_without_a_handler_for_it_the_report_is_decoded_into_the_parameters(

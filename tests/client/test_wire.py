@@ -46,6 +46,7 @@ def test_a_native_tool_is_sent_under_its_own_type() -> None:
         ({"type": "built_in", "name": "teleport"}, "no native tool 'teleport'"),
         ({"type": "built_in"}, "no native tool None"),
         ({}, "no native tool None"),
+        ({"type": "mcp", "server_label": "s"}, "no native tool 'mcp'"),
         ({"type": "built_in", "name": "web_search", "parameters": {}}, "takes no 'parameters'"),
         ({"type": "web_search", "strict": True}, "takes no 'strict'"),
         ({"type": "function", "name": "x"}, "needs a name and parameters"),

@@ -127,6 +127,14 @@ def test_a_file_can_be_mounted(repo: Path, made: list[HostWorkspaceSection]) -> 
     assert not made[0].mount_previews[0].is_directory
 
 
+def test_a_relative_path_can_be_mounted(
+    repo: Path, made: list[HostWorkspaceSection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(repo.parent)
+    made.append(workspace(HostMount("repo/src"), roots=("repo",)))
+    assert made[0].filesystem.read_text("src/main.py") == "print(1)"
+
+
 @pytest.mark.parametrize("mount_path", ["../out", "/abs", "a/../..", ".", ""])
 def test_a_mount_stays_in_the_workspace(repo: Path, no_leftovers: None, mount_path: str) -> None:
     with pytest.raises(WorkspaceSecurityError):

@@ -117,6 +117,20 @@ def test_every_kind_is_in_every_schema() -> None:
     assert set(PAYLOADS) - {"divination"} == set(TOOL_KINDS)
 
 
+def test_definitions_have_the_names_of_the_specification() -> None:
+    """Specification 002: a part chooses among definitions of payloads, and other fields are allowed."""
+    definitions = json.loads(read_published_schema("option1"))["$defs"]
+    for name, field, suffix in (
+        ("ToolCallRequestPart", "tool_call", "ToolCall"),
+        ("ToolCallResponsePart", "response", "ToolCallResponse"),
+    ):
+        part = definitions[name]
+        assert part["additionalProperties"] is True
+        assert {"type", field} <= {*part["required"]} <= {"type", "name", field}
+        choices = [choice["$ref"] for choice in part["properties"][field]["oneOf"]]
+        assert choices[:2] == [f"#/$defs/Function{suffix}", f"#/$defs/CodeInterpreter{suffix}"]
+
+
 @pytest.mark.parametrize(("representation", "form", "kind"), FORMS_AND_KINDS)
 def test_valid_parts_are_accepted_and_malformed_ones_rejected(
     representation: str, form: str, kind: str

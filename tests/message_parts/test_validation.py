@@ -104,6 +104,98 @@ def test_invalid_parts_have_problems(document: Any, reasons: list[str]) -> None:
     assert find_problems(document) == reasons
 
 
+RANDOM_CODE = (
+    "import random\n\n# Generate a random number\nrandom_number = random.randint(1, 100)\n\n"
+    "# Execute some operation with the random number (e.g., squaring it)\nresult = random_number ** 2\n\n"
+    "random_number, result"
+)
+RANDOM_CALL = {
+    "type": "code_interpreter",
+    "code": RANDOM_CODE,
+    "container_id": "cntr_690bdbfed8688190884efd4c7ae6435b0db1f006442e8941",
+}
+HEADER = {"id": "call_123", "name": "code_interpreter"}
+
+
+def code_result(logs: str) -> dict[str, Any]:
+    return {"type": "code_interpreter", "outputs": [{"type": "logs", "logs": logs}]}
+
+
+# Specification 002.
+EXAMPLES: dict[str, list[dict[str, Any]]] = {
+    "option1": [
+        {
+            "type": "tool_call",
+            "id": "call_VSPygqKTWdrhaFErNvMV18Yl",
+            "name": "code_interpreter",
+            "tool_call": RANDOM_CALL,
+        },
+        {
+            "type": "tool_call_response",
+            "id": "call_VSPygqKTWdrhaFErNvMV18Yl",
+            "response": code_result("(89, 7921)"),
+        },
+    ],
+    "option2": [
+        {
+            "type": "server_tool_call",
+            **HEADER,
+            "server_tool_call": {
+                "type": "code_interpreter",
+                "code": "print(10 + 20)",
+                "container_id": "container_xyz",
+            },
+        },
+        {
+            "type": "server_tool_call_response",
+            "id": "call_123",
+            "server_tool_call_response": code_result("(10, 20)"),
+        },
+    ],
+    "option3": [
+        {
+            "type": "server_tool",
+            **HEADER,
+            "tool_call": RANDOM_CALL,
+            "tool_response": code_result("(89, 7921)"),
+            "status": "completed",
+        }
+    ],
+    "option3-alternative": [
+        {
+            "type": "server_tool_execution",
+            **HEADER,
+            "request": {
+                "type": "code_interpreter",
+                "code": "print('Hello, World!')",
+                "container_id": "container_xyz",
+            },
+            "response": code_result("Hello, World!"),
+            "execution_metadata": {
+                "status": "completed",
+                "duration_ms": 250,
+                "timestamp": "2026-01-12T10:30:45Z",
+            },
+        }
+    ],
+}
+
+
+@pytest.mark.parametrize("representation", EXAMPLES)
+def test_examples_of_the_specification_are_valid_and_convert(representation: str) -> None:
+    """Into every other representation and back; `option1` adds `arguments` for backends."""
+    parts: Any = EXAMPLES[representation]
+    assert find_problems(parts) == []
+    schema = jsonschema_rs.Draft202012Validator(json.loads(read_published_schema(representation)))
+    assert [error.message for part in parts for error in schema.iter_errors(part)] == []
+    for other, examples in EXAMPLES.items():
+        written: Any = convert(representation, other, parts)
+        assert find_problems(written) == []
+        assert [part["type"] for part in written] == [part["type"] for part in examples]
+        back: Any = convert(other, representation, written)
+        assert [{key: part[key] for key in part if key != "arguments"} for part in back] == parts
+
+
 @pytest.mark.parametrize("representation", REPRESENTATIONS)
 @pytest.mark.parametrize("vendor", SAMPLES)
 def test_samples_of_all_vendors_are_valid(vendor: str, representation: str) -> None:
