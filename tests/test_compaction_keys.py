@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from fumehood.config import ConfigError, GatewayConfig, load_config
+from fumehood.gateway_config import ConfigError, GatewayConfig, load_config
 from fumehood.interfaces import Caller
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.responses import CreateResponse

@@ -11,7 +11,7 @@ from fumehood.protocol.sandbox import sandbox_errors, sandbox_messages
 from fumehood.sandbox_server.api.app import SandboxServerApp
 from fumehood.sandbox_server.api.openapi import build_document
 from fumehood.sandbox_server.api.operations import OPERATIONS
-from fumehood.sandbox_server.api.sandbox_request_context import RequestTimeout, UnsupportedMethod
+from fumehood.sandbox_server.api.sandbox_exchange import RequestTimeout, SandboxMethodNotAllowed
 from fumehood.sandbox_server.settings import SandboxServerSettings
 
 TEXT = (Path(__file__).parent.parent / "docs" / "sandbox-protocol.md").read_text(encoding="utf-8")
@@ -62,7 +62,9 @@ def test_every_error_code_is_documented_with_its_status() -> None:
     wire = {
         kind for kind in _kinds(sandbox_errors.SandboxError) if kind.__module__ == sandbox_errors.__name__
     }
-    assert documented == {(kind.status, kind.code) for kind in wire | {UnsupportedMethod, RequestTimeout}}
+    assert documented == {
+        (kind.status, kind.code) for kind in wire | {SandboxMethodNotAllowed, RequestTimeout}
+    }
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_every_error_code_is_documented_with_its_status() -> None:
         ("Files", sandbox_messages.FileEntry),
         ("Files", sandbox_messages.FileListing),
         ("Files", sandbox_messages.UnpackSummary),
-        ("Files", sandbox_messages.WriteSummary),
+        ("Files", sandbox_messages.WriteFilesSummary),
         ("Files", sandbox_messages.ReadFilesRequest),
         ("One shot", sandbox_messages.OneShotRequest),
         ("One shot", sandbox_messages.OneShotResponse),

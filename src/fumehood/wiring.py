@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fumehood.config import CodeInterpreterSettings, ConfigError, GatewayConfig, resolve_secret
 from fumehood.containers import ContainerFileLimits, ContainerSettings, SandboxContainerService
-from fumehood.engine import EngineRunService, LagLimits, LoopLimits
-from fumehood.files import UploadedFiles
+from fumehood.engine import EngineRunService, LoopLimits, ReaderLagLimits
+from fumehood.files import UploadFileService
 from fumehood.files.input_file_loader import InputFileLoader
 from fumehood.files.url_fetcher import UrlFetcher, UrlPassthrough
 from fumehood.gateway import (
@@ -34,6 +33,8 @@ from fumehood.gateway import (
     RequestLog,
     log_to_logger,
 )
+from fumehood.gateway_config import CodeInterpreterSettings, ConfigError, GatewayConfig, resolve_secret
+from fumehood.gateway_stats import GatewayStats
 from fumehood.http_server.asgi_exchange import Application
 from fumehood.interfaces import (
     ApiKeyStore,
@@ -45,7 +46,6 @@ from fumehood.interfaces import (
     RunService,
     SandboxProvider,
 )
-from fumehood.metrics import GatewayStats
 from fumehood.models.registry import open_model_registry
 from fumehood.protocol.api_keys import ApiKeyLimits
 from fumehood.protocol.openai.response_projection import INCLUDE_CODE_OUTPUTS
@@ -154,7 +154,7 @@ async def assemble_gateway(
         is_keyless = not isinstance(authenticator, ApiKeyAuthenticator) or authenticator.allows_anonymous
         _check_cors_origins(config, is_keyless)
         blobs = await _open_blobs(config, store, clock, stack)
-        files = await stack.enter_async_context(UploadedFiles(store, blobs, clock, config.files))
+        files = await stack.enter_async_context(UploadFileService(store, blobs, clock, config.files))
         models = _open_models(config, clock, environ, stats, stack)
         telemetry = open_telemetry(config, environ, stats, stack)
         interpreter = config.providers.code_interpreter
@@ -185,7 +185,7 @@ async def assemble_gateway(
                 seconds=config.limits.response_seconds,
                 characters=config.limits.max_turn_characters,
             ),
-            lag_limits=LagLimits(
+            lag_limits=ReaderLagLimits(
                 events=config.limits.max_reader_lag_events, seconds=config.limits.max_reader_lag_seconds
             ),
             disabled_tools=frozenset() if interpreter.enabled else frozenset({CODE_INTERPRETER}),

@@ -22,12 +22,12 @@ import pytest
 import pytest_asyncio
 
 from fumehood.protocol.sandbox.sandbox_errors import (
-    FileNotFound,
     FileRefused,
     SandboxError,
+    SandboxFileNotFound,
     SandboxServerAtCapacity,
 )
-from fumehood.sandbox_server.supervisor.in_process_sandbox import iter_events
+from fumehood.sandbox_server.supervisor.local_sandbox_adapter import iter_events
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.sandbox_runs import ExecutionOutcome, has_cgroups, run, settings, start
@@ -89,10 +89,10 @@ async def longest_stall(work: Coroutine[Any, Any, ExecutionOutcome]) -> tuple[Ex
 
 def holdings(supervisor: Supervisor) -> tuple[int, int, list[int]]:
     """Open files, free users, and cgroups per hierarchy."""
-    tree = supervisor._host_resources.cgroup_tree  # pyright: ignore[reportPrivateUsage]
+    tree = supervisor._resource_allocator.cgroup_tree  # pyright: ignore[reportPrivateUsage]
     paths = [] if tree is None else tree.paths
     cgroups = [sum(child.is_dir() for child in path.iterdir()) for path in paths]
-    return len(os.listdir("/proc/self/fd")), len(supervisor._host_resources._free_uids), cgroups  # pyright: ignore[reportPrivateUsage]
+    return len(os.listdir("/proc/self/fd")), len(supervisor._resource_allocator._free_uids), cgroups  # pyright: ignore[reportPrivateUsage]
 
 
 # ---- what one may learn of another -------------------------------------------------------------------------
@@ -291,7 +291,7 @@ async def test_creations_without_descriptors_leak_nothing(supervisor: Supervisor
 async def test_without_a_user_of_its_own_there_is_no_sandbox() -> None:
     """Else it would silently run as the zygote's user, together with all that come after it."""
     async with Supervisor(settings(preload=())) as poor:
-        poor._host_resources._free_uids.clear()  # pyright: ignore[reportPrivateUsage]
+        poor._resource_allocator._free_uids.clear()  # pyright: ignore[reportPrivateUsage]
         with pytest.raises(SandboxServerAtCapacity):
             await poor.create()
 
@@ -353,10 +353,10 @@ async def test_the_helpers_temporary_name_leads_nowhere(sandbox: SandboxInstance
     await attack(sandbox, program)
     done = 0
     for _ in range(40):
-        with contextlib.suppress(FileRefused, FileNotFound):
+        with contextlib.suppress(FileRefused, SandboxFileNotFound):
             await asyncio.wait_for(sandbox.files.write("d/passwd", b"ours" * 1000), 20)
             done += 1
-        with contextlib.suppress(FileRefused, FileNotFound):
+        with contextlib.suppress(FileRefused, SandboxFileNotFound):
             assert b"root:" not in await sandbox.files.read("d/passwd", limit=1 << 20)
     assert done
 

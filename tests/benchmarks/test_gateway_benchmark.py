@@ -21,7 +21,7 @@ from benchmarks.harness.gateway_client import TEXT, Item, Response, TimedAnswer,
 from benchmarks.harness.gateway_processes import BenchmarkProcess, StartError
 from benchmarks.harness.model_server import make_text
 from benchmarks.harness.raw_http_client import RawHttpClient
-from fumehood import config
+from fumehood import gateway_config
 
 LEAST = Scale(
     rounds=1,
@@ -138,7 +138,7 @@ async def test_an_error_of_a_server_is_told(tmp_path: Path) -> None:
 def test_the_configuration_is_one_that_the_gateway_takes(tmp_path: Path) -> None:
     file = tmp_path / "fumehood.yaml"
     file.write_text(json.dumps(gateway_processes.write_configuration(tmp_path, "http://127.0.0.1:9", 8080)))
-    taken = config.load_config(file, {})
+    taken = gateway_config.load_config(file, {})
     assert taken.storage.url.removeprefix("sqlite:///") == str(gateway_processes.database_path(tmp_path))
     assert taken.limits.concurrent_total > FULL.streams
 

@@ -37,7 +37,7 @@ from fumehood.client.adapters.openai import (
     OpenAICodeInterpreterTool,
 )
 from fumehood.client.errors import ContainerExpiredError, DeadlineExceededError, ThrottleError
-from fumehood.message_parts.representations import REPRESENTATIONS
+from fumehood.message_parts.otel_parts import REPRESENTATIONS
 from fumehood.message_parts.validation import validate
 from fumehood.telemetry.client_telemetry import ClientTelemetry
 from tests.client.conftest import OpenAIStandIn

@@ -13,8 +13,8 @@ from fumehood.client import Budget, BudgetTracker, Deadline, ResourceRegistry, T
 from fumehood.client.dbc import ensure, require
 from fumehood.client.errors import (
     BudgetExceededError,
-    ContractError,
     DeadlineExceededError,
+    InvariantError,
     PromptEvaluationError,
     PromptValidationError,
     ResourceError,
@@ -183,6 +183,6 @@ def test_contracts() -> None:
     with pytest.raises(PromptEvaluationError, match="p: tier") as refused:
         require(0, "tier", prompt_name="p", payload={"x": 1})
     assert (refused.value.phase, refused.value.provider_payload) == ("configuration", {"x": 1})
-    with pytest.raises(ContractError):
+    with pytest.raises(InvariantError):
         ensure(False, "ours")
-    assert issubclass(ContractError, AssertionError)
+    assert issubclass(InvariantError, AssertionError)

@@ -12,7 +12,7 @@ from fumehood.store.database import Database
 from fumehood.store.disk_blob_store import DiskBlobStore
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.store.sqlite_store import SqliteStore
-from fumehood.testing import ExecutionStep, FakeClock, ScriptedSandboxProvider
+from fumehood.testing import FakeClock, ScriptedExecution, ScriptedSandboxProvider
 
 SOMEBODY = Caller("somebody")
 CACHED_BYTES = 16 << 20  # of the file, by all connections together
@@ -33,7 +33,7 @@ async def _use(containers: SandboxContainerService, scripted: ScriptedSandboxPro
 
 
 async def test_no_object_stays_of_a_deleted_container(tmp_path: Path) -> None:
-    scripted = ScriptedSandboxProvider(repeatable=[ExecutionStep("1")])
+    scripted = ScriptedSandboxProvider(repeatable=[ScriptedExecution("1")])
     store = await SqliteStore.open(tmp_path / "store.db")
     blobs = GarbageCollectedBlobs(DiskBlobStore(tmp_path / "blobs"), store)
     containers = SandboxContainerService(scripted, store, blobs, FakeClock())

@@ -4,7 +4,7 @@ from fumehood.containers.container_state import ContainerSettings
 from fumehood.protocol.openai.container_objects import ContainerSpec
 from fumehood.protocol.sandbox.sandbox_errors import SandboxServerUnreachable
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEnd, ExecutionEndStatus
-from fumehood.testing import ExecutionStep, WriteFile
+from fumehood.testing import ScriptedExecution, WriteFile
 from tests.support.containers import SOMEBODY, ContainerHarness, container_harness
 
 HOUR = 3600
@@ -18,11 +18,11 @@ def make_end(status: ExecutionEndStatus, *, state_kept: bool) -> ExecutionEnd:
 
 async def test_calls_are_counted_by_their_ends() -> None:
     steps = [
-        ExecutionStep("fine"),
-        ExecutionStep("slow", [make_end("timeout", state_kept=True)]),
-        ExecutionStep("stubborn", [make_end("timeout", state_kept=False)]),
-        ExecutionStep("greedy", [make_end("out_of_memory", state_kept=False)]),
-        ExecutionStep("gone", [make_end("lost", state_kept=False)]),
+        ScriptedExecution("fine"),
+        ScriptedExecution("slow", [make_end("timeout", state_kept=True)]),
+        ScriptedExecution("stubborn", [make_end("timeout", state_kept=False)]),
+        ScriptedExecution("greedy", [make_end("out_of_memory", state_kept=False)]),
+        ScriptedExecution("gone", [make_end("lost", state_kept=False)]),
     ]
     async with container_harness(*steps) as harness:
         container = await harness.open()
@@ -40,7 +40,7 @@ async def test_calls_are_counted_by_their_ends() -> None:
 
 
 async def test_files_take_time() -> None:
-    async with container_harness(ExecutionStep("x", [WriteFile("made.txt", b"made")])) as harness:
+    async with container_harness(ScriptedExecution("x", [WriteFile("made.txt", b"made")])) as harness:
         await harness.run(await harness.open(), "x")
         assert harness.stats.file_seconds.count == 2  # what is put there, and what is found there
 

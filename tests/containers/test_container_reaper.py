@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from inline_snapshot import snapshot
 
-from fumehood.containers import user_files
+from fumehood.containers import user_file_writer
 from fumehood.containers.container_service import SandboxContainerService
 from fumehood.containers.container_state import ContainerSettings
 from fumehood.containers.file_sync import ContainerFileLimits
@@ -29,10 +29,10 @@ from fumehood.protocol.sandbox.sandbox_messages import DomainSecret, NetworkAllo
 from fumehood.store.aes_gcm_sealer import KEY_BYTES, AesGcmSealer
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.testing import (
-    ExecutionStep,
     FakeClock,
     MemoryBlobStore,
     MemoryStore,
+    ScriptedExecution,
     ScriptedSandboxProvider,
     WriteFile,
 )
@@ -66,7 +66,7 @@ async def get_record(harness: ContainerHarness, name: str) -> ContainerRecord:
 
 
 async def test_only_what_the_user_put_there_outlives_an_expired_container() -> None:
-    async with container_harness(ExecutionStep("x", [WriteFile("made.txt", b"made")])) as harness:
+    async with container_harness(ScriptedExecution("x", [WriteFile("made.txt", b"made")])) as harness:
         name = await create_container(harness)
         await write_file(harness, name, "user.txt", b"given")
         await harness.run(await harness.open(name), "x")
@@ -110,8 +110,8 @@ async def test_without_retention_nothing_outlives_a_container() -> None:
 async def test_a_container_lives_so_long_however_much_it_is_used() -> None:
     running = asyncio.Event()
     async with container_harness(
-        ExecutionStep("x", [running]),
-        ExecutionStep("y"),
+        ScriptedExecution("x", [running]),
+        ScriptedExecution("y"),
         settings=ContainerSettings(max_lifetime_hours=1, idle_minutes=60),
     ) as harness:
         name = await create_container(harness)
@@ -139,7 +139,7 @@ async def test_nobody_keeps_a_container_for_ever_by_an_upload_that_does_not_end(
         await asyncio.Event().wait()
 
     async with container_harness(
-        ExecutionStep("x"), settings=ContainerSettings(max_lifetime_hours=1)
+        ScriptedExecution("x"), settings=ContainerSettings(max_lifetime_hours=1)
     ) as harness:
         name = await create_container(harness)
         await harness.run(await harness.open(name), "x")
@@ -181,7 +181,7 @@ async def test_all_that_ended_long_ago_are_forgotten_in_one_sweep() -> None:
 async def test_those_whose_server_is_gone_have_expired() -> None:
     settings = ContainerSettings(sandboxes_survive_restart=False)
     async with container_harness(
-        ExecutionStep("x", [WriteFile("made.txt", b"made")]), ExecutionStep("y"), settings=settings
+        ScriptedExecution("x", [WriteFile("made.txt", b"made")]), ScriptedExecution("y"), settings=settings
     ) as harness:
         bound, fresh = await create_container(harness), await create_container(harness)
         await write_file(harness, bound, "user.txt", b"given")
@@ -203,7 +203,7 @@ async def test_those_whose_server_is_gone_have_expired() -> None:
 
 
 async def test_nothing_is_left_of_a_deleted_container() -> None:
-    async with container_harness(ExecutionStep("x", [WriteFile("made.txt", b"made")])) as harness:
+    async with container_harness(ScriptedExecution("x", [WriteFile("made.txt", b"made")])) as harness:
         name = await create_container(harness)
         await write_file(harness, name, "user.txt", b"given")
         await harness.run(await harness.open(name), "x")
@@ -217,7 +217,7 @@ async def test_nothing_is_left_of_a_deleted_container() -> None:
 
 
 async def test_a_sandbox_that_could_not_be_ended_is_ended_later() -> None:
-    async with container_harness(ExecutionStep("x")) as harness:
+    async with container_harness(ScriptedExecution("x")) as harness:
         name = await create_container(harness)
         await harness.run(await harness.open(name), "x")
         harness.scripted.error = SandboxServerUnreachable("away")
@@ -230,7 +230,7 @@ async def test_a_sandbox_that_could_not_be_ended_is_ended_later() -> None:
 
 
 async def test_a_call_that_was_waiting_for_its_sandbox_leaves_none() -> None:
-    async with container_harness(ExecutionStep("x"), capacity=1) as harness:
+    async with container_harness(ScriptedExecution("x"), capacity=1) as harness:
         first, name = await create_container(harness), await create_container(harness)
         await harness.run(await harness.open(first), "x")
         waiting = asyncio.ensure_future(harness.run(await harness.open(name), "y"))
@@ -252,7 +252,7 @@ async def test_what_a_call_left_is_not_recorded_for_a_deleted_container() -> Non
     writing = asyncio.Event()
     settings = ContainerSettings(isolation="execution")
     async with container_harness(
-        ExecutionStep("x", [writing, WriteFile("a.txt", b"a")]), settings=settings
+        ScriptedExecution("x", [writing, WriteFile("a.txt", b"a")]), settings=settings
     ) as harness:
         name = await create_container(harness)
         other = harness.second_process()  # which knows nothing of the call
@@ -313,7 +313,7 @@ async def test_no_name_is_tried_twice_however_many_uploads_have_it(monkeypatch: 
             tried.append(name)
             yield name
 
-    monkeypatch.setattr(user_files, "candidate_names", noted)
+    monkeypatch.setattr(user_file_writer, "candidate_names", noted)
     store, uploads = MemoryStore(), InMemoryUploads()
     ids = [uploads.add("a.txt", str(number).encode(), SOMEBODY.tenant) for number in range(200)]
     async with ScriptedSandboxProvider() as provider:
@@ -330,7 +330,7 @@ async def test_no_name_is_tried_twice_however_many_uploads_have_it(monkeypatch: 
 
 async def test_secrets_are_sealed_where_they_are_kept_and_given_to_sandboxes_alone() -> None:
     store, blobs = MemoryStore(), MemoryBlobStore()
-    async with container_harness(ExecutionStep("x"), settings=OPEN) as harness:
+    async with container_harness(ScriptedExecution("x"), settings=OPEN) as harness:
         containers = SandboxContainerService(
             harness.scripted,
             store,
@@ -473,7 +473,7 @@ async def test_a_sandbox_that_was_made_and_not_written_down_goes_with_its_contai
 
 @pytest.mark.parametrize("used", [False, True])
 async def test_a_ceiling_that_was_lowered_holds_for_containers_from_before(used: bool) -> None:
-    async with container_harness(ExecutionStep("x"), settings=OPEN) as harness:
+    async with container_harness(ScriptedExecution("x"), settings=OPEN) as harness:
         name = await create_container(harness, network=NetworkAllowlist(allowed_domains=["api.example.com"]))
         if used:
             await harness.run(await harness.open(name), "x")

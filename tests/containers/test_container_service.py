@@ -29,7 +29,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     SandboxSpec,
     Stdout,
 )
-from fumehood.testing import ExecutionStep, ScriptedSandbox, WriteFile
+from fumehood.testing import ScriptedExecution, ScriptedSandbox, WriteFile
 from tests.support.containers import SOMEBODY, ContainerHarness, container_harness, settle
 
 EXECUTION = ContainerSettings(isolation="execution")
@@ -44,7 +44,7 @@ KILLED = ExecutionEnd(
 async def test_the_sandbox_is_what_the_container_is_to_be() -> None:
     network = NetworkAllowlist(allowed_domains=["example.com"])
     settings = ContainerSettings(allowed_domains=frozenset({"example.com"}))
-    async with container_harness(ExecutionStep("x"), settings=settings) as harness:
+    async with container_harness(ScriptedExecution("x"), settings=settings) as harness:
         container = await harness.open(spec=ContainerSpec(memory="4g", network=network))
         assert harness.scripted.specs == {}
         await harness.run(container, "x")
@@ -55,7 +55,7 @@ async def test_the_sandbox_is_what_the_container_is_to_be() -> None:
 
 
 async def test_tenants_are_spelt_as_sandbox_servers_do() -> None:
-    async with container_harness(ExecutionStep("x")) as harness:
+    async with container_harness(ScriptedExecution("x")) as harness:
         caller = Caller("tenant with spaces / and more")
         container = await harness.containers.open_container(
             caller, harness.containers.reserve_id(), ContainerSpec()
@@ -66,7 +66,7 @@ async def test_tenants_are_spelt_as_sandbox_servers_do() -> None:
 
 
 async def test_a_sandbox_that_is_there_already_is_not_made_twice() -> None:
-    async with container_harness(ExecutionStep("x")) as harness:
+    async with container_harness(ScriptedExecution("x")) as harness:
         container = await harness.open()
         # As if a process had died between making it and writing it down.
         await harness.scripted.create(SandboxSpec(tenant="somebody"), f"{container.id}-1")
@@ -76,9 +76,9 @@ async def test_a_sandbox_that_is_there_already_is_not_made_twice() -> None:
 
 async def test_after_a_kill_the_next_call_has_another_one() -> None:
     steps = [
-        ExecutionStep("a", [WriteFile("a.txt", b"a")]),
-        ExecutionStep("b", [WriteFile("b.txt", b"b"), KILLED]),
-        ExecutionStep("c"),
+        ScriptedExecution("a", [WriteFile("a.txt", b"a")]),
+        ScriptedExecution("b", [WriteFile("b.txt", b"b"), KILLED]),
+        ScriptedExecution("c"),
     ]
     async with container_harness(*steps) as harness:
         container = await harness.open()
@@ -102,7 +102,9 @@ async def test_after_a_kill_the_next_call_has_another_one() -> None:
 
 
 async def test_a_sandbox_in_use_is_not_asked_whether_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with container_harness(ExecutionStep("a"), ExecutionStep("b"), ExecutionStep("c")) as harness:
+    async with container_harness(
+        ScriptedExecution("a"), ScriptedExecution("b"), ScriptedExecution("c")
+    ) as harness:
         asked: list[str] = []
         attach = harness.scripted.attach
 
@@ -119,7 +121,7 @@ async def test_a_sandbox_in_use_is_not_asked_whether_it_lives(monkeypatch: pytes
 
 async def test_another_process_goes_on_with_the_same_sandbox() -> None:
     async with container_harness(
-        ExecutionStep("a", [WriteFile("a.txt", b"a")]), ExecutionStep("b", [WriteFile("b.txt", b"b")])
+        ScriptedExecution("a", [WriteFile("a.txt", b"a")]), ScriptedExecution("b", [WriteFile("b.txt", b"b")])
     ) as harness:
         container = await harness.open()
         await harness.run(container, "a")
@@ -145,7 +147,7 @@ async def advance(harness: ContainerHarness, running: asyncio.Task[object]) -> f
 
 
 async def test_waiting_for_a_sandbox() -> None:
-    async with container_harness(ExecutionStep("x"), ExecutionStep("y"), capacity=1) as harness:
+    async with container_harness(ScriptedExecution("x"), ScriptedExecution("y"), capacity=1) as harness:
         first, second = await harness.open(), await harness.open()
         await harness.run(first, "x")
         waiting = asyncio.ensure_future(harness.run(second, "y"))
@@ -160,7 +162,10 @@ async def test_waiting_for_a_sandbox() -> None:
 
 async def test_nobody_waits_for_ever() -> None:
     async with container_harness(
-        ExecutionStep("x"), ExecutionStep("y"), capacity=1, settings=ContainerSettings(claim_timeout=5)
+        ScriptedExecution("x"),
+        ScriptedExecution("y"),
+        capacity=1,
+        settings=ContainerSettings(claim_timeout=5),
     ) as harness:
         first, second = await harness.open(), await harness.open()
         await harness.run(first, "x")
@@ -200,7 +205,7 @@ async def test_a_server_that_refuses_is_asked_once(trouble: SandboxServerUnreach
 
 @pytest.mark.parametrize("error", [SandboxStartFailed("not this one"), SandboxGone("its server has ended")])
 async def test_a_sandbox_that_fails_to_start_is_tried_again(error: SandboxError) -> None:
-    async with container_harness(ExecutionStep("x")) as harness:
+    async with container_harness(ScriptedExecution("x")) as harness:
         container = await harness.open()
         harness.scripted.error = error
         waiting = asyncio.ensure_future(harness.run(container, "x"))
@@ -228,7 +233,7 @@ async def test_as_many_containers_as_a_tenant_may_have() -> None:
 
 
 async def test_the_one_that_was_idle_longest_makes_room() -> None:
-    steps = (ExecutionStep("a"), ExecutionStep("b"), ExecutionStep("a"), ExecutionStep("c"))
+    steps = (ScriptedExecution("a"), ScriptedExecution("b"), ScriptedExecution("a"), ScriptedExecution("c"))
     async with container_harness(*steps, settings=ContainerSettings(containers_per_tenant=2)) as harness:
         first, second = await harness.open(), await harness.open()
         for container, code in ((first, "a"), (second, "b"), (await harness.open(first.id), "a")):
@@ -275,7 +280,7 @@ async def test_what_was_asked_for_and_what_is_in_use_make_no_room() -> None:
 
 
 async def test_what_is_opened_while_it_is_looked_at_makes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = (ExecutionStep("a"), ExecutionStep("b"))
+    steps = (ScriptedExecution("a"), ScriptedExecution("b"))
     async with container_harness(*steps, settings=ContainerSettings(containers_per_tenant=1)) as harness:
         idle = await harness.open()
         await harness.run(idle, "a")
@@ -312,7 +317,7 @@ async def test_a_tenant_whose_containers_are_slow_to_end_keeps_nobody_else_waiti
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with container_harness(
-        ExecutionStep("x"), settings=ContainerSettings(containers_per_tenant=1)
+        ScriptedExecution("x"), settings=ContainerSettings(containers_per_tenant=1)
     ) as harness:
         await harness.run(await harness.open(), "x")
         harness.clock.advance(20 * 60)
@@ -338,7 +343,10 @@ async def test_a_tenant_whose_containers_are_slow_to_end_keeps_nobody_else_waiti
 
 
 async def test_the_sweeper_ends_what_nobody_uses() -> None:
-    steps = [ExecutionStep("x", [WriteFile("a.txt", b"a")]), ExecutionStep("y", [WriteFile("b.txt", b"b")])]
+    steps = [
+        ScriptedExecution("x", [WriteFile("a.txt", b"a")]),
+        ScriptedExecution("y", [WriteFile("b.txt", b"b")]),
+    ]
     async with container_harness(*steps) as harness, harness.containers:
         idle, used = await harness.open(), await harness.open()
         await harness.run(idle, "x")
@@ -357,7 +365,7 @@ async def test_the_sweeper_ends_what_nobody_uses() -> None:
 
 async def test_a_container_does_not_expire_while_its_code_runs() -> None:
     done = asyncio.Event()
-    async with container_harness(ExecutionStep("x", [done])) as harness:
+    async with container_harness(ScriptedExecution("x", [done])) as harness:
         container = await harness.open()
         running = asyncio.ensure_future(harness.run(container, "x"))
         await settle()
@@ -370,7 +378,7 @@ async def test_a_container_does_not_expire_while_its_code_runs() -> None:
 
 
 async def test_a_sweep_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixture) -> None:
-    async with container_harness(ExecutionStep("x")) as harness, harness.containers:
+    async with container_harness(ScriptedExecution("x")) as harness, harness.containers:
         container = await harness.open()
         await harness.run(container, "x")
         await settle()
@@ -385,7 +393,7 @@ async def test_a_sweep_that_fails_is_not_the_last(caplog: pytest.LogCaptureFixtu
 
 
 async def test_closing_ends_the_sweeper_and_leaves_the_sandboxes() -> None:
-    async with container_harness(ExecutionStep("x")) as harness:
+    async with container_harness(ScriptedExecution("x")) as harness:
         async with harness.containers:
             await harness.run(await harness.open(), "x")
         await harness.containers.close()
@@ -393,7 +401,7 @@ async def test_closing_ends_the_sweeper_and_leaves_the_sandboxes() -> None:
 
 
 async def test_sandboxes_that_belong_to_nobody_are_ended() -> None:
-    async with container_harness(ExecutionStep("x")) as harness:
+    async with container_harness(ScriptedExecution("x")) as harness:
         harness.clock.advance(1000)  # the sandboxes' clock stands still
         container = await harness.open()
         await harness.run(container, "x")
@@ -412,7 +420,7 @@ async def test_what_a_killed_process_left_is_ended_when_the_next_one_starts(is_s
     settings = ContainerSettings(isolation="execution")
     never = asyncio.Event()
     async with container_harness(
-        ExecutionStep("x", [never]), ExecutionStep("y"), settings=settings
+        ScriptedExecution("x", [never]), ScriptedExecution("y"), settings=settings
     ) as harness:
         container = await harness.open()
         call = asyncio.ensure_future(harness.run(container, "x"))
@@ -434,7 +442,7 @@ async def test_what_a_killed_process_left_is_ended_when_the_next_one_starts(is_s
 async def test_a_start_leaves_alone_what_is_used_meanwhile() -> None:
     settings = ContainerSettings(isolation="execution")
     done = asyncio.Event()
-    async with container_harness(ExecutionStep("x", [done]), settings=settings) as harness:
+    async with container_harness(ScriptedExecution("x", [done]), settings=settings) as harness:
         container = await harness.open()
         call = asyncio.ensure_future(harness.run(container, "x"))
         while not [one for one in await harness.scripted.list_sandboxes() if one.running]:
@@ -449,7 +457,7 @@ async def test_a_server_that_cannot_be_asked_does_not_stop_the_sweep(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.WARNING)
-    async with container_harness(ExecutionStep("x")) as harness:
+    async with container_harness(ScriptedExecution("x")) as harness:
         container = await harness.open()
         await harness.run(container, "x")
         harness.scripted.error = SandboxServerUnreachable("away")
@@ -468,14 +476,14 @@ async def test_a_server_that_cannot_be_asked_does_not_stop_the_sweep(
 async def test_parallel_calls_each_have_their_own_sandbox() -> None:
     began = [asyncio.Event(), asyncio.Event()]
 
-    def step(number: int) -> ExecutionStep:
+    def step(number: int) -> ScriptedExecution:
         async def tell(_: object) -> None:
             began[number].set()
 
         write = WriteFile(f"{number}.txt", b"x")
         shared = WriteFile("shared.txt", str(number).encode())
         # Each waits for the other: one after another they would never end.
-        return ExecutionStep(str(number), [tell, began[1 - number], write, shared])
+        return ScriptedExecution(str(number), [tell, began[1 - number], write, shared])
 
     async with container_harness(step(0), step(1), settings=EXECUTION) as harness:
         container = await harness.open()
@@ -498,9 +506,9 @@ async def test_what_another_call_has_changed_is_not_deleted() -> None:
             sandbox.files.delete_file(name)
 
     steps = [
-        ExecutionStep("make", [WriteFile("a.txt", b"old"), WriteFile("b.txt", b"old")]),
-        ExecutionStep("delete", [delete_all]),
-        ExecutionStep("change", [WriteFile("a.txt", b"new")]),
+        ScriptedExecution("make", [WriteFile("a.txt", b"old"), WriteFile("b.txt", b"old")]),
+        ScriptedExecution("delete", [delete_all]),
+        ScriptedExecution("change", [WriteFile("a.txt", b"new")]),
     ]
     async with container_harness(*steps, settings=EXECUTION) as harness:
         container = await harness.open()
@@ -516,7 +524,7 @@ async def test_what_another_call_has_changed_is_not_deleted() -> None:
 
 async def test_leaving_a_call_ends_its_sandbox() -> None:
     async with container_harness(
-        ExecutionStep("x", [Stdout("x"), WriteFile("a.txt", b"a"), asyncio.Event()]), settings=EXECUTION
+        ScriptedExecution("x", [Stdout("x"), WriteFile("a.txt", b"a"), asyncio.Event()]), settings=EXECUTION
     ) as harness:
         container = await harness.open()
         async with aclosing(container.execute(ExecuteRequest(code="x"))) as events:
@@ -531,7 +539,7 @@ async def test_leaving_a_call_ends_its_sandbox() -> None:
 
 async def test_a_hundred_calls_leave_no_sandbox() -> None:
     steps = [
-        ExecutionStep(None, [SandboxGone("gone")] if number % 3 == 0 else [Stdout("x")])
+        ScriptedExecution(None, [SandboxGone("gone")] if number % 3 == 0 else [Stdout("x")])
         for number in range(100)
     ]
     async with container_harness(*steps, settings=EXECUTION) as harness:

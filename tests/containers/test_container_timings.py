@@ -7,8 +7,8 @@ import pytest
 
 from fumehood.containers.container_state import ContainerSettings
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEnd
-from fumehood.testing import ExecutionStep
-from fumehood.timings import Timing, listen_to_timings
+from fumehood.testing import ScriptedExecution
+from fumehood.timed_steps import TimedStep, listen_to_timings
 from tests.support.containers import ContainerHarness, container_harness
 
 NEW: Mapping[str, str] = {"start": "new"}
@@ -18,21 +18,21 @@ OK: Mapping[str, str] = {"status": "ok"}
 
 async def timings_of_call(
     running: ContainerHarness, code: str, container_id: str | None = None
-) -> tuple[str, list[Timing]]:
+) -> tuple[str, list[TimedStep]]:
     """Run a call; return the container's id and the timings."""
-    timings: list[Timing] = []
+    timings: list[TimedStep] = []
     container = await running.open(container_id)
     with listen_to_timings(timings.append):
         await running.run(container, code)
     return container.id, timings
 
 
-def summarize(timings: list[Timing]) -> list[tuple[str, Mapping[str, str]]]:
+def summarize(timings: list[TimedStep]) -> list[tuple[str, Mapping[str, str]]]:
     return [(timing.name, timing.attributes) for timing in timings]
 
 
 async def test_a_first_call_makes_a_sandbox_and_the_next_one_finds_it() -> None:
-    async with container_harness(ExecutionStep(None), ExecutionStep(None)) as running:
+    async with container_harness(ScriptedExecution(None), ScriptedExecution(None)) as running:
         container, timings = await timings_of_call(running, "1")
         assert summarize(timings) == [("acquire", NEW), ("files", {}), ("run", OK), ("files", {})]
         for earlier, later in itertools.pairwise(timings):
@@ -44,7 +44,7 @@ async def test_a_first_call_makes_a_sandbox_and_the_next_one_finds_it() -> None:
 
 async def test_packages_are_a_phase_that_the_server_has_measured() -> None:
     end = ExecutionEnd(status="ok", exit_code=0, duration_ms=1, state_kept=True, packages_ms=1)
-    async with container_harness(ExecutionStep(None, [end])) as running:
+    async with container_harness(ScriptedExecution(None, [end])) as running:
         _, timings = await timings_of_call(running, "1")
     (packages,) = [timing for timing in timings if timing.name == "packages"]
     (run,) = [timing for timing in timings if timing.name == "run"]
@@ -55,7 +55,7 @@ async def test_packages_are_a_phase_that_the_server_has_measured() -> None:
 @pytest.mark.parametrize("status", ["out_of_memory", "timeout", "lost"])
 async def test_how_code_ended_is_told(status: str) -> None:
     end = ExecutionEnd(status=status, exit_code=-1, duration_ms=1, state_kept=False)  # type: ignore[arg-type]
-    async with container_harness(ExecutionStep(None, [end]), ExecutionStep(None)) as running:
+    async with container_harness(ScriptedExecution(None, [end]), ScriptedExecution(None)) as running:
         container, timings = await timings_of_call(running, "1")
         assert summarize(timings) == [("acquire", NEW), ("files", {}), ("run", {"status": status})]
         # The next one has another.
@@ -65,7 +65,9 @@ async def test_how_code_ended_is_told(status: str) -> None:
 
 async def test_a_sandbox_for_every_call_is_acquired_every_time() -> None:
     settings = ContainerSettings(isolation="execution")
-    async with container_harness(ExecutionStep(None), ExecutionStep(None), settings=settings) as running:
+    async with container_harness(
+        ScriptedExecution(None), ScriptedExecution(None), settings=settings
+    ) as running:
         container, _ = await timings_of_call(running, "1")
         _, timings = await timings_of_call(running, "2", container)
         assert summarize(timings) == [("acquire", NEW), ("files", {}), ("run", OK), ("files", {})]

@@ -23,10 +23,10 @@ from fumehood.protocol.sandbox.sandbox_messages import FileEntry, FileListing, S
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.testing import (
     DeleteFile,
-    ExecutionStep,
     FakeClock,
     MemoryBlobStore,
     MemoryStore,
+    ScriptedExecution,
     ScriptedSandbox,
     ScriptedSandboxProvider,
     WriteFile,
@@ -76,8 +76,8 @@ def test_which_files_count(path: str, counts: bool) -> None:
 
 async def test_a_file_too_large_to_be_kept_is_there_while_its_sandbox_is() -> None:
     steps = [
-        ExecutionStep("x", [WriteFile("large.bin", bytes(11)), WriteFile("small.bin", b"s")]),
-        ExecutionStep("y"),
+        ScriptedExecution("x", [WriteFile("large.bin", bytes(11)), WriteFile("small.bin", b"s")]),
+        ScriptedExecution("y"),
     ]
     async with container_harness(*steps, settings=SMALL) as harness:
         container = await harness.open()
@@ -100,9 +100,9 @@ async def test_a_file_too_large_to_be_kept_is_there_while_its_sandbox_is() -> No
 
 async def test_a_container_keeps_so_many_bytes() -> None:
     steps = [
-        ExecutionStep("x", [WriteFile(name, bytes(10)) for name in ("a", "b", "c")]),
-        ExecutionStep("y", [DeleteFile("a")]),
-        ExecutionStep("z", [WriteFile("c", b"0123456789")]),
+        ScriptedExecution("x", [WriteFile(name, bytes(10)) for name in ("a", "b", "c")]),
+        ScriptedExecution("y", [DeleteFile("a")]),
+        ScriptedExecution("z", [WriteFile("c", b"0123456789")]),
     ]
     async with container_harness(*steps, settings=SMALL) as harness:
         container = await harness.open()
@@ -116,7 +116,7 @@ async def test_a_container_keeps_so_many_bytes() -> None:
 
 async def test_a_container_has_so_many_files() -> None:
     writes = [WriteFile(f"{number}.txt", b"x") for number in range(7)]
-    async with container_harness(ExecutionStep("x", writes), settings=SMALL) as harness:
+    async with container_harness(ScriptedExecution("x", writes), settings=SMALL) as harness:
         container = await harness.open()
         outcome = await harness.run(container, "x")
         assert outcome.paths == ["0.txt", "1.txt", "2.txt", "3.txt"]
@@ -126,7 +126,7 @@ async def test_a_container_has_so_many_files() -> None:
 
 
 async def test_what_is_saved_is_bounded_too() -> None:
-    async with container_harness(ExecutionStep("x"), settings=SMALL) as harness:
+    async with container_harness(ScriptedExecution("x"), settings=SMALL) as harness:
         container = await harness.open()
         await harness.run(container, "x")
         with pytest.raises(SandboxPayloadTooLarge):
@@ -139,7 +139,7 @@ async def test_what_is_saved_is_bounded_too() -> None:
 
 
 async def test_what_is_saved_outlives_the_sandbox() -> None:
-    async with container_harness(ExecutionStep("x"), ExecutionStep("y")) as harness:
+    async with container_harness(ScriptedExecution("x"), ScriptedExecution("y")) as harness:
         container = await harness.open()
         await harness.run(container, "x")
         await harness.scripted.end_sandbox(f"{container.id}-1", "it was killed")
@@ -152,7 +152,7 @@ async def test_a_full_disk_costs_the_copy_and_not_the_call(monkeypatch: pytest.M
     async def full(*_: object) -> str:
         raise ServiceUnavailable("The gateway's disk cannot be used now: No space left on device.")
 
-    async with container_harness(ExecutionStep("x", [WriteFile("a.txt", b"a")])) as harness:
+    async with container_harness(ScriptedExecution("x", [WriteFile("a.txt", b"a")])) as harness:
         monkeypatch.setattr(harness.blobs, "put", full)
         container = await harness.open()
         outcome = await harness.run(container, "x")
@@ -163,9 +163,9 @@ async def test_a_full_disk_costs_the_copy_and_not_the_call(monkeypatch: pytest.M
 
 async def test_replaced_content_is_let_go() -> None:
     steps = [
-        ExecutionStep("x", [WriteFile("a", b"one"), WriteFile("b", b"one")]),
-        ExecutionStep("y", [WriteFile("a", b"two")]),
-        ExecutionStep("z", [WriteFile("b", b"two")]),
+        ScriptedExecution("x", [WriteFile("a", b"one"), WriteFile("b", b"one")]),
+        ScriptedExecution("y", [WriteFile("a", b"two")]),
+        ScriptedExecution("z", [WriteFile("b", b"two")]),
     ]
     async with container_harness(*steps) as harness:
         container = await harness.open()
@@ -366,7 +366,7 @@ async def test_a_listing_tells_of_deletions_that_nobody_knows() -> None:
 
 async def test_a_copy_that_is_gone_is_missed_and_not_fatal() -> None:
     async with container_harness(
-        ExecutionStep("x", [WriteFile("a", b"a"), WriteFile("b", b"b")]), ExecutionStep("y")
+        ScriptedExecution("x", [WriteFile("a", b"a"), WriteFile("b", b"b")]), ScriptedExecution("y")
     ) as harness:
         container = await harness.open()
         outcome = await harness.run(container, "x")
@@ -381,7 +381,7 @@ async def test_a_copy_that_is_gone_is_missed_and_not_fatal() -> None:
 async def test_large_files_come_back_in_pieces() -> None:
     large = bytes(range(256)) * 8192
     async with container_harness(
-        ExecutionStep("x", [WriteFile("large", large)]), ExecutionStep("y"), ExecutionStep("z")
+        ScriptedExecution("x", [WriteFile("large", large)]), ScriptedExecution("y"), ScriptedExecution("z")
     ) as harness:
         container = await harness.open()
         await harness.run(container, "x")

@@ -15,7 +15,7 @@ import pytest
 from fumehood.containers.container_service import SandboxContainerService
 from fumehood.containers.container_state import ContainerSettings, IsolationScope
 from fumehood.containers.file_sync import ContainerFileLimits
-from fumehood.files.uploaded_files import UploadedFiles
+from fumehood.files.upload_file_service import UploadFileService
 from fumehood.protocol.openai.api_errors import BodyTooLarge, InvalidRequest, ServiceUnavailable
 from fumehood.protocol.openai.container_objects import ContainerSpec
 from fumehood.protocol.openai.file_objects import FileUploadMetadata
@@ -26,16 +26,16 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     SandboxPayloadTooLarge,
     SandboxServerUnreachable,
 )
-from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, UnpackSummary, WriteSummary
+from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, UnpackSummary, WriteFilesSummary
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
 from fumehood.store import staged_blobs
 from fumehood.store.disk_blob_store import DiskBlobStore
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.testing import (
-    ExecutionStep,
     FakeClock,
     MemoryBlobStore,
     MemoryStore,
+    ScriptedExecution,
     ScriptedSandbox,
     ScriptedSandboxProvider,
     WriteFile,
@@ -80,7 +80,7 @@ class RemoteHarness:
 
 @asynccontextmanager
 async def remote_harness(
-    *steps: ExecutionStep, isolation: IsolationScope = "container"
+    *steps: ScriptedExecution, isolation: IsolationScope = "container"
 ) -> AsyncGenerator[RemoteHarness]:
     clock = FakeClock()
     store = MemoryStore(clock)
@@ -103,9 +103,9 @@ async def test_the_number_of_requests_does_not_grow_with_the_number_of_files(
     made = [WriteFile(f"out/{number}.txt", b"made") for number in range(MANY)]
     changed = [WriteFile(path, b"changed") for path in [*FILES][:10]]
     async with remote_harness(
-        ExecutionStep("look"),
-        ExecutionStep("make", made),
-        ExecutionStep("change", changed),
+        ScriptedExecution("look"),
+        ScriptedExecution("make", made),
+        ScriptedExecution("change", changed),
         isolation=isolation,
     ) as harness:
         record = await harness.containers.create_container(SOMEBODY, ContainerSpec())
@@ -220,18 +220,18 @@ async def test_what_a_new_sandbox_does_not_take_is_named(monkeypatch: pytest.Mon
 
     async def without_some(
         self: ScriptedSandbox, files: Callable[[], AsyncIterable[Sequence[BundledFile]]]
-    ) -> WriteSummary:
+    ) -> WriteFilesSummary:
         async def rest() -> AsyncGenerator[Sequence[BundledFile]]:
             async for some in files():
                 yield [file for file in some if "d3" not in file[0]]
 
         written = await write_all(self, rest)
-        return WriteSummary(
+        return WriteFilesSummary(
             files=written.files, bytes=written.bytes, modified_ns=written.modified_ns, refused=99
         )
 
     monkeypatch.setattr(ScriptedSandbox, "write_files", without_some)
-    async with container_harness(ExecutionStep("x"), ExecutionStep("y")) as harness:
+    async with container_harness(ScriptedExecution("x"), ScriptedExecution("y")) as harness:
         record = await harness.containers.create_container(SOMEBODY, ContainerSpec())
         await harness.containers.unpack_archive(SOMEBODY, record.id, build_archive("tar", FILES), "tar")
         outcome = await harness.run(await harness.open(record.id), "x")
@@ -247,12 +247,14 @@ async def test_what_a_new_sandbox_does_not_take_is_named(monkeypatch: pytest.Mon
     "error", [FileRefused("more than 5 members"), SandboxPayloadTooLarge("too many bytes")]
 )
 async def test_a_new_sandbox_that_takes_none(monkeypatch: pytest.MonkeyPatch, error: SandboxError) -> None:
-    async def refuse(_: object, files: Callable[[], AsyncIterable[Sequence[BundledFile]]]) -> WriteSummary:
+    async def refuse(
+        _: object, files: Callable[[], AsyncIterable[Sequence[BundledFile]]]
+    ) -> WriteFilesSummary:
         assert [batch async for batch in files()]
         raise error
 
     monkeypatch.setattr(ScriptedSandbox, "write_files", refuse)
-    async with container_harness(ExecutionStep("x")) as harness:
+    async with container_harness(ScriptedExecution("x")) as harness:
         record = await harness.containers.create_container(SOMEBODY, ContainerSpec())
         await harness.containers.unpack_archive(SOMEBODY, record.id, build_archive("tar", FILES), "tar")
         outcome = await harness.run(await harness.open(record.id), "x")
@@ -262,7 +264,7 @@ async def test_a_new_sandbox_that_takes_none(monkeypatch: pytest.MonkeyPatch, er
 
 
 async def test_a_copy_that_is_gone_is_missed_among_many() -> None:
-    async with container_harness(ExecutionStep("x")) as harness:
+    async with container_harness(ScriptedExecution("x")) as harness:
         record = await harness.containers.create_container(SOMEBODY, ContainerSpec())
         records = await harness.containers.unpack_archive(
             SOMEBODY, record.id, build_archive("tar", FILES), "tar"
@@ -285,7 +287,7 @@ async def test_what_code_changes_while_files_arrive_is_found(monkeypatch: pytest
             self.files.write_file(path, b"x" * len(FILES[path]))
         return unpacked
 
-    async with container_harness(ExecutionStep("x"), ExecutionStep("y")) as harness:
+    async with container_harness(ScriptedExecution("x"), ScriptedExecution("y")) as harness:
         record = await harness.containers.create_container(SOMEBODY, ContainerSpec())
         await harness.run(await harness.open(record.id), "x")
         monkeypatch.setattr(ScriptedSandbox, "unpack_archive", meddled)
@@ -297,10 +299,10 @@ async def test_what_code_changes_while_files_arrive_is_found(monkeypatch: pytest
 
 async def test_uploads_that_cannot_all_be_there_are_taken_back() -> None:
     async with container_harness(
-        ExecutionStep("x", [WriteFile("two.txt/x", b"in the way")]), ExecutionStep("y")
+        ScriptedExecution("x", [WriteFile("two.txt/x", b"in the way")]), ScriptedExecution("y")
     ) as harness:
         blobs = GarbageCollectedBlobs(harness.blobs, harness.store)
-        uploads = UploadedFiles(harness.store, blobs, harness.clock)
+        uploads = UploadFileService(harness.store, blobs, harness.clock)
         containers = SandboxContainerService(
             harness.scripted, harness.store, blobs, harness.clock, uploads=uploads
         )

@@ -15,7 +15,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     SandboxServerUnreachable,
 )
 from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, ExecutionEnd, Stdout
-from fumehood.testing import ExecutionStep
+from fumehood.testing import ScriptedExecution
 from tests.support.containers import ContainerHarness, container_harness
 
 
@@ -36,7 +36,7 @@ from tests.support.containers import ContainerHarness, container_harness
 async def test_an_error_after_the_code_began_is_the_end(
     error: SandboxError, state_kept: bool, reason: str
 ) -> None:
-    async with container_harness(ExecutionStep("x", [Stdout("a"), Stdout("b"), error])) as harness:
+    async with container_harness(ScriptedExecution("x", [Stdout("a"), Stdout("b"), error])) as harness:
         outcome = await harness.run(await harness.open(), "x")
         assert outcome.events[:-1] == [Stdout("a"), Stdout("b")]
         assert (outcome.end.status, outcome.end.exit_code, outcome.end.state_kept) == ("lost", -1, state_kept)
@@ -49,7 +49,12 @@ async def test_an_error_after_the_code_began_is_the_end(
 
 async def test_only_what_has_surely_not_begun_may_begin_elsewhere() -> None:
     unsure = SandboxGone("its server died")
-    steps = [ExecutionStep("a"), ExecutionStep("b", [unsure]), ExecutionStep("c"), ExecutionStep("d")]
+    steps = [
+        ScriptedExecution("a"),
+        ScriptedExecution("b", [unsure]),
+        ScriptedExecution("c"),
+        ScriptedExecution("d"),
+    ]
     async with container_harness(*steps) as harness:
         container = await harness.open()
         await harness.run(container, "a")
@@ -71,7 +76,7 @@ async def run_within(harness: ContainerHarness, code: str, timeout: float) -> li
 @pytest.mark.parametrize("isolation", ["container", "execution"])
 async def test_code_that_takes_too_long_is_stopped(isolation: str) -> None:
     settings = ContainerSettings(isolation="execution" if isolation == "execution" else "container")
-    step = ExecutionStep("x", [Stdout("a"), asyncio.Event()])
+    step = ScriptedExecution("x", [Stdout("a"), asyncio.Event()])
     async with container_harness(step, settings=settings) as harness:
         started, output, end = await run_within(harness, "x", 0.01)
         assert (started, output) == (ExecutionStarted(), Stdout("a"))

@@ -20,9 +20,9 @@ from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, SandboxSp
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.store.sqlite_store import SqliteStore
 from fumehood.testing import (
-    ExecutionStep,
     FakeClock,
     MemoryBlobStore,
+    ScriptedExecution,
     ScriptedSandbox,
     ScriptedSandboxProvider,
     WriteFile,
@@ -183,12 +183,16 @@ async def test_what_ends_at_the_last_moment_is_not_opened(monkeypatch: pytest.Mo
 
 @asynccontextmanager
 async def moved_container(
-    *further: ExecutionStep,
+    *further: ScriptedExecution,
 ) -> AsyncGenerator[tuple[ContainerHarness, ContainerHarness, ContainerHandle]]:
     """Two processes, and a container that is open in the first, with the code `x` run in it, to which the second has
     given another sandbox since, with the code `y` and `z` run there.
     """
-    steps = (ExecutionStep("x"), ExecutionStep("y"), ExecutionStep("z", [WriteFile("z.txt", b"z")]))
+    steps = (
+        ScriptedExecution("x"),
+        ScriptedExecution("y"),
+        ScriptedExecution("z", [WriteFile("z.txt", b"z")]),
+    )
     async with container_harness(*steps, *further) as harness:
         other = harness.second_process()
         container = await harness.open()
@@ -208,7 +212,7 @@ async def assert_bound(harness: ContainerHarness, container: ContainerHandle, in
 
 
 async def test_a_process_that_comes_late_does_not_bring_back_an_older_sandbox() -> None:
-    async with moved_container(ExecutionStep("after")) as (harness, _, container):
+    async with moved_container(ScriptedExecution("after")) as (harness, _, container):
         harness.clock.advance(61)
         await harness.containers.sweep()  # which writes down that it is in use
         await assert_bound(harness, container, 2)
@@ -251,7 +255,7 @@ async def test_who_deletes_a_container_ends_the_sandbox_that_it_has_now() -> Non
 
 async def test_a_sandbox_that_another_process_has_made_is_not_filled_once_more() -> None:
     async with moved_container(
-        ExecutionStep("again", [WriteFile("z.txt", b"again")]), ExecutionStep("after")
+        ScriptedExecution("again", [WriteFile("z.txt", b"again")]), ScriptedExecution("after")
     ) as (harness, other, container):
         container.release()
         opened = await harness.open(container.id)
@@ -267,7 +271,9 @@ async def test_a_sandbox_that_another_process_has_made_is_not_filled_once_more()
 
 
 async def test_two_processes_that_find_a_sandbox_gone_share_the_next_one() -> None:
-    async with container_harness(ExecutionStep("x"), ExecutionStep("y"), ExecutionStep("z")) as harness:
+    async with container_harness(
+        ScriptedExecution("x"), ScriptedExecution("y"), ScriptedExecution("z")
+    ) as harness:
         other = harness.second_process()
         container = await harness.open()
         await harness.run(container, "x")
@@ -282,7 +288,7 @@ async def test_two_processes_that_find_a_sandbox_gone_share_the_next_one() -> No
 @pytest.mark.parametrize("number", [1, 3], ids=["lost", "further"])
 async def test_who_was_faster_while_a_sandbox_was_made(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process has only heard of the loss, or is one sandbox ahead already."""
-    async with container_harness(ExecutionStep("x"), ExecutionStep("y")) as harness:
+    async with container_harness(ScriptedExecution("x"), ScriptedExecution("y")) as harness:
         container = await harness.open()
         await harness.run(container, "x")
         await harness.scripted.end_sandbox(f"{container.id}-1", "it was killed")

@@ -8,7 +8,7 @@ from typing import override
 
 import pytest
 
-from fumehood.interfaces import BlobStore, ReferencedBlobs, Store
+from fumehood.interfaces import BlobStore, GarbageCollectedBlobStore, Store
 from fumehood.store.disk_blob_store import DiskBlobStore
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.store.sqlite_store import SqliteStore
@@ -30,7 +30,7 @@ class TestDiskBlobs(BlobStoreKit):
 
 class _GarbageCollectedKit(ReferencedBlobsKit):
     @pytest.fixture
-    def blobs(self, primitive: BlobStore, store: Store) -> ReferencedBlobs:
+    def blobs(self, primitive: BlobStore, store: Store) -> GarbageCollectedBlobStore:
         return GarbageCollectedBlobs(primitive, store, grace_seconds=3600)
 
 
@@ -46,7 +46,7 @@ class TestReferredMemoryBlobs(_GarbageCollectedKit):
         return MemoryStore(self.clock)
 
     @override
-    async def age_blobs(self, blobs: ReferencedBlobs, seconds: float) -> None:
+    async def age_blobs(self, blobs: GarbageCollectedBlobStore, seconds: float) -> None:
         self.clock.advance(seconds)
 
 
@@ -63,7 +63,7 @@ class TestReferredDiskBlobs(_GarbageCollectedKit):
         await store.close()
 
     @override
-    async def age_blobs(self, blobs: ReferencedBlobs, seconds: float) -> None:
+    async def age_blobs(self, blobs: GarbageCollectedBlobStore, seconds: float) -> None:
         then = time.time() - seconds
         for path in self.directory.rglob("*"):
             os.utime(path, (then, then))

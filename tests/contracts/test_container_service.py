@@ -10,7 +10,7 @@ import pytest
 
 from fumehood.containers.container_service import SandboxContainerService
 from fumehood.containers.container_state import ContainerSettings, IsolationScope
-from fumehood.files.uploaded_files import UploadedFiles
+from fumehood.files.upload_file_service import UploadFileService
 from fumehood.interfaces import BlobStore, SandboxProvider, SandboxRef, Store
 from fumehood.protocol.openai.file_objects import FileUploadMetadata
 from fumehood.sandbox_client.local_provider import LocalSandboxProvider, LocalServerSettings
@@ -42,7 +42,7 @@ def make_subject(
     settings = ContainerSettings(isolation=isolation, containers_per_tenant=1000)
     records = store or MemoryStore(clock)
     referenced = GarbageCollectedBlobs(blobs or MemoryBlobStore(), records)
-    uploads = UploadedFiles(records, referenced, clock)
+    uploads = UploadFileService(records, referenced, clock)
     containers = SandboxContainerService(provider, records, referenced, clock, settings, uploads=uploads)
 
     async def destroy_sandbox(container_id: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from fumehood.files.uploaded_files import UploadedFiles, UploadSettings
+from fumehood.files.upload_file_service import UploadFileService, UploadSettings
 from fumehood.store.disk_blob_store import DiskBlobStore
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.store.sqlite_store import SqliteStore
@@ -28,7 +28,7 @@ class TestInMemory(FileServiceKit):
     def subject(self) -> FileServiceSubject:
         clock = FakeClock()
         store, blobs = MemoryStore(clock), MemoryBlobStore(clock)
-        files = UploadedFiles(store, GarbageCollectedBlobs(blobs, store), clock, SETTINGS)
+        files = UploadFileService(store, GarbageCollectedBlobs(blobs, store), clock, SETTINGS)
         return FileServiceSubject(files, clock, lambda: len(blobs.contents))
 
 
@@ -37,7 +37,9 @@ class TestOnDisk(FileServiceKit):
     async def subject(self, tmp_path: Path) -> AsyncGenerator[FileServiceSubject]:
         clock, directory = FakeClock(), tmp_path / "blobs"
         store = await SqliteStore.open(tmp_path / "store.db")
-        files = UploadedFiles(store, GarbageCollectedBlobs(DiskBlobStore(directory), store), clock, SETTINGS)
+        files = UploadFileService(
+            store, GarbageCollectedBlobs(DiskBlobStore(directory), store), clock, SETTINGS
+        )
         yield FileServiceSubject(
             files, clock, lambda: sum(path.is_file() for path in directory.glob("??/*/*"))
         )

@@ -9,13 +9,13 @@ from fumehood.containers.container_service import SandboxContainerService
 from fumehood.protocol.sandbox.sandbox_messages import Stdout
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.testing import (
-    ExecutionStep,
     FakeClock,
     MemoryBlobStore,
     MemoryStore,
+    ScriptedExecution,
     ScriptedSandboxProvider,
     ScriptedTool,
-    ToolAnswer,
+    ScriptedToolAnswer,
     WriteFile,
 )
 from fumehood.testing.kits.hosted_tool_kit import HostedToolKit, ToolSubject
@@ -46,8 +46,8 @@ class TestCodeInterpreter(HostedToolKit):
     async def subject(self) -> AsyncGenerator[ToolSubject]:
         clock = FakeClock()
         steps = [
-            ExecutionStep("print(1)", [Stdout("1\n"), WriteFile("a.csv", b"x")]),
-            ExecutionStep("wait()", [Stdout("waiting\n"), asyncio.Event()]),
+            ScriptedExecution("print(1)", [Stdout("1\n"), WriteFile("a.csv", b"x")]),
+            ScriptedExecution("wait()", [Stdout("waiting\n"), asyncio.Event()]),
         ]
         async with ScriptedSandboxProvider(repeatable=steps) as provider:
             containers = make_containers(provider, clock)
@@ -82,8 +82,8 @@ class TestShell(HostedToolKit):
     async def subject(self) -> AsyncGenerator[ToolSubject]:
         clock = FakeClock()
         steps = [
-            ExecutionStep("ls", [Stdout("a.csv\n"), WriteFile("a.csv", b"x")]),
-            ExecutionStep("sleep 9", [Stdout("waiting\n"), asyncio.Event()]),
+            ScriptedExecution("ls", [Stdout("a.csv\n"), WriteFile("a.csv", b"x")]),
+            ScriptedExecution("sleep 9", [Stdout("waiting\n"), asyncio.Event()]),
         ]
         async with ScriptedSandboxProvider(repeatable=steps) as provider:
             containers = make_containers(provider, clock)
@@ -101,7 +101,7 @@ class TestScriptedTool(HostedToolKit):
     @pytest.fixture
     async def subject(self) -> ToolSubject:
         waits = '{"wait": true}'
-        always = [ToolAnswer(arguments=waits, wait_for=asyncio.Event()), ToolAnswer("done")]
+        always = [ScriptedToolAnswer(arguments=waits, wait_for=asyncio.Event()), ScriptedToolAnswer("done")]
         tool = ScriptedTool(repeatable=always)
         return ToolSubject(
             tool,

@@ -10,7 +10,7 @@ import pytest
 from msgspec import Raw
 
 from fumehood.models.chat_completions.chat_backend import ChatCompletionsBackend
-from fumehood.models.direct_execution import DirectExecutionModel
+from fumehood.models.direct_execution import DirectExecutionBackend
 from fumehood.models.model_settings import ModelSettings
 from fumehood.models.responses_api.responses_backend import ResponsesApiBackend
 from fumehood.models.retrying_backend import RetryingBackend
@@ -20,7 +20,7 @@ from fumehood.protocol.model_turns import ModelRequest
 from fumehood.protocol.openai.api_errors import ModelUnreachable
 from fumehood.protocol.openai.tool_specs import FunctionSpec
 from fumehood.telemetry.instrumentation import InstrumentedModelProvider
-from fumehood.telemetry.span_records import RecordDispatcher, RecordListener, SpanRecord
+from fumehood.telemetry.operation_records import RecordDispatcher, RecordListener, SpanRecord
 from fumehood.testing import ScriptedModel, ScriptedModelProvider, TurnStep, calls, says
 from fumehood.testing.fakes.fake_clock import FakeClock
 from fumehood.testing.kits.model_backend_kit import ModelBackendKit, ModelSubject
@@ -137,7 +137,7 @@ class TestDirectModel(ModelBackendKit):
     @pytest.fixture
     async def subject(self) -> ModelSubject:
         return ModelSubject(
-            backend=DirectExecutionModel(),
+            backend=DirectExecutionBackend(),
             text_request=request("direct"),
             call_request=request("direct", segment(message("```python\nprint(1)\n```"))),
         )

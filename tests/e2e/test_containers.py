@@ -19,7 +19,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from fumehood.protocol.sandbox.sandbox_errors import SandboxServerUnreachable
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
-from fumehood.sandbox_client.server_connection import SandboxConnectionSettings
+from fumehood.sandbox_client.server_connection import SandboxConnectionTimeouts
 from tests.e2e.conftest import OUTPUTS, RunningGateway, find_call, make_client, read_logs
 from tests.e2e.test_keys_and_idempotency import create_key
 from tests.support import gateway_process
@@ -116,7 +116,7 @@ def socket(tmp_path: Path) -> Iterator[Path]:
 
 
 async def list_running(path: Path) -> list[str]:
-    async with RemoteSandboxProvider(f"unix:{path}", timeouts=SandboxConnectionSettings(retries=0)) as remote:
+    async with RemoteSandboxProvider(f"unix:{path}", timeouts=SandboxConnectionTimeouts(retries=0)) as remote:
         return [info.id for info in await remote.list_sandboxes()]
 
 

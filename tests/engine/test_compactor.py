@@ -27,7 +27,7 @@ from fumehood.protocol.openai.items import CompactionItem, OutputMessage
 from fumehood.protocol.openai.response_aggregation import aggregate_events
 from fumehood.protocol.openai.responses import CreateResponse, Usage
 from fumehood.store.aes_gcm_sealer import AesGcmSealer
-from fumehood.testing import ScriptedModel, ScriptedTool, ToolAnswer, calls, says, thinks
+from fumehood.testing import ScriptedModel, ScriptedTool, ScriptedToolAnswer, calls, says, thinks
 from tests.support.conversations import hosted_call, message
 from tests.support.engine_harness import EngineHarness
 from tests.support.stream_checks import check_invariants
@@ -132,7 +132,7 @@ async def test_what_is_too_long_already_is_compacted_before_the_model_answers() 
 
 
 async def test_a_long_errand_is_compacted_on_its_way() -> None:
-    tool = ScriptedTool(ToolAnswer(LONG), ToolAnswer("short"))
+    tool = ScriptedTool(ScriptedToolAnswer(LONG), ScriptedToolAnswer("short"))
     async with ScriptedModel(
         calls("scripted", {}), says("The first call told a story."), calls("scripted", {}), says("Done.")
     ) as model:
@@ -455,7 +455,7 @@ async def converse(scripts: list[list[Any]], replayed: bool) -> None:
                 yield batch
 
     queue: list[Any] = []
-    tool = ScriptedTool(repeatable=[ToolAnswer("x" * 900)])
+    tool = ScriptedTool(repeatable=[ScriptedToolAnswer("x" * 900)])
     engine = EngineHarness(Model(), [tool])
     window: list[Any] = []
     previous: str | None = None

@@ -11,10 +11,10 @@ from fumehood.protocol.openai.stream_events import ShellCallOutputDelta, StreamE
 from fumehood.protocol.sandbox.sandbox_messages import Stdout
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.testing import (
-    ExecutionStep,
     FakeClock,
     MemoryBlobStore,
     MemoryStore,
+    ScriptedExecution,
     ScriptedModel,
     ScriptedSandboxProvider,
 )
@@ -24,7 +24,10 @@ from tests.support.engine_harness import EngineHarness, read_batches
 from tests.support.stream_checks import check_invariants
 
 SHELL = {"type": "shell", "environment": {"type": "container_auto"}}
-STEPS = (ExecutionStep("ls", [Stdout("a\n")]), ExecutionStep("sleep", [Stdout("b\n"), asyncio.Event()]))
+STEPS = (
+    ScriptedExecution("ls", [Stdout("a\n")]),
+    ScriptedExecution("sleep", [Stdout("b\n"), asyncio.Event()]),
+)
 
 
 @dataclass

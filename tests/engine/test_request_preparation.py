@@ -64,7 +64,7 @@ async def test_what_a_small_request_refers_to_is_bounded() -> None:
 
 
 async def test_a_conversation_that_grows_without_a_model_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fumehood.engine.history._MAX_BYTES", 4096)
+    monkeypatch.setattr("fumehood.engine.conversation_loader._MAX_BYTES", 4096)
     engine = EngineHarness(ScriptedModel())
     first = await engine.create(input="x" * 1800, generate=False)
     second = await engine.create(input="y" * 1800, generate=False, previous_response_id=first.id)

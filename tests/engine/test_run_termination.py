@@ -9,9 +9,9 @@ import pytest
 
 from fumehood.engine.agent_loop import LoopLimits
 from fumehood.engine.citations import find_links
-from fumehood.engine.run_event_log import LagLimits
+from fumehood.engine.run_event_log import ReaderLagLimits
 from fumehood.engine.run_service import EngineRun
-from fumehood.interfaces import Lease
+from fumehood.interfaces import ResponseLease
 from fumehood.protocol.model_turns import ModelRefusalDelta, ModelTextDelta, ModelTurnEnded
 from fumehood.protocol.openai.api_errors import (
     ApiError,
@@ -307,7 +307,7 @@ async def test_a_reader_far_behind_ends_the_run() -> None:
     model = ScriptedModel(
         [ModelTextDelta("x"), go_on, *(ModelTextDelta("x") for _ in range(100)), asyncio.Event()]
     )
-    engine = EngineHarness(model, lag_limits=LagLimits(events=10, seconds=1.0, hard_events=50))
+    engine = EngineHarness(model, lag_limits=ReaderLagLimits(events=10, seconds=1.0, hard_events=50))
     run = await engine.start()
     reader = read_batches(run)
     await anext(reader)
@@ -331,7 +331,7 @@ async def test_a_reader_a_little_behind_for_long_ends_the_run() -> None:
             never,
         ]
     )
-    engine = EngineHarness(model, lag_limits=LagLimits(events=10, seconds=30.0, hard_events=1000))
+    engine = EngineHarness(model, lag_limits=ReaderLagLimits(events=10, seconds=30.0, hard_events=1000))
     run = await engine.start()
     gates[0].set()
     await asyncio.sleep(0)
@@ -345,7 +345,7 @@ async def test_a_reader_that_catches_up_is_forgiven() -> None:
     model = ScriptedModel(
         [*(ModelTextDelta("x") for _ in range(20)), gate, *(ModelTextDelta("y") for _ in range(20))]
     )
-    engine = EngineHarness(model, lag_limits=LagLimits(events=10, seconds=30.0, hard_events=1000))
+    engine = EngineHarness(model, lag_limits=ReaderLagLimits(events=10, seconds=30.0, hard_events=1000))
     run = await engine.start()
     await asyncio.sleep(0)
     events: list[StreamEvent] = []
@@ -363,11 +363,11 @@ async def test_a_renewal_that_breaks_is_tried_again(
     run = await start_writing(engine)
     renew, renewed = engine.store.renew_leases, asyncio.Event()
 
-    async def broken(leases: Sequence[Lease]) -> Sequence[Lease]:
+    async def broken(leases: Sequence[ResponseLease]) -> Sequence[ResponseLease]:
         monkeypatch.setattr(engine.store, "renew_leases", mended)
         raise RuntimeError("a mistake of ours")
 
-    async def mended(leases: Sequence[Lease]) -> Sequence[Lease]:
+    async def mended(leases: Sequence[ResponseLease]) -> Sequence[ResponseLease]:
         renewed.set()
         return await renew(leases)
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from fumehood.interfaces import Lease, LeaseLost
+from fumehood.interfaces import ResponseLease, ResponseLeaseLost
 from fumehood.protocol.conversation import ConversationEntry
 from fumehood.protocol.openai.api_errors import ApiError, StorageCorrupted, StorageUnavailable
 from fumehood.protocol.openai.responses import Response
-from fumehood.testing import MemoryStore, ScriptedModel, ScriptedTool, ToolAnswer, calls, says
+from fumehood.testing import MemoryStore, ScriptedModel, ScriptedTool, ScriptedToolAnswer, calls, says
 from tests.support.engine_harness import EngineHarness
 
 
@@ -18,7 +18,11 @@ class Failing(MemoryStore):
     error: Exception = StorageCorrupted("A page is damaged.")
 
     async def commit_response(
-        self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[ConversationEntry]
+        self,
+        lease: ResponseLease | None,
+        tenant: str,
+        response: Response,
+        entries: Sequence[ConversationEntry],
     ) -> None:
         raise self.error
 
@@ -28,7 +32,7 @@ class Failing(MemoryStore):
     [
         (StorageCorrupted("A page is damaged."), 500, "storage_corrupted"),
         (StorageUnavailable("The disk is full."), 503, "storage_unavailable"),
-        (LeaseLost("resp_1"), 500, None),
+        (ResponseLeaseLost("resp_1"), 500, None),
         (ValueError("odd"), 500, None),
     ],
 )
@@ -38,7 +42,7 @@ async def test_whoever_waits_is_told_that_code_may_have_run(
     store = Failing()
     store.error = error
     model = ScriptedModel(calls("scripted", {}), says("Done."))
-    engine = EngineHarness(model, [ScriptedTool(repeatable=[ToolAnswer("4")])], existing_store=store)
+    engine = EngineHarness(model, [ScriptedTool(repeatable=[ScriptedToolAnswer("4")])], existing_store=store)
     with pytest.raises(ApiError) as caught:
         await engine.create(input="2 + 2", tools=[{"type": "scripted"}])
     assert caught.value.may_have_run

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fumehood.files import InputSettings
-from fumehood.files.url_fetcher import FetchedFile, UrlFetcher, UrlPassthrough, UrlRejected
+from fumehood.files.url_fetcher import FetchedFile, UrlFetcher, UrlFetchError, UrlPassthrough
 from fumehood.http_server.dns_resolver import DnsResolutionFailed, DnsResolver
 from tests.support.websites import ReceivedRequest, Reply, Website
 
@@ -33,7 +33,7 @@ def fetcher(hosts: dict[str, str] | None = None, **limits: Any) -> UrlFetcher:
 
 
 async def refusal(fetching: Awaitable[FetchedFile]) -> str:
-    with pytest.raises(UrlRejected) as caught:
+    with pytest.raises(UrlFetchError) as caught:
         await fetching
     said = str(caught.value)
     assert HERE not in said
@@ -157,7 +157,7 @@ def test_addresses_that_may_pass(url: str) -> None:
     ],
 )
 def test_addresses_that_may_not_pass(url: str) -> None:
-    with pytest.raises(UrlRejected):
+    with pytest.raises(UrlFetchError):
         UrlPassthrough(InputSettings()).check(url)
 
 

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from fumehood.http_server.json_errors import find_lone_surrogate
+from fumehood.http_server.json_decode_errors import find_lone_surrogate
 from fumehood.protocol.openai.responses import CreateResponse
 from fumehood.testing import ScriptedModel, says
 from tests.support.engine_harness import EngineHarness

@@ -13,8 +13,8 @@ from fumehood.gateway import gateway_metrics
 from fumehood.gateway.authentication import AnonymousAuthenticator, ApiKeyAuthenticator
 from fumehood.gateway.gateway_metrics import EventLoopLagMonitor, GatewayMetrics
 from fumehood.gateway.request_limiter import RequestLimiter
+from fumehood.gateway_stats import BucketHistogram
 from fumehood.interfaces import Caller
-from fumehood.metrics import BucketHistogram
 from fumehood.protocol.api_keys import ApiKeyLimits
 from fumehood.protocol.openai.api_errors import RateLimited, ServiceUnavailable
 from fumehood.protocol.openai.items import CompactionItem

@@ -10,7 +10,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from fumehood import __version__
-from fumehood.gateway import request_context
+from fumehood.gateway import gateway_exchange
 from fumehood.protocol.openai.api_errors import (
     ModelRateLimited,
     ModelUnreachable,
@@ -387,7 +387,7 @@ async def test_a_second_stop_is_at_once() -> None:
 @pytest.mark.parametrize("size", [1, 10_000], ids=["stops", "drips"])
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/files"])
 async def test_a_body_that_stops_or_drips(path: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_context, "_BODY_TIMEOUT", 0.2)
+    monkeypatch.setattr(gateway_exchange, "_BODY_TIMEOUT", 0.2)
     kind = "application/json" if path == "/v1/responses" else form_type()["content-type"]
     async with run_gateway() as gateway, gateway.open_connection() as (reader, writer):
         writer.write(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from fumehood.engine.run_event_log import LagLimits
+from fumehood.engine.run_event_log import ReaderLagLimits
 from fumehood.gateway import idempotency
 from fumehood.interfaces import IdempotencyClaim
 from fumehood.protocol.openai.api_errors import InternalServerError, InvalidRequest, ModelUnreachable
@@ -422,7 +422,7 @@ async def test_a_slow_reader_is_dropped_and_the_others_go_on(monkeypatch: pytest
     monkeypatch.setattr(idempotency, "_MAX_REPLAY_BYTES", 1 << 20)
     async with run_gateway() as gateway:
         first_events(gateway)
-        gateway.runs.lag_limits = LagLimits(events=4, hard_events=8)
+        gateway.runs.lag_limits = ReaderLagLimits(events=4, hard_events=8)
         request: dict[str, Any] = {"stream": True, "headers": idempotency_header("slow")}
         async with (
             gateway.post_response(**request) as (slow, writer),
@@ -453,7 +453,7 @@ async def test_a_slow_reader_is_dropped_and_the_others_go_on(monkeypatch: pytest
 async def test_a_run_whose_only_reader_is_too_slow_ends() -> None:
     async with run_gateway() as gateway:
         first_events(gateway)
-        gateway.runs.lag_limits = LagLimits(events=4, hard_events=8)
+        gateway.runs.lag_limits = ReaderLagLimits(events=4, hard_events=8)
         request: dict[str, Any] = {"stream": True, "store": False, "headers": idempotency_header("slow")}
         async with gateway.post_response(**request) as (slow, writer):
             await slow.readuntil(b"response.content_part.added")

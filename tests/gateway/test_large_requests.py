@@ -9,11 +9,11 @@ import pytest
 from msgspec import Raw
 
 from fumehood.cpu_worker import WORKER_THRESHOLD_BYTES, run_in_worker
-from fumehood.engine import compaction_budget, token_counter, truncation
+from fumehood.engine import compaction_plan, context_truncation, token_counter
 from fumehood.engine.token_counter import estimate_entry
 from fumehood.files.input_file_loader import InputFileLoader
 from fumehood.gateway import idempotency
-from fumehood.gateway.request_context import RequestContext
+from fumehood.gateway.gateway_exchange import GatewayExchange
 from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.interfaces import Caller
 from fumehood.protocol.conversation import ConversationEntry
@@ -130,7 +130,7 @@ async def test_what_is_too_long_is_looked_at_beside_the_loop(
         looked.append(threading.get_ident() != here or len(entry.raw) < WORKER_THRESHOLD_BYTES)
         return estimate_entry(entry)
 
-    for module in (token_counter, truncation, compaction_budget):
+    for module in (token_counter, context_truncation, compaction_plan):
         monkeypatch.setattr(module, "estimate_entry", looking)
     # The last message is compacted, too, once it is answered.
     answers = [says("a summary"), says("yes"), says("a summary")]
@@ -350,7 +350,7 @@ async def test_a_long_answer_waits_for_its_reader_piece_by_piece(size: int) -> N
         return {"type": "http.disconnect"}
 
     scope: Any = {"method": "GET", "path": "/", "query_string": b"", "headers": ()}
-    await RequestContext(scope, receive, send).respond(body)
+    await GatewayExchange(scope, receive, send).respond(body)
     pieces = [part["body"] for part in parts[1:]]
     assert b"".join(pieces) == body
     assert max(map(len, pieces)) <= 256 << 10

@@ -12,7 +12,7 @@ import pytest
 from fumehood.http_server.asgi_exchange import Application, AsgiExchange, Headers, Receive, Scope, Send
 from fumehood.http_server.listening_sockets import ListenAddress, listen
 from fumehood.http_server.uvicorn_websocket import make_websocket_protocol
-from fumehood.http_server.web_server import FileDescriptorLimit, WebServer, render_error_response
+from fumehood.http_server.web_server import FileDescriptorGuard, WebServer, render_error_response
 
 PATIENCE = 30
 REQUEST = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -130,14 +130,14 @@ async def test_a_machine_that_confirms_nothing_is_noticed_by_the_kernel() -> Non
     ("limit", "last"), [(-1, 1 << 20), (64, 55), (1024, 959), (1 << 20, (1 << 20) - 65), (44, 35)]
 )
 def test_some_descriptors_are_reserved(limit: int, last: int) -> None:
-    descriptors = FileDescriptorLimit(lambda: limit)
+    descriptors = FileDescriptorGuard(lambda: limit)
     assert not descriptors.rejects(last)
     assert descriptors.rejects(last + 1) == (limit > 0)
 
 
 def test_rejections_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    descriptors = FileDescriptorLimit(lambda: 64, lambda: now[0])
+    descriptors = FileDescriptorGuard(lambda: 64, lambda: now[0])
     with caplog.at_level(logging.WARNING):
         for now[0] in (0.0, 1.0, 59.0, 60.0, 61.0):
             assert descriptors.rejects(60)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from fumehood.message_parts.canonical_parts import Json, TextPart, ToolCallPart, ToolCallResponsePart
 from fumehood.message_parts.conversion import StreamAssembler
 from fumehood.message_parts.json_paths import is_same_json
+from fumehood.message_parts.otel_parts import to_representation
 from fumehood.message_parts.partial_items import parse_partial_json
-from fumehood.message_parts.representations import to_representation
 from fumehood.message_parts.validation import validate
 from fumehood.message_parts.vendors import VENDORS
 from tests.support import xai_chat_chunks

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from inline_snapshot import snapshot
 from msgspec import Raw
 
-from fumehood.models.direct_execution import DirectExecutionModel
+from fumehood.models.direct_execution import DirectExecutionBackend
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
 from fumehood.protocol.model_turns import (
     AnyModelEvent,
@@ -35,7 +35,7 @@ def request(*entries: ConversationEntry, **more: object) -> ModelRequest:
 
 
 async def turn(model_request: ModelRequest) -> list[AnyModelEvent]:
-    return [event async for batch in DirectExecutionModel().stream(model_request) for event in batch]
+    return [event async for batch in DirectExecutionBackend().stream(model_request) for event in batch]
 
 
 async def code(text: str) -> str | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fumehood.metrics import ModelStats
+from fumehood.gateway_stats import ModelStats
 from fumehood.models.model_settings import ModelSettings
 from fumehood.models.registry import ModelRegistry, ModelRoute, open_model_registry
 from fumehood.protocol.model_turns import ModelCard, ModelRequest, ModelTextDelta

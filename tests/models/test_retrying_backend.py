@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from fumehood.metrics import ModelStats
+from fumehood.gateway_stats import ModelStats
 from fumehood.models.chat_completions.chat_backend import ChatCompletionsBackend
 from fumehood.models.model_settings import ModelSettings
 from fumehood.models.retrying_backend import RetryingBackend

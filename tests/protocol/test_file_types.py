@@ -12,7 +12,7 @@ import pytest
 from fumehood.protocol.file_types import (
     DEFAULT_ACCEPTED,
     HEAD_BYTES,
-    AcceptedFileTypes,
+    UploadFileTypes,
     file_extension,
     media_type_for_name,
 )
@@ -46,7 +46,7 @@ ZIP = _zip()
 
 def accepts(name: str, content: bytes, *more: str) -> bool:
     try:
-        AcceptedFileTypes(more).check(name, content[:HEAD_BYTES])
+        UploadFileTypes(more).check(name, content[:HEAD_BYTES])
     except InvalidRequest as refused:
         return (refused.param, refused.wire_code) != ("file", "unsupported_file")
     return True
@@ -127,7 +127,7 @@ def test_more_may_be_accepted() -> None:
 
 def test_a_refusal_says_what_is_accepted() -> None:
     with pytest.raises(InvalidRequest) as refused:
-        AcceptedFileTypes().check("a.e\u202exe", b"")
+        UploadFileTypes().check("a.e\u202exe", b"")
     assert "'.e\ufffdxe'" in refused.value.message
     assert "csv" in refused.value.message
 

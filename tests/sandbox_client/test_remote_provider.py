@@ -33,16 +33,16 @@ from fumehood.sandbox_client.remote_provider import RemoteSandbox, RemoteSandbox
 from fumehood.sandbox_client.server_connection import (
     SandboxConnectError,
     SandboxConnectionLost,
-    SandboxConnectionSettings,
+    SandboxConnectionTimeouts,
     SandboxReadTimeout,
 )
-from fumehood.testing import ExecutionStep, SandboxAction, ScriptedSandboxProvider
+from fumehood.testing import SandboxAction, ScriptedExecution, ScriptedSandboxProvider
 from fumehood.testing.kits.assertions import assert_each_raises
 from tests.support.relay import relay
 from tests.support.sandbox_http import ProviderServer, ServerBehaviour, serve_provider
 
 TOKEN = "s3cret-t0ken"
-HASTY = SandboxConnectionSettings(response=5, read=5, retries=3, backoff=0)
+HASTY = SandboxConnectionTimeouts(response=5, read=5, retries=3, backoff=0)
 OK = ExecutionEnd(status="ok", exit_code=0, duration_ms=1, state_kept=True)
 
 
@@ -54,7 +54,7 @@ async def create_sandbox(remote: RemoteSandboxProvider) -> RemoteSandbox:
 async def scripted_server(
     *actions: SandboxAction, behaviour: ServerBehaviour | None = None
 ) -> AsyncGenerator[tuple[ScriptedSandboxProvider, ProviderServer]]:
-    async with ScriptedSandboxProvider(repeatable=[ExecutionStep(None, actions)]) as provider:
+    async with ScriptedSandboxProvider(repeatable=[ScriptedExecution(None, actions)]) as provider:
         await provider.create(SandboxSpec(), "one")
         async with serve_provider(provider, behaviour) as server:
             yield provider, server
@@ -121,7 +121,7 @@ def test_events_come_once_each_however_connections_break(
     async def run() -> None:
         events: list[ExecutionEvent] = [*(Stdout(text) for text in texts), OK]
         behaviour = ServerBehaviour(chunk_size=chunk_size, blank_lines=blank_lines)
-        timeouts = SandboxConnectionSettings(retries=len(cuts) + 2, backoff=0)
+        timeouts = SandboxConnectionTimeouts(retries=len(cuts) + 2, backoff=0)
         async with (
             scripted_server(*events, behaviour=behaviour) as (provider, server),
             relay(server.port, reset=reset) as proxy,
@@ -146,7 +146,7 @@ async def test_long_output_through_a_network_that_cuts_everywhere(reset: bool) -
         scripted_server(*events) as (provider, server),
         relay(server.port, reset=reset) as proxy,
         RemoteSandboxProvider(
-            f"http://127.0.0.1:{proxy.port}", timeouts=SandboxConnectionSettings(retries=30, backoff=0)
+            f"http://127.0.0.1:{proxy.port}", timeouts=SandboxConnectionTimeouts(retries=30, backoff=0)
         ) as remote,
     ):
         sandbox = await create_sandbox(remote)
@@ -211,7 +211,7 @@ async def test_a_server_that_starts_late_is_waited_for() -> None:
 
 async def test_the_server_ends_in_mid_stream() -> None:
     go = asyncio.Event()
-    provider = ScriptedSandboxProvider(repeatable=[ExecutionStep(None, [Stdout("first"), go])])
+    provider = ScriptedSandboxProvider(repeatable=[ScriptedExecution(None, [Stdout("first"), go])])
     await provider.create(SandboxSpec(), "one")
     async with serve_provider(provider) as server:
         remote = RemoteSandboxProvider(server.url, timeouts=HASTY)
@@ -252,7 +252,7 @@ async def test_a_silent_stream_is_taken_up_again_and_then_given_up() -> None:
         await reader.read()
 
     async with raw_server(serve) as url:
-        timeouts = SandboxConnectionSettings(response=5, read=0.1, retries=2, backoff=0)
+        timeouts = SandboxConnectionTimeouts(response=5, read=0.1, retries=2, backoff=0)
         async with RemoteSandboxProvider(url, timeouts=timeouts) as remote:
             sandbox = RemoteSandbox(remote.connection, "one")
             with pytest.raises(SandboxReadTimeout, match="stopped answering"):
@@ -343,7 +343,7 @@ async def test_a_slow_server_is_waited_for() -> None:
 
     async with (
         raw_server(serve) as url,
-        RemoteSandboxProvider(url, timeouts=SandboxConnectionSettings(read=0.2, retries=0)) as remote,
+        RemoteSandboxProvider(url, timeouts=SandboxConnectionTimeouts(read=0.2, retries=0)) as remote,
     ):
         sandbox = RemoteSandbox(remote.connection, "one")
         (end,) = [event async for event in sandbox.execute(ExecuteRequest(code="x"))]

@@ -15,7 +15,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     Stdout,
 )
 from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
-from fumehood.sandbox_client.server_connection import SandboxConnectionSettings
+from fumehood.sandbox_client.server_connection import SandboxConnectionTimeouts
 from tests.support.relay import relay
 from tests.support.sandbox_runs import settings
 from tests.support.sandbox_server import run_server
@@ -38,7 +38,7 @@ async def test_events_come_once_each_through_a_network_that_cuts() -> None:
         run_server(settings(preload=())) as server,
         relay(int(server.where.rpartition(":")[2])) as wire,
         RemoteSandboxProvider(
-            f"http://127.0.0.1:{wire.port}", timeouts=SandboxConnectionSettings(retries=30, backoff=0)
+            f"http://127.0.0.1:{wire.port}", timeouts=SandboxConnectionTimeouts(retries=30, backoff=0)
         ) as remote,
     ):
         sandbox = await remote.attach(await remote.create(SandboxSpec()))
@@ -64,7 +64,7 @@ async def _endless() -> AsyncGenerator[bytes]:
 async def test_uploads_that_are_refused_half_way_are_told_why() -> None:
     async with (
         run_server(settings(preload=(), file_bytes=5 << 20)) as server,
-        RemoteSandboxProvider(server.where, timeouts=SandboxConnectionSettings(retries=0)) as remote,
+        RemoteSandboxProvider(server.where, timeouts=SandboxConnectionTimeouts(retries=0)) as remote,
     ):
         ref = await remote.create(SandboxSpec())
         sandbox = await remote.attach(ref)
@@ -85,7 +85,7 @@ async def test_signs_of_life_keep_a_silent_call_alive() -> None:
     async with (
         run_server(settings(preload=()), keepalive_seconds=0.05) as server,
         RemoteSandboxProvider(
-            server.where, timeouts=SandboxConnectionSettings(read=0.4, retries=0)
+            server.where, timeouts=SandboxConnectionTimeouts(read=0.4, retries=0)
         ) as remote,
     ):
         sandbox = await remote.attach(await remote.create(SandboxSpec()))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fumehood.interfaces import Lease, LeaseLost
-from fumehood.metrics import StoreStats
+from fumehood.gateway_stats import StoreStats
+from fumehood.interfaces import ResponseLease, ResponseLeaseLost
 from fumehood.protocol.openai.api_errors import ServiceUnavailable, StorageUnavailable
 from fumehood.store.database import Database
 from fumehood.store.migrations import MIGRATIONS, Migration, StoreOpenError, migrate
@@ -328,7 +328,7 @@ async def test_what_could_not_end_has_failed_once_its_lease_ran_out(database: Da
     found = await store.get_response("tenant", refused.response.id)
     assert found is not None
     assert found.status == "failed"
-    with pytest.raises(LeaseLost):
+    with pytest.raises(ResponseLeaseLost):
         await refused.complete(lease)
 
 
@@ -345,7 +345,7 @@ async def test_what_could_neither_begin_nor_end_is_forgotten(database: Database)
     clock.advance(31)
     assert await store.fail_orphaned_responses() == 0
     assert await store.get_response("tenant", refused.response.id) is None
-    with pytest.raises(LeaseLost):
+    with pytest.raises(ResponseLeaseLost):
         await refused.complete(lease)
 
 
@@ -358,7 +358,7 @@ async def test_while_the_file_is_full_nothing_is_begun(database: Database, store
     await store.check_writable()  # small writes still succeed
     await database.write(lambda db: db.execute("PRAGMA query_only = ON") and None)  # no write succeeds
     with pytest.raises(StorageUnavailable):
-        await refused.complete(Lease(refused.response.id, 1))
+        await refused.complete(ResponseLease(refused.response.id, 1))
     with pytest.raises(StorageUnavailable) as caught:
         await store.check_writable()
     assert caught.value.retry_after

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from fumehood.interfaces import LeaseLost
+from fumehood.interfaces import ResponseLeaseLost
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.responses import Response
 from fumehood.store import response_rows
@@ -33,7 +33,7 @@ async def test_what_ran_when_the_process_ended_has_failed(path: Path, store: Sql
     assert found is not None
     assert found.error is not None
     assert (found.status, found.error.code) == ("failed", "server_error")
-    with pytest.raises(LeaseLost):
+    with pytest.raises(ResponseLeaseLost):
         await again.commit_response(lease, "tenant", one.response, one.entries)
     assert list_user_texts(await again.get_conversation("tenant", before.id)) == ["before"]
     await again.close()

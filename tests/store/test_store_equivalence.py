@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from fumehood.interfaces import Lease, LeaseLost, Store
+from fumehood.interfaces import ResponseLease, ResponseLeaseLost, Store
 from fumehood.protocol.conversation import ConversationEntry
 from fumehood.protocol.openai.responses import Response
 from fumehood.store import response_rows
@@ -31,7 +31,7 @@ DEEPEST_FORK = response_rows.MAX_FORK_DEPTH
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 type Name = tuple[str, str]
-type Running = tuple[Name, Response, list[Lease]]
+type Running = tuple[Name, Response, list[ResponseLease]]
 
 words = st.lists(st.text(max_size=5), max_size=2)
 
@@ -77,7 +77,7 @@ class Stores(RuleBasedStateMachine):
         response.output = []
         self.known.append((tenant, response.id))
 
-        async def begin() -> list[Lease]:
+        async def begin() -> list[ResponseLease]:
             leases = [await store.begin_response(tenant, response) for store in self.both]
             if written:
                 assert await self.sqlite.fail_orphaned_responses() == 0
@@ -99,10 +99,10 @@ class Stores(RuleBasedStateMachine):
         response.status = "completed"
         self.entries += entries
 
-        async def is_lease_lost(store: Store, lease: Lease) -> bool:
+        async def is_lease_lost(store: Store, lease: ResponseLease) -> bool:
             try:
                 await store.commit_response(lease, name[0], response, entries)
-            except LeaseLost:
+            except ResponseLeaseLost:
                 return True
             return False
 

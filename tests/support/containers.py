@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from fumehood.containers.container_handle import ContainerHandle
 from fumehood.containers.container_service import SandboxContainerService
 from fumehood.containers.container_state import ContainerSettings
+from fumehood.gateway_stats import ContainerStats
 from fumehood.interfaces import Caller, CollectedFiles, ExecutionStarted, SandboxRef
-from fumehood.metrics import ContainerStats
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord, ContainerSpec
 from fumehood.protocol.sandbox.sandbox_messages import (
     ExecuteRequest,
@@ -19,10 +19,10 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 )
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.testing import (
-    ExecutionStep,
     FakeClock,
     MemoryBlobStore,
     MemoryStore,
+    ScriptedExecution,
     ScriptedSandbox,
     ScriptedSandboxProvider,
 )
@@ -130,7 +130,7 @@ async def settle() -> None:
 
 @asynccontextmanager
 async def container_harness(
-    *steps: ExecutionStep, settings: ContainerSettings | None = None, capacity: int = 256
+    *steps: ScriptedExecution, settings: ContainerSettings | None = None, capacity: int = 256
 ) -> AsyncGenerator[ContainerHarness]:
     async with ScriptedSandboxProvider(*steps, capacity=capacity) as provider:
         yield ContainerHarness(provider, settings or ContainerSettings())

@@ -8,11 +8,11 @@ from msgspec import Raw
 
 from fumehood.interfaces import (
     Caller,
+    CompactedToolState,
     ConfiguredTool,
     ToolCallContext,
     ToolCallResult,
     ToolCallStep,
-    ToolStateSnapshot,
 )
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
 from fumehood.protocol.openai.ids import new_id
@@ -77,7 +77,7 @@ class EchoTool:
         caller: Caller,
         past: Sequence[ConversationSegment],
         kept_items: Sequence[ConversationEntry] = (),
-    ) -> ToolStateSnapshot | None:
+    ) -> CompactedToolState | None:
         return None
 
 

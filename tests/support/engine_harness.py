@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from fumehood.engine.agent_loop import LoopLimits
-from fumehood.engine.run_event_log import LagLimits
+from fumehood.engine.run_event_log import ReaderLagLimits
 from fumehood.engine.run_service import EngineRun, EngineRunService
+from fumehood.gateway_stats import GatewayStats
 from fumehood.interfaces import AttachmentLoader, Caller, HostedTool, Run, Sealer
-from fumehood.metrics import GatewayStats
 from fumehood.protocol.openai.items import OutputMessage, OutputText, ProducedFile
 from fumehood.protocol.openai.responses import CreateResponse, Response, Usage
 from fumehood.protocol.openai.stream_events import StreamEvent
@@ -30,7 +30,7 @@ class EngineHarness:
     model: ScriptedModel
     tools: Sequence[HostedTool] = ()
     limits: LoopLimits = field(default_factory=LoopLimits)
-    lag_limits: LagLimits = field(default_factory=LagLimits)
+    lag_limits: ReaderLagLimits = field(default_factory=ReaderLagLimits)
     disabled_tools: frozenset[str] = frozenset()
     clock: FakeClock = field(default_factory=FakeClock)
     sealer: Sealer = field(default_factory=PlainSealer)

@@ -34,7 +34,13 @@ from fumehood.protocol.openai.stream_events import StreamEvent
 from fumehood.protocol.openai.tool_specs import ToolSpec, parse_tool
 from fumehood.sandbox_client.local_provider import LocalServerSettings
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
-from fumehood.testing import ExecutionStep, FakeClock, MemoryBlobStore, MemoryStore, ScriptedSandboxProvider
+from fumehood.testing import (
+    FakeClock,
+    MemoryBlobStore,
+    MemoryStore,
+    ScriptedExecution,
+    ScriptedSandboxProvider,
+)
 from fumehood.testing.kits.hosted_tool_kit import run_call
 from fumehood.tools.code_interpreter_tool import CodeInterpreterTool, ConfiguredCodeInterpreter
 from fumehood.tools.interpreter_call import CodeInterpreterToolSettings
@@ -215,7 +221,7 @@ def local_server_settings(**changes: Any) -> LocalServerSettings:
 
 @asynccontextmanager
 async def run_scripted(
-    *steps: ExecutionStep,
+    *steps: ScriptedExecution,
     settings: CodeInterpreterToolSettings | None = None,
     containers: ContainerSettings | None = None,
     capacity: int = 256,

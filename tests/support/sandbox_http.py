@@ -14,11 +14,11 @@ from aiohttp import web
 
 from fumehood.interfaces import SandboxProvider, SandboxRef
 from fumehood.protocol.sandbox.sandbox_errors import (
-    FileNotFound,
     FileRefused,
     InvalidSandboxRequest,
     InvalidServerToken,
     SandboxError,
+    SandboxFileNotFound,
     SandboxPayloadTooLarge,
     to_sandbox_error_body,
 )
@@ -31,7 +31,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     SandboxSpec,
 )
 
-OUTCOMES: dict[type[SandboxError], int] = {FileNotFound: 1, FileRefused: 2, SandboxPayloadTooLarge: 3}
+OUTCOMES: dict[type[SandboxError], int] = {SandboxFileNotFound: 1, FileRefused: 2, SandboxPayloadTooLarge: 3}
 
 type Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

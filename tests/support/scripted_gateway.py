@@ -12,8 +12,8 @@ import aiohttp
 import msgspec
 
 from fumehood.containers.container_service import SandboxContainerService
-from fumehood.engine.run_event_log import EventLog, LagLimits
-from fumehood.files.uploaded_files import UploadedFiles
+from fumehood.engine.run_event_log import EventLog, ReaderLagLimits
+from fumehood.files.upload_file_service import UploadFileService
 from fumehood.gateway.app import Gateway
 from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.gateway.server import GatewayServer
@@ -141,7 +141,7 @@ class ScriptedRun:
         self,
         response: Response,
         batches: Sequence[Sequence[StreamEvent]],
-        lag_limits: LagLimits | None = None,
+        lag_limits: ReaderLagLimits | None = None,
         retain_bytes: int = 0,
     ) -> None:
         self.response = response
@@ -150,7 +150,7 @@ class ScriptedRun:
         self._emitted_count = 0
         self.log = _FallibleLog(
             recording=True,
-            limits=lag_limits or LagLimits(),
+            limits=lag_limits or ReaderLagLimits(),
             monotonic=perf_counter,
             on_overrun=lambda: self.cancel("its events were not read"),
             retain_bytes=retain_bytes,
@@ -232,7 +232,7 @@ class ScriptedRuns:
         self.script: Script = _hello
         self.rejection: Exception | None = None
         self.refers_to = 0  # bytes that every request makes us read
-        self.lag_limits = LagLimits()
+        self.lag_limits = ReaderLagLimits()
         self.started = asyncio.Event()
         self.stubborn = False  # drains only when it is cancelled
         self.draining = asyncio.Event()
@@ -277,7 +277,7 @@ class ScriptedContainerFiles(SandboxContainerService):
     def __init__(self, store: MemoryStore, clock: FakeClock) -> None:
         blobs = GarbageCollectedBlobs(MemoryBlobStore(), store)
         super().__init__(
-            ScriptedSandboxProvider(), store, blobs, clock, uploads=UploadedFiles(store, blobs, clock)
+            ScriptedSandboxProvider(), store, blobs, clock, uploads=UploadFileService(store, blobs, clock)
         )
         self.reset()
 
@@ -448,7 +448,7 @@ async def run_gateway(
         "store": store,
         "models": ListedModels(),
         "containers": files,
-        "files": UploadedFiles(store, GarbageCollectedBlobs(MemoryBlobStore(), store), FakeClock()),
+        "files": UploadFileService(store, GarbageCollectedBlobs(MemoryBlobStore(), store), FakeClock()),
     }
     options.setdefault(
         "limits", RequestLimiter(ApiKeyLimits(body_bytes=body_bytes), max_concurrent=max_concurrent)

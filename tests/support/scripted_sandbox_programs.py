@@ -11,8 +11,8 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 )
 from fumehood.testing import (
     DeleteFile,
-    ExecutionStep,
     SandboxAction,
+    ScriptedExecution,
     ScriptedSandbox,
     ScriptedSandboxProvider,
     WriteFile,
@@ -65,5 +65,5 @@ def _actions_by_program() -> dict[str, list[SandboxAction]]:
 
 def make_scripted_sandboxes() -> ScriptedSandboxProvider:
     programs: dict[str, str] = {**sandbox_kit.PYTHON_PROGRAMS, **container_subject.PYTHON_PROGRAMS}
-    steps = [ExecutionStep(programs[name], actions) for name, actions in _actions_by_program().items()]
+    steps = [ScriptedExecution(programs[name], actions) for name, actions in _actions_by_program().items()]
     return ScriptedSandboxProvider(repeatable=steps)

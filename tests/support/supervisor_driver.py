@@ -26,7 +26,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     SandboxSpec,
 )
 from fumehood.sandbox_server.settings import SandboxServerSettings
-from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
+from fumehood.sandbox_server.supervisor.local_sandbox_adapter import LocalSandboxAdapter
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 
@@ -78,7 +78,7 @@ class SupervisorDriver:
         request = ExecuteRequest(
             code=code, timeout_seconds=timeout, requirements=requirements, language=language
         )
-        async for event in InProcessSandbox(self._find(sandbox)).execute(request):
+        async for event in LocalSandboxAdapter(self._find(sandbox)).execute(request):
             write_message({"id": number, "event": msgspec.to_builtins(event)})
 
     async def do_interrupt(self, number: int, sandbox: str) -> None:
@@ -117,8 +117,8 @@ class SupervisorDriver:
         return [] if cgroup is None else await asyncio.to_thread(cgroup.processes)
 
     async def do_info(self, number: int) -> dict[str, Any]:
-        tree = self._supervisor._host_resources.cgroup_tree  # pyright: ignore[reportPrivateUsage]
-        users = self._supervisor._host_resources.uid_range  # pyright: ignore[reportPrivateUsage]
+        tree = self._supervisor._resource_allocator.cgroup_tree  # pyright: ignore[reportPrivateUsage]
+        users = self._supervisor._resource_allocator.uid_range  # pyright: ignore[reportPrivateUsage]
         return {
             "supervisor": os.getpid(),
             "zygote": self._supervisor.zygote.pid,

@@ -4,7 +4,7 @@ import gc
 from array import array
 
 from fumehood.protocol.model_turns import ModelRequest
-from fumehood.telemetry.span_records import SpanRecord, TurnRecord
+from fumehood.telemetry.operation_records import SpanRecord, TurnRecord
 
 
 def start_turn(request: ModelRequest, server: tuple[str, int] | None = None) -> TurnRecord:

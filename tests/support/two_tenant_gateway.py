@@ -12,7 +12,7 @@ from fumehood.containers.container_service import SandboxContainerService
 from fumehood.containers.container_state import ContainerSettings
 from fumehood.engine.run_service import EngineRunService
 from fumehood.files.input_file_loader import InputFileLoader
-from fumehood.files.uploaded_files import UploadedFiles
+from fumehood.files.upload_file_service import UploadFileService
 from fumehood.gateway.authentication import AnonymousAuthenticator, ApiKeyAuthenticator
 from fumehood.interfaces import Store
 from fumehood.protocol.api_keys import (
@@ -32,9 +32,9 @@ from fumehood.store.aes_gcm_sealer import AesGcmSealer, load_or_create_keys
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.store.sqlite_store import SqliteStore
 from fumehood.testing import (
-    ExecutionStep,
     FakeClock,
     MemoryBlobStore,
+    ScriptedExecution,
     ScriptedModel,
     ScriptedModelProvider,
     ScriptedSandboxProvider,
@@ -110,7 +110,7 @@ class TenantGateway:
     ben: TenantClient
     runs: EngineRunService
     containers: SandboxContainerService
-    files: UploadedFiles
+    files: UploadFileService
     sandboxes: ScriptedSandboxProvider
     blobs: MemoryBlobStore
 
@@ -158,11 +158,11 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[TenantG
     clock = FakeClock()
     database = directory / "tenants.db"
     store = await SqliteStore.open(database)
-    steps = [ExecutionStep(None, [Stdout(text="made\n"), WriteFile("made.txt", b"content")])] * _MANY
+    steps = [ScriptedExecution(None, [Stdout(text="made\n"), WriteFile("made.txt", b"content")])] * _MANY
     sandboxes = ScriptedSandboxProvider(*steps)
     contents = MemoryBlobStore()
     blobs = GarbageCollectedBlobs(contents, store)
-    files = UploadedFiles(store, blobs, clock)
+    files = UploadFileService(store, blobs, clock)
     containers = SandboxContainerService(
         sandboxes,
         store,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fumehood.files.uploaded_files import UploadedFiles, UploadSettings
+from fumehood.files.upload_file_service import UploadFileService, UploadSettings
 from fumehood.store.disk_blob_store import DiskBlobStore
 from fumehood.store.garbage_collected_blobs import GarbageCollectedBlobs
 from fumehood.store.sqlite_store import SqliteStore
@@ -21,7 +21,7 @@ class UploadGateway:
     gateway: ScriptedGateway
     store: SqliteStore
     blobs: GarbageCollectedBlobs
-    files: UploadedFiles
+    files: UploadFileService
     clock: FakeClock
     directory: Path
 
@@ -43,7 +43,7 @@ async def run_upload_gateway(
     store = await SqliteStore.open(directory / "files.db")
     blobs = GarbageCollectedBlobs(DiskBlobStore(blobs_directory, await store.get_database_id()), store)
     chosen = settings or UploadSettings()
-    files = UploadedFiles(store, blobs, clock, chosen)
+    files = UploadFileService(store, blobs, clock, chosen)
     try:
         async with run_gateway(files=files, max_file_bytes=chosen.file_bytes, **options) as gateway:
             yield UploadGateway(gateway, store, blobs, files, clock, blobs_directory)

@@ -29,14 +29,14 @@ from fumehood.protocol.model_turns import (
 from fumehood.protocol.openai.items import CodeInterpreterCall, CodeInterpreterLogs
 from fumehood.protocol.openai.responses import CreateResponse, IncompleteDetails, Response
 from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
-from fumehood.telemetry.content_capture import ContentCapture, ProfileName
+from fumehood.telemetry.content_capture import ContentRecorder, ProfileName
+from fumehood.telemetry.operation_records import RunRecord, SpanRecord, ToolCallRecord, TurnRecord
 from fumehood.telemetry.semantic_conventions import (
     INPUT_MESSAGES,
     OUTPUT_MESSAGES,
     SYSTEM_INSTRUCTIONS,
     TOOL_DEFINITIONS,
 )
-from fumehood.telemetry.span_records import RunRecord, SpanRecord, ToolCallRecord, TurnRecord
 from tests.support.turn_records import start_turn
 
 OTEL = Path(__file__).parents[3] / "shared" / "reference" / "otel"
@@ -95,7 +95,7 @@ def turn(events: list[AnyModelEvent], *entries: ConversationEntry, **more: Any) 
 
 
 def capture_content(record: SpanRecord, profile: ProfileName = "option2", **settings: Any) -> dict[str, Any]:
-    ContentCapture(profile, in_events=True, **settings).on_end(record)
+    ContentRecorder(profile, in_events=True, **settings).on_end(record)
     assert json.loads(json.dumps(record.content)) == record.content
     return record.content
 
@@ -284,5 +284,5 @@ def test_content_too_large_to_read_is_marked_as_missing(input_items: Any) -> Non
 
 def test_no_content_is_captured_for_an_unsampled_span() -> None:
     record = run()
-    ContentCapture().on_end(record)
+    ContentRecorder().on_end(record)
     assert record.content == {}

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fumehood.engine.run_service import EngineRunService
+from fumehood.gateway_stats import BucketHistogram
 from fumehood.interfaces import Caller, HostedTool, RunService
-from fumehood.metrics import BucketHistogram
 from fumehood.protocol.model_turns import AnyModelEvent, ModelRequest
 from fumehood.protocol.openai.responses import CreateResponse, Response
 from fumehood.telemetry.instrumentation import (
@@ -22,8 +22,7 @@ from fumehood.telemetry.instrumentation import (
     InstrumentedModelProvider,
     InstrumentedRunService,
 )
-from fumehood.telemetry.semantic_conventions import DURATION_BUCKETS
-from fumehood.telemetry.span_records import (
+from fumehood.telemetry.operation_records import (
     RecordDispatcher,
     RecordListener,
     RunRecord,
@@ -31,6 +30,7 @@ from fumehood.telemetry.span_records import (
     ToolCallRecord,
     TurnRecord,
 )
+from fumehood.telemetry.semantic_conventions import DURATION_BUCKETS
 from fumehood.testing import (
     FakeClock,
     MemoryStore,
@@ -40,7 +40,7 @@ from fumehood.testing import (
     calls,
     says,
 )
-from fumehood.timings import start_timing
+from fumehood.timed_steps import start_timing
 from tests.support.echo_tool import EchoTool
 from tests.support.engine_harness import ECHO, make_usage, read_batches
 from tests.support.turn_records import live_records, start_turn
@@ -237,7 +237,9 @@ async def test_a_failing_listener_is_logged_and_others_are_called(caplog: pytest
     )
     assert len(listener.ended) == 4
     lines = [
-        record.getMessage() for record in caplog.records if record.name == "fumehood.telemetry.span_records"
+        record.getMessage()
+        for record in caplog.records
+        if record.name == "fumehood.telemetry.operation_records"
     ]
     assert len(lines) == 8
     assert all("RuntimeError at " in line and "secret" not in line for line in lines)

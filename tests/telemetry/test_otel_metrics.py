@@ -9,11 +9,16 @@ from opentelemetry.sdk.metrics.export import AggregationTemporality, Histogram, 
 from fumehood.protocol.model_turns import ModelRequest, ModelTurnEnded
 from fumehood.protocol.openai.responses import Usage
 from fumehood.telemetry.histogram_export import HistogramInstrument
+from fumehood.telemetry.operation_records import (
+    RecordDispatcher,
+    SandboxPhaseRecord,
+    ToolCallRecord,
+    TurnRecord,
+)
 from fumehood.telemetry.otel_metrics import OTHER_MODEL, ModelNameLimiter, OtelMetrics
 from fumehood.telemetry.semantic_conventions import map_provider
-from fumehood.telemetry.span_records import RecordDispatcher, SandboxTimingRecord, ToolCallRecord, TurnRecord
 from fumehood.testing import says
-from fumehood.timings import Timing
+from fumehood.timed_steps import TimedStep
 from tests.support.turn_records import start_turn
 from tests.telemetry.test_instrumentation import run_instrumented
 
@@ -161,10 +166,10 @@ def test_deltas_and_sums() -> None:
 def test_phases_and_starts_are_counted() -> None:
     metrics = OtelMetrics(ModelNameLimiter())
     call = ToolCallRecord(name="code_interpreter", call_id="c")
-    acquired, broken = Timing("acquire", None), Timing("run", None)
+    acquired, broken = TimedStep("acquire", None), TimedStep("run", None)
     acquired.set_attribute("start", "warm")
-    metrics.on_end(SandboxTimingRecord(timing=acquired, call=call, duration_ns=1_000_000))
-    metrics.on_end(SandboxTimingRecord(timing=broken, call=call, duration_ns=2_000_000, error="cancelled"))
+    metrics.on_end(SandboxPhaseRecord(timing=acquired, call=call, duration_ns=1_000_000))
+    metrics.on_end(SandboxPhaseRecord(timing=broken, call=call, duration_ns=2_000_000, error="cancelled"))
     assert read_values(metrics, "fumehood.sandbox.phase.duration") == [
         ({"fumehood.sandbox.phase": "acquire"}, 1, 0.001),
         ({"fumehood.sandbox.phase": "run", "error.type": "cancelled"}, 1, 0.002),

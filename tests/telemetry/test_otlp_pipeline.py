@@ -11,8 +11,8 @@ from contextlib import AsyncExitStack
 import pytest
 
 from fumehood import wiring
-from fumehood.config import ConfigError, GatewayConfig, TelemetrySettings
-from fumehood.metrics import GatewayStats
+from fumehood.gateway_config import ConfigError, GatewayConfig, TelemetrySettings
+from fumehood.gateway_stats import GatewayStats
 from fumehood.telemetry.otlp_pipeline import EMIT_EVENT_VARIABLE, OtlpPipeline, OtlpPipelineSettings
 from fumehood.telemetry.semantic_conventions import CAPTURE_CONTENT_VARIABLE
 from tests.support.otlp_receiver import TIMEOUT_SECONDS, OtlpReceiver, decode_attributes

@@ -6,7 +6,7 @@ from pathlib import Path
 
 _LOOKS = """
 import asyncio, sys
-from fumehood.config import load_config
+from fumehood.gateway_config import load_config
 from fumehood.wiring import assemble_gateway
 
 overrides = {"providers.code_interpreter.enabled": False, "storage.url": "sqlite:///gateway.db"}

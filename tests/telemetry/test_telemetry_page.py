@@ -8,8 +8,8 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
 from fumehood import containers
-from fumehood.metrics import GatewayStats
-from fumehood.telemetry import log_events
+from fumehood.gateway_stats import GatewayStats
+from fumehood.telemetry import log_event_emitter
 from fumehood.telemetry.content_capture import ProfileName
 from fumehood.telemetry.otel_metrics import ModelNameLimiter, OtelMetrics
 
@@ -49,10 +49,10 @@ def test_every_span_is_on_the_page() -> None:
 
 def test_every_event_is_on_the_page() -> None:
     sent = {
-        log_events.INFERENCE_DETAILS,
-        log_events.OPERATION_EXCEPTION,
-        log_events.TOOL_FAILED,
-        log_events.SANDBOX_LOST,
+        log_event_emitter.INFERENCE_DETAILS,
+        log_event_emitter.OPERATION_EXCEPTION,
+        log_event_emitter.TOOL_FAILED,
+        log_event_emitter.SANDBOX_LOST,
     }
     assert table("Events of the gateway") == sent
 

@@ -20,7 +20,13 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     SandboxSpec,
     Stdout,
 )
-from fumehood.testing import DeleteFile, ExecutionStep, ScriptedSandbox, ScriptedSandboxProvider, WriteFile
+from fumehood.testing import (
+    DeleteFile,
+    ScriptedExecution,
+    ScriptedSandbox,
+    ScriptedSandboxProvider,
+    WriteFile,
+)
 from fumehood.testing.fakes.memory_sandbox_files import MemorySandboxFiles
 from fumehood.testing.kits.payloads import build_archive
 
@@ -35,9 +41,9 @@ async def run(sandbox: ScriptedSandbox, code: str) -> list[ExecutionEvent]:
 
 async def test_steps_in_order() -> None:
     async with ScriptedSandboxProvider(
-        ExecutionStep("x = 1"),
-        ExecutionStep(lambda request: "print" in request.code, [Stdout("1\n")]),
-        ExecutionStep(None, [ExceptionRaised("NameError", "y", "NameError: y\n")]),
+        ScriptedExecution("x = 1"),
+        ScriptedExecution(lambda request: "print" in request.code, [Stdout("1\n")]),
+        ScriptedExecution(None, [ExceptionRaised("NameError", "y", "NameError: y\n")]),
     ) as provider:
         sandbox = await create_only_sandbox(provider)
         (end,) = await run(sandbox, "x = 1")
@@ -52,7 +58,7 @@ async def test_steps_in_order() -> None:
 
 
 async def test_what_was_not_expected_fails_there_and_at_the_end() -> None:
-    provider = ScriptedSandboxProvider(ExecutionStep("expected"))
+    provider = ScriptedSandboxProvider(ScriptedExecution("expected"))
     sandbox = await create_only_sandbox(provider)
     with pytest.raises(AssertionError, match=r"was asked to run 'other'; expected the code 'expected'"):
         await run(sandbox, "other")
@@ -69,19 +75,19 @@ async def test_unused_steps_fail_at_the_end() -> None:
         return "plot" in request.code
 
     with pytest.raises(AssertionError) as caught:
-        async with ScriptedSandboxProvider(ExecutionStep("a"), ExecutionStep(asks_for_a_plot)):
+        async with ScriptedSandboxProvider(ScriptedExecution("a"), ScriptedExecution(asks_for_a_plot)):
             pass
     assert str(caught.value).splitlines() == [
         "Not used: the code 'a'.",
         "Not used: a request that 'asks_for_a_plot' accepts.",
     ]
     with pytest.raises(KeyError):  # an error of the test is not hidden
-        async with ScriptedSandboxProvider(ExecutionStep("a")):
+        async with ScriptedSandboxProvider(ScriptedExecution("a")):
             raise KeyError
 
 
 async def test_files_that_the_code_writes_and_deletes() -> None:
-    step = ExecutionStep("work", [DeleteFile("in.csv"), WriteFile("out.csv", b"1,2\n")])
+    step = ScriptedExecution("work", [DeleteFile("in.csv"), WriteFile("out.csv", b"1,2\n")])
     async with ScriptedSandboxProvider(step) as provider:
         sandbox = await create_only_sandbox(provider)
         await sandbox.write_file("in.csv", b"x")
@@ -92,7 +98,7 @@ async def test_files_that_the_code_writes_and_deletes() -> None:
 
 
 async def test_failing_actions_are_reported() -> None:
-    provider = ScriptedSandboxProvider(ExecutionStep("work", [DeleteFile("none.csv")]))
+    provider = ScriptedSandboxProvider(ScriptedExecution("work", [DeleteFile("none.csv")]))
     sandbox = await create_only_sandbox(provider)
     with pytest.raises(Exception, match=r"none\.csv"):
         await run(sandbox, "work")
@@ -106,8 +112,8 @@ async def test_errors_and_lost_sandboxes() -> None:
         status="out_of_memory", exit_code=-1, duration_ms=1, state_kept=False, reason="Too much."
     )
     steps = [
-        ExecutionStep("vanish", [Stdout("x"), SandboxGone("It fell over.")]),
-        ExecutionStep("grow", [lost]),
+        ScriptedExecution("vanish", [Stdout("x"), SandboxGone("It fell over.")]),
+        ScriptedExecution("grow", [lost]),
     ]
     async with ScriptedSandboxProvider(*steps, capacity=1) as provider:
         first = await create_only_sandbox(provider)

@@ -9,7 +9,7 @@ from msgspec import Raw
 from fumehood.interfaces import Caller, ToolCallContext, ToolCallResult
 from fumehood.protocol.openai.items import ProducedFile
 from fumehood.protocol.openai.tool_specs import parse_tool
-from fumehood.testing import ScriptedTool, ToolAnswer
+from fumehood.testing import ScriptedTool, ScriptedToolAnswer
 from fumehood.testing.fakes.scripted_tool import ScriptedToolCallSession
 
 FILE = ProducedFile(file_id="cfile_1", container_id="cntr_1", filename="a", path="/mnt/data/a", bytes=1)
@@ -39,7 +39,9 @@ async def run_call(tool: ScriptedTool, arguments: str) -> ToolCallResult:
 
 async def test_answers_in_order() -> None:
     tool = ScriptedTool(
-        ToolAnswer("one", arguments="{}"), ToolAnswer("two", files=[FILE]), repeatable=[ToolAnswer("always")]
+        ScriptedToolAnswer("one", arguments="{}"),
+        ScriptedToolAnswer("two", files=[FILE]),
+        repeatable=[ScriptedToolAnswer("always")],
     )
     assert (await run_call(tool, "{}")).exchange.output == "one"
     assert (await run_call(tool, '{"x":1}')).files == [FILE]
@@ -49,7 +51,7 @@ async def test_answers_in_order() -> None:
 
 
 async def test_an_unexpected_call() -> None:
-    tool = ScriptedTool(ToolAnswer("one", arguments="{}"))
+    tool = ScriptedTool(ScriptedToolAnswer("one", arguments="{}"))
     with pytest.raises(AssertionError, match=r"with '\[\]'; expected the answer 'one' to '\{\}'"):
         await run_call(tool, "[]")
     with pytest.raises(AssertionError, match="Not used: the answer 'one'"):
@@ -57,13 +59,13 @@ async def test_an_unexpected_call() -> None:
 
 
 async def test_a_tool_that_breaks() -> None:
-    tool = ScriptedTool(ToolAnswer(error=RuntimeError("broken")))
+    tool = ScriptedTool(ScriptedToolAnswer(error=RuntimeError("broken")))
     with pytest.raises(RuntimeError, match="broken"):
         await run_call(tool, "{}")
 
 
 async def test_a_call_that_is_left() -> None:
-    tool = ScriptedTool(ToolAnswer(wait_for=asyncio.Event()))
+    tool = ScriptedTool(ScriptedToolAnswer(wait_for=asyncio.Event()))
     session = await start_call(tool, "{}")
     async with aclosing(session.run()) as steps:
         running = asyncio.ensure_future(anext(steps))

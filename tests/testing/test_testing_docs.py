@@ -19,7 +19,7 @@ def test_examples(tmp_path: Path) -> None:
         (tmp_path / f"test_example_{number}.py").write_text(example)
     (tmp_path / "my_provider.py").write_text(_MY_PROVIDER)
     (tmp_path / "my_model.py").write_text(
-        "from fumehood.models.direct_execution import DirectExecutionModel as MyModel\n"
+        "from fumehood.models.direct_execution import DirectExecutionBackend as MyModel\n"
     )
     (tmp_path / "pytest.ini").write_text(
         "[pytest]\nasyncio_mode = auto\nasyncio_default_fixture_loop_scope = function\npythonpath = .\n"

@@ -17,7 +17,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     Stderr,
     Stdout,
 )
-from fumehood.testing import ExecutionStep, WriteFile
+from fumehood.testing import ScriptedExecution, WriteFile
 from tests.support.interpreter_harness import (
     SOMEBODY,
     InterpreterHarness,
@@ -48,7 +48,7 @@ async def test_the_events_of_a_call() -> None:
         WriteFile("t.csv", b"1,2"),
         ExpressionResult({"text/plain": "42"}),
     ]
-    async with run_scripted(ExecutionStep("print('a')\n42", actions)) as interpreter:
+    async with run_scripted(ScriptedExecution("print('a')\n42", actions)) as interpreter:
         called = await interpreter.run("print('a')\n42", fragment=10)
         assert called.readable_events == snapshot(
             [
@@ -163,7 +163,7 @@ Files: /mnt/data/t.csv\
 async def test_the_events_of_a_call_that_fails() -> None:
     reason = "It ran longer than 60 s and was interrupted."
     end = ExecutionEnd(status="timeout", exit_code=-1, duration_ms=60_000, state_kept=True, reason=reason)
-    async with run_scripted(ExecutionStep("loop()", [Stdout("so far"), end])) as interpreter:
+    async with run_scripted(ScriptedExecution("loop()", [Stdout("so far"), end])) as interpreter:
         called = await interpreter.run("loop()", fragment=100)
         assert called.readable_events == snapshot(
             [
@@ -283,7 +283,7 @@ async def test_a_call_that_is_stopped_keeps_what_it_said() -> None:
         started.set()
 
     async with run_scripted(
-        ExecutionStep("wait()", [Stdout("so far\n"), tell, asyncio.Event()])
+        ScriptedExecution("wait()", [Stdout("so far\n"), tell, asyncio.Event()])
     ) as interpreter:
         offered = await interpreter.configure()
         session = offered.start_call(interpreter.make_context())
@@ -323,7 +323,7 @@ async def test_code_may_run_as_long_as_call_and_response_allow(seconds: float, a
     def fits(request: ExecuteRequest) -> bool:
         return request.timeout_seconds == allowed
 
-    async with run_scripted(ExecutionStep(fits)) as interpreter:
+    async with run_scripted(ScriptedExecution(fits)) as interpreter:
         assert (await interpreter.run("x", seconds=seconds)).item.status == "completed"
 
 
@@ -344,7 +344,7 @@ async def test_requirements_are_passed_on() -> None:
     def fits(request: ExecuteRequest) -> bool:
         return request.requirements == ["humanize", "polars>=1.0"]
 
-    async with run_scripted(ExecutionStep(fits)) as interpreter:
+    async with run_scripted(ScriptedExecution(fits)) as interpreter:
         assert (await interpreter.run("x", "humanize", "polars>=1.0")).item.status == "completed"
 
 
@@ -374,14 +374,14 @@ async def test_arguments_that_cannot_be_taken(arguments: str, problem: str) -> N
 
 
 async def test_fields_that_nobody_knows_are_tolerated() -> None:
-    async with run_scripted(ExecutionStep("x")) as interpreter:
+    async with run_scripted(ScriptedExecution("x")) as interpreter:
         called = await interpreter.run_arguments('{"language": "python", "code": "x", "requirements": null}')
         assert called.item.status == "completed"
 
 
 async def test_as_many_containers_as_are_allowed() -> None:
     async with run_scripted(
-        ExecutionStep("x"), containers=ContainerSettings(containers_per_tenant=1)
+        ScriptedExecution("x"), containers=ContainerSettings(containers_per_tenant=1)
     ) as interpreter:
         assert (await interpreter.run("x")).item.status == "completed"
         interpreter.segments.clear()

@@ -8,7 +8,7 @@ from fumehood.containers.container_state import ContainerSettings
 from fumehood.interfaces import Caller
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
 from fumehood.protocol.openai.api_errors import ContainerExpired, NotFound
-from fumehood.testing import ExecutionStep, WriteFile
+from fumehood.testing import ScriptedExecution, WriteFile
 from tests.support.interpreter_harness import SOMEBODY, run_scripted
 
 
@@ -22,7 +22,7 @@ async def test_nothing_is_made_before_the_first_call() -> None:
 
 
 async def test_all_calls_of_a_request_have_one_container() -> None:
-    async with run_scripted(ExecutionStep("x"), ExecutionStep("y")) as interpreter:
+    async with run_scripted(ScriptedExecution("x"), ScriptedExecution("y")) as interpreter:
         calls = await interpreter.call_in_parallel(await interpreter.configure(), "x", "y")
         ids = {called.item.container_id for called in calls}
         assert len(ids) == 1
@@ -30,14 +30,16 @@ async def test_all_calls_of_a_request_have_one_container() -> None:
 
 
 async def test_the_next_request_goes_on_in_the_same_container() -> None:
-    async with run_scripted(ExecutionStep("x"), ExecutionStep("y")) as interpreter:
+    async with run_scripted(ScriptedExecution("x"), ScriptedExecution("y")) as interpreter:
         first, second = await interpreter.run("x"), await interpreter.run("y", container={"type": "auto"})
         assert first.item.container_id == second.item.container_id
         assert second.model_text == "(no output)"
 
 
 async def test_a_container_that_expired_is_replaced_and_the_model_is_told_once() -> None:
-    async with run_scripted(ExecutionStep("x"), ExecutionStep("y"), ExecutionStep("z")) as interpreter:
+    async with run_scripted(
+        ScriptedExecution("x"), ScriptedExecution("y"), ScriptedExecution("z")
+    ) as interpreter:
         first = await interpreter.run("x")
         interpreter.clock.advance(20 * 60 + 1)
         offered = await interpreter.configure()
@@ -51,7 +53,7 @@ async def test_a_container_that_expired_is_replaced_and_the_model_is_told_once()
 
 
 async def test_the_container_of_somebody_else_is_not_taken_over() -> None:
-    async with run_scripted(ExecutionStep("x"), ExecutionStep("y")) as interpreter:
+    async with run_scripted(ScriptedExecution("x"), ScriptedExecution("y")) as interpreter:
         first = await interpreter.run("x")
         stranger = Caller("stranger")
         second = await interpreter.call(await interpreter.configure(caller=stranger), "y", stranger)
@@ -61,7 +63,7 @@ async def test_the_container_of_somebody_else_is_not_taken_over() -> None:
 
 @pytest.mark.parametrize("shape", ["{id}", {"id": "{id}"}, {"id": "{id}", "memory_limit": "4g"}])
 async def test_a_container_by_its_id(shape: object) -> None:
-    async with run_scripted(ExecutionStep("x"), ExecutionStep("y")) as interpreter:
+    async with run_scripted(ScriptedExecution("x"), ScriptedExecution("y")) as interpreter:
         first = await interpreter.run("x")
         interpreter.segments.clear()
         named = msgspec.json.decode(
@@ -71,7 +73,7 @@ async def test_a_container_by_its_id(shape: object) -> None:
 
 
 async def test_a_container_that_is_not_there() -> None:
-    async with run_scripted(ExecutionStep("x")) as interpreter:
+    async with run_scripted(ScriptedExecution("x")) as interpreter:
         with pytest.raises(NotFound) as missing:
             await interpreter.run("y", container="cntr_nowhere")
         assert (missing.value.message, missing.value.param) == snapshot(
@@ -92,10 +94,10 @@ async def test_a_container_that_is_not_there() -> None:
 async def test_while_the_model_thinks_its_container_is_not_the_idle_one(named: bool) -> None:
     settings = ContainerSettings(containers_per_tenant=2)
     async with run_scripted(
-        ExecutionStep("x"),
-        ExecutionStep("other"),
-        ExecutionStep("new"),
-        ExecutionStep("y"),
+        ScriptedExecution("x"),
+        ScriptedExecution("other"),
+        ScriptedExecution("new"),
+        ScriptedExecution("y"),
         containers=settings,
     ) as interpreter:
         first = (await interpreter.run("x")).item.container_id
@@ -113,7 +115,7 @@ async def test_while_the_model_thinks_its_container_is_not_the_idle_one(named: b
 
 
 async def test_a_container_that_expires_while_the_model_writes() -> None:
-    async with run_scripted(ExecutionStep("x")) as interpreter:
+    async with run_scripted(ScriptedExecution("x")) as interpreter:
         named = (await interpreter.run("x")).item.container_id
         offered = await interpreter.configure(named, [])
         interpreter.clock.advance(20 * 60)
@@ -125,7 +127,7 @@ Exit code: -1\
 
 async def test_files_of_earlier_turns_are_found() -> None:
     async with run_scripted(
-        ExecutionStep("x", [WriteFile("a b.csv", b"1"), WriteFile("c.csv", b"2")])
+        ScriptedExecution("x", [WriteFile("a b.csv", b"1"), WriteFile("c.csv", b"2")])
     ) as interpreter:
         called = await interpreter.run("x")
         offered = await interpreter.configure()
@@ -184,7 +186,7 @@ async def test_an_item_without_id_and_code() -> None:
 
 
 async def test_a_broken_item_in_the_past_means_a_new_container() -> None:
-    async with run_scripted(ExecutionStep("x")) as interpreter:
+    async with run_scripted(ScriptedExecution("x")) as interpreter:
         interpreter.segments.append(
             ConversationSegment((replayed({"type": "code_interpreter_call", "container_id": 5}),))
         )
@@ -192,7 +194,7 @@ async def test_a_broken_item_in_the_past_means_a_new_container() -> None:
 
 
 async def test_what_outlives_a_compaction_finds_the_container_again_and_tells_of_its_files() -> None:
-    steps = (ExecutionStep("x", [WriteFile("a\u202e.txt", b"12345")]), ExecutionStep("y"))
+    steps = (ScriptedExecution("x", [WriteFile("a\u202e.txt", b"12345")]), ScriptedExecution("y"))
     async with run_scripted(*steps) as interpreter:
         first = await interpreter.run("x")
         memory = await interpreter.tool.snapshot_state(SOMEBODY, interpreter.segments)
@@ -216,7 +218,7 @@ async def test_what_outlives_a_compaction_finds_the_container_again_and_tells_of
 
 async def test_what_outlives_a_compaction_is_small_however_many_files_there_are() -> None:
     steps = [
-        ExecutionStep(f"{number}", [WriteFile(f"{number}-{one}.txt", b"1") for one in range(60)])
+        ScriptedExecution(f"{number}", [WriteFile(f"{number}-{one}.txt", b"1") for one in range(60)])
         for number in range(4)
     ]
     async with run_scripted(*steps) as interpreter:

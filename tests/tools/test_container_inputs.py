@@ -18,7 +18,7 @@ from fumehood.files import input_file_loader
 from fumehood.files.input_file_loader import InputFileLoader
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
 from fumehood.protocol.openai.api_errors import InvalidRequest
-from fumehood.testing import DeleteFile, ExecutionStep, ScriptedSandboxProvider, WriteFile
+from fumehood.testing import DeleteFile, ScriptedExecution, ScriptedSandboxProvider, WriteFile
 from fumehood.tools import container_inputs
 from fumehood.tools.interpreter_call import CodeInterpreterToolSettings
 from fumehood.tools.produced_files import to_produced_file
@@ -47,7 +47,7 @@ class ConversationHarness(InterpreterHarness):
 
 @asynccontextmanager
 async def conversation_harness(
-    *steps: ExecutionStep, settings: ContainerSettings | None = None
+    *steps: ScriptedExecution, settings: ContainerSettings | None = None
 ) -> AsyncGenerator[tuple[ConversationHarness, InMemoryUploads]]:
     uploads = InMemoryUploads()
     async with ScriptedSandboxProvider(*steps) as provider:
@@ -79,7 +79,7 @@ def upload(file_id: str) -> dict[str, Any]:
 @pytest.mark.parametrize("isolation", ["container", "execution"])
 async def test_files_come_with_the_first_call_and_once(isolation: IsolationScope) -> None:
     settings = ContainerSettings(isolation=isolation)
-    async with conversation_harness(ExecutionStep("x"), ExecutionStep("y"), settings=settings) as (
+    async with conversation_harness(ScriptedExecution("x"), ScriptedExecution("y"), settings=settings) as (
         interpreter,
         uploads,
     ):
@@ -108,7 +108,7 @@ async def test_files_come_with_the_first_call_and_once(isolation: IsolationScope
 async def test_what_code_made_of_a_file_stays() -> None:
     """Changed, deleted or written over: what was brought before a call is not brought again after it."""
     changes = (WriteFile("t.csv", b"changed"), DeleteFile("u.csv"))
-    async with conversation_harness(ExecutionStep("x", changes), ExecutionStep("y")) as (
+    async with conversation_harness(ScriptedExecution("x", changes), ScriptedExecution("y")) as (
         interpreter,
         uploads,
     ):
@@ -125,7 +125,7 @@ async def test_what_code_made_of_a_file_stays() -> None:
 
 async def test_a_name_that_code_has_taken_is_left_to_it_and_the_model_is_told() -> None:
     async with conversation_harness(
-        ExecutionStep("x", (WriteFile("t.csv", b"mine"),)), ExecutionStep("y")
+        ScriptedExecution("x", (WriteFile("t.csv", b"mine"),)), ScriptedExecution("y")
     ) as (
         interpreter,
         uploads,
@@ -144,7 +144,7 @@ async def test_a_name_that_code_has_taken_is_left_to_it_and_the_model_is_told() 
 
 
 async def test_later_files_come_with_the_next_call() -> None:
-    async with conversation_harness(ExecutionStep("x"), ExecutionStep("y")) as (interpreter, _):
+    async with conversation_harness(ScriptedExecution("x"), ScriptedExecution("y")) as (interpreter, _):
         await interpreter.run("x")
         await interpreter.say(inline("t.csv", b"1"))
         second = await interpreter.run("y")
@@ -152,7 +152,7 @@ async def test_later_files_come_with_the_next_call() -> None:
 
 
 async def test_calls_side_by_side_bring_files_once() -> None:
-    async with conversation_harness(ExecutionStep(None), ExecutionStep(None)) as (interpreter, _):
+    async with conversation_harness(ScriptedExecution(None), ScriptedExecution(None)) as (interpreter, _):
         await interpreter.say(inline("t.csv", b"1"))
         calls = await interpreter.call_in_parallel(await interpreter.configure(), "x", "x")
         assert sorted(called.model_text for called in calls) == [
@@ -164,7 +164,7 @@ async def test_calls_side_by_side_bring_files_once() -> None:
 @pytest.mark.parametrize("deleted", [False, True])
 async def test_an_expired_container_is_followed_by_one_with_the_same_files(deleted: bool) -> None:
     async with conversation_harness(
-        ExecutionStep("x", (WriteFile("t.csv", b"changed"),)), ExecutionStep("y")
+        ScriptedExecution("x", (WriteFile("t.csv", b"changed"),)), ScriptedExecution("y")
     ) as (
         interpreter,
         uploads,
@@ -183,7 +183,7 @@ async def test_an_expired_container_is_followed_by_one_with_the_same_files(delet
 
 
 async def test_a_container_that_is_gone_altogether_is_refilled_as_far_as_that_goes() -> None:
-    async with conversation_harness(ExecutionStep("x"), ExecutionStep("y")) as (interpreter, uploads):
+    async with conversation_harness(ScriptedExecution("x"), ScriptedExecution("y")) as (interpreter, uploads):
         stays, goes = (uploads.add(name, b"1", SOMEBODY.tenant) for name in ("s.csv", "g.csv"))
         await interpreter.store.add_upload(uploads.records[stays])  # or its blob would belong to nobody
         await interpreter.say(upload(stays), upload(goes), inline("u.csv", b"2"))
@@ -199,7 +199,7 @@ async def test_a_container_that_is_gone_altogether_is_refilled_as_far_as_that_go
 
 async def test_what_does_not_fit_is_told_and_the_code_runs() -> None:
     small = ContainerSettings(file_limits=ContainerFileLimits(container_bytes=10))
-    async with conversation_harness(ExecutionStep("x"), settings=small) as (interpreter, _):
+    async with conversation_harness(ScriptedExecution("x"), settings=small) as (interpreter, _):
         await interpreter.say(inline("large.csv", b"x" * 100), inline("t.csv", b"1"))
         ran = await interpreter.run("x")
         assert ran.item.status == "completed"
@@ -229,7 +229,7 @@ async def test_large_files_leave_the_loop_free(monkeypatch: pytest.MonkeyPatch) 
     for module, name in places:
         monkeypatch.setattr(module, name, watched(f"{module.__name__}.{name}", getattr(module, name)))
     content = b"x" * (1 << 20)
-    async with conversation_harness(ExecutionStep("x")) as (interpreter, _):
+    async with conversation_harness(ScriptedExecution("x")) as (interpreter, _):
         await interpreter.say(inline("t.txt", content))
         ran = await interpreter.run("x")
         assert await interpreter.files(ran.item.container_id) == {"t.txt": content}
@@ -245,7 +245,7 @@ def automatic(*file_ids: str) -> dict[str, Any]:
 
 
 async def test_uploads_that_the_tool_names_are_there_and_told() -> None:
-    async with conversation_harness(ExecutionStep("x"), ExecutionStep("y")) as (interpreter, uploads):
+    async with conversation_harness(ScriptedExecution("x"), ScriptedExecution("y")) as (interpreter, uploads):
         ids = [uploads.add("t.csv", b"1", SOMEBODY.tenant), uploads.add("t.csv", b"2", SOMEBODY.tenant)]
         await interpreter.say(inline("t.csv", b"3"))
         offered = await interpreter.configure(automatic(*ids))
@@ -263,7 +263,7 @@ async def test_uploads_that_the_tool_names_are_there_and_told() -> None:
 
 
 async def test_the_description_stays_the_same_from_turn_to_turn() -> None:
-    async with conversation_harness(ExecutionStep("x"), ExecutionStep("y")) as (interpreter, uploads):
+    async with conversation_harness(ScriptedExecution("x"), ScriptedExecution("y")) as (interpreter, uploads):
         container = automatic(uploads.add("t.csv", b"1", SOMEBODY.tenant))
         described: list[str] = []
         for code in ("x", "y"):
@@ -285,7 +285,7 @@ async def test_an_upload_that_is_not_there_is_refused_before_anything_begins() -
 
 async def test_an_expired_container_hands_on_the_uploads_that_the_tool_names() -> None:
     async with conversation_harness(
-        ExecutionStep("x", (WriteFile("t.csv", b"changed"),)), ExecutionStep("y")
+        ScriptedExecution("x", (WriteFile("t.csv", b"changed"),)), ScriptedExecution("y")
     ) as (
         interpreter,
         uploads,
@@ -315,7 +315,7 @@ async def compacted(interpreter: ConversationHarness) -> None:
 
 
 async def test_files_that_nobody_has_needed_yet_outlive_a_compaction() -> None:
-    async with conversation_harness(ExecutionStep("x")) as (interpreter, uploads):
+    async with conversation_harness(ScriptedExecution("x")) as (interpreter, uploads):
         given = upload(uploads.add("t.csv", b"1", SOMEBODY.tenant))
         await interpreter.say(given, inline("u.csv", b"2"), picture())
         await compacted(interpreter)
@@ -330,7 +330,7 @@ async def test_of_what_came_inline_a_compaction_takes_the_latest_along(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("fumehood.tools.container_inputs._MAX_CARRIED_CHARACTERS", 100)
-    async with conversation_harness(ExecutionStep("x")) as (interpreter, _):
+    async with conversation_harness(ScriptedExecution("x")) as (interpreter, _):
         for name, size in (("a.csv", 30), ("b.csv", 200), ("c.csv", 30), ("d.csv", 30)):
             await interpreter.say(inline(name, b"x" * size))
         await compacted(interpreter)
@@ -344,7 +344,7 @@ async def test_of_what_came_inline_a_compaction_takes_the_latest_along(
 
 
 async def test_a_compaction_takes_nothing_along_that_is_elsewhere() -> None:
-    async with conversation_harness(ExecutionStep("x")) as (interpreter, uploads):
+    async with conversation_harness(ScriptedExecution("x")) as (interpreter, uploads):
         given = upload(uploads.add("t.csv", b"of an upload", SOMEBODY.tenant))
         await interpreter.say(inline("u.csv", b"of a container"), given)
         await interpreter.run("x")
@@ -360,7 +360,7 @@ async def test_a_compaction_takes_nothing_along_that_is_elsewhere() -> None:
 
 async def test_files_that_are_there_are_not_brought_again_after_a_compaction() -> None:
     async with conversation_harness(
-        ExecutionStep("x", (WriteFile("t.csv", b"changed"),)), ExecutionStep("y")
+        ScriptedExecution("x", (WriteFile("t.csv", b"changed"),)), ScriptedExecution("y")
     ) as (
         interpreter,
         uploads,
@@ -377,7 +377,7 @@ async def test_files_that_are_there_are_not_brought_again_after_a_compaction() -
 
 
 async def test_a_forged_memory_opens_nobody_elses_files() -> None:
-    async with conversation_harness(ExecutionStep("x")) as (interpreter, uploads):
+    async with conversation_harness(ScriptedExecution("x")) as (interpreter, uploads):
         theirs = uploads.add("t.csv", b"secret", "somebody else")
         forged = {"type": "fumehood:files", "files": [{"file": {"name": "t.csv", "file_id": theirs}}]}
         rubbish = {"type": "fumehood:files", "files": 5}

@@ -7,7 +7,7 @@ import pytest
 
 from fumehood.protocol.openai.items import ExecutionDetailsFile
 from fumehood.protocol.sandbox.sandbox_messages import DisplayData, Stderr, Stdout
-from fumehood.testing import ExecutionStep, WriteFile
+from fumehood.testing import ScriptedExecution, WriteFile
 from fumehood.tools.interpreter_call import CodeInterpreterToolSettings
 from fumehood.tools.produced_files import InlineLimits
 from tests.support.interpreter_harness import run_scripted
@@ -33,7 +33,7 @@ def content_of(file: ExecutionDetailsFile) -> bytes | None:
 )
 async def test_contents_up_to_a_size_and_up_to_a_sum(sizes: list[int], sent: list[bool]) -> None:
     files = [(f"{number}.txt", bytes([number]) * size) for number, size in enumerate(sizes)]
-    step = ExecutionStep("x", [WriteFile(name, content) for name, content in files])
+    step = ScriptedExecution("x", [WriteFile(name, content) for name, content in files])
     async with run_scripted(step, settings=LIMITS) as interpreter:
         execution = (await interpreter.run("x", wants_contents=True)).execution
     assert [file.filename for file in execution.files] == [name for name, _ in files]
@@ -45,7 +45,7 @@ async def test_contents_up_to_a_size_and_up_to_a_sum(sizes: list[int], sent: lis
 
 
 async def test_a_client_that_does_not_ask_is_sent_no_contents() -> None:
-    async with run_scripted(ExecutionStep("x", [WriteFile("a.json", b"{}")])) as interpreter:
+    async with run_scripted(ScriptedExecution("x", [WriteFile("a.json", b"{}")])) as interpreter:
         (file,) = (await interpreter.run("x")).execution.files
     assert (file.mime_type, file.sha256) == ("application/json", hashlib.sha256(b"{}").hexdigest())
     assert file.content is None
@@ -53,7 +53,7 @@ async def test_a_client_that_does_not_ask_is_sent_no_contents() -> None:
 
 async def test_streams_and_exit_code_are_apart_and_figures_are_files() -> None:
     shown = DisplayData({"image/png": base64.b64encode(PNG).decode(), "text/plain": "<Figure>"})
-    async with run_scripted(ExecutionStep("x", [Stdout("o\n"), Stderr("e\n"), shown])) as interpreter:
+    async with run_scripted(ScriptedExecution("x", [Stdout("o\n"), Stderr("e\n"), shown])) as interpreter:
         execution = (await interpreter.run("x", wants_contents=True)).execution
     assert (execution.stdout, execution.stderr, execution.exit_code) == ("o\n", "e\n", 0)
     (figure,) = execution.files

@@ -5,7 +5,7 @@ import asyncio
 from fumehood.interfaces import ToolCallResult
 from fumehood.protocol.sandbox.sandbox_errors import SandboxServerAtCapacity
 from fumehood.protocol.sandbox.sandbox_messages import Stdout
-from fumehood.testing import ExecutionStep, ScriptedSandboxProvider
+from fumehood.testing import ScriptedExecution, ScriptedSandboxProvider
 from fumehood.tools.interpreter_call import InterpreterCallSession
 from tests.support.interpreter_harness import (
     InterpreterHarness,
@@ -39,7 +39,7 @@ async def two_calls(interpreter: InterpreterHarness) -> tuple[InterpreterCallSes
 
 async def test_a_call_that_waits_for_another_is_not_interpreted_yet() -> None:
     release = asyncio.Event()
-    steps = (ExecutionStep("first", [Stdout("1"), release]), ExecutionStep("second", [Stdout("2")]))
+    steps = (ScriptedExecution("first", [Stdout("1"), release]), ScriptedExecution("second", [Stdout("2")]))
     async with run_scripted(*steps) as interpreter:
         one, other = await two_calls(interpreter)
         first = Following(one, "first")
@@ -59,7 +59,7 @@ async def test_a_call_that_waits_for_another_is_not_interpreted_yet() -> None:
 
 
 async def test_a_call_that_waits_for_a_sandbox_is_not_interpreted_yet() -> None:
-    async with run_scripted(ExecutionStep("x")) as interpreter:
+    async with run_scripted(ScriptedExecution("x")) as interpreter:
         assert isinstance(interpreter.provider, ScriptedSandboxProvider)
         interpreter.provider.error = SandboxServerAtCapacity("There are as many as may be.")
         one, _ = await two_calls(interpreter)

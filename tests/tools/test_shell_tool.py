@@ -26,9 +26,15 @@ from fumehood.protocol.openai.response_projection import INCLUDE_EXECUTION, proj
 from fumehood.protocol.openai.stream_events import ShellCallOutputDelta, StreamEvent
 from fumehood.protocol.openai.tool_specs import ToolSpec, parse_tool
 from fumehood.protocol.sandbox.sandbox_messages import ExecutionEnd, NetworkAllowlist, Stderr, Stdout
-from fumehood.testing import DeleteFile, ExecutionStep, ScriptedSandbox, ScriptedSandboxProvider, WriteFile
+from fumehood.testing import (
+    DeleteFile,
+    ScriptedExecution,
+    ScriptedSandbox,
+    ScriptedSandboxProvider,
+    WriteFile,
+)
 from fumehood.testing.kits.hosted_tool_kit import run_call
-from fumehood.tools.call_output import OutputLimits
+from fumehood.tools.call_output_collector import OutputLimits
 from fumehood.tools.shell_call import ShellToolSettings
 from fumehood.tools.shell_tool import ConfiguredShell, ShellTool
 from tests.support.interpreter_harness import (
@@ -108,7 +114,7 @@ class ShellHarness:
 
 @asynccontextmanager
 async def shell_harness(
-    *steps: ExecutionStep,
+    *steps: ScriptedExecution,
     settings: ShellToolSettings | None = None,
     containers: ContainerSettings | None = None,
 ) -> AsyncGenerator[ShellHarness]:
@@ -124,7 +130,7 @@ def ended(code: int, status: str = "error", *, kept: bool = True, reason: str = 
 
 
 async def test_the_events_of_a_call() -> None:
-    steps = (ExecutionStep("ls", [Stdout("a\n"), Stderr("b\n")]), ExecutionStep("false", [ended(1)]))
+    steps = (ScriptedExecution("ls", [Stdout("a\n"), Stderr("b\n")]), ScriptedExecution("false", [ended(1)]))
     async with shell_harness(*steps) as harness:
         ran = await harness.run("ls", "false", fragment=9)
         assert make_readable(ran.events) == snapshot(
@@ -266,8 +272,8 @@ async def test_the_events_of_a_call() -> None:
 
 async def test_what_the_model_reads() -> None:
     steps = (
-        ExecutionStep("ls", [Stdout("a\n"), Stderr("b\n"), WriteFile("new.csv", b"1")]),
-        ExecutionStep("false\ntrue", [ended(3)]),
+        ScriptedExecution("ls", [Stdout("a\n"), Stderr("b\n"), WriteFile("new.csv", b"1")]),
+        ScriptedExecution("false\ntrue", [ended(3)]),
     )
     async with shell_harness(*steps) as harness:
         ran = await harness.run("ls", "false\ntrue")
@@ -285,14 +291,14 @@ Files: /mnt/data/new.csv\
 
 
 async def test_one_command_is_told_without_its_name() -> None:
-    async with shell_harness(ExecutionStep("ls", [Stdout("a\n")]), ExecutionStep("true")) as harness:
+    async with shell_harness(ScriptedExecution("ls", [Stdout("a\n")]), ScriptedExecution("true")) as harness:
         assert (await harness.run("ls")).model_text == "a"
         assert (await harness.run("true")).model_text == "(no output)"
 
 
 async def test_limits_of_the_model() -> None:
     async with shell_harness(
-        ExecutionStep(None, [Stdout("x" * 500)]), settings=ShellToolSettings(execution_timeout=5)
+        ScriptedExecution(None, [Stdout("x" * 500)]), settings=ShellToolSettings(execution_timeout=5)
     ) as harness:
         ran = await harness.run("yes", timeout_ms=1500, max_output_length=100)
         assert harness.provider.requests[0][1].timeout_seconds == 1.5
@@ -305,7 +311,7 @@ async def test_limits_of_the_operator_cannot_be_raised() -> None:
     settings = ShellToolSettings(
         execution_timeout=5, output=OutputLimits(model_output_characters=100, stored_output_characters=100)
     )
-    steps = [ExecutionStep(None, [Stdout("x" * 90), Stderr("y" * 90)])] * 2
+    steps = [ScriptedExecution(None, [Stdout("x" * 90), Stderr("y" * 90)])] * 2
     async with shell_harness(*steps, settings=settings) as harness:
         ran = await harness.run("a", "b", timeout_ms=10**400, max_output_length=10**400)
         assert {request.timeout_seconds for _, request in harness.provider.requests} == {5}
@@ -318,8 +324,8 @@ async def test_limits_of_the_operator_cannot_be_raised() -> None:
 
 async def test_a_time_out_is_told_and_the_rest_runs() -> None:
     steps = (
-        ExecutionStep("sleep 9", [ended(-1, "timeout", reason="It ran longer.")]),
-        ExecutionStep("ls", [Stdout("a\n")]),
+        ScriptedExecution("sleep 9", [ended(-1, "timeout", reason="It ran longer.")]),
+        ScriptedExecution("ls", [Stdout("a\n")]),
     )
     async with shell_harness(*steps) as harness:
         ran = await harness.run("sleep 9", "ls")
@@ -341,9 +347,9 @@ a\
 
 async def test_what_openai_has_no_place_for_is_of_all_commands_together() -> None:
     steps = (
-        ExecutionStep("a", [Stdout("1"), WriteFile("x.csv", b"1"), ended(3)]),
-        ExecutionStep("b", [Stdout("2\n"), ended(-1, "timeout", reason="It ran longer.")]),
-        ExecutionStep("c", [Stdout("3\n"), Stderr("oops\n")]),
+        ScriptedExecution("a", [Stdout("1"), WriteFile("x.csv", b"1"), ended(3)]),
+        ScriptedExecution("b", [Stdout("2\n"), ended(-1, "timeout", reason="It ran longer.")]),
+        ScriptedExecution("c", [Stdout("3\n"), Stderr("oops\n")]),
     )
     async with shell_harness(*steps) as harness:
         ran = await harness.run("a", "b", "c")
@@ -363,7 +369,7 @@ async def test_what_openai_has_no_place_for_is_of_all_commands_together() -> Non
 
 async def test_a_lost_sandbox_ends_the_call() -> None:
     async with shell_harness(
-        ExecutionStep("boom", [ended(-1, "lost", kept=False, reason="It was lost.")])
+        ScriptedExecution("boom", [ended(-1, "lost", kept=False, reason="It was lost.")])
     ) as harness:
         ran = await harness.run("boom", "ls", "pwd")
         assert [output.outcome for output in ran.output.output] == [ShellExit(exit_code=-1)] * 3
@@ -387,7 +393,7 @@ async def test_a_container_that_is_not_to_be_had() -> None:
 
 async def test_a_call_that_is_cut_off_keeps_what_was_said() -> None:
     async with shell_harness(
-        ExecutionStep("ls", [Stdout("a\n")]), ExecutionStep("sleep", [Stdout("b\n"), asyncio.Event()])
+        ScriptedExecution("ls", [Stdout("a\n")]), ScriptedExecution("sleep", [Stdout("b\n"), asyncio.Event()])
     ) as harness:
         offered = await harness.configure()
         session = offered.start_call(harness.interpreter.make_context())
@@ -413,8 +419,8 @@ async def test_a_call_that_is_cut_off_keeps_what_was_said() -> None:
 
 async def test_files_of_all_commands_each_once_and_none_that_is_gone() -> None:
     steps = (
-        ExecutionStep("a", [WriteFile("a", b"1"), WriteFile("tmp", b"1")]),
-        ExecutionStep("b", [WriteFile("a", b"22"), WriteFile("b", b"1"), DeleteFile("tmp")]),
+        ScriptedExecution("a", [WriteFile("a", b"1"), WriteFile("tmp", b"1")]),
+        ScriptedExecution("b", [WriteFile("a", b"22"), WriteFile("b", b"1"), DeleteFile("tmp")]),
     )
     async with shell_harness(*steps) as harness:
         assert (await harness.run("a", "b")).files == ["/mnt/data/a", "/mnt/data/b"]
@@ -422,7 +428,7 @@ async def test_files_of_all_commands_each_once_and_none_that_is_gone() -> None:
 
 async def test_pictures_are_shown_to_models_that_see() -> None:
     picture = b"\x89PNG\r\n\x1a\n" + bytes(16)
-    async with shell_harness(ExecutionStep("plot", [WriteFile("p.png", picture)])) as harness:
+    async with shell_harness(ScriptedExecution("plot", [WriteFile("p.png", picture)])) as harness:
         ran = await harness.run("plot")
         assert [url[:22] for url in ran.further.exchange.images] == ["data:image/png;base64,"]
 
@@ -431,7 +437,12 @@ async def test_pictures_are_shown_to_models_that_see() -> None:
 
 
 async def test_code_and_commands_share_a_container_along_a_conversation() -> None:
-    steps = (ExecutionStep("print(1)"), ExecutionStep("ls"), ExecutionStep("print(2)"), ExecutionStep("pwd"))
+    steps = (
+        ScriptedExecution("print(1)"),
+        ScriptedExecution("ls"),
+        ScriptedExecution("print(2)"),
+        ScriptedExecution("pwd"),
+    )
     async with shell_harness(*steps) as harness:
         first = await harness.interpreter.run("print(1)")
         second = await harness.run("ls")
@@ -448,7 +459,7 @@ async def test_a_sandbox_for_every_command_where_calls_are_kept_apart() -> None:
     async def look(sandbox: ScriptedSandbox) -> Stdout:
         return Stdout(" ".join(file.path for file in sandbox.files.list_files().files))
 
-    steps = (ExecutionStep("touch a", [WriteFile("a", b"1")]), ExecutionStep("ls", [look]))
+    steps = (ScriptedExecution("touch a", [WriteFile("a", b"1")]), ScriptedExecution("ls", [look]))
     containers = ContainerSettings(isolation="execution")
     async with shell_harness(*steps, containers=containers) as harness:
         ran = await harness.run("touch a", "ls")
@@ -475,7 +486,7 @@ async def test_tools_of_one_request_share_a_container_that_is_new(shell_first: b
 
 
 async def test_a_named_container_is_shared_too() -> None:
-    async with shell_harness(ExecutionStep("print(1)")) as harness:
+    async with shell_harness(ScriptedExecution("print(1)")) as harness:
         named = (await harness.interpreter.run("print(1)")).item.container_id
         first = await harness.interpreter.configure(named, [])
         second = await harness.configure(segments=[], other_tools=[first])
@@ -589,7 +600,7 @@ async def test_items_that_come_back() -> None:
 
 
 async def test_the_code_interpreter_remembers_for_both() -> None:
-    async with shell_harness(ExecutionStep("ls", [WriteFile("kept.csv", b"1")])) as harness:
+    async with shell_harness(ScriptedExecution("ls", [WriteFile("kept.csv", b"1")])) as harness:
         ran = await harness.run("ls")
         memory = await harness.interpreter.tool.snapshot_state(SOMEBODY, harness.interpreter.segments)
         assert memory is not None

@@ -17,7 +17,7 @@ from urllib.parse import quote, urlencode, urlsplit
 import typer
 
 from fumehood.cli.options import EXIT_UNAVAILABLE, CommandFailed
-from fumehood.cli.tables import print_message, sanitize_text
+from fumehood.cli.terminal_output import print_message, sanitize_text
 
 EPILOG = (
     "The API key is read from FUMEHOOD_API_KEY or OPENAI_API_KEY. Exit codes: 0 success, 1 the server or the disk "

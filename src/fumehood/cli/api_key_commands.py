@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from fumehood.cli.options import EXIT_UNAVAILABLE, CommandFailed, exit_on_error
-from fumehood.cli.tables import JsonOption, TableColumns, TableRow, format_text, format_time, print_list
+from fumehood.cli.terminal_output import (
+    JsonOption,
+    TableColumns,
+    TableRow,
+    format_text,
+    format_time,
+    print_list,
+)
 
 if TYPE_CHECKING:
     from fumehood.interfaces import ApiKeyStore
@@ -140,7 +147,7 @@ def revoke(
 
 
 def _run_with_store[T](file: Path | None, action: _StoreAction[T]) -> T:
-    from fumehood.config import ConfigError, load_config
+    from fumehood.gateway_config import ConfigError, load_config
     from fumehood.protocol.openai.api_errors import ApiError
     from fumehood.store import SqliteStore, StoreOpenError
 

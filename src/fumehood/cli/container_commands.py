@@ -20,7 +20,7 @@ from fumehood.cli.api_client import (
     quote_path_segment,
 )
 from fumehood.cli.options import CommandFailed, MemorySizeChoice, exit_on_error
-from fumehood.cli.tables import (
+from fumehood.cli.terminal_output import (
     JsonOption,
     TableColumns,
     format_size,

@@ -12,7 +12,7 @@ import typer
 from fumehood.cli.options import EXIT_INVALID_USAGE, EXIT_UNAVAILABLE, CommandFailed, exit_on_error
 
 if TYPE_CHECKING:
-    from fumehood.config import GatewayConfig
+    from fumehood.gateway_config import GatewayConfig
     from fumehood.http_server.listening_sockets import ListeningSocket
 
 _GC_THRESHOLD = 20_000  # allocations before a collection of the youngest generation
@@ -91,7 +91,7 @@ def serve(
 def _load_config(
     file: Path | None, host: str | None, port: int | None, upstream: str | None, key_variable: str | None
 ) -> "GatewayConfig":
-    from fumehood.config import ConfigError, load_config
+    from fumehood.gateway_config import ConfigError, load_config
 
     overrides: dict[str, object] = {}
     if host is not None:
@@ -110,7 +110,7 @@ def _load_config(
 
 
 def _run(settings: "GatewayConfig") -> None:
-    from fumehood.config import ConfigError
+    from fumehood.gateway_config import ConfigError
     from fumehood.http_server.listening_sockets import ListenAddress, ListenError, listen
     from fumehood.protocol.openai.api_errors import StorageCorrupted, StorageUnavailable
     from fumehood.wiring import StartupError

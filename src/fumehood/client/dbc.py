@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any, cast
 
-from fumehood.client.errors import ContractError, Phase, PromptValidationError
+from fumehood.client.errors import InvariantError, Phase, PromptValidationError
 
 
 def require(
@@ -29,6 +29,6 @@ def require_strings(values: object, name: str) -> None:
 
 
 def ensure(condition: object, message: str) -> None:
-    """Raise ContractError unless our invariant holds."""
+    """Raise InvariantError unless our invariant holds."""
     if not condition:
-        raise ContractError(message)
+        raise InvariantError(message)

@@ -8,7 +8,7 @@ FumehoodError (= WinkError)
 │   ├── DeadlineExceededError    the deadline passed before the next request or tool
 │   ├── BudgetExceededError      the token budget was used up before the next request or tool
 │   └── ThrottleError            the provider stayed busy beyond the retry policy
-├── ContractError                a bug in this library; also an AssertionError
+├── InvariantError                a bug in this library; also an AssertionError
 ├── ContainerExpiredError        a container is gone and cannot be recreated
 ├── CompactionError              a conversation could not be compacted; it is unchanged
 ├── ResourceError                a resource is not registered, or its factory failed
@@ -73,7 +73,7 @@ class ThrottleError(PromptEvaluationError):
     """The provider was busy for all attempts that the policy allows."""
 
 
-class ContractError(FumehoodError, AssertionError):
+class InvariantError(FumehoodError, AssertionError):
     """An invariant of this library does not hold: a bug in it, not in its input."""
 
 

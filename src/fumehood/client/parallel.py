@@ -24,11 +24,11 @@ class _Completed[R]:
 type _Outcome[R] = tuple[int, _Completed[R] | BaseException]
 
 
-class CancelledWork(Exception):
+class WorkerCancelled(Exception):
     """Raised in workers after another one has failed; never leaves `run_parallel`."""
 
 
-class CancellationToken:
+class WorkerCancellation:
     """Cancels parallel workers, and prevents them from completing files afterwards."""
 
     def __init__(self) -> None:
@@ -37,14 +37,14 @@ class CancellationToken:
         self._partial_files: set[Path] = set()
 
     def check(self) -> None:
-        """Raise CancelledWork if cancelled."""
+        """Raise WorkerCancelled if cancelled."""
         if self._cancelled.is_set():
-            raise CancelledWork
+            raise WorkerCancelled
 
     def sleep(self, seconds: float) -> None:
-        """Sleep. Raises CancelledWork as soon as it is cancelled."""
+        """Sleep. Raises WorkerCancelled as soon as it is cancelled."""
         if self._cancelled.wait(seconds):
-            raise CancelledWork
+            raise WorkerCancelled
 
     @contextmanager
     def partial_file(self, target: Path) -> Generator[Path]:
@@ -80,13 +80,14 @@ class CancellationToken:
 
 
 def run_parallel[T, R](
-    work: Callable[[T], R], items: Sequence[T], token: CancellationToken, *, max_workers: int, name: str
+    work: Callable[[T], R], items: Sequence[T], token: WorkerCancellation, *, max_workers: int, name: str
 ) -> list[R]:
     """Run `work` for all items in threads and return the results in order.
 
     The first error is raised; no further item starts then, and running workers are cancelled. A worker that is blocked
-    is
-    left behind: its thread ends when it wakes up, or with the process, and has no further effect. name: of the threads.
+    is left behind: its thread ends when it wakes up, or with the process, and has no further effect.
+
+    name: of the threads.
     """
     outcomes: SimpleQueue[_Outcome[R]] = SimpleQueue()
     waiting, lock = iter(enumerate(items)), threading.Lock()
@@ -130,7 +131,7 @@ def _run_worker[T, R](
     work: Callable[[T], R],
     waiting: Iterator[tuple[int, T]],
     lock: threading.Lock,
-    token: CancellationToken,
+    token: WorkerCancellation,
     outcomes: "SimpleQueue[_Outcome[R]]",
 ) -> None:
     while True:

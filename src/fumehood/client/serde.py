@@ -75,14 +75,14 @@ def convert[T](value: object, kind: type[T]) -> T:
 
 
 @dataclasses.dataclass(frozen=True)
-class Schema:
+class JsonSchema:
     """A JSON schema. strict: whether providers can enforce it."""
 
     body: JsonObject
     strict: bool
 
 
-def build_schema(kind: Any) -> Schema:
+def build_schema(kind: Any) -> JsonSchema:
     """Build the schema of a dataclass or a list of them, without a reference at the root.
 
     Raises PromptValidationError for a type that has no schema.
@@ -106,7 +106,7 @@ def build_schema(kind: Any) -> Schema:
     body = {**root, "$defs": {name: definitions[name] for name in definitions if name in used}}
     if not used:
         del body["$defs"]
-    return Schema(body, strict)
+    return JsonSchema(body, strict)
 
 
 def find_dataclasses(kind: Any, seen: set[Any] | None = None) -> Iterator[type[Any]]:

@@ -36,7 +36,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     ExecutionNote,
     make_execution_end,
 )
-from fumehood.timings import Timing, start_timing
+from fumehood.timed_steps import TimedStep, start_timing
 
 logger = logging.getLogger(__name__)
 
@@ -186,7 +186,7 @@ class ContainerHandle:
         except TimeoutError:
             raise SandboxServerUnreachable("The sandbox server does not answer.") from None
 
-    async def _replace_sandbox(self, timing: Timing) -> AcquiredSandbox:
+    async def _replace_sandbox(self, timing: TimedStep) -> AcquiredSandbox:
         """Attach to the sandbox that another process has made meanwhile, or make one.
 
         Files are not restored into the other's sandbox: that could undo what code is writing there.
@@ -205,7 +205,7 @@ class ContainerHandle:
             if created is not None:
                 return created
 
-    async def _recreate_sandbox(self, timing: Timing) -> AcquiredSandbox | None:
+    async def _recreate_sandbox(self, timing: TimedStep) -> AcquiredSandbox | None:
         """Make the next sandbox and restore the files. None if another process was faster."""
         record = self._state.record
         incarnation = record.incarnation + 1

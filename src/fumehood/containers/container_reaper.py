@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from fumehood.containers.container_state import ContainerContext, ContainerState
-from fumehood.containers.domain_secret_vault import strip_secrets
+from fumehood.containers.domain_secret_sealer import strip_secrets
 from fumehood.containers.sandbox_acquisition import next_sandbox_name, release_sandbox
 from fumehood.interfaces import SandboxRef
 from fumehood.protocol.openai.container_objects import ContainerRecord, ContainerStatus

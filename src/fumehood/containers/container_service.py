@@ -29,22 +29,22 @@ from fumehood.containers.container_validation import (
     choose_file_name,
     validate_file_path,
 )
-from fumehood.containers.domain_secret_vault import DomainSecretVault
+from fumehood.containers.domain_secret_sealer import DomainSecretSealer
 from fumehood.containers.file_sync import FileSync
 from fumehood.containers.file_transfer import FileUpload
 from fumehood.containers.sandbox_acquisition import attach_sandbox
-from fumehood.containers.user_files import UserFiles
+from fumehood.containers.user_file_writer import UserFileWriter
+from fumehood.gateway_stats import ContainerStats
 from fumehood.interfaces import (
     BlobRef,
     Caller,
     Clock,
     FileService,
-    ReferencedBlobs,
+    GarbageCollectedBlobStore,
     Sandbox,
     SandboxProvider,
     Sealer,
 )
-from fumehood.metrics import ContainerStats
 from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import (
     ContainerExpired,
@@ -79,7 +79,7 @@ class SandboxContainerService:
         self,
         provider: SandboxProvider,
         store: ContainerRecordStore,
-        blobs: ReferencedBlobs,
+        blobs: GarbageCollectedBlobStore,
         clock: Clock,
         settings: ContainerSettings | None = None,
         *,
@@ -91,10 +91,10 @@ class SandboxContainerService:
         files = FileSync(store, blobs, clock, settings.file_limits)
         self._stats = stats or ContainerStats()
         self._context = ContainerContext(
-            provider, store, files, clock, settings, DomainSecretVault(sealer), self._stats
+            provider, store, files, clock, settings, DomainSecretSealer(sealer), self._stats
         )
         self._uploads = uploads
-        self._user_files = UserFiles(self._context, blobs)
+        self._user_files = UserFileWriter(self._context, blobs)
         self._states: OrderedDict[str, ContainerState] = OrderedDict()  # least recently used first
         self._reaper = ContainerReaper(self._context, self._states)
         self._id_key = secrets.token_bytes(32)

@@ -8,8 +8,9 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from fumehood.containers.domain_secret_vault import DomainSecretVault
+from fumehood.containers.domain_secret_sealer import DomainSecretSealer
 from fumehood.containers.file_sync import ContainerFileLimits, FileSync
+from fumehood.gateway_stats import ContainerStats
 from fumehood.interfaces import (
     Clock,
     ContainerFileStore,
@@ -18,9 +19,8 @@ from fumehood.interfaces import (
     SandboxProvider,
     SandboxRef,
 )
-from fumehood.metrics import ContainerStats
 from fumehood.protocol.openai.container_objects import ContainerRecord
-from fumehood.timings import start_timing
+from fumehood.timed_steps import start_timing
 
 type IsolationScope = Literal["container", "execution"]
 
@@ -75,7 +75,7 @@ class ContainerContext:
     files: FileSync
     clock: Clock
     settings: ContainerSettings
-    domain_secrets: DomainSecretVault
+    domain_secrets: DomainSecretSealer
     stats: ContainerStats
 
     @contextmanager

@@ -20,14 +20,14 @@ from fumehood.containers.file_transfer import (
     FileUpload,
 )
 from fumehood.cpu_worker import ITEM_COST_BYTES, run_in_worker
-from fumehood.interfaces import BlobRef, Clock, ContainerFileStore, ReferencedBlobs, Sandbox
+from fumehood.interfaces import BlobRef, Clock, ContainerFileStore, GarbageCollectedBlobStore, Sandbox
 from fumehood.protocol.name_sanitizing import find_free_name, join_names, sanitize_name
 from fumehood.protocol.openai.api_errors import ServiceUnavailable
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerFileSource
 from fumehood.protocol.sandbox.sandbox_errors import (
-    FileNotFound,
     FileRefused,
     SandboxError,
+    SandboxFileNotFound,
     SandboxGone,
     SandboxPayloadTooLarge,
 )
@@ -123,7 +123,11 @@ class FileSync:
     """Syncs files of all containers of one process: records in a store, content in blobs."""
 
     def __init__(
-        self, store: ContainerFileStore, blobs: ReferencedBlobs, clock: Clock, limits: ContainerFileLimits
+        self,
+        store: ContainerFileStore,
+        blobs: GarbageCollectedBlobStore,
+        clock: Clock,
+        limits: ContainerFileLimits,
     ) -> None:
         self._store = store
         self._blobs = blobs
@@ -282,7 +286,7 @@ class FileSync:
             async with aclosing(_slice_stream(sandbox.read_file(record.path), start, end)) as chunks:
                 async for chunk in chunks:
                     yield chunk
-        except (FileNotFound, FileRefused) as error:
+        except (SandboxFileNotFound, FileRefused) as error:
             raise KeyError(record.id) from error
 
     async def drop_blobs(self, records: Iterable[ContainerFileRecord]) -> None:

@@ -11,16 +11,16 @@ from dataclasses import dataclass, field
 from itertools import batched
 from typing import Any, NamedTuple, Self
 
-from fumehood.interfaces import BlobRef, ReferencedBlobs, Sandbox
+from fumehood.interfaces import BlobRef, GarbageCollectedBlobStore, Sandbox
 from fumehood.protocol.openai.api_errors import ServiceUnavailable
 from fumehood.protocol.sandbox.bundle_encoding import MAX_BUNDLED_FILE_BYTES, BundledFile
 from fumehood.protocol.sandbox.sandbox_errors import (
-    FileNotFound,
     FileRefused,
     SandboxError,
+    SandboxFileNotFound,
     SandboxPayloadTooLarge,
 )
-from fumehood.protocol.sandbox.sandbox_messages import FileEntry, UnpackSummary, WriteSummary
+from fumehood.protocol.sandbox.sandbox_messages import FileEntry, UnpackSummary, WriteFilesSummary
 
 # Small files stored with one fsync:
 _BLOB_BATCH_BYTES = 8 << 20
@@ -49,7 +49,7 @@ class FileFingerprint(NamedTuple):
         return cls(file.modified_ns, file.changed_ns, file.inode)
 
     @classmethod
-    def at_write(cls, written: WriteSummary | UnpackSummary, file: FileEntry) -> Self:
+    def at_write(cls, written: WriteFilesSummary | UnpackSummary, file: FileEntry) -> Self:
         """Return the fingerprint of a file written in a batch.
 
         A file that is newer than the batch was changed meanwhile, and must not match.
@@ -90,7 +90,7 @@ class UploadReport:
 class FileTransfer:
     """Copies files between one blob store and any sandbox."""
 
-    def __init__(self, blobs: ReferencedBlobs) -> None:
+    def __init__(self, blobs: GarbageCollectedBlobStore) -> None:
         self._blobs = blobs
 
     # ---- out of a sandbox ---------------------------------------------------------------------------------------
@@ -167,7 +167,7 @@ class FileTransfer:
         try:
             content = _count_stream(file, sandbox.read_file(file.path), reserve)
             return file, await blob_stack.enter_async_context(self._blobs.put_pinned(content))
-        except (FileNotFound, FileRefused, SandboxPayloadTooLarge, ServiceUnavailable) as error:
+        except (SandboxFileNotFound, FileRefused, SandboxPayloadTooLarge, ServiceUnavailable) as error:
             return file, error
 
     # ---- into a sandbox -----------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class FileTransfer:
             written = await sandbox.write_files(lambda: self._read_blobs(small, report))
         except (FileRefused, SandboxPayloadTooLarge) as error:  # of the bundle as a whole
             report.errors.append(error)
-            written = WriteSummary(files=0, bytes=0, refused=len(small))
+            written = WriteFilesSummary(files=0, bytes=0, refused=len(small))
         report.errors += [FileRefused(reason) for reason in written.reasons]
         listing = await sandbox.list_files()
         report.mark = listing.mark

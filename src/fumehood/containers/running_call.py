@@ -23,7 +23,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     ExecutionEvent,
     make_execution_end,
 )
-from fumehood.timings import start_timing
+from fumehood.timed_steps import start_timing
 
 logger = logging.getLogger(__name__)
 

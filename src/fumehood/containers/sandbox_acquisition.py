@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 import msgspec
 
 from fumehood.containers.container_state import ContainerContext, ContainerState
-from fumehood.containers.domain_secret_vault import find_forbidden_domain
+from fumehood.containers.domain_secret_sealer import find_forbidden_domain
 from fumehood.interfaces import Sandbox, SandboxProvider, SandboxRef
 from fumehood.protocol.openai.container_objects import ContainerRecord
 from fumehood.protocol.sandbox.sandbox_errors import (
@@ -23,7 +23,7 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     SandboxStartFailed,
 )
 from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec, Tenant
-from fumehood.timings import start_timing
+from fumehood.timed_steps import start_timing
 
 logger = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ response. `EngineRunService` starts runs.
 """
 
 from fumehood.engine.agent_loop import LoopLimits
-from fumehood.engine.run_event_log import LagLimits
+from fumehood.engine.run_event_log import ReaderLagLimits
 from fumehood.engine.run_service import EngineRunService
 
 __all__ = [
     "EngineRunService",
-    "LagLimits",
     "LoopLimits",
+    "ReaderLagLimits",
 ]

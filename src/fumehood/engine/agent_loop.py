@@ -15,18 +15,18 @@ from typing import Literal
 import msgspec
 
 from fumehood.cpu_worker import run_in_worker
-from fumehood.engine.compaction_budget import compute_max_threshold, estimate_last_turn
+from fumehood.engine.compaction_plan import compute_max_threshold, estimate_last_turn
 from fumehood.engine.compactor import DEFAULT_CONTEXT_WINDOW, Compactor
+from fumehood.engine.context_truncation import compute_input_token_limit, truncate_to_fit
 from fumehood.engine.request_preparation import PreparedRequest
 from fumehood.engine.run_event_log import EventLog
 from fumehood.engine.token_counter import TokenCounter, estimate_cost
-from fumehood.engine.truncation import compute_input_token_limit, truncate_to_fit
 from fumehood.engine.turn_assembler import HostedCall, ResponseOutput, Toolbox, TurnAssembler
 from fumehood.interfaces import (
     Clock,
-    Lease,
-    LeaseLost,
     ModelBackend,
+    ResponseLease,
+    ResponseLeaseLost,
     ResponseStore,
     ToolCallContext,
     ToolCallResult,
@@ -99,7 +99,7 @@ class AgentLoop:
     ) -> None:
         self.failure: ApiError | None = None
         self.is_unstored = False
-        self.lease: Lease | None = None
+        self.lease: ResponseLease | None = None
         self._prepared = prepared
         self._backend = backend
         self._store = store
@@ -399,7 +399,7 @@ class AgentLoop:
             self.failure = _describe_store_failure(error)
             self.is_unstored = self.lease is None
             self.failure.may_have_run = bool(self._output.items)
-            expected = isinstance(error, ApiError | LeaseLost)
+            expected = isinstance(error, ApiError | ResponseLeaseLost)
             logger.warning("response %s was not stored: %s", response.id, error, exc_info=not expected)
             response = self._build_final_response("failed")
         self._log.append(make_terminal_events(response, self.failure and to_error_detail(self.failure)))
@@ -471,7 +471,7 @@ def _describe_store_failure(error: Exception) -> ApiError:
         )
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, LeaseLost):
+    if isinstance(error, ResponseLeaseLost):
         return InternalServerError("The response was deleted or taken over by another server while it ran.")
     return detect_resource_exhaustion(error) or InternalServerError("The response could not be stored.")
 

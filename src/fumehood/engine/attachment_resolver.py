@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from fumehood.cpu_worker import run_in_worker
-from fumehood.engine.truncation import read_role
+from fumehood.engine.context_truncation import read_role
 from fumehood.interfaces import AttachmentLoader, Caller, ReserveMemory
 from fumehood.protocol.attachments import (
     Attachment,
@@ -29,7 +29,7 @@ _MAX_BYTES = 64 << 20  # read for one request, which can be short and reference 
 
 
 @dataclass(frozen=True, slots=True)
-class ResolvedAttachments:
+class ResolvedInput:
     """The items of a request with their attachments.
 
     hidden_files: files that the model is not sent, each with its parameter path; without those already answered.
@@ -52,7 +52,7 @@ class AttachmentResolver:
         past: Sequence[ConversationSegment],
         forward_files: Callable[[], bool],
         reserve_memory: ReserveMemory | None = None,
-    ) -> ResolvedAttachments:
+    ) -> ResolvedInput:
         """Raises InvalidRequest with the part's path, and what `reserve_memory` raises for the bytes that are read.
 
         forward_files: whether to send the model files that are not text.
@@ -63,7 +63,7 @@ class AttachmentResolver:
             if not entry.attachments and may_contain_files(entry.type, entry.raw)
         ]
         if self._attachments is None or not with_files:
-            return ResolvedAttachments(entries)
+            return ResolvedInput(entries)
         file_parts = await run_in_worker(
             sum([len(entries[number].raw) for number in with_files]),
             _read_file_parts,
@@ -92,7 +92,7 @@ class AttachmentResolver:
                 if number >= answered and attachments[-1].is_hidden:
                     hidden.append((param, attachments[-1]))
             resolved[number] = replace(entries[number], attachments=tuple(attachments))
-        return ResolvedAttachments(tuple(resolved), hidden)
+        return ResolvedInput(tuple(resolved), hidden)
 
 
 async def _resolve_part(

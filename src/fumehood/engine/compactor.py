@@ -18,7 +18,7 @@ from msgspec import Raw
 from msgspec.structs import replace
 
 from fumehood.cpu_worker import run_in_worker
-from fumehood.engine.compaction_budget import (
+from fumehood.engine.compaction_plan import (
     MIN_THRESHOLD,
     CompactionBudget,
     CompactionPlan,
@@ -29,6 +29,12 @@ from fumehood.engine.compaction_budget import (
     read_content,
     truncate_text,
 )
+from fumehood.engine.context_truncation import (
+    is_instruction,
+    leading_instructions,
+    read_role,
+    truncate_to_fit,
+)
 from fumehood.engine.token_counter import (
     BYTES_PER_TOKEN,
     TokenCounter,
@@ -36,7 +42,6 @@ from fumehood.engine.token_counter import (
     estimate_fixed,
     estimate_segments,
 )
-from fumehood.engine.truncation import is_instruction, leading_instructions, read_role, truncate_to_fit
 from fumehood.interfaces import Caller, HostedTool, InvalidSeal, ModelBackend, Sealer
 from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import (
@@ -47,11 +52,11 @@ from fumehood.protocol.conversation import (
     last_compaction_index,
 )
 from fumehood.protocol.model_turns import (
+    GenerationParameters,
     ModelReasoningDelta,
     ModelRequest,
     ModelTextDelta,
     ModelTurnEnded,
-    SamplingParameters,
 )
 from fumehood.protocol.openai.api_errors import InvalidRequest, ModelError
 from fumehood.protocol.openai.ids import new_id
@@ -384,8 +389,8 @@ async def _stream_summary(
     return truncate_text("".join(deltas).strip(), max_tokens), usage
 
 
-def _make_summary_sampling(sampling: SamplingParameters, max_tokens: int) -> SamplingParameters:
-    return SamplingParameters(
+def _make_summary_sampling(sampling: GenerationParameters, max_tokens: int) -> GenerationParameters:
+    return GenerationParameters(
         max_output_tokens=max_tokens,
         service_tier=sampling.service_tier,
         prompt_cache_key=sampling.prompt_cache_key,

@@ -12,14 +12,14 @@ import msgspec
 from msgspec import UNSET, Raw
 
 from fumehood.cpu_worker import run_in_worker
-from fumehood.engine.attachment_resolver import AttachmentResolver, ResolvedAttachments
+from fumehood.engine.attachment_resolver import AttachmentResolver, ResolvedInput
 from fumehood.engine.compactor import Compactor, ConversationWindow
-from fumehood.engine.history import ConversationHistory, check_size, reserve_if_large
+from fumehood.engine.conversation_loader import ConversationLoader, check_size, reserve_if_large
 from fumehood.engine.turn_assembler import Toolbox
 from fumehood.interfaces import Caller, Clock, ConfiguredTool, HostedTool, ModelProvider, ReserveMemory
 from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import ConversationSegment, conversation_size, last_compaction_index
-from fumehood.protocol.model_turns import ModelRequest, SamplingParameters
+from fumehood.protocol.model_turns import GenerationParameters, ModelRequest
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.ids import new_id
 from fumehood.protocol.openai.response_projection import INCLUDE_EXECUTION, INCLUDE_LOGPROBS
@@ -100,7 +100,7 @@ class RequestPreparer:
 
     def __init__(
         self,
-        history: ConversationHistory,
+        history: ConversationLoader,
         attachment_resolver: AttachmentResolver,
         models: ModelProvider,
         compactor: Compactor,
@@ -192,7 +192,7 @@ class RequestPreparer:
         past: Sequence[ConversationSegment],
         forward_files: bool,
         reserve_memory: ReserveMemory | None,
-    ) -> ResolvedAttachments:
+    ) -> ResolvedInput:
         entries = await self._history.load_input(request, caller, past, reserve_memory)
 
         def sends_files() -> bool:
@@ -476,8 +476,8 @@ def _read_service_tier(request: CreateResponse) -> str:
     return request.service_tier if request.service_tier in _SERVICE_TIERS else "default"
 
 
-def _build_sampling(request: CreateResponse) -> SamplingParameters:
-    return SamplingParameters(
+def _build_sampling(request: CreateResponse) -> GenerationParameters:
+    return GenerationParameters(
         temperature=request.temperature,
         top_p=request.top_p,
         presence_penalty=request.presence_penalty,

@@ -17,7 +17,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LagLimits:
+class ReaderLagLimits:
     """How far a reader may lag before it is dropped.
 
     events, seconds: a lag of more than `events` may last `seconds`.
@@ -34,7 +34,7 @@ def _noop() -> None:
 
 
 class EventLog:
-    """The events of one run, for any number of readers.
+    """The events of one run in progress, in memory, for any number of readers.
 
     recording: False for a blocking run, which has no readers: events are dropped.
     on_overrun: called once, when the last reader was dropped for its lag, or nobody reads for as long.
@@ -45,7 +45,7 @@ class EventLog:
         self,
         *,
         recording: bool,
-        limits: LagLimits,
+        limits: ReaderLagLimits,
         monotonic: Callable[[], float],
         on_overrun: Callable[[], None],
         retain_bytes: int = 0,

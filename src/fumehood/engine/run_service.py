@@ -9,25 +9,25 @@ from fumehood.cpu_worker import run_in_worker
 from fumehood.engine.agent_loop import AgentLoop, LoopLimits
 from fumehood.engine.attachment_resolver import AttachmentResolver
 from fumehood.engine.compactor import DEFAULT_CONTEXT_WINDOW, Compactor
-from fumehood.engine.history import ConversationHistory
+from fumehood.engine.context_truncation import check_length
+from fumehood.engine.conversation_loader import ConversationLoader
 from fumehood.engine.request_preparation import PreparedRequest, RequestPreparer
-from fumehood.engine.run_event_log import EventLog, LagLimits
+from fumehood.engine.run_event_log import EventLog, ReaderLagLimits
 from fumehood.engine.token_counter import TokenCounter, estimate_cost
-from fumehood.engine.truncation import check_length
+from fumehood.gateway_stats import GatewayStats
 from fumehood.interfaces import (
     AttachmentLoader,
     Caller,
     Clock,
     ConversationStore,
     HostedTool,
-    Lease,
     ModelBackend,
     ModelProvider,
     ReserveMemory,
+    ResponseLease,
     ResponseStore,
     Sealer,
 )
-from fumehood.metrics import GatewayStats
 from fumehood.protocol.conversation import ConversationSegment, conversation_pieces
 from fumehood.protocol.model_turns import ModelRequest
 from fumehood.protocol.openai.api_errors import ApiError, InternalServerError, ServiceUnavailable
@@ -100,7 +100,7 @@ class EngineRun:
         return response
 
     @property
-    def lease(self) -> Lease | None:
+    def lease(self) -> ResponseLease | None:
         return self._loop.lease
 
     def cancel(self, reason: str) -> None:
@@ -131,7 +131,7 @@ class EngineRunService:
         clock: Clock,
         *,
         limits: LoopLimits | None = None,
-        lag_limits: LagLimits | None = None,
+        lag_limits: ReaderLagLimits | None = None,
         disabled_tools: frozenset[str] = frozenset(),
         sealer: Sealer | None = None,
         attachments: AttachmentLoader | None = None,
@@ -141,12 +141,12 @@ class EngineRunService:
         self._store = store
         self._clock = clock
         self._limits = limits or LoopLimits()
-        self._lag_limits = lag_limits or LagLimits()
+        self._lag_limits = lag_limits or ReaderLagLimits()
         self._stats = stats or GatewayStats()
         self._active_runs: set[EngineRun] = set()
         self._is_draining = False
         self._lease_renewal: asyncio.Task[None] | None = None
-        history = ConversationHistory(store, {kind: tool for tool in tools for kind in tool.item_types})
+        history = ConversationLoader(store, {kind: tool for tool in tools for kind in tool.item_types})
         by_type = {kind: tool for tool in tools for kind in tool.types}
         self._token_counter = TokenCounter()
         self._compactor = Compactor(sealer, tools, self._token_counter)
@@ -290,7 +290,7 @@ class EngineRunService:
             await self._clock.sleep(_LEASE_RENEWAL_SECONDS)
             held = {run.lease: run for run in self._active_runs if run.lease is not None}
             try:
-                renewed = set(await self._store.renew_leases(list(held))) if held else set[Lease]()
+                renewed = set(await self._store.renew_leases(list(held))) if held else set[ResponseLease]()
                 orphaned = await self._store.fail_orphaned_responses()
             except Exception as error:  # anything: if this task ended, every run would lose its lease
                 expected = isinstance(error, ApiError)

@@ -5,6 +5,6 @@ by URL; with `url_fetcher` it imports an HTTP client, which reading a configurat
 """
 
 from fumehood.files.file_settings import InputSettings, UploadSettings
-from fumehood.files.uploaded_files import UploadedFiles
+from fumehood.files.upload_file_service import UploadFileService
 
-__all__ = ["InputSettings", "UploadSettings", "UploadedFiles"]
+__all__ = ["InputSettings", "UploadFileService", "UploadSettings"]

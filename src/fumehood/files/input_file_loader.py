@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from fumehood.cpu_worker import run_in_worker
 from fumehood.files.file_settings import InputSettings
-from fumehood.files.url_fetcher import FetchedFile, UrlFetcher, UrlPassthrough, UrlRejected
+from fumehood.files.url_fetcher import FetchedFile, UrlFetcher, UrlFetchError, UrlPassthrough
 from fumehood.interfaces import Caller, FileService, ReserveMemory
 from fumehood.protocol.attachments import (
     MAX_TEXT_BYTES,
@@ -161,7 +161,7 @@ class InputFileLoader:
                     return await self._attach_fetched(
                         part, await fetcher.fetch(url, reserve_memory), param, reserve_memory
                     )
-        except UrlRejected as error:
+        except UrlFetchError as error:
             raise NotFound(str(error), param=param, code="invalid_value") from None
 
     async def _attach_fetched(

@@ -32,7 +32,7 @@ _MEDIA_TYPES = ("text/", "application/", "image/", "binary/octet-stream")  # acc
 _HEADERS = {"Accept": "*/*", "Accept-Encoding": "identity", "User-Agent": "fumehood"}
 
 
-class UrlRejected(Exception):
+class UrlFetchError(Exception):
     """The URL must not or cannot be fetched. The message is for the caller and names no internal address."""
 
 
@@ -55,7 +55,7 @@ class UrlFetcher:
         self._resolver = resolver or DnsResolver({}, timeout=settings.fetch_timeout)
 
     async def fetch(self, url: str, reserve_memory: Callable[[int], None] = lambda _: None) -> FetchedFile:
-        """Raises UrlRejected, and what `reserve_memory` raises; it is called with the size of each chunk."""
+        """Raises UrlFetchError, and what `reserve_memory` raises; it is called with the size of each chunk."""
         try:
             async with asyncio.timeout(self._settings.fetch_timeout):
                 return await self._follow_redirects(url, reserve_memory)
@@ -120,7 +120,7 @@ class UrlFetcher:
         raise _make_rejection(f"it is larger than {self._settings.fetch_bytes:,} bytes")
 
     async def _resolve_allowed(self, url: URL) -> list[str]:
-        """Resolve the host to the IP addresses that are allowed. Raises UrlRejected if there is none."""
+        """Resolve the host to the IP addresses that are allowed. Raises UrlFetchError if there is none."""
         host = url.raw_host or ""
         try:
             found = [str(ipaddress.ip_address(host))]
@@ -152,7 +152,7 @@ class UrlPassthrough:
         self._addresses = AddressPolicy(parse_networks(settings.fetch_private_networks))
 
     def check(self, url: str) -> None:
-        """Raises UrlRejected."""
+        """Raises UrlFetchError."""
         host = (_parse_url(url).raw_host or "").rstrip(".")
         if not url.isascii() or not url.isprintable() or any(mark in url for mark in " \\"):
             raise _make_rejection("it is no http or https URL")  # parsers could disagree about it
@@ -193,7 +193,7 @@ class _PinnedResolver(AbstractResolver):
 
 
 def _parse_url(text: str) -> URL:
-    """Raises UrlRejected."""
+    """Raises UrlFetchError."""
     try:
         url = URL(text) if len(text) <= _MAX_URL_LENGTH else URL()
         is_valid = url.scheme in ("http", "https") and bool(url.raw_host) and url.explicit_port != 0
@@ -218,5 +218,5 @@ def _is_public_name(host: str) -> bool:
     )
 
 
-def _make_rejection(reason: str) -> UrlRejected:
-    return UrlRejected(f"The URL cannot be fetched: {reason}.")
+def _make_rejection(reason: str) -> UrlFetchError:
+    return UrlFetchError(f"The URL cannot be fetched: {reason}.")

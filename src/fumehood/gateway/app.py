@@ -16,15 +16,15 @@ from fumehood.gateway.authentication import (
 )
 from fumehood.gateway.body_parsing import RequestParser
 from fumehood.gateway.cors import CorsPolicy
+from fumehood.gateway.gateway_exchange import GatewayExchange, encode_json, to_api_error
 from fumehood.gateway.gateway_metrics import CONTENT_TYPE, GatewayMetrics
 from fumehood.gateway.openapi import PUBLIC_PATHS, build_document
-from fumehood.gateway.request_context import RequestContext, encode_json, to_api_error
 from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.gateway.request_log import RequestLog, log_to_logger
 from fumehood.gateway.routes.container_routes import ContainerFileRoutes, ContainerRoutes
 from fumehood.gateway.routes.file_routes import FileRoutes
 from fumehood.gateway.routes.response_routes import ResponseRoutes, ResponseRouteStore
-from fumehood.gateway.routes.websocket_routes import WebSocketHandshake, WebSocketRoutes
+from fumehood.gateway.routes.websocket_routes import WebSocketRoutes, WebSocketUpgradeRequest
 from fumehood.gateway.streaming.server_sent_events import KEEPALIVE_SECONDS
 from fumehood.http_server.asgi_exchange import ClientDisconnected, Receive, Scope, Send
 from fumehood.http_server.cross_site_protection import is_simple_request
@@ -42,7 +42,7 @@ from fumehood.protocol.openai.api_errors import (
     ServiceUnavailable,
 )
 
-type Handler = Callable[[RequestContext, Caller], Awaitable[None]]
+type Handler = Callable[[GatewayExchange, Caller], Awaitable[None]]
 type _RouteEntry = tuple[str, str, ApiKeyScope | None, Handler]
 
 ANONYMOUS = Caller()
@@ -176,7 +176,7 @@ class Gateway:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_websocket = scope["type"] == "websocket"
-        context_type = WebSocketHandshake if is_websocket else RequestContext
+        context_type = WebSocketUpgradeRequest if is_websocket else GatewayExchange
         context = context_type(scope, receive, send, self._min_bytes_per_second)
         path_routes = self._routes.match(context)
         try:
@@ -210,8 +210,8 @@ class Gateway:
         finally:
             self._record_request(context, path_routes)
 
-    async def _authenticate(self, context: RequestContext) -> Caller:
-        headers = context.headers
+    async def _authenticate(self, exchange: GatewayExchange) -> Caller:
+        headers = exchange.headers
         key = headers.get(b"authorization")
         try:
             caller = await authenticate_or_refresh(self._authenticator, key, headers.get(b"host", b""))
@@ -222,12 +222,12 @@ class Gateway:
             self.metrics.record_auth_rejection("host")
             raise
         if caller.key_id:
-            context.log_fields["key"] = caller.key_id
+            exchange.log_fields["key"] = caller.key_id
         return caller
 
-    async def _authenticate_websocket(self, context: RequestContext) -> Caller:
+    async def _authenticate_websocket(self, exchange: GatewayExchange) -> Caller:
         """Authenticate the sender of the next message of a WebSocket."""
-        caller = await self._authenticate(context)
+        caller = await self._authenticate(exchange)
         self._check_scope(caller, "responses")
         return caller
 
@@ -238,46 +238,46 @@ class Gateway:
             self.metrics.record_auth_rejection("scope")
             raise
 
-    async def _send_error(self, context: RequestContext, error: ApiError) -> None:
-        context.log_error(error)
-        if context.has_started:
+    async def _send_error(self, exchange: GatewayExchange, error: ApiError) -> None:
+        exchange.log_error(error)
+        if exchange.has_started:
             raise error
         if isinstance(error, MethodNotAllowed):
-            context.extra_headers.append((b"allow", error.allowed.encode()))
+            exchange.extra_headers.append((b"allow", error.allowed.encode()))
         elif isinstance(error, NotAuthenticated):
-            context.extra_headers.append((b"www-authenticate", b"Bearer"))
+            exchange.extra_headers.append((b"www-authenticate", b"Bearer"))
         elif error.may_have_run or (isinstance(error, Conflict) and error.retry_after is None):
-            context.extra_headers.append((b"x-should-retry", b"false"))  # OpenAI's SDKs would retry
-        await context.respond_error(error)
+            exchange.extra_headers.append((b"x-should-retry", b"false"))  # OpenAI's SDKs would retry
+        await exchange.respond_error(error)
 
-    def _record_request(self, context: RequestContext, path_routes: "_PathRoutes | None") -> None:
+    def _record_request(self, exchange: GatewayExchange, path_routes: "_PathRoutes | None") -> None:
         route = "(unknown)" if path_routes is None else path_routes.path
-        if context.status == 101:  # its duration is that of the connection
+        if exchange.status == 101:  # its duration is that of the connection
             route += " (websocket)"
-        seconds = context.elapsed_seconds()
-        self.metrics.record_request(route, context.status, seconds)
+        seconds = exchange.elapsed_seconds()
+        self.metrics.record_request(route, exchange.status, seconds)
         self._request_log(
-            logging.WARNING if context.status >= 500 else logging.INFO,
+            logging.WARNING if exchange.status >= 500 else logging.INFO,
             {
-                "request_id": context.request_id,
-                "method": context.method,
+                "request_id": exchange.request_id,
+                "method": exchange.method,
                 "route": route,
-                "status": context.status,
+                "status": exchange.status,
                 "ms": round(seconds * 1000, 3),
-                **context.log_fields,
+                **exchange.log_fields,
             },
         )
 
     # ---- models, health, metrics, OpenAPI -----------------------------------------------------------------------
 
-    async def _list_models(self, context: RequestContext, _caller: Caller) -> None:
-        await context.respond_json(ModelList(data=await self._models.list_models()))
+    async def _list_models(self, exchange: GatewayExchange, _caller: Caller) -> None:
+        await exchange.respond_json(ModelList(data=await self._models.list_models()))
 
-    async def _get_model(self, context: RequestContext, _caller: Caller) -> None:
-        wanted = context.path_parameters["model"]
+    async def _get_model(self, exchange: GatewayExchange, _caller: Caller) -> None:
+        wanted = exchange.path_parameters["model"]
         for card in await self._models.list_models():
             if card.id == wanted:
-                await context.respond_json(card)
+                await exchange.respond_json(card)
                 return
         raise NotFound(
             f"The model {wanted[:256]!r} does not exist; GET /v1/models lists the models.",
@@ -285,21 +285,21 @@ class Gateway:
             code="model_not_found",
         )
 
-    async def _get_health(self, context: RequestContext, _caller: Caller) -> None:
-        await context.respond_json({"status": "ok"})
+    async def _get_health(self, exchange: GatewayExchange, _caller: Caller) -> None:
+        await exchange.respond_json({"status": "ok"})
 
-    async def _get_readiness(self, context: RequestContext, _caller: Caller) -> None:
+    async def _get_readiness(self, exchange: GatewayExchange, _caller: Caller) -> None:
         if self._readiness_problem is not None and (reason := await self._readiness_problem()) is not None:
             raise ServiceUnavailable(reason)
-        await context.respond_json({"status": "ready"})
+        await exchange.respond_json({"status": "ready"})
 
-    async def _get_openapi(self, context: RequestContext, _caller: Caller) -> None:
+    async def _get_openapi(self, exchange: GatewayExchange, _caller: Caller) -> None:
         if self._openapi_json is None:
             self._openapi_json = encode_json(build_document(self.routes))
-        await context.respond(self._openapi_json)
+        await exchange.respond(self._openapi_json)
 
-    async def _get_metrics(self, context: RequestContext, _caller: Caller) -> None:
-        await context.respond(await self.metrics.render(), content_type=CONTENT_TYPE)
+    async def _get_metrics(self, exchange: GatewayExchange, _caller: Caller) -> None:
+        await exchange.respond(await self.metrics.render(), content_type=CONTENT_TYPE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,25 +341,25 @@ class _Router:
             (compile_path(path)[0], entry) for path, entry in paths.items() if "{" in path
         ]
 
-    def match(self, context: RequestContext) -> _PathRoutes | None:
-        path_routes = self.exact_paths.get(context.path)
+    def match(self, exchange: GatewayExchange) -> _PathRoutes | None:
+        path_routes = self.exact_paths.get(exchange.path)
         if path_routes is not None:
             return path_routes
         for pattern, path_routes in self._patterns:
-            if (found := pattern.match(context.path)) is not None:
-                context.path_parameters = found.groupdict()
+            if (found := pattern.match(exchange.path)) is not None:
+                exchange.path_parameters = found.groupdict()
                 return path_routes
         return None
 
-    def select(self, path_routes: _PathRoutes | None, context: RequestContext) -> _Route:
+    def select(self, path_routes: _PathRoutes | None, exchange: GatewayExchange) -> _Route:
         """Raises NotFound, MethodNotAllowed."""
         if path_routes is None:
-            suggestion = suggest_routes(context.path, [path for _, path in self.scopes])
-            raise NotFound(f"Unknown request URL: {context.method} {context.path[:200]}. {suggestion}")
-        route = path_routes.by_method.get(context.method)
+            suggestion = suggest_routes(exchange.path, [path for _, path in self.scopes])
+            raise NotFound(f"Unknown request URL: {exchange.method} {exchange.path[:200]}. {suggestion}")
+        route = path_routes.by_method.get(exchange.method)
         if route is None:
             allowed = ", ".join(sorted(path_routes.by_method))
             raise MethodNotAllowed(
-                f"Not allowed to {context.method} on {path_routes.path}; try {allowed}.", allowed
+                f"Not allowed to {exchange.method} on {path_routes.path}; try {allowed}.", allowed
             )
         return route

@@ -7,9 +7,9 @@ import msgspec
 from msgspec import Raw
 
 from fumehood.cpu_worker import WORKER_THRESHOLD_BYTES, run_in_worker
-from fumehood.gateway.request_context import RequestContext
+from fumehood.gateway.gateway_exchange import GatewayExchange
 from fumehood.http_server.cross_site_protection import content_media_type, decode_header, is_json_type
-from fumehood.http_server.json_errors import explain_json_error
+from fumehood.http_server.json_decode_errors import explain_json_error
 from fumehood.protocol.json_limits import MAX_VALUES, has_too_many_values
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.passthrough_fields import (
@@ -40,11 +40,11 @@ class RequestParser:
         self._decoder = msgspec.json.Decoder(extend_request_type((*SAMPLING_FIELDS, *pass_fields)))
 
     async def read_request(
-        self, context: RequestContext, limit: int, reserve_memory: Callable[[int], None]
+        self, exchange: GatewayExchange, limit: int, reserve_memory: Callable[[int], None]
     ) -> tuple[CreateResponse, bytes]:
-        """The body, parsed and as bytes. Raises InvalidRequest and what `RequestContext.read_body` raises."""
-        check_json_body(context)
-        body = await context.read_body(limit, reserve_memory)
+        """The body, parsed and as bytes. Raises InvalidRequest and what `GatewayExchange.read_body` raises."""
+        check_json_body(exchange)
+        body = await exchange.read_body(limit, reserve_memory)
         return await run_in_worker(len(body), self.parse, body), body
 
     def parse(self, body: bytes) -> CreateResponse:
@@ -63,15 +63,15 @@ class RequestParser:
         return request
 
 
-def check_json_body(context: RequestContext) -> None:
+def check_json_body(exchange: GatewayExchange) -> None:
     """Require JSON: browsers send no JSON to another site without a preflight. Raises InvalidRequest."""
-    kind = content_media_type(context.headers)
-    if not kind and not context.has_body:
+    kind = content_media_type(exchange.headers)
+    if not kind and not exchange.has_body:
         raise InvalidRequest("The body is empty; send a JSON object.", code="invalid_json")
     if not is_json_type(kind):
         shown = decode_header(kind)[:100]
         raise InvalidRequest(f"Unsupported content type: {shown!r}. Send Content-Type: application/json.")
-    if context.headers.get(b"content-encoding", b"").lower() not in (b"", b"identity"):
+    if exchange.headers.get(b"content-encoding", b"").lower() not in (b"", b"identity"):
         raise InvalidRequest("Compressed bodies are not supported; send the body uncompressed.")
 
 

@@ -7,7 +7,7 @@ have no preflight: for these, only the Origin header tells which page sent them.
 import re
 
 from fumehood.gateway.authentication import PermissionDenied
-from fumehood.gateway.request_context import RequestContext
+from fumehood.gateway.gateway_exchange import GatewayExchange
 from fumehood.http_server.asgi_exchange import Headers
 from fumehood.http_server.cross_site_protection import decode_header, is_same_origin
 
@@ -35,21 +35,21 @@ class CorsPolicy:
         """Whether this Origin is allowed; None, from a client that is not a browser, is."""
         return origin is None or self._allows_any or origin in self._allowed
 
-    def check_origin(self, context: RequestContext) -> None:
+    def check_origin(self, exchange: GatewayExchange) -> None:
         """Raises PermissionDenied if the request comes from a page of another site that is not allowed."""
-        origin = context.headers.get(b"origin")
+        origin = exchange.headers.get(b"origin")
         if origin is None or self.allows(origin):
             return
-        if is_same_origin(origin, context.headers.get(b"host", b"")):
+        if is_same_origin(origin, exchange.headers.get(b"host", b"")):
             return
         shown = decode_header(origin)[:100]
         raise PermissionDenied(
             f"Web pages of {shown!r} may not use this server; to allow them, add the origin to server.cors_origins."
         )
 
-    def response_headers(self, context: RequestContext) -> Headers:
+    def response_headers(self, exchange: GatewayExchange) -> Headers:
         """The CORS headers of a response; no permissions for an origin that is not allowed."""
-        origin = context.headers[b"origin"]
+        origin = exchange.headers[b"origin"]
         if not self._allowed:
             return []
         if self._allows_any:
@@ -66,25 +66,25 @@ class CorsPolicy:
             vary,
         ]
 
-    def is_preflight(self, context: RequestContext) -> bool:
+    def is_preflight(self, exchange: GatewayExchange) -> bool:
         """Whether this is a CORS preflight request."""
         return (
             bool(self._allowed)
-            and context.method == "OPTIONS"
-            and b"access-control-request-method" in context.headers
+            and exchange.method == "OPTIONS"
+            and b"access-control-request-method" in exchange.headers
         )
 
-    async def send_preflight_response(self, context: RequestContext, methods: str) -> None:
+    async def send_preflight_response(self, exchange: GatewayExchange, methods: str) -> None:
         """Allow these methods, without any permission if the origin is not allowed."""
         headers: Headers = []
-        if self.allows(context.headers.get(b"origin")):
+        if self.allows(exchange.headers.get(b"origin")):
             headers = [
                 (b"access-control-allow-methods", methods.encode()),
                 (b"access-control-max-age", _PREFLIGHT_MAX_AGE),
             ]
             # Echoed: `*` does not cover Authorization, and SDKs send headers of their own.
-            names = context.headers.get(b"access-control-request-headers")
+            names = exchange.headers.get(b"access-control-request-headers")
             if names is not None and _HEADER_NAMES.fullmatch(names):
                 headers.append((b"access-control-allow-headers", names))
-        await context.start_response(204, headers)
-        await context.send(b"", more=False)
+        await exchange.start_response(204, headers)
+        await exchange.send(b"", more=False)

@@ -16,7 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from fumehood.metrics import BucketHistogram, ContainerStats, GatewayStats, ModelStats
+from fumehood.gateway_stats import BucketHistogram, ContainerStats, GatewayStats, ModelStats
 from fumehood.protocol.openai.items import CodeInterpreterCall, CompactionItem, ShellCall
 from fumehood.protocol.openai.responses import Response, Usage
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError

@@ -14,11 +14,11 @@ from typing import Protocol
 
 import msgspec
 
+from fumehood.gateway.gateway_exchange import GatewayExchange, encode_json
 from fumehood.gateway.gateway_metrics import GatewayMetrics
-from fumehood.gateway.request_context import RequestContext, encode_json
-from fumehood.gateway.request_limiter import RequestLimiter, RequestMemory
+from fumehood.gateway.request_limiter import RequestLimiter, RequestMemoryReservation
 from fumehood.gateway.streaming.event_sender import CLIENT_DISCONNECTED, TERMINAL_EVENTS
-from fumehood.gateway.tenant_cache import TenantCache
+from fumehood.gateway.tenant_fair_cache import TenantFairCache
 from fumehood.http_server.asgi_exchange import ClientDisconnected
 from fumehood.http_server.slow_clients import do_nothing
 from fumehood.interfaces import (
@@ -109,7 +109,7 @@ class IdempotencyRegistry:
 
     @asynccontextmanager
     async def open_run(
-        self, context: RequestContext, request: IdempotentRequest, budget: RequestMemory
+        self, exchange: GatewayExchange, request: IdempotentRequest, budget: RequestMemoryReservation
     ) -> AsyncGenerator[ReadableRun]:
         """Start the run of this key, join it, or replay its response.
 
@@ -125,7 +125,7 @@ class IdempotencyRegistry:
             raise _key_reused()
         started = await asyncio.shield(shared_run.started)
         if isinstance(started, Response) or not is_first:
-            context.extra_headers.append((b"idempotent-replayed", b"true"))
+            exchange.extra_headers.append((b"idempotent-replayed", b"true"))
         if isinstance(started, Response):
             budget.reserve_for_response(len(encode_json(started)))
             yield _ReplayedRun(started)
@@ -133,7 +133,7 @@ class IdempotencyRegistry:
             with shared_run.join(started) as run:
                 yield run
 
-    def _start_shared(self, request: IdempotentRequest, budget: RequestMemory) -> "_SharedRun":
+    def _start_shared(self, request: IdempotentRequest, budget: RequestMemoryReservation) -> "_SharedRun":
         """The run has a task of its own: the first client may disconnect before others."""
         shared_run = self._shared_runs[request.cache_key] = _SharedRun(request.digest)
         shared_run.task = asyncio.create_task(
@@ -143,7 +143,7 @@ class IdempotencyRegistry:
         return shared_run
 
     async def _run_shared(
-        self, shared_run: "_SharedRun", request: IdempotentRequest, budget: RequestMemory
+        self, shared_run: "_SharedRun", request: IdempotentRequest, budget: RequestMemoryReservation
     ) -> None:
         """Start the run, unless an earlier one had this key, and record its end."""
         try:
@@ -335,7 +335,7 @@ class _UnstoredResponses:
 
     def __init__(self) -> None:
         self._claims: defaultdict[str, dict[str, IdempotencyClaim]] = defaultdict(dict)
-        self._responses = TenantCache[bytes](_MAX_CACHE_BYTES)
+        self._responses = TenantFairCache[bytes](_MAX_CACHE_BYTES)
 
     def find(self, request: IdempotentRequest) -> Response | None:
         """The response of a key; None if it was not used. Raises Conflict."""

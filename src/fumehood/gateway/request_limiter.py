@@ -123,9 +123,9 @@ class RequestLimiter:
             usage.running -= 1
             self._running_count -= 1
 
-    def memory_budget(self, caller: Caller) -> "RequestMemory":
+    def memory_budget(self, caller: Caller) -> "RequestMemoryReservation":
         """A context manager for the memory of one request."""
-        return RequestMemory(self, self._usage_of(caller))
+        return RequestMemoryReservation(self, self._usage_of(caller))
 
     def max_memory(self, usage: _KeyUsage) -> int:
         return min(usage.max_memory_bytes or self._max_memory_bytes, self._max_memory_bytes)
@@ -170,7 +170,7 @@ class RequestLimiter:
         return usage
 
 
-class RequestMemory:
+class RequestMemoryReservation:
     """The memory that one request has reserved for its body and what that refers to; released on exit."""
 
     __slots__ = ("_limits", "_reserved", "_usage")
@@ -207,9 +207,9 @@ class RequestMemory:
         if size >= WORKER_THRESHOLD_BYTES:
             self.reserve(min(size, self._limits.max_memory(self._usage) - self._reserved))
 
-    def transfer(self) -> "RequestMemory":
+    def transfer(self) -> "RequestMemoryReservation":
         """Move the reservation to a new budget, which may live longer."""
-        other = RequestMemory(self._limits, self._usage)
+        other = RequestMemoryReservation(self._limits, self._usage)
         other._reserved, self._reserved = self._reserved, 0
         return other
 

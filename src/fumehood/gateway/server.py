@@ -4,7 +4,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import override
 
-from fumehood.gateway.request_context import VERSION_HEADER, encode_json
+from fumehood.gateway.gateway_exchange import VERSION_HEADER, encode_json
 from fumehood.http_server.asgi_exchange import Application
 from fumehood.http_server.slow_clients import do_nothing
 from fumehood.http_server.uvicorn_websocket import make_websocket_protocol

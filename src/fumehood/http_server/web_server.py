@@ -16,7 +16,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from fumehood.http_server.asgi_exchange import DIRECT_WRITER, Application, Headers
-from fumehood.http_server.read_scheduler import ReadScheduler, SlicedReadProtocol
+from fumehood.http_server.parse_scheduler import ParseScheduler, SlicedReadProtocol
 from fumehood.http_server.slow_clients import StalledClientMixin, do_nothing
 from fumehood.http_server.uvicorn_http1 import Http1Protocol
 
@@ -66,10 +66,10 @@ class WebServer:
                     "_ConfiguredHttpProtocol",
                     (_SlicedHttpProtocol,),
                     {
-                        "scheduler": ReadScheduler(),
+                        "scheduler": ParseScheduler(),
                         "render_error": staticmethod(render_error),
                         "max_connections": max_connections,
-                        "descriptor_limit": FileDescriptorLimit(),
+                        "descriptor_limit": FileDescriptorGuard(),
                         "on_stalled": staticmethod(on_stalled),
                     },
                 ),
@@ -183,7 +183,7 @@ class _UvicornServer(uvicorn.Server):
         yield
 
 
-class FileDescriptorLimit:
+class FileDescriptorGuard:
     """Rejects connections when few file descriptors are left; logs it once a minute.
 
     Responses need descriptors too (model servers, files), and uvloop closes connections silently when there are none.
@@ -225,7 +225,7 @@ class _LimitedProtocol(StalledClientMixin, Http1Protocol):
 
     render_error: ErrorRenderer
     max_connections: int | None
-    descriptor_limit: FileDescriptorLimit
+    descriptor_limit: FileDescriptorGuard
     _head_timer: asyncio.TimerHandle | None = None
     _head_bytes = 0  # of the head, or of trailers since the last body chunk
     _in_head = True

@@ -36,7 +36,7 @@ from fumehood.interfaces.tools import (
     ToolCallResult,  # end of a call
     ToolCallSession,  # one call
     ToolCallStep,  # events, or the result
-    ToolStateSnapshot,  # what survives compaction
+    CompactedToolState,  # what survives compaction
 )
 
 # Containers and sandboxes
@@ -64,7 +64,7 @@ from fumehood.interfaces.blobs import (
     BeforeCommit,  # called before blobs become visible
     BlobRef,  # name and size of a blob
     BlobStore,  # contents by hash
-    ReferencedBlobs,  # blobs that live while a record refers to them
+    GarbageCollectedBlobStore,  # blobs that live while a record refers to them
 )
 from fumehood.interfaces.sealing import (
     InvalidSeal,  # raised by `Sealer.unseal`
@@ -72,15 +72,15 @@ from fumehood.interfaces.sealing import (
 )
 from fumehood.interfaces.store import (
     ApiKeyStore,  # API keys
-    BlobReferences,  # which blobs records refer to
+    UnreferencedBlobFinder,  # which blobs records refer to
     ContainerFileStore,  # files in containers
     ContainerStore,  # containers
     ConversationStore,  # conversations
     FileTotals,  # number and size of files
     IdempotencyClaim,  # what an idempotency key stands for
     IdempotencyStore,  # idempotency keys
-    Lease,  # the right to write to a response
-    LeaseLost,  # raised when a lease is not valid any more
+    ResponseLease,  # the right to write to a response
+    ResponseLeaseLost,  # raised when a lease is not valid any more
     ResponseStore,  # responses and leases
     Store,  # all of them, in one database
     UploadStore,  # uploaded files
@@ -93,11 +93,11 @@ __all__ = [
     "AttachmentLoader",
     "BeforeCommit",
     "BlobRef",
-    "BlobReferences",
     "BlobStore",
     "Caller",
     "Clock",
     "CollectedFiles",
+    "CompactedToolState",
     "ConfiguredTool",
     "Container",
     "ContainerEvent",
@@ -108,18 +108,18 @@ __all__ = [
     "ExecutionStarted",
     "FileService",
     "FileTotals",
+    "GarbageCollectedBlobStore",
     "HostedTool",
     "IdempotencyClaim",
     "IdempotencyStore",
     "InvalidSeal",
-    "Lease",
-    "LeaseLost",
     "ModelBackend",
     "ModelEventStream",
     "ModelProvider",
     "ReadableRun",
-    "ReferencedBlobs",
     "ReserveMemory",
+    "ResponseLease",
+    "ResponseLeaseLost",
     "ResponseStore",
     "Run",
     "RunEventReader",
@@ -133,6 +133,6 @@ __all__ = [
     "ToolCallResult",
     "ToolCallSession",
     "ToolCallStep",
-    "ToolStateSnapshot",
+    "UnreferencedBlobFinder",
     "UploadStore",
 ]

@@ -99,7 +99,7 @@ class BlobRef:
     bytes: int
 
 
-class ReferencedBlobs(Protocol):
+class GarbageCollectedBlobStore(Protocol):
     """Blobs that live as long as a record refers to them.
 
     A pin protects a blob from garbage collection until the record that refers to it is written. Every method raises

@@ -14,7 +14,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     SandboxInfo,
     SandboxSpec,
     UnpackSummary,
-    WriteSummary,
+    WriteFilesSummary,
 )
 
 
@@ -113,7 +113,9 @@ class Sandbox(Protocol):
         """
         ...
 
-    async def write_files(self, files: Callable[[], AsyncIterable[Sequence[BundledFile]]]) -> WriteSummary:
+    async def write_files(
+        self, files: Callable[[], AsyncIterable[Sequence[BundledFile]]]
+    ) -> WriteFilesSummary:
         """Write many small files. A file that is refused is in the summary, and the others are written.
 
         files: returns the files in batches. Called again if the connection breaks.

@@ -13,14 +13,14 @@ from fumehood.protocol.openai.responses import Response
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
+class ResponseLease:
     """The right to write to a running response. `epoch` is the fencing token."""
 
     response_id: str
     epoch: int
 
 
-class LeaseLost(Exception):
+class ResponseLeaseLost(Exception):
     """Another process has taken over this response, or the response has ended."""
 
 
@@ -52,7 +52,7 @@ class ResponseStore(Protocol):
         """Check that a response could be committed now. Raises StorageUnavailable if not."""
         ...
 
-    async def begin_response(self, tenant: str, response: Response) -> Lease:
+    async def begin_response(self, tenant: str, response: Response) -> ResponseLease:
         """Record a running response and lease it to the caller.
 
         It becomes readable soon, not at once. If its lease expires, `fail_orphaned_responses` marks it failed.
@@ -62,7 +62,7 @@ class ResponseStore(Protocol):
         """
         ...
 
-    async def renew_leases(self, leases: Sequence[Lease]) -> Sequence[Lease]:
+    async def renew_leases(self, leases: Sequence[ResponseLease]) -> Sequence[ResponseLease]:
         """Extend leases, and return those that are still valid.
 
         leases: of responses that run in this process.
@@ -70,7 +70,11 @@ class ResponseStore(Protocol):
         ...
 
     async def commit_response(
-        self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[ConversationEntry]
+        self,
+        lease: ResponseLease | None,
+        tenant: str,
+        response: Response,
+        entries: Sequence[ConversationEntry],
     ) -> None:
         """Write a finished response and all its entries in one transaction.
 
@@ -81,7 +85,7 @@ class ResponseStore(Protocol):
         response: as it ended, with output.
         entries: its input and output items, in order.
 
-        Raises LeaseLost if the lease is not valid any more, or the response exists already; then nothing is written.
+        Raises ResponseLeaseLost, and writes nothing, if the lease is not valid any more or the response exists already.
         """
         ...
 
@@ -405,7 +409,7 @@ class ApiKeyStore(Protocol):
         ...
 
 
-class BlobReferences(Protocol):
+class UnreferencedBlobFinder(Protocol):
     """Which blobs the records refer to. Raises StorageUnavailable if the database cannot be reached."""
 
     async def find_unreferenced_blobs(self, names: Sequence[str]) -> Sequence[str]:
@@ -426,7 +430,7 @@ class Store(
     UploadStore,
     IdempotencyStore,
     ApiKeyStore,
-    BlobReferences,
+    UnreferencedBlobFinder,
     Protocol,
 ):
     """One database with all records. Several processes may share it, if the implementation says so."""

@@ -69,7 +69,7 @@ type ToolCallStep = Sequence[StreamEvent] | ToolCallResult
 
 
 @dataclass(frozen=True, slots=True)
-class ToolStateSnapshot:
+class CompactedToolState:
     """What a hosted tool keeps of calls that are compacted.
 
     items: items that `HostedTool.configure` will find in place of the calls.
@@ -199,7 +199,7 @@ class HostedTool(Protocol):
         caller: Caller,
         past: Sequence[ConversationSegment],
         kept_items: Sequence[ConversationEntry] = (),
-    ) -> ToolStateSnapshot | None:
+    ) -> CompactedToolState | None:
         """Return what must survive the compaction of a conversation; None for nothing.
 
         caller: who sent the request.

@@ -21,9 +21,7 @@ from fumehood.message_parts.conversion import (
     to_vendor,
 )
 from fumehood.message_parts.media_digests import replace_inline_data
-from fumehood.message_parts.part_format import REPRESENTATIONS, MalformedPartError
-from fumehood.message_parts.redaction import drop_vendor_items, redact_parts
-from fumehood.message_parts.representations import (
+from fumehood.message_parts.otel_parts import (
     SOURCE_FIELD,
     from_representation,
     infer_finish_reason,
@@ -32,7 +30,9 @@ from fumehood.message_parts.representations import (
     to_representation,
     upgrade_part,
 )
-from fumehood.message_parts.truncation import TRUNCATED_FIELD, TRUNCATED_PART_TYPE, truncate_parts
+from fumehood.message_parts.part_format import REPRESENTATIONS, MalformedPartError
+from fumehood.message_parts.part_truncation import TRUNCATED_FIELD, TRUNCATED_PART_TYPE, truncate_parts
+from fumehood.message_parts.redaction import drop_vendor_items, redact_parts
 from fumehood.message_parts.validation import read_published_schema, validate
 
 __all__ = [

@@ -1,8 +1,8 @@
 """Canonical parts: tool calls, their responses and other content in a form that is the same for every vendor.
 
 A vendor codec turns an item into one or more parts, a representation turns parts into what OpenTelemetry records, and
-both can be reversed. What a part has no field for stays in `VendorSource.item`: the vendor's item without the values
-that were extracted into the part.
+both can be reversed. What a part has no field for stays in `VendorRoundTripData.item`: the vendor's item without the
+values that were extracted into the part.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ type Provenance = Literal["observed", "synthesized"]
 
 
 class ExtractedField(msgspec.Struct, frozen=True, array_like=True):
-    """One value that was extracted from a vendor's item: the field of the part, its path in the item, and the codec.
+    """Where one value of a vendor's item went: the field of the part, its path in the item, and the codec.
 
     It is restored by this record and not by the tables of a codec, because parts outlive the version that made them.
     """
@@ -40,7 +40,7 @@ class ResponseEnvelope(msgspec.Struct, frozen=True, kw_only=True):
     item_list_paths: list[JsonPath]
 
 
-class VendorSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class VendorRoundTripData(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What is needed to restore the vendor's document.
 
     item: the rest of the vendor's item; unset if the item is not kept.
@@ -60,7 +60,7 @@ class VendorSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class _BasePart(msgspec.Struct, kw_only=True):
     """`extra` holds unknown fields of parts that were read from elsewhere."""
 
-    source: VendorSource | None = None
+    source: VendorRoundTripData | None = None
     extra: JsonObject = {}
 
 

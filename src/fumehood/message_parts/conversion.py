@@ -22,16 +22,16 @@ from fumehood.message_parts.canonical_parts import (
     ToolCallPart,
     ToolCallResponsePart,
     ToolPart,
-    VendorSource,
+    VendorRoundTripData,
     pair_calls,
 )
 from fumehood.message_parts.field_codecs import FIELD_CODECS
 from fumehood.message_parts.json_paths import MISSING, copy_json, get_at_path, get_text_at_path, set_at_path
+from fumehood.message_parts.otel_parts import SOURCE_FIELD, from_representation, to_representation
 from fumehood.message_parts.part_format import REPRESENTATIONS, MalformedPartError
-from fumehood.message_parts.representations import SOURCE_FIELD, from_representation, to_representation
 from fumehood.message_parts.vendor_codec import (
     ItemMapping,
-    TextTemplate,
+    TextItemTemplate,
     VendorCodec,
     decode_item,
     encode_item,
@@ -74,9 +74,9 @@ def from_vendor(name: str, document: Json) -> list[Part]:
         paths, rest = [()], None
         parts = _decode_items(vendor, [document], 0)
     envelope = ResponseEnvelope(document=rest, item_list_paths=paths)
-    parts[0].source = msgspec.structs.replace(cast(VendorSource, parts[0].source), envelope=envelope)
+    parts[0].source = msgspec.structs.replace(cast(VendorRoundTripData, parts[0].source), envelope=envelope)
     for part in vendor.derive_calls(document, parts):
-        part.source = VendorSource(vendor=vendor.name)
+        part.source = VendorRoundTripData(vendor=vendor.name)
         parts.append(part)
     _align_execution(parts)
     return parts
@@ -243,13 +243,13 @@ class _ItemGroup:
     """Consecutive parts of one item."""
 
     def __init__(self, first: Part) -> None:
-        self._source = cast(VendorSource, first.source)
+        self._source = cast(VendorRoundTripData, first.source)
         self._paths: set[JsonPath] = set()
         self._calls: set[tuple[str | None, str]] = set()
         self.add(first)
 
     def add(self, part: Part) -> None:
-        self._paths.update(field.path for field in cast(VendorSource, part.source).extracted_fields)
+        self._paths.update(field.path for field in cast(VendorRoundTripData, part.source).extracted_fields)
         if isinstance(part, ToolCallPart):
             self._calls.add((part.call_id, part.kind))
 
@@ -303,7 +303,7 @@ def _build_item(vendor: VendorCodec, group: list[Part], names: dict[str | None, 
     return None
 
 
-def _build_text_item(template: TextTemplate | None, text: str, role: str = "assistant") -> Json | None:
+def _build_text_item(template: TextItemTemplate | None, text: str, role: str = "assistant") -> Json | None:
     if template is None:
         return None
     item = set_at_path(copy_json(template.item), template.path, text)

@@ -21,7 +21,7 @@ from fumehood.message_parts.canonical_parts import (
     TextPart,
     ToolPart,
     UriPart,
-    VendorSource,
+    VendorRoundTripData,
 )
 from fumehood.message_parts.json_paths import is_same_json
 
@@ -73,7 +73,7 @@ def drop_vendor_items(parts: list[Part]) -> list[Part]:
     """Drop the vendor's items, which are content as a whole. The parts cannot be converted back exactly."""
     return [
         msgspec.structs.replace(
-            part, source=None if part.source is None else VendorSource(vendor=part.source.vendor)
+            part, source=None if part.source is None else VendorRoundTripData(vendor=part.source.vendor)
         )
         for part in parts
     ]
@@ -99,7 +99,9 @@ def transform_part(part: Part, transform: JsonTransform) -> Part:
     return made
 
 
-def transform_source(source: VendorSource | None, transform: JsonTransform) -> VendorSource | None:
+def transform_source(
+    source: VendorRoundTripData | None, transform: JsonTransform
+) -> VendorRoundTripData | None:
     if source is None:
         return None
     item = source.item

@@ -22,7 +22,7 @@ from fumehood.message_parts.canonical_parts import (
     ToolCallPart,
     ToolCallResponsePart,
     ToolPart,
-    VendorSource,
+    VendorRoundTripData,
 )
 from fumehood.message_parts.field_codecs import FIELD_CODECS, extract
 from fumehood.message_parts.json_paths import MISSING, copy_json, get_at_path, get_text_at_path, set_at_path
@@ -152,7 +152,7 @@ class ItemMapping(msgspec.Struct, frozen=True, kw_only=True):
         return self.execution(item) if callable(self.execution) else self.execution
 
 
-class PartDraft(msgspec.Struct, frozen=True):
+class PartSkeleton(msgspec.Struct, frozen=True):
     """An empty part, with the fields to extract from its item.
 
     fields: names are payload fields of a call or response, and attributes of any other part.
@@ -164,23 +164,23 @@ class PartDraft(msgspec.Struct, frozen=True):
     is_required: bool = True
 
 
-def draft_tool_parts(item: JsonObject, mapping: ItemMapping) -> list[PartDraft]:
-    made: list[PartDraft] = []
+def draft_tool_parts(item: JsonObject, mapping: ItemMapping) -> list[PartSkeleton]:
+    made: list[PartSkeleton] = []
     if mapping.call is not None:
-        made.append(PartDraft(mapping.build_call(item), mapping.call))
+        made.append(PartSkeleton(mapping.build_call(item), mapping.call))
     if mapping.response is not None:
         made.append(
-            PartDraft(mapping.build_response(item), mapping.response, is_required=mapping.call is None)
+            PartSkeleton(mapping.build_response(item), mapping.response, is_required=mapping.call is None)
         )
     return made
 
 
 def draft_entries(
-    item: JsonObject, key: str, draft: Callable[[JsonObject, JsonPath], list[PartDraft]]
-) -> list[PartDraft]:
+    item: JsonObject, key: str, draft: Callable[[JsonObject, JsonPath], list[PartSkeleton]]
+) -> list[PartSkeleton]:
     """Draft the parts of the objects in the list at `key`. draft: called with each object and its path."""
     entries = item.get(key)
-    made: list[PartDraft] = []
+    made: list[PartSkeleton] = []
     for number, entry in enumerate(entries if isinstance(entries, list) else []):
         if isinstance(entry, dict):
             made += draft(entry, (key, number))
@@ -190,30 +190,30 @@ def draft_entries(
 # --- from the vendor ----------------------------------------------------------------------------------
 
 
-def decode_item(vendor: str, item: Json, drafts: list[PartDraft], list_index: int = 0) -> list[Part]:
+def decode_item(vendor: str, item: Json, drafts: list[PartSkeleton], list_index: int = 0) -> list[Part]:
     """Decode one item into parts. An item that lacks what its drafts need becomes an opaque part."""
     rest = copy_json(item)
     parts: list[Part] = []
     for draft in drafts:
         extracted = _extract_fields(rest, draft)
         if extracted is not None:
-            draft.part.source = VendorSource(
+            draft.part.source = VendorRoundTripData(
                 vendor=vendor, is_continuation=bool(parts), extracted_fields=extracted, list_index=list_index
             )
             parts.append(draft.part)
     if not parts:
         return [wrap_opaque_item(vendor, item, list_index)]
-    parts[0].source = msgspec.structs.replace(cast(VendorSource, parts[0].source), item=rest)
+    parts[0].source = msgspec.structs.replace(cast(VendorRoundTripData, parts[0].source), item=rest)
     return parts
 
 
 def wrap_opaque_item(vendor: str, item: Json, list_index: int = 0) -> GenericPart:
     kind = item.get("type") if isinstance(item, dict) else None
-    source = VendorSource(vendor=vendor, item=copy_json(item), list_index=list_index)
+    source = VendorRoundTripData(vendor=vendor, item=copy_json(item), list_index=list_index)
     return GenericPart(type=kind if isinstance(kind, str) else "", source=source)
 
 
-def _extract_fields(item: Json, draft: PartDraft) -> list[ExtractedField] | None:
+def _extract_fields(item: Json, draft: PartSkeleton) -> list[ExtractedField] | None:
     """Move the fields of a draft from the item into the part; None, and no change, if the part would be incomplete."""
     part = draft.part
     if isinstance(part, ToolPart):
@@ -237,7 +237,7 @@ def _extract_fields(item: Json, draft: PartDraft) -> list[ExtractedField] | None
     return None
 
 
-def _is_complete(draft: PartDraft, count: int, has_values: bool) -> bool:
+def _is_complete(draft: PartSkeleton, count: int, has_values: bool) -> bool:
     part = draft.part
     if not isinstance(part, ToolPart):
         return count == len(draft.fields)
@@ -302,7 +302,7 @@ _PLAIN_FIELDS = frozenset({"content", "uri", "file_id"})
 # --- a vendor -----------------------------------------------------------------------------------------
 
 
-class TextTemplate(msgspec.Struct, frozen=True):
+class TextItemTemplate(msgspec.Struct, frozen=True):
     """An item for plain text, and the path of the text in it."""
 
     item: JsonObject
@@ -327,10 +327,10 @@ class VendorCodec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     title: str
     item_mappings: tuple[ItemMapping, ...]
-    draft_parts: Callable[[JsonObject], list[PartDraft]]
-    text: TextTemplate
+    draft_parts: Callable[[JsonObject], list[PartSkeleton]]
+    text: TextItemTemplate
     find_item_lists: Callable[[Json], list[JsonPath]]
     stream: Callable[[], VendorStreamCollector]
-    user_text: TextTemplate | None = None
-    reasoning: TextTemplate | None = None
+    user_text: TextItemTemplate | None = None
+    reasoning: TextItemTemplate | None = None
     derive_calls: Callable[[Json, list[Part]], list[ToolPart]] = derive_no_calls

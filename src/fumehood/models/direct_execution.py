@@ -78,7 +78,7 @@ class _RequestedCall:
         return msgspec.json.encode(arguments).decode()
 
 
-class DirectExecutionModel:
+class DirectExecutionBackend:
     """A `ModelBackend` that calls the code interpreter and the shell with the user's code, one call per turn, and
     answers with their output.
     """

@@ -7,10 +7,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from fumehood.gateway_stats import ModelStats
 from fumehood.interfaces import Clock, ModelBackend
-from fumehood.metrics import ModelStats
 from fumehood.models.chat_completions.chat_backend import ChatCompletionsBackend
-from fumehood.models.direct_execution import DirectExecutionModel
+from fumehood.models.direct_execution import DirectExecutionBackend
 from fumehood.models.model_settings import ModelSettings
 from fumehood.models.responses_api.responses_backend import ResponsesApiBackend
 from fumehood.models.retrying_backend import RetryingBackend
@@ -47,7 +47,7 @@ class ModelRoute:
 
 
 class ModelRegistry:
-    """A `Models` that picks the first route whose pattern matches the name."""
+    """A `ModelProvider` that picks the first route whose pattern matches the name."""
 
     def __init__(
         self, routes: Sequence[ModelRoute], clock: Clock, client: PooledHttpClient | None = None
@@ -127,7 +127,9 @@ def open_model_registry(
     variables = os.environ if environment is None else environment
     stats = {} if stats is None else stats
     if not entries:
-        direct = RetryingBackend(DirectExecutionModel(), 0, clock, stats=stats.setdefault("*", ModelStats()))
+        direct = RetryingBackend(
+            DirectExecutionBackend(), 0, clock, stats=stats.setdefault("*", ModelStats())
+        )
         return ModelRegistry([ModelRoute("*", direct, name="direct")], clock)
     routes = [
         _open_route(settings, client, clock, variables, stats.setdefault(settings.match, ModelStats()))
@@ -146,7 +148,7 @@ def _open_route(
     name = None if settings.is_pattern else settings.match
     if settings.backend == "direct":
         return ModelRoute(
-            settings.match, RetryingBackend(DirectExecutionModel(), 0, clock, stats=stats), name=name
+            settings.match, RetryingBackend(DirectExecutionBackend(), 0, clock, stats=stats), name=name
         )
     backend_class = ResponsesApiBackend if settings.backend == "responses" else ChatCompletionsBackend
     server = backend_class(settings, client, settings.read_api_key(environment))

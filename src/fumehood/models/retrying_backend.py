@@ -4,8 +4,8 @@ import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
+from fumehood.gateway_stats import ModelStats
 from fumehood.interfaces import AcceptBatch, Clock, ModelBackend
-from fumehood.metrics import ModelStats
 from fumehood.models.upstream.upstream_errors import INSUFFICIENT_QUOTA
 from fumehood.protocol.model_turns import AnyModelEvent, ModelRequest
 from fumehood.protocol.openai.api_errors import (

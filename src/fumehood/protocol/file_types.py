@@ -203,7 +203,7 @@ def media_type_for_name(name: str) -> str:
     return OCTET_STREAM if known is None else known.media_type
 
 
-class AcceptedFileTypes:
+class UploadFileTypes:
     """The file types that may be uploaded.
 
     extra_extensions: besides the default ones; `*` accepts every content under every name.

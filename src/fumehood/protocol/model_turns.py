@@ -16,7 +16,7 @@ from fumehood.protocol.openai.responses import ReasoningConfig, TextConfig, Usag
 from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
 
 
-class SamplingParameters(msgspec.Struct, frozen=True, kw_only=True):
+class GenerationParameters(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters; None is the server's default.
 
     passthrough: request fields that only the model server understands.
@@ -64,7 +64,7 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     other_tools: Sequence[ToolSpec] = ()
     tool_choice: Literal["none", "auto", "required"] | FunctionSpec = "auto"
     parallel_calls: bool = True
-    sampling: SamplingParameters = SamplingParameters()
+    sampling: GenerationParameters = GenerationParameters()
     streamed: bool = True
     trace: TraceContext | None = None
 

@@ -27,7 +27,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     ServerHealth,
 )
 from fumehood.sandbox_client.remote_provider import RemoteSandbox, RemoteSandboxProvider
-from fumehood.sandbox_client.server_connection import SandboxConnectionSettings
+from fumehood.sandbox_client.server_connection import SandboxConnectionTimeouts
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ _STOP_TIMEOUT = 15.0
 _KEPT_OUTPUT_LINES = 20
 _MAX_LINE_BYTES = 1 << 20
 # The server is on this host: a connection comes at once or not at all.
-_TIMEOUTS = SandboxConnectionSettings(retries=4, backoff=0.05)
+_TIMEOUTS = SandboxConnectionTimeouts(retries=4, backoff=0.05)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,16 +13,16 @@ from fumehood.interfaces import SandboxRef
 from fumehood.protocol.sandbox.bundle_encoding import (
     BundleContent,
     BundledFile,
-    BundleReader,
     InvalidBundle,
+    ReadFilesResponseDecoder,
     encode_bundle,
 )
 from fumehood.protocol.sandbox.sandbox_errors import (
     ExecutionNotFound,
-    FileNotFound,
     FileRefused,
     InvalidSandboxRequest,
     SandboxError,
+    SandboxFileNotFound,
     SandboxNotFound,
     SandboxServerUnreachable,
 )
@@ -39,14 +39,14 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     SandboxSpec,
     ServerHealth,
     UnpackSummary,
-    WriteSummary,
+    WriteFilesSummary,
 )
 from fumehood.sandbox_client.server_connection import (
     BYTES_TYPE,
-    ReconnectAttempts,
+    RequestRetries,
     SandboxConnectError,
     SandboxConnectionLost,
-    SandboxConnectionSettings,
+    SandboxConnectionTimeouts,
     SandboxReadTimeout,
     SandboxServerConnection,
     quote_path_segment,
@@ -113,11 +113,11 @@ class RemoteSandboxProvider:
         url: str,
         token: str | None = None,
         *,
-        timeouts: SandboxConnectionSettings | None = None,
+        timeouts: SandboxConnectionTimeouts | None = None,
         explain: Callable[[SandboxServerUnreachable], SandboxError] | None = None,
     ) -> None:
         self.connection = SandboxServerConnection(
-            url, token, timeouts or SandboxConnectionSettings(), explain
+            url, token, timeouts or SandboxConnectionTimeouts(), explain
         )
 
     def __repr__(self) -> str:
@@ -204,7 +204,7 @@ class RemoteSandbox:
         """
         is_follow = may_have_started = start is None
         received = 0
-        reconnect = ReconnectAttempts(
+        reconnect = RequestRetries(
             self._connection.timeouts, _STREAM_FAILURES, self._connection.timeouts.resume
         )
         while True:
@@ -276,7 +276,7 @@ class RemoteSandbox:
                 yield chunk
 
     async def read_files(self, paths: Sequence[str]) -> AsyncGenerator[Sequence[BundleContent]]:
-        reader = BundleReader(paths)
+        reader = ReadFilesResponseDecoder(paths)
         body = _encode(ReadFilesRequest(paths=[path if _is_utf8(path) else "" for path in paths]))
         try:
             async with self._connection.open_response("POST", self._url_path("read"), body=body) as response:
@@ -290,11 +290,13 @@ class RemoteSandbox:
         with self._connection.translate_errors():
             return await response.content.readany()
 
-    async def write_files(self, files: Callable[[], AsyncIterable[Sequence[BundledFile]]]) -> WriteSummary:
+    async def write_files(
+        self, files: Callable[[], AsyncIterable[Sequence[BundledFile]]]
+    ) -> WriteFilesSummary:
         return await self._connection.request_json(
             "POST",
             self._url_path("write"),
-            WriteSummary,
+            WriteFilesSummary,
             body=lambda: encode_bundle(files()),
             content_type=BYTES_TYPE,
         )
@@ -310,7 +312,7 @@ class RemoteSandbox:
     async def delete_file(self, path: str) -> None:
         try:
             await self._connection.request("DELETE", self._file_url_path(path))
-        except FileNotFound as error:
+        except SandboxFileNotFound as error:
             if error.disconnected_at is None:  # else the response to the first request was lost
                 raise
 

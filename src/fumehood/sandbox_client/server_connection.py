@@ -62,7 +62,7 @@ class SandboxReadTimeout(SandboxServerUnreachable):
 
 
 @dataclass(frozen=True, slots=True)
-class SandboxConnectionSettings:
+class SandboxConnectionTimeouts:
     """Timeouts and retries, in seconds.
 
     response: for a response; installing packages and unpacking archives take time.
@@ -79,7 +79,7 @@ class SandboxConnectionSettings:
     resume: float = 2.0
 
 
-class ReconnectAttempts:
+class RequestRetries:
     """The attempts to repeat one request whose connection breaks.
 
     retryable: errors after which it is repeated. within: seconds from the first of them until the last attempt.
@@ -88,7 +88,7 @@ class ReconnectAttempts:
 
     def __init__(
         self,
-        settings: SandboxConnectionSettings,
+        settings: SandboxConnectionTimeouts,
         retryable: tuple[type[SandboxServerUnreachable], ...],
         within: float = math.inf,
     ) -> None:
@@ -129,7 +129,7 @@ class SandboxServerConnection:
         self,
         url: str,
         token: str | None,
-        timeouts: SandboxConnectionSettings,
+        timeouts: SandboxConnectionTimeouts,
         explain: Callable[[SandboxServerUnreachable], SandboxError] | None = None,
     ) -> None:
         self.url = url
@@ -206,7 +206,7 @@ class SandboxServerConnection:
         A body that can be read only once is not sent again. An error after a repeated request has `disconnected_at`.
         """
         can_repeat = body is None or isinstance(body, bytes) or callable(body)
-        reconnect = ReconnectAttempts(self.timeouts, (SandboxConnectionLost,) if can_repeat else ())
+        reconnect = RequestRetries(self.timeouts, (SandboxConnectionLost,) if can_repeat else ())
         while True:
             try:
                 async with self.open_response(

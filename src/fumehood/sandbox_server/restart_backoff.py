@@ -1,4 +1,4 @@
-"""Backoff between restarts of zygotes.
+"""Backoff between restarts of zygotes and of the egress proxy.
 
 The first failures are retried at once. More within a minute suggest a cause that the next zygote would meet as well,
 and a start costs a second of CPU time: the delay doubles up to a maximum.

@@ -17,7 +17,7 @@ import msgspec
 
 from fumehood.http_server.address_policy import parse_networks
 from fumehood.http_server.secret_files import InsecureSecretFile, check_secret_file
-from fumehood.sandbox_server.egress.domain_names import normalise_domain
+from fumehood.sandbox_server.egress.domain_names import parse_domain_name
 from fumehood.sandbox_server.settings import SandboxServerSettings
 
 ENVIRONMENT_PREFIX = "FUMEHOOD_SANDBOX_"
@@ -206,7 +206,7 @@ def _check_index_url(url: str) -> None:
 def _check_domains(domains: tuple[str, ...]) -> None:
     for domain in domains:
         try:
-            normalise_domain(domain)
+            parse_domain_name(domain)
         except ValueError as error:
             raise ValueError(f"{domain!r} cannot be allowed: {error}") from None
 

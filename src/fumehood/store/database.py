@@ -18,7 +18,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from fumehood.metrics import StoreStats
+from fumehood.gateway_stats import StoreStats
 from fumehood.protocol.openai.api_errors import StorageCorrupted, StorageUnavailable
 from fumehood.store.migrations import StoreOpenError, is_up_to_date, migrate
 from fumehood.store.staged_blobs import fsync_path

@@ -12,7 +12,7 @@ from contextlib import aclosing, asynccontextmanager
 from itertools import batched
 from typing import Self
 
-from fumehood.interfaces import BeforeCommit, BlobRef, BlobReferences, BlobStore, Clock
+from fumehood.interfaces import BeforeCommit, BlobRef, BlobStore, Clock, UnreferencedBlobFinder
 from fumehood.protocol.openai.api_errors import StorageUnavailable
 
 logger = logging.getLogger(__name__)
@@ -22,13 +22,13 @@ _BATCH_SIZE = 1000
 
 
 class GarbageCollectedBlobs:
-    """`ReferencedBlobs` over a blob store and the records that refer to it, for one process.
+    """`GarbageCollectedBlobStore` over a blob store and the records that refer to it, for one process.
 
     grace_seconds: minimum age of a blob that a sweep deletes; also the interval of sweeps.
     """
 
     def __init__(
-        self, blobs: BlobStore, references: BlobReferences, *, grace_seconds: float = _GRACE_SECONDS
+        self, blobs: BlobStore, references: UnreferencedBlobFinder, *, grace_seconds: float = _GRACE_SECONDS
     ) -> None:
         self._blobs = blobs
         self._references = references

@@ -46,7 +46,7 @@ class ResponseRow(NamedTuple):
     body: bytes
 
 
-class CompletedResponse(NamedTuple):
+class CompletedResponseRecord(NamedTuple):
     """A finished response with its entries.
 
     passthrough_items: indices of output items that are stored as the bytes in which they came.
@@ -78,9 +78,9 @@ def make_response_row(tenant: str, response: Response) -> ResponseRow:
 
 def make_completed_response(
     tenant: str, response: Response, entries: Sequence[ConversationEntry]
-) -> CompletedResponse:
+) -> CompletedResponseRecord:
     passthrough = [index for index, item in enumerate(response.output) if isinstance(item, msgspec.Raw)]
-    return CompletedResponse(make_response_row(tenant, response), tuple(entries), passthrough)
+    return CompletedResponseRecord(make_response_row(tenant, response), tuple(entries), passthrough)
 
 
 # --- running responses ----------------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def _delete_running(db: sqlite3.Connection, response_id: str) -> None:
 # --- completion ---------------------------------------------------------------------------------------
 
 
-def complete_running(db: sqlite3.Connection, completed: CompletedResponse) -> ThreadPosition | None:
+def complete_running(db: sqlite3.Connection, completed: CompletedResponseRecord) -> ThreadPosition | None:
     """Complete a response that `insert_running` has written; return the position of its items, if it has any."""
     row, entries = completed.row, completed.entries
     thread, start = db.execute("SELECT thread, start_pos FROM responses WHERE id = ?", (row.id,)).fetchone()
@@ -133,7 +133,7 @@ def complete_running(db: sqlite3.Connection, completed: CompletedResponse) -> Th
     return position
 
 
-def insert_completed(db: sqlite3.Connection, completed: CompletedResponse) -> ThreadPosition | None:
+def insert_completed(db: sqlite3.Connection, completed: CompletedResponseRecord) -> ThreadPosition | None:
     """As `complete_running`, for a response whose beginning was never written."""
     prefix = _find_prefix(db, completed.row)
     position = _append_items(db, completed, prefix)
@@ -172,7 +172,7 @@ def _find_prefix(db: sqlite3.Connection, row: ResponseRow) -> ThreadPrefix:
 
 
 def _append_items(
-    db: sqlite3.Connection, completed: CompletedResponse, prefix: ThreadPrefix
+    db: sqlite3.Connection, completed: CompletedResponseRecord, prefix: ThreadPrefix
 ) -> ThreadPosition | None:
     if not completed.entries:
         return None
@@ -185,7 +185,7 @@ def _append_items(
     return position
 
 
-def _make_item_rows(position: ThreadPosition, completed: CompletedResponse) -> list[tuple[object, ...]]:
+def _make_item_rows(position: ThreadPosition, completed: CompletedResponseRecord) -> list[tuple[object, ...]]:
     output_index = 0
     rows: list[tuple[object, ...]] = []
     for pos, entry in enumerate(completed.entries, position.start):

@@ -12,8 +12,8 @@ from typing import Self
 
 import msgspec
 
-from fumehood.interfaces import FileTotals, IdempotencyClaim, Lease, LeaseLost
-from fumehood.metrics import StoreStats
+from fumehood.gateway_stats import StoreStats
+from fumehood.interfaces import FileTotals, IdempotencyClaim, ResponseLease, ResponseLeaseLost
 from fumehood.protocol.api_keys import ApiKeyRecord
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord
@@ -100,15 +100,15 @@ class SqliteStore:
     async def check_writable(self) -> None:
         await self._database.check_writable()
 
-    async def begin_response(self, tenant: str, response: Response) -> Lease:
+    async def begin_response(self, tenant: str, response: Response) -> ResponseLease:
         response = msgspec.structs.replace(response, output=[])
         row = response_rows.make_response_row(tenant, response)
         job = DatabaseJob(lambda db: response_rows.insert_running(db, row))
         self._database.post(job)
         self._running[response.id] = _RunningResponse(tenant, response, job, self._lease_deadline())
-        return Lease(response.id, _EPOCH)
+        return ResponseLease(response.id, _EPOCH)
 
-    async def renew_leases(self, leases: Sequence[Lease]) -> Sequence[Lease]:
+    async def renew_leases(self, leases: Sequence[ResponseLease]) -> Sequence[ResponseLease]:
         self._database.check_open()
         held = [lease for lease in leases if lease.response_id in self._running and lease.epoch == _EPOCH]
         for lease in held:
@@ -116,19 +116,23 @@ class SqliteStore:
         return held
 
     async def commit_response(
-        self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[ConversationEntry]
+        self,
+        lease: ResponseLease | None,
+        tenant: str,
+        response: Response,
+        entries: Sequence[ConversationEntry],
     ) -> None:
         response_id = response.id
         running = None if lease is None else self._running.get(response_id)
         if lease is not None and (running is None or (running.tenant, _EPOCH) != (tenant, lease.epoch)):
-            raise LeaseLost(response_id)
+            raise ResponseLeaseLost(response_id)
         completed = response_rows.make_completed_response(tenant, response, entries)
 
         def work(db: sqlite3.Connection) -> ThreadPosition | None:
             if running is None or not running.job.is_applied:
                 return response_rows.insert_completed(db, completed)
             if not response_rows.is_running(db, response_id):
-                raise LeaseLost(response_id)
+                raise ResponseLeaseLost(response_id)
             return response_rows.complete_running(db, completed)
 
         def update_cache(position: ThreadPosition | None) -> None:
@@ -141,7 +145,7 @@ class SqliteStore:
         try:
             await self._database.write(work, update_cache, subject=f"response {response_id}")
         except sqlite3.IntegrityError:  # the id exists
-            raise LeaseLost(response_id) from None
+            raise ResponseLeaseLost(response_id) from None
 
     async def fail_orphaned_responses(self) -> int:
         now = self._monotonic()

@@ -26,13 +26,13 @@ except ImportError as error:
 from fumehood import __version__
 from fumehood.client import serde
 from fumehood.client.budget import TokenUsage
-from fumehood.client.runtime.events import PromptExecuted, PromptRendered, ToolInvoked
-from fumehood.client.runtime.observer import (
+from fumehood.client.runtime.evaluation_observer import (
     EvaluationStarted,
     ModelRequestStarted,
     ModelResponseReceived,
     ToolCallStarted,
 )
+from fumehood.client.runtime.events import PromptExecuted, PromptRendered, ToolInvoked
 from fumehood.message_parts import (
     REPRESENTATIONS,
     Json,

@@ -22,6 +22,13 @@ from fumehood.message_parts import (
 from fumehood.protocol import model_turns
 from fumehood.protocol.openai.responses import CreateResponse, Response
 from fumehood.telemetry.message_writer import MessageWriter
+from fumehood.telemetry.operation_records import (
+    RecordListener,
+    RunRecord,
+    SpanRecord,
+    ToolCallRecord,
+    TurnRecord,
+)
 from fumehood.telemetry.semantic_conventions import (
     INPUT_MESSAGES,
     MAX_CONTENT_BYTES,
@@ -32,7 +39,6 @@ from fumehood.telemetry.semantic_conventions import (
     TOOL_DEFINITIONS,
     map_finish_reason,
 )
-from fumehood.telemetry.span_records import RecordListener, RunRecord, SpanRecord, ToolCallRecord, TurnRecord
 
 _READ_FACTOR = 4  # reads up to this many times the bytes that are recorded
 
@@ -43,7 +49,7 @@ type ProfileName = Literal["option1", "option2", "option3", "option3-alternative
 _HOSTED_TOOL_ARGUMENTS = {"code_interpreter": "code", "shell": "commands"}
 
 
-class ContentCapture(RecordListener):
+class ContentRecorder(RecordListener):
     """Fills `SpanRecord.content` when an operation ends, before the record drops its request and response.
 
     in_spans, in_events: where the content goes.

@@ -21,7 +21,7 @@ from opentelemetry.sdk.metrics.export import (
     ScopeMetrics,
 )
 
-from fumehood.metrics import BucketHistogram
+from fumehood.gateway_stats import BucketHistogram
 
 INSTRUMENTATION_SCOPE = "fumehood"
 _MAX_SERIES = 2000  # of one instrument, as in the SDK

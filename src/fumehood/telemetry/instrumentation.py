@@ -33,14 +33,14 @@ from fumehood.protocol.model_turns import AnyModelEvent, ModelRequest
 from fumehood.protocol.openai.api_errors import ApiError
 from fumehood.protocol.openai.responses import CreateResponse, Response
 from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
-from fumehood.telemetry.span_records import (
+from fumehood.telemetry.operation_records import (
     RecordDispatcher,
     RunRecord,
-    SandboxTimingRecord,
+    SandboxPhaseRecord,
     ToolCallRecord,
     TurnRecord,
 )
-from fumehood.timings import Timing, listen_to_timings
+from fumehood.timed_steps import TimedStep, listen_to_timings
 
 _CANCELLED_ERRORS = frozenset({"GeneratorExit", "CancelledError"})
 
@@ -293,11 +293,11 @@ class _InstrumentedToolCallSession:
                 record.run.calls += 1
 
 
-def _record_timing(dispatcher: RecordDispatcher, link: Sequence[ToolCallRecord], timing: Timing) -> None:
+def _record_timing(dispatcher: RecordDispatcher, link: Sequence[ToolCallRecord], timing: TimedStep) -> None:
     for call in link:  # empty once the call has ended
         error = "cancelled" if timing.error in _CANCELLED_ERRORS else timing.error
         dispatcher.end(
-            SandboxTimingRecord(
+            SandboxPhaseRecord(
                 timing=timing,
                 call=call,
                 started_at_ns=timing.started_at_ns,
@@ -317,7 +317,7 @@ def _record_result(record: ToolCallRecord, result: ToolCallResult) -> None:
 
 
 async def _next_step(
-    steps: AsyncGenerator[ToolCallStep], listener: Callable[[Timing], None]
+    steps: AsyncGenerator[ToolCallStep], listener: Callable[[TimedStep], None]
 ) -> ToolCallStep | None:
     """Return the next step. Listen only meanwhile: a variable that a generator sets leaks to its caller."""
     with listen_to_timings(listener):

@@ -9,21 +9,21 @@ from typing import override
 
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
-from fumehood.metrics import GatewayStats
+from fumehood.gateway_stats import GatewayStats
 from fumehood.telemetry.histogram_export import HistogramInstrument, Labels
+from fumehood.telemetry.operation_records import (
+    RecordListener,
+    RunRecord,
+    SandboxPhaseRecord,
+    SpanRecord,
+    ToolCallRecord,
+    TurnRecord,
+)
 from fumehood.telemetry.semantic_conventions import (
     DURATION_BUCKETS,
     OWN_PROVIDER,
     TOKEN_BUCKETS,
     map_provider,
-)
-from fumehood.telemetry.span_records import (
-    RecordListener,
-    RunRecord,
-    SandboxTimingRecord,
-    SpanRecord,
-    ToolCallRecord,
-    TurnRecord,
 )
 
 OTHER_MODEL = "_OTHER"  # the conventions' label for values outside the known set
@@ -136,7 +136,7 @@ class OtelMetrics(RecordListener):
         elif isinstance(record, ToolCallRecord):
             labels: Labels = (("gen_ai.tool.name", record.name), ("gen_ai.tool.type", "extension"))
             self._tool_call_durations.observe(_add_error_label(labels, record), record.seconds)
-        elif isinstance(record, SandboxTimingRecord):
+        elif isinstance(record, SandboxPhaseRecord):
             self._record_timing(record)
 
     def _record_turn(self, turn: TurnRecord) -> None:
@@ -185,7 +185,7 @@ class OtelMetrics(RecordListener):
         if after_first > 0:
             self._time_per_output_token.observe(labels, run.generation_time / 1e9 / after_first)
 
-    def _record_timing(self, record: SandboxTimingRecord) -> None:
+    def _record_timing(self, record: SandboxPhaseRecord) -> None:
         timing = record.timing
         labels = _add_error_label((("fumehood.sandbox.phase", timing.name),), record)
         self._phase_durations.observe(labels, record.seconds)

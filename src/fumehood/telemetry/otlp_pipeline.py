@@ -20,21 +20,21 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from urllib3.exceptions import HTTPError
 
 from fumehood import __version__
+from fumehood.gateway_stats import GatewayStats
 from fumehood.http_server.asgi_exchange import Application
 from fumehood.interfaces import HostedTool, ModelProvider, RunService
-from fumehood.metrics import GatewayStats
-from fumehood.telemetry.content_capture import ContentCapture, ProfileName
+from fumehood.telemetry.content_capture import ContentRecorder, ProfileName
 from fumehood.telemetry.histogram_export import INSTRUMENTATION_SCOPE, HistogramMetricExporter
 from fumehood.telemetry.instrumentation import (
     InstrumentedHostedTool,
     InstrumentedModelProvider,
     InstrumentedRunService,
 )
-from fumehood.telemetry.log_events import LogEventEmitter
+from fumehood.telemetry.log_event_emitter import LogEventEmitter
+from fumehood.telemetry.operation_records import RecordDispatcher, RecordListener
 from fumehood.telemetry.otel_metrics import ModelNameLimiter, OtelMetrics
 from fumehood.telemetry.semantic_conventions import MAX_CONTENT_BYTES, read_capture_targets
-from fumehood.telemetry.span_records import RecordDispatcher, RecordListener
-from fumehood.telemetry.spans import SpanEmitter
+from fumehood.telemetry.span_emitter import SpanEmitter
 from fumehood.telemetry.trace_context import TraceContextPropagator
 
 EMIT_EVENT_VARIABLE = "OTEL_INSTRUMENTATION_GENAI_EMIT_EVENT"
@@ -155,12 +155,12 @@ class OtlpPipeline:
         variables = (_CREDENTIAL_PROVIDER, _CREDENTIAL_PROVIDER_OF.format(signal.upper()))
         return None if any(self._environ.get(variable) for variable in variables) else BoundedReadSession()
 
-    def _create_content_capture(self, settings: OtlpPipelineSettings) -> ContentCapture | None:
+    def _create_content_capture(self, settings: OtlpPipelineSettings) -> ContentRecorder | None:
         """Return None unless the operator asks for content."""
         in_spans, in_events = read_capture_targets(self._environ)
         if not in_spans and not in_events:
             return None
-        return ContentCapture(
+        return ContentRecorder(
             settings.profile,
             in_spans=in_spans,
             in_events=in_events,

@@ -21,32 +21,32 @@ from fumehood.testing.fakes.scripted_model import (
 )
 from fumehood.testing.fakes.scripted_sandbox import (
     DeleteFile,
-    ExecutionStep,
     ExpectedCode,
     SandboxAction,
+    ScriptedExecution,
     ScriptedSandbox,
     ScriptedSandboxProvider,
     WriteFile,
 )
-from fumehood.testing.fakes.scripted_tool import ScriptedTool, ToolAnswer
+from fumehood.testing.fakes.scripted_tool import ScriptedTool, ScriptedToolAnswer
 
 __all__ = [
     "DeleteFile",
-    "ExecutionStep",
     "ExpectedCode",
     "FakeClock",
     "MemoryBlobStore",
     "MemoryStore",
     "PlainSealer",
     "SandboxAction",
+    "ScriptedExecution",
     "ScriptedFunctionCall",
     "ScriptedModel",
     "ScriptedModelProvider",
     "ScriptedSandbox",
     "ScriptedSandboxProvider",
     "ScriptedTool",
+    "ScriptedToolAnswer",
     "ScriptedTurn",
-    "ToolAnswer",
     "TurnStep",
     "WriteFile",
     "calls",

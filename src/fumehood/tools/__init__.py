@@ -4,7 +4,7 @@ Both execute in the container that the request is bound to, and turn its output 
 model.
 """
 
-from fumehood.tools.call_output import OutputLimits
+from fumehood.tools.call_output_collector import OutputLimits
 from fumehood.tools.code_interpreter_tool import CodeInterpreterTool
 from fumehood.tools.interpreter_call import CodeInterpreterToolSettings
 from fumehood.tools.produced_files import InlineLimits

@@ -10,18 +10,18 @@ from msgspec.structs import replace
 from fumehood.interfaces import (
     Caller,
     Clock,
+    CompactedToolState,
     ConfiguredTool,
     ContainerService,
     FileService,
     ToolCallContext,
-    ToolStateSnapshot,
 )
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
 from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.container_objects import DATA_DIRECTORY
 from fumehood.protocol.openai.items import ProducedFile
 from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
-from fumehood.tools.call_output import NO_OUTPUT
+from fumehood.tools.call_output_collector import NO_OUTPUT
 from fumehood.tools.container_binding import (
     ConfiguredContainerTool,
     bind_container,
@@ -132,7 +132,7 @@ class CodeInterpreterTool:
         caller: Caller,
         past: Sequence[ConversationSegment],
         kept_items: Sequence[ConversationEntry] = (),
-    ) -> ToolStateSnapshot | None:
+    ) -> CompactedToolState | None:
         """Snapshot the containers that any tool used, latest last, with their files, and the files not copied yet."""
         ids = list_used_containers(past)[-_MAX_SNAPSHOT_CONTAINERS:]
         snapshots = [await self._snapshot_container(caller, container_id) for container_id in ids]
@@ -151,7 +151,7 @@ class CodeInterpreterTool:
             for snapshot in snapshots[:-1]
         ]
         notes += [_describe_container(snapshot) for snapshot in snapshots[-1:]]
-        return ToolStateSnapshot(items, "\n".join([*notes, *_describe_given_files(files)]))
+        return CompactedToolState(items, "\n".join([*notes, *_describe_given_files(files)]))
 
     async def _snapshot_container(self, caller: Caller, container_id: str) -> _ContainerSnapshot:
         records = await list_existing_files(self._containers, caller, container_id)

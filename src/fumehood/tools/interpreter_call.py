@@ -43,7 +43,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 )
 from fumehood.protocol.streaming_json import StringFieldScanner
 from fumehood.tools.call_arguments import decode_arguments, to_replayable
-from fumehood.tools.call_output import NO_OUTPUT, RAN_STATUSES, CallOutput, OutputLimits
+from fumehood.tools.call_output_collector import NO_OUTPUT, RAN_STATUSES, CallOutput, OutputLimits
 from fumehood.tools.container_binding import ContainerBinding
 from fumehood.tools.produced_files import InlineLimits, ProducedFileCollector, ProducedFiles, describe_files
 

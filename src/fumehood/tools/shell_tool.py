@@ -11,16 +11,16 @@ from msgspec import Raw
 from fumehood.interfaces import (
     Caller,
     Clock,
+    CompactedToolState,
     ConfiguredTool,
     ContainerService,
     FileService,
     ToolCallContext,
-    ToolStateSnapshot,
 )
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
-from fumehood.tools.call_output import NO_OUTPUT
+from fumehood.tools.call_output_collector import NO_OUTPUT
 from fumehood.tools.container_binding import ConfiguredContainerTool, bind_container, find_call_container
 from fumehood.tools.container_config import echo_shell, read_shell_environment
 from fumehood.tools.shell_call import MAX_COMMANDS, TOOL_NAME, ShellCallSession, ShellToolSettings
@@ -146,7 +146,7 @@ class ShellTool:
         caller: Caller,
         past: Sequence[ConversationSegment],
         kept_items: Sequence[ConversationEntry] = (),
-    ) -> ToolStateSnapshot | None:
+    ) -> CompactedToolState | None:
         """None: the code interpreter's snapshot covers the containers of both tools."""
         del caller, past, kept_items
         return None

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 import pytest
 import pytest_asyncio
 
-from fumehood.files.uploaded_files import UploadSettings
+from fumehood.files.upload_file_service import UploadSettings
 from fumehood.gateway.request_limiter import RequestLimiter
 from fumehood.interfaces import Caller
 from fumehood.protocol.api_keys import ApiKeyLimits

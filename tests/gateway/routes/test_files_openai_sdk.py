@@ -13,7 +13,7 @@ from inline_snapshot import snapshot
 from openai import AsyncOpenAI
 from openai.resources.files import AsyncFiles
 
-from fumehood.files.uploaded_files import UploadSettings
+from fumehood.files.upload_file_service import UploadSettings
 from tests.support.upload_gateway import UploadGateway, run_upload_gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fumehood.gateway.request_context import RequestContext
+from fumehood.gateway.gateway_exchange import GatewayExchange
 from fumehood.gateway.routes.multipart_form import MAX_OVERHEAD_BYTES, MultipartForm
 from fumehood.http_server.asgi_exchange import ClientDisconnected
 from fumehood.protocol.openai.api_errors import ApiError, BodyTooLarge, InvalidRequest
@@ -23,7 +23,7 @@ LAST = form([part("file", b"content", "a.txt"), part("purpose", b"batch")])
 
 def make_context(
     pieces: Sequence[bytes], headers: dict[str, str] | None = None, *, leaves: bool = False
-) -> RequestContext:
+) -> GatewayExchange:
     """A request whose body comes in these pieces; or breaks off after them, if the client leaves."""
     messages: list[dict[str, Any]] = [
         {"type": "http.request", "body": piece, "more_body": leaves or number < len(pieces) - 1}
@@ -43,11 +43,11 @@ def make_context(
         "query_string": b"",
         "headers": [(name.encode(), value.encode("latin-1")) for name, value in all_headers.items()],
     }
-    return RequestContext(scope, receive, send)
+    return GatewayExchange(scope, receive, send)
 
 
-async def _read(context: RequestContext, file_bytes: int) -> Outcome:
-    read = MultipartForm(context, file_bytes)
+async def _read(exchange: GatewayExchange, file_bytes: int) -> Outcome:
+    read = MultipartForm(exchange, file_bytes)
     await read.read_to_file()
     content = b"".join([piece async for piece in read.iter_file()])
     return read.filename, content, read.fields

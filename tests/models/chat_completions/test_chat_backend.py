@@ -20,10 +20,10 @@ from fumehood.models.model_settings import ModelSettings
 from fumehood.models.upstream.http1_client import PooledHttpClient
 from fumehood.protocol.model_turns import (
     AnyModelEvent,
+    GenerationParameters,
     ModelRequest,
     ModelTextDelta,
     ModelTurnEnded,
-    SamplingParameters,
 )
 from fumehood.protocol.openai.api_errors import (
     InvalidRequest,
@@ -89,7 +89,7 @@ async def test_request_with_all_fields() -> None:
         function_tools=[FUNCTION, FunctionSpec(name="g", description="", parameters=Raw(b"{}"), strict=True)],
         tool_choice=FUNCTION,
         parallel_calls=False,
-        sampling=SamplingParameters(
+        sampling=GenerationParameters(
             temperature=0.5,
             top_p=0.9,
             presence_penalty=0.1,
@@ -187,8 +187,10 @@ async def test_tool_fields_are_omitted_without_functions() -> None:
 
 
 async def test_other_formats_and_fields() -> None:
-    sampling = SamplingParameters(max_output_tokens=5, text=TextConfig(format=TextFormat(type="json_object")))
-    plain = SamplingParameters(text=TextConfig(format=TextFormat(type="text")))
+    sampling = GenerationParameters(
+        max_output_tokens=5, text=TextConfig(format=TextFormat(type="json_object"))
+    )
+    plain = GenerationParameters(text=TextConfig(format=TextFormat(type="text")))
     requests = [
         ModelRequest(model="m", segments=REQUEST.segments, sampling=each) for each in (sampling, plain)
     ]
@@ -517,7 +519,7 @@ async def test_a_server_that_counts_is_asked() -> None:
 
 async def test_the_count_uses_the_clients_template_arguments() -> None:
     passed = {"chat_template_kwargs": Raw(b'{"think":false}'), "seed": Raw(b"1"), "n": Raw(b"2")}
-    request = msgspec.structs.replace(REQUEST, sampling=SamplingParameters(passthrough=passed))
+    request = msgspec.structs.replace(REQUEST, sampling=GenerationParameters(passthrough=passed))
     async with upstream(document(b'{"count": 7}'), tokenize_path="/tokenize") as (backend, server):
         assert await backend.count_tokens(request) == (7, True)
     received = server.requests[0].json

@@ -14,12 +14,12 @@ from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
 from fumehood.protocol.model_turns import (
     AnyModelEvent,
+    GenerationParameters,
     ModelMessageStarted,
     ModelReasoningEnded,
     ModelRequest,
     ModelTextDelta,
     ModelTurnEnded,
-    SamplingParameters,
 )
 from fumehood.protocol.openai.api_errors import InvalidRequest, ModelError
 from fumehood.protocol.openai.responses import ReasoningConfig, TextConfig, TextFormat
@@ -93,7 +93,7 @@ async def test_request_with_all_fields() -> None:
         tool_choice=FUNCTION,
         parallel_calls=False,
         streamed=False,
-        sampling=SamplingParameters(
+        sampling=GenerationParameters(
             temperature=0.5,
             top_p=0.9,
             presence_penalty=0.1,
@@ -451,7 +451,10 @@ async def test_reasoning_that_is_not_sent() -> None:
 async def test_the_server_counts_if_it_can() -> None:
     counted = document(b'{"object":"response.input_tokens","input_tokens":42}')
     request = ModelRequest(
-        model="m", instructions="Be.", segments=REQUEST.segments, sampling=SamplingParameters(temperature=1.0)
+        model="m",
+        instructions="Be.",
+        segments=REQUEST.segments,
+        sampling=GenerationParameters(temperature=1.0),
     )
     answers = [counted, document(b"{}"), error("404 Not Found", {"error": {"message": "no"}})]
     async with upstream(*answers, tokenize_path="/responses/input_tokens") as (backend, server):

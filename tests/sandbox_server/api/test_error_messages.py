@@ -7,10 +7,10 @@ import logging
 import msgspec
 import pytest
 
-from fumehood.protocol.sandbox.sandbox_errors import FileNotFound, InvalidSandboxRequest
+from fumehood.protocol.sandbox.sandbox_errors import InvalidSandboxRequest, SandboxFileNotFound
 from fumehood.protocol.sandbox.sandbox_messages import ExecuteRequest, SandboxSpec
 from fumehood.sandbox_server import structured_logging
-from fumehood.sandbox_server.api.sandbox_request_context import decode_json
+from fumehood.sandbox_server.api.sandbox_exchange import decode_json
 from fumehood.sandbox_server.supervisor.sandbox_files import to_file_error
 
 SPEC = msgspec.json.Decoder(SandboxSpec)
@@ -40,7 +40,7 @@ def test_fields_of_a_request(
 
 def test_a_missing_file_is_told_without_the_name_of_a_system_call() -> None:
     error = to_file_error("a.txt", OSError(errno.ENOENT, "openat2: No such file or directory"))
-    assert isinstance(error, FileNotFound)
+    assert isinstance(error, SandboxFileNotFound)
     assert str(error) == "a.txt: No such file or directory"
 
 

@@ -13,7 +13,7 @@ from typing import Any, Self
 import pytest
 import pytest_asyncio
 
-from fumehood.sandbox_server.host.host_resources import HostResources
+from fumehood.sandbox_server.host.resource_allocator import ResourceAllocator
 from tests.support.package_index import FakePackageIndex, wheel
 from tests.support.sandbox_runs import has_cgroups, settings
 from tests.support.sandbox_server import RunningServer, SandboxApiClient, run_server
@@ -281,7 +281,7 @@ async def test_a_pool_that_cannot_be_filled(monkeypatch: pytest.MonkeyPatch) -> 
 
     async with run_server(settings(preload=(), pool=1, capacity=4)) as server:
         await wait_for_samples(server.client, lambda now: now["fumehood_sandbox_pool_available"] == 1)
-        monkeypatch.setattr(HostResources, "allocate", refuse)
+        monkeypatch.setattr(ResourceAllocator, "allocate", refuse)
         await server.client.create_sandbox("takes-the-parked-one")
         await wait_for_samples(
             server.client, lambda now: now["fumehood_sandbox_pool_refill_failures_total"] >= 1

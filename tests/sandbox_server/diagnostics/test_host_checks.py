@@ -14,11 +14,11 @@ from fumehood.protocol.sandbox.sandbox_messages import IsolationMode
 from fumehood.sandbox_server import seccomp
 from fumehood.sandbox_server.diagnostics import HostFinding, InspectedHost, diagnose, host_checks, smoke_test
 from fumehood.sandbox_server.diagnostics.host_checks import HostCheck
-from fumehood.sandbox_server.diagnostics.smoke_test import ObservedNetwork
+from fumehood.sandbox_server.diagnostics.smoke_test import SandboxNetworkView
 from fumehood.sandbox_server.host.python_runtime import PackageDirectory, discover_runtime
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.settings import SandboxServerSettings
-from fumehood.sandbox_server.supervisor import zygote_manager
+from fumehood.sandbox_server.supervisor import managed_zygote
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support import sandbox_runs
 
@@ -206,7 +206,7 @@ async def test_an_isolation_step_that_fails_stops_the_start(monkeypatch: pytest.
     (site,) = real.packages
     inner = PackageDirectory(site.path / "numpy", frozenset({"linalg"}))
     nested = replace(real, packages=(site, inner))  # layers of an overlay may not overlap
-    monkeypatch.setattr(zygote_manager, "discover_runtime", lambda: nested)
+    monkeypatch.setattr(managed_zygote, "discover_runtime", lambda: nested)
     with pytest.raises(
         IsolationUnavailable, match=r"lay out the files of sandboxes: .*site-packages.*overlap"
     ):
@@ -270,7 +270,7 @@ _DEFAULT = "eth0\t00000000\t0101A8C0\t0003\t0\t0\t100\t00000000\t0\t0\t0\n"
 _LOCAL = "eth0\t0001A8C0\t00000000\t0001\t0\t0\t100\t00FFFFFF\t0\t0\t0\n"
 _REFUSAL6 = f"{'0' * 32} 00 {'0' * 32} 00 {'0' * 32} ffffffff 00000001 00000000 00200200       lo\n"
 _DEFAULT6 = f"{'0' * 32} 00 {'0' * 32} 00 fe80{'0' * 27}1 00000400 00000002 00000000 00000003     eth0\n"
-_LOOPBACK = ObservedNetwork(sockets=True, dev=_DEV, route=_ROUTE, ipv6_route=_REFUSAL6)
+_LOOPBACK = SandboxNetworkView(sockets=True, dev=_DEV, route=_ROUTE, ipv6_route=_REFUSAL6)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ _LOOPBACK = ObservedNetwork(sockets=True, dev=_DEV, route=_ROUTE, ipv6_route=_RE
         (replace(_LOOPBACK, dev=None), "warning", "cannot be read"),
     ],
 )
-def test_network(seen: ObservedNetwork, state: str, detail: str) -> None:
+def test_network(seen: SandboxNetworkView, state: str, detail: str) -> None:
     finding = smoke_test.assess_network(seen, SandboxServerSettings())
     assert finding.state == state
     assert detail in finding.detail
@@ -296,7 +296,7 @@ def test_network(seen: ObservedNetwork, state: str, detail: str) -> None:
 
 def test_network_where_only_the_filter_stops_it() -> None:
     settings = SandboxServerSettings(mode="unsafe-degraded")
-    unseen = ObservedNetwork(sockets=False, dev=None, route=None, ipv6_route=None)
+    unseen = SandboxNetworkView(sockets=False, dev=None, route=None, ipv6_route=None)
     assert smoke_test.assess_network(unseen, settings).state == "ok"
     assert smoke_test.assess_network(replace(unseen, sockets=True), settings).state == "missing"
 
@@ -311,7 +311,7 @@ def test_the_probe_sees_the_interfaces_of_where_it_runs(tmp_path: Path) -> None:
     assert (tmp_path / smoke_test.PROBE_FILE).read_text() == "ba"
     lines = Path("/proc/self/net/dev").read_text().splitlines()[2:]
     names = {line.partition(":")[0].strip() for line in lines} - {"lo"} - smoke_test.UNROUTED_TUNNELS
-    seen = {way.split()[0] for way in ObservedNetwork(**json.loads(facts)).find_routes_out()}
+    seen = {way.split()[0] for way in SandboxNetworkView(**json.loads(facts)).find_routes_out()}
     assert names <= seen
 
 

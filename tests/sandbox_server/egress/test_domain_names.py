@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from fumehood.sandbox_server.egress.domain_names import (
     InvalidDomainName,
     RequestTarget,
-    normalise_domain,
     parse_authority,
+    parse_domain_name,
 )
 
 
@@ -30,7 +30,7 @@ from fumehood.sandbox_server.egress.domain_names import (
     ],
 )
 def test_spellings(written: str, meant: str) -> None:
-    assert normalise_domain(written) == meant
+    assert parse_domain_name(written) == meant
 
 
 @pytest.mark.parametrize(
@@ -55,17 +55,17 @@ def test_spellings(written: str, meant: str) -> None:
 )
 def test_no_domain(written: str) -> None:
     with pytest.raises(InvalidDomainName):
-        normalise_domain(written)
+        parse_domain_name(written)
 
 
 @given(st.text(max_size=80))
 def test_what_is_accepted_is_final(text: str) -> None:
     try:
-        name = normalise_domain(text)
+        name = parse_domain_name(text)
     except InvalidDomainName:
         return
-    assert normalise_domain(name) == name
-    assert normalise_domain(name.upper() + ".") == name
+    assert parse_domain_name(name) == name
+    assert parse_domain_name(name.upper() + ".") == name
     assert name.isascii()
     assert name == name.lower()
     assert not set(name) & set("/:@%[]*?# \r\n\0")
@@ -81,7 +81,7 @@ def test_no_address_is_a_domain(address: ipaddress.IPv4Address | ipaddress.IPv6A
         f"[{address}]",
     ):
         with pytest.raises(InvalidDomainName):
-            normalise_domain(spelling)
+            parse_domain_name(spelling)
 
 
 @given(st.from_regex(r"[0-9a-fx.]{1,20}", fullmatch=True))
@@ -91,7 +91,7 @@ def test_what_the_resolver_reads_as_an_address_is_none(text: str) -> None:
     except OSError:
         return
     with pytest.raises(InvalidDomainName):
-        normalise_domain(text)
+        parse_domain_name(text)
 
 
 def test_authorities() -> None:

@@ -90,7 +90,7 @@ async def test_the_proxy_holds_no_descriptor_of_the_supervisor(net: EgressNetwor
 async def test_the_supervisor_does_not_even_load_what_parses() -> None:
     modules = (
         "h11",
-        "fumehood.sandbox_server.egress.proxy_session",
+        "fumehood.sandbox_server.egress.proxy_connection",
         "fumehood.sandbox_server.egress.tls_client_hello",
         "fumehood.sandbox_server.egress.proxy",
     )

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fumehood.sandbox_server.egress.control_messages import ProxyLimits
 from fumehood.sandbox_server.egress.domain_names import RequestTarget
 from fumehood.sandbox_server.egress.request_parsing import (
-    ForwardRequest,
+    ForwardedRequest,
     ProxyRefusal,
     bad_request,
     parse_head,
@@ -62,14 +62,14 @@ TARGETS = [
 ]
 
 
-def read(head: bytes, tls_authority: RequestTarget | None) -> ForwardRequest | None:
+def read(head: bytes, tls_authority: RequestTarget | None) -> ForwardedRequest | None:
     try:
         return validate_request(parse_head(head, LIMITS)[1], tls_authority)
     except ProxyRefusal:
         return None
 
 
-def check(asked: ForwardRequest) -> None:
+def check(asked: ForwardedRequest) -> None:
     """What is passed on names one server, once, and one length; nothing of the hop is left."""
     names = [name.lower() for name, _ in asked.headers]
     assert names.count(b"host") == 1

@@ -20,7 +20,7 @@ from fumehood.sandbox_server.host.python_runtime import PythonRuntime, discover_
 from fumehood.sandbox_server.host.uid_ranges import UidRange
 from fumehood.sandbox_server.inside import layout
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
-from fumehood.sandbox_server.supervisor import zygote_manager
+from fumehood.sandbox_server.supervisor import managed_zygote
 from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 from tests.support.driver_client import PROJECT
 from tests.support.sandbox_runs import settings
@@ -180,7 +180,7 @@ def _without_certificates(runtime: PythonRuntime) -> PythonRuntime:
 )
 async def test_a_step_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, change: Any, step: str) -> None:
     runtime = change(discover_runtime())
-    monkeypatch.setattr(zygote_manager, "discover_runtime", lambda: runtime)
+    monkeypatch.setattr(managed_zygote, "discover_runtime", lambda: runtime)
     with pytest.raises(IsolationUnavailable, match=f"{FAILURE_PREFIX}{step}.*No such file"):
         async with Supervisor(settings(preload=())):
             pytest.fail("it started")

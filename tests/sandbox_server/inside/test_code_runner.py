@@ -107,7 +107,7 @@ class Kernel:
         assert self.receive()[0] is MessageKind.CONFIGURED
 
     def send(self, kind: MessageKind, call: bytes, body: object) -> None:
-        for packet in framing.encode_packets(framing.RunnerMessage(kind, call, json.dumps(body).encode())):
+        for packet in framing.encode_packets(framing.ChannelMessage(kind, call, json.dumps(body).encode())):
             self.socket.send(packet)
 
     def receive(self) -> tuple[MessageKind, bytes, Any]:

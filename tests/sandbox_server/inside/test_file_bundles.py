@@ -14,12 +14,12 @@ from fumehood.protocol.sandbox import bundle_encoding
 from fumehood.protocol.sandbox.bundle_encoding import (
     MAX_BUNDLED_FILE_BYTES,
     BundledFile,
-    BundleReader,
-    BundleReadOutcome,
+    BundleReadStatus,
     InvalidBundle,
+    ReadFilesResponseDecoder,
     encode_bundle,
 )
-from fumehood.protocol.sandbox.sandbox_errors import FileNotFound, FileRefused, SandboxPayloadTooLarge
+from fumehood.protocol.sandbox.sandbox_errors import FileRefused, SandboxFileNotFound, SandboxPayloadTooLarge
 from fumehood.sandbox_server.inside.files import data_directory, file_bundles
 from fumehood.sandbox_server.inside.files.archive_unpacker import UnpackLimits, UnpackOutcome
 from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused
@@ -60,8 +60,8 @@ def test_the_jail_has_the_numbers_of_the_protocol() -> None:
         bundle_encoding.PLAIN_FILE,
         bundle_encoding.EXECUTABLE_FILE,
     )
-    assert {name: getattr(file_bundles, name) for name in BundleReadOutcome.__members__} == {
-        one.name: one.value for one in BundleReadOutcome
+    assert {name: getattr(file_bundles, name) for name in BundleReadStatus.__members__} == {
+        one.name: one.value for one in BundleReadStatus
     }
 
 
@@ -260,7 +260,7 @@ def test_who_leaves_in_the_middle_leaves_nothing(unpack_target: UnpackTarget, af
 
 
 def read(unpack_target: UnpackTarget, paths: Sequence[str], piece: int = 1 << 20) -> list[object]:
-    answers = BundleReader(paths)
+    answers = ReadFilesResponseDecoder(paths)
     whole = b"".join(file_bundles.stream_contents(unpack_target.fd, paths))
     found = [one for at in range(0, len(whole), piece) for one in answers.feed(whole[at : at + piece])]
     answers.finish()
@@ -296,7 +296,7 @@ def test_only_regular_files_below_are_read(unpack_target: UnpackTarget, piece: i
     assert found[:-2] == [
         b"a",
         *[FileRefused] * 6,
-        FileNotFound,
+        SandboxFileNotFound,
         b"",
         SandboxPayloadTooLarge,
     ]
@@ -309,12 +309,12 @@ def test_only_regular_files_below_are_read(unpack_target: UnpackTarget, piece: i
 )
 def test_answers_that_nobody_would_give(answer: bytes) -> None:
     with pytest.raises(InvalidBundle):
-        BundleReader(["a", "b"]).feed(answer)
+        ReadFilesResponseDecoder(["a", "b"]).feed(answer)
 
 
 def test_answers_that_end_too_soon() -> None:
     for said in (b"", b"\0\0\0\0\1x", b"\0\0\0\0\1x\0\0\0\0\5abc"):
-        answers = BundleReader(["a", "b"])
+        answers = ReadFilesResponseDecoder(["a", "b"])
         answers.feed(said)
         with pytest.raises(InvalidBundle, match="the body ended"):
             answers.finish()
@@ -322,7 +322,7 @@ def test_answers_that_end_too_soon() -> None:
 
 @given(st.binary(max_size=60), st.integers(1, 9))
 def test_no_answer_holds_more_than_was_asked_for(said: bytes, piece: int) -> None:
-    answers = BundleReader(["a", "b", "c"])
+    answers = ReadFilesResponseDecoder(["a", "b", "c"])
     found = 0
     try:
         for at in range(0, len(said), piece):

@@ -12,10 +12,10 @@ from fumehood.sandbox_server.inside.framing import (
     MAX_BODY,
     MAX_PACKET,
     MORE,
+    ChannelMessage,
     FrameError,
     MessageAssembler,
     MessageKind,
-    RunnerMessage,
     encode_packets,
 )
 from fumehood.sandbox_server.inside.runner import output_limits
@@ -28,14 +28,14 @@ _CALLS = st.binary(min_size=CALL_ID_BYTES, max_size=CALL_ID_BYTES)
 # Sizes around the edges matter, contents do not.
 _EDGES = [0, 1, MAX_BODY - 1, MAX_BODY, MAX_BODY + 1, 2 * MAX_BODY, 3 * MAX_BODY + 7, LIMIT]
 _BODIES = st.one_of(st.binary(max_size=100), st.sampled_from(_EDGES).map(lambda size: b"\xe2" * size))
-_MESSAGES = st.builds(RunnerMessage, _KINDS, _CALLS, _BODIES)
-_LONG = st.builds(RunnerMessage, _KINDS, _CALLS, st.sampled_from(_EDGES[4:]).map(bytes))
+_MESSAGES = st.builds(ChannelMessage, _KINDS, _CALLS, _BODIES)
+_LONG = st.builds(ChannelMessage, _KINDS, _CALLS, st.sampled_from(_EDGES[4:]).map(bytes))
 
 
 @given(st.lists(_MESSAGES, max_size=5))
-def test_messages_come_out_as_they_went_in(messages: list[RunnerMessage]) -> None:
+def test_messages_come_out_as_they_went_in(messages: list[ChannelMessage]) -> None:
     assembler = MessageAssembler(limit=LIMIT)
-    found: list[RunnerMessage] = []
+    found: list[ChannelMessage] = []
     for message in messages:
         for packet in encode_packets(message):
             assert len(packet) <= MAX_PACKET
@@ -46,7 +46,7 @@ def test_messages_come_out_as_they_went_in(messages: list[RunnerMessage]) -> Non
 
 
 @given(_MESSAGES)
-def test_only_the_last_packet_completes_a_message(message: RunnerMessage) -> None:
+def test_only_the_last_packet_completes_a_message(message: ChannelMessage) -> None:
     assembler = MessageAssembler(limit=LIMIT)
     *first, last = encode_packets(message)
     assert [assembler.feed(packet) for packet in first] == [None] * len(first)
@@ -56,7 +56,7 @@ def test_only_the_last_packet_completes_a_message(message: RunnerMessage) -> Non
 
 @given(_LONG, _MESSAGES, st.integers(1, 10))
 def test_a_message_inside_another_is_refused(
-    message: RunnerMessage, other: RunnerMessage, after: int
+    message: ChannelMessage, other: ChannelMessage, after: int
 ) -> None:
     if (message.kind, message.call) == (other.kind, other.call):
         return
@@ -69,7 +69,7 @@ def test_a_message_inside_another_is_refused(
 
 
 @given(_LONG, st.integers(0, LIMIT))
-def test_a_message_beyond_the_limit_is_refused_as_soon_as_it_is(message: RunnerMessage, limit: int) -> None:
+def test_a_message_beyond_the_limit_is_refused_as_soon_as_it_is(message: ChannelMessage, limit: int) -> None:
     assembler = MessageAssembler(limit=limit)
     fed = 0
     for packet in encode_packets(message):
@@ -174,7 +174,9 @@ def test_a_batch_is_no_longer_than_what_it_counts_for(pieces: list[tuple[Message
 
 def test_text_of_one_stream_is_no_batch() -> None:
     pieces = [(MessageKind.STDERR, b"a"), (MessageKind.STDERR, b"b")]
-    assert list(output_encoding.pack_output(CALL, pieces)) == [RunnerMessage(MessageKind.STDERR, CALL, b"ab")]
+    assert list(output_encoding.pack_output(CALL, pieces)) == [
+        ChannelMessage(MessageKind.STDERR, CALL, b"ab")
+    ]
 
 
 @given(st.binary(max_size=60))

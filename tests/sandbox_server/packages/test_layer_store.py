@@ -12,7 +12,7 @@ from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.packages import installed_tree_check
 from fumehood.sandbox_server.packages.installed_tree_check import InvalidInstallTree
 from fumehood.sandbox_server.packages.layer_store import (
-    InstallRecord,
+    InstallCacheEntry,
     LayerStore,
     PackageLayerHandle,
     PinnedPackage,
@@ -156,7 +156,7 @@ def test_another_process_s_layers_and_work_are_left_alone(store: LayerStore) -> 
 
 
 def test_requests_are_remembered(store: LayerStore) -> None:
-    request = InstallRecord(_PINS, _key(1), {"numpy": "1.26"}, 12.5)
+    request = InstallCacheEntry(_PINS, _key(1), {"numpy": "1.26"}, 12.5)
     assert store.load_record(_key(7)) is None
     store.save_record(_key(7), request)
     assert store.load_record(_key(7)) == request

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from fumehood.protocol.sandbox.bundle_encoding import BundledFile, BundleReader, encode_bundle
+from fumehood.protocol.sandbox.bundle_encoding import BundledFile, ReadFilesResponseDecoder, encode_bundle
 from fumehood.protocol.sandbox.sandbox_errors import SandboxServerAtCapacity
 from fumehood.sandbox_server import seccomp
 from fumehood.sandbox_server.host import cgroups
@@ -66,7 +66,7 @@ async def _pass_many(sandbox: SandboxInstance) -> None:
         yield [*wanted.items()]
 
     assert (await sandbox.files.write_bundle(encode_bundle(files()))).files == 200
-    answers = BundleReader([*wanted])
+    answers = ReadFilesResponseDecoder([*wanted])
     found = [one async for piece in sandbox.files.read_bundle([*wanted]) for one in answers.feed(piece)]
     assert found == [*wanted.values()]
 

@@ -17,10 +17,10 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     Stdout,
 )
 from fumehood.sandbox_server.inside import output_encoding
-from fumehood.sandbox_server.inside.framing import CALL_ID_BYTES, MAX_BODY, MessageKind, RunnerMessage
+from fumehood.sandbox_server.inside.framing import CALL_ID_BYTES, MAX_BODY, ChannelMessage, MessageKind
 from fumehood.sandbox_server.inside.runner import output_limits
 from fumehood.sandbox_server.settings import SandboxServerSettings
-from fumehood.sandbox_server.supervisor.in_process_sandbox import iter_events
+from fumehood.sandbox_server.supervisor.local_sandbox_adapter import iter_events
 from fumehood.sandbox_server.supervisor.sandbox_execution import ProtocolViolation, SandboxExecution
 
 
@@ -34,7 +34,7 @@ def new_execution(output_bytes: int = 1 << 20, display_bytes: int = 1 << 20) -> 
 def send(running: SandboxExecution, kind: MessageKind, body: object) -> None:
     raw = body.encode() if isinstance(body, str) else body
     raw = raw if isinstance(raw, bytes) else json.dumps(raw).encode()
-    running.accept(RunnerMessage(kind, running.call_id, raw))
+    running.accept(ChannelMessage(kind, running.call_id, raw))
 
 
 async def test_messages_become_events() -> None:
@@ -70,7 +70,7 @@ async def test_calls_cannot_be_guessed() -> None:
 async def test_another_call_and_a_late_message_are_refused() -> None:
     running = new_execution()
     with pytest.raises(ProtocolViolation, match="not running"):
-        running.accept(RunnerMessage(MessageKind.STDOUT, b"x" * CALL_ID_BYTES, b""))
+        running.accept(ChannelMessage(MessageKind.STDOUT, b"x" * CALL_ID_BYTES, b""))
     send(running, MessageKind.END, {"exit_code": 0, "interrupted": False})
     with pytest.raises(ProtocolViolation, match="after the end"):
         send(running, MessageKind.STDOUT, "late")
@@ -187,7 +187,7 @@ def test_whatever_comes_is_taken_or_refused(kind: MessageKind, call: bytes, body
         running = new_execution()
         for mine in (call, running.call_id):
             try:
-                running.accept(RunnerMessage(kind, mine, body))
+                running.accept(ChannelMessage(kind, mine, body))
             except ProtocolViolation:
                 continue
         assert not running.has_ended

@@ -13,15 +13,20 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from fumehood.protocol.sandbox.bundle_encoding import BundleContent, BundledFile, BundleReader, encode_bundle
+from fumehood.protocol.sandbox.bundle_encoding import (
+    BundleContent,
+    BundledFile,
+    ReadFilesResponseDecoder,
+    encode_bundle,
+)
 from fumehood.protocol.sandbox.sandbox_errors import (
-    FileNotFound,
     FileRefused,
+    SandboxFileNotFound,
     SandboxGone,
     SandboxPayloadTooLarge,
 )
 from fumehood.protocol.sandbox.sandbox_messages import SandboxSpec
-from fumehood.sandbox_server.host.host_resources import HostResources, SandboxResources
+from fumehood.sandbox_server.host.resource_allocator import ResourceAllocator, SandboxResources
 from fumehood.sandbox_server.inside.files import data_directory
 from fumehood.sandbox_server.inside.files.data_directory import MAX_ENTRIES, FileStat
 from fumehood.sandbox_server.supervisor import sandbox_files
@@ -187,7 +192,7 @@ async def test_slow_uploads_do_not_hold_up_the_rest(sandbox: SandboxInstance) ->
     await sources[0].stopped.wait()
     await sources[1].stopped.wait()
     await asyncio.wait_for(sandbox.files.list(), 3)
-    with pytest.raises(FileNotFound):
+    with pytest.raises(SandboxFileNotFound):
         await asyncio.wait_for(sandbox.files.delete("none"), 3)
     for source in sources:
         source.go_on.set()
@@ -288,7 +293,7 @@ async def test_our_own_names(sandbox: SandboxInstance) -> None:
 
 
 async def read_many(sandbox: SandboxInstance, paths: Sequence[str]) -> list[BundleContent]:
-    answers = BundleReader(paths)
+    answers = ReadFilesResponseDecoder(paths)
     found = [content async for piece in sandbox.files.read_bundle(paths) for content in answers.feed(piece)]
     answers.finish()
     return found
@@ -299,13 +304,13 @@ async def either(
     supervisor: Supervisor, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[SandboxInstance]:
     """As for files in memory, and as for those in a pod or on a disk."""
-    take = HostResources.allocate
+    take = ResourceAllocator.allocate
 
     def unreadable(*arguments: Any) -> SandboxResources:
         return replace(take(*arguments), directly_readable=False)
 
     if request.param == "a helper reads":
-        monkeypatch.setattr(HostResources, "allocate", unreadable)
+        monkeypatch.setattr(ResourceAllocator, "allocate", unreadable)
     made = await supervisor.create()
     yield made
     await made.destroy()
@@ -320,7 +325,7 @@ os.symlink("f1", "link"); os.mkfifo("pipe"); os.symlink("/etc", "etc"); os.mkdir
     await run(either, program)
     paths = ["link", "pipe", "etc/passwd", "d", "../x", "none", *(f"f{number}" for number in range(3000))]
     found = await read_many(either, paths)
-    assert [type(one) for one in found[:6]] == [*[FileRefused] * 5, FileNotFound]
+    assert [type(one) for one in found[:6]] == [*[FileRefused] * 5, SandboxFileNotFound]
     assert found[6:] == [str(number).encode() * (number % 100) for number in range(3000)]
     assert await read_many(either, []) == []
 
@@ -354,7 +359,7 @@ threading.Thread(target=swap, daemon=True).start()
     await run(either, program)
     for _ in range(10):
         for content in await read_many(either, [f"f{number}" for number in range(50)] * 4):
-            assert content in (b"mine", b"") or isinstance(content, FileRefused | FileNotFound)
+            assert content in (b"mine", b"") or isinstance(content, FileRefused | SandboxFileNotFound)
     written = await either.files.write_bundle(
         encode_bundle(
             _batch(
@@ -417,9 +422,9 @@ async def test_many_files_of_which_the_sender_leaves(sandbox: SandboxInstance) -
 async def test_what_is_not_there(sandbox: SandboxInstance) -> None:
     await sandbox.files.write("f", b"x")
     for path in ("none", "none/none", "f/below"):
-        with pytest.raises(FileNotFound, match=path):
+        with pytest.raises(SandboxFileNotFound, match=path):
             await sandbox.files.open(path)
-        with pytest.raises(FileNotFound, match=path):
+        with pytest.raises(SandboxFileNotFound, match=path):
             await sandbox.files.delete(path)
 
 

@@ -10,9 +10,9 @@ import pytest
 import pytest_asyncio
 
 from fumehood.protocol.sandbox.sandbox_errors import (
-    FileNotFound,
     FileRefused,
     SandboxError,
+    SandboxFileNotFound,
     SandboxGone,
     SandboxPayloadTooLarge,
     SandboxStartFailed,
@@ -43,7 +43,7 @@ async def sandbox(supervisor: Supervisor) -> AsyncIterator[SandboxInstance]:
 
 @needs_cgroups
 async def test_what_makes_sandboxes_goes_before_busy_ones(supervisor: Supervisor) -> None:
-    tree = supervisor._host_resources.cgroup_tree  # pyright: ignore[reportPrivateUsage]
+    tree = supervisor._resource_allocator.cgroup_tree  # pyright: ignore[reportPrivateUsage]
     assert tree is not None
     if not tree.has_cpu:
         pytest.skip("processors are not shared out by cgroups here")
@@ -243,7 +243,7 @@ async def test_refused_files_say_why(sandbox: SandboxInstance) -> None:
         ("/etc/passwd", "relative"),
         ("none", "No such file"),
     ):
-        with pytest.raises((FileRefused, FileNotFound, SandboxPayloadTooLarge), match=reason):
+        with pytest.raises((FileRefused, SandboxFileNotFound, SandboxPayloadTooLarge), match=reason):
             await sandbox.files.read(path, limit=1000)
     with pytest.raises(FileRefused, match="symbolic links"):
         await sandbox.files.write("link/x", b"")

@@ -69,8 +69,8 @@ async def test_a_zygote_that_dies_while_it_starts_costs_nobody_a_sandbox() -> No
 
 async def test_a_zygotes_start_outlives_the_caller_that_caused_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Supervisor(settings(preload=(), pool=0)) as supervisor:
-        zygote_manager = supervisor._shards[0]  # pyright: ignore[reportPrivateUsage]
-        gate, starts, start = asyncio.Event(), 0, zygote_manager._start  # pyright: ignore[reportPrivateUsage]
+        managed_zygote = supervisor._shards[0]  # pyright: ignore[reportPrivateUsage]
+        gate, starts, start = asyncio.Event(), 0, managed_zygote._start  # pyright: ignore[reportPrivateUsage]
 
         async def start_slowly() -> ZygoteConnection:
             nonlocal starts
@@ -78,7 +78,7 @@ async def test_a_zygotes_start_outlives_the_caller_that_caused_it(monkeypatch: p
             await gate.wait()
             return await start()
 
-        monkeypatch.setattr(zygote_manager, "_start", start_slowly)
+        monkeypatch.setattr(managed_zygote, "_start", start_slowly)
         first = supervisor.zygote.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
@@ -93,21 +93,21 @@ async def test_a_zygotes_start_outlives_the_caller_that_caused_it(monkeypatch: p
 
 async def test_closing_ends_a_zygotes_start(monkeypatch: pytest.MonkeyPatch) -> None:
     async with Supervisor(settings(preload=(), pool=0)) as closed:
-        zygote_manager = closed._shards[0]  # pyright: ignore[reportPrivateUsage]
+        managed_zygote = closed._shards[0]  # pyright: ignore[reportPrivateUsage]
         never = asyncio.Event()
 
         async def start_never() -> ZygoteConnection:
             await never.wait()
             raise AssertionError
 
-        monkeypatch.setattr(zygote_manager, "_start", start_never)
+        monkeypatch.setattr(managed_zygote, "_start", start_never)
         pid = closed.zygote.pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         while closed.can_create:
             await asyncio.sleep(0.001)
         waiting = asyncio.create_task(closed.create())
-        while zygote_manager._starting is None:  # pyright: ignore[reportPrivateUsage]
+        while managed_zygote._starting is None:  # pyright: ignore[reportPrivateUsage]
             await asyncio.sleep(0.001)
     with pytest.raises(SandboxStartFailed):
         await waiting
@@ -157,7 +157,7 @@ async def test_a_fork_that_fails_says_why() -> None:
     """The host has no room for one more process: of the zygote, or of the spawner."""
     async with Supervisor(settings(preload=())) as crowded:
         spawner, zygote = _forkers(crowded)
-        resources = crowded._host_resources  # pyright: ignore[reportPrivateUsage]
+        resources = crowded._resource_allocator  # pyright: ignore[reportPrivateUsage]
         assert resources.cgroup_tree is not None
         assert resources.zygote_cgroup is not None
         for pid in (zygote, spawner):

@@ -26,10 +26,10 @@ from fumehood.cli.options import EXIT_UNAVAILABLE
 from fumehood.cli.output_directory import FileNotSaved, OutputDirectory, decode_images, split_safe_path
 from fumehood.interfaces import Sandbox, SandboxRef
 from fumehood.protocol.sandbox.sandbox_errors import (
-    FileNotFound,
     FileRefused,
     InvalidServerToken,
     SandboxError,
+    SandboxFileNotFound,
     SandboxPayloadTooLarge,
 )
 from fumehood.protocol.sandbox.sandbox_messages import (
@@ -42,7 +42,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     FileEntry,
     SandboxSpec,
 )
-from fumehood.sandbox_server.host.host_resources import file_quota_bytes
+from fumehood.sandbox_server.host.resource_allocator import file_quota_bytes
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.supervisor.sandbox_files import to_printable
 
@@ -313,7 +313,7 @@ class ExecSession:
                 raise FileNotSaved(f"{entry.size} bytes, over the limit of {what}")
             content = await _read_file(sandbox, entry.path, limit)
             path = await asyncio.to_thread(directory.save, entry.path, content)
-        except (FileNotSaved, FileRefused, FileNotFound, SandboxPayloadTooLarge) as error:
+        except (FileNotSaved, FileRefused, SandboxFileNotFound, SandboxPayloadTooLarge) as error:
             self._skip_file(entry.path, str(error).removeprefix(f"{to_printable(entry.path)}: "))
             return 0
         self._saved_files.append(SavedFile(path=path, source=entry.path, size=len(content)))
@@ -386,11 +386,11 @@ def find_upload_problem(paths: Sequence[Path], spec: SandboxSpec) -> str | None:
 @asynccontextmanager
 async def open_local_sandbox(settings: "SandboxServerSettings", spec: SandboxSpec) -> AsyncGenerator[Sandbox]:
     """Run a supervisor in this process. Raises IsolationUnavailable, SandboxError."""
-    from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
+    from fumehood.sandbox_server.supervisor.local_sandbox_adapter import LocalSandboxAdapter
     from fumehood.sandbox_server.supervisor.supervisor import Supervisor
 
     async with Supervisor(settings) as supervisor:
-        yield InProcessSandbox(await supervisor.create(spec))
+        yield LocalSandboxAdapter(await supervisor.create(spec))
 
 
 @asynccontextmanager

@@ -13,8 +13,8 @@ from fumehood.client.errors import (
     PromptValidationError,
 )
 from fumehood.client.prompt.tool import AnyTool, ProviderTool, Tool, ToolContext, ToolPolicy, ToolResult
+from fumehood.client.runtime.evaluation_observer import NOOP_OBSERVER, EvaluationObserver, ToolCallStarted
 from fumehood.client.runtime.events import ToolInvoked
-from fumehood.client.runtime.observer import NOOP_OBSERVER, EvaluationObserver, ToolCallStarted
 
 _log = logging.getLogger(__name__)
 

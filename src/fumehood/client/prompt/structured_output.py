@@ -23,7 +23,7 @@ class StructuredOutput:
     kind: Any
     item_type: type[Any]
     is_list: bool
-    schema: "serde.Schema"
+    schema: "serde.JsonSchema"
 
     @property
     def name(self) -> str:
@@ -52,7 +52,7 @@ def describe_output_type(kind: Any) -> StructuredOutput | None:
             "required": [_LIST_FIELD],
             "additionalProperties": False,
         }
-        schema = serde.Schema({**body, "$defs": definitions} if definitions else body, schema.strict)
+        schema = serde.JsonSchema({**body, "$defs": definitions} if definitions else body, schema.strict)
     return StructuredOutput(kind, item, is_list, schema)
 
 

@@ -176,10 +176,10 @@ class Tool[P, R](RuntimeGeneric):
         self.handler = handler
         self.accepts_overrides = accepts_overrides
         self.params_type, self.result_type = self._resolve_types()
-        self._schema: serde.Schema | None = None
+        self._schema: serde.JsonSchema | None = None
 
     @property
-    def parameters(self) -> "serde.Schema":
+    def parameters(self) -> "serde.JsonSchema":
         """The schema of its parameters."""
         if self._schema is None:
             from fumehood.client import serde

@@ -7,10 +7,10 @@ import msgspec
 from msgspec import Raw
 
 from fumehood.gateway.body_parsing import check_json_body, decode_json
+from fumehood.gateway.gateway_exchange import GatewayExchange, encode_json
 from fumehood.gateway.gateway_metrics import GatewayMetrics
-from fumehood.gateway.request_context import RequestContext, encode_json
 from fumehood.gateway.request_limiter import RequestLimiter
-from fumehood.gateway.routes.file_downloads import FileDownload, send_download
+from fumehood.gateway.routes.file_downloads import DownloadableFile, send_download
 from fumehood.gateway.routes.list_pages import make_page, parse_page_query
 from fumehood.gateway.routes.multipart_form import MultipartForm, is_multipart_form
 from fumehood.interfaces import Caller, ContainerService
@@ -52,28 +52,32 @@ class ContainerRoutes:
         self._containers = containers
         self._limits = limits
 
-    async def create(self, context: RequestContext, caller: Caller) -> None:
-        self._limits.count_request(caller, context.extra_headers)
-        spec = _parse_spec(decode_json(_create_decoder, await _read_json_body(context, caller, self._limits)))
+    async def create(self, exchange: GatewayExchange, caller: Caller) -> None:
+        self._limits.count_request(caller, exchange.extra_headers)
+        spec = _parse_spec(
+            decode_json(_create_decoder, await _read_json_body(exchange, caller, self._limits))
+        )
         record = await self._containers.create_container(caller, spec)
-        context.log_fields["container_id"] = record.id
-        await context.respond_json(to_container_object(record))
+        exchange.log_fields["container_id"] = record.id
+        await exchange.respond_json(to_container_object(record))
 
-    async def list(self, context: RequestContext, caller: Caller) -> None:
-        query = parse_page_query(context)
-        found = await self._containers.list_containers(caller, query, context.query_parameter("name") or None)
-        await context.respond_json(
+    async def list(self, exchange: GatewayExchange, caller: Caller) -> None:
+        query = parse_page_query(exchange)
+        found = await self._containers.list_containers(
+            caller, query, exchange.query_parameter("name") or None
+        )
+        await exchange.respond_json(
             make_page(query, found, lambda record: Raw(encode_json(to_container_object(record))))
         )
 
-    async def get(self, context: RequestContext, caller: Caller) -> None:
-        record = await self._containers.get_container(caller, context.path_parameters["container_id"])
-        await context.respond_json(to_container_object(record))
+    async def get(self, exchange: GatewayExchange, caller: Caller) -> None:
+        record = await self._containers.get_container(caller, exchange.path_parameters["container_id"])
+        await exchange.respond_json(to_container_object(record))
 
-    async def delete(self, context: RequestContext, caller: Caller) -> None:
-        container_id = context.path_parameters["container_id"]
+    async def delete(self, exchange: GatewayExchange, caller: Caller) -> None:
+        container_id = exchange.path_parameters["container_id"]
         await self._containers.delete_container(caller, container_id)
-        await context.respond_json(DeletedObject(id=container_id, object="container.deleted"))
+        await exchange.respond_json(DeletedObject(id=container_id, object="container.deleted"))
 
 
 class ContainerFileRoutes:
@@ -94,19 +98,19 @@ class ContainerFileRoutes:
         self._metrics = metrics
         self._max_file_bytes = max_file_bytes
 
-    async def create(self, context: RequestContext, caller: Caller) -> None:
-        self._limits.count_request(caller, context.extra_headers)
-        if not is_multipart_form(context):
+    async def create(self, exchange: GatewayExchange, caller: Caller) -> None:
+        self._limits.count_request(caller, exchange.extra_headers)
+        if not is_multipart_form(exchange):
             reference = decode_json(
-                _file_reference_decoder, await _read_json_body(context, caller, self._limits)
+                _file_reference_decoder, await _read_json_body(exchange, caller, self._limits)
             )
-            await self._copy_uploaded_file(context, caller, reference.file_id)
+            await self._copy_uploaded_file(exchange, caller, reference.file_id)
             return
-        form = MultipartForm(context, self._max_file_bytes)
+        form = MultipartForm(exchange, self._max_file_bytes)
         if await form.read_to_file():
-            await self._receive_file(context, caller, form)
+            await self._receive_file(exchange, caller, form)
         elif "file_id" in form.fields:
-            await self._copy_uploaded_file(context, caller, form.fields["file_id"])
+            await self._copy_uploaded_file(exchange, caller, form.fields["file_id"])
         else:
             raise InvalidRequest(
                 "Send a 'file', or the 'file_id' of an uploaded file.",
@@ -114,19 +118,19 @@ class ContainerFileRoutes:
                 code="missing_required_parameter",
             )
 
-    async def _copy_uploaded_file(self, context: RequestContext, caller: Caller, file_id: str) -> None:
-        container_id = context.path_parameters["container_id"]
+    async def _copy_uploaded_file(self, exchange: GatewayExchange, caller: Caller, file_id: str) -> None:
+        container_id = exchange.path_parameters["container_id"]
         (record,) = await self._containers.copy_uploads(caller, container_id, [file_id])
-        await context.respond_json(to_container_file_object(record))
+        await exchange.respond_json(to_container_file_object(record))
 
-    async def _receive_file(self, context: RequestContext, caller: Caller, form: MultipartForm) -> None:
-        container_id, name = context.path_parameters["container_id"], form.filename or ""
+    async def _receive_file(self, exchange: GatewayExchange, caller: Caller, form: MultipartForm) -> None:
+        container_id, name = exchange.path_parameters["container_id"], form.filename or ""
         unpack = _parse_unpack(form)
         async with aclosing(_iter_content(form, unpack=unpack)) as content:
             if not unpack:
                 record = await self._containers.write_file(caller, container_id, name, content)
                 self._metrics.record_upload(record.bytes)
-                await context.respond_json(to_container_file_object(record))
+                await exchange.respond_json(to_container_file_object(record))
                 return
             directory = name.removeprefix(f"{DATA_DIRECTORY}/").rpartition("/")[0]
             records = await self._containers.unpack_archive(
@@ -135,44 +139,44 @@ class ContainerFileRoutes:
         if not records:
             raise InvalidRequest("The archive contains no file.", param="file", code="invalid_value")
         self._metrics.record_upload(sum(record.bytes for record in records))
-        await context.respond_json(to_unpacked_files_object(records))
+        await exchange.respond_json(to_unpacked_files_object(records))
 
-    async def list(self, context: RequestContext, caller: Caller) -> None:
-        query = parse_page_query(context)
-        found = await self._containers.list_files(caller, context.path_parameters["container_id"], query)
-        await context.respond_json(
+    async def list(self, exchange: GatewayExchange, caller: Caller) -> None:
+        query = parse_page_query(exchange)
+        found = await self._containers.list_files(caller, exchange.path_parameters["container_id"], query)
+        await exchange.respond_json(
             make_page(query, found, lambda record: Raw(encode_json(to_container_file_object(record))))
         )
 
-    async def get(self, context: RequestContext, caller: Caller) -> None:
-        await context.respond_json(to_container_file_object(await self._find_file(context, caller)))
+    async def get(self, exchange: GatewayExchange, caller: Caller) -> None:
+        await exchange.respond_json(to_container_file_object(await self._find_file(exchange, caller)))
 
-    async def delete(self, context: RequestContext, caller: Caller) -> None:
-        parameters = context.path_parameters
+    async def delete(self, exchange: GatewayExchange, caller: Caller) -> None:
+        parameters = exchange.path_parameters
         await self._containers.delete_file(caller, parameters["container_id"], parameters["file_id"])
-        await context.respond_json(DeletedObject(id=parameters["file_id"], object="container.file.deleted"))
+        await exchange.respond_json(DeletedObject(id=parameters["file_id"], object="container.file.deleted"))
 
-    async def get_content(self, context: RequestContext, caller: Caller) -> None:
-        record = await self._find_file(context, caller)
-        self._metrics.record_download(await send_download(context, self._make_download(caller, record)))
+    async def get_content(self, exchange: GatewayExchange, caller: Caller) -> None:
+        record = await self._find_file(exchange, caller)
+        self._metrics.record_download(await send_download(exchange, self._make_download(caller, record)))
 
-    async def _find_file(self, context: RequestContext, caller: Caller) -> ContainerFileRecord:
-        parameters = context.path_parameters
+    async def _find_file(self, exchange: GatewayExchange, caller: Caller) -> ContainerFileRecord:
+        parameters = exchange.path_parameters
         return await self._containers.get_file(caller, parameters["container_id"], parameters["file_id"])
 
-    def _make_download(self, caller: Caller, record: ContainerFileRecord) -> FileDownload:
+    def _make_download(self, caller: Caller, record: ContainerFileRecord) -> DownloadableFile:
         """The size of a file that is only in a sandbox is unknown: code may change it at any time."""
 
         def read(start: int, end: int | None) -> AsyncGenerator[bytes]:
             return self._containers.read_file(caller, record.container_id, record.id, start, end)
 
-        return FileDownload(record.path, read, record.bytes if record.blob else None, record.blob or None)
+        return DownloadableFile(record.path, read, record.bytes if record.blob else None, record.blob or None)
 
 
-async def _read_json_body(context: RequestContext, caller: Caller, limits: RequestLimiter) -> bytes:
-    check_json_body(context)
+async def _read_json_body(exchange: GatewayExchange, caller: Caller, limits: RequestLimiter) -> bytes:
+    check_json_body(exchange)
     with limits.memory_budget(caller) as budget:
-        return await context.read_body(min(limits.max_body_bytes(caller), _MAX_BODY_BYTES), budget.reserve)
+        return await exchange.read_body(min(limits.max_body_bytes(caller), _MAX_BODY_BYTES), budget.reserve)
 
 
 def _parse_spec(body: CreateContainer) -> ContainerSpec:

@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from fumehood.gateway.request_context import DisconnectMonitor, RequestContext
+from fumehood.gateway.gateway_exchange import ClientConnectionMonitor, GatewayExchange
 from fumehood.http_server.asgi_exchange import Headers
 from fumehood.protocol.file_types import media_type_for_name
 from fumehood.protocol.name_sanitizing import sanitize_name
@@ -27,7 +27,7 @@ class RangeNotSatisfiable(ApiError):
 
 
 @dataclass(frozen=True, slots=True)
-class FileDownload:
+class DownloadableFile:
     """A file to send.
 
     name: its path; the last component is the suggested filename.
@@ -42,23 +42,27 @@ class FileDownload:
     etag: str | None = None
 
 
-async def send_download(context: RequestContext, download: FileDownload) -> int:
+async def send_download(exchange: GatewayExchange, download: DownloadableFile) -> int:
     """Send the file, or the requested range. Returns the number of bytes sent. Raises what `read` raises."""
     headers = _make_headers(download)
-    if download.etag is not None and _matches_etag(context.headers.get(b"if-none-match"), download.etag):
-        await context.start_response(304, headers[1:])
-        await context.send(b"", more=False)
+    if download.etag is not None and _matches_etag(exchange.headers.get(b"if-none-match"), download.etag):
+        await exchange.start_response(304, headers[1:])
+        await exchange.send(b"", more=False)
         return 0
-    byte_range = _parse_range(context, download)
+    byte_range = _parse_range(exchange, download)
     if byte_range is None:
-        return await _send_content(context, 200, headers, download.read(0, None), download.size)
+        return await _send_content(exchange, 200, headers, download.read(0, None), download.size)
     start, end = byte_range
     headers.append((b"content-range", b"bytes %d-%d/%d" % (start, end - 1, download.size)))
-    return await _send_content(context, 206, headers, download.read(start, end), end - start)
+    return await _send_content(exchange, 206, headers, download.read(start, end), end - start)
 
 
 async def _send_content(
-    context: RequestContext, status: int, headers: Headers, content: AsyncGenerator[bytes], length: int | None
+    exchange: GatewayExchange,
+    status: int,
+    headers: Headers,
+    content: AsyncGenerator[bytes],
+    length: int | None,
 ) -> int:
     """Stops reading when the client disconnects."""
     sent = 0
@@ -69,18 +73,18 @@ async def _send_content(
             length, second = len(first), b""
         if length is not None:
             headers = [*headers, (b"content-length", b"%d" % length)]
-        await context.start_response(status, headers)
-        if context.method == "HEAD":
-            await context.send(b"", more=False)
+        await exchange.start_response(status, headers)
+        if exchange.method == "HEAD":
+            await exchange.send(b"", more=False)
             return 0
-        with DisconnectMonitor(context, lambda: None) as monitor:
+        with ClientConnectionMonitor(exchange, lambda: None) as monitor:
             async for chunk in _chain((first, second), chunks):
-                await context.send(chunk)
+                await exchange.send(chunk)
                 sent += len(chunk)
                 if monitor.disconnected:
-                    context.log_fields["outcome"] = "client disconnected"
+                    exchange.log_fields["outcome"] = "client disconnected"
                     return sent
-    await context.send(b"", more=False)
+    await exchange.send(b"", more=False)
     return sent
 
 
@@ -91,13 +95,13 @@ async def _chain(first: Iterable[bytes], rest: AsyncGenerator[bytes]) -> AsyncGe
         yield chunk
 
 
-def _parse_range(context: RequestContext, download: FileDownload) -> tuple[int, int] | None:
+def _parse_range(exchange: GatewayExchange, download: DownloadableFile) -> tuple[int, int] | None:
     """The requested range; None for the whole file, also for several ranges and for invalid ones.
 
     Raises RangeNotSatisfiable.
     """
-    header, size = context.headers.get(b"range"), download.size
-    condition = context.headers.get(b"if-range")
+    header, size = exchange.headers.get(b"range"), download.size
+    condition = exchange.headers.get(b"if-range")
     if header is None or size is None:
         return None
     if condition is not None and (download.etag is None or condition.strip() != _quote_etag(download.etag)):
@@ -112,7 +116,7 @@ def _parse_range(context: RequestContext, download: FileDownload) -> tuple[int, 
     else:
         start, end = max(size - int(found[2]), 0), size
     if start >= size or start >= end:
-        context.extra_headers.append((b"content-range", b"bytes */%d" % size))
+        exchange.extra_headers.append((b"content-range", b"bytes */%d" % size))
         raise RangeNotSatisfiable(f"The requested range is outside the file of {size} bytes.")
     return start, min(end, size)
 
@@ -129,7 +133,7 @@ def _quote_etag(etag: str) -> bytes:
     return b'"%b"' % etag.encode()
 
 
-def _make_headers(download: FileDownload) -> Headers:
+def _make_headers(download: DownloadableFile) -> Headers:
     name = download.name.rpartition("/")[2]
     headers: Headers = [
         (b"content-type", media_type_for_name(name).encode()),

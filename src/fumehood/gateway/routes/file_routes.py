@@ -7,10 +7,10 @@ import msgspec
 from msgspec import Raw
 
 from fumehood.cpu_worker import run_in_worker
+from fumehood.gateway.gateway_exchange import GatewayExchange, encode_json
 from fumehood.gateway.gateway_metrics import GatewayMetrics
-from fumehood.gateway.request_context import RequestContext, encode_json
 from fumehood.gateway.request_limiter import RequestLimiter
-from fumehood.gateway.routes.file_downloads import FileDownload, send_download
+from fumehood.gateway.routes.file_downloads import DownloadableFile, send_download
 from fumehood.gateway.routes.list_pages import make_page, parse_page_query
 from fumehood.gateway.routes.multipart_form import MultipartForm
 from fumehood.interfaces import Caller, FileService
@@ -42,9 +42,9 @@ class FileRoutes:
         self._metrics = metrics
         self._max_file_bytes = max_file_bytes
 
-    async def create(self, context: RequestContext, caller: Caller) -> None:
-        self._limits.count_request(caller, context.extra_headers)
-        form = MultipartForm(context, self._max_file_bytes)
+    async def create(self, exchange: GatewayExchange, caller: Caller) -> None:
+        self._limits.count_request(caller, exchange.extra_headers)
+        form = MultipartForm(exchange, self._max_file_bytes)
         if not await form.read_to_file():
             raise _missing_parameter("file")
 
@@ -54,13 +54,13 @@ class FileRoutes:
 
         async with aclosing(form.iter_file()) as content:
             record = await self._files.create_file(caller, describe_file, content)
-        context.log_fields["file_id"] = record.id
+        exchange.log_fields["file_id"] = record.id
         self._metrics.record_upload(record.bytes)
-        await context.respond_json(to_file_object(record))
+        await exchange.respond_json(to_file_object(record))
 
-    async def list(self, context: RequestContext, caller: Caller) -> None:
-        query = parse_page_query(context, default=_MAX_PAGE_SIZE, maximum=_MAX_PAGE_SIZE)
-        found = await self._files.list_files(caller, query, context.query_parameter("purpose") or None)
+    async def list(self, exchange: GatewayExchange, caller: Caller) -> None:
+        query = parse_page_query(exchange, default=_MAX_PAGE_SIZE, maximum=_MAX_PAGE_SIZE)
+        found = await self._files.list_files(caller, query, exchange.query_parameter("purpose") or None)
         page = await run_in_worker(
             len(found) * _LIST_ENTRY_BYTES,
             make_page,
@@ -68,23 +68,23 @@ class FileRoutes:
             found,
             lambda record: Raw(encode_json(to_file_object(record))),
         )
-        await context.respond_json(page)
+        await exchange.respond_json(page)
 
-    async def get(self, context: RequestContext, caller: Caller) -> None:
-        record = await self._files.get_file(caller, context.path_parameters["upload_id"])
-        await context.respond_json(to_file_object(record))
+    async def get(self, exchange: GatewayExchange, caller: Caller) -> None:
+        record = await self._files.get_file(caller, exchange.path_parameters["upload_id"])
+        await exchange.respond_json(to_file_object(record))
 
-    async def delete(self, context: RequestContext, caller: Caller) -> None:
-        file_id = context.path_parameters["upload_id"]
+    async def delete(self, exchange: GatewayExchange, caller: Caller) -> None:
+        file_id = exchange.path_parameters["upload_id"]
         await self._files.delete_file(caller, file_id)
-        await context.respond_json(DeletedObject(id=file_id, object="file"))
+        await exchange.respond_json(DeletedObject(id=file_id, object="file"))
 
-    async def get_content(self, context: RequestContext, caller: Caller) -> None:
-        record = await self._files.get_file(caller, context.path_parameters["upload_id"])
-        self._metrics.record_download(await send_download(context, self._make_download(caller, record)))
+    async def get_content(self, exchange: GatewayExchange, caller: Caller) -> None:
+        record = await self._files.get_file(caller, exchange.path_parameters["upload_id"])
+        self._metrics.record_download(await send_download(exchange, self._make_download(caller, record)))
 
-    def _make_download(self, caller: Caller, record: UploadedFileRecord) -> FileDownload:
-        return FileDownload(
+    def _make_download(self, caller: Caller, record: UploadedFileRecord) -> DownloadableFile:
+        return DownloadableFile(
             record.filename,
             lambda start, end: self._files.read_file(caller, record.id, start, end),
             record.bytes,

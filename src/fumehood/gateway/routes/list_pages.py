@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Raw
 
-from fumehood.gateway.request_context import RequestContext
+from fumehood.gateway.gateway_exchange import GatewayExchange
 from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.page_query import HasId, PageQuery, trim_page
 from fumehood.protocol.openai.responses import ListPage
@@ -14,14 +14,14 @@ _MAX_LIMIT = 100
 
 
 def parse_page_query(
-    context: RequestContext, *, default: int = _DEFAULT_LIMIT, maximum: int = _MAX_LIMIT
+    exchange: GatewayExchange, *, default: int = _DEFAULT_LIMIT, maximum: int = _MAX_LIMIT
 ) -> PageQuery:
     """Parse the pagination parameters. Raises InvalidRequest."""
     return PageQuery(
-        limit=_parse_limit(context.query_parameter("limit"), default, maximum),
-        after=context.query_parameter("after") or None,
-        before=context.query_parameter("before") or None,
-        newest_first=_is_newest_first(context),
+        limit=_parse_limit(exchange.query_parameter("limit"), default, maximum),
+        after=exchange.query_parameter("after") or None,
+        before=exchange.query_parameter("before") or None,
+        newest_first=_is_newest_first(exchange),
     )
 
 
@@ -36,8 +36,8 @@ def make_page[T: HasId](query: PageQuery, found: Sequence[T], render: Callable[[
     )
 
 
-def _is_newest_first(context: RequestContext) -> bool:
-    order = context.query_parameter("order") or "desc"
+def _is_newest_first(exchange: GatewayExchange) -> bool:
+    order = exchange.query_parameter("order") or "desc"
     if order not in ("asc", "desc"):
         raise InvalidRequest("'order' must be 'asc' or 'desc'.", param="order", code="invalid_value")
     return order == "desc"

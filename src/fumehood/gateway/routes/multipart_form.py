@@ -11,7 +11,7 @@ from contextlib import aclosing
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from fumehood.gateway.request_context import RequestContext
+from fumehood.gateway.gateway_exchange import GatewayExchange
 from fumehood.http_server.cross_site_protection import content_media_type
 from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import InvalidRequest
@@ -31,9 +31,9 @@ _disabled_logger = logging.getLogger(f"{__name__}.parser")
 _disabled_logger.disabled = True
 
 
-def is_multipart_form(context: RequestContext) -> bool:
+def is_multipart_form(exchange: GatewayExchange) -> bool:
     """Whether the Content-Type is multipart/form-data."""
-    return content_media_type(context.headers) == _MULTIPART
+    return content_media_type(exchange.headers) == _MULTIPART
 
 
 class MultipartForm:
@@ -45,12 +45,12 @@ class MultipartForm:
     is_complete: whether the whole form was read.
     """
 
-    def __init__(self, context: RequestContext, file_bytes: int) -> None:
+    def __init__(self, exchange: GatewayExchange, file_bytes: int) -> None:
         self.fields: dict[str, str] = {}
         self.filename: str | None = None
         self.is_complete = False
-        self._body = context.iter_chunks(file_bytes + MAX_OVERHEAD_BYTES)
-        self._parser = self._make_parser(context.headers.get(b"content-type", b""))
+        self._body = exchange.iter_chunks(file_bytes + MAX_OVERHEAD_BYTES)
+        self._parser = self._make_parser(exchange.headers.get(b"content-type", b""))
         self._file_chunks: deque[bytes] = deque()
         self._part_count = 0
         self._field_bytes_left = _MAX_FIELD_BYTES

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from fumehood.cpu_worker import run_in_worker
 from fumehood.gateway.body_parsing import RequestParser, check_include
+from fumehood.gateway.gateway_exchange import ClientConnectionMonitor, GatewayExchange, encode_json
 from fumehood.gateway.gateway_metrics import GatewayMetrics
 from fumehood.gateway.idempotency import (
     IdempotencyRegistry,
@@ -15,9 +16,8 @@ from fumehood.gateway.idempotency import (
     digest_body,
     parse_key,
 )
-from fumehood.gateway.request_context import DisconnectMonitor, RequestContext, encode_json
-from fumehood.gateway.request_limiter import RequestLimiter, RequestMemory
-from fumehood.gateway.routes.input_item_listing import project_item
+from fumehood.gateway.request_limiter import RequestLimiter, RequestMemoryReservation
+from fumehood.gateway.routes.input_item_projection import project_item
 from fumehood.gateway.routes.list_pages import make_page, parse_page_query
 from fumehood.gateway.streaming.event_sender import CLIENT_DISCONNECTED
 from fumehood.gateway.streaming.server_sent_events import KEEPALIVE_SECONDS, send_run
@@ -69,136 +69,140 @@ class ResponseRoutes:
         self._keepalive_seconds = keepalive_seconds
         self._idempotent_requests = IdempotencyRegistry(runs, store, limits, metrics)
 
-    async def create(self, context: RequestContext, caller: Caller) -> None:
+    async def create(self, exchange: GatewayExchange, caller: Caller) -> None:
         with self._limits.memory_budget(caller) as budget:
-            request, body = await self._read_request(context, caller, budget)
-            send_events = partial(send_run, context, keepalive_seconds=self._keepalive_seconds)
-            header = context.headers.get(b"idempotency-key")
+            request, body = await self._read_request(exchange, caller, budget)
+            send_events = partial(send_run, exchange, keepalive_seconds=self._keepalive_seconds)
+            header = exchange.headers.get(b"idempotency-key")
             if header is None:
                 del body  # free it: it may be large and the run long
-                await self._run_and_respond(context, caller, request, send_events, budget)
+                await self._run_and_respond(exchange, caller, request, send_events, budget)
                 return
             digest = await run_in_worker(len(body), digest_body, body)
             del body
             keyed = IdempotentRequest(caller, parse_key(header), digest, request)
-            async with self._idempotent_requests.open_run(context, keyed, budget) as run:
-                await self._respond(context, run, request, send_events)
+            async with self._idempotent_requests.open_run(exchange, keyed, budget) as run:
+                await self._respond(exchange, run, request, send_events)
 
     async def create_from_message(
         self,
-        context: RequestContext,
+        exchange: GatewayExchange,
         caller: Caller,
         request: CreateResponse,
         send_events: SendEvents,
-        budget: RequestMemory,
+        budget: RequestMemoryReservation,
         past: Sequence[ConversationSegment] | None,
     ) -> tuple[Run, Response | None]:
         """Run a request that arrived as a WebSocket message, and stream it with `send_events`.
 
         Returns the run and its terminal response, None if the client disconnected. `past` is as in `RunService.start`.
         """
-        self._limits.count_request(caller, context.extra_headers)
-        context.log_fields["model"] = request.model
-        return await self._run_and_respond(context, caller, request, send_events, budget, past)
+        self._limits.count_request(caller, exchange.extra_headers)
+        exchange.log_fields["model"] = request.model
+        return await self._run_and_respond(exchange, caller, request, send_events, budget, past)
 
     async def _read_request(
-        self, context: RequestContext, caller: Caller, budget: RequestMemory
+        self, exchange: GatewayExchange, caller: Caller, budget: RequestMemoryReservation
     ) -> tuple[CreateResponse, bytes]:
-        self._limits.count_request(caller, context.extra_headers)
+        self._limits.count_request(caller, exchange.extra_headers)
         request, body = await self.parser.read_request(
-            context, self._limits.max_body_bytes(caller), budget.reserve
+            exchange, self._limits.max_body_bytes(caller), budget.reserve
         )
-        context.log_fields["model"] = request.model
+        exchange.log_fields["model"] = request.model
         return request, body
 
     async def _run_and_respond(
         self,
-        context: RequestContext,
+        exchange: GatewayExchange,
         caller: Caller,
         request: CreateResponse,
         send_events: SendEvents,
-        budget: RequestMemory,
+        budget: RequestMemoryReservation,
         past: Sequence[ConversationSegment] | None = None,
     ) -> tuple[Run, Response | None]:
         with self._limits.concurrency_slot(caller):
             run = await self._runs.start(request, caller, past=past, reserve_memory=budget.reserve)
-            response = await self._respond(context, run, request, send_events)
+            response = await self._respond(exchange, run, request, send_events)
         if response is not None:
             self._metrics.record_response(response)
         return run, response
 
     async def _respond(
-        self, context: RequestContext, run: ReadableRun, request: CreateResponse, send_events: SendEvents
+        self, exchange: GatewayExchange, run: ReadableRun, request: CreateResponse, send_events: SendEvents
     ) -> Response | None:
-        context.log_fields["response_id"] = run.id
-        include = self._effective_include(context, request)
+        exchange.log_fields["response_id"] = run.id
+        include = self._effective_include(exchange, request)
         if request.stream:
-            response = await self._stream(context, run, include, send_events)
+            response = await self._stream(exchange, run, include, send_events)
         else:
-            response = await self._send_when_complete(context, run, include)
-        self._log_outcome(context, response)
+            response = await self._send_when_complete(exchange, run, include)
+        self._log_outcome(exchange, response)
         return response
 
     async def _stream(
-        self, context: RequestContext, run: ReadableRun, include: Collection[str], send_events: SendEvents
+        self, exchange: GatewayExchange, run: ReadableRun, include: Collection[str], send_events: SendEvents
     ) -> Response | None:
         self._metrics.open_streams += 1
         try:
             events, response = await send_events(run, include)
         finally:
             self._metrics.open_streams -= 1
-        context.log_fields["events"] = events
+        exchange.log_fields["events"] = events
         self._metrics.record_events(events)
         return response
 
     async def _send_when_complete(
-        self, context: RequestContext, run: ReadableRun, include: Collection[str]
+        self, exchange: GatewayExchange, run: ReadableRun, include: Collection[str]
     ) -> Response | None:
         try:
-            with DisconnectMonitor(context, lambda: run.cancel(CLIENT_DISCONNECTED)):
+            with ClientConnectionMonitor(exchange, lambda: run.cancel(CLIENT_DISCONNECTED)):
                 response = await run.wait()
         except ClientDisconnected:  # of a run that others read, too
             return None
-        await context.respond_json(project_response(response, include))
+        await exchange.respond_json(project_response(response, include))
         return response
 
-    def _log_outcome(self, context: RequestContext, response: Response | None) -> None:
+    def _log_outcome(self, exchange: GatewayExchange, response: Response | None) -> None:
         if response is None:
-            context.log_fields["outcome"] = CLIENT_DISCONNECTED
+            exchange.log_fields["outcome"] = CLIENT_DISCONNECTED
             return
-        context.log_fields["outcome"] = response.status
+        exchange.log_fields["outcome"] = response.status
         if response.usage is not None:
-            self._log_usage(context, response.usage)
+            self._log_usage(exchange, response.usage)
 
-    def _log_usage(self, context: RequestContext, usage: Usage) -> None:
-        context.log_fields["input_tokens"] = usage.input_tokens
-        context.log_fields["output_tokens"] = usage.output_tokens
+    def _log_usage(self, exchange: GatewayExchange, usage: Usage) -> None:
+        exchange.log_fields["input_tokens"] = usage.input_tokens
+        exchange.log_fields["output_tokens"] = usage.output_tokens
 
-    def _effective_include(self, context: RequestContext, request: CreateResponse) -> frozenset[str]:
+    def _effective_include(self, exchange: GatewayExchange, request: CreateResponse) -> frozenset[str]:
         include = self._always_include.union(request.include or ())
-        return include.union((ONLY_OPENAI_EVENTS,)) if _rejects_unknown_events(context.headers) else include
+        return include.union((ONLY_OPENAI_EVENTS,)) if _rejects_unknown_events(exchange.headers) else include
 
-    async def count_input_tokens(self, context: RequestContext, caller: Caller) -> None:
+    async def count_input_tokens(self, exchange: GatewayExchange, caller: Caller) -> None:
         with self._limits.memory_budget(caller) as budget:
-            request, _ = await self._read_request(context, caller, budget)
+            request, _ = await self._read_request(exchange, caller, budget)
             with self._limits.concurrency_slot(caller):
                 counted = await self._runs.count_tokens(request, caller, reserve_memory=budget.reserve)
-        await context.respond_json(counted)
+        await exchange.respond_json(counted)
 
-    async def compact(self, context: RequestContext, caller: Caller) -> None:
+    async def compact(self, exchange: GatewayExchange, caller: Caller) -> None:
         with self._limits.memory_budget(caller) as budget:
-            request, _ = await self._read_request(context, caller, budget)
+            request, _ = await self._read_request(exchange, caller, budget)
             with self._limits.concurrency_slot(caller):
-                compacted = await self._compact_while_connected(context, caller, request, budget)
-        self._log_usage(context, compacted.usage)
+                compacted = await self._compact_while_connected(exchange, caller, request, budget)
+        self._log_usage(exchange, compacted.usage)
         self._metrics.record_compaction(compacted.usage)
-        await context.respond_json(compacted)
+        await exchange.respond_json(compacted)
 
     async def _compact_while_connected(
-        self, context: RequestContext, caller: Caller, request: CreateResponse, budget: RequestMemory
+        self,
+        exchange: GatewayExchange,
+        caller: Caller,
+        request: CreateResponse,
+        budget: RequestMemoryReservation,
     ) -> CompactedResponse:
         task = asyncio.ensure_future(self._runs.compact(request, caller, reserve_memory=budget.reserve))
-        with DisconnectMonitor(context, task.cancel) as monitor:
+        with ClientConnectionMonitor(exchange, task.cancel) as monitor:
             try:
                 return await task
             except asyncio.CancelledError:
@@ -206,29 +210,29 @@ class ResponseRoutes:
                     raise ClientDisconnected from None
                 raise
 
-    async def get(self, context: RequestContext, caller: Caller) -> None:
-        include = self._parse_include(context)
-        if context.query_parameter("stream") in ("true", "1"):
+    async def get(self, exchange: GatewayExchange, caller: Caller) -> None:
+        include = self._parse_include(exchange)
+        if exchange.query_parameter("stream") in ("true", "1"):
             raise InvalidRequest("Only a background response can be streamed again.", param="stream")
-        response = await self._find_response(context, caller)
+        response = await self._find_response(exchange, caller)
         with self._limits.memory_budget(caller) as budget:
-            await _send_large_response(context, budget, project_response(response, include))
+            await _send_large_response(exchange, budget, project_response(response, include))
 
-    async def delete(self, context: RequestContext, caller: Caller) -> None:
-        response_id = context.path_parameters["response_id"]
+    async def delete(self, exchange: GatewayExchange, caller: Caller) -> None:
+        response_id = exchange.path_parameters["response_id"]
         if not await self._store.delete_response(caller.tenant, response_id):
             raise _response_not_found(response_id)
-        await context.respond_json(DeletedObject(id=response_id, object="response"))
+        await exchange.respond_json(DeletedObject(id=response_id, object="response"))
 
-    async def cancel(self, context: RequestContext, caller: Caller) -> None:
-        response = await self._find_response(context, caller)
+    async def cancel(self, exchange: GatewayExchange, caller: Caller) -> None:
+        response = await self._find_response(exchange, caller)
         if not response.background:
             raise InvalidRequest("Cannot cancel a synchronous response.", param="response_id")
-        await context.respond_json(project_response(response, self._always_include))
+        await exchange.respond_json(project_response(response, self._always_include))
 
-    async def list_input_items(self, context: RequestContext, caller: Caller) -> None:
-        include, query = self._parse_include(context), parse_page_query(context)
-        response_id = context.path_parameters["response_id"]
+    async def list_input_items(self, exchange: GatewayExchange, caller: Caller) -> None:
+        include, query = self._parse_include(exchange), parse_page_query(exchange)
+        response_id = exchange.path_parameters["response_id"]
         entries = await self._store.list_input_items(caller.tenant, response_id)
         if entries is None:
             raise _response_not_found(response_id)
@@ -241,26 +245,28 @@ class ResponseRoutes:
             page = await run_in_worker(
                 size, make_page, query, found, lambda entry: project_item(entry, include)
             )
-            await _send_large_response(context, budget, page)
+            await _send_large_response(exchange, budget, page)
 
-    async def _find_response(self, context: RequestContext, caller: Caller) -> Response:
-        response_id = context.path_parameters["response_id"]
+    async def _find_response(self, exchange: GatewayExchange, caller: Caller) -> Response:
+        response_id = exchange.path_parameters["response_id"]
         response = await self._store.get_response(caller.tenant, response_id)
         if response is None:
             raise _response_not_found(response_id)
         return response
 
-    def _parse_include(self, context: RequestContext) -> frozenset[str]:
-        include = context.query_parameters("include")
+    def _parse_include(self, exchange: GatewayExchange) -> frozenset[str]:
+        include = exchange.query_parameters("include")
         check_include(include)
         return self._always_include.union(include)
 
 
-async def _send_large_response(context: RequestContext, budget: RequestMemory, value: object) -> None:
+async def _send_large_response(
+    exchange: GatewayExchange, budget: RequestMemoryReservation, value: object
+) -> None:
     """Send a response that may be large. Raises RateLimited, ServiceUnavailable; the client can retry."""
     body = encode_json(value)
     budget.reserve_for_response(len(body))
-    await context.respond(body)
+    await exchange.respond(body)
 
 
 def _rejects_unknown_events(headers: Mapping[bytes, bytes]) -> bool:

@@ -21,13 +21,13 @@ from msgspec import Raw
 from fumehood.cpu_worker import run_in_worker
 from fumehood.gateway.body_parsing import decode_json
 from fumehood.gateway.cors import CorsPolicy
+from fumehood.gateway.gateway_exchange import VERSION_HEADER, GatewayExchange, to_api_error
 from fumehood.gateway.gateway_metrics import GatewayMetrics
-from fumehood.gateway.request_context import VERSION_HEADER, RequestContext, to_api_error
-from fumehood.gateway.request_limiter import RequestLimiter, RequestMemory
+from fumehood.gateway.request_limiter import RequestLimiter, RequestMemoryReservation
 from fumehood.gateway.routes.response_routes import ResponseRoutes
 from fumehood.gateway.streaming.event_sender import EventSender
 from fumehood.gateway.streaming.websocket_frame_encoder import WebSocketEncoder, encode_text_message
-from fumehood.gateway.tenant_cache import TenantCache
+from fumehood.gateway.tenant_fair_cache import TenantFairCache
 from fumehood.http_server.asgi_exchange import DIRECT_WRITER, Receive, Scope, Send
 from fumehood.http_server.uvicorn_websocket import MESSAGE_REJECTED, SHUTDOWN_MESSAGE
 from fumehood.interfaces import Caller, ReadableRun, Run
@@ -93,7 +93,7 @@ _steer_decoder = msgspec.json.Decoder(_SteerMessage)
 # --- connections --------------------------------------------------------------------------------------
 
 
-class WebSocketHandshake(RequestContext):
+class WebSocketUpgradeRequest(GatewayExchange):
     """The opening request of a connection; until it is accepted, it can be answered like any other."""
 
     __slots__ = ("receive", "send_raw")
@@ -119,12 +119,12 @@ class WebSocketRoutes:
     def __init__(
         self,
         responses: ResponseRoutes,
-        authenticate: Callable[[RequestContext], Awaitable[Caller]],
+        authenticate: Callable[[GatewayExchange], Awaitable[Caller]],
         cors: CorsPolicy,
         limits: RequestLimiter,
         metrics: GatewayMetrics,
         *,
-        record_request: Callable[[RequestContext], None],
+        record_request: Callable[[GatewayExchange], None],
     ) -> None:
         self._cors = cors
         self._metrics = metrics
@@ -132,27 +132,27 @@ class WebSocketRoutes:
         self.limits = limits
         self.authenticate = authenticate
         self.record_request = record_request
-        self.unstored = TenantCache[_UnstoredConversation](
+        self.unstored = TenantFairCache[_UnstoredConversation](
             _MAX_UNSTORED_BYTES, _MAX_UNSTORED_BYTES_PER_TENANT
         )
 
-    async def connect(self, context: RequestContext, caller: Caller) -> None:
-        if not isinstance(context, WebSocketHandshake):
+    async def connect(self, exchange: GatewayExchange, caller: Caller) -> None:
+        if not isinstance(exchange, WebSocketUpgradeRequest):
             raise UpgradeRequired(
                 "GET on this path needs an upgrade to WebSocket; to create a response over HTTP, use POST."
             )
-        self._cors.check_origin(context)
-        await context.receive()  # websocket.connect
-        context.status = 101
-        identity = (b"x-request-id", context.request_id.encode())
+        self._cors.check_origin(exchange)
+        await exchange.receive()  # websocket.connect
+        exchange.status = 101
+        identity = (b"x-request-id", exchange.request_id.encode())
         max_message_bytes = self.limits.max_body_bytes(caller)
-        connection = _WebSocketConnection(self, context, caller, max_message_bytes)
-        await context.send_raw(
+        connection = _WebSocketConnection(self, exchange, caller, max_message_bytes)
+        await exchange.send_raw(
             {
                 "type": "websocket.accept",
                 "headers": [VERSION_HEADER, identity],
                 "max_message_bytes": max_message_bytes,
-                "min_bytes_per_second": context.min_bytes_per_second,
+                "min_bytes_per_second": exchange.min_bytes_per_second,
                 "on_message_size": connection.reserve_incoming,
             }
         )
@@ -161,8 +161,8 @@ class WebSocketRoutes:
             await connection.run()
         finally:
             self._metrics.open_websockets -= 1
-            context.log_fields["responses"] = connection.response_count
-            context.log_fields["close_code"] = connection.close_code
+            exchange.log_fields["responses"] = connection.response_count
+            exchange.log_fields["close_code"] = connection.close_code
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +179,7 @@ class _QueuedRequest:
 
     envelope: _MessageEnvelope
     body: bytes
-    budget: RequestMemory
+    budget: RequestMemoryReservation
 
 
 class _StreamQueue:
@@ -204,7 +204,11 @@ class _WebSocketConnection:
     """
 
     def __init__(
-        self, routes: WebSocketRoutes, handshake: WebSocketHandshake, caller: Caller, max_queued_bytes: int
+        self,
+        routes: WebSocketRoutes,
+        handshake: WebSocketUpgradeRequest,
+        caller: Caller,
+        max_queued_bytes: int,
     ) -> None:
         self.response_count = 0
         self.close_code = 1006
@@ -231,7 +235,7 @@ class _WebSocketConnection:
         self._close_task: asyncio.Task[None] | None = None
 
     def reserve_incoming(self, size: int) -> None:
-        """Reserve memory for the received part of a message. Raises as `RequestMemory.reserve`."""
+        """Reserve memory for the received part of a message. Raises as `RequestMemoryReservation.reserve`."""
         if not self._disconnected:
             self._incoming_budget.resize(size)
 
@@ -273,7 +277,9 @@ class _WebSocketConnection:
 
     # ---- messages ---------------------------------------------------------------------------------------------
 
-    async def _receive_message(self, received: MutableMapping[str, Any], budget: RequestMemory) -> None:
+    async def _receive_message(
+        self, received: MutableMapping[str, Any], budget: RequestMemoryReservation
+    ) -> None:
         """Queue a request; answer anything else at once.
 
         budget: the memory reserved while the message arrived.
@@ -326,7 +332,7 @@ class _WebSocketConnection:
         return queue
 
     def _enqueue(
-        self, queue: _StreamQueue, envelope: _MessageEnvelope, body: bytes, budget: RequestMemory
+        self, queue: _StreamQueue, envelope: _MessageEnvelope, body: bytes, budget: RequestMemoryReservation
     ) -> None:
         if self._queued_count >= _MAX_QUEUED or self._queued_bytes + len(body) > self._max_queued_bytes:
             raise RateLimited("Too many requests are queued on this connection; read their responses first.")
@@ -341,7 +347,7 @@ class _WebSocketConnection:
         await self._send({"type": "websocket.send", "frames": messages})
 
     async def _send_body(self, message: MutableMapping[str, Any]) -> None:
-        """Send a part of a response; the `send` of its `RequestContext`."""
+        """Send a part of a response; the `send` of its `GatewayExchange`."""
         await self._send({"type": "websocket.send", "frames": message["body"]})
 
     # ---- responses --------------------------------------------------------------------------------------------
@@ -363,7 +369,7 @@ class _WebSocketConnection:
 
     async def _handle_request(self, queue: _StreamQueue, request: _QueuedRequest) -> None:
         scope = {**self._scope, DIRECT_WRITER: self._handshake.direct_writer}
-        context = RequestContext(scope, self._receive, self._send_body)
+        context = GatewayExchange(scope, self._receive, self._send_body)
         try:
             await self._create_response(context, queue, request)
         except Exception as error:
@@ -372,13 +378,13 @@ class _WebSocketConnection:
             self.response_count += 1
             self._routes.record_request(context)
 
-    async def _send_error(self, context: RequestContext, queue: _StreamQueue, error: ApiError) -> None:
-        context.status = error.status
-        context.log_error(error)
-        await self._send_frames(queue.encoder.encode_error(error, context.extra_headers))
+    async def _send_error(self, exchange: GatewayExchange, queue: _StreamQueue, error: ApiError) -> None:
+        exchange.status = error.status
+        exchange.log_error(error)
+        await self._send_frames(queue.encoder.encode_error(error, exchange.extra_headers))
 
     async def _create_response(
-        self, context: RequestContext, queue: _StreamQueue, queued: _QueuedRequest
+        self, exchange: GatewayExchange, queue: _StreamQueue, queued: _QueuedRequest
     ) -> None:
         previous, failed = queued.envelope.previous_response_id, True
         try:
@@ -388,12 +394,12 @@ class _WebSocketConnection:
             # The key may have been revoked since the connection was opened.
             caller = await self._routes.authenticate(self._handshake)
             if caller.key_id:
-                context.log_fields["key"] = caller.key_id
+                exchange.log_fields["key"] = caller.key_id
             run, response = await self._routes.responses.create_from_message(
-                context,
+                exchange,
                 caller,
                 request,
-                partial(self._send_events, context, queue),
+                partial(self._send_events, exchange, queue),
                 queued.budget,
                 conversation and conversation.segments,
             )
@@ -406,10 +412,10 @@ class _WebSocketConnection:
                 self._drop_unstored(previous)
 
     async def _send_events(
-        self, context: RequestContext, queue: _StreamQueue, run: ReadableRun, include: Collection[str]
+        self, exchange: GatewayExchange, queue: _StreamQueue, run: ReadableRun, include: Collection[str]
     ) -> tuple[int, Response | None]:
-        context.status = 200
-        sender = queue.sender = EventSender(context, run, include, queue.encoder)
+        exchange.status = 200
+        sender = queue.sender = EventSender(exchange, run, include, queue.encoder)
         if self._disconnected:  # while the run started
             sender.disconnect()
         try:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from fumehood.gateway.request_context import RequestContext, to_api_error
+from fumehood.gateway.gateway_exchange import GatewayExchange, to_api_error
 from fumehood.interfaces import ReadableRun
 from fumehood.protocol.openai.api_errors import (
     ApiError,
@@ -84,11 +84,11 @@ class EventSender:
     """
 
     def __init__(
-        self, context: RequestContext, run: ReadableRun, include: Collection[str], encoder: EventEncoder
+        self, exchange: GatewayExchange, run: ReadableRun, include: Collection[str], encoder: EventEncoder
     ) -> None:
         self.sent_count = 0
         self.response: Response | None = None
-        self._context = context
+        self._context = exchange
         self._run = run
         self._include = include
         self._encoder = encoder

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from fumehood.gateway.request_context import DisconnectMonitor, RequestContext
+from fumehood.gateway.gateway_exchange import ClientConnectionMonitor, GatewayExchange
 from fumehood.gateway.streaming.event_sender import NEEDS_PROJECTION, EventSender
 from fumehood.interfaces import ReadableRun
 from fumehood.protocol.openai.response_projection import project_event
@@ -89,7 +89,7 @@ _SSE_ENCODER = SseEncoder()
 
 
 async def send_run(
-    context: RequestContext,
+    exchange: GatewayExchange,
     run: ReadableRun,
     include: Collection[str],
     keepalive_seconds: float = KEEPALIVE_SECONDS,
@@ -98,10 +98,10 @@ async def send_run(
 
     Returns the number of events sent and the terminal response, None if the client disconnected before it.
     """
-    await context.start_response(200, [*SSE_HEADERS])
-    sender = EventSender(context, run, include, _SSE_ENCODER)
-    with DisconnectMonitor(
-        context, sender.disconnect, keepalive=KEEPALIVE_COMMENT, interval=keepalive_seconds
+    await exchange.start_response(200, [*SSE_HEADERS])
+    sender = EventSender(exchange, run, include, _SSE_ENCODER)
+    with ClientConnectionMonitor(
+        exchange, sender.disconnect, keepalive=KEEPALIVE_COMMENT, interval=keepalive_seconds
     ):
         await sender.run()
     return sender.sent_count, sender.response

@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from fumehood.gateway.request_context import encode_json, error_headers
+from fumehood.gateway.gateway_exchange import encode_json, error_headers
 from fumehood.gateway.streaming.event_sender import NEEDS_PROJECTION
 from fumehood.http_server.asgi_exchange import Headers
 from fumehood.protocol.openai.api_errors import ApiError, ErrorDetail, to_error_detail

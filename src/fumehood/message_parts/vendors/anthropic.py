@@ -16,8 +16,8 @@ from fumehood.message_parts.json_paths import get_text_at_path
 from fumehood.message_parts.partial_items import VendorStreamCollector, read_int, read_object
 from fumehood.message_parts.vendor_codec import (
     ItemMapping,
-    PartDraft,
-    TextTemplate,
+    PartSkeleton,
+    TextItemTemplate,
     VendorCodec,
     draft_tool_parts,
     map_fields,
@@ -124,7 +124,7 @@ ITEM_MAPPINGS = (
 _BY_TYPE = {mapping.type: mapping for mapping in ITEM_MAPPINGS}
 
 
-def draft_parts(item: JsonObject) -> list[PartDraft]:
+def draft_parts(item: JsonObject) -> list[PartSkeleton]:
     kind = item.get("type")
     if not isinstance(kind, str):
         return []
@@ -132,11 +132,11 @@ def draft_parts(item: JsonObject) -> list[PartDraft]:
         return draft_tool_parts(item, mapping)
     match kind:
         case "text":
-            return [PartDraft(TextPart(content=""), map_fields(content="text"))]
+            return [PartSkeleton(TextPart(content=""), map_fields(content="text"))]
         case "thinking":
-            return [PartDraft(ReasoningPart(content=""), map_fields(content="thinking"))]
+            return [PartSkeleton(ReasoningPart(content=""), map_fields(content="thinking"))]
         case "container_upload":
-            return [PartDraft(FilePart(file_id="", modality="file"), map_fields(file_id=""))]
+            return [PartSkeleton(FilePart(file_id="", modality="file"), map_fields(file_id=""))]
         case "image" | "document":
             return _draft_media(item, "image" if kind == "image" else "document")
         case _:
@@ -156,16 +156,18 @@ def _mapping_of(kind: str, item: JsonObject) -> ItemMapping | None:
     return _BY_TYPE.get(kind)
 
 
-def _draft_media(item: JsonObject, modality: str) -> list[PartDraft]:
+def _draft_media(item: JsonObject, modality: str) -> list[PartSkeleton]:
     mime = get_text_at_path(item, ("source", "media_type"))
     match get_text_at_path(item, ("source", "type")):
         case "base64":
             part = BlobPart(content="", modality=modality, mime_type=mime)
-            return [PartDraft(part, map_fields(content="source.data"))]
+            return [PartSkeleton(part, map_fields(content="source.data"))]
         case "url":
-            return [PartDraft(UriPart(uri="", modality=modality), map_fields(uri="source.url"))]
+            return [PartSkeleton(UriPart(uri="", modality=modality), map_fields(uri="source.url"))]
         case "file":
-            return [PartDraft(FilePart(file_id="", modality=modality), map_fields(file_id="source.file_id"))]
+            return [
+                PartSkeleton(FilePart(file_id="", modality=modality), map_fields(file_id="source.file_id"))
+            ]
         case _:
             return []
 
@@ -224,8 +226,8 @@ VENDOR = VendorCodec(
     title="Anthropic Messages",
     item_mappings=ITEM_MAPPINGS,
     draft_parts=draft_parts,
-    text=TextTemplate({"type": "text", "text": ""}, ("text",)),
-    reasoning=TextTemplate({"type": "thinking", "thinking": "", "signature": ""}, ("thinking",)),
+    text=TextItemTemplate({"type": "text", "text": ""}, ("text",)),
+    reasoning=TextItemTemplate({"type": "thinking", "thinking": "", "signature": ""}, ("thinking",)),
     find_item_lists=find_item_lists,
     stream=AnthropicStream,
 )

@@ -8,7 +8,7 @@ from fumehood.message_parts.partial_items import VendorStreamCollector, read_int
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
-    PartDraft,
+    PartSkeleton,
     VendorCodec,
     draft_tool_parts,
     map_fields,
@@ -56,7 +56,7 @@ _OUTPUT_SUFFIX = "_call_output"
 _CALL_SUFFIX = "_call"
 
 
-def draft_parts(item: JsonObject) -> list[PartDraft]:
+def draft_parts(item: JsonObject) -> list[PartSkeleton]:
     kind = item.get("type")
     if isinstance(kind, str):
         if mapping := _BY_TYPE.get(kind):

@@ -18,8 +18,8 @@ from fumehood.message_parts.partial_items import VendorStreamCollector, read_int
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
-    PartDraft,
-    TextTemplate,
+    PartSkeleton,
+    TextItemTemplate,
     VendorCodec,
     draft_tool_parts,
     map_fields,
@@ -76,14 +76,14 @@ ITEM_MAPPINGS = (
 _BY_TYPE = {mapping.type: mapping for mapping in ITEM_MAPPINGS}
 
 
-def draft_parts(item: JsonObject) -> list[PartDraft]:
+def draft_parts(item: JsonObject) -> list[PartSkeleton]:
     if mapping := _mapping_of(item):
         return draft_tool_parts(item, mapping)
     if isinstance(item.get("text"), str):
-        return [PartDraft(TextPart(content=""), map_fields(content="text"))]
+        return [PartSkeleton(TextPart(content=""), map_fields(content="text"))]
     if isinstance(get_at_path(item, ("reasoningContent", "reasoningText", "text")), str):
         return [
-            PartDraft(ReasoningPart(content=""), map_fields(content="reasoningContent.reasoningText.text"))
+            PartSkeleton(ReasoningPart(content=""), map_fields(content="reasoningContent.reasoningText.text"))
         ]
     if isinstance(get_at_path(item, ("citationsContent", "content")), list):
         return _draft_cited_text(item)
@@ -105,11 +105,11 @@ def _mapping_of(item: JsonObject) -> ItemMapping | None:
     return None
 
 
-def _draft_cited_text(item: JsonObject) -> list[PartDraft]:
+def _draft_cited_text(item: JsonObject) -> list[PartSkeleton]:
     found = get_at_path(item, ("citationsContent", "content"))
     entries = found if isinstance(found, list) else []
     return [
-        PartDraft(
+        PartSkeleton(
             TextPart(content=""), (FieldMapping("content", ("citationsContent", "content", number, "text")),)
         )
         for number, entry in enumerate(entries)
@@ -117,16 +117,16 @@ def _draft_cited_text(item: JsonObject) -> list[PartDraft]:
     ]
 
 
-def _draft_media(item: JsonObject) -> list[PartDraft]:
+def _draft_media(item: JsonObject) -> list[PartSkeleton]:
     for modality in ("image", "video", "audio", "document"):
         part_type = get_text_at_path(item, (modality, "format"))
         mime = f"{modality}/{part_type}" if part_type and modality != "document" else None
         if get_text_at_path(item, (modality, "source", "bytes")) is not None:
             part = BlobPart(content="", modality=modality, mime_type=mime)
-            return [PartDraft(part, (FieldMapping("content", (modality, "source", "bytes")),))]
+            return [PartSkeleton(part, (FieldMapping("content", (modality, "source", "bytes")),))]
         if get_text_at_path(item, (modality, "source", "s3Location", "uri")) is not None:
             part = UriPart(uri="", modality=modality, mime_type=mime)
-            return [PartDraft(part, (FieldMapping("uri", (modality, "source", "s3Location", "uri")),))]
+            return [PartSkeleton(part, (FieldMapping("uri", (modality, "source", "s3Location", "uri")),))]
     return []
 
 
@@ -202,8 +202,8 @@ VENDOR = VendorCodec(
     title="Bedrock Converse",
     item_mappings=ITEM_MAPPINGS,
     draft_parts=draft_parts,
-    text=TextTemplate({"text": ""}, ("text",)),
-    reasoning=TextTemplate(
+    text=TextItemTemplate({"text": ""}, ("text",)),
+    reasoning=TextItemTemplate(
         {"reasoningContent": {"reasoningText": {"text": ""}}}, ("reasoningContent", "reasoningText", "text")
     ),
     find_item_lists=find_item_lists,

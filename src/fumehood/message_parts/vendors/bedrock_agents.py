@@ -13,8 +13,8 @@ from fumehood.message_parts.partial_items import VendorStreamCollector
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
-    PartDraft,
-    TextTemplate,
+    PartSkeleton,
+    TextItemTemplate,
     VendorCodec,
     draft_tool_parts,
     map_fields,
@@ -95,7 +95,7 @@ ITEM_MAPPINGS = (
 )
 
 
-def draft_parts(item: JsonObject) -> list[PartDraft]:
+def draft_parts(item: JsonObject) -> list[PartSkeleton]:
     for prefix in _TRACE_PREFIXES:
         for trace in _TRACE_FIELDS:
             found = get_at_path(item, (*prefix, trace))
@@ -104,7 +104,7 @@ def draft_parts(item: JsonObject) -> list[PartDraft]:
     return []
 
 
-def _draft_trace(item: JsonObject, prefix: JsonPath, trace: JsonObject) -> list[PartDraft]:
+def _draft_trace(item: JsonObject, prefix: JsonPath, trace: JsonObject) -> list[PartSkeleton]:
     for side, mappings in ((_INPUT_FIELD, _INPUT_MAPPINGS), (_OUTPUT_FIELD, _OUTPUT_MAPPINGS)):
         inner = trace.get(side)
         for mapping in mappings:
@@ -112,11 +112,13 @@ def _draft_trace(item: JsonObject, prefix: JsonPath, trace: JsonObject) -> list[
                 return draft_tool_parts(item, mapping.nested_under((*prefix, side)))
     if get_text_at_path(trace, ("rationale", "text")) is not None:
         return [
-            PartDraft(ReasoningPart(content=""), (FieldMapping("content", (*prefix, "rationale", "text")),))
+            PartSkeleton(
+                ReasoningPart(content=""), (FieldMapping("content", (*prefix, "rationale", "text")),)
+            )
         ]
     if get_text_at_path(trace, (_OUTPUT_FIELD, "finalResponse", "text")) is not None:
         return [
-            PartDraft(
+            PartSkeleton(
                 TextPart(content=""),
                 (FieldMapping("content", (*prefix, _OUTPUT_FIELD, "finalResponse", "text")),),
             )
@@ -148,7 +150,7 @@ VENDOR = VendorCodec(
     title="Bedrock Agents",
     item_mappings=ITEM_MAPPINGS,
     draft_parts=draft_parts,
-    text=TextTemplate(
+    text=TextItemTemplate(
         {
             "trace": {
                 "trace": {
@@ -158,7 +160,7 @@ VENDOR = VendorCodec(
         },
         (*_TEMPLATE_PATH, _OUTPUT_FIELD, "finalResponse", "text"),
     ),
-    reasoning=TextTemplate(
+    reasoning=TextItemTemplate(
         {"trace": {"trace": {_TRACE_FIELDS[0]: {"rationale": {"text": ""}}}}},
         (*_TEMPLATE_PATH, "rationale", "text"),
     ),

@@ -26,8 +26,8 @@ from fumehood.message_parts.partial_items import VendorStreamCollector, read_int
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
-    PartDraft,
-    TextTemplate,
+    PartSkeleton,
+    TextItemTemplate,
     VendorCodec,
     draft_tool_parts,
     map_fields,
@@ -113,7 +113,7 @@ def _to_snake_case(name: str) -> str:
     return re.sub(r"[A-Z]", lambda letter: f"_{letter.group().lower()}", name)
 
 
-def draft_parts(item: JsonObject) -> list[PartDraft]:
+def draft_parts(item: JsonObject) -> list[PartSkeleton]:
     for member in _TOOL_FIELDS:
         for spelling in (member, _to_snake_case(member)):
             inner = item.get(spelling)
@@ -121,7 +121,7 @@ def draft_parts(item: JsonObject) -> list[PartDraft]:
                 return draft_tool_parts(item, mapping.nested_under((spelling,)))
     if isinstance(item.get("text"), str):
         part = ReasoningPart(content="") if item.get("thought") is True else TextPart(content="")
-        return [PartDraft(part, map_fields(content="text"))]
+        return [PartSkeleton(part, map_fields(content="text"))]
     return _draft_media(item)
 
 
@@ -136,12 +136,12 @@ def _mapping_of(member: str, inner: JsonObject) -> ItemMapping | None:
     return _BY_TYPE.get(f"{member}:{tool}") or make(tool, tool.lower())
 
 
-def _draft_media(item: JsonObject) -> list[PartDraft]:
+def _draft_media(item: JsonObject) -> list[PartSkeleton]:
     for member, mime_name in (("inlineData", "mimeType"), ("inline_data", "mime_type")):
         if isinstance(get_at_path(item, (member, "data")), str):
             mime = get_text_at_path(item, (member, mime_name))
             part = BlobPart(content="", modality=_modality_of(mime), mime_type=mime)
-            return [PartDraft(part, (FieldMapping("content", (member, "data")),))]
+            return [PartSkeleton(part, (FieldMapping("content", (member, "data")),))]
     for member, mime_name, uri in (
         ("fileData", "mimeType", "fileUri"),
         ("file_data", "mime_type", "file_uri"),
@@ -149,7 +149,7 @@ def _draft_media(item: JsonObject) -> list[PartDraft]:
         if isinstance(get_at_path(item, (member, uri)), str):
             mime = get_text_at_path(item, (member, mime_name))
             return [
-                PartDraft(
+                PartSkeleton(
                     UriPart(uri="", modality=_modality_of(mime), mime_type=mime),
                     (FieldMapping("uri", (member, uri)),),
                 )
@@ -330,8 +330,8 @@ VENDOR = VendorCodec(
     title="Gemini generateContent",
     item_mappings=ITEM_MAPPINGS,
     draft_parts=draft_parts,
-    text=TextTemplate({"text": ""}, ("text",)),
-    reasoning=TextTemplate({"text": "", "thought": True}, ("text",)),
+    text=TextItemTemplate({"text": ""}, ("text",)),
+    reasoning=TextItemTemplate({"text": "", "thought": True}, ("text",)),
     find_item_lists=find_item_lists,
     derive_calls=derive_calls,
     stream=GeminiStream,

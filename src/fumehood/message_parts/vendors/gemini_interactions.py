@@ -20,8 +20,8 @@ from fumehood.message_parts.partial_items import VendorStreamCollector, read_int
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
-    PartDraft,
-    TextTemplate,
+    PartSkeleton,
+    TextItemTemplate,
     VendorCodec,
     draft_entries,
     draft_tool_parts,
@@ -83,7 +83,7 @@ ITEM_MAPPINGS = (
 _BY_TYPE = {mapping.type: mapping for mapping in ITEM_MAPPINGS}
 
 
-def draft_parts(item: JsonObject) -> list[PartDraft]:
+def draft_parts(item: JsonObject) -> list[PartSkeleton]:
     kind = item.get("type")
     if not isinstance(kind, str):
         return []
@@ -97,21 +97,23 @@ def draft_parts(item: JsonObject) -> list[PartDraft]:
     return []
 
 
-def _draft_content(text: TextPart | ReasoningPart, entry: JsonObject, path: JsonPath) -> list[PartDraft]:
+def _draft_content(text: TextPart | ReasoningPart, entry: JsonObject, path: JsonPath) -> list[PartSkeleton]:
     """text: what a text becomes."""
     kind, mime = get_text_at_path(entry, ("type",)) or "", get_text_at_path(entry, ("mime_type",))
     if kind == "text":
-        return [PartDraft(copy(text), (FieldMapping("content", (*path, "text")),))]
+        return [PartSkeleton(copy(text), (FieldMapping("content", (*path, "text")),))]
     if isinstance(entry.get("data"), str):
         return [
-            PartDraft(
+            PartSkeleton(
                 BlobPart(content="", modality=kind, mime_type=mime),
                 (FieldMapping("content", (*path, "data")),),
             )
         ]
     if isinstance(entry.get("uri"), str):
         return [
-            PartDraft(UriPart(uri="", modality=kind, mime_type=mime), (FieldMapping("uri", (*path, "uri")),))
+            PartSkeleton(
+                UriPart(uri="", modality=kind, mime_type=mime), (FieldMapping("uri", (*path, "uri")),)
+            )
         ]
     return []
 
@@ -196,13 +198,13 @@ VENDOR = VendorCodec(
     title="Gemini Interactions",
     item_mappings=ITEM_MAPPINGS,
     draft_parts=draft_parts,
-    text=TextTemplate(
+    text=TextItemTemplate(
         {"type": "model_output", "content": [{"type": "text", "text": ""}]}, ("content", 0, "text")
     ),
-    user_text=TextTemplate(
+    user_text=TextItemTemplate(
         {"type": "user_input", "content": [{"type": "text", "text": ""}]}, ("content", 0, "text")
     ),
-    reasoning=TextTemplate(
+    reasoning=TextItemTemplate(
         {"type": "thought", "summary": [{"type": "text", "text": ""}]}, ("summary", 0, "text")
     ),
     find_item_lists=find_item_lists,

@@ -18,8 +18,8 @@ from fumehood.message_parts.partial_items import VendorStreamCollector
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
-    PartDraft,
-    TextTemplate,
+    PartSkeleton,
+    TextItemTemplate,
     VendorCodec,
     draft_entries,
     draft_tool_parts,
@@ -79,7 +79,7 @@ ITEM_MAPPINGS = (
 _BY_TYPE = {mapping.type: mapping for mapping in ITEM_MAPPINGS}
 
 
-def draft_parts(item: JsonObject) -> list[PartDraft]:
+def draft_parts(item: JsonObject) -> list[PartSkeleton]:
     match item.get("type"):
         case "tool.execution":
             return _draft_execution(item)
@@ -93,7 +93,7 @@ def draft_parts(item: JsonObject) -> list[PartDraft]:
             return []
 
 
-def _draft_execution(item: JsonObject) -> list[PartDraft]:
+def _draft_execution(item: JsonObject) -> list[PartSkeleton]:
     """Draft a tool execution; an unknown connector becomes a kind of its own."""
     name = get_text_at_path(item, ("name",))
     if not name:
@@ -102,25 +102,27 @@ def _draft_execution(item: JsonObject) -> list[PartDraft]:
     return draft_tool_parts(item, mapping or _execution_mapping(name, name, {"arguments": ""}, {"info": ""}))
 
 
-def _draft_message(item: JsonObject, role: str) -> list[PartDraft]:
+def _draft_message(item: JsonObject, role: str) -> list[PartSkeleton]:
     content = item.get("content")
     if isinstance(content, str):
-        return [PartDraft(TextPart(content="", role=role), map_fields(content=""))]
+        return [PartSkeleton(TextPart(content="", role=role), map_fields(content=""))]
     return draft_entries(item, "content", partial(_draft_chunk, role))
 
 
-def _draft_chunk(role: str, chunk: JsonObject, path: JsonPath) -> list[PartDraft]:
+def _draft_chunk(role: str, chunk: JsonObject, path: JsonPath) -> list[PartSkeleton]:
     match chunk.get("type"):
         case "text":
-            return [PartDraft(TextPart(content="", role=role), (FieldMapping("content", (*path, "text")),))]
+            return [
+                PartSkeleton(TextPart(content="", role=role), (FieldMapping("content", (*path, "text")),))
+            ]
         case "tool_file":
             mime = get_text_at_path(chunk, ("file_type",))
             part = FilePart(file_id="", modality="file", mime_type=mime)
-            return [PartDraft(part, (FieldMapping("file_id", (*path, "file_id")),))]
+            return [PartSkeleton(part, (FieldMapping("file_id", (*path, "file_id")),))]
         case "thinking":
             thoughts = chunk.get("thinking")
             return [
-                PartDraft(
+                PartSkeleton(
                     ReasoningPart(content=""), (FieldMapping("content", (*path, "thinking", number, "text")),)
                 )
                 for number, is_reasoning in enumerate(thoughts if isinstance(thoughts, list) else [])
@@ -225,13 +227,13 @@ VENDOR = VendorCodec(
     title="Mistral Conversations",
     item_mappings=ITEM_MAPPINGS,
     draft_parts=draft_parts,
-    text=TextTemplate(
+    text=TextItemTemplate(
         {"object": "entry", "type": "message.output", "role": "assistant", "content": ""}, ("content",)
     ),
-    user_text=TextTemplate(
+    user_text=TextItemTemplate(
         {"object": "entry", "type": "message.input", "role": "user", "content": ""}, ("content",)
     ),
-    reasoning=TextTemplate(
+    reasoning=TextItemTemplate(
         {
             "object": "entry",
             "type": "message.output",

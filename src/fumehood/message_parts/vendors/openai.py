@@ -24,8 +24,8 @@ from fumehood.message_parts.partial_items import (
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
-    PartDraft,
-    TextTemplate,
+    PartSkeleton,
+    TextItemTemplate,
     VendorCodec,
     draft_entries,
     draft_tool_parts,
@@ -241,7 +241,7 @@ BY_TYPE = {mapping.type: mapping for mapping in ITEM_MAPPINGS}
 _TEXT_FIELDS = {"output_text": "text", "input_text": "text", "text": "text", "refusal": "refusal"}
 
 
-def draft_parts(item: JsonObject) -> list[PartDraft]:
+def draft_parts(item: JsonObject) -> list[PartSkeleton]:
     kind = item.get("type")
     # The type of a message is optional in a request.
     if kind == "message" or (kind is None and "role" in item):
@@ -252,19 +252,19 @@ def draft_parts(item: JsonObject) -> list[PartDraft]:
     return [] if mapping is None else draft_tool_parts(item, mapping)
 
 
-def _draft_message(item: JsonObject) -> list[PartDraft]:
+def _draft_message(item: JsonObject) -> list[PartSkeleton]:
     role = get_text_at_path(item, ("role",)) or "assistant"
     content = item.get("content")
     if isinstance(content, str):
-        return [PartDraft(TextPart(content="", role=role), map_fields(content=""))]
+        return [PartSkeleton(TextPart(content="", role=role), map_fields(content=""))]
     return draft_entries(item, "content", partial(_draft_content, role))
 
 
-def _draft_content(role: str, entry: JsonObject, path: JsonPath) -> list[PartDraft]:
+def _draft_content(role: str, entry: JsonObject, path: JsonPath) -> list[PartSkeleton]:
     kind = entry.get("type")
     if isinstance(kind, str) and kind in _TEXT_FIELDS:
         return [
-            PartDraft(
+            PartSkeleton(
                 TextPart(content="", role=role), (FieldMapping("content", (*path, _TEXT_FIELDS[kind])),)
             )
         ]
@@ -275,7 +275,7 @@ def _draft_content(role: str, entry: JsonObject, path: JsonPath) -> list[PartDra
     return []
 
 
-def draft_image(entry: JsonObject, path: JsonPath, key: str) -> list[PartDraft]:
+def draft_image(entry: JsonObject, path: JsonPath, key: str) -> list[PartSkeleton]:
     """Draft an image from its URL, which may be a `data:` URL."""
     url = entry.get(key)
     if not isinstance(url, str):
@@ -283,21 +283,21 @@ def draft_image(entry: JsonObject, path: JsonPath, key: str) -> list[PartDraft]:
     if url.startswith("data:"):
         mime = url.removeprefix("data:").partition(";")[0]
         part = BlobPart(content="", modality=mime.partition("/")[0] or "image", mime_type=mime or None)
-        return [PartDraft(part, (FieldMapping("content", (*path, key), "data_url"),))]
-    return [PartDraft(UriPart(uri="", modality="image"), (FieldMapping("uri", (*path, key)),))]
+        return [PartSkeleton(part, (FieldMapping("content", (*path, key), "data_url"),))]
+    return [PartSkeleton(UriPart(uri="", modality="image"), (FieldMapping("uri", (*path, key)),))]
 
 
-def _draft_file(entry: JsonObject, path: JsonPath, modality: str) -> list[PartDraft]:
+def _draft_file(entry: JsonObject, path: JsonPath, modality: str) -> list[PartSkeleton]:
     if not isinstance(entry.get("file_id"), str):
         return []
     return [
-        PartDraft(FilePart(file_id="", modality=modality), (FieldMapping("file_id", (*path, "file_id")),))
+        PartSkeleton(FilePart(file_id="", modality=modality), (FieldMapping("file_id", (*path, "file_id")),))
     ]
 
 
-def _draft_reasoning(item: JsonObject) -> list[PartDraft]:
-    def draft(_entry: JsonObject, path: JsonPath) -> list[PartDraft]:
-        return [PartDraft(ReasoningPart(content=""), (FieldMapping("content", (*path, "text")),))]
+def _draft_reasoning(item: JsonObject) -> list[PartSkeleton]:
+    def draft(_entry: JsonObject, path: JsonPath) -> list[PartSkeleton]:
+        return [PartSkeleton(ReasoningPart(content=""), (FieldMapping("content", (*path, "text")),))]
 
     return [*draft_entries(item, "summary", draft), *draft_entries(item, "content", draft)]
 
@@ -390,15 +390,15 @@ VENDOR = VendorCodec(
     title="OpenAI Responses",
     item_mappings=ITEM_MAPPINGS,
     draft_parts=draft_parts,
-    text=TextTemplate(
+    text=TextItemTemplate(
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": ""}]},
         ("content", 0, "text"),
     ),
-    user_text=TextTemplate(
+    user_text=TextItemTemplate(
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": ""}]},
         ("content", 0, "text"),
     ),
-    reasoning=TextTemplate(
+    reasoning=TextItemTemplate(
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": ""}]}, ("summary", 0, "text")
     ),
     find_item_lists=find_item_lists,

@@ -8,7 +8,7 @@ from fumehood.message_parts.partial_items import VendorStreamCollector, read_int
 from fumehood.message_parts.vendor_codec import (
     FieldMapping,
     ItemMapping,
-    PartDraft,
+    PartSkeleton,
     VendorCodec,
     draft_tool_parts,
     map_fields,
@@ -69,7 +69,7 @@ X_SEARCH_MAPPINGS = (
 _BY_TYPE = {mapping.type: mapping for mapping in (*CALL_MAPPINGS, X_SEARCH_MAPPINGS[1])}
 
 
-def draft_parts(item: JsonObject) -> list[PartDraft]:
+def draft_parts(item: JsonObject) -> list[PartSkeleton]:
     kind = get_text_at_path(item, ("type",)) or ""
     if kind == "custom_tool_call" and item.get("name") in _X_SEARCH_TOOLS:
         return draft_tool_parts(item, X_SEARCH_MAPPINGS[0])
@@ -88,15 +88,15 @@ def _mapping_of(kind: str) -> ItemMapping:
     return _BY_TYPE.get(kind) or _call_mapping(kind, own, arguments="function.arguments")
 
 
-def _draft_message(item: JsonObject, prefix: JsonPath) -> list[PartDraft]:
+def _draft_message(item: JsonObject, prefix: JsonPath) -> list[PartSkeleton]:
     """Draft a message of the chat API: reasoning, text and calls of an assistant, or the result of a call."""
     tool = get_text_at_path(item, (*prefix, "role")) == "ROLE_TOOL"
-    made: list[PartDraft] = []
+    made: list[PartSkeleton] = []
     if not tool:
         for member in ("reasoning_content", "reasoningContent", "content"):
             if get_text_at_path(item, (*prefix, member)):
                 part = TextPart(content="") if member == "content" else ReasoningPart(content="")
-                made.append(PartDraft(part, (FieldMapping("content", (*prefix, member)),)))
+                made.append(PartSkeleton(part, (FieldMapping("content", (*prefix, member)),)))
     for key in ("tool_calls", "toolCalls"):
         calls = get_at_path(item, (*prefix, key))
         for number, call in enumerate(calls if isinstance(calls, list) else []):
@@ -129,7 +129,7 @@ _CALL_FIELDS = ("tool_calls", "toolCalls")
 _FINISH_REASON_FIELDS = ("finish_reason", "finishReason")
 
 
-class XaiChatStream(VendorStreamCollector):
+class XaiGrpcChatStream(VendorStreamCollector):
     """Chunks are responses with deltas of messages in their outputs.
 
     Texts are continued, lists extended. Calls arrive complete; a repeated call is an update of its status. Anything
@@ -189,8 +189,8 @@ class XaiChatStream(VendorStreamCollector):
         return {"outputs": outputs, **self._response} if outputs else {**self._response}
 
 
-class XaiStream(VendorStreamCollector):
-    """Either of the two streams: chunks of the chat API have no type."""
+class XaiAutoStream(VendorStreamCollector):
+    """A stream of either API, decided by its first event: chunks of the chat API have no type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class XaiStream(VendorStreamCollector):
 
     def feed(self, event: JsonObject) -> None:
         if self._stream is None:
-            self._stream = openai.OpenAIResponseStream() if "type" in event else XaiChatStream()
+            self._stream = openai.OpenAIResponseStream() if "type" in event else XaiGrpcChatStream()
         self._stream.feed(event)
         self.partial_items = self._stream.partial_items
 
@@ -215,5 +215,5 @@ VENDOR = VendorCodec(
     user_text=openai.VENDOR.user_text,
     reasoning=openai.VENDOR.reasoning,
     find_item_lists=find_item_lists,
-    stream=XaiStream,
+    stream=XaiAutoStream,
 )

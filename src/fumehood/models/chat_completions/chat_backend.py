@@ -10,7 +10,7 @@ from fumehood.models.chat_completions.chat_stream_parser import ChatStreamParser
 from fumehood.models.model_settings import RequestFields
 from fumehood.models.upstream.http_backend import HttpModelBackend
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
-from fumehood.protocol.model_turns import ModelRequest, SamplingParameters
+from fumehood.protocol.model_turns import GenerationParameters, ModelRequest
 from fumehood.protocol.openai.responses import TextFormat
 from fumehood.protocol.openai.tool_specs import FunctionSpec
 
@@ -26,7 +26,7 @@ _COPIED_FIELDS = (
 )
 # Fields that change how a server turns messages into tokens.
 _TEMPLATE_FIELDS = ("chat_template", "chat_template_kwargs", "add_special_tokens")
-_DEFAULT_SAMPLING = SamplingParameters()
+_DEFAULT_SAMPLING = GenerationParameters()
 
 
 class _Function(msgspec.Struct):
@@ -77,7 +77,7 @@ class ChatCompletionsBackend(HttpModelBackend):
     def _render_tool_choice(self, spec: FunctionSpec) -> object:
         return {"type": "function", "function": {"name": spec.name}}
 
-    def _add_sampling(self, fields: RequestFields, sampling: SamplingParameters) -> None:
+    def _add_sampling(self, fields: RequestFields, sampling: GenerationParameters) -> None:
         if sampling == _DEFAULT_SAMPLING:
             return
         for name in _COPIED_FIELDS:

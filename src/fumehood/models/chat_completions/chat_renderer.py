@@ -12,17 +12,21 @@ from msgspec import UNSET, UnsetType
 
 from fumehood.models.rendering.conversation_items import (
     UNFINISHED_STATUSES,
-    ConversationCall,
-    ConversationMessage,
+    CallItem,
     InlineFile,
     ItemContent,
     ItemContentPart,
+    MessageItem,
     ensure_json_object,
     get_part_text,
     join_text,
     render_file,
 )
-from fumehood.models.rendering.foreign_items import ForeignCall, ForeignResult, read_foreign_item
+from fumehood.models.rendering.external_tool_items import (
+    ExternalToolCall,
+    ExternalToolResult,
+    read_foreign_item,
+)
 from fumehood.models.rendering.rendering_cache import EMPTY, render_segments
 from fumehood.models.rendering.server_features import ServerFeatures
 from fumehood.protocol.attachments import Attachment, InputImageUrl, describe_unshown_file, is_file_part
@@ -239,7 +243,7 @@ class _SegmentRenderer:
                 self._add_foreign_item(entry)
 
     def _add_message(self, entry: ConversationEntry) -> None:
-        message = msgspec.json.decode(entry.raw, type=ConversationMessage)
+        message = msgspec.json.decode(entry.raw, type=MessageItem)
         if message.role == "assistant":
             self._get_turn(entry.turn, begins_message=True).texts.append(join_text(message.content))
             return
@@ -253,7 +257,7 @@ class _SegmentRenderer:
         turn.reasoning += [part.text for part in reasoning.content or reasoning.summary or ()]
 
     def _add_call(self, entry: ConversationEntry) -> None:
-        call = msgspec.json.decode(entry.raw, type=ConversationCall)
+        call = msgspec.json.decode(entry.raw, type=CallItem)
         is_custom = entry.type == "custom_tool_call"
         arguments = _encode({"input": call.input}).decode() if is_custom else call.arguments
         is_unfinished = call.status in UNFINISHED_STATUSES
@@ -288,9 +292,9 @@ class _SegmentRenderer:
 
     def _add_foreign_item(self, entry: ConversationEntry) -> None:
         match read_foreign_item(entry):
-            case ForeignCall() as call:
+            case ExternalToolCall() as call:
                 self._append_call(entry.turn, call.call_id, call.name, call.arguments, is_optional=True)
-            case ForeignResult() as result:
+            case ExternalToolResult() as result:
                 self._set_result(result.call_id, result.text)
             case ToolExchange() as exchange:
                 self._add_exchange(entry, exchange)

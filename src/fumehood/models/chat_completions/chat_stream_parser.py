@@ -11,8 +11,8 @@ from fumehood.models.chat_completions.batch_chunk_decoder import BatchChunkDecod
 from fumehood.models.chat_completions.think_tags import ThinkTagFilter
 from fumehood.models.chat_completions.tool_call_deltas import (
     FunctionDelta,
-    ToolCallAssembler,
     ToolCallDelta,
+    ToolCallDeltaParser,
 )
 from fumehood.models.upstream.stream_parser import (
     MAX_LINE_BYTES,
@@ -124,7 +124,7 @@ class ChatStreamParser(UpstreamStreamParser[_Chunk]):
         decode_repeats: bool = True,
     ) -> None:
         super().__init__(errors, _chunk_decoder, max_line_bytes=max_line_bytes, max_bytes=max_bytes)
-        self._tool_calls = ToolCallAssembler(functions, make_id)
+        self._tool_calls = ToolCallDeltaParser(functions, make_id)
         self._finish_reason: str | None = None
         self._usage: Usage | None = None
         self._repeated_chunks: BatchChunkDecoder | None = None

@@ -37,7 +37,7 @@ class _ToolCall:
     buffered: list[str] = field(default_factory=list[str])
 
 
-class ToolCallAssembler:
+class ToolCallDeltaParser:
     """Turns tool call deltas into events, with any numbering. Keys follow the order of first appearance.
 
     A name may be split over deltas. A call starts as soon as its name is one of `names` and the prefix of no other, or

@@ -33,13 +33,13 @@ class ItemContentPart(msgspec.Struct):
 type ItemContent = str | list[ItemContentPart] | None
 
 
-class ConversationMessage(msgspec.Struct):
+class MessageItem(msgspec.Struct):
     role: str = "user"
     content: ItemContent = None
     phase: str | None = None
 
 
-class ConversationCall(msgspec.Struct):
+class CallItem(msgspec.Struct):
     """A function call or a custom tool call. `namespace` and `caller` are set by tools of other servers."""
 
     call_id: str

@@ -12,7 +12,7 @@ from fumehood.models.responses_api.responses_renderer import render_input
 from fumehood.models.responses_api.responses_stream_parser import ResponsesStreamParser
 from fumehood.models.upstream.http_backend import HttpModelBackend
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
-from fumehood.protocol.model_turns import ModelRequest, SamplingParameters
+from fumehood.protocol.model_turns import GenerationParameters, ModelRequest
 from fumehood.protocol.openai.response_projection import INCLUDE_ENCRYPTED_REASONING, INCLUDE_LOGPROBS
 from fumehood.protocol.openai.tool_specs import FunctionSpec
 
@@ -98,7 +98,7 @@ class ResponsesApiBackend(HttpModelBackend):
         return ResponsesStreamParser(errors, self._get_origin(request))
 
 
-def _add_sampling(fields: RequestFields, sampling: SamplingParameters) -> None:
+def _add_sampling(fields: RequestFields, sampling: GenerationParameters) -> None:
     for name in _COPIED_FIELDS:
         value = getattr(sampling, name)
         if value is not None:

@@ -11,14 +11,18 @@ from msgspec import UNSET, Raw, UnsetType
 
 from fumehood.models.rendering.conversation_items import (
     UNFINISHED_STATUSES,
-    ConversationCall,
-    ConversationMessage,
+    CallItem,
     ItemContentPart,
+    MessageItem,
     ensure_json_object,
     join_text,
     render_file,
 )
-from fumehood.models.rendering.foreign_items import ForeignCall, ForeignResult, read_foreign_item
+from fumehood.models.rendering.external_tool_items import (
+    ExternalToolCall,
+    ExternalToolResult,
+    read_foreign_item,
+)
 from fumehood.models.rendering.rendering_cache import render_segments
 from fumehood.models.rendering.server_features import ServerFeatures
 from fumehood.models.responses_api.reasoning_origin import ReasoningOrigin
@@ -211,7 +215,7 @@ class _SegmentRenderer:
     def _add_message(self, entry: ConversationEntry) -> None:
         message = _message_decoder.decode(entry.raw)
         if message.role == "assistant":
-            answer = msgspec.json.decode(entry.raw, type=ConversationMessage)
+            answer = msgspec.json.decode(entry.raw, type=MessageItem)
             text = join_text(answer.content)
             if text:
                 self._append_rendered(_encode(_InputMessage("assistant", text, answer.phase or UNSET)))
@@ -236,7 +240,7 @@ class _SegmentRenderer:
             )
 
     def _add_call(self, entry: ConversationEntry, answered_ids: set[str | None]) -> None:
-        call = msgspec.json.decode(entry.raw, type=ConversationCall)
+        call = msgspec.json.decode(entry.raw, type=CallItem)
         if call.status in UNFINISHED_STATUSES and call.call_id not in answered_ids:
             self._reasoning.clear()
             return
@@ -257,10 +261,10 @@ class _SegmentRenderer:
 
     def _add_foreign_item(self, entry: ConversationEntry, answered_ids: set[str | None]) -> None:
         match read_foreign_item(entry):
-            case ForeignCall() as call if call.call_id in answered_ids:
+            case ExternalToolCall() as call if call.call_id in answered_ids:
                 self._foreign_call_ids.add(call.call_id)
                 self._append_function_call(call.call_id, call.name, call.arguments)
-            case ForeignResult() as result if result.call_id in self._foreign_call_ids:
+            case ExternalToolResult() as result if result.call_id in self._foreign_call_ids:
                 self._items.append(_encode(_FunctionOutput(result.call_id, result.text)))
             case ToolExchange() as exchange:
                 self._add_exchange(exchange, answered_ids)

@@ -71,7 +71,7 @@ class ContainerRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ContainerFileRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of a container; `path` is relative to /mnt/data and comes from untrusted code.
+    """The stored record of a container's file; `path` is relative to /mnt/data and comes from untrusted code.
 
     id: derived from the path; stays the same when the file is rewritten.
     modified_ns: from the sandbox, 0 if the file is in none. changed_ns, inode: the same, 0 if unknown.

@@ -14,9 +14,9 @@ from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
 from enum import IntEnum
 
 from fumehood.protocol.sandbox.sandbox_errors import (
-    FileNotFound,
     FileRefused,
     SandboxError,
+    SandboxFileNotFound,
     SandboxPayloadTooLarge,
 )
 
@@ -34,7 +34,9 @@ _MAX_PATH_BYTES = 4097  # longer than any valid path, so that the server rejects
 _END_MARKER = bytes(FILE_HEADER.size)
 
 
-class BundleReadOutcome(IntEnum):
+class BundleReadStatus(IntEnum):
+    """What the response to a read request has for one file."""
+
     CONTENT = 0
     NOT_FOUND = 1
     REFUSED = 2
@@ -61,8 +63,8 @@ def _encode_files(files: Iterable[BundledFile]) -> bytes:
     return b"".join(parts)
 
 
-class BundleReader:
-    """Decodes the body of a read request as it arrives."""
+class ReadFilesResponseDecoder:
+    """Decodes the response to a read request as it arrives."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
@@ -84,7 +86,7 @@ class BundleReader:
             if (
                 not self.missing_count
                 or size > MAX_BUNDLED_FILE_BYTES
-                or outcome > max(BundleReadOutcome)
+                or outcome > max(BundleReadStatus)
                 or (outcome and size)
             ):
                 raise InvalidBundle(
@@ -94,7 +96,7 @@ class BundleReader:
             if end > len(buffer):
                 break
             content = bytes(buffer[position + ANSWER_HEADER.size : end])
-            contents.append(self._to_content(BundleReadOutcome(outcome), content))
+            contents.append(self._to_content(BundleReadStatus(outcome), content))
             self._answered_count += 1
             position = end
         del buffer[:position]
@@ -105,16 +107,16 @@ class BundleReader:
         if self.missing_count or self._buffer:
             raise InvalidBundle(f"the body ended with {self.missing_count} answers missing")
 
-    def _to_content(self, outcome: BundleReadOutcome, content: bytes) -> BundleContent:
+    def _to_content(self, outcome: BundleReadStatus, content: bytes) -> BundleContent:
         path = self._paths[self._answered_count]
         match outcome:
-            case BundleReadOutcome.CONTENT:
+            case BundleReadStatus.CONTENT:
                 return content
-            case BundleReadOutcome.NOT_FOUND:
-                return FileNotFound(f"There is no file {path[:200]!r}.")
-            case BundleReadOutcome.REFUSED:
+            case BundleReadStatus.NOT_FOUND:
+                return SandboxFileNotFound(f"There is no file {path[:200]!r}.")
+            case BundleReadStatus.REFUSED:
                 return FileRefused(f"{path[:200]!r} is not a regular file.")
-            case BundleReadOutcome.TOO_LARGE:
+            case BundleReadStatus.TOO_LARGE:
                 return SandboxPayloadTooLarge(
                     f"{path[:200]!r} is larger than {MAX_BUNDLED_FILE_BYTES} bytes."
                 )

@@ -6,7 +6,7 @@ SandboxError                       `code` and `status` are sent to the client
 │   ├── InstallFailed         400  packages that are not allowed, unknown or in conflict; nothing ran
 │   └── UnsupportedMediaType  415  an unsupported content type
 ├── InvalidServerToken        401  a missing or wrong token
-├── SandboxAccessForbidden    403  from a web page of another origin, or with a foreign host name
+├── ForbiddenOrigin    403  from a web page of another origin, or with a foreign host name
 ├── SandboxResourceNotFound   404  no such sandbox, execution or file
 │   ├── SandboxNotFound
 │   ├── ExecutionNotFound
@@ -68,7 +68,7 @@ class InvalidServerToken(SandboxError):
     status = 401
 
 
-class SandboxAccessForbidden(SandboxError):
+class ForbiddenOrigin(SandboxError):
     code = "forbidden"
     status = 403
 
@@ -86,7 +86,7 @@ class ExecutionNotFound(SandboxResourceNotFound):
     code = "execution_not_found"
 
 
-class FileNotFound(SandboxResourceNotFound):
+class SandboxFileNotFound(SandboxResourceNotFound):
     code = "file_not_found"
 
 

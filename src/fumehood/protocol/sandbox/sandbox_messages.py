@@ -248,7 +248,7 @@ class UnpackSummary(msgspec.Struct, frozen=True, kw_only=True):
     changed_ns: int = 0
 
 
-class WriteSummary(msgspec.Struct, frozen=True, kw_only=True):
+class WriteFilesSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The result of writing many files.
 
     modified_ns, changed_ns: as in UnpackSummary.

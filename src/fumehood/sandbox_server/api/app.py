@@ -15,9 +15,9 @@ from fumehood.http_server.asgi_exchange import ClientDisconnected, Receive, Scop
 from fumehood.http_server.cross_site_protection import AllowedHosts, decode_header, is_cross_site
 from fumehood.http_server.route_suggestions import suggest_routes
 from fumehood.protocol.sandbox.sandbox_errors import (
+    ForbiddenOrigin,
     InvalidSandboxRequest,
     InvalidServerToken,
-    SandboxAccessForbidden,
     SandboxError,
     SandboxResourceNotFound,
     SandboxServerAtCapacity,
@@ -39,9 +39,9 @@ from fumehood.sandbox_server.api.operations import (
     InterruptResponse,
     SandboxList,
 )
-from fumehood.sandbox_server.api.sandbox_request_context import (
-    SandboxRequestContext,
-    UnsupportedMethod,
+from fumehood.sandbox_server.api.sandbox_exchange import (
+    SandboxExchange,
+    SandboxMethodNotAllowed,
     decode_json,
     encode_json,
 )
@@ -57,7 +57,7 @@ _DISCONNECT_CHECK_AFTER = 1.0
 _TENANT_PATTERN = re.compile(r"[A-Za-z0-9_.:@-]{0,128}")
 _ARCHIVE_FORMATS: dict[str, ArchiveFormat] = {kind: kind for kind in ARCHIVE_FORMATS}
 
-type Handler = Callable[[SandboxRequestContext], Awaitable[None]]
+type Handler = Callable[[SandboxExchange], Awaitable[None]]
 type _PathRoutes = dict[str, tuple[Handler, ApiOperation]]  # by method
 
 _encode_lines = msgspec.json.Encoder().encode_lines
@@ -99,7 +99,7 @@ class SandboxServerApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"this server does not speak {scope['type']}")
-        context = SandboxRequestContext(scope, receive, send)
+        context = SandboxExchange(scope, receive, send)
         try:
             handler = self._find_handler(context, context.decode_path())
             await handler(context)
@@ -121,180 +121,184 @@ class SandboxServerApp:
                     SandboxServerAtCapacity(f"The sandbox server is short of {exhausted}; try again later."),
                 )
 
-    async def _send_error(self, context: SandboxRequestContext, error: SandboxError) -> None:
+    async def _send_error(self, exchange: SandboxExchange, error: SandboxError) -> None:
         self._service.metrics.record_error(error.code)
         structured_logging.log_event(
             "request_rejected",
             level=logging.WARNING if error.status >= 500 else logging.INFO,
-            method=context.method,
+            method=exchange.method,
             status=error.status,
             code=error.code,
             param=error.param,
-            sandbox=_sandbox_for_log(context.path_parameters.get("id")),
+            sandbox=_sandbox_for_log(exchange.path_parameters.get("id")),
         )
-        if not context.started:
+        if not exchange.started:
             extra = [(b"www-authenticate", b"Bearer")] if isinstance(error, InvalidServerToken) else None
-            if isinstance(error, UnsupportedMethod):
+            if isinstance(error, SandboxMethodNotAllowed):
                 extra = [(b"allow", error.allowed.encode())]
-            await context.send_error(error, extra)
+            await exchange.send_error(error, extra)
 
-    def _find_handler(self, context: SandboxRequestContext, path: str) -> Handler:
+    def _find_handler(self, exchange: SandboxExchange, path: str) -> Handler:
         """Find the handler of a request, and check that the caller may use it."""
-        routes = self._match_path(context, path)
+        routes = self._match_path(exchange, path)
         if routes is None:
-            self._authorize(context)
+            self._authorize(exchange)
             suggestion = suggest_routes(path, [operation.path for operation in OPERATIONS])
-            raise SandboxResourceNotFound(f"Unknown request URL: {context.method} {path[:200]}. {suggestion}")
-        route = routes.get("GET" if context.method == "HEAD" else context.method)
+            raise SandboxResourceNotFound(
+                f"Unknown request URL: {exchange.method} {path[:200]}. {suggestion}"
+            )
+        route = routes.get("GET" if exchange.method == "HEAD" else exchange.method)
         if route is None:
-            self._authorize(context)
+            self._authorize(exchange)
             methods = {*routes, "HEAD"} if "GET" in routes else {*routes}
-            raise UnsupportedMethod(", ".join(sorted(methods)))
+            raise SandboxMethodNotAllowed(", ".join(sorted(methods)))
         handler, operation = route
         if operation.protected:
-            self._authorize(context, for_metrics=operation.accepts_metrics_token)
+            self._authorize(exchange, for_metrics=operation.accepts_metrics_token)
         return handler
 
-    def _match_path(self, context: SandboxRequestContext, path: str) -> _PathRoutes | None:
+    def _match_path(self, exchange: SandboxExchange, path: str) -> _PathRoutes | None:
         for pattern, routes in self._routes:
             if (match := pattern.match(path)) is not None:
-                context.path_parameters = match.groupdict()
+                exchange.path_parameters = match.groupdict()
                 return routes
         return None
 
     def _authorize(
-        self, context: SandboxRequestContext, *, protected: bool = True, for_metrics: bool = False
+        self, exchange: SandboxExchange, *, protected: bool = True, for_metrics: bool = False
     ) -> bool:
         """Whether the caller sent the token.
 
-        Raises InvalidServerToken if it is required, SandboxAccessForbidden for web pages of other sites.
+        Raises InvalidServerToken if it is required, ForbiddenOrigin for web pages of other sites.
         """
         if self._token is None:
-            self._check_origin(context)
-        allowed = self._token is None or _has_token(context, self._token)
+            self._check_origin(exchange)
+        allowed = self._token is None or _has_token(exchange, self._token)
         if for_metrics and self._metrics_token is not None:
-            allowed = allowed or _has_token(context, self._metrics_token)
+            allowed = allowed or _has_token(exchange, self._metrics_token)
         if protected and not allowed:
             raise InvalidServerToken("Missing or invalid token; send the header Authorization: Bearer TOKEN.")
-        context.check_protocol_version()
+        exchange.check_protocol_version()
         return allowed
 
-    def _check_origin(self, context: SandboxRequestContext) -> None:
-        host = context.headers.get(b"host", b"")
+    def _check_origin(self, exchange: SandboxExchange) -> None:
+        host = exchange.headers.get(b"host", b"")
         if self._host_names is not None and not self._host_names.matches(host):
-            raise SandboxAccessForbidden(
+            raise ForbiddenOrigin(
                 f"This server is not called {decode_header(host)[:100]!r}. Call it by its address or as localhost, or "
                 "give it a token (--token-file): then any name will do.",
                 param="host",
             )
-        if is_cross_site(context.headers):
-            raise SandboxAccessForbidden("Web pages of other sites may not use this server.", param="origin")
+        if is_cross_site(exchange.headers):
+            raise ForbiddenOrigin("Web pages of other sites may not use this server.", param="origin")
 
-    def _find_sandbox(self, context: SandboxRequestContext) -> SandboxInstance:
-        return self._service.get(_read_name(context, "id"))
+    def _find_sandbox(self, exchange: SandboxExchange) -> SandboxInstance:
+        return self._service.get(_read_name(exchange, "id"))
 
     @contextlib.contextmanager
-    def _use_sandbox(self, context: SandboxRequestContext) -> Generator[SandboxInstance]:
-        sandbox = self._find_sandbox(context)
+    def _use_sandbox(self, exchange: SandboxExchange) -> Generator[SandboxInstance]:
+        sandbox = self._find_sandbox(exchange)
         with sandbox.in_use():
             yield sandbox
 
     # ---- sandboxes --------------------------------------------------------------------------------------------
 
-    async def put_sandbox(self, context: SandboxRequestContext) -> None:
-        name = _read_name(context, "id")
+    async def put_sandbox(self, exchange: SandboxExchange) -> None:
+        name = _read_name(exchange, "id")
         settings = self._service.settings
-        context.require_json()
-        body = await context.read_body(settings.request_bytes, settings.request_seconds)
+        exchange.require_json()
+        body = await exchange.read_body(settings.request_bytes, settings.request_seconds)
         spec = decode_json(_decode_spec, body) if body.strip() else SandboxSpec()
         sandbox, new = await self._service.get_or_create(name, spec)
-        await context.send_json(sandbox.info(), 201 if new else 200)
+        await exchange.send_json(sandbox.info(), 201 if new else 200)
 
-    async def get_sandbox(self, context: SandboxRequestContext) -> None:
-        await context.send_json(self._find_sandbox(context).info())
+    async def get_sandbox(self, exchange: SandboxExchange) -> None:
+        await exchange.send_json(self._find_sandbox(exchange).info())
 
-    async def delete_sandbox(self, context: SandboxRequestContext) -> None:
-        await self._service.delete(_read_name(context, "id"))
-        await context.send_no_content()
+    async def delete_sandbox(self, exchange: SandboxExchange) -> None:
+        await self._service.delete(_read_name(exchange, "id"))
+        await exchange.send_no_content()
 
-    async def list_sandboxes(self, context: SandboxRequestContext) -> None:
-        tenant = context.query_value("tenant")
+    async def list_sandboxes(self, exchange: SandboxExchange) -> None:
+        tenant = exchange.query_value("tenant")
         if tenant is not None and _TENANT_PATTERN.fullmatch(tenant) is None:
             raise InvalidSandboxRequest(
                 "A tenant has at most 128 letters, digits and . _ : @ -", param="tenant"
             )
-        await context.send_json(SandboxList(sandboxes=await self._service.list_sandboxes(tenant)))
+        await exchange.send_json(SandboxList(sandboxes=await self._service.list_sandboxes(tenant)))
 
     # ---- executions -------------------------------------------------------------------------------------------
 
-    async def execute(self, context: SandboxRequestContext) -> None:
-        name = _read_name(context, "id")
+    async def execute(self, exchange: SandboxExchange) -> None:
+        name = _read_name(exchange, "id")
         settings = self._service.settings
-        request = await context.read_json(_decode_execute, settings.request_bytes, settings.request_seconds)
+        request = await exchange.read_json(_decode_execute, settings.request_bytes, settings.request_seconds)
         sandbox = self._service.get_live_or_ended(name) if request.execution_id else self._service.get(name)
-        await self._stream_events(context, self._service.start_execution(sandbox, request))
+        await self._stream_events(exchange, self._service.start_execution(sandbox, request))
 
-    async def follow(self, context: SandboxRequestContext) -> None:
-        sandbox = self._service.get_live_or_ended(_read_name(context, "id"))
-        after = _parse_number(context.query_value("after"), "after", -1)
+    async def follow(self, exchange: SandboxExchange) -> None:
+        sandbox = self._service.get_live_or_ended(_read_name(exchange, "id"))
+        after = _parse_number(exchange.query_value("after"), "after", -1)
         if after < -1:
             raise InvalidSandboxRequest("`after` is the number of an event, or -1.", param="after")
-        execution = sandbox.executions.get(_read_name(context, "execution_id"))
+        execution = sandbox.executions.get(_read_name(exchange, "execution_id"))
         sandbox.touch()
-        await self._stream_events(context, execution, after)
+        await self._stream_events(exchange, execution, after)
 
     async def _stream_events(
-        self, context: SandboxRequestContext, execution: SandboxExecution, after: int = -1
+        self, exchange: SandboxExchange, execution: SandboxExecution, after: int = -1
     ) -> None:
         """Send events as they come; the execution goes on when the client disconnects."""
-        if context.method == "HEAD":
-            await context.start_event_stream(execution.id)
-            await context.send(b"", more=False)
+        if exchange.method == "HEAD":
+            await exchange.start_event_stream(execution.id)
+            await exchange.send(b"", more=False)
             return
         if not execution.event_log:
             await execution.wait_for_events(_FIRST_EVENT_WAIT)
-        await context.start_event_stream(execution.id)
+        await exchange.start_event_stream(execution.id)
         timeout = min(_DISCONNECT_CHECK_AFTER, self._keepalive_seconds)
         disconnect: asyncio.Task[None] | None = None
         silent = 0.0
         try:
             async for batch in execution.event_batches(after, timeout=timeout):
                 if disconnect is None and not batch:
-                    disconnect = asyncio.ensure_future(context.wait_for_disconnect())
+                    disconnect = asyncio.ensure_future(exchange.wait_for_disconnect())
                     disconnect.add_done_callback(lambda _: execution.notify_readers())
                 if disconnect is not None and disconnect.done():
                     return
                 if batch:
                     silent = 0.0
                     last = isinstance(batch[-1], ExecutionEnd)
-                    await context.send(_encode_lines(batch), more=not last)
+                    await exchange.send(_encode_lines(batch), more=not last)
                     if last:
                         return
                 elif (silent := silent + timeout) >= self._keepalive_seconds:
                     silent = 0.0
-                    await context.send(b"\n")
-            await context.send(b"", more=False)
+                    await exchange.send(b"\n")
+            await exchange.send(b"", more=False)
         finally:
             if disconnect is not None:
                 disconnect.cancel()
 
-    async def interrupt(self, context: SandboxRequestContext) -> None:
-        with self._use_sandbox(context) as sandbox:
-            execution_id = context.query_value("execution_id")
+    async def interrupt(self, exchange: SandboxExchange) -> None:
+        with self._use_sandbox(exchange) as sandbox:
+            execution_id = exchange.query_value("execution_id")
             if execution_id is not None:
                 validate_name(execution_id, "execution_id")
             interrupted = sandbox.executions.interrupt(execution_id)
-        await context.send_json(InterruptResponse(interrupted=interrupted))
+        await exchange.send_json(InterruptResponse(interrupted=interrupted))
 
-    async def execute_once(self, context: SandboxRequestContext) -> None:
+    async def execute_once(self, exchange: SandboxExchange) -> None:
         settings = self._service.settings
-        request = await context.read_json(_decode_one_shot, settings.one_shot_bytes, settings.request_seconds)
+        request = await exchange.read_json(
+            _decode_one_shot, settings.one_shot_bytes, settings.request_seconds
+        )
         work = asyncio.ensure_future(self._service.execute_once(request))
         del request  # it may be large
-        disconnect = asyncio.ensure_future(context.wait_for_disconnect())
+        disconnect = asyncio.ensure_future(exchange.wait_for_disconnect())
         disconnect.add_done_callback(lambda _: work.cancel())
         try:
-            await context.send_json(await work)
+            await exchange.send_json(await work)
         except asyncio.CancelledError:
             if not disconnect.done():
                 raise
@@ -305,97 +309,97 @@ class SandboxServerApp:
 
     # ---- files ------------------------------------------------------------------------------------------------
 
-    async def list_files(self, context: SandboxRequestContext) -> None:
-        with self._use_sandbox(context) as sandbox:
-            await context.send_json(await sandbox.files.list(context.query_value("since")))
+    async def list_files(self, exchange: SandboxExchange) -> None:
+        with self._use_sandbox(exchange) as sandbox:
+            await exchange.send_json(await sandbox.files.list(exchange.query_value("since")))
 
-    async def read_file(self, context: SandboxRequestContext) -> None:
-        with self._use_sandbox(context) as sandbox:
-            async with await sandbox.files.open(context.path_parameters["path"]) as opened:
+    async def read_file(self, exchange: SandboxExchange) -> None:
+        with self._use_sandbox(exchange) as sandbox:
+            async with await sandbox.files.open(exchange.path_parameters["path"]) as opened:
                 try:
-                    await self._send_file(context, opened)
+                    await self._send_file(exchange, opened)
                 finally:
                     self._service.metrics.record_file_bytes("out", opened.bytes_read)
 
-    async def _send_file(self, context: SandboxRequestContext, opened: OpenFile) -> None:
-        await context.start_binary_response(opened.size)
-        left = 0 if context.method == "HEAD" else opened.size
+    async def _send_file(self, exchange: SandboxExchange, opened: OpenFile) -> None:
+        await exchange.start_binary_response(opened.size)
+        left = 0 if exchange.method == "HEAD" else opened.size
         if not left:
-            await context.send(b"", more=False)
+            await exchange.send(b"", more=False)
             return
         async with contextlib.aclosing(opened.chunks()) as chunks:
             async for chunk in chunks:
                 left -= len(chunk)
-                await context.send(chunk, more=left > 0)
+                await exchange.send(chunk, more=left > 0)
 
-    async def write_file(self, context: SandboxRequestContext) -> None:
-        with self._use_sandbox(context) as sandbox:
-            chunks = context.iter_chunks(self._service.settings.file_bytes)
-            executable = context.query_value("executable") or "false"
+    async def write_file(self, exchange: SandboxExchange) -> None:
+        with self._use_sandbox(exchange) as sandbox:
+            chunks = exchange.iter_chunks(self._service.settings.file_bytes)
+            executable = exchange.query_value("executable") or "false"
             if executable not in ("true", "false"):
                 raise InvalidSandboxRequest("`executable` is true or false.", param="executable")
-            path = context.path_parameters["path"]
+            path = exchange.path_parameters["path"]
             entry = await sandbox.files.write(path, chunks, executable=executable == "true")
         self._service.metrics.record_file_bytes("in", entry.size)
-        await context.send_json(entry)
+        await exchange.send_json(entry)
 
-    async def read_files(self, context: SandboxRequestContext) -> None:
+    async def read_files(self, exchange: SandboxExchange) -> None:
         settings = self._service.settings
-        with self._use_sandbox(context) as sandbox:
-            request = await context.read_json(_decode_read, settings.request_bytes, settings.request_seconds)
+        with self._use_sandbox(exchange) as sandbox:
+            request = await exchange.read_json(_decode_read, settings.request_bytes, settings.request_seconds)
             async with contextlib.aclosing(sandbox.files.read_bundle(request.paths)) as chunks:
                 first = await anext(chunks, b"")  # before that, an error can still be sent as a response
-                await context.start_binary_response()
-                await self._send_read_chunk(context, first)
+                await exchange.start_binary_response()
+                await self._send_read_chunk(exchange, first)
                 async for chunk in chunks:
-                    await self._send_read_chunk(context, chunk)
-        await context.send(b"", more=False)
+                    await self._send_read_chunk(exchange, chunk)
+        await exchange.send(b"", more=False)
 
-    async def _send_read_chunk(self, context: SandboxRequestContext, chunk: bytes) -> None:
+    async def _send_read_chunk(self, exchange: SandboxExchange, chunk: bytes) -> None:
         self._service.metrics.record_file_bytes("out", len(chunk))
-        await context.send(chunk)
+        await exchange.send(chunk)
 
-    async def write_files(self, context: SandboxRequestContext) -> None:
-        context.require_binary()
-        with self._use_sandbox(context) as sandbox:
-            chunks = context.iter_chunks(self._service.settings.file_bytes)
+    async def write_files(self, exchange: SandboxExchange) -> None:
+        exchange.require_binary()
+        with self._use_sandbox(exchange) as sandbox:
+            chunks = exchange.iter_chunks(self._service.settings.file_bytes)
             written = await sandbox.files.write_bundle(chunks)
         self._service.metrics.record_file_bytes("in", written.bytes)
-        await context.send_json(written)
+        await exchange.send_json(written)
 
-    async def delete_file(self, context: SandboxRequestContext) -> None:
-        with self._use_sandbox(context) as sandbox:
-            await sandbox.files.delete(context.path_parameters["path"])
-        await context.send_no_content()
+    async def delete_file(self, exchange: SandboxExchange) -> None:
+        with self._use_sandbox(exchange) as sandbox:
+            await sandbox.files.delete(exchange.path_parameters["path"])
+        await exchange.send_no_content()
 
-    async def unpack(self, context: SandboxRequestContext) -> None:
-        context.require_binary()
-        with self._use_sandbox(context) as sandbox:
-            kind = _ARCHIVE_FORMATS.get(context.query_value("kind") or "")
+    async def unpack(self, exchange: SandboxExchange) -> None:
+        exchange.require_binary()
+        with self._use_sandbox(exchange) as sandbox:
+            kind = _ARCHIVE_FORMATS.get(exchange.query_value("kind") or "")
             if kind is None:
                 raise InvalidSandboxRequest(f"`kind` is one of {', '.join(ARCHIVE_FORMATS)}.", param="kind")
-            chunks = context.iter_chunks(self._service.settings.file_bytes)
-            unpacked = await sandbox.files.unpack(chunks, kind=kind, into=context.query_value("into") or "")
+            chunks = exchange.iter_chunks(self._service.settings.file_bytes)
+            unpacked = await sandbox.files.unpack(chunks, kind=kind, into=exchange.query_value("into") or "")
         self._service.metrics.record_file_bytes("in", unpacked.bytes)
-        await context.send_json(unpacked)
+        await exchange.send_json(unpacked)
 
     # ---- the server itself ------------------------------------------------------------------------------------
 
-    async def health(self, context: SandboxRequestContext) -> None:
+    async def health(self, exchange: SandboxExchange) -> None:
         health = self._service.health()
         status = 200 if health.status == "ok" else 503
-        if self._authorize(context, protected=False):
-            await context.send_json(health, status)
+        if self._authorize(exchange, protected=False):
+            await exchange.send_json(health, status)
         else:
-            await context.send_json({"status": health.status}, status)
+            await exchange.send_json({"status": health.status}, status)
 
-    async def metrics(self, context: SandboxRequestContext) -> None:
-        await context.send_response(
+    async def metrics(self, exchange: SandboxExchange) -> None:
+        await exchange.send_response(
             200, self._service.metrics.render(), sandbox_metrics.CONTENT_TYPE.encode()
         )
 
-    async def openapi(self, context: SandboxRequestContext) -> None:
-        await context.send_response(200, self._openapi)
+    async def openapi(self, exchange: SandboxExchange) -> None:
+        await exchange.send_response(200, self._openapi)
 
 
 def _compile_path(path: str) -> re.Pattern[str]:
@@ -403,13 +407,13 @@ def _compile_path(path: str) -> re.Pattern[str]:
     return re.compile(pattern.pattern, re.DOTALL)  # a file name may contain a newline
 
 
-def _has_token(context: SandboxRequestContext, token: bytes) -> bool:
-    sent = context.authorization_headers()
+def _has_token(exchange: SandboxExchange, token: bytes) -> bool:
+    sent = exchange.authorization_headers()
     return len(sent) == 1 and hmac.compare_digest(sent[0], token)
 
 
-def _read_name(context: SandboxRequestContext, parameter: str) -> str:
-    return validate_name(context.path_parameters[parameter], parameter)
+def _read_name(exchange: SandboxExchange, parameter: str) -> str:
+    return validate_name(exchange.path_parameters[parameter], parameter)
 
 
 def _parse_number(text: str | None, parameter: str, default: int) -> int:

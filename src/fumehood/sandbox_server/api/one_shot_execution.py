@@ -33,10 +33,10 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     Stdout,
 )
 from fumehood.sandbox_server import structured_logging
-from fumehood.sandbox_server.host.host_resources import file_quota_bytes
+from fumehood.sandbox_server.host.resource_allocator import file_quota_bytes
 from fumehood.sandbox_server.inside.files import data_directory
 from fumehood.sandbox_server.settings import SandboxServerSettings
-from fumehood.sandbox_server.supervisor.in_process_sandbox import InProcessSandbox
+from fumehood.sandbox_server.supervisor.local_sandbox_adapter import LocalSandboxAdapter
 from fumehood.sandbox_server.supervisor.sandbox_files import to_printable
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 
@@ -96,7 +96,7 @@ async def run_one_shot(
         instance.executions.on_end = partial(service.record_execution_end, _LOG_NAME)
         text = _OutputText()
         execution = ExecuteRequest(code=request.code, timeout_seconds=request.timeout_seconds)
-        end = await text.collect(InProcessSandbox(instance).execute(execution))
+        end = await text.collect(LocalSandboxAdapter(instance).execute(execution))
         produced, note, size = await _collect_produced_files(instance, end, before, service.settings)
         service.metrics.record_file_bytes("out", size)
         return _build_response(text, end, end.duration_ms, produced, note)

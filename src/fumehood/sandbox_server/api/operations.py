@@ -19,7 +19,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     ServerHealth,
     Tenant,
     UnpackSummary,
-    WriteSummary,
+    WriteFilesSummary,
 )
 
 type HttpMethod = Literal["GET", "PUT", "POST", "DELETE"]
@@ -228,7 +228,7 @@ OPERATIONS: tuple[ApiOperation, ...] = (
         summary="Write many files in one request; files that fail are reported, the others are written.",
         parameters=(_ID,),
         body=OCTET_STREAM,
-        responses={200: WriteSummary},
+        responses={200: WriteFilesSummary},
         errors=(404, 410, 413),
     ),
     ApiOperation(

@@ -142,7 +142,9 @@ class _PendingSandbox(NamedTuple):
 
 
 class SandboxService:
-    """Use as `async with SandboxService(settings) as service:`.
+    """The sandboxes of the server: creates, finds, expires and deletes them, within its limits.
+
+    Use as `async with SandboxService(settings) as service:`.
 
     Entering raises IsolationUnavailable. While it stops, new work raises SandboxServerUnreachable.
     """

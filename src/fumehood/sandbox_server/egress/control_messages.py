@@ -67,7 +67,7 @@ class AuthorityKeyPair(msgspec.Struct, frozen=True, kw_only=True):
     certificate: str
 
 
-class SandboxAccess(msgspec.Struct, frozen=True, kw_only=True):
+class SandboxEgressConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What one sandbox may reach; sent in a memory file, with the sandbox's listener.
 
     secrets: by domain, then by name.
@@ -85,7 +85,7 @@ class SandboxAccess(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenAccessOrder(msgspec.Struct, frozen=True, tag="open"):
-    """Start to accept connections; carries the descriptors of the SandboxAccess file and of the listener."""
+    """Start to accept connections; carries the descriptors of the SandboxEgressConfig file and of the listener."""
 
     number: int
 

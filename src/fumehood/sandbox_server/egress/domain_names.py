@@ -22,7 +22,7 @@ class RequestTarget:
     port: int
 
 
-def normalise_domain(name: str) -> str:
+def parse_domain_name(name: str) -> str:
     """Return a domain in lower-case ASCII without a final dot. Raises InvalidDomainName.
 
     IP addresses are not names, in any spelling that resolvers accept (`127.1`, `0x7f000001`).
@@ -50,7 +50,7 @@ def parse_authority(text: str, *, default_port: int | None) -> RequestTarget:
     if not colon:
         if default_port is None:
             raise InvalidDomainName("it has no port")
-        return RequestTarget(normalise_domain(name), default_port)
+        return RequestTarget(parse_domain_name(name), default_port)
     if not re.fullmatch(r"[0-9]{1,5}", digits) or not 0 < int(digits) < 65536:
         raise InvalidDomainName("it has no valid port")
-    return RequestTarget(normalise_domain(name), int(digits))
+    return RequestTarget(parse_domain_name(name), int(digits))

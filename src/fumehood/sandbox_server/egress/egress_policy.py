@@ -13,7 +13,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     NetworkDisabled,
     NetworkPolicy,
 )
-from fumehood.sandbox_server.egress.domain_names import InvalidDomainName, RequestTarget, normalise_domain
+from fumehood.sandbox_server.egress.domain_names import InvalidDomainName, RequestTarget, parse_domain_name
 from fumehood.sandbox_server.inside import layout
 from fumehood.sandbox_server.settings import SandboxServerSettings
 
@@ -81,14 +81,14 @@ def build_policy(network: NetworkPolicy, settings: SandboxServerSettings) -> Egr
         )
     permitted = None
     if settings.egress_domains is not None:
-        permitted = {normalise_domain(domain) for domain in settings.egress_domains}
+        permitted = {parse_domain_name(domain) for domain in settings.egress_domains}
     domains = frozenset(_check_domain(domain, permitted) for domain in network.allowed_domains)
     return EgressPolicy(domains, frozenset(settings.egress_ports), _collect_secrets(network, domains))
 
 
 def _check_domain(text: str, permitted: set[str] | None) -> str:
     try:
-        domain = normalise_domain(text)
+        domain = parse_domain_name(text)
     except InvalidDomainName as error:
         hint = " Name each subdomain: there are no wildcards." if "*" in text else ""
         raise _refusal_error(f"{_quote(text)} cannot be on an allow-list: {error}.{hint}") from None
@@ -117,7 +117,7 @@ def _collect_secrets(network: NetworkAllowlist, domains: frozenset[str]) -> dict
 
 def _check_secret_domain(secret: DomainSecret, domains: frozenset[str]) -> str:
     try:
-        domain = normalise_domain(secret.domain)
+        domain = parse_domain_name(secret.domain)
     except InvalidDomainName:
         domain = ""
     if domain not in domains:

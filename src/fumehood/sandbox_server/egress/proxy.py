@@ -19,7 +19,7 @@ from fumehood.sandbox_server.egress import control_messages
 from fumehood.sandbox_server.egress.byte_streams import SocketStream
 from fumehood.sandbox_server.egress.certificate_authority import SandboxCertificateAuthority
 from fumehood.sandbox_server.egress.egress_policy import EgressPolicy
-from fumehood.sandbox_server.egress.proxy_session import ProxySession, SessionContext
+from fumehood.sandbox_server.egress.proxy_connection import ProxySession, SessionContext
 from fumehood.sandbox_server.egress.secret_placeholders import SecretPlaceholders
 from fumehood.sandbox_server.egress.upstream_connector import UpstreamConnector
 
@@ -32,7 +32,7 @@ _BUSY_RESPONSE = (
 
 
 class EgressProxy:
-    """The connections of all sandboxes.
+    """The HTTP proxy of all sandboxes: accepts their connections and forwards what their access allows.
 
     upstream_tls: see `client_tls_context`.
     on_event: called with what was done for a sandbox.
@@ -83,7 +83,11 @@ class SandboxListener:
     """Accepts the connections of one sandbox; owns the listener. Raises ValueError for an invalid key pair."""
 
     def __init__(
-        self, proxy: EgressProxy, number: int, access: control_messages.SandboxAccess, listener: socket.socket
+        self,
+        proxy: EgressProxy,
+        number: int,
+        access: control_messages.SandboxEgressConfig,
+        listener: socket.socket,
     ) -> None:
         self._proxy = proxy
         self._number = number

@@ -28,7 +28,7 @@ from fumehood.protocol.sandbox.sandbox_errors import SandboxStartFailed
 from fumehood.protocol.sandbox.sandbox_messages import NetworkPolicy
 from fumehood.sandbox_server.egress import control_messages
 from fumehood.sandbox_server.egress.control_messages import ProxyLimits
-from fumehood.sandbox_server.egress.domain_names import normalise_domain
+from fumehood.sandbox_server.egress.domain_names import parse_domain_name
 from fumehood.sandbox_server.egress.egress_policy import CA_ENVIRONMENT, EgressPolicy, build_policy
 from fumehood.sandbox_server.packet_channel import PacketChannel
 from fumehood.sandbox_server.restart_backoff import RestartBackoff
@@ -51,7 +51,7 @@ _START_PROGRAM = (
 
 
 @dataclass(frozen=True, slots=True)
-class NetworkGrant:
+class SandboxNetworkConfig:
     """What a sandbox is allowed; `environment` and `ca_certificates` are for the sandbox."""
 
     policy: EgressPolicy
@@ -141,12 +141,12 @@ class EgressController:
         self._start_proxy = start_proxy
         self.limits = limits or ProxyLimits(idle_seconds=settings.egress_idle_seconds)
         self._hosts = {
-            normalise_domain(name): str(ipaddress.ip_address(address))
+            parse_domain_name(name): str(ipaddress.ip_address(address))
             for name, address in settings.egress_hosts.items()
         }
         parse_networks(settings.egress_private_networks)
         for domain in settings.egress_domains or ():
-            normalise_domain(domain)
+            parse_domain_name(domain)
         self.proxy_uid: int | None = None
         self.on_event: Callable[[control_messages.EgressEvent], None] | None = None
         self.connections = 0  # open now, of all sandboxes
@@ -157,11 +157,11 @@ class EgressController:
         self._start_task: asyncio.Task[None] | None = None
         self._is_closing = False
         self._numbers = itertools.count(1)
-        self._accesses: dict[int, NetworkAccess] = {}
+        self._accesses: dict[int, SandboxNetworkAccess] = {}
 
     # ---- grants -----------------------------------------------------------------------------------------------
 
-    async def grant(self, network: NetworkPolicy) -> NetworkGrant | None:
+    async def grant(self, network: NetworkPolicy) -> SandboxNetworkConfig | None:
         """Return what a sandbox with this policy needs, or None for no network.
 
         Raises InvalidSandboxRequest for more than the operator allows, SandboxStartFailed if the proxy does not run.
@@ -180,7 +180,7 @@ class EgressController:
             ca_certificates = f"{ca_certificates}\n{created.pem}"
         await self._wait_until_ready()
         environment = policy.environment() | (CA_ENVIRONMENT if ca_certificates else {})
-        return NetworkGrant(policy, environment, ca_certificates, authority)
+        return SandboxNetworkConfig(policy, environment, ca_certificates, authority)
 
     async def _read_ca_file(self) -> str:
         """Return the operator's certificates. Raises SandboxStartFailed if they are not usable."""
@@ -196,9 +196,9 @@ class EgressController:
             ) from error
         return text
 
-    def create_access(self, grant: NetworkGrant) -> "NetworkAccess":
-        """Return the network access of one sandbox; `NetworkAccess.open` starts it."""
-        return NetworkAccess(self, self._settings, grant, next(self._numbers))
+    def create_access(self, grant: SandboxNetworkConfig) -> "SandboxNetworkAccess":
+        """Return the network access of one sandbox; `SandboxNetworkAccess.open` starts it."""
+        return SandboxNetworkAccess(self, self._settings, grant, next(self._numbers))
 
     # ---- the process ------------------------------------------------------------------------------------------
 
@@ -337,18 +337,18 @@ class EgressController:
 
     # ---- accesses of sandboxes --------------------------------------------------------------------------------
 
-    def add_access(self, access: "NetworkAccess") -> None:
+    def add_access(self, access: "SandboxNetworkAccess") -> None:
         """Let the proxy accept for this access, now or when it is ready."""
         self._accesses[access.number] = access
         if self._is_ready:
             self._send_access(access)
 
-    def remove_access(self, access: "NetworkAccess") -> None:
+    def remove_access(self, access: "SandboxNetworkAccess") -> None:
         """Let the proxy close its listener and connections."""
         if self._accesses.pop(access.number, None) is not None and self._packets is not None:
             self._packets.send(control_messages.encode(control_messages.CloseAccessOrder(access.number)))
 
-    def _send_access(self, access: "NetworkAccess") -> None:
+    def _send_access(self, access: "SandboxNetworkAccess") -> None:
         if self._packets is not None and access.listener is not None:
             with open_memory_file(control_messages.encode(access.to_message())) as content:
                 self._packets.send(
@@ -383,11 +383,15 @@ class EgressController:
             self.on_event(event)
 
 
-class NetworkAccess:
+class SandboxNetworkAccess:
     """One sandbox's access to the network; `environment` and `ca_certificates` are for the sandbox."""
 
     def __init__(
-        self, egress: EgressController, settings: SandboxServerSettings, grant: NetworkGrant, number: int
+        self,
+        egress: EgressController,
+        settings: SandboxServerSettings,
+        grant: SandboxNetworkConfig,
+        number: int,
     ) -> None:
         self.environment = grant.environment
         self.ca_certificates = grant.ca_certificates
@@ -413,10 +417,10 @@ class NetworkAccess:
             os.close(self.listener)
             self.listener = None
 
-    def to_message(self) -> control_messages.SandboxAccess:
+    def to_message(self) -> control_messages.SandboxEgressConfig:
         """Return what the proxy must know of this access."""
         policy, authority = self._grant.policy, self._grant.authority
-        return control_messages.SandboxAccess(
+        return control_messages.SandboxEgressConfig(
             domains=sorted(policy.domains),
             ports=sorted(policy.ports),
             limits=self._limits,
@@ -430,7 +434,9 @@ class NetworkAccess:
         )
 
 
-def open_access(access: NetworkAccess | None, listeners: list[int], sandbox_id: str) -> NetworkAccess | None:
+def open_access(
+    access: SandboxNetworkAccess | None, listeners: list[int], sandbox_id: str
+) -> SandboxNetworkAccess | None:
     """Open the access on a sandbox's first listener; without an access, close that listener.
 
     Raises SandboxStartFailed if there is no listener.

@@ -75,7 +75,7 @@ class ProxyWorker:
             order = control_messages.decode_order(body)
             if isinstance(order, control_messages.OpenAccessOrder):
                 content, listener_fd = fds
-                access = read_message(content, control_messages.SandboxAccess)
+                access = read_message(content, control_messages.SandboxEgressConfig)
                 unused.pop_all()
                 os.close(content)
                 self._open_listener(order.number, access, socket.socket(fileno=listener_fd))
@@ -84,7 +84,7 @@ class ProxyWorker:
                 self._reported_bytes.pop(order.number, None)
 
     def _open_listener(
-        self, number: int, access: control_messages.SandboxAccess, listener: socket.socket
+        self, number: int, access: control_messages.SandboxEgressConfig, listener: socket.socket
     ) -> None:
         try:
             self._listeners[number] = SandboxListener(self.proxy, number, access, listener)

@@ -9,7 +9,7 @@ import h11
 
 from fumehood.sandbox_server.egress.byte_streams import ByteStream, SocketStream
 from fumehood.sandbox_server.egress.domain_names import RequestTarget
-from fumehood.sandbox_server.egress.request_parsing import ForwardRequest, ProxyRefusal, response_headers
+from fumehood.sandbox_server.egress.request_parsing import ForwardedRequest, ProxyRefusal, response_headers
 
 _MAX_RESPONSE_HEAD = 256 * 1024  # servers send longer heads than clients
 _CONNECTION_ERRORS = (OSError, EOFError, h11.ProtocolError)
@@ -47,7 +47,7 @@ class RequestForwarder:
         self._on_bytes = on_bytes
         self.has_response_started = False
 
-    async def run(self, request: ForwardRequest) -> None:
+    async def run(self, request: ForwardedRequest) -> None:
         """Forward the request. Raises ProxyRefusal before the response has started, ForwardingAborted after."""
         sending = asyncio.ensure_future(self._forward_request(request))
         try:
@@ -72,7 +72,7 @@ class RequestForwarder:
         done = self._outgoing.our_state is h11.DONE and self._outgoing.their_state is h11.DONE
         return done and not self._outgoing.trailing_data[0] and not self._upstream.stream.is_at_eof
 
-    async def _forward_request(self, request: ForwardRequest) -> None:
+    async def _forward_request(self, request: ForwardedRequest) -> None:
         head = h11.Request(method=request.method, target=request.target, headers=request.headers)
         await self._send_upstream(self._outgoing.send(head))
         while True:

@@ -51,7 +51,7 @@ def bad_request(text: str) -> ProxyRefusal:
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardRequest:
+class ForwardedRequest:
     """A checked request with the headers to forward; `target` is empty for CONNECT."""
 
     method: bytes
@@ -120,7 +120,7 @@ def parse_head(head: bytes, limits: ProxyLimits) -> tuple[h11.Connection, h11.Re
     return connection, request
 
 
-def validate_request(request: h11.Request, tls_authority: RequestTarget | None) -> ForwardRequest:
+def validate_request(request: h11.Request, tls_authority: RequestTarget | None) -> ForwardedRequest:
     """Check a request and return what to forward. Raises ProxyRefusal.
 
     tls_authority: the server of a terminated TLS connection, None on the proxy's own port.
@@ -146,7 +146,7 @@ def validate_request(request: h11.Request, tls_authority: RequestTarget | None) 
     _check_host(fields.get(b"host"), to, default_port)
     if target[:1] in (b"", b"?"):
         target = b"/" + target
-    return ForwardRequest(request.method, to, target, _forwarded_headers(request, to, default_port))
+    return ForwardedRequest(request.method, to, target, _forwarded_headers(request, to, default_port))
 
 
 def _check_fields(request: h11.Request) -> dict[bytes, bytes]:

@@ -45,7 +45,7 @@ class ZygoteLaunchConfig:
         return self.uid_range is not None and self.namespaces
 
 
-class JailProcess:
+class ZygoteJailProcess:
     """The outermost process of a zygote's jail, and its standard error."""
 
     def __init__(self, process: subprocess.Popen[bytes], stderr: IO[bytes]) -> None:
@@ -109,7 +109,7 @@ async def _wait_readable(fd: int) -> None:
         loop.remove_reader(fd)
 
 
-async def launch_jail(launch: ZygoteLaunchConfig) -> tuple[JailProcess, socket.socket]:
+async def launch_jail(launch: ZygoteLaunchConfig) -> tuple[ZygoteJailProcess, socket.socket]:
     """Start the process; returns it and the socket to its zygote.
 
     Raises OSError, EOFError, TimeoutError, ValueError or SubprocessError, with the last line of the process as a note.
@@ -133,7 +133,7 @@ async def launch_jail(launch: ZygoteLaunchConfig) -> tuple[JailProcess, socket.s
         )
         if process.stderr is None:
             raise OSError("the process has no standard error")
-        jail = JailProcess(process, process.stderr)
+        jail = ZygoteJailProcess(process, process.stderr)
         for end in (theirs, *ends):
             end.close()
         try:

@@ -19,7 +19,7 @@ from collections.abc import Generator
 from typing import Any, NoReturn
 
 from fumehood.sandbox_server.inside import layout, syscalls
-from fumehood.sandbox_server.inside.jail import rootfs, sandbox_rootfs
+from fumehood.sandbox_server.inside.jail import rootfs, shared_rootfs
 from fumehood.sandbox_server.inside.processes import fork_server
 
 FAILURE_PREFIX = "The jail could not be made: "
@@ -177,7 +177,7 @@ def _exec_zygote(config: dict[str, Any], mounts: dict[str, str]) -> NoReturn:
     with _describe_failure("mount what the jail is made of"):
         rootfs.mount_stage(mounts)
     with _describe_failure("lay out the files of sandboxes"):
-        sandbox_rootfs.build_root(sandbox_rootfs.HostTrees(**config["host_trees"]))
+        shared_rootfs.build_root(shared_rootfs.RootfsSources(**config["host_trees"]))
     with _describe_failure("enter the new root"):
         rootfs.pivot_into_new_root()
     control: int = config["control"]
@@ -186,7 +186,7 @@ def _exec_zygote(config: dict[str, Any], mounts: dict[str, str]) -> NoReturn:
         os.set_inheritable(control, True)
         syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     with _describe_failure("start the spawner"):
-        sandbox_rootfs.exec_spawner(control, config["environ"])
+        shared_rootfs.exec_spawner(control, config["environ"])
 
 
 def _exec_program(config: dict[str, Any], mounts: dict[str, str]) -> NoReturn:

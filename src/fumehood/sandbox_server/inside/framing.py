@@ -53,7 +53,7 @@ class FrameError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class RunnerMessage:
+class ChannelMessage:
     """One message; `call` is the id of its call, or `NO_CALL`."""
 
     kind: MessageKind
@@ -61,7 +61,7 @@ class RunnerMessage:
     body: bytes
 
 
-def encode_packets(message: RunnerMessage) -> Iterator[bytes]:
+def encode_packets(message: ChannelMessage) -> Iterator[bytes]:
     """Yield the packets of one message, in order."""
     body = memoryview(message.body)
     start = 0
@@ -86,7 +86,7 @@ class MessageAssembler:
         self._parts: list[bytes] = []
         self._size = 0
 
-    def feed(self, packet: bytes) -> RunnerMessage | None:
+    def feed(self, packet: bytes) -> ChannelMessage | None:
         """Return the message that this packet completes, or None. Raises FrameError."""
         if len(packet) < _HEADER.size or len(packet) > MAX_PACKET:
             raise FrameError(f"a packet of {len(packet)} bytes")
@@ -110,4 +110,4 @@ class MessageAssembler:
             return None
         whole = b"".join([*self._parts, body]) if self._parts else body
         self._unfinished, self._parts, self._size = None, [], 0
-        return RunnerMessage(kind, call, whole)
+        return ChannelMessage(kind, call, whole)

@@ -23,7 +23,7 @@ _LONGEST_CHARACTER = 4
 
 def pack_output(
     call_id: bytes, chunks: Iterable[tuple[MessageKind, bytes]]
-) -> Iterator[framing.RunnerMessage]:
+) -> Iterator[framing.ChannelMessage]:
     """Yield the messages for these texts (whole UTF-8 characters), each of at most one packet."""
     batch: list[tuple[MessageKind, bytes]] = []
     room = framing.MAX_BODY
@@ -85,8 +85,8 @@ def _join_adjacent(chunks: Iterable[tuple[MessageKind, bytes]]) -> list[tuple[Me
     return [(kind, parts[0] if len(parts) == 1 else b"".join(parts)) for kind, parts in runs]
 
 
-def _make_message(call: bytes, batch: list[tuple[MessageKind, bytes]]) -> framing.RunnerMessage:
+def _make_message(call: bytes, batch: list[tuple[MessageKind, bytes]]) -> framing.ChannelMessage:
     if len(batch) == 1:
-        return framing.RunnerMessage(batch[0][0], call, batch[0][1])
+        return framing.ChannelMessage(batch[0][0], call, batch[0][1])
     parts = [part for kind, data in batch for part in (_HEADER.pack(_STREAM_NUMBERS[kind], len(data)), data)]
-    return framing.RunnerMessage(MessageKind.OUTPUT, call, b"".join(parts))
+    return framing.ChannelMessage(MessageKind.OUTPUT, call, b"".join(parts))

@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fumehood.protocol.sandbox.sandbox_errors import InstallFailed
-from fumehood.sandbox_server.packages import installed_tree_check, requirements, uv_resolver
+from fumehood.sandbox_server.packages import installed_tree_check, requirements, uv_client
 from fumehood.sandbox_server.packages.install_jail import DiskSpaceExhausted, InstallTimeout
 from fumehood.sandbox_server.packages.installed_tree_check import InvalidInstallTree
 from fumehood.sandbox_server.packages.layer_store import (
-    InstallRecord,
+    InstallCacheEntry,
     LayerStore,
     PackageLayerHandle,
     PinnedPackage,
 )
-from fumehood.sandbox_server.packages.uv_resolver import ResolutionFailed, UvResolver
+from fumehood.sandbox_server.packages.uv_client import ResolutionFailed, UvClient
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class TenantLimiter:
 
 
 @dataclass(frozen=True, slots=True)
-class PackageProvision:
+class InstallResult:
     """The answer to a request: a layer to attach, locked while this is open; None if nothing is missing.
 
     replaced: name -> version of packages in the layer that sandboxes have in another version.
@@ -94,27 +94,27 @@ class PackageProvision:
     pins: tuple[PinnedPackage, ...]
     replaced: Mapping[str, str]
 
-    def share(self) -> "PackageProvision":
+    def share(self) -> "InstallResult":
         """Return another provision of the same layer, to be closed separately."""
-        return PackageProvision(None if self.layer is None else self.layer.share(), self.pins, self.replaced)
+        return InstallResult(None if self.layer is None else self.layer.share(), self.pins, self.replaced)
 
     def close(self) -> None:
         if self.layer is not None:
             self.layer.close()
 
 
-NO_PROVISION = PackageProvision(None, (), {})
+NO_PROVISION = InstallResult(None, (), {})
 
 
 class _SharedBuild:
     """A build and its waiters; the last waiter closes the result."""
 
-    def __init__(self, task: asyncio.Task[PackageProvision]) -> None:
+    def __init__(self, task: asyncio.Task[InstallResult]) -> None:
         self.task = task
         self._waiters = 0
         task.add_done_callback(lambda _: self._close_if_unused())
 
-    async def share(self) -> PackageProvision:
+    async def share(self) -> InstallResult:
         self._waiters += 1
         try:
             # A cancelled waiter does not cancel the build for others.
@@ -136,7 +136,7 @@ class _SharedBuild:
 class Installer:
     """The installer of a supervisor; equal requests at the same time share a build."""
 
-    def __init__(self, store: LayerStore, resolver: UvResolver) -> None:
+    def __init__(self, store: LayerStore, resolver: UvClient) -> None:
         self.store = store
         self.base = resolver.base
         self._resolver = resolver
@@ -153,7 +153,7 @@ class Installer:
 
     async def provide(
         self, wanted: Sequence[str], present: Mapping[str, str], *, may_replace: bool, tenant: str = ""
-    ) -> PackageProvision:
+    ) -> InstallResult:
         """Return a layer with what is missing for these parsed requirements. Raises InstallFailed.
 
         present: name -> version of the packages in the sandbox.
@@ -193,11 +193,11 @@ class Installer:
         jail = replace(self._resolver.jail, timeout=seconds)
         try:
             async with self._staging() as staging:
-                await UvResolver(jail, self.base).resolve(
+                await UvClient(jail, self.base).resolve(
                     [_PROBE_PACKAGE], {}, staging, fixed=False, offline=False
                 )
         except ResolutionFailed as failure:
-            if not uv_resolver.is_unknown_package(failure.uv_output):
+            if not uv_client.is_unknown_package(failure.uv_output):
                 raise self._explain_error([_PROBE_PACKAGE], failure.uv_output) from None
         except InstallTimeout:
             raise _install_error(
@@ -210,7 +210,7 @@ class Installer:
 
     async def _build(
         self, key: str, wanted: Sequence[str], present: Mapping[str, str], *, may_replace: bool, tenant: str
-    ) -> PackageProvision:
+    ) -> InstallResult:
         try:
             if found := self._find_cached(key, fresh=True):
                 return found
@@ -236,7 +236,7 @@ class Installer:
         finally:
             await asyncio.to_thread(stack.close)  # removing a failed build may take long
 
-    def _find_cached(self, key: str, *, fresh: bool) -> PackageProvision | None:
+    def _find_cached(self, key: str, *, fresh: bool) -> InstallResult | None:
         record = self.store.load_record(key)
         if record is None or (fresh and time.time() - record.made_at > _CACHE_SECONDS):
             return None
@@ -245,7 +245,7 @@ class Installer:
             layer = self.store.open_layer(record.layer)
             if layer is None:
                 return None
-        return PackageProvision(layer, tuple(record.pins), record.replaced)
+        return InstallResult(layer, tuple(record.pins), record.replaced)
 
     async def _resolve_and_install(
         self,
@@ -255,7 +255,7 @@ class Installer:
         staging: Path,
         *,
         may_replace: bool,
-    ) -> PackageProvision:
+    ) -> InstallResult:
         offline = False
         try:
             pins = await self._resolve(wanted, present, staging, may_replace=may_replace, offline=False)
@@ -277,8 +277,8 @@ class Installer:
         replaced = {pin.name: pin.version for pin in missing if pin.name in present}
         layer = await self._build_layer(wanted, missing, staging, offline=offline) if missing else None
         layer_key = None if layer is None else layer.key
-        self.store.save_record(key, InstallRecord(missing, layer_key, replaced, time.time()))
-        return PackageProvision(layer, tuple(missing), replaced)
+        self.store.save_record(key, InstallCacheEntry(missing, layer_key, replaced, time.time()))
+        return InstallResult(layer, tuple(missing), replaced)
 
     async def _resolve(
         self,
@@ -341,7 +341,7 @@ class Installer:
 
     def _explain_error(self, wanted: Sequence[str], uv_output: str) -> InstallFailed:
         redacted = self._resolver.jail.index.redact(uv_output)
-        return _install_error(wanted, uv_resolver.explain_failure(redacted))
+        return _install_error(wanted, uv_client.explain_failure(redacted))
 
 
 def _install_error(wanted: Sequence[str], reason: str) -> InstallFailed:

@@ -16,7 +16,7 @@ from fumehood.sandbox_server.packages.install_jail import InstallJail
 from fumehood.sandbox_server.packages.installer import Installer
 from fumehood.sandbox_server.packages.layer_store import LayerStore
 from fumehood.sandbox_server.packages.package_index_config import PackageIndexConfig
-from fumehood.sandbox_server.packages.uv_resolver import UvResolver
+from fumehood.sandbox_server.packages.uv_client import UvClient
 from fumehood.sandbox_server.settings import SandboxServerSettings
 
 
@@ -64,7 +64,7 @@ def open_installer(
         max_bytes=settings.packages_bytes,
         cgroup_numbers=itertools.count(1),
     )
-    return Installer(store, UvResolver(jail, BaseEnvironment(find_sandbox_distributions)))
+    return Installer(store, UvClient(jail, BaseEnvironment(find_sandbox_distributions)))
 
 
 def _find_uv() -> Path:

@@ -45,8 +45,8 @@ class LayerManifest(msgspec.Struct, frozen=True):
     bytes: int
 
 
-class InstallRecord(msgspec.Struct, frozen=True):
-    """The result of a request.
+class InstallCacheEntry(msgspec.Struct, frozen=True):
+    """The cached result of an install request.
 
     layer: None if nothing was missing. replaced: versions in the layer that replace those of sandboxes.
     """
@@ -213,15 +213,15 @@ class LayerStore:
 
     # ---- requests ---------------------------------------------------------------------------------------------
 
-    def load_record(self, key: str) -> InstallRecord | None:
+    def load_record(self, key: str) -> InstallCacheEntry | None:
         """Return the result of an earlier request, if there is one."""
         try:
             body = (self.path / "requests" / f"{key}.json").read_bytes()
-            return msgspec.json.decode(body, type=InstallRecord)
+            return msgspec.json.decode(body, type=InstallCacheEntry)
         except (OSError, msgspec.MsgspecError):
             return None
 
-    def save_record(self, key: str, record: InstallRecord) -> None:
+    def save_record(self, key: str, record: InstallCacheEntry) -> None:
         """Save the result of a request."""
         self._write_json(f"requests/{key}.json", record)
 

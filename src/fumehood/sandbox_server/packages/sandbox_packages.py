@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from fumehood.protocol.sandbox.sandbox_errors import InstallFailed, SandboxGone
 from fumehood.sandbox_server.packages import requirements
-from fumehood.sandbox_server.packages.installer import Installer, PackageProvision
+from fumehood.sandbox_server.packages.installer import Installer, InstallResult
 from fumehood.sandbox_server.packages.layer_store import PackageLayerHandle, PinnedPackage
 from fumehood.sandbox_server.packages.pip_server import PipRequestServer
 
@@ -73,7 +73,7 @@ class SandboxPackages:
                 )
             return list(provision.pins)
 
-    async def attach_provision(self, provision: PackageProvision) -> None:
+    async def attach_provision(self, provision: InstallResult) -> None:
         """Attach the layer of a provision and hold it until `close`. Raises InstallFailed, SandboxGone."""
         layer = provision.layer
         if layer is None:

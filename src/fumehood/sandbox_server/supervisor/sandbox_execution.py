@@ -122,7 +122,7 @@ class SandboxExecution:
             if not self.interrupt_requested.done():
                 self.interrupt_requested.set_result(None)
 
-    def accept(self, message: framing.RunnerMessage) -> None:
+    def accept(self, message: framing.ChannelMessage) -> None:
         """Append one message of the sandbox; raises ProtocolViolation for what the runner would not send."""
         if message.call != self.call_id:
             raise ProtocolViolation("a message for a call that is not running")
@@ -139,7 +139,7 @@ class SandboxExecution:
         except (msgspec.MsgspecError, framing.FrameError, UnicodeDecodeError, RecursionError) as error:
             raise ProtocolViolation(f"a malformed {message.kind.name} message") from error
 
-    def _append_message(self, message: framing.RunnerMessage) -> None:
+    def _append_message(self, message: framing.ChannelMessage) -> None:
         match message.kind:
             case MessageKind.STDOUT:
                 self.append(Stdout(message.body.decode()))

@@ -20,9 +20,9 @@ from typing import Any, Self
 import msgspec
 
 from fumehood.protocol.sandbox.sandbox_errors import (
-    FileNotFound,
     FileRefused,
     SandboxError,
+    SandboxFileNotFound,
     SandboxPayloadTooLarge,
 )
 from fumehood.protocol.sandbox.sandbox_messages import (
@@ -30,7 +30,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     FileEntry,
     FileListing,
     UnpackSummary,
-    WriteSummary,
+    WriteFilesSummary,
 )
 from fumehood.sandbox_server.inside.files import atomic_writes, data_directory, file_bundles
 from fumehood.sandbox_server.inside.files.data_directory import FileStat
@@ -89,7 +89,7 @@ class FileSnapshots:
 
 
 @dataclass(frozen=True, slots=True)
-class FileAccess:
+class SandboxFilesDependencies:
     """What `SandboxFiles` needs of its sandbox.
 
     require_data_fd: returns the data directory, or raises SandboxGone.
@@ -161,7 +161,7 @@ class OpenFile:
 class SandboxFiles:
     """Every method raises SandboxGone once the sandbox has ended, and returns in bounded time."""
 
-    def __init__(self, access: FileAccess) -> None:
+    def __init__(self, access: SandboxFilesDependencies) -> None:
         self._access = access
         self._settings = access.settings
         self._snapshots = FileSnapshots()
@@ -305,13 +305,13 @@ class SandboxFiles:
         answer = await self._transfer(task, "the archive", content, limit)
         return _convert_answer(answer, UnpackSummary)
 
-    async def write_bundle(self, content: AsyncIterable[bytes]) -> WriteSummary:
+    async def write_bundle(self, content: AsyncIterable[bytes]) -> WriteFilesSummary:
         """Write many files from one stream in the encoding of `bundle_encoding`.
 
         Raises FileRefused and SandboxPayloadTooLarge (limits as for archives), and then nothing is written.
         """
         answer = await self._transfer({"op": "receive", **self._unpack_limits()}, "the files", content, None)
-        return _convert_answer(answer, WriteSummary)
+        return _convert_answer(answer, WriteFilesSummary)
 
     def _unpack_limits(self) -> dict[str, int]:
         return {"members": self._settings.unpacked_members, "bytes": self._settings.unpacked_bytes}
@@ -428,14 +428,14 @@ def _convert_answer[T](answer: dict[str, Any], kind: type[T]) -> T:
 
 def to_file_error(
     path: str, error: OSError | data_directory.UnsafePath, *, may_be_missing: bool = True
-) -> FileRefused | FileNotFound:
+) -> FileRefused | SandboxFileNotFound:
     """The error for callers; a path that is written to cannot be missing."""
     if isinstance(error, data_directory.UnsafePath):
         return FileRefused(f"{to_printable(path)}: {error}", param="path")
     reason = (error.strerror or str(error)).removeprefix("openat2: ")
     text = f"{to_printable(path)}: {reason}"
     if may_be_missing and error.errno in (errno.ENOENT, errno.ENOTDIR):
-        return FileNotFound(text)
+        return SandboxFileNotFound(text)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         text += " (the sandbox's disk quota)"
     return FileRefused(text)

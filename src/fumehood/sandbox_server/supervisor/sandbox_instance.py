@@ -15,8 +15,8 @@ from typing import Any
 
 from fumehood.protocol.sandbox.sandbox_errors import SandboxGone, SandboxStartFailed
 from fumehood.protocol.sandbox.sandbox_messages import MEMORY_TIERS, MemoryTier, SandboxInfo, SandboxSpec
-from fumehood.sandbox_server.egress.proxy_control import NetworkAccess, open_access
-from fumehood.sandbox_server.host.host_resources import SandboxResources, file_quota_bytes
+from fumehood.sandbox_server.egress.proxy_control import SandboxNetworkAccess, open_access
+from fumehood.sandbox_server.host.resource_allocator import SandboxResources, file_quota_bytes
 from fumehood.sandbox_server.inside import framing
 from fumehood.sandbox_server.inside.framing import MessageKind
 from fumehood.sandbox_server.inside.runner import output_limits
@@ -27,7 +27,7 @@ from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.execution_queue import ExecutionQueue
 from fumehood.sandbox_server.supervisor.helper_processes import HelperSpawner
 from fumehood.sandbox_server.supervisor.sandbox_execution import ProtocolViolation
-from fumehood.sandbox_server.supervisor.sandbox_files import FileAccess, SandboxFiles
+from fumehood.sandbox_server.supervisor.sandbox_files import SandboxFiles, SandboxFilesDependencies
 from fumehood.sandbox_server.supervisor.zygote_connection import ZygoteConnection
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class SandboxInstance:
         self._next_number = next_number
         self._helpers = HelperSpawner(zygote, resources.uid, resources.cgroup, next_number)
         self.files = SandboxFiles(
-            FileAccess(
+            SandboxFilesDependencies(
                 helpers=self._helpers,
                 require_data_fd=self._require_data_fd,
                 free_memory=self._free_memory,
@@ -100,7 +100,7 @@ class SandboxInstance:
         self._namespace_fd = -1
         self._listener_fds: list[int] = []  # on the sandbox's loopback, for the proxy and pip
         self.offer_packages(None)
-        self._network_access: NetworkAccess | None = None
+        self._network_access: SandboxNetworkAccess | None = None
         self.executions = ExecutionQueue(self, settings)
         self._final_oom_kills: int | None = None  # set at exit, because the cgroup goes with the sandbox
         self._active_uses = 0
@@ -123,7 +123,7 @@ class SandboxInstance:
             disk.close_mount()
         self._send_configuration()
 
-    def _send_configuration(self, access: NetworkAccess | None = None) -> None:
+    def _send_configuration(self, access: SandboxNetworkAccess | None = None) -> None:
         body: dict[str, Any] = {
             "output_limit": self._settings.output_bytes,
             "display_bytes": self._settings.display_bytes,
@@ -140,7 +140,7 @@ class SandboxInstance:
             self.kill("it did not start in time")
             raise SandboxStartFailed(f"The sandbox did not start within {timeout:g} s.") from None
 
-    async def claim(self, spec: SandboxSpec, access: NetworkAccess | None = None) -> None:
+    async def claim(self, spec: SandboxSpec, access: SandboxNetworkAccess | None = None) -> None:
         """Give a started sandbox to a caller: set its memory tier and its network access.
 
         Raises SandboxStartFailed.
@@ -351,7 +351,7 @@ class SandboxInstance:
             for fd in fds:
                 os.close(fd)
 
-    def _handle_start_message(self, message: framing.RunnerMessage, fds: list[int]) -> None:
+    def _handle_start_message(self, message: framing.ChannelMessage, fds: list[int]) -> None:
         """Handle a message that the sandbox sends before its first execution."""
         expected = _DESCRIPTORS_AND_LISTENERS if self._settings.mode == "namespaces" else _DESCRIPTORS
         match message.kind:
@@ -414,7 +414,7 @@ class SandboxInstance:
     # ---- for the execution queue ------------------------------------------------------------------------------
 
     def send_message(self, kind: MessageKind, call_id: bytes, body: dict[str, Any]) -> None:
-        message = framing.RunnerMessage(kind, call_id, json.dumps(body).encode())
+        message = framing.ChannelMessage(kind, call_id, json.dumps(body).encode())
         for packet in framing.encode_packets(message):
             self._channel.send(packet)
 

@@ -20,22 +20,22 @@ from fumehood.protocol.sandbox.sandbox_errors import (
     SandboxStartFailed,
 )
 from fumehood.protocol.sandbox.sandbox_messages import MemoryTier, SandboxSpec
-from fumehood.sandbox_server.egress.proxy_control import EgressController, NetworkGrant
+from fumehood.sandbox_server.egress.proxy_control import EgressController, SandboxNetworkConfig
 from fumehood.sandbox_server.host import orphan_cleanup, resource_watchdog
 from fumehood.sandbox_server.host.cgroups import open_join_fds
 from fumehood.sandbox_server.host.disks import Disk
-from fumehood.sandbox_server.host.host_resources import HostResources
 from fumehood.sandbox_server.host.jail_launcher import ZygoteLaunchConfig
 from fumehood.sandbox_server.host.python_runtime import PythonRuntimeUnavailable
+from fumehood.sandbox_server.host.resource_allocator import ResourceAllocator
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.packages import requirements
-from fumehood.sandbox_server.packages.installer import NO_PROVISION, Installer, PackageProvision
+from fumehood.sandbox_server.packages.installer import NO_PROVISION, Installer, InstallResult
 from fumehood.sandbox_server.packages.installer_factory import open_installer, open_store
 from fumehood.sandbox_server.packages.sandbox_packages import NO_INSTALL_JAIL, NO_INSTALLER
 from fumehood.sandbox_server.settings import SandboxServerSettings
+from fumehood.sandbox_server.supervisor.managed_zygote import ManagedZygote, ZygoteStarter
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance
 from fumehood.sandbox_server.supervisor.zygote_connection import ZygoteConnection
-from fumehood.sandbox_server.supervisor.zygote_manager import ZygoteManager, ZygoteStarter
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ _REFILL_DELAY = 0.025
 class _StartRequest:
     """Which zygote to fork from, and what the sandbox starts with."""
 
-    zygote_manager: ZygoteManager
+    managed_zygote: ManagedZygote
     memory: MemoryTier = _POOL_MEMORY
     fresh_interpreter: bool = False
     on_disk: bool = False
@@ -64,9 +64,9 @@ class Supervisor:
 
     def __init__(self, settings: SandboxServerSettings) -> None:
         self._settings = settings
-        self._host_resources = HostResources(settings)
-        self._shards: list[ZygoteManager] = []
-        self._bare_zygote: ZygoteManager | None = None
+        self._resource_allocator = ResourceAllocator(settings)
+        self._shards: list[ManagedZygote] = []
+        self._bare_zygote: ManagedZygote | None = None
         self.installer: Installer | None = None  # None if packages cannot be installed
         self.packages_unavailable = NO_INSTALLER  # why, then
         self._live: dict[int, SandboxInstance] = {}
@@ -112,11 +112,13 @@ class Supervisor:
                 "and the seccomp filter isolate the code."
             )
         await asyncio.to_thread(orphan_cleanup.remove_orphans, self._settings)
-        self._host_resources.open()
+        self._resource_allocator.open()
         self.egress.start(
-            None if self._host_resources.uid_range is None else self._host_resources.uid_range.proxy_uid
+            None
+            if self._resource_allocator.uid_range is None
+            else self._resource_allocator.uid_range.proxy_uid
         )
-        starter = ZygoteStarter(self._settings, self._host_resources)
+        starter = ZygoteStarter(self._settings, self._resource_allocator)
         if starter.launch_config is not None:
             self._open_installer(starter.launch_config)
         count = 1 if mode == "pod" else max(1, self._settings.shards)
@@ -127,11 +129,11 @@ class Supervisor:
         self._refill()
         if mode != "pod":
             self._run_in_background(resource_watchdog.watch_kernel_objects(self.claimed_sandboxes))
-            if self._host_resources.cgroup_tree is not None:
+            if self._resource_allocator.cgroup_tree is not None:
                 self._run_in_background(
                     resource_watchdog.watch_memory(
                         self.claimed_sandboxes,
-                        self._host_resources.cgroup_tree,
+                        self._resource_allocator.cgroup_tree,
                         self._settings.total_memory_limit(),
                     )
                 )
@@ -143,7 +145,7 @@ class Supervisor:
         if not launch.namespaces:
             self.packages_unavailable = NO_INSTALL_JAIL.format(mode=self._settings.mode)
             return
-        users = self._host_resources.uid_range
+        users = self._resource_allocator.uid_range
         try:
             store = open_store(self._settings)
             self.installer = open_installer(
@@ -151,7 +153,7 @@ class Supervisor:
                 store,
                 runtime=launch.runtime,
                 uid=None if users is None else users.installer_uid,
-                tree=self._host_resources.cgroup_tree,
+                tree=self._resource_allocator.cgroup_tree,
             )
         except (OSError, PythonRuntimeUnavailable, IsolationUnavailable) as error:
             self.packages_unavailable = f"Packages cannot be installed on this server: {error}."
@@ -167,25 +169,25 @@ class Supervisor:
             sandbox.kill("the supervisor is shutting down")
         if self.installer is not None:
             await self.installer.close()
-        for zygote_manager in self._zygote_managers():
-            await zygote_manager.close()
+        for managed_zygote in self._zygote_managers():
+            await managed_zygote.close()
         for sandbox in [*self._live.values()]:
             sandbox.handle_exit(-1)
         await self.egress.close()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await asyncio.sleep(0)  # let the done callbacks of finished tasks run
-        await self._host_resources.close()
+        await self._resource_allocator.close()
 
     # ---- zygotes ----------------------------------------------------------------------------------------------
 
-    def _new_zygote_manager(self, start: Callable[[], Awaitable[ZygoteConnection]]) -> ZygoteManager:
-        return ZygoteManager(start, on_event=self._on_zygote_event, on_death=self._on_zygote_death)
+    def _new_zygote_manager(self, start: Callable[[], Awaitable[ZygoteConnection]]) -> ManagedZygote:
+        return ManagedZygote(start, on_event=self._on_zygote_event, on_death=self._on_zygote_death)
 
-    def _zygote_managers(self) -> list[ZygoteManager]:
+    def _zygote_managers(self) -> list[ManagedZygote]:
         return self._shards if self._bare_zygote is None else [*self._shards, self._bare_zygote]
 
-    def _choose_shard(self, tenant: str) -> ZygoteManager:
+    def _choose_shard(self, tenant: str) -> ManagedZygote:
         """A tenant always gets the same shard, so that few share a zygote; without a tenant, the emptiest."""
         if len(self._shards) == 1:
             return self._shards[0]
@@ -193,8 +195,8 @@ class Supervisor:
             return self._shards[zlib.crc32(tenant.encode()) % len(self._shards)]
         return min(self._shards, key=self._count_sandboxes)
 
-    def _count_sandboxes(self, zygote_manager: ZygoteManager) -> int:
-        return sum(sandbox.zygote is zygote_manager.zygote for sandbox in self._live.values())
+    def _count_sandboxes(self, managed_zygote: ManagedZygote) -> int:
+        return sum(sandbox.zygote is managed_zygote.zygote for sandbox in self._live.values())
 
     def _on_zygote_event(self, event: dict[str, Any], fds: list[int]) -> None:
         sandbox = self._live.get(event["number"])
@@ -203,7 +205,7 @@ class Supervisor:
         for fd in fds:
             os.close(fd)
 
-    def _on_zygote_death(self, zygote_manager: ZygoteManager, zygote: ZygoteConnection) -> None:
+    def _on_zygote_death(self, managed_zygote: ManagedZygote, zygote: ZygoteConnection) -> None:
         """Report its sandboxes as lost, since the kernel killed them with it, and start another zygote."""
         lost = [sandbox for sandbox in self._live.values() if sandbox.zygote is zygote]
         last_line = zygote.last_log_line
@@ -215,17 +217,17 @@ class Supervisor:
         for sandbox in lost:
             sandbox.handle_exit(-1)
         if self._settings.mode != "pod":
-            self._run_in_background(self._restart_zygote(zygote_manager))
+            self._run_in_background(self._restart_zygote(managed_zygote))
 
-    async def _restart_zygote(self, zygote_manager: ZygoteManager) -> None:
+    async def _restart_zygote(self, managed_zygote: ManagedZygote) -> None:
         """Restart without waiting for a request: a load balancer sends none until /health is ok again."""
-        await asyncio.sleep(zygote_manager.backoff.delay())
-        if zygote_manager is not self._bare_zygote:
+        await asyncio.sleep(managed_zygote.backoff.delay())
+        if managed_zygote is not self._bare_zygote:
             try:
-                await zygote_manager.get_or_start()
+                await managed_zygote.get_or_start()
             except SandboxError as error:
                 logger.error("Restarting the zygote failed: %s", error)
-                self._run_in_background(self._restart_zygote(zygote_manager))
+                self._run_in_background(self._restart_zygote(managed_zygote))
                 return
         self._refill()
 
@@ -262,8 +264,8 @@ class Supervisor:
         try:
             return (
                 None
-                if self._host_resources.cgroup_tree is None
-                else self._host_resources.cgroup_tree.memory_current()
+                if self._resource_allocator.cgroup_tree is None
+                else self._resource_allocator.cgroup_tree.memory_current()
             )
         except OSError:  # the cgroup is being removed
             return None
@@ -298,7 +300,7 @@ class Supervisor:
         finally:
             provision.close()
 
-    async def _install_requirements(self, spec: SandboxSpec) -> PackageProvision:
+    async def _install_requirements(self, spec: SandboxSpec) -> InstallResult:
         """Install the packages that the sandbox starts with; raises InstallFailed."""
         if not spec.requirements:
             return NO_PROVISION
@@ -309,9 +311,9 @@ class Supervisor:
             wanted, self.installer.base.versions, may_replace=True, tenant=spec.tenant
         )
 
-    async def _claim_or_start(self, spec: SandboxSpec, provision: PackageProvision) -> SandboxInstance:
+    async def _claim_or_start(self, spec: SandboxSpec, provision: InstallResult) -> SandboxInstance:
         shard = self._choose_shard(spec.tenant)
-        disks = self._host_resources.disks
+        disks = self._resource_allocator.disks
         on_disk = disks is not None and await disks.has_disk_for(spec.memory)
         # Modules that are already loaded cannot be replaced by other versions.
         bare = self._bare_zygote if provision.replaced and not spec.fresh_interpreter else None
@@ -335,28 +337,28 @@ class Supervisor:
         while True:
             self._reserve_capacity()
             self._starting += 1
-            zygote = request.zygote_manager.zygote
+            zygote = request.managed_zygote.zygote
             try:
                 return await self._start(request)
             except (SandboxStartFailed, IsolationUnavailable):
-                if zygote is None or not await self._is_start_retryable(zygote, request.zygote_manager):
+                if zygote is None or not await self._is_start_retryable(zygote, request.managed_zygote):
                     raise
 
-    async def _is_start_retryable(self, zygote: ZygoteConnection, zygote_manager: ZygoteManager) -> bool:
+    async def _is_start_retryable(self, zygote: ZygoteConnection, managed_zygote: ManagedZygote) -> bool:
         """Whether the zygote has ended and another one runs or may start at once."""
         if self._settings.mode == "pod" or self._closing:
             return False
-        if zygote_manager.zygote is zygote and not await zygote.wait_ended(_ZYGOTE_EXIT_WAIT):
+        if managed_zygote.zygote is zygote and not await zygote.wait_ended(_ZYGOTE_EXIT_WAIT):
             return False
-        latest = zygote_manager.zygote
-        return (latest is not None and latest.is_alive) or zygote_manager.backoff.delay() == 0
+        latest = managed_zygote.zygote
+        return (latest is not None and latest.is_alive) or managed_zygote.backoff.delay() == 0
 
     async def _configure_claimed(
         self,
         sandbox: SandboxInstance,
         spec: SandboxSpec,
-        provision: PackageProvision,
-        grant: NetworkGrant | None,
+        provision: InstallResult,
+        grant: SandboxNetworkConfig | None,
     ) -> SandboxInstance:
         try:
             access = None if grant is None else self.egress.create_access(grant)
@@ -386,7 +388,7 @@ class Supervisor:
 
     # ---- the pool ---------------------------------------------------------------------------------------------
 
-    async def _claim_from_pool(self, shard: ZygoteManager) -> SandboxInstance | None:
+    async def _claim_from_pool(self, shard: ManagedZygote) -> SandboxInstance | None:
         """A pooled sandbox of this shard; at capacity, wait for one that is being started for the pool."""
         while True:
             for candidate in [*self._pool]:
@@ -424,15 +426,15 @@ class Supervisor:
             self._starting += 1
             self._run_in_background(self._add_to_pool(self._choose_shard_to_refill(number)))
 
-    def _choose_shard_to_refill(self, number: int) -> ZygoteManager:
+    def _choose_shard_to_refill(self, number: int) -> ManagedZygote:
         """The shard that gets the `number`th of the sandboxes being started: the one with the fewest first."""
 
-        def count_pooled(shard: ZygoteManager) -> int:
+        def count_pooled(shard: ManagedZygote) -> int:
             return sum(sandbox.zygote is shard.zygote for sandbox in self._pool)
 
         return sorted(self._shards, key=count_pooled)[number % len(self._shards)]
 
-    async def _add_to_pool(self, shard: ZygoteManager) -> None:
+    async def _add_to_pool(self, shard: ManagedZygote) -> None:
         try:
             sandbox = await self._start(_StartRequest(shard))
             if sandbox.end_reason is not None:  # it ended right after it was ready
@@ -455,11 +457,11 @@ class Supervisor:
     async def _start(self, request: _StartRequest) -> SandboxInstance:
         """Start a sandbox that the caller has counted in `_starting`."""
         disk = None
-        disks = self._host_resources.disks
+        disks = self._resource_allocator.disks
         try:
             if request.on_disk and disks is not None:
                 disk = await disks.create(request.memory)
-            zygote = await request.zygote_manager.get_or_start()
+            zygote = await request.managed_zygote.get_or_start()
             if self._closing:
                 raise SandboxStartFailed("The supervisor is shutting down.")
             sandbox = self._fork(zygote, next(self._numbers), request, disk)
@@ -482,7 +484,7 @@ class Supervisor:
     ) -> SandboxInstance:
         """Ask the zygote for a sandbox; on OSError (no descriptors, no cgroup) everything is undone."""
         with contextlib.ExitStack() as undo:
-            resources = self._host_resources.allocate(number, request.memory, disk, undo)
+            resources = self._resource_allocator.allocate(number, request.memory, disk, undo)
             mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 undo.callback(mine.close)
@@ -498,7 +500,7 @@ class Supervisor:
                 )
                 undo.callback(sandbox.close_connections)
                 sandbox.offer_packages(self.installer, unavailable=self.packages_unavailable)
-                plan = self._host_resources.build_plan(
+                plan = self._resource_allocator.build_plan(
                     resources, memory=request.memory, fresh_interpreter=request.fresh_interpreter
                 )
                 sandbox.send_plan(plan.encode(), request.memory)
@@ -515,7 +517,7 @@ class Supervisor:
         sandbox.close_connections()
         if self.on_sandbox_exit is not None:
             self.on_sandbox_exit(sandbox)
-        self._run_in_background(self._host_resources.release(sandbox.resources), even_when_closing=True)
+        self._run_in_background(self._resource_allocator.release(sandbox.resources), even_when_closing=True)
 
     def _enforce_output_limit(self) -> None:
         """Kill the sandbox with most output if all running executions hold too much of this process's memory."""

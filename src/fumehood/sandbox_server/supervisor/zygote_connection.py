@@ -14,7 +14,7 @@ from typing import Any, Self
 
 from fumehood.protocol.sandbox.sandbox_errors import InstallFailed
 from fumehood.sandbox_server.host import jail_launcher
-from fumehood.sandbox_server.host.jail_launcher import JailProcess, ZygoteLaunchConfig
+from fumehood.sandbox_server.host.jail_launcher import ZygoteJailProcess, ZygoteLaunchConfig
 from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.packet_channel import PacketChannel
 
@@ -39,7 +39,7 @@ class ZygoteConnection:
     on_death: called once, when they have ended.
     """
 
-    def __init__(self, sock: socket.socket, process: JailProcess | None) -> None:
+    def __init__(self, sock: socket.socket, process: ZygoteJailProcess | None) -> None:
         self._process = process
         self._ready: asyncio.Future[ZygoteInfo] = asyncio.get_running_loop().create_future()
         self._spawner_channel = PacketChannel(

@@ -15,9 +15,9 @@ from typing import Any
 
 from fumehood.protocol.sandbox.bundle_encoding import MAX_BUNDLED_FILE_BYTES, BundleContent, BundledFile
 from fumehood.protocol.sandbox.sandbox_errors import (
-    FileNotFound,
     FileRefused,
     SandboxError,
+    SandboxFileNotFound,
     SandboxPayloadTooLarge,
 )
 from fumehood.protocol.sandbox.sandbox_messages import (
@@ -25,7 +25,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     FileEntry,
     FileListing,
     UnpackSummary,
-    WriteSummary,
+    WriteFilesSummary,
 )
 
 _EPOCH_NS = 1_700_000_000 * 10**9  # times are deterministic
@@ -81,7 +81,7 @@ class MemorySandboxFiles:
         if path not in self._files:
             if path in self._directories:
                 raise FileRefused(f"{path}: not a regular file", param="path")
-            raise FileNotFound(f"There is no file {path!r}.", param="path")
+            raise SandboxFileNotFound(f"There is no file {path!r}.", param="path")
         return self._files[path].content
 
     def write_file(self, path: str, content: bytes, *, executable: bool = False) -> FileEntry:
@@ -137,7 +137,7 @@ class MemorySandboxFiles:
             else SandboxPayloadTooLarge(f"{path}: more than {MAX_BUNDLED_FILE_BYTES} bytes")
         )
 
-    def write_files(self, files: Iterable[BundledFile]) -> WriteSummary:
+    def write_files(self, files: Iterable[BundledFile]) -> WriteFilesSummary:
         """Write the files, and report those that are refused."""
         entries: list[FileEntry] = []
         reasons: list[str] = []
@@ -146,7 +146,7 @@ class MemorySandboxFiles:
                 entries.append(self.write_file(path, content, executable=any(executable)))
             except SandboxError as error:
                 reasons.append(error.message)
-        return WriteSummary(
+        return WriteFilesSummary(
             files=len(entries),
             bytes=sum(entry.size for entry in entries),
             modified_ns=_EPOCH_NS + self._version,

@@ -7,7 +7,7 @@ from typing import Self
 
 import msgspec
 
-from fumehood.interfaces import Clock, FileTotals, IdempotencyClaim, Lease, LeaseLost
+from fumehood.interfaces import Clock, FileTotals, IdempotencyClaim, ResponseLease, ResponseLeaseLost
 from fumehood.protocol.api_keys import ApiKeyRecord
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment
 from fumehood.protocol.openai.api_errors import ServiceUnavailable
@@ -103,7 +103,7 @@ class MemoryStore:
     async def check_writable(self) -> None:
         self._check_open()
 
-    async def begin_response(self, tenant: str, response: Response) -> Lease:
+    async def begin_response(self, tenant: str, response: Response) -> ResponseLease:
         before = self._find_row(tenant, response.previous_response_id)
         self._check_open().responses[response.id] = _MemoryResponseRow(
             tenant,
@@ -112,9 +112,9 @@ class MemoryStore:
             expires_at=self._clock.now() + self._lease_seconds,
             previous=before.tip if before and before.expires_at is None else None,
         )
-        return Lease(response.id, 1)
+        return ResponseLease(response.id, 1)
 
-    async def renew_leases(self, leases: Sequence[Lease]) -> Sequence[Lease]:
+    async def renew_leases(self, leases: Sequence[ResponseLease]) -> Sequence[ResponseLease]:
         rows = self._check_open().responses
         held = [lease for lease in leases if _is_held(lease, rows.get(lease.response_id))]
         for lease in held:
@@ -122,14 +122,18 @@ class MemoryStore:
         return held
 
     async def commit_response(
-        self, lease: Lease | None, tenant: str, response: Response, entries: Sequence[ConversationEntry]
+        self,
+        lease: ResponseLease | None,
+        tenant: str,
+        response: Response,
+        entries: Sequence[ConversationEntry],
     ) -> None:
         if lease is None and response.id in self._check_open().responses:
-            raise LeaseLost(response.id)
+            raise ResponseLeaseLost(response.id)
         lease = lease or await self.begin_response(tenant, response)
         row = self._find_row(tenant, lease.response_id)
         if row is None or not _is_held(lease, row):
-            raise LeaseLost(lease.response_id)
+            raise ResponseLeaseLost(lease.response_id)
         row.complete(response)
         row.turn = _MemoryTurn(row.previous, ConversationSegment(tuple(entries))) if entries else None
         self.commit_count += 1
@@ -393,7 +397,7 @@ class MemoryStore:
                     yield from segment.entries
 
 
-def _is_held(lease: Lease, row: _MemoryResponseRow | None) -> bool:
+def _is_held(lease: ResponseLease, row: _MemoryResponseRow | None) -> bool:
     return row is not None and row.expires_at is not None and row.epoch == lease.epoch
 
 

@@ -35,7 +35,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     SandboxInfo,
     SandboxSpec,
     UnpackSummary,
-    WriteSummary,
+    WriteFilesSummary,
 )
 from fumehood.testing.fakes.memory_sandbox_files import MemorySandboxFiles
 from fumehood.testing.fakes.scripted_fake import ScriptedFake
@@ -75,7 +75,7 @@ type ExpectedCode = str | Callable[[ExecuteRequest], bool] | None
 
 
 @dataclass(frozen=True, slots=True)
-class ExecutionStep:
+class ScriptedExecution:
     """One expected execution and its actions.
 
     code: expected; a string, a predicate on the request, or None for any.
@@ -97,7 +97,7 @@ class ExecutionStep:
         return "any request" if self.code is None else f"the code {self.code!r}"
 
 
-class ScriptedSandboxProvider(ScriptedFake[ExecutionStep]):
+class ScriptedSandboxProvider(ScriptedFake[ScriptedExecution]):
     """A `SandboxProvider` whose executions consume the steps in order, across all sandboxes.
 
     capacity: number of sandboxes beyond which `create` raises SandboxServerAtCapacity.
@@ -107,7 +107,7 @@ class ScriptedSandboxProvider(ScriptedFake[ExecutionStep]):
     """
 
     def __init__(
-        self, *steps: ExecutionStep, repeatable: Iterable[ExecutionStep] = (), capacity: int = 256
+        self, *steps: ScriptedExecution, repeatable: Iterable[ScriptedExecution] = (), capacity: int = 256
     ) -> None:
         super().__init__(steps, repeatable)
         self.error: SandboxError | None = None
@@ -187,7 +187,7 @@ class ScriptedSandboxProvider(ScriptedFake[ExecutionStep]):
         if self.error is not None:
             raise self.error
 
-    def next_step(self, name: str, request: ExecuteRequest) -> ExecutionStep:
+    def next_step(self, name: str, request: ExecuteRequest) -> ScriptedExecution:
         self.requests.append((name, request))
         call = f"The sandbox {name!r} was asked to run {request.code!r}"
         return self.take_step(call, lambda step: step.matches(request))
@@ -388,7 +388,9 @@ class ScriptedSandbox:
         for batch in itertools.batched(paths, _BATCH_SIZE):
             yield [self.files.read_small_file(path) for path in batch]
 
-    async def write_files(self, files: Callable[[], AsyncIterable[Sequence[BundledFile]]]) -> WriteSummary:
+    async def write_files(
+        self, files: Callable[[], AsyncIterable[Sequence[BundledFile]]]
+    ) -> WriteFilesSummary:
         self._check_available()
         return self.files.write_files([file async for batch in files() for file in batch])
 

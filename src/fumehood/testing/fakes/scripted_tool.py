@@ -9,11 +9,11 @@ from msgspec import Raw
 
 from fumehood.interfaces import (
     Caller,
+    CompactedToolState,
     ConfiguredTool,
     ToolCallContext,
     ToolCallResult,
     ToolCallStep,
-    ToolStateSnapshot,
 )
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
 from fumehood.protocol.openai.ids import new_id
@@ -26,7 +26,7 @@ _PARAMETERS = Raw(b'{"type":"object","properties":{},"additionalProperties":true
 
 
 @dataclass(frozen=True, slots=True)
-class ToolAnswer:
+class ScriptedToolAnswer:
     """One expected call and its answer.
 
     output: what the model reads.
@@ -50,7 +50,7 @@ class ToolAnswer:
         return f"the answer {self.output!r} to {arguments}"
 
 
-class ScriptedTool(ScriptedFake[ToolAnswer]):
+class ScriptedTool(ScriptedFake[ScriptedToolAnswer]):
     """A `HostedTool` whose calls get the answers in order. Its items have a type of their own.
 
     files: found by `find_files`.
@@ -59,9 +59,9 @@ class ScriptedTool(ScriptedFake[ToolAnswer]):
 
     def __init__(
         self,
-        *answers: ToolAnswer,
+        *answers: ScriptedToolAnswer,
         name: str = "scripted",
-        repeatable: Sequence[ToolAnswer] = (),
+        repeatable: Sequence[ScriptedToolAnswer] = (),
         files: Sequence[ProducedFile] = (),
     ) -> None:
         super().__init__(answers, repeatable)
@@ -104,14 +104,14 @@ class ScriptedTool(ScriptedFake[ToolAnswer]):
         caller: Caller,
         past: Sequence[ConversationSegment],
         kept_items: Sequence[ConversationEntry] = (),
-    ) -> ToolStateSnapshot | None:
+    ) -> CompactedToolState | None:
         """Keep the latest item of each of its types."""
         del caller, kept_items
         latest = {entry.type: entry.raw for segment in past for entry in segment.entries}
         items = [raw for kind, raw in latest.items() if kind in self.item_types]
-        return ToolStateSnapshot(items, f"{self.name} was used.") if items else None
+        return CompactedToolState(items, f"{self.name} was used.") if items else None
 
-    def next_answer(self, arguments: str) -> ToolAnswer:
+    def next_answer(self, arguments: str) -> ScriptedToolAnswer:
         self.calls.append(arguments)
         call = f"{self.name} was called with {arguments!r}"
         return self.take_step(call, lambda answer: answer.matches(arguments))

@@ -1,4 +1,4 @@
-"""Conformance tests of `BlobStore` and `ReferencedBlobs`.
+"""Conformance tests of `BlobStore` and `GarbageCollectedBlobStore`.
 
 `BlobStoreKit` needs a fixture `blobs`. `ReferencedBlobsKit` needs fixtures `blobs`, and the `primitive` blob store and
 the `store` of records that it uses.
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from fumehood.interfaces import BlobStore, ReferencedBlobs, Store
+from fumehood.interfaces import BlobStore, GarbageCollectedBlobStore, Store
 from fumehood.protocol.openai.file_objects import UploadedFileRecord
 from fumehood.testing.kits.payloads import SourceError, fail_midway, stream_chunks
 
 
 async def read_blob(
-    blobs: BlobStore | ReferencedBlobs, name: str, start: int = 0, end: int | None = None
+    blobs: BlobStore | GarbageCollectedBlobStore, name: str, start: int = 0, end: int | None = None
 ) -> bytes:
     return b"".join([chunk async for chunk in blobs.read(name, start, end)])
 
@@ -160,7 +160,7 @@ def _make_record(file_id: str, blob: str) -> UploadedFileRecord:
 
 class ReferencedBlobsKit:
     async def test_what_a_record_refers_to_stays(
-        self, blobs: ReferencedBlobs, primitive: BlobStore, store: Store
+        self, blobs: GarbageCollectedBlobStore, primitive: BlobStore, store: Store
     ) -> None:
         async with blobs.put_pinned(stream_chunks(b"con", b"tent")) as ref:
             assert ref.bytes == 7
@@ -175,14 +175,16 @@ class ReferencedBlobsKit:
         with pytest.raises(KeyError):
             await primitive.get_size(ref.name)
 
-    async def test_what_went_wrong_leaves_nothing(self, blobs: ReferencedBlobs, primitive: BlobStore) -> None:
+    async def test_what_went_wrong_leaves_nothing(
+        self, blobs: GarbageCollectedBlobStore, primitive: BlobStore
+    ) -> None:
         with pytest.raises(RuntimeError, match="no room"):
             async with blobs.put_pinned(b"content"):
                 raise RuntimeError("no room")
         assert await _list_all_names(primitive, -60) == set()
 
     async def test_many_are_put_together(
-        self, blobs: ReferencedBlobs, primitive: BlobStore, store: Store
+        self, blobs: GarbageCollectedBlobStore, primitive: BlobStore, store: Store
     ) -> None:
         contents = [b"%d" % (number % 30) for number in range(40)]
         async with blobs.put_many_pinned(contents) as refs:
@@ -198,7 +200,7 @@ class ReferencedBlobsKit:
         assert await _list_all_names(primitive, -60) == {ref.name for ref in refs[:10]}
 
     async def test_who_fails_takes_nothing_from_others(
-        self, blobs: ReferencedBlobs, primitive: BlobStore, store: Store
+        self, blobs: GarbageCollectedBlobStore, primitive: BlobStore, store: Store
     ) -> None:
         async with blobs.put_pinned(b"content") as ref:
             with pytest.raises(RuntimeError, match="no room"):
@@ -209,7 +211,7 @@ class ReferencedBlobsKit:
         assert await primitive.get_size(ref.name) == 7
 
     async def test_a_blob_that_is_there_can_be_held(
-        self, blobs: ReferencedBlobs, primitive: BlobStore, store: Store
+        self, blobs: GarbageCollectedBlobStore, primitive: BlobStore, store: Store
     ) -> None:
         name = await primitive.put(b"content")
         async with blobs.pin(name):
@@ -227,7 +229,7 @@ class ReferencedBlobsKit:
                 pass
 
     async def test_many_come_and_go_at_once(
-        self, blobs: ReferencedBlobs, primitive: BlobStore, store: Store
+        self, blobs: GarbageCollectedBlobStore, primitive: BlobStore, store: Store
     ) -> None:
         """The blob exists while any of several short-lived records refers to it."""
 
@@ -244,7 +246,7 @@ class ReferencedBlobsKit:
         assert await _list_all_names(primitive, -60) == set()
 
     async def test_orphans_are_swept_when_they_are_old(
-        self, blobs: ReferencedBlobs, primitive: BlobStore, store: Store
+        self, blobs: GarbageCollectedBlobStore, primitive: BlobStore, store: Store
     ) -> None:
         used = await primitive.put(b"used")
         await store.add_upload(_make_record("file-1", used))
@@ -255,6 +257,6 @@ class ReferencedBlobsKit:
         assert await blobs.collect_garbage() == 3
         assert await _list_all_names(primitive, -60) == {used}
 
-    async def age_blobs(self, blobs: ReferencedBlobs, seconds: float) -> None:
+    async def age_blobs(self, blobs: GarbageCollectedBlobStore, seconds: float) -> None:
         """Make all blobs older. Implement it in the subclass."""
         raise NotImplementedError

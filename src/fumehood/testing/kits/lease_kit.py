@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from fumehood.interfaces import Lease, LeaseLost, Store
+from fumehood.interfaces import ResponseLease, ResponseLeaseLost, Store
 from fumehood.testing.kits.store_fixtures import (
     StoreFixture,
     StoreSubject,
@@ -36,7 +36,7 @@ class LeaseKit(StoreFixture):
         assert (found.status, found.error.code, found.output) == ("failed", "server_error", [])
         assert "stopped" in found.error.message
         assert list_user_texts(await store.get_conversation("tenant", one.response.id)) == ["before"]
-        with pytest.raises(LeaseLost):
+        with pytest.raises(ResponseLeaseLost):
             await one.complete(lease)
         assert await find_stored_items(store, one.entries) == []
         again = await load_response(store, one.response.id)
@@ -54,23 +54,23 @@ class LeaseKit(StoreFixture):
         await done.complete(leases[2])
         assert list(await store.renew_leases([])) == []
         await subject.expire_leases()
-        unknown = Lease("resp_unknown", 1)
+        unknown = ResponseLease("resp_unknown", 1)
         assert list(await store.renew_leases([leases[0], leases[2], unknown])) == [leases[0]]
         assert await store.fail_orphaned_responses() == 1
         assert list(await store.renew_leases(leases)) == [leases[0]]
         await kept.complete(leases[0])
-        with pytest.raises(LeaseLost):
+        with pytest.raises(ResponseLeaseLost):
             await lost.complete(leases[1])
 
     async def test_another_epoch_is_not_ours(self, store: Store) -> None:
         one = make_response(store)
         lease = await one.begin()
-        wrong = Lease(lease.response_id, lease.epoch + 1)
+        wrong = ResponseLease(lease.response_id, lease.epoch + 1)
         assert list(await store.renew_leases([wrong])) == []
-        with pytest.raises(LeaseLost):
+        with pytest.raises(ResponseLeaseLost):
             await one.complete(wrong)
         await store.renew_leases([lease])
-        with pytest.raises(LeaseLost):
+        with pytest.raises(ResponseLeaseLost):
             await one.complete(wrong)
         await one.complete(lease)
 
@@ -79,7 +79,7 @@ class LeaseKit(StoreFixture):
         lease = await one.begin()
         response = await one.complete(lease)
         one.entries.append(make_user_item("twice"))
-        with pytest.raises(LeaseLost):
+        with pytest.raises(ResponseLeaseLost):
             await one.complete(lease)
         await subject.expire_leases()
         assert await store.fail_orphaned_responses() == 0
@@ -93,7 +93,7 @@ class LeaseKit(StoreFixture):
         await store.commit_response(None, "tenant", one.response, one.entries)
         assert_same_response(await store.get_response("tenant", one.response.id), one.response)
         assert list_user_texts(await store.get_conversation("tenant", one.response.id)) == ["first", "one"]
-        with pytest.raises(LeaseLost):
+        with pytest.raises(ResponseLeaseLost):
             await store.commit_response(None, "tenant", one.response, one.entries)
         assert list_user_texts(await store.get_conversation("tenant", one.response.id)) == ["first", "one"]
 
@@ -129,7 +129,7 @@ class SharedStoreKit(StoreFixture):
         found = await load_response(store, one.response.id)
         assert found.status == "failed"
         assert list(await store.renew_leases([lease])) == []
-        with pytest.raises(LeaseLost):
+        with pytest.raises(ResponseLeaseLost):
             await one.complete(lease)
         assert await find_stored_items(second, one.entries) == []
         response = await alive.complete(held)

@@ -11,7 +11,7 @@ import pytest
 
 from fumehood.interfaces import Sandbox
 from fumehood.protocol.sandbox.bundle_encoding import MAX_BUNDLED_FILE_BYTES, BundleContent, BundledFile
-from fumehood.protocol.sandbox.sandbox_errors import FileNotFound, FileRefused, SandboxPayloadTooLarge
+from fumehood.protocol.sandbox.sandbox_errors import FileRefused, SandboxFileNotFound, SandboxPayloadTooLarge
 from fumehood.protocol.sandbox.sandbox_messages import ArchiveFormat, ExecutionEvent
 from fumehood.testing.kits.assertions import assert_each_raises
 from fumehood.testing.kits.payloads import SourceError, build_archive, fail_midway
@@ -148,7 +148,7 @@ class SandboxFilesKit:
     async def test_files_that_are_not_there(self, subject: _SandboxFilesSubject) -> None:
         async with subject.create_sandbox() as sandbox:
             await assert_each_raises(
-                FileNotFound,
+                SandboxFileNotFound,
                 read_content(sandbox, "none.txt"),
                 sandbox.delete_file("none.txt"),
                 read_content(sandbox, "no/such/directory.txt"),
@@ -253,11 +253,11 @@ class SandboxFilesKit:
             found = await read_contents(sandbox, asked)
             kinds = [content if isinstance(content, bytes) else type(content) for content in found]
             assert kinds == [
-                FileNotFound,
+                SandboxFileNotFound,
                 FileRefused,
                 b"a",
                 SandboxPayloadTooLarge,
-                FileNotFound,
+                SandboxFileNotFound,
                 *(FileRefused for _ in BAD_NAMES),
                 b"a",
             ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from fumehood.interfaces import Lease, Store
+from fumehood.interfaces import ResponseLease, Store
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
 from fumehood.protocol.openai.container_objects import ContainerRecord
 from fumehood.protocol.openai.file_objects import UploadedFileRecord
@@ -45,10 +45,10 @@ class PendingResponse:
     response: Response
     entries: list[ConversationEntry] = field(default_factory=list[ConversationEntry])
 
-    async def begin(self) -> Lease:
+    async def begin(self) -> ResponseLease:
         return await self.store.begin_response(self.tenant, self.response)
 
-    async def complete(self, lease: Lease) -> Response:
+    async def complete(self, lease: ResponseLease) -> Response:
         self.response.status = "completed"
         self.response.completed_at = self.response.created_at + 1
         await self.store.commit_response(lease, self.tenant, self.response, self.entries)

@@ -9,7 +9,7 @@ import asyncio
 import msgspec
 import pytest
 
-from fumehood.interfaces import IdempotencyClaim, LeaseLost, Store
+from fumehood.interfaces import IdempotencyClaim, ResponseLeaseLost, Store
 from fumehood.protocol.api_keys import ApiKeyLimits, ApiKeyRecord
 from fumehood.protocol.attachments import Attachment
 from fumehood.protocol.conversation import ConversationEntry, ToolExchange
@@ -194,7 +194,7 @@ class ResponseStoreKit(StoreFixture):
         lease = await running.begin()
         assert await store.get_response("other", running.response.id) is None
         assert await store.delete_response("other", running.response.id) is False
-        with pytest.raises(LeaseLost):
+        with pytest.raises(ResponseLeaseLost):
             await store.commit_response(lease, "other", running.response, running.entries)
         await running.complete(lease)
 
@@ -394,7 +394,7 @@ class ResponseDeletionKit(StoreFixture):
         lease = await one.begin()
         assert await store.delete_response("tenant", one.response.id)
         assert await store.get_response("tenant", one.response.id) is None
-        with pytest.raises(LeaseLost):
+        with pytest.raises(ResponseLeaseLost):
             await one.complete(lease)
         assert await store.get_response("tenant", one.response.id) is None
         assert await store.delete_response("tenant", first.response.id)

@@ -39,8 +39,8 @@ from fumehood.client.prompt._types import SupportsDataclass
 from fumehood.client.prompt.prompt import Prompt, RenderedPrompt, ToolChoice, merge_native_tools
 from fumehood.client.prompt.tool import ProviderTool, ToolContext, select_provider_tools
 from fumehood.client.resources import ResourceRegistry, Resources
+from fumehood.client.runtime.evaluation_observer import NOOP_OBSERVER, EvaluationObserver, EvaluationStarted
 from fumehood.client.runtime.events import EventBus, FanOutEventBus
-from fumehood.client.runtime.observer import NOOP_OBSERVER, EvaluationObserver, EvaluationStarted
 from fumehood.client.runtime.session import Session, SessionProtocol
 from fumehood.client.throttle import ThrottlePolicy
 from fumehood.client.workspace_section import WorkspaceSection

@@ -16,7 +16,7 @@ from fumehood.client.adapters.openai.responses_client import (
 from fumehood.client.dbc import require
 from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import ContainerExpiredError, PromptEvaluationError
-from fumehood.client.parallel import CancellationToken
+from fumehood.client.parallel import WorkerCancellation
 from fumehood.client.throttle import ThrottlePolicy
 
 if TYPE_CHECKING:
@@ -81,13 +81,13 @@ class ContainerManager:
         *,
         policy: ThrottlePolicy | None = None,
         deadline: Deadline | None = None,
-        token: CancellationToken | None = None,
+        token: WorkerCancellation | None = None,
     ) -> None:
         self.client = client
         self.config = config or ContainerConfig()
         self._policy = policy or ThrottlePolicy()
         self._deadline = deadline
-        self._token = token or CancellationToken()
+        self._token = token or WorkerCancellation()
         self._sdk: Any = client.with_options(max_retries=0)  # the policy retries
 
     def create(self, name: str = "fumehood-workspace") -> str:

@@ -25,7 +25,7 @@ from fumehood.client.filesystem import (
     resolve_existing,
     resolve_writable,
 )
-from fumehood.client.parallel import CancellationToken, run_parallel
+from fumehood.client.parallel import WorkerCancellation, run_parallel
 from fumehood.client.runtime.session import SessionProtocol
 from fumehood.client.throttle import ThrottlePolicy
 
@@ -38,7 +38,7 @@ _MAX_DOWNLOADS = 8
 
 
 @dataclass(frozen=True)
-class ActiveContainer:
+class SharedContainer:
     """The container that workspaces of mode "auto" share in a session."""
 
     container_id: str
@@ -182,7 +182,7 @@ class ContainerFilesystem(ListingFilesystem):
         return self._client() if callable(self._client) else self._client
 
     def _manager(
-        self, deadline: Deadline | None = None, token: CancellationToken | None = None
+        self, deadline: Deadline | None = None, token: WorkerCancellation | None = None
     ) -> ContainerManager:
         return ContainerManager(self.client, self._config, policy=self.policy, deadline=deadline, token=token)
 
@@ -191,7 +191,7 @@ class ContainerFilesystem(ListingFilesystem):
 
     def _reuse_or_create(self, manager: ContainerManager) -> str:
         if self._config.mode == "auto" and self._session is not None:
-            last = self._session[ActiveContainer].latest()
+            last = self._session[SharedContainer].latest()
             same_size = last is not None and last.memory_limit == self._config.memory_limit
             if last is not None and same_size and manager.is_alive(last.container_id):
                 return self._fill(last.container_id, manager)
@@ -222,7 +222,7 @@ class ContainerFilesystem(ListingFilesystem):
                 self._upload(container_id, path, content, manager)
         self.container_id = container_id
         if self._session is not None and self._config.mode == "auto":
-            self._session[ActiveContainer].seed(ActiveContainer(container_id, self._config.memory_limit))
+            self._session[SharedContainer].seed(SharedContainer(container_id, self._config.memory_limit))
         return container_id
 
     def _unpack_archive(
@@ -279,7 +279,7 @@ class ContainerFilesystem(ListingFilesystem):
 
     def _download(self, container_id: str, target: HostFilesystem) -> list[tuple[str, OSError]]:
         """Download all files; return those that failed."""
-        token = CancellationToken()
+        token = WorkerCancellation()
         ids, manager, mirror = self._list_ids(container_id), self._manager(token=token), self._mirror
         paths = sorted(ids.keys() | self._mirror_paths())
         files = frozenset(paths)

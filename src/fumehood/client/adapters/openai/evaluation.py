@@ -64,11 +64,12 @@ class Evaluation[Out]:
     """One evaluation of one prompt; `run` is called once.
 
     request: what all its requests have in common: everything but the input.
-    new_container: replaces an expired container and returns the new id and the prompt's text, which may name paths in
-    it; None if the container is not ours.
+    recreate_container: replaces an expired container and returns the new id and the prompt's text, which may name paths
+    in it; None if the container is not ours.
     memory_limit: of the workspace's container.
     manager: keeps the session's conversation; without one, every evaluation starts anew.
-    task: the message with the prompt's text: a system message at the start of a conversation, else a user message.
+    prompt_message: the message with the prompt's text: a system message at the start of a conversation, else a user
+    message.
     """
 
     api: ResponsesClient

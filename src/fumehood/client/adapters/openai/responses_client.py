@@ -14,7 +14,7 @@ import msgspec
 from fumehood.client.adapters.openai.wire import WireResponse, build_response_event
 from fumehood.client.deadlines import Deadline
 from fumehood.client.errors import DeadlineExceededError, PromptEvaluationError
-from fumehood.client.runtime.observer import NOOP_OBSERVER, EvaluationObserver, ModelRequestStarted
+from fumehood.client.runtime.evaluation_observer import NOOP_OBSERVER, EvaluationObserver, ModelRequestStarted
 from fumehood.client.throttle import ThrottlePolicy, TransientFailure, retry
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from fumehood.client.adapters.provider_adapter import CitedFile, ToolChoice
 from fumehood.client.budget import TokenUsage
 from fumehood.client.dbc import require
 from fumehood.client.prompt.tool import ProviderToolCallData
-from fumehood.client.runtime.observer import ModelResponseReceived
+from fumehood.client.runtime.evaluation_observer import ModelResponseReceived
 
 type Item = dict[str, Any]
 

@@ -21,7 +21,7 @@ from fumehood.sandbox_server.inside.files import (
     zip_reader,
 )
 from fumehood.sandbox_server.inside.files.archive_members import printable_name, split_member_name
-from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused, QuotaPermit
+from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused, WriteQuota
 
 _MAX_REASONS = 20
 _MAX_TAR_HEADER_BYTES = 64 << 20  # what a tar may contain besides its members' content
@@ -60,13 +60,13 @@ class UnpackOutcome:
 
 
 def unpack_archive(
-    data: int, source: int, *, kind: str, into: str, token: str, limits: UnpackLimits, permit: QuotaPermit
+    data: int, source: int, *, kind: str, into: str, token: str, limits: UnpackLimits, permit: WriteQuota
 ) -> UnpackOutcome:
     """Unpack the archive from `source` below `into`. Raises FileTaskRefused, OSError; then nothing has changed.
 
     data: the data directory. kind: `zip` or a key of `DECOMPRESSORS`. token: names the staging directory.
     """
-    unpacker = ArchiveUnpacker(data, into, token, limits, permit)
+    unpacker = StagedFileWriter(data, into, token, limits, permit)
     counted = CountedSource(source, permit)
     try:
         if kind == "zip":
@@ -87,7 +87,7 @@ def unpack_archive(
 class CountedSource:
     """Reads the upload and counts its bytes."""
 
-    def __init__(self, source: int, permit: QuotaPermit) -> None:
+    def __init__(self, source: int, permit: WriteQuota) -> None:
         self._source = source
         self._permit = permit
         self.received_bytes = 0
@@ -100,7 +100,7 @@ class CountedSource:
 
 
 def _unpack_spooled_zip(
-    data: int, source: CountedSource, unpacker: "ArchiveUnpacker", permit: QuotaPermit
+    data: int, source: CountedSource, unpacker: "StagedFileWriter", permit: WriteQuota
 ) -> None:
     """Spool the zip, whose directory is at its end, to an unnamed file that counts against the sandbox."""
     try:
@@ -119,8 +119,8 @@ def _file_mode(executable: bool) -> int:
     return 0o755 if executable else 0o644
 
 
-class ArchiveUnpacker:
-    """Stages members and moves them to their paths in `commit`.
+class StagedFileWriter:
+    """Writes files to a staging directory and moves them to their paths in `commit`.
 
     allow_partial: report files that cannot be moved and keep the others; otherwise all or nothing.
     """
@@ -131,7 +131,7 @@ class ArchiveUnpacker:
         into: str,
         token: str,
         limits: UnpackLimits,
-        permit: QuotaPermit,
+        permit: WriteQuota,
         *,
         allow_partial: bool = False,
     ) -> None:

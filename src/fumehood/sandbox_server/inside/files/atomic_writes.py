@@ -19,7 +19,7 @@ from fumehood.sandbox_server.inside.files.data_directory import (
     check_path,
     open_parent,
 )
-from fumehood.sandbox_server.inside.files.quota_requests import QuotaPermit
+from fumehood.sandbox_server.inside.files.quota_requests import WriteQuota
 
 CHUNK_BYTES = 1 << 20
 _CREATE_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -31,7 +31,7 @@ def staging_name(token: str) -> bytes:
 
 
 def write_file(
-    data_fd: int, path: str, source_fd: int, token: str, permit: QuotaPermit, *, executable: bool = False
+    data_fd: int, path: str, source_fd: int, token: str, permit: WriteQuota, *, executable: bool = False
 ) -> FileStat:
     """Write everything from `source_fd` to `path`, replacing what is there; creates parent directories.
 
@@ -62,7 +62,7 @@ def read_chunks(source_fd: int) -> Iterator[bytes]:
         yield chunk
 
 
-def write_chunks(target_fd: int, chunks: Iterable[bytes], permit: QuotaPermit) -> int:
+def write_chunks(target_fd: int, chunks: Iterable[bytes], permit: WriteQuota) -> int:
     """Reserve and write all chunks; returns the number of bytes."""
     size = 0
     for chunk in chunks:

@@ -7,23 +7,23 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from fumehood.sandbox_server.inside.files import atomic_writes
-from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused, QuotaPermit
+from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused, WriteQuota
 
 _ZSTD_WINDOW_LOG = 25
 _ZSTD_MODULES = ("compression.zstd", "backports.zstd")
 
 
-def _pass_through(chunks: Iterator[bytes], permit: QuotaPermit) -> Iterator[bytes]:
+def _pass_through(chunks: Iterator[bytes], permit: WriteQuota) -> Iterator[bytes]:
     del permit
     return chunks
 
 
-def gunzip(chunks: Iterator[bytes], permit: QuotaPermit) -> Iterator[bytes]:
+def gunzip(chunks: Iterator[bytes], permit: WriteQuota) -> Iterator[bytes]:
     """Decompress all members, as gzip does; zeros may follow the last."""
     return _decompress_members(chunks, permit, lambda: zlib.decompressobj(wbits=31), inflate)
 
 
-def _decompress_zstd(chunks: Iterator[bytes], permit: QuotaPermit) -> Iterator[bytes]:
+def _decompress_zstd(chunks: Iterator[bytes], permit: WriteQuota) -> Iterator[bytes]:
     zstd = _find_zstd()
     permit.reserve(1 << _ZSTD_WINDOW_LOG)  # the largest window that is accepted
     options = {zstd.DecompressionParameter.window_log_max: _ZSTD_WINDOW_LOG}
@@ -44,7 +44,7 @@ def _find_zstd() -> Any:
     )
 
 
-class ZlibDecompressor(Protocol):
+class ZlibDecompressObject(Protocol):
     """The type of `zlib.decompressobj()`, which has no public name."""
 
     @property
@@ -54,7 +54,7 @@ class ZlibDecompressor(Protocol):
     def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
 
 
-def inflate(decoder: ZlibDecompressor, chunk: bytes) -> Iterator[bytes]:
+def inflate(decoder: ZlibDecompressObject, chunk: bytes) -> Iterator[bytes]:
     """Decompress a chunk into chunks of limited size. Raises FileTaskRefused."""
     while True:
         try:
@@ -83,7 +83,7 @@ def _decompress_frame(decoder: Any, chunk: bytes, zstd_error: type[Exception]) -
 
 def _decompress_members(
     chunks: Iterator[bytes],
-    permit: QuotaPermit,
+    permit: WriteQuota,
     start: Callable[[], Any],
     feed: Callable[[Any, bytes], Iterator[bytes]],
 ) -> Iterator[bytes]:
@@ -123,7 +123,7 @@ def limit_size(chunks: Iterator[bytes], max_bytes: int) -> Iterator[bytes]:
 
 
 # By the kind of a tar archive.
-DECOMPRESSORS: dict[str, Callable[[Iterator[bytes], QuotaPermit], Iterator[bytes]]] = {
+DECOMPRESSORS: dict[str, Callable[[Iterator[bytes], WriteQuota], Iterator[bytes]]] = {
     "tar": _pass_through,
     "tar.gz": gunzip,
     "tar.zst": _decompress_zstd,

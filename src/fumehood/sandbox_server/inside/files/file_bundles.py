@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from fumehood.sandbox_server.inside import syscalls
 from fumehood.sandbox_server.inside.files import data_directory
 from fumehood.sandbox_server.inside.files.archive_unpacker import (
-    ArchiveUnpacker,
     CountedSource,
+    StagedFileWriter,
     UnpackLimits,
     UnpackOutcome,
 )
-from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused, QuotaPermit
+from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused, WriteQuota
 from fumehood.sandbox_server.inside.files.tar_reader import ExactReader
 
 # Copied from the protocol, which is not in the jail. A test compares them.
@@ -32,13 +32,13 @@ _FLUSH_BYTES = 256 * 1024
 
 
 def receive_files(
-    data: int, source: int, *, token: str, limits: UnpackLimits, permit: QuotaPermit
+    data: int, source: int, *, token: str, limits: UnpackLimits, permit: WriteQuota
 ) -> UnpackOutcome:
     """Receive a bundle; the outcome lists files that were refused.
 
     Raises FileTaskRefused for an invalid stream, and then no file is written.
     """
-    unpacker = ArchiveUnpacker(data, "", token, limits, permit, allow_partial=True)
+    unpacker = StagedFileWriter(data, "", token, limits, permit, allow_partial=True)
     counted = CountedSource(source, permit)
     stream = ExactReader(counted.iter_chunks())
     try:

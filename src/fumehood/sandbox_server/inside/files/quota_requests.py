@@ -27,7 +27,7 @@ class FileTaskRefused(Exception):
         self.number = number
 
 
-class QuotaPermit(Protocol):
+class WriteQuota(Protocol):
     """Grants a helper what it writes."""
 
     def reserve(self, size: int) -> None:

@@ -115,7 +115,7 @@ def replace_stdin() -> None:
     os.close(null)
 
 
-class NamespaceForker:
+class PidNamespaceForker:
     """Forks children into other PID namespaces; this process stays in its own."""
 
     def __init__(self) -> None:

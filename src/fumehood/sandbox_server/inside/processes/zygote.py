@@ -11,7 +11,7 @@ import sys
 from typing import Any, NoReturn
 
 from fumehood.sandbox_server.inside import layout, syscalls
-from fumehood.sandbox_server.inside.processes import fork_server, interpreter
+from fumehood.sandbox_server.inside.processes import fork_server, interpreter_entrypoint
 from fumehood.sandbox_server.inside.runner import code_runner
 from fumehood.sandbox_server.inside.warm_start import file_backed_heap, preload
 
@@ -31,7 +31,7 @@ class InterpreterForkServer(fork_server.ForkServer):
         super().__init__(control)
         self._seccomp_program = seccomp_program
         self._runner = warm_runner
-        self._namespace_forker = fork_server.NamespaceForker()
+        self._namespace_forker = fork_server.PidNamespaceForker()
         self.add_source(control, self._handle_request)
         self.add_source(spawner_socket, self._fork_interpreter)
 
@@ -60,7 +60,7 @@ class InterpreterForkServer(fork_server.ForkServer):
         if pid == 0:
             fork_server.close_other_fds(fds)
             supervisor = socket.socket(fileno=channel)
-            interpreter.enter_jail(
+            interpreter_entrypoint.enter_jail(
                 self._seccomp_program,
                 supervisor,
                 (init_pidfd, ready_pipe),

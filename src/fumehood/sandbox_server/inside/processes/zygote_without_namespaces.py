@@ -8,7 +8,12 @@ from typing import Any, NoReturn
 
 from fumehood.sandbox_server.inside import syscalls
 from fumehood.sandbox_server.inside.jail import jail_builder, seccomp_installer
-from fumehood.sandbox_server.inside.processes import fork_server, interpreter, sandbox_startup, zygote
+from fumehood.sandbox_server.inside.processes import (
+    fork_server,
+    interpreter_entrypoint,
+    startup_messages,
+    zygote,
+)
 from fumehood.sandbox_server.inside.processes.jail_spawner import JailSpawner, decode_seccomp_programs
 from fumehood.sandbox_server.inside.runner import code_runner, shell_commands
 from fumehood.sandbox_server.inside.warm_start import preload
@@ -70,18 +75,18 @@ def run_subreaper(
         os.dup2(0, 1)  # /dev/null: the zygote's stderr is the operator's
         os.dup2(0, 2)
         jail_builder.join_cgroups(cgroups)
-        jail_builder.raise_oom_score(sandbox_startup.OOM_SCORE)
-        plan = jail_builder.JailPlan.decode(channel.recv(sandbox_startup.MAX_PLAN_BYTES))
+        jail_builder.raise_oom_score(startup_messages.OOM_SCORE)
+        plan = jail_builder.JailPlan.decode(channel.recv(startup_messages.MAX_PLAN_BYTES))
         syscalls.prctl(syscalls.PR_SET_CHILD_SUBREAPER, 1)
         syscalls.prctl(
             syscalls.PR_SET_PDEATHSIG, signal.SIGTERM
         )  # without a PID namespace nothing else ends it with the zygote
-        sandbox_startup.send_handles(channel, plan)
+        startup_messages.send_handles(channel, plan)
         jail_builder.set_resource_limits(plan)
         syscalls.drop_all_privileges()
         _start_interpreter(plan, seccomp_program, channel, warm_runner)
     except BaseException as error:
-        sandbox_startup.fail(channel, error)
+        startup_messages.fail(channel, error)
 
 
 def _start_interpreter(
@@ -98,7 +103,7 @@ def _start_interpreter(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
         syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
         plan = plan._replace(read_only=[*plan.read_only, *_python_paths()])
-        interpreter.run_interpreter(
+        interpreter_entrypoint.run_interpreter(
             plan, seccomp_program, channel, warm_runner, fresh_process=plan.fresh_interpreter
         )
     channel.close()

@@ -80,7 +80,7 @@ class CodeRunner:
         self._stdout = captured_streams.CapturedStream(self._output, framing.MessageKind.STDOUT)
         self._stderr = captured_streams.CapturedStream(self._output, framing.MessageKind.STDERR)
         self._displays = display.DisplayPublisher(self._output)
-        self._commands = shell_commands.ShellCommands(self._guard)
+        self._commands = shell_commands.ShellCommandRunner(self._guard)
         self._cell_compiler = cell_compiler.CellCompiler()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._memory_reserve: mmap.mmap | None = None
@@ -132,7 +132,7 @@ class CodeRunner:
                     (framing.MessageKind.EXECUTE, {"code": source}),
                 ):
                     for packet in framing.encode_packets(
-                        framing.RunnerMessage(kind, framing.NO_CALL, json.dumps(request).encode())
+                        framing.ChannelMessage(kind, framing.NO_CALL, json.dumps(request).encode())
                     ):
                         peer.send(packet)
                     self._handle_packet(assembler)

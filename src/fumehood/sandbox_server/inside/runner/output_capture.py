@@ -200,7 +200,7 @@ class OutputQueue:
                 self._queue.clear()
                 self._queued_bytes = 0
                 for packet in framing.encode_packets(
-                    framing.RunnerMessage(framing.MessageKind.END, call, body)
+                    framing.ChannelMessage(framing.MessageKind.END, call, body)
                 ):
                     self._send(packet)
             finally:
@@ -296,7 +296,7 @@ class OutputQueue:
     def send_reply(self, kind: framing.MessageKind, body: bytes) -> None:
         """Send a message that belongs to no call."""
         with self._lock:
-            for packet in framing.encode_packets(framing.RunnerMessage(kind, framing.NO_CALL, body)):
+            for packet in framing.encode_packets(framing.ChannelMessage(kind, framing.NO_CALL, body)):
                 self._send(packet)
 
     # --- under the lock ---------------------------------------------------------------------------
@@ -365,7 +365,7 @@ class OutputQueue:
 
     def _packets(self, items: list[tuple[framing.MessageKind, bytes]]) -> list[bytes]:
         call = self._call or framing.NO_CALL
-        ready: list[framing.RunnerMessage] = []
+        ready: list[framing.ChannelMessage] = []
         texts: list[tuple[framing.MessageKind, bytes]] = []
         for kind, data in items:
             if kind in _TEXT_KINDS:
@@ -373,7 +373,7 @@ class OutputQueue:
             else:
                 ready.extend(output_encoding.pack_output(call, texts))
                 texts = []
-                ready.append(framing.RunnerMessage(kind, call, data))
+                ready.append(framing.ChannelMessage(kind, call, data))
         ready.extend(output_encoding.pack_output(call, texts))
         return [packet for message in ready for packet in framing.encode_packets(message)]
 

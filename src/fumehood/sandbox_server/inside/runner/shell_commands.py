@@ -30,7 +30,7 @@ _sleep = time.sleep
 _POLL_SECONDS = 0.002
 
 
-class ShellCommands:
+class ShellCommandRunner:
     """Runs one command at a time; `exit_code` is the last one's."""
 
     def __init__(self, guard: InterruptGuard) -> None:

@@ -48,7 +48,7 @@ _libc.free.argtypes = (ctypes.c_void_p,)
 
 
 class FileBackedHeap:
-    """Create it before the imports and call `make_private` after them."""
+    """Keeps the memory of imports in a file that forks share. Create it before them, call `make_private` after them."""
 
     def __init__(self) -> None:
         self._file = os.memfd_create("zygote")

@@ -13,7 +13,7 @@ from fumehood.client.prompt.section import Section
 
 
 class NativeToolSection(Section[ParamsT_co]):
-    """A section without text and without tools of ours; its parameters are the settings of a native tool."""
+    """A prompt section without text and without tools of ours; its parameters are the settings of a native tool."""
 
     native_name: str
 

@@ -1,0 +1,222 @@
+"""Loads the conversation before a request, and turns the items of the request into entries."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Raw
+
+from fumehood.cpu_worker import ITEM_COST_BYTES, WORKER_THRESHOLD_BYTES, run_in_worker
+from fumehood.interfaces import Caller, ConversationStore, HostedTool, ReserveMemory
+from fumehood.protocol.conversation import (
+    COMPACTION_TYPE,
+    ConversationEntry,
+    ConversationSegment,
+    conversation_size,
+)
+from fumehood.protocol.openai.api_errors import InvalidRequest, PreviousResponseNotFound
+from fumehood.protocol.openai.ids import new_id, new_item_id
+from fumehood.protocol.openai.items import InputItem, InputText, peek_item
+from fumehood.protocol.openai.responses import CreateResponse
+
+_MAX_ITEMS = 10_000
+_MAX_BYTES = 128 << 20  # of a conversation; a small body can reference large items, and repeatedly
+_OUTPUT_TYPE_BY_CALL = {
+    "function_call": "function_call_output",
+    "custom_tool_call": "custom_tool_call_output",
+}
+_OUTPUT_TYPES = frozenset(_OUTPUT_TYPE_BY_CALL.values())
+_STORED_TYPES = frozenset({"item_reference", "reasoning"})
+
+
+class _CallTag(msgspec.Struct):
+    call_id: Annotated[str, Meta(min_length=1, max_length=256)]
+    status: str | None = None
+
+
+_call_tag_decoder = msgspec.json.Decoder(_CallTag)
+
+
+class ConversationLoader:
+    """Loads conversations and input items.
+
+    tools: hosted tools by each item type that they make.
+    """
+
+    def __init__(self, store: ConversationStore, tools: Mapping[str, HostedTool]) -> None:
+        self._store = store
+        self._tools = tools
+
+    async def load_past(self, request: CreateResponse, caller: Caller) -> Sequence[ConversationSegment]:
+        """Load the conversation that the request continues. Raises PreviousResponseNotFound."""
+        previous = request.previous_response_id
+        if previous is None:
+            return ()
+        segments = await self._store.get_conversation(caller.tenant, previous)
+        if segments is None:
+            raise PreviousResponseNotFound(
+                f"Previous response with id '{previous}' not found.", param="previous_response_id"
+            )
+        return segments
+
+    async def load_input(
+        self,
+        request: CreateResponse,
+        caller: Caller,
+        past: Sequence[ConversationSegment],
+        reserve_memory: ReserveMemory | None = None,
+    ) -> tuple[ConversationEntry, ...]:
+        """Load the items of the request with their references resolved.
+
+        Raises InvalidRequest, and what `reserve_memory` raises for the referenced items.
+        """
+        if request.input is None and not past and request.generate is not False:
+            raise InvalidRequest(
+                "Missing required parameter: 'input'.", param="input", code="missing_required_parameter"
+            )
+        if isinstance(request.input, str):
+            message = await run_in_worker(len(request.input), _make_user_message, request.input)
+            check_size((message,), past)
+            return (message,)
+        raws = request.input or []
+        if len(raws) > _MAX_ITEMS:
+            raise InvalidRequest(f"At most {_MAX_ITEMS} items can be given.", param="input")
+        size = sum([ITEM_COST_BYTES + len(raw) for raw in raws])
+        items = await run_in_worker(size, _peek_items, raws)
+        stored = await self._load_referenced(items, caller)
+        reserve_if_large(reserve_memory, sum([entry.size for entry in stored.values()]))
+        return await run_in_worker(size, self._build_entries, items, stored, past)
+
+    async def _load_referenced(
+        self, items: Sequence[InputItem], caller: Caller
+    ) -> Mapping[str, ConversationEntry]:
+        """Load the stored form of referenced items, reasoning, and hosted calls, whose results a client may omit."""
+        ids = [
+            item.id for item in items if item.id and (item.type in _STORED_TYPES or item.type in self._tools)
+        ]
+        return await self._store.find_items(caller.tenant, ids) if ids else {}
+
+    def _build_entries(
+        self,
+        items: Sequence[InputItem],
+        stored: Mapping[str, ConversationEntry],
+        past: Sequence[ConversationSegment],
+    ) -> tuple[ConversationEntry, ...]:
+        entries = tuple(
+            [self._build_entry(item, stored, f"input[{number}]") for number, item in enumerate(items)]
+        )
+        check_size(entries, past)
+        compacted = max((n for n, entry in enumerate(entries, 1) if entry.type == COMPACTION_TYPE), default=0)
+        _check_call_outputs(entries, () if compacted else past, compacted)
+        return entries
+
+    def _build_entry(
+        self, item: InputItem, stored: Mapping[str, ConversationEntry], where: str
+    ) -> ConversationEntry:
+        known = stored.get(item.id) if item.id else None
+        if item.type == "item_reference":
+            if item.id is None:
+                raise InvalidRequest(f"{where}: an item_reference needs an id.", param=where)
+            if known is None:
+                raise InvalidRequest(f"Item with id '{item.id}' not found.", param=where)
+            return msgspec.structs.replace(known, turn=0)
+        if item.type == "reasoning" and known is not None and known.type == item.type:
+            # The stored item has the encrypted content, which clients seldom send back.
+            return msgspec.structs.replace(known, turn=0)
+        identity = item.id or new_item_id(item.type)
+        entry = ConversationEntry(type=item.type, id=identity, turn=0, raw=item.raw)
+        tool = self._tools.get(item.type)
+        if tool is None:
+            return entry
+        exchange = known.exchange if known is not None and known.exchange else tool.rebuild_exchange(entry)
+        return msgspec.structs.replace(entry, exchange=exchange)
+
+
+def _peek_items(raws: Sequence[Raw]) -> list[InputItem]:
+    return [peek_item(raw, f"input[{number}]") for number, raw in enumerate(raws)]
+
+
+class _UserMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):
+    id: str
+    role: str = "user"
+    status: str = "completed"
+    content: list[InputText]
+
+
+def _make_user_message(text: str) -> ConversationEntry:
+    message = _UserMessage(id=new_id("msg"), content=[InputText(text)])
+    return ConversationEntry(type="message", id=message.id, turn=0, raw=msgspec.json.encode(message))
+
+
+def reserve_if_large(reserve_memory: ReserveMemory | None, size: int) -> None:
+    """Reserve memory for stored content; small amounts are covered by the request's own reservation."""
+    if reserve_memory is not None and size >= WORKER_THRESHOLD_BYTES:
+        reserve_memory(size)
+
+
+def check_size(entries: Sequence[ConversationEntry], past: Sequence[ConversationSegment]) -> None:
+    """Raises InvalidRequest if the conversation is too large. Each reference to an item counts: the model sees each."""
+    size = sum([entry.size for entry in entries]) + conversation_size(past)
+    if size > _MAX_BYTES:
+        raise InvalidRequest(
+            f"The input, with the items that it refers to and the conversation before it, is {size:,} bytes;"
+            f" at most {_MAX_BYTES:,} can be served. Refer to less, or begin a new conversation.",
+            param="input",
+        )
+
+
+def _check_call_outputs(
+    entries: Sequence[ConversationEntry], past: Sequence[ConversationSegment], compacted_count: int = 0
+) -> None:
+    """Check that every output belongs to a call, and that every call of the last turn has its output.
+
+    compacted_count: the number of entries that a compaction replaces. Raises InvalidRequest.
+    """
+    newest = past[-1].entries if past else ()
+    visible = list(enumerate(entries))[compacted_count:]
+    outputs = {_read_call_id(entry, number) for number, entry in visible if entry.type in _OUTPUT_TYPES}
+    calls = {_read_call_id(entry, number) for number, entry in visible if entry.type in _OUTPUT_TYPE_BY_CALL}
+    # An incomplete call cannot be answered, and the model does not see it.
+    incomplete = {
+        _read_call_id(entry)
+        for entry in newest
+        if entry.type in _OUTPUT_TYPE_BY_CALL and _is_incomplete(entry)
+    }
+    calls |= {
+        _read_call_id(entry)
+        for entry in newest
+        if entry.type in _OUTPUT_TYPE_BY_CALL and not _is_incomplete(entry)
+    }
+    answered = {_read_call_id(entry) for entry in newest if entry.type in _OUTPUT_TYPES}
+    missing = calls - outputs - answered
+    if missing:
+        raise InvalidRequest(f"No tool output found for function call {min(missing)}.", param="input")
+    unmatched = outputs - calls
+    if rejected := unmatched & incomplete:
+        raise InvalidRequest(
+            f"Function call {min(rejected)} was cut off, so it cannot be answered: leave its output out.",
+            param="input",
+        )
+    if unmatched:
+        unmatched -= {
+            _read_call_id(entry)
+            for segment in past
+            for entry in segment.entries
+            if entry.type in _OUTPUT_TYPE_BY_CALL
+        }
+    if unmatched:
+        raise InvalidRequest(
+            f"No tool call found for function call output with call_id {min(unmatched)}.", param="input"
+        )
+
+
+def _is_incomplete(entry: ConversationEntry) -> bool:
+    return _call_tag_decoder.decode(entry.raw).status == "incomplete"
+
+
+def _read_call_id(entry: ConversationEntry, number: int | None = None) -> str:
+    try:
+        return _call_tag_decoder.decode(entry.raw).call_id
+    except msgspec.ValidationError as error:
+        where = "input" if number is None else f"input[{number}]"
+        raise InvalidRequest(f"{where}: {error}", param=where) from None
