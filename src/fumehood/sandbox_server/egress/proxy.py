@@ -19,7 +19,7 @@ from fumehood.sandbox_server.egress import control_messages
 from fumehood.sandbox_server.egress.byte_streams import SocketStream
 from fumehood.sandbox_server.egress.certificate_authority import SandboxCertificateAuthority
 from fumehood.sandbox_server.egress.egress_policy import EgressPolicy
-from fumehood.sandbox_server.egress.proxy_connection import ProxySession, SessionContext
+from fumehood.sandbox_server.egress.proxy_connection import ProxyConnection, SessionContext
 from fumehood.sandbox_server.egress.secret_placeholders import SecretPlaceholders
 from fumehood.sandbox_server.egress.upstream_connector import UpstreamConnector
 
@@ -172,7 +172,7 @@ class SandboxListener:
         self._proxy.connections += 1
         self._proxy.on_change()
         try:
-            await ProxySession(await SocketStream.open(sock), self._context).run()
+            await ProxyConnection(await SocketStream.open(sock), self._context).run()
         finally:
             self._proxy.connections -= 1
             self._proxy.on_change()

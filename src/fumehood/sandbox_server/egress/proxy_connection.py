@@ -62,7 +62,7 @@ class _BudgetExhausted(Exception):
     """The sandbox has used up its bytes."""
 
 
-class ProxySession:
+class ProxyConnection:
     """One connection of a sandbox to the proxy: plain HTTP requests, or CONNECT and TLS."""
 
     def __init__(self, client: SocketStream, context: SessionContext) -> None:
