@@ -24,6 +24,32 @@ class StreamEvent(msgspec.Struct, tag_field="type"):
     sequence_number: int = -1
 
 
+class ItemEvent(StreamEvent, kw_only=True):
+    """An event of one output item."""
+
+    item_id: str
+    output_index: int
+
+
+class ContentEvent(ItemEvent, kw_only=True):
+    """An event of one content part."""
+
+    content_index: int
+
+
+class SummaryEvent(ItemEvent, kw_only=True):
+    """An event of one paragraph of a reasoning summary."""
+
+    summary_index: int
+
+
+class ShellCommandEvent(StreamEvent, kw_only=True):
+    """An event of one command of a shell call."""
+
+    output_index: int
+    command_index: int
+
+
 class ResponseEvent(StreamEvent, kw_only=True):
     """An event with the whole response."""
 
@@ -67,10 +93,7 @@ class OutputItemDone(OutputItemEvent, tag="response.output_item.done"):
     pass
 
 
-class ContentPartEvent(StreamEvent, kw_only=True):
-    item_id: str
-    output_index: int
-    content_index: int
+class ContentPartEvent(ContentEvent, kw_only=True):
     part: ContentPart
 
 
@@ -83,172 +106,114 @@ class ContentPartDone(ContentPartEvent, tag="response.content_part.done"):
 
 
 # gc=False: deltas come by the thousand and hold only strings and numbers.
-class OutputTextDelta(StreamEvent, kw_only=True, gc=False, tag="response.output_text.delta"):
-    item_id: str
-    output_index: int
-    content_index: int
+class OutputTextDelta(ContentEvent, kw_only=True, gc=False, tag="response.output_text.delta"):
     delta: str
     logprobs: list[Raw] = []
 
 
-class OutputTextDone(StreamEvent, kw_only=True, tag="response.output_text.done"):
-    item_id: str
-    output_index: int
-    content_index: int
+class OutputTextDone(ContentEvent, kw_only=True, tag="response.output_text.done"):
     text: str
     logprobs: list[Raw] = []
 
 
-class OutputTextAnnotationAdded(StreamEvent, kw_only=True, tag="response.output_text.annotation.added"):
-    item_id: str
-    output_index: int
-    content_index: int
+class OutputTextAnnotationAdded(ContentEvent, kw_only=True, tag="response.output_text.annotation.added"):
     annotation_index: int
     annotation: Annotation
 
 
-class RefusalDelta(StreamEvent, kw_only=True, gc=False, tag="response.refusal.delta"):
-    item_id: str
-    output_index: int
-    content_index: int
+class RefusalDelta(ContentEvent, kw_only=True, gc=False, tag="response.refusal.delta"):
     delta: str
 
 
-class RefusalDone(StreamEvent, kw_only=True, tag="response.refusal.done"):
-    item_id: str
-    output_index: int
-    content_index: int
+class RefusalDone(ContentEvent, kw_only=True, tag="response.refusal.done"):
     refusal: str
 
 
-class ReasoningTextDelta(StreamEvent, kw_only=True, gc=False, tag="response.reasoning_text.delta"):
-    item_id: str
-    output_index: int
-    content_index: int
+class ReasoningTextDelta(ContentEvent, kw_only=True, gc=False, tag="response.reasoning_text.delta"):
     delta: str
 
 
-class ReasoningTextDone(StreamEvent, kw_only=True, tag="response.reasoning_text.done"):
-    item_id: str
-    output_index: int
-    content_index: int
+class ReasoningTextDone(ContentEvent, kw_only=True, tag="response.reasoning_text.done"):
     text: str
 
 
-class ReasoningSummaryPartAdded(StreamEvent, kw_only=True, tag="response.reasoning_summary_part.added"):
-    item_id: str
-    output_index: int
-    summary_index: int
+class ReasoningSummaryPartAdded(SummaryEvent, kw_only=True, tag="response.reasoning_summary_part.added"):
     part: SummaryText
 
 
-class ReasoningSummaryPartDone(StreamEvent, kw_only=True, tag="response.reasoning_summary_part.done"):
-    item_id: str
-    output_index: int
-    summary_index: int
+class ReasoningSummaryPartDone(SummaryEvent, kw_only=True, tag="response.reasoning_summary_part.done"):
     part: SummaryText
 
 
 class ReasoningSummaryTextDelta(
-    StreamEvent, kw_only=True, gc=False, tag="response.reasoning_summary_text.delta"
+    SummaryEvent, kw_only=True, gc=False, tag="response.reasoning_summary_text.delta"
 ):
-    item_id: str
-    output_index: int
-    summary_index: int
     delta: str
 
 
-class ReasoningSummaryTextDone(StreamEvent, kw_only=True, tag="response.reasoning_summary_text.done"):
-    item_id: str
-    output_index: int
-    summary_index: int
+class ReasoningSummaryTextDone(SummaryEvent, kw_only=True, tag="response.reasoning_summary_text.done"):
     text: str
 
 
 class FunctionCallArgumentsDelta(
-    StreamEvent, kw_only=True, gc=False, tag="response.function_call_arguments.delta"
+    ItemEvent, kw_only=True, gc=False, tag="response.function_call_arguments.delta"
 ):
-    item_id: str
-    output_index: int
     delta: str
 
 
-class FunctionCallArgumentsDone(StreamEvent, kw_only=True, tag="response.function_call_arguments.done"):
-    item_id: str
-    output_index: int
+class FunctionCallArgumentsDone(ItemEvent, kw_only=True, tag="response.function_call_arguments.done"):
     arguments: str
 
 
 class CustomToolCallInputDelta(
-    StreamEvent, kw_only=True, gc=False, tag="response.custom_tool_call_input.delta"
+    ItemEvent, kw_only=True, gc=False, tag="response.custom_tool_call_input.delta"
 ):
-    item_id: str
-    output_index: int
     delta: str
 
 
-class CustomToolCallInputDone(StreamEvent, kw_only=True, tag="response.custom_tool_call_input.done"):
-    item_id: str
-    output_index: int
+class CustomToolCallInputDone(ItemEvent, kw_only=True, tag="response.custom_tool_call_input.done"):
     input: str
 
 
 class CodeInterpreterCallCodeDelta(
-    StreamEvent, kw_only=True, gc=False, tag="response.code_interpreter_call_code.delta"
+    ItemEvent, kw_only=True, gc=False, tag="response.code_interpreter_call_code.delta"
 ):
-    item_id: str
-    output_index: int
     delta: str
 
 
-class CodeInterpreterCallCodeDone(StreamEvent, kw_only=True, tag="response.code_interpreter_call_code.done"):
-    item_id: str
-    output_index: int
+class CodeInterpreterCallCodeDone(ItemEvent, kw_only=True, tag="response.code_interpreter_call_code.done"):
     code: str
 
 
-class CodeInterpreterCallEvent(StreamEvent, kw_only=True):
-    item_id: str
-    output_index: int
-
-
-class CodeInterpreterCallInProgress(
-    CodeInterpreterCallEvent, tag="response.code_interpreter_call.in_progress"
-):
+class CodeInterpreterCallInProgress(ItemEvent, tag="response.code_interpreter_call.in_progress"):
     pass
 
 
-class CodeInterpreterCallInterpreting(
-    CodeInterpreterCallEvent, tag="response.code_interpreter_call.interpreting"
-):
+class CodeInterpreterCallInterpreting(ItemEvent, tag="response.code_interpreter_call.interpreting"):
     pass
 
 
-class CodeInterpreterCallCompleted(CodeInterpreterCallEvent, tag="response.code_interpreter_call.completed"):
+class CodeInterpreterCallCompleted(ItemEvent, tag="response.code_interpreter_call.completed"):
     pass
 
 
-class CodeInterpreterCallFailed(CodeInterpreterCallEvent, tag="response.code_interpreter_call.failed"):
+class CodeInterpreterCallFailed(ItemEvent, tag="response.code_interpreter_call.failed"):
     """Our extension: a call that timed out or lost its sandbox should not look completed."""
 
 
-class ShellCallCommandAdded(StreamEvent, kw_only=True, tag="response.shell_call_command.added"):
+class ShellCallCommandAdded(ShellCommandEvent, kw_only=True, tag="response.shell_call_command.added"):
     """A command starts; `command` is its text so far."""
 
-    output_index: int
-    command_index: int
     command: str = ""
 
 
-class ShellCallCommandDelta(StreamEvent, kw_only=True, gc=False, tag="response.shell_call_command.delta"):
-    output_index: int
-    command_index: int
+class ShellCallCommandDelta(
+    ShellCommandEvent, kw_only=True, gc=False, tag="response.shell_call_command.delta"
+):
     delta: str
 
 
-class ShellCallCommandDone(StreamEvent, kw_only=True, tag="response.shell_call_command.done"):
-    output_index: int
-    command_index: int
+class ShellCallCommandDone(ShellCommandEvent, kw_only=True, tag="response.shell_call_command.done"):
     command: str
 
 
@@ -259,19 +224,13 @@ class ShellOutputText(msgspec.Struct, frozen=True, omit_defaults=True, gc=False)
     stderr: str = ""
 
 
-class ShellCallOutputDelta(
-    StreamEvent, kw_only=True, gc=False, tag="response.shell_call_output_content.delta"
-):
-    item_id: str
-    output_index: int
+class ShellCallOutputDelta(ItemEvent, kw_only=True, gc=False, tag="response.shell_call_output_content.delta"):
     command_index: int
     delta: ShellOutputText
 
 
-class ShellCallOutputDone(StreamEvent, kw_only=True, tag="response.shell_call_output_content.done"):
+class ShellCallOutputDone(ItemEvent, kw_only=True, tag="response.shell_call_output_content.done"):
     """The whole output of one command, with its outcome."""
 
-    item_id: str
-    output_index: int
     command_index: int
     output: list[ShellCallOutputContent]
