@@ -54,7 +54,6 @@ logger = logging.getLogger(__name__)
 
 class MethodNotAllowed(ApiError):
     status = 405
-    type = "invalid_request_error"
     code = "method_not_allowed"
 
     def __init__(self, message: str, allowed: str) -> None:

@@ -26,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 class PermissionDenied(ApiError):
     status = 403
-    type = "invalid_request_error"
     code = "forbidden"
 
 

@@ -51,7 +51,6 @@ logger = logging.getLogger(__name__)
 
 class BodyTimeout(ApiError):
     status = 408
-    type = "invalid_request_error"
     code = "request_timeout"
 
 

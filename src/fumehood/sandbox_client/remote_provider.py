@@ -33,9 +33,11 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     ExecutionEvent,
     FileEntry,
     FileListing,
+    InterruptResponse,
     ReadFilesRequest,
     ResourceName,
     SandboxInfo,
+    SandboxList,
     SandboxSpec,
     ServerHealth,
     UnpackSummary,
@@ -94,14 +96,6 @@ class LineSplitter:
             self._pending.append(part)
 
 
-class _SandboxListResponse(msgspec.Struct):
-    sandboxes: list[SandboxInfo]
-
-
-class _InterruptResponse(msgspec.Struct):
-    interrupted: bool
-
-
 class RemoteSandboxProvider:
     """A `SandboxProvider` for one server; `async with` closes its connection.
 
@@ -148,7 +142,7 @@ class RemoteSandboxProvider:
             await self.connection.request("DELETE", _sandbox_path(ref.id))
 
     async def list_sandboxes(self) -> list[SandboxInfo]:
-        return (await self.connection.request_json("GET", "/sandboxes", _SandboxListResponse)).sandboxes
+        return (await self.connection.request_json("GET", "/sandboxes", SandboxList)).sandboxes
 
     @property
     def failures(self) -> int:
@@ -260,9 +254,7 @@ class RemoteSandbox:
     async def interrupt(self, execution_id: str | None = None) -> bool:
         query = None if execution_id is None else {"execution_id": execution_id}
         path = self._url_path("interrupt")
-        return (
-            await self._connection.request_json("POST", path, _InterruptResponse, query=query)
-        ).interrupted
+        return (await self._connection.request_json("POST", path, InterruptResponse, query=query)).interrupted
 
     # ---- files --------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ _RANGE_HEADER = re.compile(rb"\s*bytes\s*=\s*(\d{0,18})\s*-\s*(\d{0,18})\s*", re
 
 class RangeNotSatisfiable(ApiError):
     status = 416
-    type = "invalid_request_error"
     code = "range_not_satisfiable"
 
 

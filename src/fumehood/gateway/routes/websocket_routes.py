@@ -54,7 +54,6 @@ logger = logging.getLogger(__name__)
 
 class UpgradeRequired(ApiError):
     status = 426
-    type = "invalid_request_error"
     code = "upgrade_required"
 
 

@@ -37,7 +37,6 @@ class ApiError(Exception):
     """
 
     status: ClassVar[int] = 500
-    type: ClassVar[str] = "server_error"
     code: ClassVar[str | None] = None
 
     def __init__(
@@ -55,10 +54,16 @@ class ApiError(Exception):
         self.retry_after = retry_after
         self.may_have_run = False
 
+    @property
+    def type(self) -> str:
+        """The type that OpenAI has for errors of this status."""
+        if self.status == 429:
+            return "rate_limit_error"
+        return "server_error" if self.status >= 500 else "invalid_request_error"
+
 
 class InvalidRequest(ApiError):
     status = 400
-    type = "invalid_request_error"
 
 
 class PreviousResponseNotFound(InvalidRequest):
@@ -71,29 +76,24 @@ class ContainerExpired(InvalidRequest):
 
 class NotAuthenticated(ApiError):
     status = 401
-    type = "invalid_request_error"
     code = "invalid_api_key"
 
 
 class NotFound(ApiError):
     status = 404
-    type = "invalid_request_error"
 
 
 class Conflict(ApiError):
     status = 409
-    type = "invalid_request_error"
 
 
 class BodyTooLarge(ApiError):
     status = 413
-    type = "invalid_request_error"
     code = "request_too_large"
 
 
 class RateLimited(ApiError):
     status = 429
-    type = "rate_limit_error"
     code = "rate_limit_exceeded"
 
 
@@ -121,13 +121,11 @@ class ModelError(ApiError):
 
 class ModelRejectedRequest(ModelError):
     status = 400
-    type = "invalid_request_error"
     code = "invalid_prompt"
 
 
 class ModelRateLimited(ModelError):
     status = 429
-    type = "rate_limit_error"
     code = "rate_limit_exceeded"
 
 

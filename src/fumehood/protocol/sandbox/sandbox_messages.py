@@ -97,6 +97,12 @@ class SandboxInfo(msgspec.Struct, frozen=True, kw_only=True):
     warm: bool | None = None  # whether it came from the warm pool
 
 
+class SandboxList(msgspec.Struct, frozen=True, kw_only=True):
+    """Every live sandbox."""
+
+    sandboxes: list[SandboxInfo]
+
+
 type ExecutionTimeout = Annotated[float, Meta(gt=0, le=86_400)]
 
 
@@ -199,6 +205,12 @@ def make_execution_end(
 type ExecutionEvent = (
     Stdout | Stderr | DisplayData | ExpressionResult | ExceptionRaised | ExecutionNote | ExecutionEnd
 )
+
+
+class InterruptResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether there was something to stop."""
+
+    interrupted: bool
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True):

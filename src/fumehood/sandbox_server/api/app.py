@@ -26,8 +26,10 @@ from fumehood.protocol.sandbox.sandbox_messages import (
     ArchiveFormat,
     ExecuteRequest,
     ExecutionEnd,
+    InterruptResponse,
     OneShotRequest,
     ReadFilesRequest,
+    SandboxList,
     SandboxSpec,
 )
 from fumehood.sandbox_server import structured_logging
@@ -36,8 +38,6 @@ from fumehood.sandbox_server.api.operations import (
     ARCHIVE_FORMATS,
     OPERATIONS,
     ApiOperation,
-    InterruptResponse,
-    SandboxList,
 )
 from fumehood.sandbox_server.api.sandbox_exchange import (
     SandboxExchange,

@@ -3,18 +3,18 @@
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-import msgspec
-
 from fumehood.protocol.sandbox.sandbox_messages import (
     ArchiveFormat,
     ExecuteRequest,
     FileEntry,
     FileListing,
+    InterruptResponse,
     OneShotRequest,
     OneShotResponse,
     ReadFilesRequest,
     ResourceName,
     SandboxInfo,
+    SandboxList,
     SandboxSpec,
     ServerHealth,
     Tenant,
@@ -23,18 +23,6 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 )
 
 type HttpMethod = Literal["GET", "PUT", "POST", "DELETE"]
-
-
-class SandboxList(msgspec.Struct, frozen=True, kw_only=True):
-    """Every live sandbox."""
-
-    sandboxes: list[SandboxInfo]
-
-
-class InterruptResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether there was something to stop."""
-
-    interrupted: bool
 
 
 @dataclass(frozen=True, slots=True)
