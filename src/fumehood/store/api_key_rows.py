@@ -6,16 +6,15 @@ from contextlib import suppress
 import msgspec
 
 from fumehood.protocol.api_keys import ApiKeyRecord
-from fumehood.store.row_integrity import DamagedRow, decode
+from fumehood.store.row_integrity import DamagedRow, decode, encode
 
 _api_key_decoder = msgspec.json.Decoder(ApiKeyRecord)
-_encode = msgspec.json.Encoder().encode
 
 
 def insert(db: sqlite3.Connection, key: ApiKeyRecord) -> None:
     db.execute(
         "INSERT INTO keys (id, digest, created_at, revoked_at, record) VALUES (?, ?, ?, ?, ?)",
-        (key.id, key.digest, key.created_at, key.revoked_at, _encode(key)),
+        (key.id, key.digest, key.created_at, key.revoked_at, encode(key)),
     )
 
 

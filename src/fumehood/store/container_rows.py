@@ -8,11 +8,10 @@ import msgspec
 from fumehood.protocol.openai.container_objects import ContainerFileRecord, ContainerRecord
 from fumehood.protocol.openai.page_query import PageQuery
 from fumehood.store import pagination
-from fumehood.store.row_integrity import decode, decode_readable
+from fumehood.store.row_integrity import decode, decode_readable, encode
 
 _container_decoder = msgspec.json.Decoder(ContainerRecord)
 _file_decoder = msgspec.json.Decoder(ContainerFileRecord)
-_encode = msgspec.json.Encoder().encode
 
 _MAX_ENDED = 100
 
@@ -64,7 +63,7 @@ def _make_row(record: ContainerRecord) -> dict[str, object]:
         "name": record.spec.name,
         "ended_at": record.ended_at,
         "retained": record.retained,
-        "record": _encode(record),
+        "record": encode(record),
     }
 
 
@@ -125,7 +124,7 @@ def put_files(db: sqlite3.Connection, changed: Sequence[ContainerFileRecord], de
             return False
     db.executemany(
         "INSERT OR REPLACE INTO files (id, container, created_at, blob, record) VALUES (?, ?, ?, ?, ?)",
-        [(file.id, file.container_id, file.created_at, file.blob, _encode(file)) for file in changed],
+        [(file.id, file.container_id, file.created_at, file.blob, encode(file)) for file in changed],
     )
     _delete_files(db, deleted)
     return True

@@ -154,32 +154,6 @@ def _run_jobs(connection: sqlite3.Connection, begin: str, jobs: Sequence[Databas
             _run_jobs(connection, begin, [job])
 
 
-class _ReaderThread:
-    """A thread that runs read jobs one after another."""
-
-    def __init__(
-        self,
-        connection: sqlite3.Connection,
-        jobs: "SimpleQueue[DatabaseJob[object] | None]",
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
-        self._connection = connection
-        self._jobs = jobs
-        self._loop = loop
-        self._thread = threading.Thread(target=self._process_jobs, name="store-reader", daemon=True)
-        self._thread.start()
-
-    def join(self) -> None:
-        self._thread.join()
-
-    def _process_jobs(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            _run_jobs(self._connection, "BEGIN", [job])
-            with suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(job.deliver)
-        self._connection.close()
-
-
 class _WriterThread:
     """The only connection that writes. While it waits for the disk, jobs gather for the next transaction.
 
@@ -289,7 +263,12 @@ class Database:
         self._lock = lock
         self._reads = SimpleQueue[DatabaseJob[object] | None]()
         self._writer = _WriterThread(writer, self._loop, stats or StoreStats())
-        self._readers = [_ReaderThread(connection, self._reads, self._loop) for connection in readers]
+        self._readers = [
+            threading.Thread(target=self._process_reads, args=(reader,), name="store-reader", daemon=True)
+            for reader in readers
+        ]
+        for thread in self._readers:
+            thread.start()
         self.is_closed = False
 
     @classmethod
@@ -326,6 +305,14 @@ class Database:
         waiter: asyncio.Future[T] = self._loop.create_future()
         self._reads.put(DatabaseJob(work, waiter, on_done, subject=subject))  # pyright: ignore[reportArgumentType]
         return waiter
+
+    def _process_reads(self, connection: sqlite3.Connection) -> None:
+        """Run reads one after another, on a reader thread."""
+        while (job := self._reads.get()) is not None:
+            _run_jobs(connection, "BEGIN", [job])
+            with suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(job.deliver)
+        connection.close()
 
     async def check_writable(self) -> None:
         """Raises StorageUnavailable if the disk is full, or the last write failed and a small one still does."""

@@ -20,7 +20,7 @@ from fumehood.protocol.openai.api_errors import InvalidRequest
 from fumehood.protocol.openai.items import AuthoredItem, OutputItem
 from fumehood.protocol.openai.responses import RUN_LOST_ERROR, Response
 from fumehood.store.conversation_cache import ThreadPosition
-from fumehood.store.row_integrity import DamagedRow, compute_checksum, decode, verify_checksum
+from fumehood.store.row_integrity import DamagedRow, compute_checksum, decode, encode, verify_checksum
 
 MAX_FORK_DEPTH = 8
 """Every fork adds a step to each read; a deeper one copies its prefix instead."""
@@ -33,7 +33,6 @@ exchange_decoder = msgspec.json.Decoder(ToolExchange)
 attachment_decoder = msgspec.json.Decoder(tuple[Attachment, ...])
 _authored_decoder: msgspec.json.Decoder[AuthoredItem] = msgspec.json.Decoder(AuthoredItem)
 _ITEM_COLUMNS = "tenant, thread, pos, start, turn, ours, type, id, raw, exchange, attachments, checksum"
-_encode = msgspec.json.Encoder().encode
 
 
 class ResponseRow(NamedTuple):
@@ -72,7 +71,7 @@ class StoredTurn(NamedTuple):
 
 
 def make_response_row(tenant: str, response: Response) -> ResponseRow:
-    body = _encode(msgspec.structs.replace(response, output=[]))
+    body = encode(msgspec.structs.replace(response, output=[]))
     return ResponseRow(response.id, tenant, response.created_at, response.previous_response_id, body)
 
 
@@ -107,7 +106,7 @@ def fail_orphaned(db: sqlite3.Connection, leased: Collection[str]) -> int:
         with suppress(DamagedRow):  # logged, and reported to its readers
             response = decode(response_decoder, body, "responses", response_id)
             response.status, response.error = "failed", RUN_LOST_ERROR
-            _update_body(db, response_id, _encode(response))
+            _update_body(db, response_id, encode(response))
         _delete_running(db, response_id)
     return len(orphaned)
 
@@ -191,8 +190,8 @@ def _make_item_rows(position: ThreadPosition, completed: CompletedResponseRecord
     for pos, entry in enumerate(completed.entries, position.start):
         ours = entry.turn > 0 and output_index not in completed.passthrough_items
         output_index += entry.turn > 0
-        exchange = _encode(entry.exchange) if entry.exchange is not None else None
-        attachments = _encode(entry.attachments) if entry.attachments else None
+        exchange = encode(entry.exchange) if entry.exchange is not None else None
+        attachments = encode(entry.attachments) if entry.attachments else None
         checksum = compute_checksum(entry.raw, exchange, attachments)
         item = (entry.turn, ours, entry.type, entry.id, entry.raw, exchange, attachments, checksum)
         rows.append((completed.row.tenant, position.thread, pos, position.start, *item))

@@ -10,6 +10,7 @@ import msgspec
 from fumehood.protocol.openai.api_errors import StorageCorrupted
 
 logger = logging.getLogger(__name__)
+encode = msgspec.json.Encoder().encode
 
 
 class DamagedRow(StorageCorrupted):

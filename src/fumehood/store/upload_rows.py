@@ -9,10 +9,9 @@ from fumehood.interfaces import FileTotals
 from fumehood.protocol.openai.file_objects import UploadedFileRecord
 from fumehood.protocol.openai.page_query import PageQuery
 from fumehood.store import pagination
-from fumehood.store.row_integrity import decode, decode_readable
+from fumehood.store.row_integrity import decode, decode_readable, encode
 
 _upload_decoder = msgspec.json.Decoder(UploadedFileRecord)
-_encode = msgspec.json.Encoder().encode
 
 
 def insert(db: sqlite3.Connection, record: UploadedFileRecord, quota: FileTotals | None) -> bool:
@@ -31,7 +30,7 @@ def insert(db: sqlite3.Connection, record: UploadedFileRecord, quota: FileTotals
             record.bytes,
             record.expires_at,
             record.blob,
-            _encode(record),
+            encode(record),
         ),
     )
     return True
