@@ -2,30 +2,16 @@
 
 import asyncio
 import math
-from typing import Protocol
 
 from fumehood.interfaces import Clock
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
-from fumehood.protocol.sandbox.sandbox_messages import ServerHealth
+from fumehood.sandbox_client.local_provider import LocalSandboxProvider
+from fumehood.sandbox_client.remote_provider import RemoteSandboxProvider
 
 _CACHE_SECONDS = 0.5
 _MIN_CHECK_INTERVAL = 0.1  # even if calls fail all the time
 _HEALTH_TIMEOUT = 1.5
 _NOT_READY = "The sandbox server does not answer, so no code can be run."
-
-
-class HealthSource(Protocol):
-    """A provider whose server reports its health.
-
-    failures: count of requests that did not reach the server.
-    """
-
-    @property
-    def failures(self) -> int: ...
-
-    async def health(self) -> ServerHealth:
-        """Raise SandboxError unless the server accepts new work."""
-        ...
 
 
 class SandboxReadiness:
@@ -35,8 +21,8 @@ class SandboxReadiness:
     two seconds.
     """
 
-    def __init__(self, source: HealthSource, clock: Clock) -> None:
-        self._source = source
+    def __init__(self, provider: LocalSandboxProvider | RemoteSandboxProvider, clock: Clock) -> None:
+        self._provider = provider
         self._clock = clock
         self._checked_at = -math.inf
         self._failures = 0
@@ -48,17 +34,17 @@ class SandboxReadiness:
             if not self._is_fresh():
                 self._reason = await self._check_health()
                 self._checked_at = self._clock.monotonic()
-                self._failures = self._source.failures
+                self._failures = self._provider.failures
         return self._reason
 
     def _is_fresh(self) -> bool:
         age = self._clock.monotonic() - self._checked_at
-        return age < (_CACHE_SECONDS if self._source.failures == self._failures else _MIN_CHECK_INTERVAL)
+        return age < (_CACHE_SECONDS if self._provider.failures == self._failures else _MIN_CHECK_INTERVAL)
 
     async def _check_health(self) -> str | None:
         try:
             async with asyncio.timeout(_HEALTH_TIMEOUT):
-                await self._source.health()
+                await self._provider.health()
         except (SandboxError, TimeoutError):
             return _NOT_READY
         return None
