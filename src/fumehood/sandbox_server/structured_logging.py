@@ -42,19 +42,13 @@ def configure_logging(log_format: LogFormat, level: int) -> None:
 def _event_fields(record: logging.LogRecord) -> dict[str, LogField]:
     """The fields of an event; a plain message of another logger becomes the field `message`."""
     event_fields: dict[str, LogField] | None = getattr(record, "fields", None)
-    egress: dict[str, LogField] | None = getattr(record, "egress", None)
-    name = str(record.msg)
-    if egress is not None:
-        # The proxy identifies a sandbox by the `instance` of `sandbox_created`.
-        name = "egress_request"
-        event_fields = {"instance": egress["sandbox"], **egress, "sandbox": None}
     if event_fields is None:
         fields: dict[str, LogField] = {
             "event": "message",
             "message": record.getMessage()[:_MAX_FIELD_CHARACTERS],
         }
     else:
-        fields = {"event": name}
+        fields = {"event": str(record.msg)}
         fields |= {
             key: value[:_MAX_FIELD_CHARACTERS] if isinstance(value, str) else value
             for key, value in event_fields.items()

@@ -55,9 +55,8 @@ def test_requests_of_an_allow_list_keep_their_fields_in_the_log(
     }
     try:
         structured_logging.configure_logging(form, logging.INFO)
-        fields = {"sandbox": "0123", "domain": "example.org", "port": 443, "verdict": "allowed", "reason": ""}
-        logging.getLogger("fumehood.sandbox_server.egress.proxy_control").info(
-            "egress", extra={"egress": fields}
+        structured_logging.log_event(
+            "egress_request", instance="0123", domain="example.org", port=443, verdict="allowed", reason=""
         )
         logging.getLogger("opentelemetry.exporter").error("not %s", "sent")
     finally:

@@ -212,8 +212,8 @@ async def test_logs_tell_domains_and_nothing_else(
         box, f"http://{PLAIN}:{net.plain.port}/private-path?q=1", Cookie="private-cookie"
     )
     await net.wait_for_events(1)
-    record = next(record for record in caplog.records if hasattr(record, "egress"))
-    assert record.__dict__["egress"]["domain"] == PLAIN
-    assert record.__dict__["egress"]["sandbox"] == box.id
+    record = next(record for record in caplog.records if record.msg == "egress_request")
+    assert record.__dict__["fields"]["domain"] == PLAIN
+    assert record.__dict__["fields"]["instance"] == box.id
     assert "private" not in caplog.text
     assert not any("private" in str(record.__dict__) for record in caplog.records)

@@ -6,31 +6,18 @@ import socket
 import ssl
 import struct
 from collections.abc import Callable
-from typing import Protocol
 
 CHUNK_BYTES = 64 * 1024
 _RESET = struct.pack("ii", 1, 0)
 _TCP_CLOSE, _TCP_CLOSE_WAIT = 7, 8  # states in the kernel's tcp_info
 
 
-class ByteStream(Protocol):
-    """A connection, plain or encrypted."""
-
-    async def read(self) -> bytes:
-        """Return what has arrived, or b"" at the end. Raises OSError."""
-        ...
-
-    async def send(self, data: bytes) -> None:
-        """Send and wait until the buffer has room. Raises OSError."""
-        ...
-
-    def close(self) -> None:
-        """Close without waiting."""
-        ...
-
-
 class SocketStream:
-    """A connected socket, with TLS or without."""
+    """A connected socket, with TLS or without.
+
+    `read` returns what has arrived, or b"" at the end; `send` waits until the buffer has room. Both raise OSError.
+    `close` does not wait.
+    """
 
     def __init__(
         self, sock: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -180,6 +167,10 @@ class TlsServerStream:
 
     def close(self) -> None:
         self._transport.close()
+
+
+# The client's side of a session.
+type ByteStream = SocketStream | TlsServerStream
 
 
 async def relay(client: SocketStream, server: SocketStream, on_bytes: Callable[[int, int], None]) -> None:

@@ -15,11 +15,7 @@ from fumehood.sandbox_server.egress.byte_streams import ByteStream, SocketStream
 from fumehood.sandbox_server.egress.control_messages import EgressEvent, ProxyLimits, Verdict
 from fumehood.sandbox_server.egress.domain_names import InvalidDomainName, RequestTarget, parse_domain_name
 from fumehood.sandbox_server.egress.egress_policy import EgressPolicy
-from fumehood.sandbox_server.egress.request_forwarding import (
-    ForwardingAborted,
-    RequestForwarder,
-    UpstreamConnection,
-)
+from fumehood.sandbox_server.egress.request_forwarding import ForwardingAborted, RequestForwarder
 from fumehood.sandbox_server.egress.request_parsing import (
     ForwardedRequest,
     ProxyRefusal,
@@ -68,7 +64,8 @@ class ProxyConnection:
     def __init__(self, client: SocketStream, context: SessionContext) -> None:
         self._client = client
         self._context = context
-        self._upstream: UpstreamConnection | None = None
+        # A connection to a checked address, and the only server that requests on it may name.
+        self._upstream: tuple[SocketStream, RequestTarget] | None = None
         self._idle_timeout: asyncio.Timeout | None = None
         self._next_check: asyncio.TimerHandle | None = None
         self._is_quiet = True
@@ -85,9 +82,7 @@ class ProxyConnection:
             self._close_upstream()
             self._client.close()
 
-    async def _serve(
-        self, stream: SocketStream | TlsServerStream, tls_authority: RequestTarget | None
-    ) -> None:
+    async def _serve(self, stream: ByteStream, tls_authority: RequestTarget | None) -> None:
         """Serve request after request, each checked; `tls_authority` as in `validate_request`."""
         buffered = b""
         is_first = True
@@ -115,7 +110,7 @@ class ProxyConnection:
             is_first = False
         await self._linger(stream)
 
-    async def _linger(self, stream: SocketStream | TlsServerStream) -> None:
+    async def _linger(self, stream: ByteStream) -> None:
         async with asyncio.timeout(self._context.limits.idle_seconds):
             await stream.linger(_LINGER)
 
@@ -159,14 +154,10 @@ class ProxyConnection:
         self._send_event(request.authority, "allowed")
         return forwarder.can_reuse_client, incoming.trailing_data[0]
 
-    async def _upstream_for(self, to: RequestTarget, *, secure: bool) -> UpstreamConnection:
+    async def _upstream_for(self, to: RequestTarget, *, secure: bool) -> SocketStream:
         """Return the connection of the last request if it is to the same server, else a new, checked one."""
-        if (
-            self._upstream is not None
-            and self._upstream.authority == to
-            and not self._upstream.stream.is_at_eof
-        ):
-            return self._upstream
+        if self._upstream is not None and self._upstream[1] == to and not self._upstream[0].is_at_eof:
+            return self._upstream[0]
         self._close_upstream()
         sock = await self._context.connector.connect(to)
         context = self._context.upstream_tls if secure else None
@@ -181,12 +172,12 @@ class ProxyConnection:
             ) from None
         except OSError:
             raise ProxyRefusal(HTTPStatus.BAD_GATEWAY, f"the TLS handshake with {to.name} failed") from None
-        self._upstream = UpstreamConnection(stream, to)
-        return self._upstream
+        self._upstream = (stream, to)
+        return stream
 
     def _close_upstream(self) -> None:
         if self._upstream is not None:
-            self._upstream.stream.close()
+            self._upstream[0].close()
             self._upstream = None
 
     # ---- CONNECT ----------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ import msgspec
 from fumehood.http_server.address_policy import parse_networks
 from fumehood.protocol.sandbox.sandbox_errors import SandboxStartFailed
 from fumehood.protocol.sandbox.sandbox_messages import NetworkPolicy
+from fumehood.sandbox_server import structured_logging
 from fumehood.sandbox_server.egress import control_messages
 from fumehood.sandbox_server.egress.control_messages import ProxyLimits
 from fumehood.sandbox_server.egress.domain_names import parse_domain_name
@@ -369,22 +370,22 @@ class EgressController:
         event = msgspec.structs.replace(
             event, sandbox=sandbox, domain=_escape(event.domain), reason=_escape(event.reason)
         )
-        fields = msgspec.structs.asdict(event)
-        del fields["number"]
-        logger.info(
-            "egress %s: %s:%d %s",
-            event.verdict,
-            event.domain,
-            event.port,
-            event.reason,
-            extra={"egress": fields},
+        structured_logging.log_event(
+            "egress_request",
+            instance=sandbox,  # as in `sandbox_created`
+            domain=event.domain,
+            port=event.port,
+            verdict=event.verdict,
+            reason=event.reason,
+            sent=event.sent,
+            received=event.received,
         )
         if self.on_event is not None:
             self.on_event(event)
 
 
 class SandboxNetworkAccess:
-    """One sandbox's access to the network; `environment` and `ca_certificates` are for the sandbox."""
+    """One sandbox's access to the network."""
 
     def __init__(
         self,
@@ -393,16 +394,13 @@ class SandboxNetworkAccess:
         grant: SandboxNetworkConfig,
         number: int,
     ) -> None:
-        self.environment = grant.environment
-        self.ca_certificates = grant.ca_certificates
+        self.grant = grant
         self.number = number
         self.sandbox_id = ""
         self.bytes_used = 0
         self.listener: int | None = None
         self._egress = egress
         self._settings = settings
-        self._grant = grant
-        self._limits = egress.limits
 
     def open(self, listener: int, sandbox_id: str) -> None:
         """Let the proxy accept on this listening descriptor, which this object owns from now on."""
@@ -419,11 +417,11 @@ class SandboxNetworkAccess:
 
     def to_message(self) -> control_messages.SandboxEgressConfig:
         """Return what the proxy must know of this access."""
-        policy, authority = self._grant.policy, self._grant.authority
+        policy, authority = self.grant.policy, self.grant.authority
         return control_messages.SandboxEgressConfig(
             domains=sorted(policy.domains),
             ports=sorted(policy.ports),
-            limits=self._limits,
+            limits=self._egress.limits,
             connections=self._settings.egress_connections,
             secrets=policy.secrets,
             authority=None

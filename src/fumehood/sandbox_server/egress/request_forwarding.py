@@ -2,13 +2,11 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from http import HTTPStatus
 
 import h11
 
 from fumehood.sandbox_server.egress.byte_streams import ByteStream, SocketStream
-from fumehood.sandbox_server.egress.domain_names import RequestTarget
 from fumehood.sandbox_server.egress.request_parsing import ForwardedRequest, ProxyRefusal, response_headers
 
 _MAX_RESPONSE_HEAD = 256 * 1024  # servers send longer heads than clients
@@ -17,14 +15,6 @@ _CONNECTION_ERRORS = (OSError, EOFError, h11.ProtocolError)
 
 class ForwardingAborted(Exception):
     """One side disconnected or violated the protocol after the response had started."""
-
-
-@dataclass(slots=True)
-class UpstreamConnection:
-    """A connection to a checked address, for one authority only."""
-
-    stream: SocketStream
-    authority: RequestTarget
 
 
 class RequestForwarder:
@@ -37,7 +27,7 @@ class RequestForwarder:
         self,
         client: ByteStream,
         incoming: h11.Connection,
-        upstream: UpstreamConnection,
+        upstream: SocketStream,
         on_bytes: Callable[[int, int], None],
     ) -> None:
         self._client = client
@@ -70,7 +60,7 @@ class RequestForwarder:
     def can_reuse_upstream(self) -> bool:
         """Whether another request may follow: unexpected bytes would be read as its response."""
         done = self._outgoing.our_state is h11.DONE and self._outgoing.their_state is h11.DONE
-        return done and not self._outgoing.trailing_data[0] and not self._upstream.stream.is_at_eof
+        return done and not self._outgoing.trailing_data[0] and not self._upstream.is_at_eof
 
     async def _forward_request(self, request: ForwardedRequest) -> None:
         head = h11.Request(method=request.method, target=request.target, headers=request.headers)
@@ -93,7 +83,7 @@ class RequestForwarder:
     async def _send_upstream(self, data: bytes | None) -> None:
         if data:
             self._on_bytes(len(data), 0)
-            await self._upstream.stream.send(data)
+            await self._upstream.send(data)
 
     async def _forward_response(self, sending: asyncio.Future[None]) -> None:
         while True:
@@ -120,7 +110,7 @@ class RequestForwarder:
     async def _next_bytes(self, sending: asyncio.Future[None]) -> bytes:
         """Read more of the response; raises if the client breaks off its request meanwhile."""
         if not sending.done():
-            reading = asyncio.ensure_future(self._upstream.stream.read())
+            reading = asyncio.ensure_future(self._upstream.read())
             try:
                 await asyncio.wait((reading, sending), return_when=asyncio.FIRST_COMPLETED)
                 _raise_if_client_broke(sending)
@@ -130,7 +120,7 @@ class RequestForwarder:
                 await asyncio.gather(reading, return_exceptions=True)
         else:
             _raise_if_client_broke(sending)
-            data = await self._upstream.stream.read()
+            data = await self._upstream.read()
         self._on_bytes(0, len(data))
         return data
 

@@ -14,7 +14,6 @@ import socket
 import stat
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Generator, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import msgspec
@@ -88,22 +87,6 @@ class FileSnapshots:
         return [item for item in found if before.get(item.path) != item], sorted(before.keys() - present)
 
 
-@dataclass(frozen=True, slots=True)
-class SandboxFilesDependencies:
-    """What `SandboxFiles` needs of its sandbox.
-
-    require_data_fd: returns the data directory, or raises SandboxGone.
-    free_memory: returns how many bytes may be written before the kernel would kill a process; None without limit.
-    reads_directly: whether the supervisor itself may read the files.
-    """
-
-    helpers: HelperSpawner
-    require_data_fd: Callable[[], int]
-    free_memory: Callable[[], int | None]
-    reads_directly: bool
-    settings: SandboxServerSettings
-
-
 class OpenFile:
     """A regular file: yields exactly `size` bytes, or raises FileRefused if it has become shorter.
 
@@ -159,11 +142,27 @@ class OpenFile:
 
 
 class SandboxFiles:
-    """Every method raises SandboxGone once the sandbox has ended, and returns in bounded time."""
+    """Every method raises SandboxGone once the sandbox has ended, and returns in bounded time.
 
-    def __init__(self, access: SandboxFilesDependencies) -> None:
-        self._access = access
-        self._settings = access.settings
+    require_data_fd: returns the data directory, or raises SandboxGone.
+    free_memory: returns how many bytes may be written before the kernel would kill a process; None without limit.
+    reads_directly: whether the supervisor itself may read the files.
+    """
+
+    def __init__(
+        self,
+        helpers: HelperSpawner,
+        settings: SandboxServerSettings,
+        *,
+        require_data_fd: Callable[[], int],
+        free_memory: Callable[[], int | None],
+        reads_directly: bool,
+    ) -> None:
+        self._helpers = helpers
+        self._settings = settings
+        self._require_data_fd = require_data_fd
+        self._free_memory = free_memory
+        self._reads_directly = reads_directly
         self._snapshots = FileSnapshots()
         self._tasks = asyncio.Semaphore(_CONCURRENT_TASKS)
         self._transfers = asyncio.Semaphore(_CONCURRENT_TASKS)
@@ -188,19 +187,19 @@ class SandboxFiles:
         )
 
     async def _walk(self) -> _WalkResult:
-        if not self._access.reads_directly:
+        if not self._reads_directly:
             answer, opened = await self._run_helper({"op": "list"})
             return await asyncio.to_thread(_read_listing, opened.pop()), bool(answer["truncated"])
         async with self._tasks:
             # A duplicate: if the sandbox ends meanwhile, the number may be reused for another sandbox.
-            data = os.dup(self._access.require_data_fd())
+            data = os.dup(self._require_data_fd())
             return await _with_timeout(asyncio.to_thread(_call_and_close, data_directory.list_files, data))
 
     async def open(self, path: str) -> OpenFile:
         """One regular file; raises FileNotFound, FileRefused, and SandboxPayloadTooLarge above `file_bytes`."""
         try:
-            if self._access.reads_directly:
-                fd = data_directory.open_regular_file(self._access.require_data_fd(), path)
+            if self._reads_directly:
+                fd = data_directory.open_regular_file(self._require_data_fd(), path)
             else:
                 _, opened = await self._run_helper({"op": "open", "path": path})
                 fd = opened.pop()
@@ -225,9 +224,7 @@ class SandboxFiles:
     async def read_bundle(self, paths: Sequence[str]) -> AsyncGenerator[bytes]:
         """Many files as one stream in the encoding of `bundle_encoding`; each is opened when its turn comes."""
         chunks = (
-            self._read_bundle_directly(paths)
-            if self._access.reads_directly
-            else self._read_bundle_by_helper(paths)
+            self._read_bundle_directly(paths) if self._reads_directly else self._read_bundle_by_helper(paths)
         )
         async with contextlib.aclosing(chunks):
             async for chunk in chunks:
@@ -235,7 +232,7 @@ class SandboxFiles:
 
     async def _read_bundle_directly(self, paths: Sequence[str]) -> AsyncGenerator[bytes]:
         loop = asyncio.get_running_loop()
-        data = os.dup(self._access.require_data_fd())
+        data = os.dup(self._require_data_fd())
         answers = file_bundles.stream_contents(data, paths)
         reading: asyncio.Future[bytes] = loop.create_future()
         reading.set_result(b"")
@@ -258,7 +255,7 @@ class SandboxFiles:
         async with self._transfers:
             with self._translate_helper_errors("the sandbox's files"), mine, theirs:
                 task = {"op": "send"}
-                spawned = self._access.helpers.spawn(self._access.require_data_fd(), task, [theirs.fileno()])
+                spawned = self._helpers.spawn(self._require_data_fd(), task, [theirs.fileno()])
                 async with spawned as helper:
                     theirs.close()
                     with mine:  # closing it stops the helper
@@ -324,7 +321,7 @@ class SandboxFiles:
         self, task: dict[str, Any], subject: str, content: bytes | AsyncIterable[bytes], limit: int | None
     ) -> dict[str, Any]:
         _check_task(task)
-        self._access.require_data_fd()
+        self._require_data_fd()
         max_bytes = self._settings.file_bytes if limit is None else min(limit, self._settings.file_bytes)
         if isinstance(content, bytes) and len(content) > max_bytes:
             raise _too_large_error(subject, max_bytes)
@@ -334,11 +331,11 @@ class SandboxFiles:
             try:
                 with self._translate_helper_errors(subject, may_be_missing=False):
                     upload = SandboxUpload(
-                        to_printable(subject), content, max_bytes, self._access.free_memory, self._settings
+                        to_printable(subject), content, max_bytes, self._free_memory, self._settings
                     )
                     with contextlib.closing(upload):
-                        spawned = self._access.helpers.spawn(
-                            self._access.require_data_fd(),
+                        spawned = self._helpers.spawn(
+                            self._require_data_fd(),
                             {**task, "token": token},
                             [upload.helper_socket.fileno()],
                         )
@@ -354,8 +351,8 @@ class SandboxFiles:
     async def _discard(self, token: str) -> None:
         """Remove the staged files of a helper that was killed, which carry its token."""
         with contextlib.suppress(SandboxError, OSError):
-            if self._access.reads_directly:
-                data = os.dup(self._access.require_data_fd())
+            if self._reads_directly:
+                data = os.dup(self._require_data_fd())
                 await asyncio.to_thread(
                     _call_and_close, atomic_writes.discard_staged, data, token, _MAX_DISCARDED_ENTRIES
                 )
@@ -372,7 +369,7 @@ class SandboxFiles:
         subject: str = task.get("path", "the sandbox's files")
         async with self._tasks:
             with self._translate_helper_errors(subject):
-                async with self._access.helpers.spawn(self._access.require_data_fd(), task) as helper:
+                async with self._helpers.spawn(self._require_data_fd(), task) as helper:
                     answer, opened = await _with_timeout(helper.receive())
         return _raise_for_error(answer, subject), opened
 
@@ -382,7 +379,7 @@ class SandboxFiles:
         try:
             yield
         except EOFError:
-            self._access.require_data_fd()
+            self._require_data_fd()
             raise FileRefused(f"{to_printable(subject)}: {_HELPER_ENDED}") from None
         except OSError as error:
             raise to_file_error(subject, error, may_be_missing=may_be_missing) from error

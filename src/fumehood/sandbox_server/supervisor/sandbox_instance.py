@@ -27,7 +27,7 @@ from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.execution_queue import ExecutionQueue
 from fumehood.sandbox_server.supervisor.helper_processes import HelperSpawner
 from fumehood.sandbox_server.supervisor.sandbox_execution import ProtocolViolation
-from fumehood.sandbox_server.supervisor.sandbox_files import SandboxFiles, SandboxFilesDependencies
+from fumehood.sandbox_server.supervisor.sandbox_files import SandboxFiles
 from fumehood.sandbox_server.supervisor.zygote_connection import ZygoteConnection
 
 logger = logging.getLogger(__name__)
@@ -74,13 +74,11 @@ class SandboxInstance:
         self._next_number = next_number
         self._helpers = HelperSpawner(zygote, resources.uid, resources.cgroup, next_number)
         self.files = SandboxFiles(
-            SandboxFilesDependencies(
-                helpers=self._helpers,
-                require_data_fd=self._require_data_fd,
-                free_memory=self._free_memory,
-                reads_directly=resources.directly_readable,
-                settings=settings,
-            )
+            self._helpers,
+            settings,
+            require_data_fd=self._require_data_fd,
+            free_memory=self._free_memory,
+            reads_directly=resources.directly_readable,
         )
         self._assembler = framing.MessageAssembler(limit=_MESSAGE_LIMIT)
         self._channel = PacketChannel(
@@ -128,8 +126,9 @@ class SandboxInstance:
             "output_limit": self._settings.output_bytes,
             "display_bytes": self._settings.display_bytes,
             "cwd": self.resources.work_directory,
-            "environment": self.resources.environment_overrides() | (access.environment if access else {}),
-            "ca_certificates": access.ca_certificates if access else "",
+            "environment": self.resources.environment_overrides()
+            | (access.grant.environment if access else {}),
+            "ca_certificates": access.grant.ca_certificates if access else "",
         }
         self.send_message(MessageKind.CONFIGURE, framing.NO_CALL, body)
 
