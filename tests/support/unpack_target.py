@@ -11,10 +11,10 @@ import pytest
 
 from fumehood.sandbox_server.inside.files import archive_unpacker, file_bundles
 from fumehood.sandbox_server.inside.files.archive_unpacker import UnpackLimits, UnpackOutcome
-from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused
+from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused, WriteQuota
 
 
-class GrantedPermit:
+class GrantedPermit(WriteQuota):
     """Grants reservations up to `quota` bytes."""
 
     def __init__(self, quota: int = 1 << 40) -> None:

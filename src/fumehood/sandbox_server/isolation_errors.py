@@ -1,19 +1,10 @@
-"""Errors about what the host cannot provide."""
+"""The error for what the host cannot provide."""
 
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
 
 
-class HostFeatureUnavailable(Exception):
-    """The host lacks something; `reason` says what, `advice` what the operator can do."""
-
-    def __init__(self, reason: str, advice: str) -> None:
-        super().__init__(f"{reason} {advice}")
-        self.reason = reason
-        self.advice = advice
-
-
 class IsolationUnavailable(SandboxError):
-    """This host cannot isolate code, so nothing is started; `advice` says what the operator can do."""
+    """This host lacks what sandboxes need: `reason` says what, `advice` what the operator can do."""
 
     code = "isolation_unavailable"
     status = 503

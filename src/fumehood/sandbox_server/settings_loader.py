@@ -216,10 +216,6 @@ def _check_ports(ports: tuple[int, ...]) -> None:
         raise ValueError("a port is a number from 1 to 65535")
 
 
-def _check_private_networks(networks: tuple[str, ...]) -> None:
-    parse_networks(networks)
-
-
 def _check_hosts(hosts: Mapping[str, str]) -> None:
     _check_domains(tuple(hosts))
     for address in hosts.values():
@@ -241,12 +237,12 @@ def _check_directory(directory: Path) -> None:
         raise ValueError(f"{directory} is not a directory")
 
 
-_CHECKS: dict[str, Callable[[Any], None]] = {
+_CHECKS: dict[str, Callable[[Any], object]] = {
     "uid_base": _check_uid_base,
     "index_url": _check_index_url,
     "egress_domains": _check_domains,
     "egress_ports": _check_ports,
-    "egress_private_networks": _check_private_networks,
+    "egress_private_networks": parse_networks,
     "egress_hosts": _check_hosts,
     "egress_ca_file": _check_ca_file,
     "find_links": _check_directory,

@@ -22,6 +22,10 @@ from fumehood.sandbox_server.inside.runner import tracebacks
 SECONDS = 60  # generous: it bounds a hang, it does not measure
 _START = "from fumehood.sandbox_server.inside.runner import code_runner; code_runner.main(['{fd}'])"
 PRELOADED = "import matplotlib; matplotlib.use('Agg'); import matplotlib.pyplot, pandas; " + _START
+SMALL_DISPLAYS = (
+    "from fumehood.sandbox_server.inside.runner import output_limits; "
+    "output_limits.MAX_DISPLAY_BYTES = 2000; output_limits.MAX_DISPLAYS = 3; " + _START
+)
 
 
 class KernelReply:

@@ -9,7 +9,7 @@ import pytest
 from inline_snapshot import snapshot
 
 from fumehood.sandbox_server.inside.framing import MessageKind
-from tests.sandbox_server.inside.test_code_runner import PRELOADED, Kernel, kernel
+from tests.sandbox_server.inside.test_code_runner import PRELOADED, SMALL_DISPLAYS, Kernel, kernel
 
 __all__ = ["kernel"]  # the fixture
 
@@ -296,7 +296,7 @@ def test_proxies_and_mocks_are_plain_text(kernel: Kernel) -> None:
 
 
 def test_displays_are_bounded(tmp_path: Path) -> None:
-    with Kernel(tmp_path, display_limit=2000, displays=3) as kernel:
+    with Kernel(tmp_path, start=SMALL_DISPLAYS) as kernel:
         reply = kernel.run("""
             class Wide:
                 def __repr__(self): return "wide"

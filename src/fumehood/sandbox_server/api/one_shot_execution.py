@@ -47,10 +47,6 @@ _LOG_NAME = "one-shot"  # the name of the sandbox in logs
 _FILES_PER_BATCH = 100
 
 
-def build_spec(request: OneShotRequest) -> SandboxSpec:
-    return SandboxSpec(memory=request.memory, tenant=request.tenant, requirements=request.requirements)
-
-
 def decode_files(request: OneShotRequest, settings: SandboxServerSettings) -> dict[str, bytes]:
     """The files to upload; raises FileRefused or SandboxPayloadTooLarge, which name the file."""
     if len(request.files) > min(data_directory.MAX_ENTRIES, settings.inodes // 2):

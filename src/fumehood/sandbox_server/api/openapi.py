@@ -148,7 +148,10 @@ def _describe_responses(
     if operation.handler == "health":
         yield (
             "503",
-            {**_describe_response(operation, schemas), "description": "The server is starting or stopping."},
+            {
+                "description": "The server is starting or stopping.",
+                "content": {"application/json": {"schema": schemas[id(operation.responses[200])]}},
+            },
         )
     statuses = {400, *operation.errors}
     if not protected:
@@ -169,10 +172,6 @@ def _describe_responses(
                 "content": {"application/json": {"schema": schemas[id(SandboxErrorBody)]}},
             },
         )
-
-
-def _describe_response(operation: ApiOperation, schemas: dict[int, JsonObject]) -> JsonObject:
-    return {"content": {"application/json": {"schema": schemas[id(operation.responses[200])]}}}
 
 
 def _schema_of_media_type(kind: str) -> JsonObject:

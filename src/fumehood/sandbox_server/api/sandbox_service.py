@@ -408,7 +408,7 @@ class SandboxService:
         """Run code in a sandbox of its own, which ends with the call, also when the caller is cancelled."""
         self._check_accepting_work()
         uploads = one_shot_execution.decode_files(request, self.settings)
-        spec = one_shot_execution.build_spec(request)
+        spec = SandboxSpec(memory=request.memory, tenant=request.tenant, requirements=request.requirements)
         self._quotas.reserve(spec)
         work = asyncio.ensure_future(one_shot_execution.run_one_shot(self, request, spec, uploads))
         self._one_shots.add(work)

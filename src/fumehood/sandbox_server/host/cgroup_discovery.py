@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from fumehood.sandbox_server.isolation_errors import HostFeatureUnavailable
+from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 
 type CgroupVersion = Literal["v1", "v2"]
 
@@ -36,7 +36,7 @@ _ADVICE_MISSING = (
 _ADVICE_SHARED = "Start the supervisor in a cgroup of its own, such as a systemd service with Delegate=yes."
 
 
-class CgroupUnavailable(HostFeatureUnavailable):
+class CgroupUnavailable(IsolationUnavailable):
     """Memory or processes cannot be limited on this host."""
 
 

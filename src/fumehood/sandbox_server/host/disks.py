@@ -25,7 +25,7 @@ from pathlib import Path
 from fumehood.protocol.sandbox.sandbox_errors import SandboxServerAtCapacity, SandboxStartFailed
 from fumehood.protocol.sandbox.sandbox_messages import MEMORY_TIERS, MemoryTier
 from fumehood.sandbox_server.inside import syscalls
-from fumehood.sandbox_server.isolation_errors import HostFeatureUnavailable, IsolationUnavailable
+from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.settings import SandboxServerSettings
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ _MOUNT_OPTIONS: dict[str, str | None] = {
 }
 
 
-class DisksUnavailable(HostFeatureUnavailable):
+class DisksUnavailable(IsolationUnavailable):
     """Disks cannot be created on this host."""
 
 
@@ -120,7 +120,7 @@ class DiskManager:
                 self._directory = await asyncio.to_thread(check_disk_support, self._settings)
             except DisksUnavailable as error:
                 if self._settings.disks == "required":
-                    raise IsolationUnavailable(error.reason, error.advice) from error
+                    raise
                 # An ordinary user expects none.
                 level = logging.WARNING if os.geteuid() == 0 else logging.DEBUG
                 logger.log(

@@ -2,13 +2,13 @@
 
 import importlib.metadata
 import os
-import re
 import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 _CERTIFICATES = (
     "/etc/ssl/certs/ca-certificates.crt",
@@ -86,7 +86,7 @@ def find_sandbox_distributions() -> dict[str, importlib.metadata.Distribution]:
     seen: set[tuple[str, str]] = set()
     while pending:
         name, extra = pending.pop()
-        key = (_normalize_name(name), extra)
+        key = (canonicalize_name(name), extra)
         if key in seen:
             continue
         seen.add(key)
@@ -103,10 +103,6 @@ def find_sandbox_distributions() -> dict[str, importlib.metadata.Distribution]:
 def _read_requirements(name: str, extra: str) -> list[Requirement]:
     parsed = [Requirement(line) for line in importlib.metadata.distribution(name).requires or ()]
     return [item for item in parsed if item.marker is None or item.marker.evaluate({"extra": extra})]
-
-
-def _normalize_name(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _group_by_directory(

@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import os
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 
 from fumehood.sandbox_server.inside import syscalls
@@ -25,14 +24,8 @@ class InvalidInstallTree(Exception):
     """The tree cannot become a layer; the text says why."""
 
 
-@dataclass(frozen=True, slots=True)
-class TreeSize:
-    files: int
-    bytes: int
-
-
-def verify_tree(path: str, *, max_bytes: int) -> TreeSize:
-    """Check a tree, take ownership, set modes 0644 and 0755, and sync it to disk.
+def verify_tree(path: str, *, max_bytes: int) -> tuple[int, int]:
+    """Check a tree, take ownership, set modes 0644 and 0755, and sync it to disk; return its files and bytes.
 
     Raises InvalidInstallTree, OSError.
     """
@@ -44,7 +37,7 @@ def verify_tree(path: str, *, max_bytes: int) -> TreeSize:
     return size
 
 
-def _verify_entries(root: int, max_bytes: int) -> TreeSize:
+def _verify_entries(root: int, max_bytes: int) -> tuple[int, int]:
     entries = files = total = 0
     pending = [b"."]
     while pending:
@@ -68,7 +61,7 @@ def _verify_entries(root: int, max_bytes: int) -> TreeSize:
                     total += _verify_file(directory, name)
                     if total > max_bytes:
                         raise InvalidInstallTree(f"more than {max_bytes >> 20} MiB")
-    return TreeSize(files, total)
+    return files, total
 
 
 def _verify_file(directory: int, name: bytes) -> int:

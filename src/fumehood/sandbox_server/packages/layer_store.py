@@ -161,10 +161,10 @@ class LayerStore:
 
     def add_layer(self, tree: Path, key: str, pins: list[PinnedPackage]) -> PackageLayerHandle:
         """Verify the tree of an install jail and move it into the store. Raises InvalidInstallTree, OSError."""
-        size = installed_tree_check.verify_tree(str(tree), max_bytes=self._max_bytes)
+        files, size = installed_tree_check.verify_tree(str(tree), max_bytes=self._max_bytes)
         # Python caches directory listings by this time: no two layers may have the same.
         os.utime(tree, ns=(time.time_ns(), time.time_ns()))
-        self._write_json(f"manifests/{key}.json", LayerManifest(pins, size.files, size.bytes))
+        self._write_json(f"manifests/{key}.json", LayerManifest(pins, files, size))
         try:
             os.rename(tree, self.layers_directory / key)
         except OSError:

@@ -4,7 +4,7 @@ import contextlib
 import importlib
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 from fumehood.sandbox_server.inside.files import atomic_writes
 from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused, WriteQuota
@@ -44,17 +44,10 @@ def _find_zstd() -> Any:
     )
 
 
-class ZlibDecompressObject(Protocol):
-    """The type of `zlib.decompressobj()`, which has no public name."""
-
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def unconsumed_tail(self) -> bytes: ...
-    def decompress(self, data: bytes, max_length: int, /) -> bytes: ...
-
-
-def inflate(decoder: ZlibDecompressObject, chunk: bytes) -> Iterator[bytes]:
+def inflate(
+    decoder: "zlib._Decompress",  # pyright: ignore[reportPrivateUsage] (of `zlib.decompressobj()`; it has no other)
+    chunk: bytes,
+) -> Iterator[bytes]:
     """Decompress a chunk into chunks of limited size. Raises FileTaskRefused."""
     while True:
         try:

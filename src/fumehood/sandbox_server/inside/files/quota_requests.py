@@ -9,7 +9,7 @@ import errno
 import json
 import socket
 import time
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 RESERVE_STEP = 4 << 20
 _KEEPALIVE_SECONDS = 1.0
@@ -27,20 +27,8 @@ class FileTaskRefused(Exception):
         self.number = number
 
 
-class WriteQuota(Protocol):
-    """Grants a helper what it writes."""
-
-    def reserve(self, size: int) -> None:
-        """Reserve bytes before they are written. Raises FileTaskRefused, and then none are reserved."""
-        ...
-
-    def confirm_complete(self, received: int) -> None:
-        """Check that the received bytes are the whole upload. Raises FileTaskRefused."""
-        ...
-
-
-class SupervisorQuotaClient:
-    """Asks the supervisor over a socket, one request at a time."""
+class WriteQuota:
+    """Grants a helper what it writes: asks the supervisor over a socket, one request at a time."""
 
     def __init__(self, supervisor: socket.socket) -> None:
         self._supervisor = supervisor
@@ -48,6 +36,7 @@ class SupervisorQuotaClient:
         self._requested_at = time.monotonic()
 
     def reserve(self, size: int) -> None:
+        """Reserve bytes before they are written. Raises FileTaskRefused, and then none are reserved."""
         remaining = self._reserved_bytes - size
         if remaining < 0 or time.monotonic() - self._requested_at > _KEEPALIVE_SECONDS:
             needed = max(0, -remaining)
@@ -57,6 +46,7 @@ class SupervisorQuotaClient:
         self._reserved_bytes = remaining
 
     def confirm_complete(self, received: int) -> None:
+        """Check that the received bytes are the whole upload. Raises FileTaskRefused."""
         self._request({"permit": "confirm_complete", "size": received})
 
     def _request(self, request: dict[str, Any]) -> None:

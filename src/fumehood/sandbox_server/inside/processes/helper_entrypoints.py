@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from fumehood.sandbox_server.inside import layout, syscalls
 from fumehood.sandbox_server.inside.files import archive_unpacker, atomic_writes, data_directory, file_bundles
-from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused, SupervisorQuotaClient
+from fumehood.sandbox_server.inside.files.quota_requests import FileTaskRefused, WriteQuota
 from fumehood.sandbox_server.inside.jail import jail_builder, landlock, seccomp_installer
 
 _MAX_TASK_BYTES = 64 * 1024
@@ -39,7 +39,7 @@ def run_file_helper(
         if not body:
             os._exit(0)
         answer = _FileTask(json.loads(body), data_fd, fds[0] if fds else -1, opened).perform(
-            SupervisorQuotaClient(supervisor_socket)
+            WriteQuota(supervisor_socket)
         )
     except data_directory.UnsafePath as error:
         answer = {"error": str(error), "errno": errno.EINVAL}
@@ -69,7 +69,7 @@ class _FileTask:
         self._source_fd = source_fd
         self._opened_fds = opened_fds
 
-    def perform(self, permit: SupervisorQuotaClient) -> dict[str, Any]:
+    def perform(self, permit: WriteQuota) -> dict[str, Any]:
         task, data = self._task, self._data_fd
         match task["op"]:
             case "write":
@@ -101,7 +101,7 @@ class _FileTask:
                 raise ValueError(f"unknown task {unknown!r}")
         return {}
 
-    def _unpack_archive(self, permit: SupervisorQuotaClient) -> dict[str, Any]:
+    def _unpack_archive(self, permit: WriteQuota) -> dict[str, Any]:
         """Unpack with the data directory as the only writable one: decompressors in C parse untrusted input."""
         task = self._task
         landlock.restrict_to_directory(self._data_fd)
@@ -122,7 +122,7 @@ class _FileTask:
             "changed_ns": outcome.changed_ns,
         }
 
-    def _receive_files(self, permit: SupervisorQuotaClient) -> dict[str, Any]:
+    def _receive_files(self, permit: WriteQuota) -> dict[str, Any]:
         landlock.restrict_to_directory(self._data_fd)
         outcome = file_bundles.receive_files(
             self._data_fd, self._source_fd, token=self._task["token"], limits=self._limits(), permit=permit

@@ -211,8 +211,6 @@ class CodeRunner:
             self._commands.configure(cwd, dict(os.environ))
         self._output.max_bytes = request.get("output_limit", output_limits.MAX_OUTPUT_BYTES)
         self._output.max_display_bytes = request.get("display_bytes", output_limits.MAX_TOTAL_DISPLAY_BYTES)
-        self._displays.max_bytes = request.get("display_limit", output_limits.MAX_DISPLAY_BYTES)
-        self._displays.max_count = request.get("displays", output_limits.MAX_DISPLAYS)
 
     # --- one call -----------------------------------------------------------------------------------
 

@@ -53,11 +53,9 @@ def encode_json(texts: dict[str, str]) -> bytes:
 
 
 class DisplayPublisher:
-    """Sends displays and results. max_bytes: of one message. max_count: displays of one call."""
+    """Sends displays and results, within the limits of one call."""
 
     def __init__(self, output: output_capture.OutputQueue) -> None:
-        self.max_bytes = output_limits.MAX_DISPLAY_BYTES
-        self.max_count = output_limits.MAX_DISPLAYS
         self._output = output
         self._published = 0
         self._is_full = False
@@ -88,10 +86,10 @@ class DisplayPublisher:
             )
             return
         self._published += 1
-        if self._published <= self.max_count:
+        if self._published <= output_limits.MAX_DISPLAYS:
             self._send_bundle(framing.MessageKind.DISPLAY, bundle)
-        elif self._published == self.max_count + 1:
-            self._write_note(f"[displays dropped: more than {self.max_count} in one call]")
+        elif self._published == output_limits.MAX_DISPLAYS + 1:
+            self._write_note(f"[displays dropped: more than {output_limits.MAX_DISPLAYS} in one call]")
 
     def _send_bundle(self, kind: framing.MessageKind, bundle: MimeBundle) -> None:
         if not self._output.send_message(kind, self._encode_bundle(bundle)) and not self._is_full:
@@ -113,16 +111,16 @@ class DisplayPublisher:
         if len(plain) > max_text:
             bundle["text/plain"] = f"{plain[:max_text]}\n[output truncated: more than {max_text} bytes]"
         body = encode_json(bundle)
-        while len(body) > self.max_bytes:
+        while len(body) > output_limits.MAX_DISPLAY_BYTES:
             rich = [kind for kind in bundle if kind != "text/plain"]
             if rich:
                 kind = max(rich, key=lambda name: len(bundle[name]))
-                note = f"[{kind} dropped: {len(bundle.pop(kind))} bytes, more than {self.max_bytes}]"
+                note = f"[{kind} dropped: {len(bundle.pop(kind))} bytes, more than {output_limits.MAX_DISPLAY_BYTES}]"
                 bundle["text/plain"] = f"{bundle.get('text/plain', '')}\n{note}".lstrip("\n")
             else:
                 # A character takes at most twelve bytes of JSON, so this fits.
                 bundle["text/plain"] = (
-                    bundle["text/plain"][: max(0, self.max_bytes // 12 - 64)] + "\n[truncated]"
+                    bundle["text/plain"][: output_limits.MAX_DISPLAY_BYTES // 12 - 64] + "\n[truncated]"
                 )
                 return encode_json(bundle)
             body = encode_json(bundle)
@@ -378,7 +376,7 @@ class _IPythonStub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         names = vars(module)
         if module.__name__ == "IPython":
-            names.update(__version__="0.0.0", version_info=(0, 0, 0), get_ipython=_no_ipython)
+            names.update(__version__="0.0.0", version_info=(0, 0, 0), get_ipython=_do_nothing)
             return
         names.update(display=self._displays.display, clear_output=_do_nothing)
         names.update({kind.__name__: kind for kind in (Image, HTML, Markdown, SVG, JSON, Latex, Math)})
@@ -392,10 +390,6 @@ def install_ipython_stub(displays: DisplayPublisher) -> None:
 
     sys.meta_path.insert(0, _ImportHook("IPython.display", patch))
     sys.meta_path.append(_IPythonStub(displays))
-
-
-def _no_ipython() -> None:
-    return None
 
 
 def _do_nothing(*_args: object, **_kwargs: object) -> None:
