@@ -68,7 +68,7 @@ def begin(spawn):
 def install(zygote):
     for name in (
         "syscalls", "jail.jail_builder", "jail.landlock", "jail.seccomp_installer",
-        "processes.sandbox_startup", "processes.interpreter", "runner.code_runner", "runner.output_capture",
+        "processes.startup_messages", "processes.interpreter_entrypoint", "runner.code_runner", "runner.output_capture",
         "runner.captured_streams",
     ):
         wrap_module(name)

@@ -198,7 +198,7 @@ def test_swaps_during_reads_and_walks(host: Host, box: SandboxClient, race: str)
                 except DriverError as error:
                     refusals.add(error.kind)
     assert seen <= {b"mine", b""}
-    assert refusals <= {"FileRefused", "FileNotFound"}
+    assert refusals <= {"FileRefused", "SandboxFileNotFound"}
     box.interrupt()
     assert running.outcome().end.status == "interrupted"
     assert box.ask("report([name for name in os.listdir('/') if 'written' in name])") == []

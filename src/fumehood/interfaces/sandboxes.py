@@ -86,14 +86,14 @@ class Sandbox(Protocol):
 
         path: of the file.
 
-        Raises FileNotFound, FileRefused.
+        Raises SandboxFileNotFound, FileRefused.
         """
         ...
 
     def read_files(self, paths: Sequence[str]) -> AsyncGenerator[Sequence[BundleContent]]:
         """Yield the contents of many small files, in order and in batches.
 
-        A file that cannot be read has an error in place of its content: FileNotFound, FileRefused, or
+        A file that cannot be read has an error in place of its content: SandboxFileNotFound, FileRefused, or
         SandboxPayloadTooLarge if it is larger than `bundle_encoding.MAX_BUNDLED_FILE_BYTES`.
 
         paths: of the files.
@@ -129,7 +129,7 @@ class Sandbox(Protocol):
 
         path: of the file.
 
-        Raises FileNotFound, FileRefused.
+        Raises SandboxFileNotFound, FileRefused.
         """
         ...
 

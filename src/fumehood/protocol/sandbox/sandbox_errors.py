@@ -10,7 +10,7 @@ SandboxError                       `code` and `status` are sent to the client
 ├── SandboxResourceNotFound   404  no such sandbox, execution or file
 │   ├── SandboxNotFound
 │   ├── ExecutionNotFound
-│   └── FileNotFound
+│   └── SandboxFileNotFound
 ├── SandboxConflict           409  the id belongs to something else
 ├── SandboxGone               410  the sandbox has ended
 ├── SandboxPayloadTooLarge      413  more than a limit allows

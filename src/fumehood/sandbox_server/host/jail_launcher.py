@@ -198,7 +198,7 @@ def read_root_links() -> dict[str, str | None]:
 def _build_jail_config(
     launch: ZygoteLaunchConfig, *, control: int, unshared: IO[bytes], mapped: IO[bytes]
 ) -> dict[str, Any]:
-    """The configuration of outer_jail.py; `mounts` are host paths by the names that `sandbox_rootfs` uses."""
+    """The configuration of outer_jail.py; `mounts` are host paths by the names that `shared_rootfs` uses."""
     runtime = launch.runtime
     packages = {f"site{number}": directory for number, directory in enumerate(runtime.packages)}
     mounts = {name: str(directory.path) for name, directory in packages.items()}
@@ -244,6 +244,6 @@ def _build_jail_config(
 
 
 def list_system_mounts() -> dict[str, str]:
-    """/usr, and those of /lib, /bin and the like that are real directories, by the names of `sandbox_rootfs`."""
+    """/usr, and those of /lib, /bin and the like that are real directories, by the names of `shared_rootfs`."""
     own = {f"root-{name[1:]}": name for name, link in read_root_links().items() if link is None}
     return {"usr": "/usr", **own}

@@ -196,7 +196,7 @@ class SandboxFiles:
             return await _with_timeout(asyncio.to_thread(_call_and_close, data_directory.list_files, data))
 
     async def open(self, path: str) -> OpenFile:
-        """One regular file; raises FileNotFound, FileRefused, and SandboxPayloadTooLarge above `file_bytes`."""
+        """One regular file; raises SandboxFileNotFound, FileRefused, and SandboxPayloadTooLarge above `file_bytes`."""
         try:
             if self._reads_directly:
                 fd = data_directory.open_regular_file(self._require_data_fd(), path)
@@ -314,7 +314,7 @@ class SandboxFiles:
         return {"members": self._settings.unpacked_members, "bytes": self._settings.unpacked_bytes}
 
     async def delete(self, path: str) -> None:
-        """Delete one file; raises FileNotFound, FileRefused."""
+        """Delete one file; raises SandboxFileNotFound, FileRefused."""
         await self._run_helper({"op": "delete", "path": path})
 
     async def _transfer(
@@ -364,7 +364,7 @@ class SandboxFiles:
     # ---- helpers ----------------------------------------------------------------------------------------------
 
     async def _run_helper(self, task: dict[str, Any]) -> _HelperAnswer:
-        """Run one short task in a helper; raises FileRefused, FileNotFound."""
+        """Run one short task in a helper; raises FileRefused, SandboxFileNotFound."""
         _check_task(task)
         subject: str = task.get("path", "the sandbox's files")
         async with self._tasks:
@@ -375,7 +375,7 @@ class SandboxFiles:
 
     @contextlib.contextmanager
     def _translate_helper_errors(self, subject: str, *, may_be_missing: bool = True) -> Generator[None]:
-        """Raise SandboxGone, FileRefused or FileNotFound for a helper that ended or could not be started."""
+        """Raise SandboxGone, FileRefused or SandboxFileNotFound for a helper that ended or could not be started."""
         try:
             yield
         except EOFError:
