@@ -86,17 +86,20 @@ def ask_all(
     probe.seconds.clear()
     askers = {model: Asker(running.url, model, stream=stream) for model in models}
     ending = [asker for model, asker in askers.items() if model not in TALKATIVE]
-    deadline = time.monotonic() + 3 * SECONDS
-    while len(probe.seconds) < 200 or any(asker.is_alive() for asker in ending):
-        assert time.monotonic() < deadline, [asker.model for asker in ending if asker.is_alive()]
-        probe.probe()
-        time.sleep(0.002)  # the machine is others', too
-    for asker in askers.values():
-        asker.stop()
-    probe.close()
+    deadline = time.monotonic() + 4 * SECONDS
+    try:
+        while len(probe.seconds) < 200 or any(asker.is_alive() for asker in ending):
+            assert time.monotonic() < deadline, [asker.model for asker in ending if asker.is_alive()]
+            probe.probe()
+            time.sleep(0.002)  # the machine is others', too
+    finally:
+        for asker in askers.values():
+            asker.stop()
+        probe.close()
     return askers, probe
 
 
+@pytest.mark.timeout(5 * SECONDS)
 @pytest.mark.parametrize(
     "stream",
     [pytest.param(True, id="streamed"), pytest.param(False, id="blocking", marks=pytest.mark.slow)],

@@ -96,7 +96,8 @@ async def test_it_writes_to_its_cache_and_output_only(jail: InstallJail) -> None
 
 
 async def test_secrets_of_the_index_stand_on_no_command_line(jail: InstallJail) -> None:
-    running = asyncio.create_task(_shell(jail, "echo $UV_DEFAULT_INDEX; touch /cache/here; sleep 0.5"))
+    script = "echo $UV_DEFAULT_INDEX; touch /cache/here; until [ -e /cache/seen ]; do sleep 0.1; done"
+    running = asyncio.create_task(_shell(jail, script))
     await wait_until((jail.cache / "here").exists)
     shown = b""
     for entry in os.scandir("/proc"):
@@ -105,6 +106,7 @@ async def test_secrets_of_the_index_stand_on_no_command_line(jail: InstallJail) 
                 shown += Path(entry.path, "cmdline").read_bytes()
             except OSError:
                 continue
+    (jail.cache / "seen").touch()
     assert b"UV_DEFAULT_INDEX" in shown  # the command itself was among what was looked through
     assert _SECRET.encode() not in shown
     assert _SECRET in await running
