@@ -18,17 +18,17 @@ from fumehood.models.upstream.http1_client import PooledHttpClient
 from fumehood.protocol.conversation import ConversationSegment
 from fumehood.protocol.model_turns import ModelRequest
 from fumehood.protocol.openai.api_errors import ModelUnreachable
-from fumehood.protocol.openai.tool_specs import FunctionSpec
+from fumehood.protocol.openai.tool_specs import ModelToolDefinition
 from fumehood.telemetry.instrumentation import InstrumentedModelProvider
 from fumehood.telemetry.operation_records import RecordDispatcher, RecordListener, SpanRecord
-from fumehood.testing import ScriptedModel, ScriptedModelProvider, TurnStep, calls, says
+from fumehood.testing import ScriptedModel, SingleBackendProvider, TurnStep, calls, says
 from fumehood.testing.fakes.fake_clock import FakeClock
 from fumehood.testing.kits.model_backend_kit import ModelBackendKit, ModelSubject
 from tests.support import raw_model_server, responses_events
 from tests.support.conversations import message, segment
 from tests.support.raw_model_server import BREAK_CONNECTION, RawModelServer, Responder, chunk, stream
 
-INTERPRETER = FunctionSpec(name="code_interpreter", description="", parameters=Raw(b"{}"))
+INTERPRETER = ModelToolDefinition(name="code_interpreter", description="", parameters=Raw(b"{}"))
 
 
 def request(model: str, *segments: ConversationSegment) -> ModelRequest:
@@ -201,7 +201,7 @@ class TestObservedModel(ModelBackendKit):
         subject, turns = make_scripted_subject(), _OpenSpans()
         observer = RecordDispatcher([turns], on_start=turns.on_start)
         assert isinstance(subject.backend, ScriptedModel)
-        models = InstrumentedModelProvider(ScriptedModelProvider(subject.backend), observer)
+        models = InstrumentedModelProvider(SingleBackendProvider(subject.backend), observer)
         yield replace(subject, backend=models.get_backend("scripted"))
         observer.flush()
         assert turns.open == []

@@ -18,11 +18,11 @@ from fumehood.protocol.model_turns import (
     ModelTurnEnded,
 )
 from fumehood.protocol.openai.responses import Usage
-from fumehood.protocol.openai.tool_specs import FunctionSpec
+from fumehood.protocol.openai.tool_specs import ModelToolDefinition
 from tests.support.conversations import call, hosted_call, message, output, segment, shell_call
 
-INTERPRETER = FunctionSpec(name="code_interpreter", description="", parameters=Raw(b"{}"))
-OTHER = FunctionSpec(name="other", description="", parameters=Raw(b"{}"))
+INTERPRETER = ModelToolDefinition(name="code_interpreter", description="", parameters=Raw(b"{}"))
+OTHER = ModelToolDefinition(name="other", description="", parameters=Raw(b"{}"))
 
 
 def request(*entries: ConversationEntry, **more: object) -> ModelRequest:
@@ -114,7 +114,7 @@ async def test_a_missing_tool_gets_a_hint(more: dict[str, object]) -> None:
     )
 
 
-SHELL = FunctionSpec(name="shell", description="", parameters=Raw(b"{}"))
+SHELL = ModelToolDefinition(name="shell", description="", parameters=Raw(b"{}"))
 MIXED = "```sh\nls\n```\n```bash\npwd\n```\nthen\n```python\n1\n```\n```shell\nid\n```"
 
 

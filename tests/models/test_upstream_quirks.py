@@ -38,7 +38,7 @@ from fumehood.protocol.openai.api_errors import (
     ModelTimeout,
     ModelUnreachable,
 )
-from fumehood.protocol.openai.tool_specs import FunctionSpec
+from fumehood.protocol.openai.tool_specs import ModelToolDefinition
 from tests.support import responses_events as wire
 from tests.support.conversations import message, segment
 from tests.support.raw_model_server import (
@@ -58,8 +58,8 @@ from tests.support.recording_clock import RecordingClock
 
 HANG = object()  # in what is written: nothing more comes, and nobody hangs up
 CODE = Raw(b'{"type":"object","properties":{"code":{"type":"string"}},"required":["code"]}')
-RUN = FunctionSpec(name="run", description="", parameters=CODE)
-RUNNER = FunctionSpec(name="runner", description="", parameters=CODE)
+RUN = ModelToolDefinition(name="run", description="", parameters=CODE)
+RUNNER = ModelToolDefinition(name="runner", description="", parameters=CODE)
 REQUEST = ModelRequest(model="m", segments=[segment(message("hi"))], function_tools=[RUN, RUNNER])
 
 type Turn = Mapping[str, Any]

@@ -27,7 +27,7 @@ from fumehood.protocol.openai.stream_events import (
     OutputItemDone,
     StreamEvent,
 )
-from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
+from fumehood.protocol.openai.tool_specs import ModelToolDefinition, ToolSpec
 
 PARAMETERS = Raw(b'{"type":"object","properties":{"text":{"type":"string"}}}')
 
@@ -86,8 +86,8 @@ class ConfiguredEcho:
     tool: EchoTool
 
     @property
-    def function(self) -> FunctionSpec:
-        return FunctionSpec(name="echo", description="Says it again.", parameters=PARAMETERS)
+    def function(self) -> ModelToolDefinition:
+        return ModelToolDefinition(name="echo", description="Says it again.", parameters=PARAMETERS)
 
     def start_call(self, context: ToolCallContext) -> "EchoSession":
         self.tool.contexts.append(context)

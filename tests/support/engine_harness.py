@@ -15,7 +15,7 @@ from fumehood.interfaces import AttachmentLoader, Caller, HostedTool, Run, Seale
 from fumehood.protocol.openai.items import OutputMessage, OutputText, ProducedFile
 from fumehood.protocol.openai.responses import CreateResponse, Response, Usage
 from fumehood.protocol.openai.stream_events import StreamEvent
-from fumehood.testing import FakeClock, MemoryStore, PlainSealer, ScriptedModel, ScriptedModelProvider
+from fumehood.testing import FakeClock, MemoryStore, PlainSealer, ScriptedModel, SingleBackendProvider
 
 ECHO: dict[str, Any] = {"type": "echo"}
 FUNCTION: dict[str, Any] = {
@@ -41,7 +41,7 @@ class EngineHarness:
         self.store = self.existing_store or MemoryStore(self.clock)
         self.stats = GatewayStats()
         self.runs = EngineRunService(
-            ScriptedModelProvider(self.model),
+            SingleBackendProvider(self.model),
             self.tools,
             self.store,
             self.clock,

@@ -36,8 +36,8 @@ from fumehood.testing import (
     MemoryBlobStore,
     ScriptedExecution,
     ScriptedModel,
-    ScriptedModelProvider,
     ScriptedSandboxProvider,
+    SingleBackendProvider,
     TurnStep,
     WriteFile,
     calls,
@@ -176,7 +176,7 @@ async def two_tenants(directory: Path, **options: Any) -> AsyncGenerator[TenantG
     tools = [CodeInterpreterTool(containers, clock, uploads=files)]
     sealer = AesGcmSealer(load_or_create_keys(directory / "keys"))
     runs = EngineRunService(
-        ScriptedModelProvider(model), tools, store, clock, sealer=sealer, attachments=InputFileLoader(files)
+        SingleBackendProvider(model), tools, store, clock, sealer=sealer, attachments=InputFileLoader(files)
     )
     ann, ben = await put_key(store, "ann"), await put_key(store, "ben")
     try:

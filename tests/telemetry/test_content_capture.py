@@ -28,7 +28,7 @@ from fumehood.protocol.model_turns import (
 )
 from fumehood.protocol.openai.items import CodeInterpreterCall, CodeInterpreterLogs
 from fumehood.protocol.openai.responses import CreateResponse, IncompleteDetails, Response
-from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
+from fumehood.protocol.openai.tool_specs import ModelToolDefinition, ToolSpec
 from fumehood.telemetry.content_capture import ContentRecorder, ProfileName
 from fumehood.telemetry.operation_records import RunRecord, SpanRecord, ToolCallRecord, TurnRecord
 from fumehood.telemetry.semantic_conventions import (
@@ -79,7 +79,9 @@ def run(**more: Any) -> RunRecord:
 
 
 def turn(events: list[AnyModelEvent], *entries: ConversationEntry, **more: Any) -> TurnRecord:
-    function = FunctionSpec(name="f", description="What f does.", parameters=Raw(b'{"type": "object"}'))
+    function = ModelToolDefinition(
+        name="f", description="What f does.", parameters=Raw(b'{"type": "object"}')
+    )
     request = ModelRequest(
         model="m",
         instructions="Be brief.",

@@ -36,7 +36,7 @@ from fumehood.testing import (
     MemoryStore,
     PlainSealer,
     ScriptedModel,
-    ScriptedModelProvider,
+    SingleBackendProvider,
     calls,
     says,
 )
@@ -75,7 +75,7 @@ def create_runs(dispatcher: RecordDispatcher, model: ScriptedModel, *tools: Host
     """An engine of doubles, instrumented."""
     clock = FakeClock()
     runs = EngineRunService(
-        InstrumentedModelProvider(ScriptedModelProvider(model), dispatcher),
+        InstrumentedModelProvider(SingleBackendProvider(model), dispatcher),
         [InstrumentedHostedTool(tool, dispatcher) for tool in tools],
         MemoryStore(clock),
         clock,
@@ -216,7 +216,7 @@ async def test_an_abandoned_turn_is_recorded_once_as_cancelled() -> None:
     dispatcher = RecordDispatcher([listener])
     model = ScriptedModel([*says("a", deltas=1), asyncio.Event()])
     batches = (
-        InstrumentedModelProvider(ScriptedModelProvider(model), dispatcher)
+        InstrumentedModelProvider(SingleBackendProvider(model), dispatcher)
         .get_backend("m")
         .stream(ModelRequest(model="m"))
     )

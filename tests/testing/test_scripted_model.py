@@ -17,7 +17,7 @@ from fumehood.protocol.model_turns import (
 )
 from fumehood.protocol.openai.api_errors import InvalidRequest, ModelUnreachable
 from fumehood.protocol.openai.responses import Usage
-from fumehood.testing import ScriptedModel, ScriptedModelProvider, TurnStep, calls, says, thinks
+from fumehood.testing import ScriptedModel, SingleBackendProvider, TurnStep, calls, says, thinks
 
 REQUEST = ModelRequest(model="m")
 
@@ -131,11 +131,11 @@ async def test_unused_turns_fail_at_the_end() -> None:
 
 async def test_names() -> None:
     model = ScriptedModel()
-    models = ScriptedModelProvider(model, "a", "b")
+    models = SingleBackendProvider(model, "a", "b")
     assert models.get_backend("b") is model
     assert [card.id for card in await models.list_models()] == ["a", "b"]
     with pytest.raises(InvalidRequest) as caught:
         models.get_backend("c")
     assert (caught.value.wire_code, caught.value.param) == ("model_not_found", "model")
-    assert ScriptedModelProvider(model).get_backend("anything") is model
+    assert SingleBackendProvider(model).get_backend("anything") is model
     await models.close()

@@ -33,8 +33,8 @@ from fumehood.protocol.openai.responses import (
 )
 from fumehood.protocol.openai.tool_specs import (
     CustomTool,
-    FunctionSpec,
     FunctionTool,
+    ModelToolDefinition,
     ToolChoice,
     ToolSpec,
     check_tool_name,
@@ -42,7 +42,7 @@ from fumehood.protocol.openai.tool_specs import (
     parse_tool_choice,
 )
 
-type ModelToolChoice = Literal["none", "auto", "required"] | FunctionSpec
+type ModelToolChoice = Literal["none", "auto", "required"] | ModelToolDefinition
 
 _NO_PARAMETERS = Raw(b'{"type":"object","properties":{}}')
 _CUSTOM_PARAMETERS = Raw(
@@ -343,7 +343,7 @@ def _decode_function(spec: ToolSpec, where: str) -> FunctionTool:
 class _RequestTools:
     """The tools of a request: the function that the model sees for each, and who answers its calls."""
 
-    specs: Mapping[str, FunctionSpec]
+    specs: Mapping[str, ModelToolDefinition]
     types_by_name: Mapping[str, tuple[str, str | None]]  # function name -> type and name in the request
     hosted_tools: Mapping[str, ConfiguredTool]
     custom_tools: frozenset[str]
@@ -353,10 +353,10 @@ class _RequestTools:
     def collect(
         cls, specs: Sequence[ToolSpec], offered: Sequence[tuple[ToolSpec, ConfiguredTool]]
     ) -> "_RequestTools":
-        functions: dict[str, FunctionSpec] = {}
+        functions: dict[str, ModelToolDefinition] = {}
         kinds: dict[str, tuple[str, str | None]] = {}
 
-        def add(function: FunctionSpec, kind: str, name: str | None) -> None:
+        def add(function: ModelToolDefinition, kind: str, name: str | None) -> None:
             if function.name in functions:
                 raise InvalidRequest(f"Two tools are named {function.name!r}.", param="tools")
             functions[function.name] = function
@@ -378,7 +378,7 @@ class _RequestTools:
             [spec for spec in specs if spec.type not in _CLIENT_TOOLS and id(spec) not in served],
         )
 
-    def choose(self, choice: ToolChoice) -> tuple[list[FunctionSpec], ModelToolChoice]:
+    def choose(self, choice: ToolChoice) -> tuple[list[ModelToolDefinition], ModelToolChoice]:
         """The functions that the model sees, and its tool choice. Raises InvalidRequest for an unknown tool."""
         if choice.allowed is None:
             if choice.mode == "required" and not self.specs:
@@ -411,7 +411,7 @@ class _RequestTools:
             )
         return found
 
-    def build_toolbox(self, functions: Sequence[FunctionSpec]) -> Toolbox:
+    def build_toolbox(self, functions: Sequence[ModelToolDefinition]) -> Toolbox:
         names = {function.name for function in functions}
         return Toolbox(
             hosted_tools={name: tool for name, tool in self.hosted_tools.items() if name in names},
@@ -424,8 +424,8 @@ _NO_TOOLS = _RequestTools.collect([], [])
 _NO_CHOICE = ToolChoice()
 
 
-def _to_function_spec(function: FunctionTool) -> FunctionSpec:
-    return FunctionSpec(
+def _to_function_spec(function: FunctionTool) -> ModelToolDefinition:
+    return ModelToolDefinition(
         name=function.name,
         description=function.description or "",
         parameters=Raw(msgspec.json.encode(function.parameters)) if function.parameters else _NO_PARAMETERS,
@@ -439,7 +439,7 @@ class _Grammar(msgspec.Struct):
     definition: str | None = None
 
 
-def _to_custom_tool_spec(spec: ToolSpec, where: str) -> FunctionSpec:
+def _to_custom_tool_spec(spec: ToolSpec, where: str) -> ModelToolDefinition:
     """Describe a custom tool as a function with one string, which every model can call."""
     try:
         tool = msgspec.json.decode(spec.raw, type=CustomTool)
@@ -453,7 +453,7 @@ def _to_custom_tool_spec(spec: ToolSpec, where: str) -> FunctionSpec:
         if grammar.definition
         else ""
     )
-    return FunctionSpec(
+    return ModelToolDefinition(
         name=tool.name,
         description=(tool.description or "") + grammar_note,
         parameters=_CUSTOM_PARAMETERS,

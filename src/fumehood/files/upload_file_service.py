@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from fumehood.files.file_settings import UploadSettings
-from fumehood.interfaces import BlobRef, Caller, Clock, FileTotals, GarbageCollectedBlobStore, UploadStore
+from fumehood.interfaces import (
+    BlobRef,
+    Caller,
+    Clock,
+    FileTotals,
+    GarbageCollectedBlobStore,
+    UploadedFileStore,
+)
 from fumehood.protocol.file_types import HEAD_BYTES, UploadFileTypes
 from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.api_errors import ApiError, BodyTooLarge, InvalidRequest, NotFound, RateLimited
@@ -35,7 +42,7 @@ class UploadFileService:
 
     def __init__(
         self,
-        store: UploadStore,
+        store: UploadedFileStore,
         blobs: GarbageCollectedBlobStore,
         clock: Clock,
         settings: UploadSettings | None = None,

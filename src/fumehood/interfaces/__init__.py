@@ -83,7 +83,7 @@ from fumehood.interfaces.store import (
     ResponseLeaseLost,  # raised when a lease is not valid any more
     ResponseStore,  # responses and leases
     Store,  # all of them, in one database
-    UploadStore,  # uploaded files
+    UploadedFileStore,  # uploaded files
 )
 
 __all__ = [
@@ -134,5 +134,5 @@ __all__ = [
     "ToolCallSession",
     "ToolCallStep",
     "UnreferencedBlobFinder",
-    "UploadStore",
+    "UploadedFileStore",
 ]

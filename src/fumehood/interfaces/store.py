@@ -280,7 +280,7 @@ class ContainerFileStore(Protocol):
         ...
 
 
-class UploadStore(Protocol):
+class UploadedFileStore(Protocol):
     """Records of uploaded files; the contents are blobs.
 
     A write is durable when its method returns. Another tenant's uploads are treated as absent. Every method raises
@@ -427,7 +427,7 @@ class Store(
     ConversationStore,
     ContainerStore,
     ContainerFileStore,
-    UploadStore,
+    UploadedFileStore,
     IdempotencyStore,
     ApiKeyStore,
     UnreferencedBlobFinder,

@@ -12,7 +12,7 @@ from fumehood.interfaces.callers import Caller
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
 from fumehood.protocol.openai.items import OutputItem, ProducedFile
 from fumehood.protocol.openai.stream_events import StreamEvent
-from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
+from fumehood.protocol.openai.tool_specs import ModelToolDefinition, ToolSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class ConfiguredTool(Protocol):
     """A hosted tool as one request has configured it."""
 
     @property
-    def function(self) -> FunctionSpec:
+    def function(self) -> ModelToolDefinition:
         """The function that the model sees."""
         ...
 

@@ -26,7 +26,7 @@ from fumehood.protocol.model_turns import (
 )
 from fumehood.protocol.openai.ids import new_id
 from fumehood.protocol.openai.responses import Usage
-from fumehood.protocol.openai.tool_specs import FunctionSpec
+from fumehood.protocol.openai.tool_specs import ModelToolDefinition
 
 _PYTHON = "code_interpreter"
 _SHELL = "shell"
@@ -122,7 +122,7 @@ class DirectExecutionBackend:
 
 
 def _may_call(request: ModelRequest, name: str) -> bool:
-    if isinstance(request.tool_choice, FunctionSpec):
+    if isinstance(request.tool_choice, ModelToolDefinition):
         return request.tool_choice.name == name
     return request.tool_choice != "none" and any(spec.name == name for spec in request.function_tools)
 

@@ -13,7 +13,7 @@ from msgspec import Raw
 from fumehood.protocol.conversation import ConversationSegment
 from fumehood.protocol.openai.items import MessagePhase, UrlCitationAnnotation
 from fumehood.protocol.openai.responses import ReasoningConfig, TextConfig, Usage
-from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
+from fumehood.protocol.openai.tool_specs import ModelToolDefinition, ToolSpec
 
 
 class GenerationParameters(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,9 +60,9 @@ class ModelRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     instructions: str | None = None
     segments: Sequence[ConversationSegment] = ()
-    function_tools: Sequence[FunctionSpec] = ()
+    function_tools: Sequence[ModelToolDefinition] = ()
     other_tools: Sequence[ToolSpec] = ()
-    tool_choice: Literal["none", "auto", "required"] | FunctionSpec = "auto"
+    tool_choice: Literal["none", "auto", "required"] | ModelToolDefinition = "auto"
     parallel_calls: bool = True
     sampling: GenerationParameters = GenerationParameters()
     streamed: bool = True

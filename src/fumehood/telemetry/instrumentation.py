@@ -32,7 +32,7 @@ from fumehood.protocol.conversation import ConversationSegment
 from fumehood.protocol.model_turns import AnyModelEvent, ModelRequest
 from fumehood.protocol.openai.api_errors import ApiError
 from fumehood.protocol.openai.responses import CreateResponse, Response
-from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
+from fumehood.protocol.openai.tool_specs import ModelToolDefinition, ToolSpec
 from fumehood.telemetry.operation_records import (
     RecordDispatcher,
     RunRecord,
@@ -246,7 +246,7 @@ class _InstrumentedConfiguredTool:
         self.close = tool.close
 
     @property
-    def function(self) -> FunctionSpec:
+    def function(self) -> ModelToolDefinition:
         return self.wrapped.function
 
     def start_call(self, context: ToolCallContext) -> ToolCallSession:

@@ -20,7 +20,7 @@ from fumehood.protocol.conversation import ConversationEntry, ConversationSegmen
 from fumehood.protocol.name_sanitizing import sanitize_name
 from fumehood.protocol.openai.container_objects import DATA_DIRECTORY
 from fumehood.protocol.openai.items import ProducedFile
-from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
+from fumehood.protocol.openai.tool_specs import ModelToolDefinition, ToolSpec
 from fumehood.tools.call_output_collector import NO_OUTPUT
 from fumehood.tools.container_binding import (
     ConfiguredContainerTool,
@@ -164,8 +164,8 @@ class ConfiguredCodeInterpreter(ConfiguredContainerTool[CodeInterpreterToolSetti
     """A `ConfiguredTool`."""
 
     @property
-    def function(self) -> FunctionSpec:
-        return FunctionSpec(name=TOOL_NAME, description=self._describe(), parameters=_PARAMETERS)
+    def function(self) -> ModelToolDefinition:
+        return ModelToolDefinition(name=TOOL_NAME, description=self._describe(), parameters=_PARAMETERS)
 
     def start_call(self, context: ToolCallContext) -> InterpreterCallSession:
         return InterpreterCallSession(self.binding, self._settings, self._clock, context)

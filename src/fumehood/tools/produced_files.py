@@ -15,8 +15,8 @@ from fumehood.protocol.openai.container_objects import DATA_DIRECTORY, Container
 from fumehood.protocol.openai.items import (
     CodeInterpreterImage,
     ExecutionDetailsFile,
-    MissingFile,
     ProducedFile,
+    UnavailableProducedFile,
 )
 from fumehood.protocol.sandbox.sandbox_errors import SandboxError
 from fumehood.protocol.sandbox.sandbox_messages import FileEntry
@@ -52,7 +52,7 @@ class ProducedFiles:
     images: list[CodeInterpreterImage] = field(default_factory=list[CodeInterpreterImage])
     model_image_urls: list[str] = field(default_factory=list[str])
     details: dict[str, ExecutionDetailsFile] = field(default_factory=dict[str, ExecutionDetailsFile])
-    missing: list[MissingFile] = field(default_factory=list[MissingFile])
+    missing: list[UnavailableProducedFile] = field(default_factory=list[UnavailableProducedFile])
     is_complete: bool = True
 
     def add_image(self, image: DecodedImage | None, file: ProducedFile | None, inline_bytes: int) -> None:
@@ -230,9 +230,9 @@ async def list_existing_files(
         return ()
 
 
-def _to_missing_file(file: FileEntry) -> MissingFile:
+def _to_missing_file(file: FileEntry) -> UnavailableProducedFile:
     path = sanitize_name(f"{DATA_DIRECTORY}/{file.path}")
-    return MissingFile(filename=path.rpartition("/")[2], path=path, bytes=max(file.size, 0))
+    return UnavailableProducedFile(filename=path.rpartition("/")[2], path=path, bytes=max(file.size, 0))
 
 
 def describe_files(files: Sequence[ProducedFile]) -> str:

@@ -19,7 +19,7 @@ from fumehood.interfaces import (
 )
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, ToolExchange
 from fumehood.protocol.openai.api_errors import InvalidRequest
-from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
+from fumehood.protocol.openai.tool_specs import ModelToolDefinition, ToolSpec
 from fumehood.tools.call_output_collector import NO_OUTPUT
 from fumehood.tools.container_binding import ConfiguredContainerTool, bind_container, find_call_container
 from fumehood.tools.container_config import echo_shell, read_shell_environment
@@ -156,8 +156,8 @@ class ConfiguredShell(ConfiguredContainerTool[ShellToolSettings]):
     """A `ConfiguredTool`."""
 
     @property
-    def function(self) -> FunctionSpec:
-        return FunctionSpec(name=TOOL_NAME, description=self._describe(), parameters=_PARAMETERS)
+    def function(self) -> ModelToolDefinition:
+        return ModelToolDefinition(name=TOOL_NAME, description=self._describe(), parameters=_PARAMETERS)
 
     def start_call(self, context: ToolCallContext) -> ShellCallSession:
         return ShellCallSession(self.binding, self._settings, self._clock, context)

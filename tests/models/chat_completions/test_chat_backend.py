@@ -34,7 +34,7 @@ from fumehood.protocol.openai.api_errors import (
     ModelUnreachable,
 )
 from fumehood.protocol.openai.responses import ReasoningConfig, TextConfig, TextFormat, Usage
-from fumehood.protocol.openai.tool_specs import FunctionSpec
+from fumehood.protocol.openai.tool_specs import ModelToolDefinition
 from tests.support.conversations import message, segment
 from tests.support.raw_model_server import (
     BREAK_CONNECTION,
@@ -51,7 +51,7 @@ from tests.support.raw_model_server import (
 )
 
 REQUEST = ModelRequest(model="small", segments=[segment(message("hi"))])
-FUNCTION = FunctionSpec(name="f", description="Does f.", parameters=Raw(b'{"type":"object"}'))
+FUNCTION = ModelToolDefinition(name="f", description="Does f.", parameters=Raw(b'{"type":"object"}'))
 
 
 upstream = partial(open_backend, ChatCompletionsBackend)
@@ -86,7 +86,10 @@ async def test_request_with_all_fields() -> None:
         model="small",
         instructions="Be brief.",
         segments=[segment(message("hi"))],
-        function_tools=[FUNCTION, FunctionSpec(name="g", description="", parameters=Raw(b"{}"), strict=True)],
+        function_tools=[
+            FUNCTION,
+            ModelToolDefinition(name="g", description="", parameters=Raw(b"{}"), strict=True),
+        ],
         tool_choice=FUNCTION,
         parallel_calls=False,
         sampling=GenerationParameters(

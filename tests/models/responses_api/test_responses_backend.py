@@ -23,7 +23,7 @@ from fumehood.protocol.model_turns import (
 )
 from fumehood.protocol.openai.api_errors import InvalidRequest, ModelError
 from fumehood.protocol.openai.responses import ReasoningConfig, TextConfig, TextFormat
-from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
+from fumehood.protocol.openai.tool_specs import ModelToolDefinition, ToolSpec
 from tests.support.conversations import (
     call,
     entry,
@@ -39,8 +39,8 @@ from tests.support.raw_model_server import UPSTREAM_KEY, document, error, open_b
 from tests.support.responses_events import done, ended, response, says
 
 REQUEST = ModelRequest(model="small", segments=[segment(message("hi"))])
-FUNCTION = FunctionSpec(name="f", description="Does f.", parameters=Raw(b'{"type":"object"}'))
-CUSTOM = FunctionSpec(
+FUNCTION = ModelToolDefinition(name="f", description="Does f.", parameters=Raw(b'{"type":"object"}'))
+CUSTOM = ModelToolDefinition(
     name="sql",
     description="Runs it.",
     parameters=Raw(b"{}"),

@@ -12,7 +12,7 @@ from fumehood.models.upstream.http_backend import HttpModelBackend
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
 from fumehood.protocol.model_turns import GenerationParameters, ModelRequest
 from fumehood.protocol.openai.responses import TextFormat
-from fumehood.protocol.openai.tool_specs import FunctionSpec
+from fumehood.protocol.openai.tool_specs import ModelToolDefinition
 
 _COPIED_FIELDS = (
     "temperature",
@@ -74,7 +74,7 @@ class ChatCompletionsBackend(HttpModelBackend):
     def _render_conversation(self, request: ModelRequest) -> list[bytes]:
         return render_messages(self._features, request.instructions, request.segments)
 
-    def _render_tool_choice(self, spec: FunctionSpec) -> object:
+    def _render_tool_choice(self, spec: ModelToolDefinition) -> object:
         return {"type": "function", "function": {"name": spec.name}}
 
     def _add_sampling(self, fields: RequestFields, sampling: GenerationParameters) -> None:

@@ -22,13 +22,13 @@ from fumehood.models.rendering.conversation_items import (
     join_text,
     render_file,
 )
-from fumehood.models.rendering.external_tool_items import (
-    ExternalToolCall,
-    ExternalToolResult,
-    read_foreign_item,
-)
 from fumehood.models.rendering.rendering_cache import EMPTY, render_segments
 from fumehood.models.rendering.server_features import ServerFeatures
+from fumehood.models.rendering.unsupported_tool_items import (
+    ExternalToolCall,
+    ExternalToolResult,
+    convert_unsupported_item,
+)
 from fumehood.protocol.attachments import Attachment, InputImageUrl, describe_unshown_file, is_file_part
 from fumehood.protocol.conversation import ConversationEntry, ConversationSegment, Rendering, ToolExchange
 from fumehood.protocol.name_sanitizing import sanitize_name
@@ -291,7 +291,7 @@ class _SegmentRenderer:
         return True
 
     def _add_foreign_item(self, entry: ConversationEntry) -> None:
-        match read_foreign_item(entry):
+        match convert_unsupported_item(entry):
             case ExternalToolCall() as call:
                 self._append_call(entry.turn, call.call_id, call.name, call.arguments, is_optional=True)
             case ExternalToolResult() as result:

@@ -14,7 +14,7 @@ from fumehood.models.upstream.http_backend import HttpModelBackend
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory
 from fumehood.protocol.model_turns import GenerationParameters, ModelRequest
 from fumehood.protocol.openai.response_projection import INCLUDE_ENCRYPTED_REASONING, INCLUDE_LOGPROBS
-from fumehood.protocol.openai.tool_specs import FunctionSpec
+from fumehood.protocol.openai.tool_specs import ModelToolDefinition
 
 _COPIED_FIELDS = (
     "temperature",
@@ -85,11 +85,11 @@ class ResponsesApiBackend(HttpModelBackend):
         _add_sampling(fields, request.sampling)
         return fields
 
-    def _render_tool_choice(self, spec: FunctionSpec) -> object:
+    def _render_tool_choice(self, spec: ModelToolDefinition) -> object:
         tool_type = "custom" if spec.custom and self._features.custom_tools else "function"
         return {"type": tool_type, "name": spec.name}
 
-    def _render_tool(self, spec: FunctionSpec) -> object:
+    def _render_tool(self, spec: ModelToolDefinition) -> object:
         if spec.custom and self._features.custom_tools:
             return Raw(spec.custom)
         return _Function(spec.name, spec.description, spec.parameters, spec.strict)

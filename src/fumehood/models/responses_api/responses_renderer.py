@@ -18,13 +18,13 @@ from fumehood.models.rendering.conversation_items import (
     join_text,
     render_file,
 )
-from fumehood.models.rendering.external_tool_items import (
-    ExternalToolCall,
-    ExternalToolResult,
-    read_foreign_item,
-)
 from fumehood.models.rendering.rendering_cache import render_segments
 from fumehood.models.rendering.server_features import ServerFeatures
+from fumehood.models.rendering.unsupported_tool_items import (
+    ExternalToolCall,
+    ExternalToolResult,
+    convert_unsupported_item,
+)
 from fumehood.models.responses_api.reasoning_origin import ReasoningOrigin
 from fumehood.protocol.attachments import Attachment, describe_unshown_file, is_file_part
 from fumehood.protocol.conversation import (
@@ -260,7 +260,7 @@ class _SegmentRenderer:
         self._items.append(_encode(item_class(output.call_id, self._render_content(output.output, entry))))
 
     def _add_foreign_item(self, entry: ConversationEntry, answered_ids: set[str | None]) -> None:
-        match read_foreign_item(entry):
+        match convert_unsupported_item(entry):
             case ExternalToolCall() as call if call.call_id in answered_ids:
                 self._foreign_call_ids.add(call.call_id)
                 self._append_function_call(call.call_id, call.name, call.arguments)

@@ -20,7 +20,7 @@ from fumehood.protocol.model_turns import (
     ModelTurnEnded,
 )
 from fumehood.protocol.openai.ids import new_id
-from fumehood.protocol.openai.tool_specs import FunctionSpec
+from fumehood.protocol.openai.tool_specs import ModelToolDefinition
 
 _FENCED = re.compile(r"^(`{3,}|~{3,})[^\n`]*\n(.*?)^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 
@@ -37,7 +37,7 @@ class _Schema(msgspec.Struct):
 class FencedCallDetector:
     """Buffers text until the turn ends; without a call, a text with exactly one fenced block becomes the call."""
 
-    def __init__(self, function: FunctionSpec, argument_name: str) -> None:
+    def __init__(self, function: ModelToolDefinition, argument_name: str) -> None:
         self._function_name = function.name
         self._argument_name = argument_name
         self._buffered: list[AnyModelEvent] = []
@@ -47,7 +47,7 @@ class FencedCallDetector:
     def for_request(cls, request: ModelRequest) -> "FencedCallDetector | None":
         """None unless the request forces a function that requires exactly one string."""
         function = request.tool_choice
-        if not isinstance(function, FunctionSpec):
+        if not isinstance(function, ModelToolDefinition):
             return None
         try:
             schema = msgspec.json.decode(function.parameters, type=_Schema)

@@ -26,7 +26,7 @@ from fumehood.models.upstream.http1_client import (
 from fumehood.models.upstream.stream_parser import UpstreamStreamParser, split_large_deltas
 from fumehood.models.upstream.upstream_errors import UpstreamErrorFactory, parse_retry_after
 from fumehood.protocol.model_turns import AnyModelEvent, ModelCard, ModelProfile, ModelRequest
-from fumehood.protocol.openai.tool_specs import FunctionSpec
+from fumehood.protocol.openai.tool_specs import ModelToolDefinition
 
 _USAGE_TIMEOUT = 5.0  # seconds to wait for the usage after the model has stopped
 _BYTES_PER_TOKEN = 4
@@ -164,7 +164,7 @@ class HttpModelBackend(ABC):
         """The other fields of a token-counting request."""
 
     @abstractmethod
-    def _render_tool_choice(self, spec: FunctionSpec) -> object:
+    def _render_tool_choice(self, spec: ModelToolDefinition) -> object:
         """The `tool_choice` that forces this function."""
 
     @abstractmethod
@@ -178,7 +178,7 @@ class HttpModelBackend(ABC):
             return
         fields["tools"] = tools
         choice = request.tool_choice
-        if isinstance(choice, FunctionSpec):
+        if isinstance(choice, ModelToolDefinition):
             fields["tool_choice"] = self._render_tool_choice(choice)
         elif choice != "auto":  # the default; some servers reject it if it is explicit
             fields["tool_choice"] = choice

@@ -147,7 +147,7 @@ class ExecutionDetailsFile(ProducedFile, frozen=True, kw_only=True):
     content: str | None = None
 
 
-class MissingFile(msgspec.Struct, frozen=True, kw_only=True):
+class UnavailableProducedFile(msgspec.Struct, frozen=True, kw_only=True):
     """A file that a call wrote or changed and that could not be fetched."""
 
     filename: str
@@ -167,7 +167,7 @@ class ExecutionDetails(msgspec.Struct, frozen=True, kw_only=True):
     duration_ms: int
     files: list[ExecutionDetailsFile] = []
     files_complete: bool = True
-    missing_files: list[MissingFile] = []
+    missing_files: list[UnavailableProducedFile] = []
     truncated: bool = False
 
 

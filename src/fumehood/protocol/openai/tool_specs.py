@@ -40,7 +40,7 @@ class ToolSpec(msgspec.Struct, frozen=True):
     raw: bytes
 
 
-class FunctionSpec(msgspec.Struct, frozen=True, kw_only=True):
+class ModelToolDefinition(msgspec.Struct, frozen=True, kw_only=True):
     """A tool as a model sees it. `parameters` is a JSON schema, kept as bytes.
 
     custom: the whole tool, if it is a custom one; models without custom tools see a function.

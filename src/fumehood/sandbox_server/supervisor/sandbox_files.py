@@ -34,7 +34,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 from fumehood.sandbox_server.inside.files import atomic_writes, data_directory, file_bundles
 from fumehood.sandbox_server.inside.files.data_directory import FileStat
 from fumehood.sandbox_server.settings import SandboxServerSettings
-from fumehood.sandbox_server.supervisor.helper_processes import HelperProcess, HelperSpawner
+from fumehood.sandbox_server.supervisor.file_helper_processes import FileHelperSpawner, HelperProcess
 from fumehood.sandbox_server.supervisor.sandbox_upload import SandboxUpload, UploadSourceFailed
 
 MAX_SNAPSHOTS = 8
@@ -151,7 +151,7 @@ class SandboxFiles:
 
     def __init__(
         self,
-        helpers: HelperSpawner,
+        helpers: FileHelperSpawner,
         settings: SandboxServerSettings,
         *,
         require_data_fd: Callable[[], int],

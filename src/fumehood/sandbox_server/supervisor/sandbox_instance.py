@@ -21,11 +21,11 @@ from fumehood.sandbox_server.inside import framing
 from fumehood.sandbox_server.inside.framing import MessageKind
 from fumehood.sandbox_server.inside.runner import output_limits
 from fumehood.sandbox_server.packages.installer import Installer
-from fumehood.sandbox_server.packages.sandbox_packages import NO_INSTALLER, SandboxPackages
+from fumehood.sandbox_server.packages.sandbox_package_manager import NO_INSTALLER, SandboxPackageManager
 from fumehood.sandbox_server.packet_channel import PacketChannel
 from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.execution_queue import ExecutionQueue
-from fumehood.sandbox_server.supervisor.helper_processes import HelperSpawner
+from fumehood.sandbox_server.supervisor.file_helper_processes import FileHelperSpawner
 from fumehood.sandbox_server.supervisor.sandbox_execution import ProtocolViolation
 from fumehood.sandbox_server.supervisor.sandbox_files import SandboxFiles
 from fumehood.sandbox_server.supervisor.zygote_connection import ZygoteConnection
@@ -72,7 +72,7 @@ class SandboxInstance:
         self._on_exit = on_exit
         self._on_output_growth = on_output_growth
         self._next_number = next_number
-        self._helpers = HelperSpawner(zygote, resources.uid, resources.cgroup, next_number)
+        self._helpers = FileHelperSpawner(zygote, resources.uid, resources.cgroup, next_number)
         self.files = SandboxFiles(
             self._helpers,
             settings,
@@ -194,7 +194,7 @@ class SandboxInstance:
 
     def offer_packages(self, installer: Installer | None, *, unavailable: str = NO_INSTALLER) -> None:
         """Set the installer for packages, or the reason why there is none."""
-        self.packages = SandboxPackages(installer, self._attach_layers, unavailable=unavailable)
+        self.packages = SandboxPackageManager(installer, self._attach_layers, unavailable=unavailable)
 
     async def _attach_layers(self, layers: list[str]) -> None:
         self._require_data_fd()

@@ -14,7 +14,7 @@ import msgspec
 
 from fumehood.protocol.sandbox.sandbox_errors import FileRefused, SandboxPayloadTooLarge
 from fumehood.sandbox_server.settings import SandboxServerSettings
-from fumehood.sandbox_server.supervisor.helper_processes import HelperProcess
+from fumehood.sandbox_server.supervisor.file_helper_processes import HelperProcess
 
 _CHUNK_BYTES = 256 * 1024
 

@@ -31,7 +31,7 @@ from fumehood.sandbox_server.isolation_errors import IsolationUnavailable
 from fumehood.sandbox_server.packages import requirements
 from fumehood.sandbox_server.packages.installer import NO_PROVISION, Installer, InstallResult
 from fumehood.sandbox_server.packages.installer_factory import open_installer, open_store
-from fumehood.sandbox_server.packages.sandbox_packages import NO_INSTALL_JAIL, NO_INSTALLER
+from fumehood.sandbox_server.packages.sandbox_package_manager import NO_INSTALL_JAIL, NO_INSTALLER
 from fumehood.sandbox_server.settings import SandboxServerSettings
 from fumehood.sandbox_server.supervisor.managed_zygote import ManagedZygote, ZygoteStarter
 from fumehood.sandbox_server.supervisor.sandbox_instance import SandboxInstance

@@ -188,7 +188,7 @@ class ScriptedModel(ScriptedFake[ScriptedTurn]):
         return [ModelCallStarted(key, call_id, call.name), *fragments]
 
 
-class ScriptedModelProvider:
+class SingleBackendProvider:
     """A `ModelProvider` of one backend, under these names or, without names, under every name."""
 
     def __init__(self, backend: ModelBackend, *names: str) -> None:

@@ -19,7 +19,7 @@ from fumehood.protocol.conversation import ConversationEntry, ConversationSegmen
 from fumehood.protocol.openai.ids import new_id
 from fumehood.protocol.openai.items import ProducedFile
 from fumehood.protocol.openai.stream_events import OutputItemAdded, OutputItemDone, StreamEvent
-from fumehood.protocol.openai.tool_specs import FunctionSpec, ToolSpec
+from fumehood.protocol.openai.tool_specs import ModelToolDefinition, ToolSpec
 from fumehood.testing.fakes.scripted_fake import ScriptedFake
 
 _PARAMETERS = Raw(b'{"type":"object","properties":{},"additionalProperties":true}')
@@ -122,8 +122,8 @@ class ConfiguredScriptedTool:
         self._tool = tool
 
     @property
-    def function(self) -> FunctionSpec:
-        return FunctionSpec(
+    def function(self) -> ModelToolDefinition:
+        return ModelToolDefinition(
             name=self._tool.name, description="Does what a test says.", parameters=_PARAMETERS
         )
 

@@ -43,7 +43,7 @@ from fumehood.testing.kits.store_fixtures import (
     make_user_item,
     store_response,
 )
-from fumehood.testing.kits.upload_store_kit import UploadStoreKit
+from fumehood.testing.kits.uploaded_file_store_kit import UploadedFileStoreKit
 
 _SECONDS = 60
 
@@ -488,6 +488,6 @@ class StoreKit(
     IdempotencyStoreKit,
     ApiKeyStoreKit,
     ContainerStoreKit,
-    UploadStoreKit,
+    UploadedFileStoreKit,
 ):
     """All tests of the seam."""

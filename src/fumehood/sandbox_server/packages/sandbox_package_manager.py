@@ -20,7 +20,7 @@ type AttachLayers = Callable[[list[str]], Awaitable[None]]
 type ProgressCallback = Callable[[str], None]
 
 
-class SandboxPackages:
+class SandboxPackageManager:
     """The packages of one sandbox; requests are served one at a time.
 
     attach: mounts these layers, the first on top, in the sandbox.

@@ -1,4 +1,4 @@
-"""Conformance tests of `UploadStore`."""
+"""Conformance tests of `UploadedFileStore`."""
 
 import asyncio
 from functools import partial
@@ -26,7 +26,7 @@ def _make_upload(number: int, tenant: str = "a", purpose: FilePurpose = "user_da
     )
 
 
-class UploadStoreKit(StoreFixture):
+class UploadedFileStoreKit(StoreFixture):
     async def test_an_upload_is_its_tenants(self, store: Store) -> None:
         record = _make_upload(1)
         assert await store.add_upload(record)

@@ -38,7 +38,7 @@ class ExternalToolResult(msgspec.Struct, frozen=True):
     text: str
 
 
-def read_foreign_item(
+def convert_unsupported_item(
     entry: ConversationEntry,
 ) -> ExternalToolCall | ExternalToolResult | ToolExchange | None:
     """A call, a result, both in one, or None if there is nothing to render.

@@ -87,7 +87,7 @@ class HelperProcess:
         self._on_close()
 
 
-class HelperSpawner:
+class FileHelperSpawner:
     """Starts the helpers of one sandbox."""
 
     def __init__(
