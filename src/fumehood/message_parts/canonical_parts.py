@@ -19,7 +19,7 @@ type Status = Literal["in_progress", "completed", "incomplete", "failed", "cance
 type Provenance = Literal["observed", "synthesized"]
 
 
-class ExtractedField(msgspec.Struct, frozen=True, array_like=True):
+class FieldOrigin(msgspec.Struct, frozen=True, array_like=True):
     """Where one value of a vendor's item went: the field of the part, its path in the item, and the codec.
 
     It is restored by this record and not by the tables of a codec, because parts outlive the version that made them.
@@ -52,7 +52,7 @@ class VendorRoundTripData(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     vendor: str
     item: Json | msgspec.UnsetType = msgspec.UNSET
     is_continuation: bool = False
-    extracted_fields: list[ExtractedField] = []
+    extracted_fields: list[FieldOrigin] = []
     list_index: int = 0
     envelope: ResponseEnvelope | None = None
 

@@ -9,7 +9,7 @@ from typing import cast
 import msgspec
 
 from fumehood.message_parts.canonical_parts import (
-    ExtractedField,
+    FieldOrigin,
     GenericPart,
     Json,
     JsonObject,
@@ -264,7 +264,7 @@ class _ItemGroup:
             field.path not in self._paths and self._is_vacant(field) for field in source.extracted_fields
         )
 
-    def _is_vacant(self, field: ExtractedField) -> bool:
+    def _is_vacant(self, field: FieldOrigin) -> bool:
         rest = get_at_path(cast(Json, self._source.item), field.path)
         return rest is not MISSING and (rest is None or field.codec != "")
 

@@ -17,7 +17,7 @@ import msgspec
 from fumehood.message_parts.canonical_parts import (
     BlobPart,
     Execution,
-    ExtractedField,
+    FieldOrigin,
     FilePart,
     GenericPart,
     Json,
@@ -286,7 +286,7 @@ def _round_trip_fields(source: VendorRoundTripData) -> JsonObject:
     return record
 
 
-def _write_extracted_field(field: ExtractedField) -> list[Json]:
+def _write_extracted_field(field: FieldOrigin) -> list[Json]:
     return [field.field, list(field.path), *([field.codec] if field.codec else [])]
 
 
@@ -500,11 +500,9 @@ def _read_source(record: JsonObject) -> VendorRoundTripData | None:
     )
 
 
-def _read_extracted_field(entry: Json) -> ExtractedField:
+def _read_extracted_field(entry: Json) -> FieldOrigin:
     field, path, *codec = cast(list[Json], entry)
-    return ExtractedField(
-        _string_or_empty(field), _read_path(path), _string_or_empty(codec[0]) if codec else ""
-    )
+    return FieldOrigin(_string_or_empty(field), _read_path(path), _string_or_empty(codec[0]) if codec else "")
 
 
 def _read_envelope(record: JsonObject) -> ResponseEnvelope:

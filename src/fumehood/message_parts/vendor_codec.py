@@ -12,7 +12,7 @@ import msgspec
 from fumehood.message_parts import tool_payloads
 from fumehood.message_parts.canonical_parts import (
     Execution,
-    ExtractedField,
+    FieldOrigin,
     GenericPart,
     Json,
     JsonObject,
@@ -213,12 +213,12 @@ def wrap_opaque_item(vendor: str, item: Json, list_index: int = 0) -> GenericPar
     return GenericPart(type=kind if isinstance(kind, str) else "", source=source)
 
 
-def _extract_fields(item: Json, draft: PartSkeleton) -> list[ExtractedField] | None:
+def _extract_fields(item: Json, draft: PartSkeleton) -> list[FieldOrigin] | None:
     """Move the fields of a draft from the item into the part; None, and no change, if the part would be incomplete."""
     part = draft.part
     if isinstance(part, ToolPart):
         part.payload = dict.fromkeys(_required_fields(part.kind, call=isinstance(part, ToolCallPart)))
-    extracted: list[ExtractedField] = []
+    extracted: list[FieldOrigin] = []
     before: list[Json] = []
     for field in draft.fields:
         value = get_at_path(item, field.path)
@@ -227,7 +227,7 @@ def _extract_fields(item: Json, draft: PartSkeleton) -> list[ExtractedField] | N
         extraction = extract(value, field.codec)
         if extraction is None or not _try_set_field(part, field.name, extraction[0]):
             continue
-        extracted.append(ExtractedField(field.name, field.path, field.codec))
+        extracted.append(FieldOrigin(field.name, field.path, field.codec))
         before.append(value)
         set_at_path(item, field.path, extraction[1])
     if _is_complete(draft, len(extracted), any(value is not None for value in before)):
@@ -280,7 +280,7 @@ def encode_item(parts: list[Part]) -> Json:
     return item
 
 
-def _restore_field(item: Json, field: ExtractedField, value: Json) -> Json:
+def _restore_field(item: Json, field: FieldOrigin, value: Json) -> Json:
     left = get_at_path(item, field.path)
     codec = FIELD_CODECS.get(field.codec)
     if codec is None:

@@ -45,7 +45,7 @@ from fumehood.protocol.sandbox.sandbox_messages import (
 )
 from fumehood.sandbox_client.server_connection import (
     BYTES_TYPE,
-    RequestRetries,
+    RequestRetryState,
     SandboxConnectError,
     SandboxConnectionLost,
     SandboxConnectionTimeouts,
@@ -198,7 +198,7 @@ class RemoteSandbox:
         """
         is_follow = may_have_started = start is None
         received = 0
-        reconnect = RequestRetries(
+        reconnect = RequestRetryState(
             self._connection.timeouts, _STREAM_FAILURES, self._connection.timeouts.resume
         )
         while True:

@@ -79,7 +79,7 @@ class SandboxConnectionTimeouts:
     resume: float = 2.0
 
 
-class RequestRetries:
+class RequestRetryState:
     """The attempts to repeat one request whose connection breaks.
 
     retryable: errors after which it is repeated. within: seconds from the first of them until the last attempt.
@@ -206,7 +206,7 @@ class SandboxServerConnection:
         A body that can be read only once is not sent again. An error after a repeated request has `disconnected_at`.
         """
         can_repeat = body is None or isinstance(body, bytes) or callable(body)
-        reconnect = RequestRetries(self.timeouts, (SandboxConnectionLost,) if can_repeat else ())
+        reconnect = RequestRetryState(self.timeouts, (SandboxConnectionLost,) if can_repeat else ())
         while True:
             try:
                 async with self.open_response(

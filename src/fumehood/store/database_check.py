@@ -26,7 +26,7 @@ class DatabaseNotFound(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class DatabaseFinding:
+class DatabaseCheckResult:
     """Result of one check. `damaged`: data is lost or wrong. `warning`: the next start of the gateway repairs it."""
 
     name: str
@@ -40,7 +40,7 @@ class DatabaseReport:
     database: str
     blobs: str
     sound: bool
-    findings: list[DatabaseFinding]
+    findings: list[DatabaseCheckResult]
 
 
 def find_database(data: Path) -> Path:
@@ -71,7 +71,7 @@ def examine_database(database: Path, blobs: Path) -> DatabaseReport:
             findings += _check_contents(connection, blobs)
     except sqlite3.Error as error:
         findings.append(
-            DatabaseFinding("database", "damaged", f"it cannot be read: {error}", _RESTORE_ADVICE)
+            DatabaseCheckResult("database", "damaged", f"it cannot be read: {error}", _RESTORE_ADVICE)
         )
     sound = all(finding.state != "damaged" for finding in findings)
     return DatabaseReport(str(database), str(blobs), sound, findings)
@@ -82,50 +82,50 @@ def _open_read_only(database: Path) -> sqlite3.Connection:
     return sqlite3.connect(address, uri=True, timeout=10, isolation_level=None)
 
 
-def _check_lock(database: Path) -> DatabaseFinding:
+def _check_lock(database: Path) -> DatabaseCheckResult:
     """Report whether a gateway has the file open."""
     try:
         lock = os.open(database.with_name(database.name + ".lock"), os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
-        return DatabaseFinding("gateway", "ok", "none is using it")
+        return DatabaseCheckResult("gateway", "ok", "none is using it")
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.pread(lock, 20, 0).decode("ascii", "replace").strip() or "unknown"
-        return DatabaseFinding(
+        return DatabaseCheckResult(
             "gateway",
             "ok",
             f"one is using it (process {holder}); its changes during the check may be missed",
         )
     finally:
         os.close(lock)
-    return DatabaseFinding("gateway", "ok", "none is using it")
+    return DatabaseCheckResult("gateway", "ok", "none is using it")
 
 
-def _check_permissions(database: Path) -> DatabaseFinding:
+def _check_permissions(database: Path) -> DatabaseCheckResult:
     files = (database.with_name(database.name + suffix) for suffix in ("", "-wal", "-shm", ".keys"))
     exposed = [path.name for path in files if path.exists() and stat.S_IMODE(path.stat().st_mode) & 0o077]
     if exposed:
-        return DatabaseFinding(
+        return DatabaseCheckResult(
             "permissions",
             "warning",
             f"other users may read or write {', '.join(exposed)}",
             "Set their mode to 0600.",
         )
-    return DatabaseFinding("permissions", "ok", "only the owner may read and write the files")
+    return DatabaseCheckResult("permissions", "ok", "only the owner may read and write the files")
 
 
-def _check_contents(connection: sqlite3.Connection, blobs: Path) -> Iterator[DatabaseFinding]:
+def _check_contents(connection: sqlite3.Connection, blobs: Path) -> Iterator[DatabaseCheckResult]:
     try:
         version = check_version(connection)
     except StoreOpenError as error:
-        yield DatabaseFinding("schema", "damaged", str(error))
+        yield DatabaseCheckResult("schema", "damaged", str(error))
         return
     known = len(MIGRATIONS)
     yield (
-        DatabaseFinding("schema", "ok", f"migration {version} of {known}")
+        DatabaseCheckResult("schema", "ok", f"migration {version} of {known}")
         if version >= known
-        else DatabaseFinding(
+        else DatabaseCheckResult(
             "schema", "warning", f"migration {version} of {known}; the next start applies the rest"
         )
     )
@@ -135,17 +135,19 @@ def _check_contents(connection: sqlite3.Connection, blobs: Path) -> Iterator[Dat
     yield from _check_blobs(connection, blobs)
 
 
-def _check_pages(connection: sqlite3.Connection) -> DatabaseFinding:
+def _check_pages(connection: sqlite3.Connection) -> DatabaseCheckResult:
     try:
         messages = [line for (line,) in connection.execute(f"PRAGMA integrity_check({_MAX_NAMED})")]
     except sqlite3.Error as error:
         messages = [str(error)]
     if messages == ["ok"]:
-        return DatabaseFinding("pages", "ok", "SQLite finds every page and index in order")
-    return DatabaseFinding("pages", "damaged", _replace_unprintable("; ".join(messages)), _RESTORE_ADVICE)
+        return DatabaseCheckResult("pages", "ok", "SQLite finds every page and index in order")
+    return DatabaseCheckResult("pages", "damaged", _replace_unprintable("; ".join(messages)), _RESTORE_ADVICE)
 
 
-def _check_rows(connection: sqlite3.Connection, table: str, read: table_checks.TableCheck) -> DatabaseFinding:
+def _check_rows(
+    connection: sqlite3.Connection, table: str, read: table_checks.TableCheck
+) -> DatabaseCheckResult:
     number = 0
     damaged: list[str] = []
     try:
@@ -156,33 +158,33 @@ def _check_rows(connection: sqlite3.Connection, table: str, read: table_checks.T
     except sqlite3.Error as error:
         damaged.append(f"the rest cannot be read: {error}")
     if damaged:
-        return DatabaseFinding(
+        return DatabaseCheckResult(
             table, "damaged", f"{len(damaged)} of {number} rows: {_format_list(damaged)}", _RESTORE_ADVICE
         )
-    return DatabaseFinding(table, "ok", f"{number} rows")
+    return DatabaseCheckResult(table, "ok", f"{number} rows")
 
 
 # --- blobs --------------------------------------------------------------------------------------------
 
 
-def _check_blobs(connection: sqlite3.Connection, directory: Path) -> Iterator[DatabaseFinding]:
+def _check_blobs(connection: sqlite3.Connection, directory: Path) -> Iterator[DatabaseCheckResult]:
     try:
         referenced = table_checks.list_referenced_blobs(connection)
         (identity,) = connection.execute("SELECT id FROM identity").fetchone() or ("",)
     except sqlite3.Error as error:
-        yield DatabaseFinding(
+        yield DatabaseCheckResult(
             "blobs", "damaged", f"the records that refer to them cannot be read: {error}", _RESTORE_ADVICE
         )
         return
     if not directory.is_dir():
         state: DatabaseFindingState = "damaged" if referenced else "ok"
-        yield DatabaseFinding(
+        yield DatabaseCheckResult(
             "blobs", state, f"there is no directory {directory}; {len(referenced)} blobs are referenced"
         )
         return
     owner = directory / "owner"
     if owner.is_file() and owner.read_text(errors="replace").strip() != identity:
-        yield DatabaseFinding(
+        yield DatabaseCheckResult(
             "blobs", "damaged", f"{directory} belongs to another database", "Name the right one with --blobs."
         )
         return
@@ -193,14 +195,14 @@ def _check_blobs(connection: sqlite3.Connection, directory: Path) -> Iterator[Da
         and _is_referenced(connection, name)
     ]
     if damaged:
-        yield DatabaseFinding(
+        yield DatabaseCheckResult(
             "blobs",
             "damaged",
             f"{len(damaged)} of {len(referenced)}: {_format_list(damaged)}",
             _RESTORE_ADVICE,
         )
     else:
-        yield DatabaseFinding("blobs", "ok", f"all {len(referenced)} referenced blobs are intact")
+        yield DatabaseCheckResult("blobs", "ok", f"all {len(referenced)} referenced blobs are intact")
     yield _check_orphaned_blobs(connection, directory)
 
 
@@ -225,18 +227,18 @@ def _is_referenced(connection: sqlite3.Connection, name: str) -> bool:
     return not response_rows.find_unreferenced_blobs(connection, [name])
 
 
-def _check_orphaned_blobs(connection: sqlite3.Connection, directory: Path) -> DatabaseFinding:
+def _check_orphaned_blobs(connection: sqlite3.Connection, directory: Path) -> DatabaseCheckResult:
     existing = [path.name for path in directory.glob("??/??/*") if path.is_file()]
     orphans = response_rows.find_unreferenced_blobs(connection, existing)
     incoming = len([*(directory / "incoming").glob("*")])
     if orphans or incoming:
-        return DatabaseFinding(
+        return DatabaseCheckResult(
             "orphans",
             "warning",
             f"{len(orphans)} unreferenced blobs, {incoming} incomplete ones",
             "The gateway deletes them at its start and every hour.",
         )
-    return DatabaseFinding("orphans", "ok", "every blob is referenced")
+    return DatabaseCheckResult("orphans", "ok", "every blob is referenced")
 
 
 def _format_list(names: list[str]) -> str:

@@ -56,7 +56,7 @@ class CompletedResponseRecord(NamedTuple):
     passthrough_items: Collection[int]
 
 
-class ThreadPrefix(NamedTuple):
+class ThreadPrefixRef(NamedTuple):
     """The conversation before a position: items of the thread and of the threads that it continues."""
 
     thread: int | None
@@ -122,7 +122,7 @@ def complete_running(db: sqlite3.Connection, completed: CompletedResponseRecord)
     """Complete a response that `insert_running` has written; return the position of its items, if it has any."""
     row, entries = completed.row, completed.entries
     thread, start = db.execute("SELECT thread, start_pos FROM responses WHERE id = ?", (row.id,)).fetchone()
-    position = _append_items(db, completed, ThreadPrefix(thread, start))
+    position = _append_items(db, completed, ThreadPrefixRef(thread, start))
     db.execute(
         "UPDATE responses SET thread = ?, end_pos = ? WHERE id = ?",
         (position.thread if position else thread, start + len(entries), row.id),
@@ -158,20 +158,20 @@ def _update_body(db: sqlite3.Connection, response_id: str, body: bytes) -> None:
     )
 
 
-def _find_prefix(db: sqlite3.Connection, row: ResponseRow) -> ThreadPrefix:
+def _find_prefix(db: sqlite3.Connection, row: ResponseRow) -> ThreadPrefixRef:
     """Return the conversation up to the previous response; empty if the tenant has no such response."""
     if row.previous_id is None:
-        return ThreadPrefix(None, 0)
+        return ThreadPrefixRef(None, 0)
     found = db.execute(
         "SELECT thread, end_pos FROM responses WHERE id = ? AND tenant = ?"
         " AND id NOT IN (SELECT id FROM running_responses)",
         (row.previous_id, row.tenant),
     ).fetchone()
-    return ThreadPrefix(*found) if found else ThreadPrefix(None, 0)
+    return ThreadPrefixRef(*found) if found else ThreadPrefixRef(None, 0)
 
 
 def _append_items(
-    db: sqlite3.Connection, completed: CompletedResponseRecord, prefix: ThreadPrefix
+    db: sqlite3.Connection, completed: CompletedResponseRecord, prefix: ThreadPrefixRef
 ) -> ThreadPosition | None:
     if not completed.entries:
         return None
@@ -201,10 +201,10 @@ def _make_item_rows(position: ThreadPosition, completed: CompletedResponseRecord
 # --- threads and forks --------------------------------------------------------------------------------
 
 
-def _extend_or_fork_thread(db: sqlite3.Connection, tenant: str, prefix: ThreadPrefix, tip: int) -> int:
+def _extend_or_fork_thread(db: sqlite3.Connection, tenant: str, prefix: ThreadPrefixRef, tip: int) -> int:
     """Reserve the positions from the end of the prefix up to the new tip, and return their thread."""
     if prefix.thread is None:
-        return _insert_thread(db, tenant, ThreadPrefix(None, 0), 0, tip)
+        return _insert_thread(db, tenant, ThreadPrefixRef(None, 0), 0, tip)
     moved = db.execute(
         "UPDATE threads SET tip = ? WHERE id = ? AND tip = ?", (tip, prefix.thread, prefix.end)
     )
@@ -213,7 +213,7 @@ def _extend_or_fork_thread(db: sqlite3.Connection, tenant: str, prefix: ThreadPr
     (depth,) = db.execute("SELECT depth FROM threads WHERE id = ?", (prefix.thread,)).fetchone()
     if depth < MAX_FORK_DEPTH:
         return _insert_thread(db, tenant, prefix, depth + 1, tip)
-    copy = _insert_thread(db, tenant, ThreadPrefix(None, 0), 0, tip)
+    copy = _insert_thread(db, tenant, ThreadPrefixRef(None, 0), 0, tip)
     for ancestor in _list_ancestors(db, prefix):
         db.execute(
             f"INSERT INTO items ({_ITEM_COLUMNS}) SELECT {_ITEM_COLUMNS.replace('thread', '?')} FROM items"  # noqa: S608
@@ -223,7 +223,7 @@ def _extend_or_fork_thread(db: sqlite3.Connection, tenant: str, prefix: ThreadPr
     return copy
 
 
-def _list_ancestors(db: sqlite3.Connection, prefix: ThreadPrefix) -> list[tuple[int, int]]:
+def _list_ancestors(db: sqlite3.Connection, prefix: ThreadPrefixRef) -> list[tuple[int, int]]:
     """Return the threads of a prefix, each with its end, oldest first. Raises DamagedRow."""
     path: list[tuple[int, int]] = []
     thread, end = prefix
@@ -236,7 +236,7 @@ def _list_ancestors(db: sqlite3.Connection, prefix: ThreadPrefix) -> list[tuple[
     return path[::-1]
 
 
-def _insert_thread(db: sqlite3.Connection, tenant: str, prefix: ThreadPrefix, depth: int, tip: int) -> int:
+def _insert_thread(db: sqlite3.Connection, tenant: str, prefix: ThreadPrefixRef, depth: int, tip: int) -> int:
     parent_end = prefix.end if prefix.thread is not None else None
     made = db.execute(
         "INSERT INTO threads (tenant, parent, parent_end, depth, tip) VALUES (?, ?, ?, ?, ?)",
@@ -299,7 +299,7 @@ class _ReadBudget:
             )
 
 
-def _iter_items(db: sqlite3.Connection, prefix: ThreadPrefix) -> Iterator[_StoredItem]:
+def _iter_items(db: sqlite3.Connection, prefix: ThreadPrefixRef) -> Iterator[_StoredItem]:
     """Yield the items of a prefix, oldest first. Raises InvalidRequest above `MAX_READ_BYTES`, DamagedRow."""
     budget = _ReadBudget("previous_response_id")
     for thread, end in _list_ancestors(db, prefix):
@@ -376,7 +376,7 @@ def list_turns(db: sqlite3.Connection, tenant: str, response_id: str) -> list[St
     ).fetchone()
     if found is None:
         return None
-    turns = groupby(_iter_items(db, ThreadPrefix(*found)), lambda item: item.position)
+    turns = groupby(_iter_items(db, ThreadPrefixRef(*found)), lambda item: item.position)
     return [StoredTurn(position, [item.entry for item in items]) for position, items in turns]
 
 
@@ -389,7 +389,7 @@ def list_input_items(db: sqlite3.Connection, tenant: str, response_id: str) -> l
     thread, end, start = found
     return [
         item.entry
-        for item in _iter_items(db, ThreadPrefix(thread, end))
+        for item in _iter_items(db, ThreadPrefixRef(thread, end))
         if item.pos < start or item.entry.turn == 0
     ]
 

@@ -20,7 +20,7 @@ from fumehood.protocol.openai.container_objects import ContainerFileRecord, Cont
 from fumehood.protocol.openai.file_objects import UploadedFileRecord
 from fumehood.protocol.openai.page_query import PageQuery
 from fumehood.protocol.openai.responses import Response
-from fumehood.store import api_key_rows, container_rows, response_rows, upload_rows
+from fumehood.store import api_key_rows, container_rows, response_rows, uploaded_file_rows
 from fumehood.store.conversation_cache import ConversationCache, ThreadPosition
 from fumehood.store.database import Database, DatabaseJob, Work
 from fumehood.store.migrations import StoreOpenError
@@ -291,13 +291,13 @@ class SqliteStore:
     # --- uploads --------------------------------------------------------------------------------------
 
     async def add_upload(self, record: UploadedFileRecord, quota: FileTotals | None = None) -> bool:
-        return await self._database.write(lambda db: upload_rows.insert(db, record, quota))
+        return await self._database.write(lambda db: uploaded_file_rows.insert(db, record, quota))
 
     async def get_upload(self, tenant: str, file_id: str) -> UploadedFileRecord | None:
         if not _is_storable(file_id):
             return None
         return await self._database.read(
-            lambda db: upload_rows.get(db, tenant, file_id), subject=f"upload {file_id}"
+            lambda db: uploaded_file_rows.get(db, tenant, file_id), subject=f"upload {file_id}"
         )
 
     async def list_uploads(
@@ -305,20 +305,24 @@ class SqliteStore:
     ) -> Sequence[UploadedFileRecord]:
         if purpose is not None and not _is_storable(purpose):
             return []
-        return await self._database.read(lambda db: upload_rows.list_page(db, tenant, query, purpose, now))
+        return await self._database.read(
+            lambda db: uploaded_file_rows.list_page(db, tenant, query, purpose, now)
+        )
 
     async def get_upload_totals(self, tenant: str) -> FileTotals:
-        return await self._database.read(lambda db: upload_rows.get_totals(db, tenant))
+        return await self._database.read(lambda db: uploaded_file_rows.get_totals(db, tenant))
 
     async def delete_upload(self, tenant: str, file_id: str) -> UploadedFileRecord | None:
         if not _is_storable(file_id):
             return None
         return await self._database.write(
-            lambda db: upload_rows.delete(db, tenant, file_id), deletes=True, subject=f"upload {file_id}"
+            lambda db: uploaded_file_rows.delete(db, tenant, file_id),
+            deletes=True,
+            subject=f"upload {file_id}",
         )
 
     async def list_expired_uploads(self, now: float, limit: int) -> Sequence[UploadedFileRecord]:
-        return await self._database.read(lambda db: upload_rows.list_expired(db, now, limit))
+        return await self._database.read(lambda db: uploaded_file_rows.list_expired(db, now, limit))
 
     # --- idempotency keys ---------------------------------------------------------------------------------------
 

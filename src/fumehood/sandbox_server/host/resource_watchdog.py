@@ -54,7 +54,7 @@ class WatchedSandbox(Protocol):
         ...
 
 
-class WatchedMemory(Protocol):
+class CombinedMemoryUsage(Protocol):
     """The memory of all sandboxes; raises OSError once it is not counted any more."""
 
     def memory_current(self) -> int: ...
@@ -73,7 +73,7 @@ async def watch_kernel_objects(list_sandboxes: Callable[[], Sequence[WatchedSand
 
 
 async def watch_memory(
-    list_sandboxes: Callable[[], Sequence[WatchedSandbox]], memory: WatchedMemory, limit: int
+    list_sandboxes: Callable[[], Sequence[WatchedSandbox]], memory: CombinedMemoryUsage, limit: int
 ) -> None:
     """Kill the sandbox that holds most when memory runs out, one at a time; runs forever."""
     threshold = limit - max(limit // _RESERVE_DIVISOR, min(_MIN_RESERVE, limit // 4))
