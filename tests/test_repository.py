@@ -7,7 +7,6 @@ import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -48,10 +47,6 @@ def _read_module(text: str) -> _Module:
 
 def _name(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
-
-
-def _pyproject() -> dict[str, Any]:
-    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def _tracked() -> list[Path]:
@@ -154,7 +149,8 @@ def test_package_is_marked_as_typed() -> None:
 
 
 def test_base_install_needs_msgspec_only() -> None:
-    names = [re.split(r"[^\w-]", requirement)[0] for requirement in _pyproject()["project"]["dependencies"]]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = [re.split(r"[^\w-]", requirement)[0] for requirement in project["dependencies"]]
     assert names == ["msgspec"]
 
 

@@ -7,7 +7,7 @@ found by the name of its cgroup tree and by descent, loop devices and mounts by 
 import collections
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,8 +59,9 @@ class CensusTaker:
 
     def take_census(self) -> Census:
         devices = frozenset(_loop_devices(self.paths.disk_dir))
+        names = collections.Counter(_name(pid) for pid in set(self._processes()))
         return Census(
-            processes=_number_names(_name(pid) for pid in set(self._processes())),
+            processes=frozenset(f"{name} {number}" for name in names for number in range(names[name])),
             cgroups=frozenset(self._cgroups()),
             loop_devices=devices,
             mounts=frozenset(_mounts(devices, self.paths)),
@@ -116,12 +117,6 @@ class CensusTaker:
 
         becomes_true(settled, seconds)
         return beyond
-
-
-def _number_names(names: Iterable[str]) -> frozenset[str]:
-    return frozenset(
-        f"{name} {number}" for name, count in collections.Counter(names).items() for number in range(count)
-    )
 
 
 def resident_kib(pid: int) -> int:
