@@ -7,18 +7,20 @@ authenticated, so that a seal is invalid for another tenant or after any change.
 import base64
 import binascii
 import contextlib
+import functools
 import hashlib
 import os
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from typing import TYPE_CHECKING
 
 from fumehood.http_server.secret_files import InsecureSecretFile, read_secret_file
 from fumehood.interfaces import InvalidSeal
 from fumehood.store.staged_blobs import fsync_path
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 KEY_BYTES = 32
 MAX_SEALED_CHARS = 10 << 20  # as in OpenAI's API
@@ -48,10 +50,17 @@ class AesGcmSealer:
             raise InvalidSealingKeys(
                 f"a key in it does not have {KEY_BYTES} bytes. Make one with: openssl rand -base64 32"
             )
-        self._ciphers = {_key_id(key): AESGCM(key) for key in reversed(keys)}
-        if len(self._ciphers) < len(set(keys)):
+        self._keys = {_key_id(key): key for key in reversed(keys)}
+        if len(self._keys) < len(set(keys)):
             raise InvalidSealingKeys("two keys in it have the same id by chance. Make another one.")
         self._sealing_key_id = _key_id(keys[0])
+
+    @functools.cached_property
+    def _ciphers(self) -> "dict[bytes, AESGCM]":
+        # Imported on first use: it takes 7 MB, and most gateways never seal anything.
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        return {key_id: AESGCM(key) for key_id, key in self._keys.items()}
 
     def seal(self, tenant: str, content: bytes) -> str:
         header = _VERSION + self._sealing_key_id
@@ -71,6 +80,8 @@ class AesGcmSealer:
         cipher = self._ciphers.get(header[len(_VERSION) :])
         if cipher is None:
             raise InvalidSeal("it was sealed with an unknown key, or was changed")
+        from cryptography.exceptions import InvalidTag
+
         try:
             return cipher.decrypt(
                 nonce, content[_HEADER_BYTES + _NONCE_BYTES :], _associated_data(header, tenant)
